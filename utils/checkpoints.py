@@ -1,0 +1,260 @@
+"""Checkpoints that are complete or absent: saved by all ranks, hashed, published by one rename, verified before loading.
+
+`save_checkpoint` writes `.tmp-checkpoint-<step>` from every rank; then the main process hashes each file, writes
+MANIFEST.json last, flushes everything to the disk, renames the folder to `checkpoint-<step>`, and only then prunes. A kill at
+any moment leaves the earlier checkpoints as they were. Weights, EMA and the run's state are safetensors and JSON with clean
+names, so that any number of processes can load them; the optimizer's state is torch's own file, read with weights_only.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from safetensors.torch import load_file, save_file
+
+from utils.ema import EMA
+from utils.errors import UserError
+from utils.launch import on_main_process
+
+MANIFEST = "MANIFEST.json"
+STATE = "state.json"
+MODEL_WEIGHTS = "model.safetensors"
+EMA_WEIGHTS = "ema.safetensors"
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass
+class TrainState:
+    """What a run cannot compute from its options. `step` counts finished updates and is the only clock."""
+
+    step: int = 0
+    skipped_updates: int = 0  # of those, turned down because a gradient was not finite
+    best_step: int | None = None
+    best_value: float | None = None
+    validations_without_improvement: int = 0
+    metrics: dict = field(default_factory=dict)  # the last figures, for the model card
+    options: dict = field(default_factory=dict)  # the flags that shape the result, compared on resume
+
+    def record_validation(self, loss: float) -> bool:
+        """Notes a validation after `step` updates; True when it is the best so far. A loss of NaN never is."""
+        self.metrics["validation loss"] = loss
+        improved = loss < (math.inf if self.best_value is None else self.best_value)
+        if improved:
+            self.best_step, self.best_value, self.validations_without_improvement = self.step, loss, 0
+        else:
+            self.validations_without_improvement += 1
+        return improved
+
+    def stopped_early(self, patience: int) -> bool:
+        """Whether `patience` validations in a row (0 = never) brought no gain."""
+        return 0 < patience <= self.validations_without_improvement
+
+
+def attach_state_hooks(accelerator: Accelerator, ema: EMA | None, state: TrainState) -> None:
+    """Makes `save_state` / `load_state` handle the model, the EMA and `state` as safetensors and JSON with clean names.
+
+    Accelerate alone would store DDP's `module.` prefix, which another number of processes could not load, and its way to
+    register further objects is a pickle that is loaded without restrictions.
+    """
+
+    def save(models, weights, output_dir):
+        weights.clear()  # tells Accelerate that the models are dealt with
+        if accelerator.is_main_process:
+            model = accelerator.unwrap_model(models[0])
+            save_file(_contiguous(model.state_dict()), Path(output_dir, MODEL_WEIGHTS))
+            if ema is not None:
+                save_file(_contiguous(ema.state_dict()), Path(output_dir, EMA_WEIGHTS))
+            Path(output_dir, STATE).write_text(json.dumps(asdict(state), indent=2))
+
+    def load(models, input_dir):
+        model = accelerator.unwrap_model(models.pop())
+        model.load_state_dict(load_file(Path(input_dir, MODEL_WEIGHTS)))
+        if ema is not None:
+            ema.load_state_dict(load_file(Path(input_dir, EMA_WEIGHTS)))
+        loaded = read_state(Path(input_dir))
+        for name in (f.name for f in fields(TrainState) if f.name != "options"):
+            setattr(state, name, getattr(loaded, name))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+def save_checkpoint(
+    accelerator: Accelerator, output_dir: Path, state: TrainState, *, total_limit: int | None = None
+) -> str | None:
+    """Publishes `output_dir/checkpoint-<state.step>`. Call on all ranks; every rank gets the same answer.
+
+    Returns None, or one line that says why nothing was published: a failed save (disk full, say) harms nothing that is there.
+    `total_limit` newest checkpoints and the best one are kept; never fewer than two, since the newest can be lost to a disk.
+    """
+    temporary = output_dir / f".tmp-checkpoint-{state.step}"
+    final = output_dir / f"checkpoint-{state.step}"
+    if accelerator.is_main_process:
+        for leftover in output_dir.glob(".tmp-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        temporary.mkdir()
+    accelerator.wait_for_everyone()
+    error = ""
+    try:
+        accelerator.save_state(str(temporary))
+    except Exception as exception:  # a full disk arrives as OSError, RuntimeError or SafetensorError
+        error = f"rank {accelerator.process_index}: {type(exception).__name__}: {exception}"
+    failed = torch.tensor([bool(error)], device=accelerator.device, dtype=torch.int32)
+    failed = bool(accelerator.reduce(failed, "sum").item())
+    if accelerator.is_main_process:
+        if not failed:
+            try:
+                _publish(temporary, final, state.step)
+                prune_checkpoints(output_dir, total_limit, keep_step=state.best_step)
+            except Exception as exception:
+                error = f"{type(exception).__name__}: {exception}"
+        if failed or error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            error = error or "another rank could not write its part"
+    return _from_main_process(error) or None
+
+
+def _publish(temporary: Path, final: Path, step: int) -> None:
+    files = {}
+    for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
+        files[path.relative_to(temporary).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        _fsync(path)
+    manifest = temporary / MANIFEST
+    manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=2))
+    _fsync(manifest)
+    _fsync(temporary)
+    if final.exists():  # a run resumed from an earlier checkpoint comes by again
+        _discard(final)
+    os.rename(temporary, final)
+    _fsync(final.parent)
+
+
+def verify_checkpoint(path: Path) -> str | None:
+    """None for a complete checkpoint whose every byte is as it was written; otherwise one line saying what is wrong."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        listed = manifest["files"].items()
+        for name, expected in listed:
+            file = path / name
+            if ".." in Path(name).parts or Path(name).is_absolute():
+                return f"{MANIFEST} names {name}, outside the checkpoint"
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != expected["size"]:
+                return f"{name} has {file.stat().st_size} bytes instead of {expected['size']}"
+            if _sha256(file) != expected["sha256"]:
+                return f"{name} was changed or damaged after it was written (SHA-256 differs)"
+        if missing := {STATE, MODEL_WEIGHTS} - dict(listed).keys():
+            return f"{MANIFEST} does not list {', '.join(sorted(missing))}"
+        read_state(path)
+    except FileNotFoundError:
+        return f"no {MANIFEST}: it was never completed"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"unreadable: {error}"
+    return None
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Folders `checkpoint-<step>` of a run, oldest first, valid or not."""
+    found = [(int(m[1]), p) for p in output_dir.glob("checkpoint-*") if (m := CHECKPOINT_NAME.fullmatch(p.name))]
+    return [path for _, path in sorted(found)]
+
+
+def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[str]]:
+    """The checkpoint meant by `latest`, `best`, `checkpoint-N` or a path, verified, and a line per one passed over.
+
+    `latest` takes the newest valid one, and None where the run has none yet, so that one command line can start a run and
+    continue it. Raises UserError for one that was named and is not valid, and when all of several are damaged.
+    """
+    candidates = list_checkpoints(output_dir)
+    if wanted == "latest":
+        skipped = []
+        for path in reversed(candidates):
+            if (problem := verify_checkpoint(path)) is None:
+                return path, skipped
+            skipped.append(f"skipping {path.name}: {problem}")
+        if candidates:
+            raise UserError(f"no valid checkpoint in {output_dir}: " + "; ".join(skipped))
+        return None, []
+    if wanted == "best":
+        steps = [read_state(path).best_step for path in candidates if verify_checkpoint(path) is None]
+        if not steps or steps[-1] is None:
+            raise UserError(f"{output_dir} has no best checkpoint; it is kept when --validation_images is above 0")
+        path = output_dir / f"checkpoint-{steps[-1]}"
+    else:
+        path = next((p for p in (output_dir / wanted, Path(wanted)) if p.is_dir()), None)
+        if path is None:
+            there = ", ".join(p.name for p in candidates) or "none"
+            raise UserError(f"no checkpoint {wanted!r}; in {output_dir} there are: {there}")
+    if problem := verify_checkpoint(path):
+        raise UserError(f"{path} cannot be resumed from: {problem}")
+    return path, []
+
+
+def read_state(path: Path) -> TrainState:
+    """The run's state as stored in the checkpoint `path`. Raises OSError, ValueError or TypeError when it is not one."""
+    return TrainState(**json.loads((path / STATE).read_text()))
+
+
+def load_checkpoint(accelerator: Accelerator, path: Path) -> None:
+    """Loads a verified checkpoint into everything that was prepared and attached. Call on all ranks."""
+    accelerator.load_state(str(path))
+    # Accelerate restores its count of micro steps, which would put another accumulation out of phase; updates are whole here.
+    accelerator.step = 0
+
+
+def prune_checkpoints(output_dir: Path, total_limit: int | None, keep_step: int | None = None) -> None:
+    """Removes the oldest checkpoints beyond the newest max(total_limit, 2); `checkpoint-<keep_step>` always stays."""
+    if total_limit is None:
+        return
+    for path in list_checkpoints(output_dir)[: -max(total_limit, 2)]:
+        if path.name != f"checkpoint-{keep_step}":
+            _discard(path)
+
+
+def _discard(path: Path) -> None:
+    """Deletes a published checkpoint; renamed first, so that a kill leaves no half of one under its final name."""
+    doomed = path.with_name(f".tmp-discarded-{path.name}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _from_main_process(value):
+    return broadcast_object_list([value])[0]
+
+
+def agree_on_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str) -> tuple[Path | None, list[str]]:
+    """`find_checkpoint` on the main process, with its answer or its UserError given to every rank."""
+    found = (None, [])
+
+    def find():
+        nonlocal found
+        found = find_checkpoint(output_dir, wanted)
+
+    on_main_process(accelerator, find)
+    return _from_main_process(found)
+
+
+def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}  # safetensors wants plain layouts
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

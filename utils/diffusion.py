@@ -1,0 +1,83 @@
+"""The forward process, what the network is asked to predict, and how the loss is weighted (DDPM and its descendants).
+
+Notation: x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps with abar = `alphas_cumprod` (Ho et al. 2020, eq. 4), and
+SNR(t) = abar_t / (1 - abar_t).
+"""
+
+import torch
+from diffusers import DDPMScheduler
+
+from utils.errors import UserError
+
+PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
+BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
+
+
+def make_noise_scheduler(
+    *,
+    beta_schedule: str = "linear",
+    num_train_timesteps: int = 1000,
+    prediction_type: str = "epsilon",
+    rescale_betas_zero_snr: bool = False,
+) -> DDPMScheduler:
+    """The one scheduler whose saved config both training and sampling use.
+
+    `squaredcos_cap_v2` is the cosine schedule of Nichol & Dhariwal 2021, eq. 17. Zero terminal SNR (Lin et al. 2023, alg. 1)
+    also sets trailing timesteps, so that sampling starts where no signal is left; it refuses `epsilon`, from which x_0 cannot
+    be recovered there. Raises UserError.
+    """
+    if beta_schedule not in BETA_SCHEDULES:
+        raise UserError(f"unknown --ddpm_beta_schedule {beta_schedule!r}; choose from {', '.join(BETA_SCHEDULES)}")
+    if prediction_type not in PREDICTION_TYPES:
+        raise UserError(f"unknown --prediction_type {prediction_type!r}; choose from {', '.join(PREDICTION_TYPES)}")
+    if num_train_timesteps < 2:
+        raise UserError(f"--ddpm_num_steps must be at least 2, got {num_train_timesteps}")
+    if rescale_betas_zero_snr and prediction_type == "epsilon":
+        raise UserError(
+            "--rescale_betas_zero_snr needs --prediction_type v_prediction or sample: at zero SNR the noise says nothing of x_0"
+        )
+    return DDPMScheduler(
+        num_train_timesteps=num_train_timesteps,
+        beta_schedule=beta_schedule,
+        prediction_type=prediction_type,
+        rescale_betas_zero_snr=rescale_betas_zero_snr,
+        timestep_spacing="trailing" if rescale_betas_zero_snr else "leading",
+    )
+
+
+def training_target(
+    noise_scheduler: DDPMScheduler, clean_images: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
+) -> torch.Tensor:
+    """What the network should output, [B, C, H, W]: the noise, x_0, or v = sqrt(abar) eps - sqrt(1 - abar) x_0
+    (Salimans & Ho 2022, section 4)."""
+    prediction_type = noise_scheduler.config.prediction_type
+    if prediction_type == "epsilon":
+        return noise
+    if prediction_type == "sample":
+        return clean_images
+    return noise_scheduler.get_velocity(clean_images, noise, timesteps)
+
+
+def loss_weights(noise_scheduler: DDPMScheduler, snr_gamma: float | None = None) -> torch.Tensor:
+    """Weight of the squared error of the prediction at each timestep, float32 [T].
+
+    Without `snr_gamma`: 1 for epsilon and v; max(SNR, 1) for sample (truncated SNR weighting, Salimans & Ho 2022, section 4),
+    without which predicting x_0 would neglect the low noise levels. With it: min-SNR-gamma (Hang et al. 2023, section 3.4),
+    min(SNR, gamma) in x_0 space, hence / SNR for epsilon and / (SNR + 1) for v.
+    """
+    alphas_cumprod = noise_scheduler.alphas_cumprod.double()
+    snr = alphas_cumprod / (1.0 - alphas_cumprod)
+    prediction_type = noise_scheduler.config.prediction_type
+    if snr_gamma is None:
+        weights = snr.clamp(min=1.0) if prediction_type == "sample" else torch.ones_like(snr)
+    elif snr_gamma <= 0:
+        raise UserError(f"--snr_gamma must be positive, got {snr_gamma} (5 is the paper's value)")
+    else:
+        clipped = snr.clamp(max=snr_gamma)
+        weights = {"epsilon": clipped / snr, "sample": clipped, "v_prediction": clipped / (snr + 1.0)}[prediction_type]
+    return weights.float()
+
+
+def loss_per_sample(prediction: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted mean squared error of each sample, float32 [B]; `weights` is [B]."""
+    return weights * (prediction.float() - target.float()).square().flatten(1).mean(1)

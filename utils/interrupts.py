@@ -1,0 +1,53 @@
+"""Stopping on a signal: every rank stops after the same update, saves once and exits with a documented code."""
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+
+EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same command again to continue
+EXIT_DIVERGED = 3  # too many updates in a row were not finite
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopSignal:
+    """Remembers SIGTERM, SIGINT or SIGUSR1; a second SIGINT ends the process at once.
+
+    The ranks agree through an all-reduce of one byte over a gloo group of their own: it runs while the next update computes,
+    so that it neither waits for the accelerator nor makes it wait. Its answer is one update late, on all ranks alike.
+    """
+
+    def __init__(self, num_processes: int):
+        self.received: str | None = None
+        self._group = dist.new_group(backend="gloo") if num_processes > 1 else None
+        self._pending = None
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number, frame):
+        if self.received and number == signal.SIGINT:
+            os._exit(128 + number)  # published checkpoints are complete whenever this happens
+        self.received = signal.Signals(number).name
+
+    def agreed(self) -> bool:
+        """True once any rank was told to stop. Call once per update on every rank."""
+        if self._group is None:
+            return self.received is not None
+        stop = self._answer()
+        self._flag = torch.tensor([self.received is not None], dtype=torch.uint8)
+        self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return stop
+
+    def _answer(self) -> bool:
+        if self._pending is None:
+            return False
+        self._pending.wait()
+        self._pending = None
+        return bool(self._flag.item())
+
+    def close(self) -> None:
+        """Finishes the exchange under way and gives the signals back their defaults."""
+        self._answer()
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -1,0 +1,87 @@
+"""How a script becomes a set of connected processes: the Accelerator, CPU threads, and refused launches."""
+
+import os
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+)
+
+from utils.errors import UserError
+
+# What a lost peer costs before every process gives up. gloo's own default is 30 minutes.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+SUPPORTED_LAUNCHES = {
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_NPU,
+    DistributedType.MULTI_XPU,
+    DistributedType.MULTI_MLU,
+}
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, which a container or `taskset` can make fewer than the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def make_accelerator(
+    *,
+    mixed_precision: str = "no",
+    gradient_accumulation_steps: int = 1,
+    log_with=None,
+    project_dir: str | None = None,
+    cpu_threads: int | None = None,
+) -> Accelerator:
+    """An Accelerator for single-process and DDP runs.
+
+    On a machine without an accelerator it asks for the CPU itself, because `use_cpu: true` in a config file starts several
+    processes but leaves each alone. There it also undoes `accelerate launch`'s OMP_NUM_THREADS=1, which would leave all
+    cores but one idle: `cpu_threads` threads per process, by default the usable cores over the processes of this machine.
+
+    Raises UserError for fp16 on a CPU and for launches other than plain and DDP (FSDP, DeepSpeed, Megatron, TPU).
+    """
+    on_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+    if on_cpu and mixed_precision == "fp16":
+        raise UserError("--mixed_precision fp16 needs a GPU; on a CPU use no or bf16")
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision=mixed_precision,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        log_with=log_with,
+        project_dir=project_dir,
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
+            # Gradients live in the all-reduce buckets: one copy of them less in memory.
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        ],
+    )
+    if accelerator.distributed_type not in SUPPORTED_LAUNCHES:
+        raise UserError(
+            f"launched with {accelerator.distributed_type.value}, but exact EMA and checkpoints here are for one process "
+            "or DDP; launch with --multi_gpu or without a distributed config"
+        )
+    if accelerator.device.type == "cpu":
+        local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+        torch.set_num_threads(cpu_threads or max(1, usable_cores() // local_processes))
+    return accelerator
+
+
+def on_main_process(accelerator: Accelerator, function, *args, **kwargs) -> None:
+    """Calls `function` on the main process alone; a UserError there is raised on every rank, so that none is left waiting."""
+    error = None
+    if accelerator.is_main_process:
+        try:
+            function(*args, **kwargs)
+        except UserError as exception:
+            error = str(exception)
+    error = broadcast_object_list([error])[0]
+    if error:
+        raise UserError(error)

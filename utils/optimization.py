@@ -1,0 +1,125 @@
+"""Optimizers, the learning rate as a closed form of the update count, and the update that a bad gradient cannot harm."""
+
+import math
+
+import torch
+from torch import nn
+
+from utils.errors import UserError
+
+OPTIMIZERS = ("adamw", "adam", "rmsprop", "sgd", "adamw8bit")
+LR_SCHEDULES = (
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "cyclic",
+    "inverse_sqrt",
+)
+
+
+def make_optimizer(
+    model: nn.Module,
+    name: str = "adamw",
+    *,
+    learning_rate: float,
+    betas: tuple[float, float] = (0.95, 0.999),
+    weight_decay: float = 1e-6,
+    epsilon: float = 1e-8,
+    momentum: float = 0.9,
+) -> torch.optim.Optimizer:
+    """An optimizer with decoupled weight decay (AdamW) that spares biases and the parameters of norms.
+
+    `adam`, `rmsprop` and `sgd` couple the decay to the gradient, as torch does. `adamw8bit` needs bitsandbytes and a GPU.
+    Raises UserError for an unknown name or a missing package.
+    """
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    spared = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=True)
+    if name == "adam":
+        return torch.optim.Adam(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=True)
+    if name == "rmsprop":
+        return torch.optim.RMSprop(groups, lr=learning_rate, momentum=momentum, eps=epsilon)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=learning_rate, momentum=momentum, fused=True)
+    if name == "adamw8bit":
+        try:
+            from bitsandbytes.optim import AdamW8bit
+        except ImportError:
+            raise UserError("--optimizer adamw8bit needs bitsandbytes: pip install bitsandbytes") from None
+        return AdamW8bit(groups, lr=learning_rate, betas=betas, eps=epsilon)
+    raise UserError(f"unknown optimizer {name!r}; choose from {', '.join(OPTIMIZERS)}")
+
+
+def learning_rate_at(
+    step: int,
+    *,
+    schedule: str,
+    base: float,
+    warmup_steps: int,
+    total_steps: int,
+    floor: float = 0.0,
+    cycles: int = 1,
+    power: float = 1.0,
+) -> float:
+    """Learning rate of the update that follows `step` finished updates; a function of its arguments alone.
+
+    Warm-up is linear from 0 over `warmup_steps`. Afterwards, with progress in [0, 1] over the remaining updates,
+    `linear`, `polynomial`, `cosine` and `cosine_with_restarts` fall from `base` to `floor * base`
+    (floor 0 gives diffusers' curves of the same names); `cyclic` is a triangle between the two, `cycles` times;
+    `inverse_sqrt` is base / sqrt(max(step / warmup_steps, 1)) (Vaswani et al. 2017, eq. 3, scaled to peak at `base`).
+    """
+    if schedule == "constant":
+        return base
+    if step < warmup_steps:
+        return base * step / warmup_steps
+    if schedule == "constant_with_warmup":
+        return base
+    if schedule == "inverse_sqrt":
+        return base / math.sqrt(max(step / max(warmup_steps, 1), 1.0))
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if schedule == "linear":
+        shape = 1.0 - progress
+    elif schedule == "polynomial":
+        shape = (1.0 - progress) ** power
+    elif schedule == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif schedule == "cosine_with_restarts":
+        shape = 0.5 * (1.0 + math.cos(math.pi * (progress * cycles % 1.0))) if progress < 1.0 else 0.0
+    elif schedule == "cyclic":
+        shape = abs(1.0 - 2.0 * (progress * cycles % 1.0))
+    else:
+        raise UserError(f"unknown --lr_scheduler {schedule!r}; choose from {', '.join(LR_SCHEDULES)}")
+    return base * (floor + (1.0 - floor) * shape)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def l1_norm(model: nn.Module) -> torch.Tensor:
+    """Sum of |w| over matrices and kernels (not biases or norms), 0-dim, differentiable."""
+    return torch.stack([p.abs().sum() for p in model.parameters() if p.requires_grad and p.ndim > 1]).sum()
+
+
+def step_if_finite(optimizer, finite: torch.Tensor) -> None:
+    """One optimizer update, or none at all where `finite` (0-dim bool on the device) is false.
+
+    Fused optimizers (AdamW, Adam, SGD) take the decision on the device, through the `found_inf` protocol that torch's GradScaler uses, so the
+    host does not wait. Others cannot, so there the host reads the flag. With a GradScaler (fp16) the scaler skips by itself,
+    on the same condition, because the gradients were unscaled when their norm was taken.
+    """
+    scaler = getattr(optimizer, "scaler", None)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if scaler is not None and scaler.is_enabled():
+        optimizer.step()
+    elif getattr(inner, "_step_supports_amp_scaling", False):
+        inner.found_inf = (~finite).float()
+        optimizer.step()
+    elif finite.item():
+        optimizer.step()

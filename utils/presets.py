@@ -1,0 +1,109 @@
+"""Model presets: each is a network and the flags it was published with. A plain table, shown in `--help`."""
+
+# Ho et al. 2020, appendix B, as google/ddpm-cifar10-32 has it: 35.7 M parameters.
+_CIFAR10 = {
+    "block_out_channels": (128, 256, 256, 256),
+    "layers_per_block": 2,
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+    "attention_head_dim": None,
+    "downsample_padding": 0,
+    "flip_sin_to_cos": False,
+    "freq_shift": 1,
+    "norm_eps": 1e-6,
+}
+# Song et al. 2021 (DDIM), CelebA 64x64: multipliers (1, 2, 2, 2, 4), attention at 16x16; 78.7 M parameters.
+_CELEBA64 = {
+    **_CIFAR10,
+    "block_out_channels": (128, 256, 256, 256, 512),
+    "down_block_types": ("DownBlock2D", "DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
+}
+# Ho et al. 2020, 256x256, as diffusers' train_unconditional.py builds it for every resolution: 113.7 M parameters.
+_UNCONDITIONAL = {
+    "block_out_channels": (128, 128, 256, 256, 512, 512),
+    "layers_per_block": 2,
+    "down_block_types": (*["DownBlock2D"] * 4, "AttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "AttnUpBlock2D", *["UpBlock2D"] * 4),
+}
+_DIGITS16 = {
+    "block_out_channels": (32, 64, 64),
+    "layers_per_block": 1,
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+    "attention_head_dim": 16,
+    "norm_num_groups": 8,
+}
+
+NETWORKS = {"digits16": _DIGITS16, "cifar10": _CIFAR10, "celeba64": _CELEBA64, "256": _UNCONDITIONAL}
+
+FLAGS = {
+    "digits16": {
+        "dataset_name": "digits",
+        "output_dir": "runs/digits",
+        "resolution": 16,
+        "image_channels": 1,
+        "validation_images": 128,
+        "train_batch_size": 64,
+        "eval_batch_size": 64,
+        "max_train_steps": 3000,
+        "learning_rate": 1e-3,
+        "lr_warmup_steps": 100,
+        "save_images_steps": 500,
+        "checkpointing_steps": 500,
+        "checkpoints_total_limit": 3,
+        "validation_steps": 250,
+        "logging_steps": 25,
+    },
+    "cifar10": {
+        "resolution": 32,
+        "random_flip": True,
+        "train_batch_size": 128,
+        "max_train_steps": 800_000,
+        "learning_rate": 2e-4,
+        "lr_scheduler": "constant_with_warmup",
+        "lr_warmup_steps": 5000,
+        "adam_beta1": 0.9,
+        "adam_weight_decay": 0.0,
+        "dropout": 0.1,
+        "checkpointing_steps": 10_000,
+        "save_images_steps": 10_000,
+    },
+    "celeba64": {
+        "resolution": 64,
+        "random_flip": True,
+        "train_batch_size": 128,
+        "max_train_steps": 500_000,
+        "learning_rate": 2e-4,
+        "lr_scheduler": "constant_with_warmup",
+        "lr_warmup_steps": 5000,
+        "adam_beta1": 0.9,
+        "adam_weight_decay": 0.0,
+        "checkpointing_steps": 10_000,
+        "save_images_steps": 10_000,
+    },
+    "256": {
+        "resolution": 256,
+        "random_flip": True,
+        "train_batch_size": 64,
+        "max_train_steps": 500_000,
+        "learning_rate": 2e-5,
+        "lr_scheduler": "constant_with_warmup",
+        "lr_warmup_steps": 5000,
+        "adam_beta1": 0.9,
+        "adam_weight_decay": 0.0,
+        "checkpointing_steps": 10_000,
+        "save_images_steps": 10_000,
+    },
+}
+
+
+def network_for_resolution(resolution: int) -> str | None:
+    """The preset network for images of this size, when none was named; None where no preset's levels divide the size.
+
+    Sizes that diffusers' script can train get its network, so that its command lines export the same model.
+    """
+    for name in ("256", "cifar10", "digits16"):
+        if resolution % (1 << (len(NETWORKS[name]["block_out_channels"]) - 1)) == 0:
+            return name
+    return None

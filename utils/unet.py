@@ -1,0 +1,94 @@
+"""The DDPM network: a diffusers UNet2DModel from a preset, a config, or the resolution, and its initialisation."""
+
+import torch
+from diffusers import UNet2DModel
+from torch import nn
+
+from utils.errors import UserError
+from utils.presets import NETWORKS, network_for_resolution
+from utils.randomness import derive_seed
+
+ACTIVATIONS = ("silu", "mish", "gelu", "relu")
+INITIALISATIONS = ("default", "xavier", "he")
+
+
+def make_unet(
+    *,
+    resolution: int,
+    image_channels: int,
+    preset: str | None = None,
+    config_name_or_path: str | None = None,
+    cache_dir: str | None = None,
+    activation: str | None = None,
+    dropout: float | None = None,
+    initialisation: str = "default",
+    zero_init_output: bool = False,
+    seed: int = 0,
+) -> UNet2DModel:
+    """A UNet2DModel whose weights are a function of the arguments (global random state is left as it was).
+
+    `activation` and `dropout` of None keep the network's own. Raises UserError when the config cannot be read, when its
+    channels differ from the images', or when the resolution does not divide by the levels.
+    """
+    if config_name_or_path is not None:
+        try:
+            config = dict(UNet2DModel.load_config(config_name_or_path, cache_dir=cache_dir))
+        except OSError as error:
+            first_line = str(error).strip().splitlines()[0]
+            raise UserError(f"cannot read --model_config_name_or_path {config_name_or_path}: {first_line}") from None
+        channels = (config.get("in_channels"), config.get("out_channels"))
+        if channels != (image_channels, image_channels):
+            raise UserError(
+                f"the model config has in/out channels {channels[0]}/{channels[1]}, the images have {image_channels}; "
+                "set --image_channels or edit the config"
+            )
+        config["sample_size"] = resolution  # the config's own size is that of the run it came from
+    else:
+        name = preset or network_for_resolution(resolution)
+        if name is None:
+            raise UserError(f"no network fits --resolution {resolution}; use a multiple of 4, or give --model_preset")
+        if name not in NETWORKS:
+            raise UserError(f"unknown --model_preset {name!r}; choose from {', '.join(NETWORKS)}")
+        config = {
+            **NETWORKS[name],
+            "sample_size": resolution,
+            "in_channels": image_channels,
+            "out_channels": image_channels,
+        }
+
+    divisor = 1 << (len(config["block_out_channels"]) - 1)
+    if resolution % divisor:
+        raise UserError(
+            f"--resolution {resolution} does not divide by {divisor}, which the network's "
+            f"{len(config['block_out_channels'])} levels need; use {resolution // divisor * divisor or divisor} "
+            f"or {resolution // divisor * divisor + divisor}"
+        )
+    if activation is not None:
+        config["act_fn"] = activation
+    if dropout is not None:
+        config["dropout"] = dropout
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "initial weights"))
+        unet = UNet2DModel.from_config(config)
+        initialise(unet, initialisation)
+        if zero_init_output:
+            nn.init.zeros_(unet.conv_out.weight)
+            nn.init.zeros_(unet.conv_out.bias)
+    return unet
+
+
+def initialise(model: nn.Module, name: str) -> None:
+    """Re-initialises every convolution and linear layer in place: `xavier` (Glorot & Bengio 2010, eq. 16), `he` (He et al.
+    2015, eq. 10, fan-in), biases zero; `default` leaves torch's. Raises UserError for another name."""
+    if name not in INITIALISATIONS:
+        raise UserError(f"unknown --initialisation {name!r}; choose from {', '.join(INITIALISATIONS)}")
+    if name == "default":
+        return
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            if name == "xavier":
+                nn.init.xavier_uniform_(module.weight)
+            else:
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -1,0 +1,74 @@
+"""The loss on held-out images: the same images, noise and timesteps every time, in fp32, sharded over the processes."""
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from diffusers import DDPMScheduler
+from torch import nn
+
+from utils import randomness
+from utils.augmentation import to_unit_range
+from utils.diffusion import loss_per_sample, training_target
+from utils.errors import UserError
+
+
+def split_validation(images, count: int, seed: int):
+    """(training images, held-out images): `count` of `images` (an ImageSet) are held out, chosen by `seed`; may be 0."""
+    if count >= len(images):
+        raise UserError(f"--validation_images {count} leaves none of the {len(images)} images to train on")
+    positions = torch.arange(len(images))
+    shuffled = randomness.permute(seed, "validation split", torch.zeros_like(positions), positions, len(images)).numpy()
+    return images.subset(np.sort(shuffled[count:])), images.subset(np.sort(shuffled[:count]))
+
+
+def check_images(images, sample: int = 64) -> None:
+    """Looks at the first images as the network will see them. Raises UserError when they are not in [-1, 1] or all blank."""
+    indices = np.arange(min(sample, len(images)))
+    batch = to_unit_range(
+        torch.from_numpy(images.fetch(indices, np.full((len(indices), 2), 0.5, np.float32))), images.max_value
+    )
+    low, high = batch.min().item(), batch.max().item()
+    if not -1.0 <= low <= high <= 1.0:
+        raise UserError(f"images reach from {low:.3g} to {high:.3g} after scaling; they must lie in [-1, 1]")
+    if high - low < 2 / 255:
+        raise UserError(
+            f"the first {len(indices)} images are all of one value ({low:.3g}); check the data and the image column"
+        )
+
+
+@torch.no_grad()
+def validation_loss(
+    accelerator: Accelerator,
+    unet: nn.Module,
+    images,
+    noise_scheduler: DDPMScheduler,
+    weights: torch.Tensor,
+    *,
+    seed: int,
+    batch_size: int,
+    draws: int = 4,
+) -> float:
+    """Mean training loss over `draws` noisings of each of the held-out `images` (an ImageSet), equal on all ranks.
+
+    `unet` is the unwrapped network, already in full precision and with the weights to judge. The timesteps of the
+    noisings are spread evenly over the schedule, one in each of len(images) x draws equal slices, so that the figure moves
+    with the weights and not with the luck of the draw.
+    """
+    total = len(images) * draws
+    num_timesteps = noise_scheduler.config.num_train_timesteps
+    device = accelerator.device
+    loss_sum = torch.zeros((), dtype=torch.float64, device="cpu")
+    chunks = range(0, total, batch_size)
+    for first in list(chunks)[accelerator.process_index :: accelerator.num_processes]:
+        numbers = torch.arange(first, min(first + batch_size, total))
+        clean_images = images.fetch((numbers % len(images)).numpy(), np.full((len(numbers), 2), 0.5, np.float32))
+        clean_images = to_unit_range(torch.from_numpy(clean_images).to(device), images.max_value)
+        # A fixed shuffle decides which image gets which slice of the schedule.
+        slices = randomness.permute(seed, "validation timesteps", torch.zeros_like(numbers), numbers, total)
+        timesteps = ((slices.double() + 0.5) / total * num_timesteps).long().to(device)
+        noise = randomness.normal(seed, "validation noise", numbers.to(device), images.shape)
+        noisy_images = noise_scheduler.add_noise(clean_images, noise, timesteps)
+        target = training_target(noise_scheduler, clean_images, noise, timesteps)
+        losses = loss_per_sample(unet(noisy_images, timesteps).sample, target, weights[timesteps])
+        loss_sum += losses.sum().double().cpu()
+    return accelerator.reduce(loss_sum.float().to(device), "sum").item() / total
