@@ -79,6 +79,7 @@ def main(args: argparse.Namespace) -> int:
         save_checkpoint,
     )
     from utils.data import load_images
+    from utils.dataset_sources import hub_name
     from utils.diffusion import loss_per_sample, loss_weights, make_noise_scheduler, training_target
     from utils.ema import EMA, ema_decay
     from utils.export import export_pipeline, model_card, push_to_hub
@@ -247,7 +248,7 @@ def main(args: argparse.Namespace) -> int:
             {
                 "title": output_dir.name,
                 "data": images.description,
-                "hub_dataset": images.hub_name,
+                "hub_dataset": hub_name(args.dataset_name),
                 "command": command_line(),
                 "updates": state.step,
                 "samples_seen": state.step * global_batch_size,

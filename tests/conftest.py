@@ -1,0 +1,110 @@
+"""What the tests share: tiny runs of the training script, in this process or launched as a user would."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+TINY_NETWORK = {
+    "_class_name": "UNet2DModel",
+    "sample_size": 16,
+    "in_channels": 1,
+    "out_channels": 1,
+    "block_out_channels": [8, 16],
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "down_block_types": ["DownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "UpBlock2D"],
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_flags(tmp_path_factory) -> list[str]:
+    """Flags of a run on the digits that takes a second: a 42 k-parameter network, batch 8."""
+    config = tmp_path_factory.mktemp("network")
+    (config / "config.json").write_text(json.dumps(TINY_NETWORK))
+    cache = tmp_path_factory.mktemp("cache")
+    flags = f"""--dataset_name digits --model_config_name_or_path {config} --cache_dir {cache} --resolution 16
+        --image_channels 1 --train_batch_size 8 --eval_batch_size 4 --ddpm_num_inference_steps 3 --cpu_threads 1
+        --lr_warmup_steps 4 --learning_rate 1e-3 --logging_steps 1 --max_train_steps 8"""
+    return flags.split()
+
+
+def script_environment(num_processes: int = 1) -> dict[str, str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "TQDM_MININTERVAL": "5"}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    if num_processes > 1:
+        environment["ACCELERATE_USE_CPU"] = "true"
+    return environment
+
+
+def script_command(script: str, flags: list[str], num_processes: int = 1) -> list[str]:
+    launcher = [sys.executable]
+    if num_processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    return [*launcher, str(ROOT / script), *map(str, flags)]
+
+
+def run_script(script: str, flags: list[str], num_processes: int = 1, timeout: float = 300) -> subprocess.CompletedProcess:
+    """Runs a script to its end in a process group of its own, which is killed whatever happens."""
+    process = start_script(script, flags, num_processes)
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    finally:
+        end_group(process)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def start_script(script: str, flags: list[str], num_processes: int = 1) -> subprocess.Popen:
+    return subprocess.Popen(
+        script_command(script, flags, num_processes),
+        env=script_environment(num_processes),
+        cwd="/",  # the scripts must not rely on being started in the repository
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end_group(process: subprocess.Popen) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Runs train_ddpm.main in this process (an import of diffusers cheaper than a launch); returns its exit status."""
+    import train_ddpm
+
+    def run(flags: list[str], script=train_ddpm) -> int:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        try:
+            return script.main(script.parse_args([str(flag) for flag in flags]))
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+    return run
+
+
+def logged_scalars(output_dir: Path, tag: str, script: str = "train_ddpm") -> dict[int, float]:
+    """Step -> value of a TensorBoard tag, as TensorBoard itself reads the folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(Path(output_dir, "logs", script)), size_guidance={"scalars": 0})
+    events.Reload()
+    values = [(event.step, event.value) for event in events.Scalars(tag)]
+    assert len(dict(values)) == len(values), f"{tag} has several values for a step"
+    return dict(values)

@@ -1,0 +1,122 @@
+import copy
+import math
+
+import pytest
+import torch
+from diffusers.optimization import get_scheduler
+from torch import nn
+
+from utils.errors import UserError
+from utils.optimization import l1_norm, learning_rate_at, make_optimizer, set_learning_rate, step_if_finite
+
+TOTAL, WARMUP = 120, 20
+
+
+def curve(schedule: str, **options) -> list[float]:
+    options = {"base": 0.5, "warmup_steps": WARMUP, "total_steps": TOTAL} | options
+    return [learning_rate_at(step, schedule=schedule, **options) for step in range(TOTAL)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "theirs"),
+    [
+        ("constant", {}, {}),
+        ("constant_with_warmup", {}, {}),
+        ("linear", {}, {}),
+        ("cosine", {}, {}),
+        ("cosine_with_restarts", {"cycles": 3}, {"num_cycles": 3}),
+    ],
+)
+def test_curves_are_those_of_diffusers(schedule, options, theirs):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler = get_scheduler(schedule, optimizer, num_warmup_steps=WARMUP, num_training_steps=TOTAL, **theirs)
+    expected = []
+    for _ in range(TOTAL):
+        expected.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert curve(schedule, **options) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_polynomial_and_inverse_sqrt_in_closed_form():
+    polynomial = curve("polynomial", power=2.0)
+    assert polynomial[70] == pytest.approx(0.5 * 0.5**2)
+    inverse_sqrt = curve("inverse_sqrt")
+    assert inverse_sqrt[WARMUP] == 0.5
+    assert inverse_sqrt[4 * WARMUP] == pytest.approx(0.25)
+
+
+def test_cyclic_touches_floor_and_peak_once_per_cycle():
+    values = curve("cyclic", cycles=2, floor=0.1)[WARMUP:]
+    assert values[0] == values[50] == pytest.approx(0.5)
+    assert values[25] == values[75] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial"])
+def test_floor_is_reached_at_the_end_and_kept(schedule):
+    options = {"schedule": schedule, "base": 2.0, "warmup_steps": 5, "total_steps": 50, "floor": 0.1}
+    assert learning_rate_at(50, **options) == pytest.approx(0.2)
+    assert learning_rate_at(5, **options) == pytest.approx(2.0)
+    assert learning_rate_at(500, **options) == pytest.approx(0.2)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(UserError, match="lr_scheduler"):
+        learning_rate_at(5, schedule="cosin", base=1.0, warmup_steps=0, total_steps=10)
+    with pytest.raises(UserError, match="optimizer"):
+        make_optimizer(nn.Linear(1, 1), "lion", learning_rate=0.1)
+
+
+def test_weight_decay_is_decoupled_and_spares_biases_and_norms():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4))
+    before = copy.deepcopy(model.state_dict())
+    optimizer = make_optimizer(model, "adamw", learning_rate=0.1, weight_decay=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    after = model.state_dict()
+    torch.testing.assert_close(after["0.weight"], before["0.weight"] * (1 - 0.1 * 0.5))
+    for name in ("0.bias", "1.weight", "1.bias"):
+        assert torch.equal(after[name], before[name])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "rmsprop", "sgd"])
+def test_bad_gradient_changes_neither_weights_nor_optimizer(name):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = make_optimizer(model, name, learning_rate=0.1, weight_decay=0.1)
+
+    def update(gradient_of_bias: float) -> None:
+        model.weight.grad = torch.ones_like(model.weight)
+        model.bias.grad = torch.full_like(model.bias, gradient_of_bias)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        step_if_finite(optimizer, torch.isfinite(norm))
+
+    update(1.0)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+    for bad in (math.nan, math.inf):
+        update(bad)
+        assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
+        for index, tensors in optimizer.state_dict()["state"].items():
+            assert all(torch.equal(torch.as_tensor(state[index][k]), torch.as_tensor(v)) for k, v in tensors.items())
+    update(1.0)
+    assert not torch.equal(weights["weight"], model.weight)
+
+
+def test_learning_rate_reaches_every_group():
+    model = nn.Linear(2, 2)
+    optimizer = make_optimizer(model, learning_rate=0.1)
+    set_learning_rate(optimizer, 0.25)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.25}
+
+
+def test_l1_norm_counts_kernels_only_and_has_the_sign_as_gradient():
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[2.0, -3.0]]))
+        model.bias.fill_(100.0)
+    norm = l1_norm(model)
+    norm.backward()
+    assert norm.item() == 5.0
+    assert model.weight.grad.tolist() == [[1.0, -1.0]]
+    assert model.bias.grad is None
