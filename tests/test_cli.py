@@ -1,0 +1,125 @@
+import ast
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+import train_ddpm
+from utils.errors import UserError
+
+# Every flag of diffusers' train_unconditional.py but --local_rank, which torch's launchers no longer pass, with a value.
+DROP_IN = """--dataset_name a/b --dataset_config_name c --model_config_name_or_path m --train_data_dir d --output_dir o
+    --overwrite_output_dir --cache_dir k --resolution 64 --center_crop --random_flip --train_batch_size 2 --eval_batch_size 3
+    --dataloader_num_workers 1 --num_epochs 4 --save_images_epochs 5 --save_model_epochs 6 --gradient_accumulation_steps 7
+    --learning_rate 1e-3 --lr_scheduler linear --lr_warmup_steps 8 --adam_beta1 0.9 --adam_beta2 0.99
+    --adam_weight_decay 1e-4 --adam_epsilon 1e-7 --use_ema --ema_inv_gamma 2 --ema_power 0.6 --ema_max_decay 0.99
+    --push_to_hub --hub_token t --hub_model_id i --hub_private_repo --logger wandb --logging_dir l --mixed_precision bf16
+    --prediction_type sample --ddpm_num_steps 500 --ddpm_num_inference_steps 100 --ddpm_beta_schedule linear
+    --checkpointing_steps 9 --checkpoints_total_limit 10 --resume_from_checkpoint latest --preserve_input_precision
+    --enable_xformers_memory_efficient_attention"""
+
+# Its defaults, as far as both have them.
+DEFAULTS = {
+    "output_dir": "ddpm-model-64",
+    "resolution": 64,
+    "train_batch_size": 16,
+    "eval_batch_size": 16,
+    "num_epochs": 100,
+    "save_images_epochs": 10,
+    "save_model_epochs": 10,
+    "learning_rate": 1e-4,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 500,
+    "adam_beta1": 0.95,
+    "adam_beta2": 0.999,
+    "adam_weight_decay": 1e-6,
+    "adam_epsilon": 1e-8,
+    "ema_inv_gamma": 1.0,
+    "ema_power": 0.75,
+    "ema_max_decay": 0.9999,
+    "logger": "tensorboard",
+    "logging_dir": "logs",
+    "prediction_type": "epsilon",
+    "ddpm_num_steps": 1000,
+    "ddpm_beta_schedule": "linear",
+    "checkpointing_steps": 500,
+    "checkpoints_total_limit": None,
+    "resume_from_checkpoint": None,
+}
+
+
+def test_every_flag_of_train_unconditional_is_understood():
+    args = vars(train_ddpm.parse_args(shlex.split(DROP_IN)))
+    words = shlex.split(DROP_IN)
+    for word, value in zip(words, [*words[1:], "--"]):
+        if word.startswith("--"):
+            expected = True if value.startswith("--") else value
+            assert args[word[2:]] == (type(args[word[2:]])(expected)), word
+
+
+def test_defaults_are_those_of_train_unconditional():
+    args = vars(train_ddpm.parse_args(["--dataset_name", "a/b"]))
+    assert {name: args[name] for name in DEFAULTS} == DEFAULTS
+    assert args["model_preset"] is None
+
+
+def test_no_arguments_mean_the_digits():
+    args = train_ddpm.parse_args([])
+    assert (args.dataset_name, args.model_preset, args.output_dir) == ("digits", "digits16", "runs/digits")
+
+
+def test_command_line_wins_over_the_preset():
+    args = train_ddpm.parse_args(["--dataset_name", "x/y", "--model_preset", "cifar10", "--learning_rate", "3e-4"])
+    assert (args.learning_rate, args.train_batch_size, args.dataset_name) == (3e-4, 128, "x/y")
+    assert train_ddpm.parse_args(["--train_data_dir", "photos", "--model_preset", "digits16"]).dataset_name is None
+
+
+def test_every_flag_is_read():
+    source = "".join((ROOT / name).read_text() for name in ("train_ddpm.py", "utils/cli.py"))
+    read = {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"
+    }
+    assert set(vars(train_ddpm.parse_args([]))) - read == set()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model_preset cifar", "unknown --model_preset 'cifar'"),
+        ("--model_preset cifar10", "name the data"),
+        ("--streaming", "--streaming is not available"),
+        ("--learning_rate 0", "--learning_rate must be positive"),
+        ("--ema_max_decay 1.0", "--ema_max_decay"),
+        ("--max_grad_norm -1", "--max_grad_norm"),
+        ("--early_stopping_patience 3 --validation_images 0", "set --validation_images"),
+    ],
+)
+def test_values_that_no_run_can_use_are_refused(flags, message):
+    with pytest.raises(UserError, match=message):
+        train_ddpm.parse_args(flags.split())
+
+
+@pytest.mark.parametrize("flags", ["--train_batch_size 0", "--ddpm_beta_schedule cosinus", "--lr_scheduler none"])
+def test_argparse_refuses_the_rest(flags, capsys):
+    with pytest.raises(SystemExit):
+        train_ddpm.parse_args(flags.split())
+    assert flags.split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["train_ddpm.py", "generate.py"])
+def test_help_shows_everything_without_importing_torch(script):
+    code = f"import sys, runpy; sys.argv = ['{script}', '--help']\n"
+    code += f"try: runpy.run_path('{ROOT / script}', run_name='__main__')\n"
+    code += "except SystemExit: assert 'torch' not in sys.modules and 'diffusers' not in sys.modules"
+    start = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert time.perf_counter() - start < 30
+    assert "accelerate launch " + script in result.stdout
+    if script == "train_ddpm.py":
+        assert "cifar10: --resolution 32" in result.stdout
