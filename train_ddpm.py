@@ -31,12 +31,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add_data_flags(parser)
     group = parser.add_argument_group("network")
-    group.add_argument(
-        "--model_preset", help="digits16, cifar10, celeba64 or 256, see below (chosen from the resolution)"
-    )
-    group.add_argument(
-        "--model_config_name_or_path", help="config of a diffusers UNet2DModel: Hub name, folder or file"
-    )
+    group.add_argument("--model_preset", help="digits16, cifar10, celeba64 or 256, see below (chosen from the resolution)")
+    group.add_argument("--model_config_name_or_path", help="config of a diffusers UNet2DModel: Hub name, folder or file")
     group.add_argument("--activation", choices=("silu", "mish", "gelu", "relu"), help="(the network's own)")
     group.add_argument("--dropout", type=float, help="(the network's own)")
     group.add_argument("--initialisation", choices=("default", "xavier", "he"), default="default")
@@ -87,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
     from utils.interrupts import EXIT_DIVERGED, EXIT_STOPPED, StopSignal
     from utils.launch import make_accelerator, on_main_process
     from utils.optimization import l1_norm, learning_rate_at, make_optimizer, set_learning_rate, step_if_finite
-    from utils.previews import default_sampling_steps, save_previews
+    from utils.previews import sampling_steps, save_previews
     from utils.run_folder import check_options, command_line, prepare_output_dir, shaping_options, write_options
     from utils.sampling import full_precision
     from utils.schedule import check_global_batch, is_due, updates_per_epoch
@@ -158,6 +154,7 @@ def main(args: argparse.Namespace) -> int:
         prediction_type=args.prediction_type,
         rescale_betas_zero_snr=args.rescale_betas_zero_snr,
     )
+    num_inference_steps = sampling_steps(args.sampler, args.ddpm_num_inference_steps, args.ddpm_num_steps)
     weights_of_timesteps = loss_weights(noise_scheduler, args.snr_gamma).to(device)
     optimizer = make_optimizer(
         unet,
@@ -176,7 +173,12 @@ def main(args: argparse.Namespace) -> int:
 
     # ---- state: a fresh run or a resumed one
     state = TrainState(
-        options=shaping_options(args, global_batch_size=global_batch_size, data_fingerprint=images.fingerprint)
+        options=shaping_options(
+            args,
+            mixed_precision=accelerator.mixed_precision,
+            global_batch_size=global_batch_size,
+            data_fingerprint=images.fingerprint,
+        )
     )
     attach_state_hooks(accelerator, ema, state)
     notes = list(images.notes)
@@ -235,7 +237,7 @@ def main(args: argparse.Namespace) -> int:
             output_dir,
             state.step,
             sampler=args.sampler,
-            num_inference_steps=sampling_steps,
+            num_inference_steps=num_inference_steps,
             num_images=args.eval_batch_size,
             seed=args.seed,
             shape=images.shape,
@@ -254,11 +256,9 @@ def main(args: argparse.Namespace) -> int:
                 "samples_seen": state.step * global_batch_size,
                 "resolution": args.resolution,
                 "prediction_type": args.prediction_type,
-                "ema_decay": ema_decay(state.step, args.ema_max_decay, args.ema_inv_gamma, args.ema_power)
-                if ema
-                else 0,
+                "ema_decay": ema_decay(state.step, args.ema_max_decay, args.ema_inv_gamma, args.ema_power) if ema else 0,
                 "sampler": args.sampler,
-                "sampler_steps": sampling_steps,
+                "sampler_steps": num_inference_steps,
                 "metrics": state.metrics,
                 "grid": f"samples/{state.step:07d}.png",
             }
@@ -267,7 +267,6 @@ def main(args: argparse.Namespace) -> int:
             on_main_process(accelerator, export_pipeline, raw_unet, noise_scheduler, output_dir, card)
 
     averaged = ema.swapped_into_model if ema is not None else nullcontext
-    sampling_steps = args.ddpm_num_inference_steps or default_sampling_steps(args.sampler, args.ddpm_num_steps)
     validates = len(validation_images) > 0
     stop = StopSignal(accelerator.num_processes)
     statistics = StepStatistics(device, args.ddpm_num_steps, state.skipped_updates)
@@ -326,9 +325,7 @@ def main(args: argparse.Namespace) -> int:
         state.step = step + 1
         progress.update()
 
-        if (
-            state.step % args.logging_steps == 0 or state.step == max_train_steps
-        ):  # here alone the host waits for the device
+        if state.step % args.logging_steps == 0 or state.step == max_train_steps:  # here alone the host waits for the device
             report = statistics.report(accelerator) | stopwatch.report(state.step, global_batch_size)
             report |= {
                 "train/lr": learning_rate,

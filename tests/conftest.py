@@ -1,5 +1,6 @@
 """What the tests share: tiny runs of the training script, in this process or launched as a user would."""
 
+import contextlib
 import json
 import os
 import signal
@@ -75,10 +76,8 @@ def start_script(script: str, flags: list[str], num_processes: int = 1) -> subpr
 
 
 def end_group(process: subprocess.Popen) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

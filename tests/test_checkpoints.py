@@ -11,8 +11,16 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from utils import checkpoints
-from utils.checkpoints import TrainState, attach_state_hooks, find_checkpoint, list_checkpoints, load_checkpoint
-from utils.checkpoints import prune_checkpoints, save_checkpoint, verify_checkpoint
+from utils.checkpoints import (
+    TrainState,
+    attach_state_hooks,
+    find_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from utils.ema import EMA
 from utils.errors import UserError
 
@@ -112,7 +120,7 @@ def test_latest_takes_the_newest_valid_one_and_names_the_others(run, tmp_path):
     path, skipped = find_checkpoint(tmp_path, "latest")
     assert path.name == "checkpoint-2"
     assert ["checkpoint-9" in skipped[0], "checkpoint-3" in skipped[1]] == [True, True]
-    with pytest.raises(UserError, match="optimizer.bin has 0 bytes"):
+    with pytest.raises(UserError, match=r"optimizer\.bin has 0 bytes"):
         find_checkpoint(tmp_path, "checkpoint-3")
 
 

@@ -15,15 +15,11 @@ UNIT_INTERVAL = "in [0, 1)"
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
-    group.add_argument(
-        "--dataset_name", help="Hub name, local dataset (folder, parquet, save_to_disk), or digits (built in)"
-    )
+    group.add_argument("--dataset_name", help="Hub name, local dataset (folder, parquet, save_to_disk), or digits (built in)")
     group.add_argument("--dataset_config_name", help="config of the Hub dataset, where it has several")
     group.add_argument("--dataset_split", default="train", help="split to train on (train)")
     group.add_argument("--dataset_revision", help="git revision of the Hub dataset, to pin it")
-    group.add_argument(
-        "--train_data_dir", help="folder of images, sub-folders being classes; ignored with --dataset_name"
-    )
+    group.add_argument("--train_data_dir", help="folder of images, sub-folders being classes; ignored with --dataset_name")
     group.add_argument("--image_column", help="column with the images (found from the features)")
     group.add_argument("--label_column", help="column with the class labels (found from the features)")
     group.add_argument("--cache_dir", help="where downloads and packed images are kept (Hugging Face's cache)")
@@ -35,32 +31,24 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--streaming", action="store_true", help="not available yet: ends with a message")
     group.add_argument("--max_train_images", type=positive_int, help="use only the first N images")
-    group.add_argument(
-        "--resolution", type=positive_int, default=64, help="images are resized to this many pixels (64)"
-    )
+    group.add_argument("--resolution", type=positive_int, default=64, help="images are resized to this many pixels (64)")
     group.add_argument("--image_channels", type=int, choices=(1, 3), default=3, help="1 = greyscale, 3 = RGB (3)")
     group.add_argument("--background", default="white", help="colour behind transparent images (white)")
     group.add_argument("--center_crop", action="store_true", help="crop the centre (random place)")
     group.add_argument("--random_flip", action="store_true", help="flip half of the images left to right")
-    group.add_argument(
-        "--color_jitter", type=float, default=0.0, help="strength of brightness, contrast, saturation (0)"
-    )
+    group.add_argument("--color_jitter", type=float, default=0.0, help="strength of brightness, contrast, saturation (0)")
     group.add_argument("--balanced_sampling", action="store_true", help="every class equally often; needs labels")
     group.add_argument(
         "--preserve_input_precision", action="store_true", help="keep 16-bit images at 16 bits instead of scaling to 8"
     )
-    group.add_argument(
-        "--dataloader_num_workers", type=int, default=0, help="processes that load images (0 = the main one)"
-    )
+    group.add_argument("--dataloader_num_workers", type=int, default=0, help="processes that load images (0 = the main one)")
     group.add_argument("--validation_images", type=int, default=0, help="images held out of training (0)")
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--seed", type=int, default=0, help="of weights, order, crops, flips, timesteps and noise (0)")
-    group.add_argument(
-        "--train_batch_size", type=positive_int, default=16, help="images per process and micro step (16)"
-    )
+    group.add_argument("--train_batch_size", type=positive_int, default=16, help="images per process and micro step (16)")
     group.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="micro steps per update (1)")
     group.add_argument("--num_epochs", type=positive_int, default=100, help="passes over the data (100)")
     group.add_argument("--max_train_steps", type=positive_int, help="updates; overrides --num_epochs")
@@ -77,9 +65,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="needs xformers; torch's own attention is already memory-efficient",
     )
-    group.add_argument(
-        "--max_grad_norm", type=float, default=1.0, help="clip the gradient's L2 norm to this, 0 = off (1)"
-    )
+    group.add_argument("--max_grad_norm", type=float, default=1.0, help="clip the gradient's L2 norm to this, 0 = off (1)")
     group.add_argument(
         "--max_bad_steps", type=positive_int, default=20, help="give up after so many non-finite updates in a row"
     )
@@ -99,9 +85,7 @@ def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
         ),
         help="closed form of the update count (cosine)",
     )
-    group.add_argument(
-        "--lr_warmup_steps", type=int, default=500, help="updates of linear warm-up; 5-10 k for long runs (500)"
-    )
+    group.add_argument("--lr_warmup_steps", type=int, default=500, help="updates of linear warm-up; 5-10 k for long runs (500)")
     group.add_argument("--lr_floor", type=float, default=0.0, help="share of the learning rate left at the end (0)")
     group.add_argument("--lr_cycles", type=positive_int, default=1, help="for cosine_with_restarts and cyclic (1)")
     group.add_argument("--lr_power", type=float, default=1.0, help="for polynomial (1)")
@@ -120,34 +104,24 @@ def add_ema_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--ema_max_decay", type=float, default=0.9999, help="(0.9999)")
     group.add_argument("--ema_inv_gamma", type=float, default=1.0, help="warm-up 1 - (1 + t / inv_gamma)^-power (1)")
-    group.add_argument(
-        "--ema_power", type=float, default=0.75, help="3/4 for short runs, 2/3 from a million updates (0.75)"
-    )
+    group.add_argument("--ema_power", type=float, default=0.75, help="3/4 for short runs, 2/3 from a million updates (0.75)")
 
 
 def add_report_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("logging, validation and samples")
-    group.add_argument(
-        "--logger", default="tensorboard", help="any tracker that Accelerate knows: tensorboard, wandb, ..."
-    )
+    group.add_argument("--logger", default="tensorboard", help="any tracker that Accelerate knows: tensorboard, wandb, ...")
     group.add_argument("--logging_dir", default="logs", help="inside output_dir (logs)")
     group.add_argument("--logging_steps", type=positive_int, default=50, help="updates between two reports (50)")
-    group.add_argument(
-        "--validation_steps", type=positive_int, default=1000, help="updates between two validations (1000)"
-    )
+    group.add_argument("--validation_steps", type=positive_int, default=1000, help="updates between two validations (1000)")
     group.add_argument(
         "--early_stopping_patience", type=int, default=0, help="stop after so many validations without gain (0 = off)"
     )
-    group.add_argument(
-        "--eval_batch_size", type=positive_int, default=16, help="sample images per grid, and per batch (16)"
-    )
+    group.add_argument("--eval_batch_size", type=positive_int, default=16, help="sample images per grid, and per batch (16)")
     group.add_argument("--sampler", choices=("ddim", "ddpm", "dpmsolver++"), default="ddim")
     group.add_argument(
         "--ddpm_num_inference_steps", type=positive_int, help="sampling steps (50; all of them with --sampler ddpm)"
     )
-    group.add_argument(
-        "--save_images_epochs", type=positive_int, default=10, help="epochs between two sample grids (10)"
-    )
+    group.add_argument("--save_images_epochs", type=positive_int, default=10, help="epochs between two sample grids (10)")
     group.add_argument("--save_images_steps", type=positive_int, help="the same in updates; overrides the epochs")
 
 
@@ -155,9 +129,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output, checkpoints and resuming")
     group.add_argument("--output_dir", default="ddpm-model-64", help="folder of the run and of the exported pipeline")
     group.add_argument("--overwrite_output_dir", action="store_true", help="delete the run that is there")
-    group.add_argument(
-        "--checkpointing_steps", type=positive_int, default=500, help="updates between two checkpoints (500)"
-    )
+    group.add_argument("--checkpointing_steps", type=positive_int, default=500, help="updates between two checkpoints (500)")
     group.add_argument(
         "--checkpoints_total_limit", type=positive_int, help="how many to keep: the newest, at least 2, and the best"
     )
@@ -190,11 +162,7 @@ def parse_with_preset(parser: argparse.ArgumentParser, argv: list[str] | None = 
     """Parses `argv`; the preset's flags replace the parser's defaults. With no data named, the preset is digits16."""
     args = parser.parse_args(argv)
     names_data = args.dataset_name or args.train_data_dir
-    if (
-        args.model_preset is None
-        and (not names_data or args.dataset_name == "digits")
-        and not args.model_config_name_or_path
-    ):
+    if args.model_preset is None and (not names_data or args.dataset_name == "digits") and not args.model_config_name_or_path:
         args.model_preset = "digits16"
     if args.model_preset is not None:
         if args.model_preset not in FLAGS:
@@ -213,9 +181,7 @@ def parse_with_preset(parser: argparse.ArgumentParser, argv: list[str] | None = 
 def check(args: argparse.Namespace) -> None:
     """Turns down values that no run can use. Raises UserError naming the flag, the value and what to do."""
     if not args.dataset_name and not args.train_data_dir:
-        raise UserError(
-            "name the data: --dataset_name NAME or --train_data_dir FOLDER (or neither model nor data, for digits)"
-        )
+        raise UserError("name the data: --dataset_name NAME or --train_data_dir FOLDER (or neither model nor data, for digits)")
     if args.streaming:
         raise UserError("--streaming is not available yet; leave it out, or use --cache_images no to decode on the fly")
     for name in ("learning_rate", "adam_epsilon"):

@@ -50,7 +50,7 @@ class EMA:
 
     @contextmanager
     def swapped_into_model(self):
-        """Inside, the model holds the averaged weights; outside, the raw ones, bit for bit: pointers are swapped, not values."""
+        """Inside, the model holds the averaged weights; outside, the raw ones, bit for bit: pointers are swapped."""
         self._swap()
         try:
             yield self.model

@@ -34,23 +34,27 @@ def usable_cores() -> int:
 
 def make_accelerator(
     *,
-    mixed_precision: str = "no",
+    mixed_precision: str | None = None,
     gradient_accumulation_steps: int = 1,
     log_with=None,
     project_dir: str | None = None,
     cpu_threads: int | None = None,
 ) -> Accelerator:
-    """An Accelerator for single-process and DDP runs.
+    """An Accelerator for one process or DDP.
 
     On a machine without an accelerator it asks for the CPU itself, because `use_cpu: true` in a config file starts several
     processes but leaves each alone. There it also undoes `accelerate launch`'s OMP_NUM_THREADS=1, which would leave all
     cores but one idle: `cpu_threads` threads per process, by default the usable cores over the processes of this machine.
 
-    Raises UserError for fp16 on a CPU and for launches other than plain and DDP (FSDP, DeepSpeed, Megatron, TPU).
+    Raises UserError for fp16 on a CPU, an unusable tracker, and for launches other than plain and DDP
+    (FSDP, DeepSpeed, Megatron, TPU).
     """
     on_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+    mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")  # what `accelerate launch` was given
     if on_cpu and mixed_precision == "fp16":
         raise UserError("--mixed_precision fp16 needs a GPU; on a CPU use no or bf16")
+    if log_with is not None:
+        check_tracker(log_with)
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=mixed_precision,
@@ -72,6 +76,16 @@ def make_accelerator(
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
         torch.set_num_threads(cpu_threads or max(1, usable_cores() // local_processes))
     return accelerator
+
+
+def check_tracker(name: str) -> None:
+    """Raises UserError for a tracker that Accelerate does not know, or would silently leave out for want of its package."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    if name not in LOGGER_TYPE_TO_CLASS:
+        raise UserError(f"unknown --logger {name!r}; choose from {', '.join(sorted(map(str, LOGGER_TYPE_TO_CLASS)))}")
+    if name not in [str(tracker) for tracker in get_available_trackers()]:
+        raise UserError(f"--logger {name} needs its package: pip install {name}")
 
 
 def on_main_process(accelerator: Accelerator, function, *args, **kwargs) -> None:

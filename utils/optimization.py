@@ -110,9 +110,9 @@ def l1_norm(model: nn.Module) -> torch.Tensor:
 def step_if_finite(optimizer, finite: torch.Tensor) -> None:
     """One optimizer update, or none at all where `finite` (0-dim bool on the device) is false.
 
-    Fused optimizers (AdamW, Adam, SGD) take the decision on the device, through the `found_inf` protocol that torch's GradScaler uses, so the
-    host does not wait. Others cannot, so there the host reads the flag. With a GradScaler (fp16) the scaler skips by itself,
-    on the same condition, because the gradients were unscaled when their norm was taken.
+    Fused optimizers (AdamW, Adam, SGD) take the decision on the device, through the `found_inf` protocol that torch's
+    GradScaler uses, so the host does not wait. Others cannot, so there the host reads the flag. With a GradScaler (fp16)
+    the scaler skips by itself, on the same condition, because the gradients were unscaled when their norm was taken.
     """
     scaler = getattr(optimizer, "scaler", None)
     inner = getattr(optimizer, "optimizer", optimizer)

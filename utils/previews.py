@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from utils.ema import EMA
+from utils.errors import UserError
 from utils.images import denoising_path, save_png, side_by_side
 from utils.sampling import full_precision, make_sampler, sample_sharded, to_uint8
 from utils.tracking import log_image
@@ -16,9 +17,16 @@ PATH_TIMESTEPS = (999, 750, 500, 250, 100, 50, 0)
 PATH_IMAGES = 4
 
 
-def default_sampling_steps(sampler: str, num_train_timesteps: int) -> int:
-    """50, which DDIM needs for good images; all of them for the full DDPM chain."""
-    return num_train_timesteps if sampler == "ddpm" else min(50, num_train_timesteps)
+def sampling_steps(sampler: str, requested: int | None, num_train_timesteps: int) -> int:
+    """Steps to sample with: `requested`, else 50, which DDIM needs for good images, or all of them for the full DDPM chain.
+
+    Raises UserError for more steps than the schedule has.
+    """
+    if requested is None:
+        return num_train_timesteps if sampler == "ddpm" else min(50, num_train_timesteps)
+    if requested > num_train_timesteps:
+        raise UserError(f"--ddpm_num_inference_steps {requested} is more than --ddpm_num_steps {num_train_timesteps}")
+    return requested
 
 
 def save_previews(

@@ -1,0 +1,90 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDPMScheduler
+
+from utils.errors import UserError
+from utils.validation import check_images, split_validation, validation_loss
+
+
+class Images:
+    """A stand-in for ImageSet: uint8 images, by index."""
+
+    shape, max_value = (1, 4, 4), 255
+
+    def __init__(self, pixels: np.ndarray):
+        self.pixels = pixels
+
+    def __len__(self):
+        return len(self.pixels)
+
+    def fetch(self, indices, crop=None):
+        return self.pixels[indices]
+
+    def subset(self, indices):
+        return Images(self.pixels[indices])
+
+
+@pytest.fixture
+def images():
+    return Images(np.random.default_rng(0).integers(0, 256, (37, 1, 4, 4), dtype=np.uint8))
+
+
+def process(rank: int, of: int):
+    return SimpleNamespace(process_index=rank, num_processes=of, device=torch.device("cpu"), reduce=lambda t, how: t)
+
+
+def test_split_is_a_partition_that_depends_on_the_seed_alone(images):
+    numbered = Images(np.arange(37))
+    train, held_out = split_validation(numbered, 7, seed=3)
+    assert sorted([*train.pixels, *held_out.pixels]) == list(range(37))
+    assert len(held_out) == 7
+    assert np.array_equal(split_validation(numbered, 7, seed=3)[1].pixels, held_out.pixels)
+    assert not np.array_equal(split_validation(numbered, 7, seed=4)[1].pixels, held_out.pixels)
+    with pytest.raises(UserError, match="leaves none of the 37 images"):
+        split_validation(numbered, 37, seed=0)
+
+
+def test_images_out_of_range_or_blank_are_refused(images):
+    check_images(images)
+    with pytest.raises(UserError, match="all of one value"):
+        check_images(Images(np.full((5, 1, 4, 4), 128, np.uint8)))
+    wrongly_scaled = Images(images.pixels.astype(np.float32) * 3)
+    with pytest.raises(UserError, match=r"must lie in \[-1, 1\]"):
+        check_images(wrongly_scaled)
+
+
+class Recorder(torch.nn.Module):
+    """Predicts zero, so that the loss of epsilon prediction is the mean square of the noise; notes the timesteps."""
+
+    def __init__(self):
+        super().__init__()
+        self.timesteps = []
+
+    def forward(self, noisy_images, timesteps):
+        self.timesteps += timesteps.tolist()
+        return SimpleNamespace(sample=torch.zeros_like(noisy_images))
+
+
+def loss(images, accelerator, unet=None, **options) -> float:
+    options = {"seed": 0, "batch_size": 5, "draws": 4} | options
+    return validation_loss(accelerator, unet or Recorder(), images, DDPMScheduler(), torch.ones(1000), **options)
+
+
+def test_same_figure_every_time_and_for_any_number_of_processes(images):
+    alone = loss(images, process(0, 1))
+    assert alone == loss(images, process(0, 1))
+    assert alone == pytest.approx(loss(images, process(0, 1), batch_size=64), rel=1e-5)
+    shares = [loss(images, process(rank, 3)) for rank in range(3)]  # each already divided by the total
+    assert sum(shares) == pytest.approx(alone, rel=1e-5)
+    assert alone == pytest.approx(1.0, abs=0.1)  # the variance of the noise
+
+
+def test_timesteps_cover_the_schedule_evenly_once(images):
+    unet = Recorder()
+    loss(images, process(0, 1), unet)
+    assert len(unet.timesteps) == 37 * 4
+    gaps = np.diff(sorted(unet.timesteps))
+    assert gaps.min() >= 6 and gaps.max() <= 7  # 1000 / 148 = 6.76
