@@ -1,0 +1,228 @@
+"""Images from a trained pipeline, over all processes.
+
+    accelerate launch generate.py --pipeline runs/digits --num_images 5000 --output_dir out --seed 0
+
+makes out/000000.png ... out/004999.png and out/grid.png. Stopped before the end? The same command resumes it:
+
+    accelerate launch generate.py --pipeline runs/digits --num_images 5000 --output_dir out --seed 0
+
+It skips what is complete and continues. Works with any unconditional DDPM or DDIM pipeline of diffusers, from a folder
+or from the Hub. Image i is a function of (seed, i): any number of processes makes the same files, and a larger
+--num_images continues the set. What changes float rounding, and with it a pixel here and there by one level, is the
+batch size, which therefore belongs to the settings of a folder, and on a CPU the number of threads. That is 1 unless
+--cpu_threads says otherwise: use the cores by starting more processes (accelerate_configs/multi_cpu.yaml).
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+from utils.cli import positive_int, run_script
+from utils.errors import UserError
+
+GRID_IMAGES = 64
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pipeline", required=True, help="folder or Hub name of an unconditional diffusers pipeline")
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder for the images")
+    parser.add_argument("--num_images", type=positive_int, required=True, help="images 0 ... N-1 are made")
+    parser.add_argument("--seed", type=int, default=0, help="another seed gives another set of images (default: 0)")
+    parser.add_argument("--batch_size", type=positive_int, default=64, help="images at once per process (default: 64)")
+    parser.add_argument("--sampler", choices=("ddim", "ddpm", "dpmsolver++"), default="ddim", help="default: ddim")
+    parser.add_argument(
+        "--num_inference_steps",
+        type=positive_int,
+        help="denoising steps (default: 50; with ddpm all that were trained)",
+    )
+    parser.add_argument(
+        "--mixed_precision", choices=("no", "bf16", "fp16"), default="no", help="precision of the network (default: no)"
+    )
+    parser.add_argument("--cpu_threads", type=positive_int, default=1, help="on a CPU, threads per process (default: 1)")
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> None:
+    # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
+    import torch
+    from tqdm import tqdm
+
+    from utils.images import is_complete_png, make_grid, save_png, to_pil
+    from utils.launch import make_accelerator, on_main_process
+    from utils.sampling import full_precision, make_sampler, sample, set_timesteps, to_uint8
+
+    accelerator = make_accelerator(mixed_precision=args.mixed_precision, cpu_threads=args.cpu_threads)
+
+    # Pipeline
+    with accelerator.main_process_first():  # one download, not one per process
+        unet, scheduler_config = load_unconditional(args.pipeline)
+    shape = image_shape(unet)
+    scheduler = make_sampler(args.sampler, scheduler_config)
+    trained_steps = scheduler.config.num_train_timesteps
+    num_inference_steps = args.num_inference_steps or (trained_steps if args.sampler == "ddpm" else min(50, trained_steps))
+    set_timesteps(scheduler, num_inference_steps)  # a wrong number ends here, before the folder is touched
+
+    # Settings: one folder holds one set of images
+    settings = {
+        "pipeline": args.pipeline,
+        "weights_sha256": weights_hash(unet, scheduler_config),
+        "seed": args.seed,
+        "sampler": args.sampler,
+        "num_inference_steps": num_inference_steps,
+        "batch_size": args.batch_size,
+        "mixed_precision": args.mixed_precision,
+        "num_images": args.num_images,
+    }
+    on_main_process(accelerator, claim_folder, args.output_dir, settings)
+
+    # Work: whole chunks that lack an image, shared out evenly
+    chunks = torch.arange(args.num_images).split(args.batch_size)
+    complete = torch.zeros(len(chunks), device=accelerator.device)
+    for c in range(accelerator.process_index, len(chunks), accelerator.num_processes):
+        complete[c] = all(is_complete_png(image_path(args.output_dir, i), shape[:0:-1]) for i in chunks[c].tolist())
+    todo = [chunk for chunk, done in zip(chunks, accelerator.reduce(complete, "sum").tolist()) if not done]
+    unet.to(accelerator.device)
+    bar = tqdm(
+        total=args.num_images,
+        initial=args.num_images - sum(map(len, todo)),
+        unit=" images",
+        desc="generate",
+        disable=not accelerator.is_main_process,
+    )
+    with bar, full_precision(unet):
+        for first in range(0, len(todo), accelerator.num_processes):
+            turn = todo[first : first + accelerator.num_processes]
+            if accelerator.process_index < len(turn):
+                numbers = turn[accelerator.process_index]
+                with accelerator.autocast():
+                    images = sample(
+                        unet,
+                        scheduler,
+                        num_inference_steps=num_inference_steps,
+                        sample_numbers=numbers,
+                        seed=args.seed,
+                        shape=shape,
+                        device=accelerator.device,
+                        batch_size=args.batch_size,
+                    )
+                if not images.isfinite().all():
+                    raise UserError(f"{args.pipeline} made NaN or infinite pixels; try --mixed_precision no")
+                for i, image in zip(numbers.tolist(), to_uint8(images).cpu()):
+                    save_png(to_pil(image), image_path(args.output_dir, i))
+            bar.update(sum(map(len, turn)))  # the other processes keep about the same pace
+
+    # Grid
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        first_images = [read_image(image_path(args.output_dir, i)) for i in range(min(args.num_images, GRID_IMAGES))]
+        save_png(make_grid(torch.stack(first_images)), args.output_dir / "grid.png")
+        print(f"{args.num_images} images in {args.output_dir}")
+    accelerator.end_training()
+
+
+def load_unconditional(pipeline: str):
+    """The U-Net in fp32 and the scheduler's config. Raises UserError for a pipeline of another kind,
+    before its weights are loaded."""
+    from diffusers import DiffusionPipeline
+    from diffusers.utils import logging
+
+    logging.disable_progress_bar()  # one bar, the script's own
+    try:
+        index = DiffusionPipeline.load_config(pipeline)
+        components = {name for name, value in index.items() if isinstance(value, list) and value[0] is not None}
+        if components != {"unet", "scheduler"} or index["unet"][1] != "UNet2DModel":
+            raise UserError(
+                f"{pipeline} is no unconditional pixel-space pipeline: it needs a UNet2DModel `unet` and a `scheduler` "
+                f"alone, and has {', '.join(sorted(components)) or 'neither'}"
+            )
+        loaded = DiffusionPipeline.from_pretrained(pipeline)
+    except UserError:
+        raise
+    except Exception as error:  # missing, unreachable, truncated or of another shape: each library raises its own kind
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"cannot load a pipeline from {pipeline}: {reason}") from error
+    return loaded.unet.float(), loaded.scheduler.config
+
+
+def image_shape(unet) -> tuple[int, int, int]:
+    """(C, H, W) of the images that `unet` was trained on. Raises UserError where it does not say, or needs more than
+    noise."""
+    config = unet.config
+    if config.num_class_embeds is not None or config.class_embed_type is not None:
+        raise UserError("the pipeline's unet is class-conditional; only unconditional ones are supported")
+    if config.sample_size is None:
+        raise UserError("the pipeline's unet/config.json has no sample_size, so the size of its images is unknown")
+    if config.in_channels not in (1, 3) or config.out_channels != config.in_channels:
+        raise UserError(
+            f"the pipeline's unet maps {config.in_channels} channels to {config.out_channels}; "
+            "only 1 to 1 and 3 to 3 are images"
+        )
+    height, width = (config.sample_size,) * 2 if isinstance(config.sample_size, int) else config.sample_size
+    return config.in_channels, height, width
+
+
+def weights_hash(unet, scheduler_config) -> str:
+    """Tells one trained state from another, so that a pipeline that trained on is not mixed with its earlier images."""
+    digest = hashlib.sha256()
+    for name, value in sorted(unet.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(value.contiguous().numpy())
+    public = {key: value for key, value in scheduler_config.items() if not key.startswith("_")}
+    digest.update(json.dumps(public, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def claim_folder(output_dir: Path, settings: dict) -> None:
+    """Records `settings` in `output_dir`/generate.json. Raises UserError if the folder holds images that they would not
+    have made, or cannot be written."""
+    record = output_dir / "generate.json"
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        names = os.listdir(output_dir)
+        recorded = json.loads(record.read_text()) if record.exists() else None
+        if recorded is None and any(name.endswith(".png") for name in names):
+            raise UserError(f"{output_dir} holds images that generate.py did not make; choose another --output_dir")
+        if any(re.fullmatch(r"\d{6,}\.png", name) for name in names):
+            refuse_other_settings(output_dir, recorded, settings)
+        temporary = output_dir / ".generate.json.tmp"
+        temporary.write_text(json.dumps(settings, indent=2) + "\n")
+        os.replace(temporary, record)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot use --output_dir {output_dir}: {error}") from error
+
+
+def refuse_other_settings(output_dir: Path, recorded: dict, settings: dict) -> None:
+    for key, value in settings.items():
+        # The pipeline is recognised by its weights, so that it may be moved or reached by another path.
+        if key not in ("pipeline", "num_images") and recorded.get(key) != value:
+            raise UserError(
+                f"{output_dir} holds images of another {key} ({recorded.get(key)}, now {value}); choose another --output_dir"
+            )
+    if recorded["num_images"] > settings["num_images"]:
+        raise UserError(
+            f"{output_dir} is a set of {recorded['num_images']} images, more than --num_images "
+            f"{settings['num_images']}; choose another --output_dir"
+        )
+
+
+def image_path(output_dir: Path, number: int) -> Path:
+    return output_dir / f"{number:06d}.png"
+
+
+def read_image(path: Path):
+    """uint8 [C, H, W] of a PNG that this script wrote."""
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    with Image.open(path) as image:
+        pixels = torch.from_numpy(np.array(image))
+    return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+
+
+if __name__ == "__main__":
+    run_script(main, parse_args)

@@ -1,0 +1,36 @@
+"""Run under a launcher: every process samples its share and writes what it got back to the folder given as argument."""
+
+import sys
+from pathlib import Path
+
+import torch
+from diffusers import DDPMScheduler
+
+from tests.test_sampling import tiny_unet
+from utils.launch import make_accelerator
+from utils.sampling import full_precision, make_sampler, sample_sharded
+
+accelerator = make_accelerator(cpu_threads=1)
+unet = tiny_unet()
+results = {}
+for name, num_images, record_timesteps, should_stop in [
+    ("even", 8, None, None),
+    ("short last chunk", 7, (999, 500, 0), None),
+    ("fewer chunks than processes", 2, None, None),
+    ("one process stops", 7, None, lambda: accelerator.process_index == 1),
+]:
+    with full_precision(unet):
+        results[name] = sample_sharded(
+            accelerator,
+            unet,
+            make_sampler("ddpm", DDPMScheduler()),
+            num_images=num_images,
+            num_inference_steps=4,
+            seed=3,
+            shape=(1, 8, 8),
+            batch_size=2,
+            should_stop=should_stop,
+            record_timesteps=record_timesteps,
+        )
+torch.save(results, Path(sys.argv[1]) / f"{accelerator.process_index}.pt")
+accelerator.end_training()

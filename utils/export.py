@@ -1,0 +1,190 @@
+"""The finished product: a diffusers pipeline at the top of a run's folder, its model card, and its way to the Hub."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from utils.errors import UserError
+
+PIPELINE_INDEX = "model_index.json"
+CONFIGS = ("unet/config.json", "scheduler/scheduler_config.json")
+# Nothing else of a run's folder goes to the Hub: no checkpoints, no logs, no options.
+PUBLISHED = (PIPELINE_INDEX, "README.md", "unet/*", "scheduler/*", "samples/*.png")
+
+
+def export_pipeline(
+    unet: nn.Module,
+    scheduler,
+    output_dir: Path | str,
+    card_text: str,
+    extra_files: Mapping[str, str | bytes] | None = None,
+) -> None:
+    """Writes a `DDPMPipeline` at the top of `output_dir`: model_index.json, unet/, scheduler/, README.md, safetensors
+    only.
+
+    `unet` is the unwrapped network with the weights to publish, on any device, compiled in place or patched by
+    accelerate: what is saved is fp32 under clean names. `extra_files` maps more relative paths to their contents.
+    Everything is written into a hidden folder first and then moved file by file, model_index.json last, so that after
+    a kill at any moment the old or the new weights load. Where an older pipeline of another network or schedule is in
+    the way, it is withdrawn first (its model_index.json goes): weights never stand beside a config that is not theirs.
+    Call it on one process.
+    """
+    from diffusers import DDPMPipeline
+
+    output_dir = Path(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    draft = output_dir / ".tmp-export"
+    shutil.rmtree(draft, ignore_errors=True)  # what an earlier kill left
+    try:
+        # One weights file whatever the size: a single rename replaces it.
+        DDPMPipeline(unet=_clean_copy(unet), scheduler=scheduler).save_pretrained(draft, max_shard_size="1TB")
+        for name, content in {"README.md": card_text, **(extra_files or {})}.items():
+            (draft / name).parent.mkdir(parents=True, exist_ok=True)
+            (draft / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        if any(_settings(output_dir / name) != _settings(draft / name) for name in CONFIGS):
+            (output_dir / PIPELINE_INDEX).unlink(missing_ok=True)
+        files = sorted(path.relative_to(draft) for path in draft.rglob("*") if path.is_file())
+        for name in sorted(files, key=lambda name: str(name) == PIPELINE_INDEX):
+            (output_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            _replace(draft / name, output_dir / name)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _clean_copy(unet: nn.Module) -> nn.Module:
+    """An fp32 copy on the CPU, free of patches. It starts on the meta device, so that no random number is drawn."""
+    with torch.device("meta"):
+        copy = type(unet).from_config(unet.config)
+    weights = {
+        name: (value.float() if value.is_floating_point() else value).cpu().contiguous()
+        for name, value in unet.state_dict().items()
+    }
+    copy.load_state_dict(weights, assign=True)
+    return copy
+
+
+def _settings(path: Path) -> dict | None:
+    """A config file's content without diffusers' own notes (its version, the name it was loaded from)."""
+    if not path.exists():
+        return None
+    return {key: value for key, value in json.loads(path.read_text()).items() if not key.startswith("_diffusers")}
+
+
+def _replace(source: Path, target: Path) -> None:
+    with open(source, "rb") as file:
+        os.fsync(file.fileno())  # or a power cut could leave the new name with no content
+    os.replace(source, target)
+
+
+def check_pipeline(output_dir: Path | str, num_inference_steps: int = 2, timeout_seconds: float = 600) -> None:
+    """Loads the pipeline as its users will, in a fresh interpreter in another folder without this repository on the
+    path, and makes one image on the CPU. Raises RuntimeError with the reason if it does not load or its image is not
+    finite."""
+    code = (
+        "import sys, numpy, diffusers\n"
+        "pipeline = diffusers.DDPMPipeline.from_pretrained(sys.argv[1], use_safetensors=True)\n"
+        "pipeline.set_progress_bar_config(disable=True)\n"
+        "images = pipeline(num_inference_steps=int(sys.argv[2]), output_type='np').images\n"
+        "assert numpy.isfinite(images).all(), 'the image is not finite'\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONSTARTUP")}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as elsewhere:
+        result = subprocess.run(
+            [sys.executable, "-c", code, str(Path(output_dir).resolve()), str(num_inference_steps)],
+            cwd=elsewhere,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+        )
+    if result.returncode != 0:
+        reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
+        raise RuntimeError(f"the pipeline in {output_dir} does not work: {reason}")
+
+
+def push_to_hub(
+    output_dir: Path | str, hub_model_id: str | None = None, token: str | None = None, private: bool | None = None
+) -> str:
+    """Checks the pipeline, then uploads it with its card and samples; returns the repository's address.
+
+    `hub_model_id` defaults to the folder's name. Raises RuntimeError for a pipeline that does not work, UserError when
+    the Hub refuses or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    check_pipeline(output_dir)
+    hub_model_id = hub_model_id or Path(output_dir).resolve().name
+    api = HfApi(token=token)
+    try:
+        repository = api.create_repo(hub_model_id, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repository.repo_id, folder_path=output_dir, allow_patterns=list(PUBLISHED))
+    except (OSError, HFValidationError) as error:  # the Hub's own errors, those of the network, and a missing token
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"push to {hub_model_id} failed, the pipeline is whole in {output_dir}: {reason}") from error
+    return str(repository)
+
+
+FACTS = {
+    "data": "Data",
+    "resolution": "Resolution",
+    "prediction_type": "Prediction type",
+    "updates": "Updates",
+    "samples_seen": "Samples seen",
+    "ema_decay": "EMA decay",
+    "sampler": "Sampler",
+    "sampler_steps": "Sampling steps",
+}
+OTHER_FACTS = ("title", "license", "hub_dataset", "command", "metrics", "grid", "pipeline")
+
+
+def model_card(facts: Mapping) -> str:
+    """A Hugging Face model card in Markdown, with its YAML header, from what is known of a run; nothing else is stated.
+
+    Keys, all optional: those of `FACTS` (a table row each), "title", "license", "hub_dataset" (its Hub name),
+    "command", "metrics" (a mapping of names to values), "grid" (path of a picture, relative to the card) and
+    "pipeline" (the name or path to load from). Tokens in the command are masked. Raises ValueError for an unknown key.
+    """
+    unknown = set(facts) - set(FACTS) - set(OTHER_FACTS)
+    if unknown:
+        raise ValueError(f"unknown facts for the model card: {', '.join(sorted(unknown))}")
+    header = ["library_name: diffusers", "tags:", "- diffusers", "- unconditional-image-generation", "- ddpm"]
+    if facts.get("license"):
+        header.insert(0, f"license: {json.dumps(facts['license'])}")  # a JSON string is a YAML string
+    if facts.get("hub_dataset"):
+        header += ["datasets:", f"- {json.dumps(facts['hub_dataset'])}"]
+    sections = ["\n".join(["---", *header, "---"]), f"# {facts.get('title', 'Denoising diffusion model')}"]
+    if facts.get("grid"):
+        sections.append(f"![Samples]({facts['grid']})")
+    sections.append(_table("Training", {label: facts[key] for key, label in FACTS.items() if key in facts}))
+    if facts.get("metrics"):
+        sections.append("## Metrics\n\n" + _table("Metric", facts["metrics"]))
+    if facts.get("command"):
+        command = re.sub(r"(--hub_token[= ]+)\S+|hf_\w{20,}", lambda match: f"{match[1] or ''}***", facts["command"])
+        sections.append(f"## Training command\n\n```bash\n{command}\n```")
+    load = f"pipeline = DDPMPipeline.from_pretrained({json.dumps(str(facts.get('pipeline', '.')))})"
+    lines = ["from diffusers import DDPMPipeline", "", load, "image = pipeline().images[0]"]
+    sections.append("## Use\n\n```python\n" + "\n".join(lines) + "\n```")
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _table(heading: str, rows: Mapping) -> str:
+    if not rows:
+        return ""
+    return "\n".join([f"| {heading} | |", "|---|---|", *(f"| {name} | {_shown(value)} |" for name, value in rows.items())])
+
+
+def _shown(value) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", "\\|")

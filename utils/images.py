@@ -1,0 +1,90 @@
+"""Pictures of images: PNG files that are complete or absent, and grids that a person can read."""
+
+import io
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+SHOWN_SIZE = 64  # pixels: smaller images are enlarged in grids to about this
+CAPTION_HEIGHT = 18
+BACKGROUND = 208  # light grey: the edges of white and of black images show
+PNG_END = b"IEND\xae\x42\x60\x82"
+
+
+def to_pil(image: torch.Tensor) -> Image.Image:
+    """An uint8 [C, H, W] tensor, C = 1 (mode L) or 3 (RGB), as a PIL image. Raises ValueError."""
+    if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] not in (1, 3):
+        raise ValueError(f"expected uint8 [1 or 3, H, W], got {image.dtype} {list(image.shape)}")
+    pixels = image.permute(1, 2, 0).cpu().contiguous().numpy()
+    return Image.fromarray(pixels[:, :, 0] if image.shape[0] == 1 else pixels)
+
+
+def save_png(image: Image.Image, path: Path | str) -> None:
+    """Writes `path` complete or not at all, so that whatever is found after a kill is whole."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    image.save(temporary, format="PNG")
+    os.replace(temporary, path)
+
+
+def is_complete_png(path: Path | str, size: tuple[int, int]) -> bool:
+    """Whether `path` is an image of `size` (width, height) that is whole: every checksum holds."""
+    try:
+        content = Path(path).read_bytes()
+        with Image.open(io.BytesIO(content)) as image:
+            image.verify()  # the checksum of every PNG chunk but the last, which load() would not look at
+            return image.size == size and content.endswith(PNG_END)
+    except (OSError, SyntaxError):  # Pillow reports a broken PNG chunk as a SyntaxError
+        return False
+
+
+def make_grid(images: torch.Tensor, columns: int | None = None, padding: int = 2) -> Image.Image:
+    """uint8 [n, C, H, W] as one RGB image, row by row; by default about as many columns as rows.
+
+    Small images are enlarged by a whole factor to about 64 pixels, each pixel a sharp square.
+    """
+    columns = columns or math.ceil(math.sqrt(len(images)))
+    rows = math.ceil(len(images) / columns)
+    factor = max(1, round(SHOWN_SIZE / min(images.shape[-2:])))
+    height, width = (side * factor + padding for side in images.shape[-2:])
+    grid = Image.new("RGB", (columns * width + padding, rows * height + padding), (BACKGROUND,) * 3)
+    for number, image in enumerate(images):
+        row, column = divmod(number, columns)
+        tile = to_pil(image).resize((width - padding, height - padding), Image.Resampling.NEAREST)
+        grid.paste(tile, (padding + column * width, padding + row * height))
+    return grid
+
+
+def side_by_side(
+    left: torch.Tensor, right: torch.Tensor, captions: tuple[str, str] = ("raw", "EMA"), columns: int | None = None
+) -> Image.Image:
+    """Two sets of images uint8 [n, C, H, W] as two grids with a caption each, to be compared place by place."""
+    grids = [_captioned(make_grid(images, columns), [caption]) for images, caption in zip((left, right), captions)]
+    gap = CAPTION_HEIGHT
+    both = Image.new("RGB", (grids[0].width + gap + grids[1].width, grids[0].height), (BACKGROUND,) * 3)
+    both.paste(grids[0], (0, 0))
+    both.paste(grids[1], (grids[0].width + gap, 0))
+    return both
+
+
+def denoising_path(path: torch.Tensor, timesteps: Sequence[int]) -> Image.Image:
+    """The way from noise to image, uint8 [n, T, C, H, W]: one row per image, one column per timestep, captioned
+    t=..."""
+    grid = make_grid(path.flatten(0, 1), columns=path.shape[1])
+    return _captioned(grid, [f"t={timestep}" for timestep in timesteps])
+
+
+def _captioned(grid: Image.Image, captions: Sequence[str]) -> Image.Image:
+    """`grid` under a line of captions, each centred over its equal share of the width."""
+    page = Image.new("RGB", (grid.width, grid.height + CAPTION_HEIGHT), (BACKGROUND,) * 3)
+    page.paste(grid, (0, CAPTION_HEIGHT))
+    draw = ImageDraw.Draw(page)
+    for number, caption in enumerate(captions):
+        centre = grid.width * (number + 0.5) / len(captions)
+        draw.text((centre, CAPTION_HEIGHT / 2), caption, fill=(0, 0, 0), font=ImageFont.load_default(), anchor="mm")
+    return page
