@@ -154,7 +154,7 @@ def main(args: argparse.Namespace) -> int:
         prediction_type=args.prediction_type,
         rescale_betas_zero_snr=args.rescale_betas_zero_snr,
     )
-    num_inference_steps = sampling_steps(args.sampler, args.ddpm_num_inference_steps, args.ddpm_num_steps)
+    num_inference_steps = sampling_steps(args.sampler, args.ddpm_num_inference_steps, noise_scheduler)
     weights_of_timesteps = loss_weights(noise_scheduler, args.snr_gamma).to(device)
     optimizer = make_optimizer(
         unet,
@@ -260,6 +260,7 @@ def main(args: argparse.Namespace) -> int:
                 "sampler": args.sampler,
                 "sampler_steps": num_inference_steps,
                 "metrics": state.metrics,
+                "pipeline": args.hub_model_id or output_dir,
                 "grid": f"samples/{state.step:07d}.png",
             }
         )

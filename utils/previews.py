@@ -8,25 +8,23 @@ from accelerate import Accelerator
 from torch import nn
 
 from utils.ema import EMA
-from utils.errors import UserError
 from utils.images import denoising_path, save_png, side_by_side
-from utils.sampling import full_precision, make_sampler, sample_sharded, to_uint8
+from utils.sampling import full_precision, make_sampler, path_steps, sample_sharded, set_timesteps, to_uint8
 from utils.tracking import log_image
 
 PATH_TIMESTEPS = (999, 750, 500, 250, 100, 50, 0)
 PATH_IMAGES = 4
 
 
-def sampling_steps(sampler: str, requested: int | None, num_train_timesteps: int) -> int:
+def sampling_steps(sampler: str, requested: int | None, noise_scheduler) -> int:
     """Steps to sample with: `requested`, else 50, which DDIM needs for good images, or all of them for the full DDPM chain.
 
-    Raises UserError for more steps than the schedule has.
+    Raises UserError, before any training, for a number that `sampler` cannot do on this schedule.
     """
-    if requested is None:
-        return num_train_timesteps if sampler == "ddpm" else min(50, num_train_timesteps)
-    if requested > num_train_timesteps:
-        raise UserError(f"--ddpm_num_inference_steps {requested} is more than --ddpm_num_steps {num_train_timesteps}")
-    return requested
+    num_train_timesteps = noise_scheduler.config.num_train_timesteps
+    steps = requested or (num_train_timesteps if sampler == "ddpm" else min(50, num_train_timesteps))
+    set_timesteps(make_sampler(sampler, noise_scheduler), steps)
+    return steps
 
 
 def save_previews(
@@ -75,9 +73,10 @@ def save_previews(
     if accelerator.is_main_process:
         path_png = grid_path.with_name(f"{step:07d}-path.png")
         left, right = to_uint8(grids[0][0]), to_uint8(grids[-1][0])
+        shown = [t for _, t in path_steps(scheduler, timesteps)]  # where the chain really passed: DDIM-50 starts at 980
         captions = ("raw weights", "EMA weights" if ema is not None else "raw weights")
         save_png(side_by_side(left, right, captions), grid_path)
-        save_png(denoising_path(to_uint8(grids[-1][1][:PATH_IMAGES]), timesteps), path_png)
+        save_png(denoising_path(to_uint8(grids[-1][1][:PATH_IMAGES]), shown), path_png)
         log_image(accelerator, "samples/raw_and_ema", grid_path, step)
         log_image(accelerator, "samples/denoising_path", path_png, step)
     accelerator.wait_for_everyone()

@@ -125,9 +125,7 @@ def check_options(saved: dict, current: dict, allowed: list[str]) -> None:
         lines = [f"  {n}: {saved.get(n, absent)} in the checkpoint, {current.get(n, absent)} now" for n in changed]
         hint = ""
         if "global_batch_size" in changed:
-            hint = (
-                "\n  (global batch = processes x --train_batch_size x --gradient_accumulation_steps; keep the product)"
-            )
+            hint = "\n  (global batch = processes x --train_batch_size x --gradient_accumulation_steps; keep the product)"
         raise UserError(
             "these options would change the run that is resumed:\n"
             + "\n".join(lines)

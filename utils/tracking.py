@@ -149,8 +149,7 @@ class ProgressBar:
 
     def show(self, report: dict[str, float]) -> None:
         self._bar.set_postfix_str(
-            f"loss {report['train/loss']:.4f}, lr {report['train/lr']:.2e}, "
-            f"{report['perf/images_per_second']:.0f} images/s",
+            f"loss {report['train/loss']:.4f}, lr {report['train/lr']:.2e}, {report['perf/images_per_second']:.0f} images/s",
             refresh=False,
         )
 
