@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
     from utils.run_folder import check_options, command_line, prepare_output_dir, shaping_options, write_options
     from utils.sampling import full_precision
     from utils.schedule import check_global_batch, is_due, updates_per_epoch
-    from utils.tracking import ProgressBar, StepStatistics, Stopwatch, init_trackers, peak_memory_gib
+    from utils.tracking import PackingBar, ProgressBar, StepStatistics, Stopwatch, init_trackers, peak_memory_gib
     from utils.unet import make_unet
     from utils.validation import check_images, split_validation, validation_loss
 
@@ -121,6 +121,7 @@ def main(args: argparse.Namespace) -> int:
         preserve_input_precision=args.preserve_input_precision,
         cache_images=args.cache_images == "yes",
         max_images=args.max_train_images,
+        progress=PackingBar(),
     )
     check_images(images)
     train_images, validation_images = split_validation(images, args.validation_images, args.seed)

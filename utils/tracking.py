@@ -131,6 +131,20 @@ def log_image(accelerator: Accelerator, tag: str, path: Path, step: int) -> None
             tracker.log_images({tag: list(pixels)}, step=step)
 
 
+class PackingBar:
+    """Shows how far decoding the images has come, in the process that does it; gone when done, unseen when quick."""
+
+    def __init__(self):
+        self._bar = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = tqdm(total=total, unit="image", desc="packing images", delay=2, leave=False, dynamic_ncols=True)
+        self._bar.update(done - self._bar.n)
+        if done == total:
+            self._bar.close()
+
+
 class ProgressBar:
     """The only bar of a run, on the main process: updates done, speed and ETA by tqdm; loss, LR and images/s when reported."""
 

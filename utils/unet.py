@@ -36,7 +36,7 @@ def make_unet(
         except OSError as error:
             first_line = str(error).strip().splitlines()[0]
             raise UserError(f"cannot read --model_config_name_or_path {config_name_or_path}: {first_line}") from None
-        channels = (config.get("in_channels"), config.get("out_channels"))
+        channels = (config.get("in_channels", 3), config.get("out_channels", 3))  # 3 is diffusers' default
         if channels != (image_channels, image_channels):
             raise UserError(
                 f"the model config has in/out channels {channels[0]}/{channels[1]}, the images have {image_channels}; "

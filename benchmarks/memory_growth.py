@@ -1,0 +1,87 @@
+"""Resident memory and start-up time of a run against the number of images.
+
+    python benchmarks/memory_growth.py --images 1000 100000 1000000
+
+For each size it writes a parquet file of 32x32 RGB PNGs (1,000 different ones, repeated), lets `train_ddpm.py` pack it once,
+and then measures a second run of `--updates` updates with batch 64, which reads the packed file. "Resident" is the most memory
+that the second run ever held, as the kernel counts it; the packing run's own peak stands beside it.
+"""
+
+import argparse
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+SCRIPT = Path(__file__).parent.parent / "train_ddpm.py"
+NETWORK = {
+    "_class_name": "UNet2DModel",
+    "sample_size": 32,
+    "block_out_channels": [8, 16],
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "down_block_types": ["DownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "UpBlock2D"],
+}
+
+
+def write_parquet(path: Path, images: int) -> None:
+    generator = np.random.default_rng(0)
+    files = []
+    for _ in range(1000):
+        buffer = io.BytesIO()
+        Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(buffer, "PNG")
+        files.append({"bytes": buffer.getvalue(), "path": None})
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    block = pa.table({"image": pa.array(files, type=kind)})
+    with pq.ParquetWriter(path, block.schema) as writer:
+        for _ in range(images // 1000):
+            writer.write_table(block)
+
+
+def run(flags: list[str]) -> tuple[float, float]:
+    """(seconds, most resident memory in MiB) of one training run."""
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, str(SCRIPT), *flags], stderr=subprocess.PIPE, text=True)
+    errors = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(errors)
+    return time.perf_counter() - start, usage.ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, nargs="+", default=[1000, 100_000, 1_000_000])
+    parser.add_argument("--updates", type=int, default=200)
+    options = parser.parse_args()
+    print(f"{'images':>9} {'packed MiB':>11} {'packing s':>10} {'packing MiB':>12} {'run s':>7} {'resident MiB':>13}")
+    for images in options.images:
+        with tempfile.TemporaryDirectory() as folder:
+            folder = Path(folder)
+            (folder / "network").mkdir()
+            (folder / "network" / "config.json").write_text(json.dumps(NETWORK))
+            write_parquet(folder / "train.parquet", images)
+            flags = f"""--dataset_name {folder}/train.parquet --cache_dir {folder}/cache --resolution 32 --train_batch_size 64
+                --model_config_name_or_path {folder}/network --eval_batch_size 1 --ddpm_num_inference_steps 2
+                --output_dir {folder}/run --overwrite_output_dir""".split()
+            packing_seconds, packing_memory = run([*flags, "--max_train_steps", "1"])
+            seconds, memory = run([*flags, "--max_train_steps", str(options.updates)])
+            packed = sum(p.stat().st_size for p in (folder / "cache" / "steady_diffusion").rglob("*") if p.is_file())
+            row = f"{images:>9,} {packed / 2**20:>11.0f} {packing_seconds:>10.1f} {packing_memory:>12.0f}"
+            print(f"{row} {seconds:>7.1f} {memory:>13.0f}", flush=True)
+            shutil.rmtree(folder / "cache")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""A dataset as an `ImageSet`: fixed-size integer images by index, and labels, whatever the source.
+
+images = load_images("uoft-cs/cifar10", resolution=32, image_channels=3)
+images.fetch(np.array([5, 0, 7]))     # uint8 [3, 3, 32, 32]
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from utils.dataset_columns import EncodedImages, find_image_column, find_labels
+from utils.dataset_sources import open_dataset
+from utils.errors import UserError
+from utils.image_modes import background_colour
+from utils.image_preparation import ImagePreparation, crop_offsets, describe_remarks
+from utils.packing import PACKING_VERSION, PackedImages, pack_once
+
+
+class DecodedImages:
+    """The counterpart of `PackedImages` without a cache: each fetch decodes its images; the same pixels."""
+
+    def __init__(self, files: EncodedImages, prepare: ImagePreparation):
+        self.files, self.prepare = files, prepare
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray:
+        """Pixels [batch, channels, resolution, resolution] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
+
+        Raises:
+            UserError: naming a file that cannot be decoded.
+        """
+        whole = [self.prepare(file)[0] for file in self.files.at(rows.tolist())]
+        sizes = np.array([pixels.shape[1:] for pixels in whole])
+        side = self.prepare.resolution
+        tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], side, crop)
+        return np.stack([pixels[:, top : top + side, left : left + side] for pixels, top, left in zip(whole, tops, lefts)])
+
+
+class ImageSet:
+    """Images and labels by index. Holds no pixels itself, so that a pickled copy is small.
+
+    Attributes:
+        shape: (channels, resolution, resolution).
+        max_value: 255 (uint8) or 65535 (uint16), the value of white.
+        labels: int64 numpy [images], or None.
+        class_names: list of strings, or None.
+        fingerprint: hex string that changes with the data or with an option that alters pixels.
+        notes: sentences on choices and conversions that a user should see once.
+        description: the source and the size, for the model card.
+    """
+
+    def __init__(
+        self,
+        store: PackedImages | DecodedImages,
+        shape: tuple[int, int, int],
+        max_value: int,
+        labels: np.ndarray | None,
+        class_names: list[str] | None,
+        fingerprint: str,
+        notes: list[str],
+        source: str,
+        rows: np.ndarray | None = None,
+    ):
+        self.store, self.shape, self.max_value = store, shape, max_value
+        self.labels, self.class_names = labels, class_names
+        self.fingerprint, self.notes, self.source = fingerprint, notes, source
+        self.rows = rows  # of the store; None means all of them
+
+    def __len__(self) -> int:
+        return len(self.store) if self.rows is None else len(self.rows)
+
+    @property
+    def description(self) -> str:
+        channels, height, width = self.shape
+        classes = f", {len(self.class_names)} classes" if self.class_names else ""
+        return f"{self.source}: {len(self):,} images, {height}x{width}, {channels} channel{'s'[: channels - 1]}{classes}"
+
+    def fetch(self, indices: Sequence[int], crop: np.ndarray | None = None) -> np.ndarray:
+        """Images uint8 or uint16 [batch, channels, resolution, resolution].
+
+        Args:
+            indices: int64 [batch] in [0, len(self)).
+            crop: float32 [batch, 2] in [0, 1), where to cut images that are not square (top, left); None cuts the
+            centre.
+
+        Raises:
+            IndexError: an index outside the set.
+            UserError: without a cache, naming an image that cannot be decoded.
+        """
+        indices = np.asarray(indices, dtype=np.int64)
+        if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
+            raise IndexError(f"indices must lie in [0, {len(self)}), got {indices.min()} to {indices.max()}")
+        return self.store.fetch(indices if self.rows is None else self.rows[indices], crop)
+
+    def subset(self, indices: Sequence[int]) -> "ImageSet":
+        """The images at `indices`, in that order; shares the pixels."""
+        indices = np.asarray(indices, dtype=np.int64)
+        return ImageSet(
+            self.store,
+            self.shape,
+            self.max_value,
+            None if self.labels is None else self.labels[indices],
+            self.class_names,
+            hashlib.sha256(self.fingerprint.encode() + indices.tobytes()).hexdigest()[:32],
+            self.notes,
+            self.source,
+            indices if self.rows is None else self.rows[indices],
+        )
+
+
+def load_images(
+    dataset_name: str | None = None,
+    dataset_config_name: str | None = None,
+    dataset_split: str = "train",
+    dataset_revision: str | None = None,
+    train_data_dir: str | None = None,
+    cache_dir: str | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    resolution: int = 64,
+    image_channels: int = 3,
+    center_crop: bool = False,
+    background: str = "white",
+    preserve_input_precision: bool = False,
+    cache_images: bool = True,
+    max_images: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ImageSet:
+    """Opens a dataset (see `dataset_sources`), and packs its images once (see `packing`) unless `cache_images` is
+    False.
+
+    Args:
+        image_column, label_column: names; None finds them from the features.
+        resolution: side of the square images, in pixels.
+        image_channels: 1 or 3.
+        center_crop: cut non-square images at the centre; else where `fetch` is told to.
+        background: an opaque Pillow colour, seen through transparent pixels.
+        preserve_input_precision: uint16 pixels instead of uint8.
+        max_images: use the first so many rows.
+        progress: called with (done, total) while images are packed.
+
+    Raises:
+        UserError: anything about the data that a user can mend, in one line.
+    """
+    if resolution < 1:
+        raise UserError(f"resolution must be at least 1 pixel, got {resolution}")
+    if image_channels not in (1, 3):
+        raise UserError(f"image_channels must be 1 or 3, got {image_channels}")
+    try:
+        colour = background_colour(background)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    opened = open_dataset(dataset_name, dataset_config_name, dataset_split, dataset_revision, train_data_dir, cache_dir)
+    dataset = opened.dataset
+    if max_images is not None:
+        dataset = dataset.select(range(min(max_images, len(dataset))))
+    if len(dataset) == 0:
+        raise UserError(f"the dataset {opened.description} has no images")
+    column, notes = find_image_column(dataset, image_column)
+    labels, class_names, label_notes = find_labels(dataset, label_column)
+    notes += label_notes
+    if dataset_name is not None and train_data_dir is not None:
+        notes.append("train_data_dir is ignored because dataset_name is given")
+
+    max_value = 65535 if preserve_input_precision else 255
+    prepare = ImagePreparation(resolution, image_channels, center_crop, background, max_value)
+    options = [PACKING_VERSION, column, len(dataset), resolution, image_channels, center_crop, colour, max_value]
+    fingerprint = hashlib.sha256(json.dumps([opened.key, options]).encode()).hexdigest()[:32]
+    files = EncodedImages(dataset, column)
+    if cache_images:
+        folder = _cache_root(cache_dir) / "steady_diffusion" / fingerprint
+        store = pack_once(folder, len(files), files.between, prepare, progress)
+        notes += describe_remarks(store.remarks)
+    else:
+        store = DecodedImages(files, prepare)
+        store.fetch(np.zeros(1, np.int64), None)  # a format that nobody can read is told now, not in a worker
+    shape = (image_channels, resolution, resolution)
+    return ImageSet(store, shape, max_value, labels, class_names, fingerprint, notes, opened.description)
+
+
+def _cache_root(cache_dir: str | None) -> Path:
+    if cache_dir is not None:
+        return Path(cache_dir)
+    import datasets
+
+    return Path(datasets.config.HF_DATASETS_CACHE)
