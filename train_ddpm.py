@@ -78,17 +78,18 @@ def main(args: argparse.Namespace) -> int:
     from utils.dataset_sources import hub_name
     from utils.diffusion import loss_per_sample, loss_weights, make_noise_scheduler, training_target
     from utils.ema import EMA, ema_decay
+    from utils.errors import UserError
     from utils.export import export_pipeline, model_card, push_to_hub
     from utils.gradients import clip_gradients
     from utils.interrupts import EXIT_DIVERGED, EXIT_STOPPED, StopSignal
     from utils.launch import make_accelerator, on_main_process
     from utils.optimization import l1_norm, learning_rate_at, make_optimizer, set_learning_rate, step_if_finite
     from utils.previews import sampling_steps, save_previews
-    from utils.run_folder import check_options, command_line, prepare_output_dir, shaping_options, write_options
+    from utils.run_folder import check_options, check_output_dir, clear_output_dir, command_line, shaping_options, write_options
     from utils.sampling import full_precision
     from utils.schedule import check_global_batch, is_due, updates_per_epoch
     from utils.tracking import PackingBar, ProgressBar, StepStatistics, Stopwatch, init_trackers, peak_memory_gib
-    from utils.unet import make_unet
+    from utils.unet import make_unet, use_xformers
     from utils.validation import check_images, split_validation, validation_loss
 
     # ---- processes and the run's folder
@@ -102,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
     )
     device = accelerator.device
     resuming = bool(args.resume_from_checkpoint)
-    on_main_process(accelerator, prepare_output_dir, output_dir, resuming=resuming, overwrite=args.overwrite_output_dir)
+    on_main_process(accelerator, check_output_dir, output_dir, resuming=resuming, overwrite=args.overwrite_output_dir)
 
     # ---- data, as packed uint8 [N, C, H, W]
     images = load_images(
@@ -124,6 +125,8 @@ def main(args: argparse.Namespace) -> int:
         progress=PackingBar(),
     )
     check_images(images)
+    if args.balanced_sampling and images.labels is None:
+        raise UserError("--balanced_sampling needs class labels; name their column with --label_column")
     train_images, validation_images = split_validation(images, args.validation_images, args.seed)
     global_batch_size = accelerator.num_processes * args.train_batch_size * args.gradient_accumulation_steps
     check_global_batch(len(train_images), global_batch_size)
@@ -148,7 +151,7 @@ def main(args: argparse.Namespace) -> int:
     if args.gradient_checkpointing:
         unet.enable_gradient_checkpointing()
     if args.enable_xformers_memory_efficient_attention:
-        unet.enable_xformers_memory_efficient_attention()
+        use_xformers(unet)
     noise_scheduler = make_noise_scheduler(
         beta_schedule=args.ddpm_beta_schedule,
         num_train_timesteps=args.ddpm_num_steps,
@@ -203,6 +206,8 @@ def main(args: argparse.Namespace) -> int:
         "training_images": len(train_images),
         "validation_images": len(validation_images),
     }
+    if not resuming:
+        on_main_process(accelerator, clear_output_dir, output_dir)
     on_main_process(accelerator, write_options, output_dir, args, resolved)
     init_trackers(accelerator, "train_ddpm", args.logger, first_step=state.step)
 

@@ -120,3 +120,27 @@ def test_l1_norm_counts_kernels_only_and_has_the_sign_as_gradient():
     assert norm.item() == 5.0
     assert model.weight.grad.tolist() == [[1.0, -1.0]]
     assert model.bias.grad is None
+
+
+def test_scaler_of_fp16_skips_by_itself_on_the_same_condition():
+    """On the CPU's GradScaler, which is torch's own: a GPU's follows the same protocol."""
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.state import AcceleratorState
+
+    Accelerator(cpu=True)
+    model = nn.Linear(3, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    inner = make_optimizer(model, "adamw", learning_rate=0.1)
+    optimizer = AcceleratedOptimizer(inner, scaler=scaler)
+    for factor, moves in ((1.0, True), (math.inf, False), (1.0, True)):
+        before, scale = model.weight.detach().clone(), scaler.get_scale()
+        scaler.scale(model(torch.ones(1, 3)).sum() * factor).backward()
+        scaler.unscale_(inner)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        step_if_finite(optimizer, torch.isfinite(norm))
+        optimizer.zero_grad()
+        assert torch.isfinite(norm).item() is moves
+        assert torch.equal(before, model.weight) is not moves
+        assert (scaler.get_scale() < scale) is not moves
+    AcceleratorState._reset_state(reset_partial_state=True)

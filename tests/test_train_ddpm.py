@@ -255,6 +255,7 @@ def test_its_test_suite_s_command_lines(train, tiny_flags, tmp_path):
         (["--optimizer", "adamw8bit"], "bitsandbytes"),
         (["--logger", "wandbb"], "unknown --logger 'wandbb'"),
         (["--logger", "aim"], "pip install aim"),
+        (["--enable_xformers_memory_efficient_attention"], "leave it out"),
     ],
 )
 def test_bad_input_is_named(train, tiny_flags, tmp_path, flags, message):
@@ -265,10 +266,19 @@ def test_bad_input_is_named(train, tiny_flags, tmp_path, flags, message):
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
-def test_an_error_is_one_line_and_status_2(tiny_flags, tmp_path):
-    result = run_script("train_ddpm.py", [*tiny_flags, "--output_dir", tmp_path, "--label_column", "digit"])
-    assert result.returncode == 2
-    errors = [line for line in result.stderr.splitlines() if "digit" in line]
+def test_a_mistake_does_not_cost_the_run_that_was_to_be_overwritten(train, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "8"]
+    train(flags)
+    with pytest.raises(UserError):
+        train([*flags, "--overwrite_output_dir", "--image_column", "picture"])
+    assert names(tmp_path) == ["checkpoint-8"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_error_is_one_line_and_status_2(tiny_flags, tmp_path, processes):
+    result = run_script("train_ddpm.py", [*tiny_flags, "--output_dir", tmp_path, "--label_column", "digit"], processes)
+    assert result.returncode == (2 if processes == 1 else 1)  # torchrun has its own
+    errors = [line for line in result.stderr.splitlines() if "'digit'" in line]
     assert len(errors) == 1 and errors[0].startswith("error: ")
 
 

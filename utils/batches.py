@@ -162,6 +162,7 @@ def _iterate(loader: DataLoader) -> Iterator[dict]:
     try:
         for batch in iterator:
             if isinstance(batch, UserError):
+                batch.on_one_rank = True
                 raise batch
             yield batch
     finally:

@@ -5,6 +5,7 @@ run unchanged. A preset only changes defaults: what is given on the command line
 """
 
 import argparse
+import os
 import sys
 
 from utils.errors import UserError
@@ -212,6 +213,6 @@ def run_script(main, parse_args) -> None:
     try:
         sys.exit(main(parse_args()))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.stderr.flush()
+        if error.on_one_rank or os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

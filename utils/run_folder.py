@@ -45,26 +45,30 @@ RUN_FILES = ("options.json", "model_index.json", "README.md", "diagnosis.json", 
 RUN_FOLDERS = ("unet", "scheduler", "samples", "logs", "ema_snapshots")
 
 
-def prepare_output_dir(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
+def check_output_dir(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
     """Makes the folder and proves that it can be written. Main process only.
 
     Raises UserError when it holds a run that is neither resumed nor to be overwritten, or cannot be written.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        if not resuming and (found := [p.name for p in _run_items(output_dir)]):
-            if not overwrite:
-                raise UserError(
-                    f"{output_dir} already holds a run ({found[0]}); continue it with --resume_from_checkpoint latest, "
-                    "replace it with --overwrite_output_dir, or choose another --output_dir"
-                )
-            for item in _run_items(output_dir):
-                shutil.rmtree(item) if item.is_dir() else item.unlink()
         probe = output_dir / ".write-test"
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
         raise UserError(f"cannot write to --output_dir {output_dir}: {error.strerror or error}") from None
+    found = _run_items(output_dir)
+    if found and not resuming and not overwrite:
+        raise UserError(
+            f"{output_dir} already holds a run ({found[0].name}); continue it with --resume_from_checkpoint latest, "
+            "replace it with --overwrite_output_dir, or choose another --output_dir"
+        )
+
+
+def clear_output_dir(output_dir: Path) -> None:
+    """Deletes the run in the folder and nothing else. For the main process, once all that could be mistaken was checked."""
+    for item in _run_items(output_dir):
+        shutil.rmtree(item) if item.is_dir() else item.unlink()
 
 
 def _run_items(output_dir: Path) -> list[Path]:

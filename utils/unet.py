@@ -92,3 +92,12 @@ def initialise(model: nn.Module, name: str) -> None:
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+
+def use_xformers(unet: UNet2DModel) -> None:
+    """Switches attention to xformers. Raises UserError where that cannot work; torch's own attention saves as much memory."""
+    try:
+        unet.enable_xformers_memory_efficient_attention()
+    except (ImportError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(f"--enable_xformers_memory_efficient_attention: {first_line}; leave it out") from None
