@@ -9,7 +9,8 @@ makes out/000000.png ... out/004999.png and out/grid.png. Stopped before the end
 It skips what is complete and continues. Works with any unconditional DDPM or DDIM pipeline of diffusers, from a folder
 or from the Hub. Image i is a function of (seed, i): any number of processes makes the same files, and a larger
 --num_images continues the set. What changes float rounding, and with it a pixel here and there by one level, is the
-batch size, which therefore belongs to the settings of a folder, and on a CPU the number of threads. That is 1 unless
+batch size, which therefore belongs to the settings of a folder (the last batch may be a short one), and on a CPU the number of
+threads. That is 1 unless
 --cpu_threads says otherwise: use the cores by starting more processes (accelerate_configs/multi_cpu.yaml).
 """
 
@@ -18,6 +19,7 @@ import hashlib
 import json
 import os
 import re
+from datetime import timedelta
 from pathlib import Path
 
 from utils.cli import positive_int, run_script
@@ -55,7 +57,11 @@ def main(args: argparse.Namespace) -> None:
     from utils.launch import make_accelerator, on_main_process
     from utils.sampling import full_precision, make_sampler, sample, set_timesteps, to_uint8
 
-    accelerator = make_accelerator(mixed_precision=args.mixed_precision, cpu_threads=args.cpu_threads)
+    accelerator = make_accelerator(
+        mixed_precision=args.mixed_precision,
+        cpu_threads=args.cpu_threads,
+        timeout=timedelta(days=1),  # the processes only meet at the end, and one may have a batch more to make
+    )
 
     # Pipeline
     with accelerator.main_process_first():  # one download, not one per process
@@ -110,7 +116,9 @@ def main(args: argparse.Namespace) -> None:
                         batch_size=args.batch_size,
                     )
                 if not images.isfinite().all():
-                    raise UserError(f"{args.pipeline} made NaN or infinite pixels; try --mixed_precision no")
+                    error = UserError(f"{args.pipeline} made NaN or infinite pixels; try --mixed_precision no")
+                    error.on_one_rank = True
+                    raise error
                 for i, image in zip(numbers.tolist(), to_uint8(images).cpu()):
                     save_png(to_pil(image), image_path(args.output_dir, i))
             bar.update(sum(map(len, turn)))  # the other processes keep about the same pace

@@ -27,7 +27,10 @@ from utils.cli import (
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog=preset_table(), formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=preset_table(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # or a preset could not tell what was given, nor a secret be kept out of the records
     )
     add_data_flags(parser)
     group = parser.add_argument_group("network")
@@ -74,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
         read_state,
         save_checkpoint,
     )
-    from utils.data import load_images
+    from utils.data import content_fingerprint, load_images
     from utils.dataset_sources import hub_name
     from utils.diffusion import loss_per_sample, loss_weights, make_noise_scheduler, training_target
     from utils.ema import EMA, ema_decay
@@ -181,8 +184,9 @@ def main(args: argparse.Namespace) -> int:
             args,
             mixed_precision=accelerator.mixed_precision,
             global_batch_size=global_batch_size,
-            data_fingerprint=images.fingerprint,
-        )
+            data_fingerprint=content_fingerprint(images),
+        ),
+        max_train_steps=max_train_steps,
     )
     attach_state_hooks(accelerator, ema, state)
     notes = list(images.notes)
@@ -190,8 +194,14 @@ def main(args: argparse.Namespace) -> int:
         checkpoint, skipped = agree_on_checkpoint(accelerator, output_dir, args.resume_from_checkpoint)
         notes += skipped
         if checkpoint is not None:
-            check_options(read_state(checkpoint).options, state.options, args.allow_option_change)
+            saved = read_state(checkpoint)
+            on_main_process(accelerator, check_options, saved.options, state.options, args.allow_option_change)
             load_checkpoint(accelerator, checkpoint)
+            if saved.max_train_steps != max_train_steps:
+                notes.append(
+                    f"the run was laid out for {saved.max_train_steps} updates and is now for {max_train_steps}: "
+                    "from here on the learning rate follows the new curve"
+                )
             notes.append(f"resumed from {checkpoint.name}: {state.step} of {max_train_steps} updates done")
         else:
             notes.append(f"no checkpoint in {output_dir} yet: starting a new run")
@@ -202,12 +212,13 @@ def main(args: argparse.Namespace) -> int:
         "num_processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
         "device": str(device),
+        "cpu_threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in raw_unet.parameters()),
         "training_images": len(train_images),
         "validation_images": len(validation_images),
     }
     if not resuming:
-        on_main_process(accelerator, clear_output_dir, output_dir)
+        on_main_process(accelerator, clear_output_dir, output_dir, args.logging_dir)
     on_main_process(accelerator, write_options, output_dir, args, resolved)
     init_trackers(accelerator, "train_ddpm", args.logger, first_step=state.step)
 
@@ -235,7 +246,8 @@ def main(args: argparse.Namespace) -> int:
 
     def preview() -> None:
         """Sample grids of raw and EMA weights from the same noise, to disk and to the trackers."""
-        save_previews(
+        nonlocal grid
+        grid = save_previews(
             accelerator,
             raw_unet,
             ema,
@@ -257,7 +269,7 @@ def main(args: argparse.Namespace) -> int:
                 "title": output_dir.name,
                 "data": images.description,
                 "hub_dataset": hub_name(args.dataset_name),
-                "command": command_line(),
+                "command": command_line(args),
                 "updates": state.step,
                 "samples_seen": state.step * global_batch_size,
                 "resolution": args.resolution,
@@ -267,7 +279,7 @@ def main(args: argparse.Namespace) -> int:
                 "sampler_steps": num_inference_steps,
                 "metrics": state.metrics,
                 "pipeline": args.hub_model_id or output_dir,
-                "grid": f"samples/{state.step:07d}.png",
+                "grid": grid and grid.relative_to(output_dir),
             }
         )
         with averaged():
@@ -282,9 +294,11 @@ def main(args: argparse.Namespace) -> int:
     for note in (", ".join(f"{name} {value}" for name, value in resolved.items()), *notes):
         progress.say(note)
     exit_status = 0
+    grid = None  # the newest sample grid
     unet.train()
 
-    for step in range(state.step, max_train_steps):
+    last_step = state.step if state.stopped_early(args.early_stopping_patience) else max_train_steps
+    for step in range(state.step, last_step):
         learning_rate = learning_rate_at(
             step,
             schedule=args.lr_scheduler,
@@ -384,18 +398,18 @@ def main(args: argparse.Namespace) -> int:
 
     # ---- the finished pipeline
     if exit_status == 0:
-        preview()
+        if grid is None or grid.stem != f"{state.step:07d}":
+            preview()
         export()
-        if args.push_to_hub:
-            on_main_process(
-                accelerator, push_to_hub, output_dir, args.hub_model_id, args.hub_token, args.hub_private_repo or None
-            )
         progress.say(f"done: DDPMPipeline.from_pretrained({str(output_dir)!r})")
     elif exit_status == EXIT_STOPPED:
         progress.say(f"stopped after {state.step} updates; continue with --resume_from_checkpoint latest")
     progress.close()
     stop.close()
+    is_main_process = accelerator.is_main_process
     accelerator.end_training()
+    if args.push_to_hub and exit_status == 0 and is_main_process:  # last, so that no process waits for an upload
+        push_to_hub(output_dir, args.hub_model_id, args.hub_token, args.hub_private_repo or None)
     return exit_status
 
 

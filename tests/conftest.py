@@ -53,9 +53,13 @@ def script_command(script: str, flags: list[str], num_processes: int = 1) -> lis
     return [*launcher, str(ROOT / script), *map(str, flags)]
 
 
-def run_script(script: str, flags: list[str], num_processes: int = 1, timeout: float = 300) -> subprocess.CompletedProcess:
-    """Runs a script to its end in a process group of its own, which is killed whatever happens."""
-    process = start_script(script, flags, num_processes)
+def run_script(script: str, flags: list, num_processes: int = 1, timeout: float = 300) -> subprocess.CompletedProcess:
+    """Runs a script to its end; whatever happens, none of its processes is left."""
+    return run_command(script_command(script, flags, num_processes), script_environment(num_processes), timeout)
+
+
+def run_command(command: list, environment: dict[str, str], timeout: float = 300) -> subprocess.CompletedProcess:
+    process = start_command(command, environment)
     try:
         output, errors = process.communicate(timeout=timeout)
     finally:
@@ -63,10 +67,14 @@ def run_script(script: str, flags: list[str], num_processes: int = 1, timeout: f
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
-def start_script(script: str, flags: list[str], num_processes: int = 1) -> subprocess.Popen:
+def start_script(script: str, flags: list, num_processes: int = 1) -> subprocess.Popen:
+    return start_command(script_command(script, flags, num_processes), script_environment(num_processes))
+
+
+def start_command(command: list, environment: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
-        script_command(script, flags, num_processes),
-        env=script_environment(num_processes),
+        [str(word) for word in command],
+        env=environment,
         cwd="/",  # the scripts must not rely on being started in the repository
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -76,7 +84,18 @@ def start_script(script: str, flags: list[str], num_processes: int = 1) -> subpr
 
 
 def end_group(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    """Kills the process's group and its descendants, which torchrun puts into sessions of their own."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended just now
+            parents[int(status.parent.name)] = int(status.read_text().rsplit(")", 1)[1].split()[1])
+    family = [process.pid]
+    for member in family:
+        family += [child for child, parent in parents.items() if parent == member]
+    for member in family:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(member, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

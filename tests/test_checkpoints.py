@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import pickle
@@ -199,8 +200,20 @@ def test_pruning_keeps_the_newest_two_and_the_best(run, tmp_path):
         run.state.best_step = 2 if step >= 2 else None
         run.save(tmp_path, total_limit=1)
     assert [p.name for p in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
-    prune_checkpoints(tmp_path, None)
+    prune_checkpoints(tmp_path, None, newest_step=5)
     assert len(list_checkpoints(tmp_path)) == 3
+
+
+def test_a_branch_that_was_left_is_removed_and_never_the_new_one(run, tmp_path):
+    for step in (4, 8, 12, 16):
+        run.state.step = step
+        run.save(tmp_path)
+    run.state.step = 6  # resumed from 4
+    run.save(tmp_path, total_limit=2)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-6"]
+    run.state.step = 8
+    run.save(tmp_path, total_limit=2)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["checkpoint-6", "checkpoint-8"]
 
 
 def test_best_is_found_through_the_newest_state(run, tmp_path):
@@ -228,7 +241,7 @@ def test_code_hidden_in_a_checkpoint_is_not_run(run, saved, tmp_path):
         def __reduce__(self):
             return (os.system, (f"touch {sentinel}",))
 
-    for name in ("optimizer.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "model.safetensors"):
+    for name in ("optimizer.bin", "random_states_0.pkl", "model.safetensors", "ema.safetensors"):
         forged = saved.with_name("checkpoint-99")
         shutil.copytree(saved, forged)
         (forged / name).write_bytes(pickle.dumps(Malicious()))
@@ -237,9 +250,7 @@ def test_code_hidden_in_a_checkpoint_is_not_run(run, saved, tmp_path):
         manifest["files"][name] = {"size": file.stat().st_size, "sha256": checkpoints._sha256(file)}
         (forged / "MANIFEST.json").write_text(json.dumps(manifest))
         assert verify_checkpoint(forged) is None
-        try:
+        with contextlib.suppress(Exception):  # Accelerate passes over a random state that it cannot read
             load_checkpoint(run.accelerator, forged)
-        except Exception as error:
-            assert not isinstance(error, AssertionError)
         assert not sentinel.exists(), name
         shutil.rmtree(forged)

@@ -77,6 +77,12 @@ def test_command_line_wins_over_the_preset():
     assert train_ddpm.parse_args(["--train_data_dir", "photos", "--model_preset", "digits16"]).dataset_name is None
 
 
+def test_epochs_on_the_command_line_win_over_a_presets_updates():
+    flags = ["--dataset_name", "x/y", "--model_preset", "cifar10", "--num_epochs", "3", "--save_images_epochs=2"]
+    args = train_ddpm.parse_args(flags)
+    assert (args.max_train_steps, args.num_epochs, args.save_images_steps, args.save_images_epochs) == (None, 3, None, 2)
+
+
 def test_every_flag_is_read():
     source = "".join((ROOT / name).read_text() for name in ("train_ddpm.py", "utils/cli.py"))
     read = {
@@ -96,6 +102,9 @@ def test_every_flag_is_read():
         ("--learning_rate 0", "--learning_rate must be positive"),
         ("--ema_max_decay 1.0", "--ema_max_decay"),
         ("--max_grad_norm -1", "--max_grad_norm"),
+        ("--dropout 2", "--dropout"),
+        ("--color_jitter 3", "--color_jitter"),
+        ("--ema_inv_gamma 0", "--ema_inv_gamma"),
         ("--early_stopping_patience 3 --validation_images 0", "set --validation_images"),
     ],
 )
@@ -104,7 +113,9 @@ def test_values_that_no_run_can_use_are_refused(flags, message):
         train_ddpm.parse_args(flags.split())
 
 
-@pytest.mark.parametrize("flags", ["--train_batch_size 0", "--ddpm_beta_schedule cosinus", "--lr_scheduler none"])
+@pytest.mark.parametrize(
+    "flags", ["--train_batch_size 0", "--hub_tok secret", "--ddpm_beta_schedule cosinus", "--lr_scheduler none"]
+)
 def test_argparse_refuses_the_rest(flags, capsys):
     with pytest.raises(SystemExit):
         train_ddpm.parse_args(flags.split())

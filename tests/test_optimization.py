@@ -81,6 +81,21 @@ def test_weight_decay_is_decoupled_and_spares_biases_and_norms():
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "rmsprop", "sgd"])
+def test_bad_gradient_in_the_very_first_update_leaves_no_trace(name):
+    def trained(first_gradients: list[float]) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = make_optimizer(model, name, learning_rate=0.1)
+        for gradient in (*first_gradients, 1.0, 2.0):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, gradient)
+            step_if_finite(optimizer, torch.isfinite(model.weight.grad).all())
+        return model.weight.detach()
+
+    assert torch.equal(trained([math.nan, math.inf]), trained([]))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "rmsprop", "sgd"])
 def test_bad_gradient_changes_neither_weights_nor_optimizer(name):
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
@@ -144,3 +159,18 @@ def test_scaler_of_fp16_skips_by_itself_on_the_same_condition():
         assert torch.equal(before, model.weight) is not moves
         assert (scaler.get_scale() < scale) is not moves
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_fused_adamw_takes_the_decision_on_the_device(monkeypatch):
+    """The way a GPU goes, on the CPU's kernel of the same protocol: the flag is handed over, not read by the host."""
+    model = nn.Linear(3, 1)
+    optimizer = make_optimizer(model, "adamw", learning_rate=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    before = copy.deepcopy(model.state_dict())
+    flag = torch.tensor(False)
+    monkeypatch.setattr("utils.optimization.on_cpu", lambda tensor: False)
+    step_if_finite(optimizer, flag)
+    assert optimizer.found_inf.item() == 1.0
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert optimizer.state[model.weight]["step"] == 0

@@ -3,15 +3,17 @@
 import json
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import end_group, logged_scalars, run_script, start_script
+from conftest import ROOT, end_group, logged_scalars, run_command, run_script, script_environment, start_script
 from safetensors.torch import load_file
 
 from utils.checkpoints import list_checkpoints, verify_checkpoint
 from utils.errors import UserError
+from utils.launch import usable_cores
 
 CHECKPOINT_FILES = ("model.safetensors", "ema.safetensors", "optimizer.bin")
 
@@ -168,8 +170,6 @@ def test_a_signal_stops_all_ranks_after_one_save(tiny_flags, tmp_path, number, p
     if processes == 1:
         assert process.returncode == 75, errors
         assert "continue with --resume_from_checkpoint latest" in output + errors
-    last = list_checkpoints(tmp_path)[-1]
-    assert int(last.name.split("-")[1]) % 20 != 0  # saved where it stopped
     assert all(verify_checkpoint(path) is None for path in list_checkpoints(tmp_path))
 
 
@@ -204,6 +204,39 @@ def test_early_stopping_keeps_the_best_checkpoint(train, tiny_flags, tmp_path):
     assert max(logged_scalars(tmp_path, "train/loss")) == 8  # best at 2, then 4, 6 and 8 brought no gain
     assert names(tmp_path) == ["checkpoint-2"]
     assert (tmp_path / "model_index.json").exists()
+
+
+def test_a_run_that_stopped_early_stays_stopped(train, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--output_dir", tmp_path, "--learning_rate", "1e-30", "--max_train_steps", "40"]
+    flags += ["--validation_images", "8", "--validation_steps", "2", "--early_stopping_patience", "3"]
+    flags += ["--checkpointing_steps", "8"]
+    train(flags)
+    exported = (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").read_bytes()
+    train([*flags, "--resume_from_checkpoint", "latest"])
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-8"]
+    assert (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").read_bytes() == exported
+    train([*flags, "--resume_from_checkpoint", "latest", "--early_stopping_patience", "6"])
+    assert max(logged_scalars(tmp_path, "train/loss")) == 14
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew_with_one_value_per_step(train, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--output_dir", tmp_path, "--resume_from_checkpoint", "latest"]
+    for _ in range(2):
+        train(flags)
+    assert sorted(logged_scalars(tmp_path, "train/loss")) == list(range(1, 9))
+    assert len(json.loads((tmp_path / "options.json").read_text())["earlier_starts"]) == 1
+
+
+@pytest.mark.parametrize(("config", "processes"), [("cpu.yaml", 1), ("multi_cpu.yaml", 2)])
+def test_launch_configs_start_connected_processes_on_all_cores(tiny_flags, tmp_path, config, processes):
+    flags = [flag for flag in tiny_flags if flag not in ("--cpu_threads", "1")]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", ROOT / "accelerate_configs" / config]
+    command += [ROOT / "train_ddpm.py", *flags, "--max_train_steps", "2", "--output_dir", tmp_path]
+    result = run_command(command, script_environment())
+    assert result.returncode == 0, result.stderr[-3000:]
+    resolved = json.loads((tmp_path / "options.json").read_text())["resolved"]
+    assert (resolved["num_processes"], resolved["global_batch_size"]) == (processes, 8 * processes)
+    assert resolved["cpu_threads"] == max(1, usable_cores() // processes)
 
 
 # ---- drop-in for train_unconditional.py

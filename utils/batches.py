@@ -26,6 +26,9 @@ from utils.errors import UserError
 _STOP_SIGNALS = {getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)}
 
 
+_BLOCK = 4096  # samples
+
+
 class SampleOrder:
     """The image that each sample number shows: a function of (seed, sample number), without state.
 
@@ -90,10 +93,11 @@ class _Samples(Dataset):
 
     def __init__(self, images: ImageSet, order: SampleOrder, seed: int, center_crop: bool):
         self.images, self.order, self.seed, self.center_crop = images, order, seed, center_crop
+        self._block = None, None  # (its number, its indices): the order is computed for many samples at once
 
     def __getitems__(self, sample_numbers: range) -> dict | UserError:
         sample_numbers = torch.arange(sample_numbers.start, sample_numbers.stop)
-        indices = self.order.indices(sample_numbers).numpy()
+        indices = self._indices(sample_numbers)
         crop = None if self.center_crop else randomness.uniform(self.seed, "crop", sample_numbers, 2).numpy()
         try:
             images = self.images.fetch(indices, crop)
@@ -101,6 +105,16 @@ class _Samples(Dataset):
             return error  # raised by training_batches: the loader would wrap it in a worker's traceback
         labels = None if self.images.labels is None else torch.from_numpy(self.images.labels[indices])
         return {"images": torch.from_numpy(images), "labels": labels, "sample_numbers": sample_numbers}
+
+    def _indices(self, sample_numbers: torch.Tensor) -> np.ndarray:
+        """`order.indices`, whose many small operations would cost a short batch more than its pixels do."""
+        first, last = sample_numbers[0].item(), sample_numbers[-1].item()
+        if first // _BLOCK != last // _BLOCK:
+            return self.order.indices(sample_numbers).numpy()
+        number = first // _BLOCK
+        if self._block[0] != number:
+            self._block = number, self.order.indices(torch.arange(number * _BLOCK, (number + 1) * _BLOCK)).numpy()
+        return self._block[1][sample_numbers.numpy() % _BLOCK]
 
 
 def training_batches(

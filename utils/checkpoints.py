@@ -41,6 +41,7 @@ class TrainState:
     best_value: float | None = None
     validations_without_improvement: int = 0
     metrics: dict = field(default_factory=dict)  # the last figures, for the model card
+    max_train_steps: int = 0  # length that the learning rate was laid out for
     options: dict = field(default_factory=dict)  # the flags that shape the result, compared on resume
 
     def record_validation(self, loss: float) -> bool:
@@ -78,9 +79,10 @@ def attach_state_hooks(accelerator: Accelerator, ema: EMA | None, state: TrainSt
         model = accelerator.unwrap_model(models.pop())
         model.load_state_dict(load_file(Path(input_dir, MODEL_WEIGHTS)))
         if ema is not None:
-            ema.load_state_dict(load_file(Path(input_dir, EMA_WEIGHTS)))
+            averaged = Path(input_dir, EMA_WEIGHTS)  # absent if the run so far had none: then it starts from these weights
+            ema.load_state_dict(load_file(averaged) if averaged.exists() else model.state_dict())
         loaded = read_state(Path(input_dir))
-        for name in (f.name for f in fields(TrainState) if f.name != "options"):
+        for name in (f.name for f in fields(TrainState) if f.name not in ("options", "max_train_steps")):
             setattr(state, name, getattr(loaded, name))
 
     accelerator.register_save_state_pre_hook(save)
@@ -100,11 +102,10 @@ def save_checkpoint(
     if accelerator.is_main_process:
         for leftover in output_dir.glob(".tmp-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        temporary.mkdir()
     accelerator.wait_for_everyone()
     error = ""
     try:
-        accelerator.save_state(str(temporary))
+        accelerator.save_state(str(temporary))  # makes the folder
     except Exception as exception:  # a full disk arrives as OSError, RuntimeError or SafetensorError
         error = f"rank {accelerator.process_index}: {type(exception).__name__}: {exception}"
     failed = torch.tensor([bool(error)], device=accelerator.device, dtype=torch.int32)
@@ -113,7 +114,7 @@ def save_checkpoint(
         if not failed:
             try:
                 _publish(temporary, final, state.step)
-                prune_checkpoints(output_dir, total_limit, keep_step=state.best_step)
+                prune_checkpoints(output_dir, total_limit, newest_step=state.step, keep_step=state.best_step)
             except Exception as exception:
                 error = f"{type(exception).__name__}: {exception}"
         if failed or error:
@@ -131,10 +132,17 @@ def _publish(temporary: Path, final: Path, step: int) -> None:
     manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=2))
     _fsync(manifest)
     _fsync(temporary)
+    replaced = final.with_name(f".tmp-replaced-{final.name}")
     if final.exists():  # a run resumed from an earlier checkpoint comes by again
-        _discard(final)
-    os.rename(temporary, final)
+        os.rename(final, replaced)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, final)
+        raise
     _fsync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def verify_checkpoint(path: Path) -> str | None:
@@ -211,12 +219,17 @@ def load_checkpoint(accelerator: Accelerator, path: Path) -> None:
     accelerator.step = 0
 
 
-def prune_checkpoints(output_dir: Path, total_limit: int | None, keep_step: int | None = None) -> None:
-    """Removes the oldest checkpoints beyond the newest max(total_limit, 2); `checkpoint-<keep_step>` always stays."""
-    if total_limit is None:
-        return
-    for path in list_checkpoints(output_dir)[: -max(total_limit, 2)]:
-        if path.name != f"checkpoint-{keep_step}":
+def prune_checkpoints(output_dir: Path, total_limit: int | None, newest_step: int, keep_step: int | None = None) -> None:
+    """Keeps the newest max(total_limit, 2) checkpoints up to `newest_step` and `checkpoint-<keep_step>`; removes the others.
+
+    Those beyond `newest_step` always go: they are of a branch that was left when the run went on from an earlier checkpoint.
+    """
+    by_step = {int(CHECKPOINT_NAME.fullmatch(path.name)[1]): path for path in list_checkpoints(output_dir)}
+    kept = [step for step in by_step if step <= newest_step]
+    if total_limit is not None:
+        kept = [*kept[-max(total_limit, 2) :], keep_step]
+    for step, path in by_step.items():
+        if step not in kept:
             _discard(path)
 
 

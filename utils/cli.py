@@ -169,8 +169,12 @@ def parse_with_preset(parser: argparse.ArgumentParser, argv: list[str] | None = 
         if args.model_preset not in FLAGS:
             raise UserError(f"unknown --model_preset {args.model_preset!r}; choose from {', '.join(FLAGS)}")
         defaults = dict(FLAGS[args.model_preset])
-        if args.train_data_dir:
-            defaults.pop("dataset_name", None)
+        given = {word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)}
+        overridden = {"--train_data_dir": "dataset_name", "--num_epochs": "max_train_steps"}
+        overridden |= {f"--save_{what}_epochs": f"save_{what}_steps" for what in ("images", "model")}
+        for flag, preset_flag in overridden.items():
+            if flag in given:
+                defaults.pop(preset_flag, None)
         preset = args.model_preset
         parser.set_defaults(**defaults)
         args = parser.parse_args(argv)
@@ -185,17 +189,17 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("name the data: --dataset_name NAME or --train_data_dir FOLDER (or neither model nor data, for digits)")
     if args.streaming:
         raise UserError("--streaming is not available yet; leave it out, or use --cache_images no to decode on the fly")
-    for name in ("learning_rate", "adam_epsilon"):
+    for name in ("learning_rate", "adam_epsilon", "ema_inv_gamma", "ema_power"):
         if not getattr(args, name) > 0:
             raise UserError(f"--{name} must be positive, got {getattr(args, name)}")
     for name in (
         *("max_grad_norm", "lr_warmup_steps", "adam_weight_decay", "l1_weight", "validation_images"),
-        *("early_stopping_patience", "dataloader_num_workers", "color_jitter"),
+        *("early_stopping_patience", "dataloader_num_workers"),
     ):
         if getattr(args, name) < 0:
             raise UserError(f"--{name} must not be negative, got {getattr(args, name)}")
-    for name in ("adam_beta1", "adam_beta2", "ema_max_decay", "lr_floor", "momentum"):
-        if not 0 <= getattr(args, name) < 1:
+    for name in ("adam_beta1", "adam_beta2", "ema_max_decay", "lr_floor", "momentum", "dropout", "color_jitter"):
+        if not 0 <= (getattr(args, name) or 0) < 1:
             raise UserError(f"--{name} must be {UNIT_INTERVAL}, got {getattr(args, name)}")
     if args.early_stopping_patience and not args.validation_images:
         raise UserError("--early_stopping_patience needs held-out images: set --validation_images")
@@ -213,6 +217,6 @@ def run_script(main, parse_args) -> None:
     try:
         sys.exit(main(parse_args()))
     except UserError as error:
-        if error.on_one_rank or os.environ.get("RANK", "0") == "0":
+        if error.on_one_rank or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

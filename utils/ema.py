@@ -28,8 +28,9 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module):
+        self._tensors = dict((*model.named_parameters(), *model.named_buffers()))
         self.model = model
-        self.shadow = {name: _as_shadow(tensor) for name, tensor in _tensors(model)}
+        self.shadow = {name: _as_shadow(tensor) for name, tensor in self._tensors.items()}
 
     @torch.no_grad()
     def update(self, decay: float, finite: torch.Tensor) -> None:
@@ -37,16 +38,22 @@ class EMA:
 
         A skipped update leaves the weights finite, so multiplying by zero is exact; no host sync is needed.
         """
-        names, tensors = zip(*_tensors(self.model))
-        shadows = [self.shadow[name] for name in names]
-        averaged = [(s, t) for s, t in zip(shadows, tensors) if s.is_floating_point()]
-        shadows_averaged = [s for s, _ in averaged]
-        difference = torch._foreach_sub([t.to(s.dtype) for s, t in averaged], shadows_averaged)
-        torch._foreach_mul_(difference, finite.to(torch.float32) * (1.0 - decay))
-        torch._foreach_add_(shadows_averaged, difference)
-        for shadow, tensor in zip(shadows, tensors):
-            if not shadow.is_floating_point():
-                shadow.copy_(tensor)
+        averages, weights = self._floating()
+        if finite.device.type == "cpu":  # the flag is at hand, and one pass over the memory is quicker than three
+            if finite:
+                torch._foreach_lerp_(averages, weights, 1.0 - decay)
+        else:
+            difference = torch._foreach_sub(weights, averages)
+            torch._foreach_mul_(difference, finite * (1.0 - decay))
+            torch._foreach_add_(averages, difference)
+        for name, tensor in self._tensors.items():
+            if not tensor.is_floating_point():
+                self.shadow[name].copy_(tensor)
+
+    def _floating(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(averages, weights) of what is averaged, both in fp32. Call it without gradients."""
+        pairs = [(self.shadow[name], tensor) for name, tensor in self._tensors.items() if tensor.is_floating_point()]
+        return [average for average, _ in pairs], [t if t.dtype == average.dtype else t.float() for average, t in pairs]
 
     @contextmanager
     def swapped_into_model(self):
@@ -57,19 +64,18 @@ class EMA:
         finally:
             self._swap()
 
-    @torch.no_grad()
     def _swap(self) -> None:
-        for name, tensor in _tensors(self.model):
+        for name, tensor in self._tensors.items():
             tensor.data, self.shadow[name] = self.shadow[name], tensor.data
 
     @torch.no_grad()
     def distance(self) -> torch.Tensor:
         """Relative distance ||weights - average|| / ||average||, a 0-dim tensor on the device."""
-        pairs = [(t.detach().to(self.shadow[n].dtype), self.shadow[n]) for n, t in _tensors(self.model)]
-        pairs = [(t, s) for t, s in pairs if s.is_floating_point()]
-        difference = torch._foreach_norm(torch._foreach_sub([t for t, _ in pairs], [s for _, s in pairs]))
-        reference = torch._foreach_norm([s for _, s in pairs])
-        return torch.linalg.vector_norm(torch.stack(difference)) / torch.linalg.vector_norm(torch.stack(reference))
+        averages, weights = self._floating()
+        difference = torch._foreach_norm(torch._foreach_sub(weights, averages))
+        return torch.linalg.vector_norm(torch.stack(difference)) / torch.linalg.vector_norm(
+            torch.stack(torch._foreach_norm(averages))
+        )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self.shadow
@@ -82,11 +88,6 @@ class EMA:
             raise UserError(f"EMA weights are of another model: {len(different)} names differ, such as {different[0]}")
         for name, tensor in state.items():
             self.shadow[name].copy_(tensor)
-
-
-def _tensors(model: nn.Module):
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _as_shadow(tensor: torch.Tensor) -> torch.Tensor:

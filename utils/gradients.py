@@ -11,5 +11,7 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) 
     Returns (norm before clipping, whether it is finite) as 0-dim tensors on the device: nothing here waits for it. DDP has
     averaged the gradients by now, so that a value that is not finite on one rank is seen on all.
     """
-    norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+    accelerator.unscale_gradients()
+    # torch's own: Accelerate's looks at every parameter for sharded tensors, which costs as much as the clipping.
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
     return norm, torch.isfinite(norm)

@@ -6,6 +6,8 @@ import signal
 import torch
 import torch.distributed as dist
 
+from utils.launch import COLLECTIVE_TIMEOUT
+
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same command again to continue
 EXIT_DIVERGED = 3  # too many updates in a row were not finite
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -20,7 +22,7 @@ class StopSignal:
 
     def __init__(self, num_processes: int):
         self.received: str | None = None
-        self._group = dist.new_group(backend="gloo") if num_processes > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if num_processes > 1 else None
         self._pending = None
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
+    DynamoBackend,
     InitProcessGroupKwargs,
     broadcast_object_list,
 )
@@ -39,6 +40,7 @@ def make_accelerator(
     log_with=None,
     project_dir: str | None = None,
     cpu_threads: int | None = None,
+    timeout: timedelta = COLLECTIVE_TIMEOUT,
 ) -> Accelerator:
     """An Accelerator for one process or DDP.
 
@@ -62,7 +64,7 @@ def make_accelerator(
         log_with=log_with,
         project_dir=project_dir,
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
+            InitProcessGroupKwargs(timeout=timeout),
             # Gradients live in the all-reduce buckets: one copy of them less in memory.
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
@@ -72,6 +74,8 @@ def make_accelerator(
             f"launched with {accelerator.distributed_type.value}, but exact EMA and checkpoints here are for one process "
             "or DDP; launch with --multi_gpu or without a distributed config"
         )
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise UserError("leave the launcher's dynamo_backend at no and use --compile: it keeps the names of the weights clean")
     if accelerator.device.type == "cpu":
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
         torch.set_num_threads(cpu_threads or max(1, usable_cores() // local_processes))
@@ -89,13 +93,15 @@ def check_tracker(name: str) -> None:
 
 
 def on_main_process(accelerator: Accelerator, function, *args, **kwargs) -> None:
-    """Calls `function` on the main process alone; a UserError there is raised on every rank, so that none is left waiting."""
+    """Calls `function` on the main process alone; a UserError or OSError there becomes a UserError on every rank."""
     error = None
     if accelerator.is_main_process:
         try:
             function(*args, **kwargs)
         except UserError as exception:
             error = str(exception)
+        except OSError as exception:  # a full disk, say
+            error = f"{exception.strerror or exception}: {exception.filename or function.__name__}"
     error = broadcast_object_list([error])[0]
     if error:
         raise UserError(error)

@@ -45,7 +45,8 @@ def make_optimizer(
     if name == "rmsprop":
         return torch.optim.RMSprop(groups, lr=learning_rate, momentum=momentum, eps=epsilon)
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=learning_rate, momentum=momentum, fused=True)
+        # Not fused: torch's fused SGD leaves its momentum uninitialised when the very first update is skipped.
+        return torch.optim.SGD(groups, lr=learning_rate, momentum=momentum)
     if name == "adamw8bit":
         try:
             from bitsandbytes.optim import AdamW8bit
@@ -70,8 +71,9 @@ def learning_rate_at(
 
     Warm-up is linear from 0 over `warmup_steps`. Afterwards, with progress in [0, 1] over the remaining updates,
     `linear`, `polynomial`, `cosine` and `cosine_with_restarts` fall from `base` to `floor * base`
-    (floor 0 gives diffusers' curves of the same names); `cyclic` is a triangle between the two, `cycles` times;
-    `inverse_sqrt` is base / sqrt(max(step / warmup_steps, 1)) (Vaswani et al. 2017, eq. 3, scaled to peak at `base`).
+    (floor 0 gives diffusers' curves, but that its polynomial ends at 1e-7); `cyclic` is a triangle between the two,
+    `cycles` times; `inverse_sqrt` is base / sqrt(max(step / warmup_steps, 1)) (Vaswani et al. 2017, eq. 3, scaled to
+    peak at `base`).
     """
     if schedule == "constant":
         return base
@@ -110,16 +112,20 @@ def l1_norm(model: nn.Module) -> torch.Tensor:
 def step_if_finite(optimizer, finite: torch.Tensor) -> None:
     """One optimizer update, or none at all where `finite` (0-dim bool on the device) is false.
 
-    Fused optimizers (AdamW, Adam, SGD) take the decision on the device, through the `found_inf` protocol that torch's
-    GradScaler uses, so the host does not wait. Others cannot, so there the host reads the flag. With a GradScaler (fp16)
+    Fused optimizers (AdamW, Adam) take the decision on the device, through the `found_inf` protocol that torch's
+    GradScaler uses, so the host does not wait. For others, and on a CPU, the host reads the flag. With a GradScaler (fp16)
     the scaler skips by itself, on the same condition, because the gradients were unscaled when their norm was taken.
     """
     scaler = getattr(optimizer, "scaler", None)
     inner = getattr(optimizer, "optimizer", optimizer)
     if scaler is not None and scaler.is_enabled():
         optimizer.step()
-    elif getattr(inner, "_step_supports_amp_scaling", False):
+    elif not on_cpu(finite) and getattr(inner, "_step_supports_amp_scaling", False):
         inner.found_inf = (~finite).float()
         optimizer.step()
     elif finite.item():
         optimizer.step()
+
+
+def on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"

@@ -37,7 +37,7 @@ HARMLESS = {
     *("push_to_hub", "hub_token", "hub_model_id", "hub_private_repo"),
     # Their product is compared instead, as global_batch_size: the split over processes may change.
     *("train_batch_size", "gradient_accumulation_steps"),
-    # A finished run may be made longer; the caller says that the learning rate follows the longer curve.
+    # A run may be made longer or shorter; a note says that the learning rate then follows the new curve.
     *("num_epochs", "max_train_steps"),
 }
 SECRET = {"hub_token"}
@@ -65,9 +65,13 @@ def check_output_dir(output_dir: Path, *, resuming: bool, overwrite: bool) -> No
         )
 
 
-def clear_output_dir(output_dir: Path) -> None:
+def clear_output_dir(output_dir: Path, logging_dir: str = "logs") -> None:
     """Deletes the run in the folder and nothing else. For the main process, once all that could be mistaken was checked."""
-    for item in _run_items(output_dir):
+    items = _run_items(output_dir)
+    logs = (output_dir / logging_dir).resolve()
+    if items and logs.is_dir() and output_dir.resolve() in logs.parents:
+        shutil.rmtree(logs)
+    for item in (item for item in items if item.exists()):
         shutil.rmtree(item) if item.is_dir() else item.unlink()
 
 
@@ -81,27 +85,37 @@ def _run_items(output_dir: Path) -> list[Path]:
 
 
 def write_options(output_dir: Path, args: argparse.Namespace, resolved: dict) -> None:
-    """Writes options.json: every flag, what followed from them (`resolved`), versions, git commit and command line."""
+    """Writes options.json: every flag, what followed from them (`resolved`), versions, git commit and command line.
+
+    What an earlier start of the same run had recorded of itself moves to `earlier_starts`.
+    """
+    path = output_dir / "options.json"
     record = {
         "options": {k: ("<hidden>" if k in SECRET and v else v) for k, v in sorted(vars(args).items())},
         "resolved": resolved,
-        "command": command_line(),
+        "command": command_line(args),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": git_commit(),
         "versions": {name: version(name) for name in ("torch", "accelerate", "diffusers", "datasets")},
         "python": platform.python_version(),
+        "earlier_starts": [],
     }
-    (output_dir / "options.json").write_text(json.dumps(record, indent=2) + "\n")
+    if path.exists():
+        earlier = json.loads(path.read_text())
+        record["earlier_starts"] = [
+            *earlier.get("earlier_starts", []),
+            {k: earlier.get(k) for k in ("command", "started", "git_commit", "versions")},
+        ]
+    path.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def command_line() -> str:
+def command_line(args: argparse.Namespace) -> str:
     """The command that was given to Python, without secrets."""
-    words, hide = [], False
-    for word in sys.argv:
-        name = word.split("=")[0].lstrip("-")
-        words.append("<hidden>" if hide else f"--{name}=<hidden>" if name in SECRET and "=" in word else word)
-        hide = name in SECRET and "=" not in word
-    return shlex.join(words)
+    secrets = [getattr(args, name) for name in SECRET if getattr(args, name)]
+    command = shlex.join(sys.argv)
+    for secret in secrets:
+        command = command.replace(secret, "<hidden>")
+    return command
 
 
 def git_commit() -> str | None:

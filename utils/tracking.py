@@ -113,7 +113,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 def init_trackers(accelerator: Accelerator, run_name: str, logger: str, first_step: int) -> None:
     """Starts the tracker. TensorBoard hides what a killed run had logged after `first_step`: one value per tag and step."""
-    purge = {"tensorboard": {"purge_step": first_step + 1}} if logger == "tensorboard" and first_step else {}
+    purge = {"tensorboard": {"purge_step": first_step + 1}} if logger == "tensorboard" else {}
     accelerator.init_trackers(run_name, init_kwargs=purge)
 
 

@@ -10,6 +10,7 @@ from utils.randomness import derive_seed
 
 ACTIVATIONS = ("silu", "mish", "gelu", "relu")
 INITIALISATIONS = ("default", "xavier", "he")
+UNET_DEFAULT_LEVELS = (224, 448, 672, 896)  # UNet2DModel's own block_out_channels
 
 
 def make_unet(
@@ -42,6 +43,8 @@ def make_unet(
                 f"the model config has in/out channels {channels[0]}/{channels[1]}, the images have {image_channels}; "
                 "set --image_channels or edit the config"
             )
+        if config.get("class_embed_type") or config.get("num_class_embeds"):
+            raise UserError("the model config is class-conditional; train_ddpm.py trains without classes")
         config["sample_size"] = resolution  # the config's own size is that of the run it came from
     else:
         name = preset or network_for_resolution(resolution)
@@ -56,11 +59,12 @@ def make_unet(
             "out_channels": image_channels,
         }
 
-    divisor = 1 << (len(config["block_out_channels"]) - 1)
+    levels = len(config.get("block_out_channels", UNET_DEFAULT_LEVELS))
+    divisor = 1 << (levels - 1)
     if resolution % divisor:
         raise UserError(
             f"--resolution {resolution} does not divide by {divisor}, which the network's "
-            f"{len(config['block_out_channels'])} levels need; use {resolution // divisor * divisor or divisor} "
+            f"{levels} levels need; use {resolution // divisor * divisor or divisor} "
             f"or {resolution // divisor * divisor + divisor}"
         )
     if activation is not None:
@@ -69,7 +73,10 @@ def make_unet(
         config["dropout"] = dropout
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "initial weights"))
-        unet = UNet2DModel.from_config(config)
+        try:
+            unet = UNet2DModel.from_config(config)
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"diffusers cannot build the network: {str(error).strip().splitlines()[0]}") from None
         initialise(unet, initialisation)
         if zero_init_output:
             nn.init.zeros_(unet.conv_out.weight)
