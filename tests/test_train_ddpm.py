@@ -173,6 +173,25 @@ def test_a_signal_stops_all_ranks_after_one_save(tiny_flags, tmp_path, number, p
     assert all(verify_checkpoint(path) is None for path in list_checkpoints(tmp_path))
 
 
+def test_kill_9_loses_nothing_but_the_updates_since_the_last_checkpoint(train, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--max_train_steps", "200", "--checkpointing_steps", "10"]
+    assert train([*flags, "--output_dir", tmp_path / "whole"]) == 0
+    killed = tmp_path / "killed"
+    process = start_script("train_ddpm.py", [*flags, "--output_dir", killed])
+    try:
+        while not list_checkpoints(killed):
+            assert process.poll() is None, process.communicate()
+    finally:
+        end_group(process)  # SIGKILL
+    assert (killed / "checkpoint-10").exists() and not (killed / "model_index.json").exists()
+    assert train([*flags, "--output_dir", killed, "--resume_from_checkpoint", "latest"]) == 0
+    for file in CHECKPOINT_FILES:
+        paths = [folder / "checkpoint-200" / file for folder in (tmp_path / "whole", killed)]
+        assert paths[0].read_bytes() == paths[1].read_bytes(), file
+    expected, actual = (logged_scalars(folder, "train/loss") for folder in (tmp_path / "whole", killed))
+    assert actual == expected
+
+
 def test_non_finite_gradients_are_skipped_and_end_the_run_when_they_persist(train, tiny_flags, tmp_path, monkeypatch):
     import utils.diffusion
 
