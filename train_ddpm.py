@@ -385,8 +385,7 @@ def main(args: argparse.Namespace) -> int:
                 preview()
             if due(args.save_model_steps, args.save_model_epochs):
                 export()
-            stopping = stop.agreed()  # by all ranks, so that they leave at the same update
-            if stopping:
+            if stop.agreed():  # by all ranks, so that they leave at the same update
                 exit_status = EXIT_STOPPED
             if improved or exit_status or state.step % args.checkpointing_steps == 0:
                 state.skipped_updates = statistics.skipped_updates
