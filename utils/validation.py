@@ -16,6 +16,8 @@ def split_validation(images, count: int, seed: int):
     """(training images, held-out images): `count` of `images` (an ImageSet) are held out, chosen by `seed`; may be 0."""
     if count >= len(images):
         raise UserError(f"--validation_images {count} leaves none of the {len(images)} images to train on")
+    if count == 0:
+        return images, images.subset([])  # no list of row numbers, which would grow with the set
     positions = torch.arange(len(images))
     shuffled = randomness.permute(seed, "validation split", torch.zeros_like(positions), positions, len(images)).numpy()
     return images.subset(np.sort(shuffled[count:])), images.subset(np.sort(shuffled[:count]))
