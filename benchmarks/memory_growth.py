@@ -3,15 +3,15 @@
     python benchmarks/memory_growth.py --images 1000 100000 1000000
 
 For each size it writes a parquet file of 32x32 RGB PNGs (1,000 different ones, repeated), lets `train_ddpm.py` pack it once,
-and then measures a second run of `--updates` updates with batch 64, which reads the packed file. "Resident" is the most memory
-that the second run ever held, as the kernel counts it; the packing run's own peak stands beside it.
+and then measures a second run of `--updates` updates with batch 64, which reads the packed file. Memory is what the kernel
+counts as resident, pages of mapped files included: the most that each run ever held, and the median while the second trains.
 """
 
 import argparse
 import io
 import json
-import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -49,15 +49,19 @@ def write_parquet(path: Path, images: int) -> None:
             writer.write_table(block)
 
 
-def run(flags: list[str]) -> tuple[float, float]:
-    """(seconds, most resident memory in MiB) of one training run."""
-    start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, str(SCRIPT), *flags], stderr=subprocess.PIPE, text=True)
-    errors = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(errors)
-    return time.perf_counter() - start, usage.ru_maxrss / 1024
+def run(flags: list[str]) -> tuple[float, float, float]:
+    """(seconds, most resident memory in MiB, median of it over the last third of the run) of one training run."""
+    start, resident = time.perf_counter(), []
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen([sys.executable, str(SCRIPT), *flags], stdout=subprocess.DEVNULL, stderr=errors)
+        while process.poll() is None:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            resident += [int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmRSS")]
+            time.sleep(0.1)
+        if process.returncode:
+            errors.seek(0)
+            raise SystemExit(errors.read())
+    return time.perf_counter() - start, max(resident), statistics.median(resident[-len(resident) // 3 :])
 
 
 def main() -> None:
@@ -65,7 +69,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, nargs="+", default=[1000, 100_000, 1_000_000])
     parser.add_argument("--updates", type=int, default=200)
     options = parser.parse_args()
-    print(f"{'images':>9} {'packed MiB':>11} {'packing s':>10} {'packing MiB':>12} {'run s':>7} {'resident MiB':>13}")
+    print(f"{'images':>9} {'packed':>7} | {'packing s':>9} {'peak':>6} | {'run s':>6} {'peak':>6} {'training':>8}   (MiB)")
     for images in options.images:
         with tempfile.TemporaryDirectory() as folder:
             folder = Path(folder)
@@ -75,11 +79,11 @@ def main() -> None:
             flags = f"""--dataset_name {folder}/train.parquet --cache_dir {folder}/cache --resolution 32 --train_batch_size 64
                 --model_config_name_or_path {folder}/network --eval_batch_size 1 --ddpm_num_inference_steps 2
                 --output_dir {folder}/run --overwrite_output_dir""".split()
-            packing_seconds, packing_memory = run([*flags, "--max_train_steps", "1"])
-            seconds, memory = run([*flags, "--max_train_steps", str(options.updates)])
+            packing_seconds, packing_peak, _ = run([*flags, "--max_train_steps", "1"])
+            seconds, peak, training = run([*flags, "--max_train_steps", str(options.updates)])
             packed = sum(p.stat().st_size for p in (folder / "cache" / "steady_diffusion").rglob("*") if p.is_file())
-            row = f"{images:>9,} {packed / 2**20:>11.0f} {packing_seconds:>10.1f} {packing_memory:>12.0f}"
-            print(f"{row} {seconds:>7.1f} {memory:>13.0f}", flush=True)
+            row = f"{images:>9,} {packed / 2**20:>7.0f} | {packing_seconds:>9.1f} {packing_peak:>6.0f}"
+            print(f"{row} | {seconds:>6.1f} {peak:>6.0f} {training:>8.0f}", flush=True)
             shutil.rmtree(folder / "cache")
 
 
