@@ -57,7 +57,7 @@ FLAGS = {
         "adam_beta1": 0.9,
         "adam_beta2": 0.99,
         "snr_gamma": 5.0,
-        # In so short a training the noise of the DDPM chain mends what DDIM would keep.
+        # As good as DDIM on the finished network and better on a less trained one: the chain's noise mends its errors.
         "sampler": "ddpm",
         "ddpm_num_inference_steps": 50,
         "save_images_steps": 1800,
