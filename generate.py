@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import re
-from datetime import timedelta
 from pathlib import Path
 
 from utils.cli import positive_int, run_script
@@ -55,12 +54,13 @@ def main(args: argparse.Namespace) -> None:
 
     from utils.images import is_complete_png, make_grid, save_png, to_pil
     from utils.launch import make_accelerator, on_main_process
+    from utils.pipelines import image_shape, load_unconditional
     from utils.sampling import full_precision, make_sampler, sample, set_timesteps, to_uint8
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,
         cpu_threads=args.cpu_threads,
-        timeout=timedelta(days=1),  # the processes only meet at the end, and one may have a batch more to make
+        collective_timeout=86400.0,  # a day: the processes only meet at the end, and one may have a batch more to make
     )
 
     # Pipeline
@@ -116,9 +116,7 @@ def main(args: argparse.Namespace) -> None:
                         batch_size=args.batch_size,
                     )
                 if not images.isfinite().all():
-                    error = UserError(f"{args.pipeline} made NaN or infinite pixels; try --mixed_precision no")
-                    error.on_one_rank = True
-                    raise error
+                    raise UserError(f"{args.pipeline} made NaN or infinite pixels; try --mixed_precision no")
                 for i, image in zip(numbers.tolist(), to_uint8(images).cpu()):
                     save_png(to_pil(image), image_path(args.output_dir, i))
             bar.update(sum(map(len, turn)))  # the other processes keep about the same pace
@@ -129,48 +127,7 @@ def main(args: argparse.Namespace) -> None:
         first_images = [read_image(image_path(args.output_dir, i)) for i in range(min(args.num_images, GRID_IMAGES))]
         save_png(make_grid(torch.stack(first_images)), args.output_dir / "grid.png")
         print(f"{args.num_images} images in {args.output_dir}")
-    accelerator.end_training()
-
-
-def load_unconditional(pipeline: str):
-    """The U-Net in fp32 and the scheduler's config. Raises UserError for a pipeline of another kind,
-    before its weights are loaded."""
-    from diffusers import DiffusionPipeline
-    from diffusers.utils import logging
-
-    logging.disable_progress_bar()  # one bar, the script's own
-    try:
-        index = DiffusionPipeline.load_config(pipeline)
-        components = {name for name, value in index.items() if isinstance(value, list) and value[0] is not None}
-        if components != {"unet", "scheduler"} or index["unet"][1] != "UNet2DModel":
-            raise UserError(
-                f"{pipeline} is no unconditional pixel-space pipeline: it needs a UNet2DModel `unet` and a `scheduler` "
-                f"alone, and has {', '.join(sorted(components)) or 'neither'}"
-            )
-        loaded = DiffusionPipeline.from_pretrained(pipeline)
-    except UserError:
-        raise
-    except Exception as error:  # missing, unreachable, truncated or of another shape: each library raises its own kind
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"cannot load a pipeline from {pipeline}: {reason}") from error
-    return loaded.unet.float(), loaded.scheduler.config
-
-
-def image_shape(unet) -> tuple[int, int, int]:
-    """(C, H, W) of the images that `unet` was trained on. Raises UserError where it does not say, or needs more than
-    noise."""
-    config = unet.config
-    if config.num_class_embeds is not None or config.class_embed_type is not None:
-        raise UserError("the pipeline's unet is class-conditional; only unconditional ones are supported")
-    if config.sample_size is None:
-        raise UserError("the pipeline's unet/config.json has no sample_size, so the size of its images is unknown")
-    if config.in_channels not in (1, 3) or config.out_channels != config.in_channels:
-        raise UserError(
-            f"the pipeline's unet maps {config.in_channels} channels to {config.out_channels}; "
-            "only 1 to 1 and 3 to 3 are images"
-        )
-    height, width = (config.sample_size,) * 2 if isinstance(config.sample_size, int) else config.sample_size
-    return config.in_channels, height, width
+    accelerator.wait_for_everyone()
 
 
 def weights_hash(unet, scheduler_config) -> str:

@@ -1,6 +1,8 @@
 """What the tests share: tiny runs of the training script, in this process or launched as a user would."""
 
 import contextlib
+import functools
+import importlib
 import json
 import os
 import signal
@@ -10,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from utils.interrupts import STOP_SIGNALS
+
 ROOT = Path(__file__).parent.parent
+SCRIPTS = ["train_ddpm.py"]  # the training scripts, all of which pass the tests in tests/faults
 
 TINY_NETWORK = {
     "_class_name": "UNet2DModel",
@@ -27,14 +32,30 @@ TINY_NETWORK = {
 
 @pytest.fixture(scope="session")
 def tiny_flags(tmp_path_factory) -> list[str]:
+    return make_tiny_flags(tmp_path_factory.mktemp("tiny"))
+
+
+def make_tiny_flags(folder: Path) -> list[str]:
     """Flags of a run on the digits that takes a second: a 42 k-parameter network, batch 8."""
-    config = tmp_path_factory.mktemp("network")
-    (config / "config.json").write_text(json.dumps(TINY_NETWORK))
-    cache = tmp_path_factory.mktemp("cache")
-    flags = f"""--dataset_name digits --model_config_name_or_path {config} --cache_dir {cache} --resolution 16
+    (folder / "config.json").write_text(json.dumps(TINY_NETWORK))
+    flags = f"""--dataset_name digits --model_config_name_or_path {folder} --cache_dir {folder / "cache"} --resolution 16
         --image_channels 1 --train_batch_size 8 --eval_batch_size 4 --ddpm_num_inference_steps 3 --cpu_threads 1
         --lr_warmup_steps 4 --learning_rate 1e-3 --logging_steps 1 --max_train_steps 8"""
     return flags.split()
+
+
+@pytest.fixture(scope="session", params=SCRIPTS)
+def script(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def server():
+    """Starts scripts without their imports: tests/faults/fork_server.py."""
+    from fork_server import ForkServer
+
+    with ForkServer() as server:
+        yield server
 
 
 def script_environment(num_processes: int = 1) -> dict[str, str]:
@@ -101,7 +122,13 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 @pytest.fixture
-def train(tmp_path):
+def train_script(train, script):
+    """`train` for each of the SCRIPTS."""
+    return functools.partial(train, script=importlib.import_module(Path(script).stem))
+
+
+@pytest.fixture
+def train():
     """Runs train_ddpm.main in this process (an import of diffusers cheaper than a launch); returns its exit status."""
     import train_ddpm
 
@@ -109,19 +136,23 @@ def train(tmp_path):
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         try:
             return script.main(script.parse_args([str(flag) for flag in flags]))
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
+            for number, handler in handlers.items():  # a script keeps its own to the end of its process
+                signal.signal(number, handler)
 
     return run
 
 
-def logged_scalars(output_dir: Path, tag: str, script: str = "train_ddpm") -> dict[int, float]:
-    """Step -> value of a TensorBoard tag, as TensorBoard itself reads the folder."""
+def logged_scalars(output_dir: Path, tag: str) -> dict[int, float]:
+    """Step -> value of a TensorBoard tag, as TensorBoard itself reads the folder of the one script that logged there."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(Path(output_dir, "logs", script)), size_guidance={"scalars": 0})
+    (logs,) = Path(output_dir, "logs").iterdir()
+    events = EventAccumulator(str(logs), size_guidance={"scalars": 0})
     events.Reload()
     values = [(event.step, event.value) for event in events.Scalars(tag)]
     assert len(dict(values)) == len(values), f"{tag} has several values for a step"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from utils import randomness
 from utils.batches import SampleOrder, training_batches
 from utils.data import load_images
 from utils.errors import UserError
@@ -92,7 +93,8 @@ def images(tmp_path_factory):
 
 def micro_batches(images, **options):
     defaults = {"seed": 0, "first_step": 0, "max_train_steps": 6, "train_batch_size": 8}
-    return list(training_batches(images, SampleOrder(len(images), 0), **{**defaults, **options}))
+    order = options.pop("order", None) or SampleOrder(len(images), 0)
+    return list(training_batches(images, order, **{**defaults, **options}))
 
 
 def updates(images, processes=1, accumulation=1, **options):
@@ -177,6 +179,53 @@ def test_an_undecodable_image_arrives_as_one_line_with_its_name(num_workers, tmp
     assert not multiprocessing.active_children()  # ended at once, though the traceback is still held
 
 
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory):
+    """Opens 20 images in four classes, of which 3 cannot be decoded."""
+    folder = tmp_path_factory.mktemp("damaged")
+    generator = np.random.default_rng(0)
+    for number in range(20):
+        (folder / "images" / str(number // 5)).mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 256, (8, 8 + number, 3), dtype=np.uint8)
+        path = folder / "images" / str(number // 5) / f"{number:02}.png"
+        Image.fromarray(pixels).save(path)
+        if number in (4, 5, 19):
+            path.write_bytes(path.read_bytes()[:100])
+    options = {"train_data_dir": str(folder / "images"), "cache_dir": str(folder / "cache"), "resolution": 8}
+    return lambda **more: load_images(**options, on_bad_image="replace", **more)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_replaced_images_are_the_same_for_all_who_fetch_and_bring_their_labels(damaged, balanced):
+    packed = damaged()
+    order = {"order": SampleOrder(20, 0, packed.labels if balanced else None)}
+    expected = updates(packed, **order)
+    pixels, labels = (torch.cat([update[key] for update in expected]) for key in ("images", "labels"))
+    indices = order["order"].indices(torch.arange(48)).numpy()
+    assert {4, 5, 19} <= set(indices)
+    stand_ins = np.where(np.isin(indices, [4, 5]), 6, np.where(indices == 19, 0, indices))
+    assert np.array_equal(labels, packed.labels[stand_ins])
+    crop = randomness.uniform(0, "crop", torch.arange(48), 2).numpy()
+    assert np.array_equal(pixels, packed.fetch(stand_ins, crop))
+    variants = [
+        (packed, {"num_workers": 2}),
+        (damaged(cache_images=False), {}),
+        (damaged(cache_images=False), {"num_workers": 2}),
+        (damaged(cache_images=False), {"processes": 2, "accumulation": 2}),
+    ]
+    for images, options in variants:
+        assert_same(updates(images, **order, **options), expected)
+        assert images.bad_images == packed.bad_images and sorted(images.bad_images) == [4, 5, 19]
+    assert_same(updates(damaged(cache_images=False), first_step=3, **order), expected[3:])
+
+
+def test_workers_that_together_meet_too_many_bad_images_end_with_one_line(damaged):
+    with pytest.raises(UserError, match=r"at least 3 images .* --max_bad_images 2") as caught:
+        micro_batches(damaged(cache_images=False, max_bad_images=2), num_workers=2, train_batch_size=1, max_train_steps=40)
+    assert "\n" not in str(caught.value)
+    assert not multiprocessing.active_children()
+
+
 LAUNCHER = """
 import multiprocessing, os, signal, sys
 import numpy as np
@@ -184,6 +233,8 @@ import torch
 from utils.batches import SampleOrder, training_batches
 
 class Images:
+    uniform = True
+    bad_images = {}
     labels = None
     def fetch(self, indices, crop):
         return np.zeros((len(indices), 1, 2, 2), np.uint8)

@@ -12,7 +12,8 @@ import pytest
 from hub_stand_in import hub_stand_in
 from PIL import Image
 
-from utils.data import load_images
+from utils.bad_images import UndecodableImage
+from utils.data import content_fingerprint, load_images
 from utils.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -126,7 +127,8 @@ def test_words_in_file_names_do_not_split_an_image_folder(load, tmp_path):
 
 HUB_CODE = """
 import json
-from utils.data import load_images
+from utils.bad_images import UndecodableImage
+from utils.data import content_fingerprint, load_images
 images = load_images("someone/pictures", dataset_config_name="default", dataset_revision="main", resolution=8)
 print(json.dumps([images.fetch(range(6)).tolist(), images.labels.tolist(), images.fingerprint, images.description]))
 """
@@ -151,7 +153,8 @@ def test_hub_name_downloads_once_and_then_works_offline(tmp_path):
 def test_unknown_hub_name_is_one_line(tmp_path):
     code = """
 import json
-from utils.data import load_images
+from utils.bad_images import UndecodableImage
+from utils.data import content_fingerprint, load_images
 from utils.errors import UserError
 try:
     load_images("someone/nothing", resolution=8)
@@ -395,7 +398,10 @@ def test_an_undecodable_image_is_named(cache_images, load, tmp_path):
         load(train_data_dir=str(folder), cache_images=cache_images).fetch(range(6))
     assert "\n" not in str(caught.value)
     rows = [{"bytes": encoded(PIXELS[0]), "path": None}, {"bytes": b"not an image", "path": None}]
-    for bad, message in [(rows, "row 1, column 'image': not an image"), ([rows[0], None], "no image at row 1")]:
+    for bad, message in [
+        (rows, "row 1, column 'image': not an image"),
+        ([rows[0], None], "row 1, column 'image': the row holds no image"),
+    ]:
         import datasets
 
         path = tmp_path / f"saved{len(message)}"
@@ -408,3 +414,56 @@ def test_floats_out_of_range_name_file_and_range(load, tmp_path):
     Image.fromarray(np.array([[0.0, 200.0]], np.float32)).save(tmp_path / "a.tiff")
     with pytest.raises(UserError, match=r"a\.tiff.*from 0\.0 to 200\.0.*\[0, 1\]"):
         load(train_data_dir=str(tmp_path))
+
+
+def test_a_machine_that_fails_is_not_the_image_s_fault(load, tmp_path, monkeypatch):
+    """What may be read tomorrow must not be replaced today, least of all in a cache."""
+    folder = image_folder(tmp_path / "photos")
+    for error in (OSError(5, "Input/output error"), MemoryError()):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot read the image") as caught:
+            patch.setattr(Image.Image, "getexif", lambda image, error=error: (_ for _ in ()).throw(error))
+            load(train_data_dir=str(folder), on_bad_image="replace")
+        assert not isinstance(caught.value, UndecodableImage)
+    assert len(load(train_data_dir=str(folder)).bad_images) == 0
+
+
+def with_bad_rows(path: Path, bad=(1, 2, 5)) -> str:
+    columns = {"image": [{"bytes": encoded(image), "path": f"{row}.png"} for row, image in enumerate(PIXELS)]}
+    for row in bad:
+        columns["image"][row]["bytes"] = b"no image"
+    make_dataset({**columns, "label": LABELS}).save_to_disk(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("cache_images", [True, False])
+def test_the_next_image_of_the_set_replaces_an_undecodable_one(cache_images, load, tmp_path):
+    images = load(with_bad_rows(tmp_path / "a"), cache_images=cache_images, on_bad_image="replace")
+    assert np.array_equal(images.fetch([5, 1, 0, 2, 3, 1]), expected_pixels()[[0, 3, 0, 3, 3, 3]])
+    assert images.shown([5, 1, 0, 2, 3, 1]).tolist() == [0, 3, 0, 3, 3, 3]
+    assert sorted(images.bad_images) == [1, 2, 5] and images.replacements() == {1: 3, 2: 3, 5: 0}
+    assert images.bad_images[1].file == "1.png" and images.bad_images[1].reason == "not an image that Pillow can read"
+    part = images.subset([4, 2, 1, 0])  # what is held out of a set does not come back into it
+    assert np.array_equal(part.fetch([0, 1, 2, 3]), expected_pixels()[[4, 0, 0, 0]])
+    assert part.shown([1, 2]).tolist() == [3, 3] and part.replacements() == {2: 0, 1: 0}
+    assert np.array_equal(images.subset([4, 5]).fetch([1]), expected_pixels()[[4]])  # around the end
+    with pytest.raises(UserError, match=r"none of the 2 images can be decoded, such as 2\.png \(row 2.*Pillow"):
+        images.subset([2, 1]).fetch([0])
+    assert content_fingerprint(images) == content_fingerprint(load(str(tmp_path / "a"), on_bad_image="replace"))
+
+
+@pytest.mark.parametrize("cache_images", [True, False])
+def test_more_bad_images_than_allowed_and_nothing_else_are_one_clear_line(cache_images, load, tmp_path):
+    path, options = with_bad_rows(tmp_path / "a"), {"cache_images": cache_images, "on_bad_image": "replace"}
+    load(path, max_bad_images=3, **options).fetch(range(6))
+    nothing = with_bad_rows(tmp_path / "b", range(6))
+    cases = [
+        (path, 2, r"at least 3 images cannot be decoded, more than --max_bad_images 2 \(1\.png .*2\.png .*5\.png "),
+        (nothing, 6, r"none of the 6 images can be decoded, such as 0\.png"),
+        (nothing, 4, r"at least [56] images .* 2\.png .*; \.\.\.\); mend"),
+    ]
+    for path, limit, message in cases:
+        with pytest.raises(UserError, match=message) as caught:
+            load(path, max_bad_images=limit, **options).fetch(range(6))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="fail or replace, got 'skip'"):
+        load(path, on_bad_image="skip")

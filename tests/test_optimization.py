@@ -7,6 +7,8 @@ from diffusers.optimization import get_scheduler
 from torch import nn
 
 from utils.errors import UserError
+from utils.gradients import clip_gradients
+from utils.nonfinite import BadUpdates
 from utils.optimization import l1_norm, learning_rate_at, make_optimizer, set_learning_rate, step_if_finite
 
 TOTAL, WARMUP = 120, 20
@@ -138,26 +140,39 @@ def test_l1_norm_counts_kernels_only_and_has_the_sign_as_gradient():
 
 
 def test_scaler_of_fp16_skips_by_itself_on_the_same_condition():
-    """On the CPU's GradScaler, which is torch's own: a GPU's follows the same protocol."""
+    """On the CPU's GradScaler, which is torch's own: a GPU's follows the same protocol. From the loss to the counts."""
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.state import AcceleratorState
 
-    Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
     inner = make_optimizer(model, "adamw", learning_rate=0.1)
     optimizer = AcceleratedOptimizer(inner, scaler=scaler)
-    for factor, moves in ((1.0, True), (math.inf, False), (1.0, True)):
+    accelerator.scaler, accelerator.unscale_gradients = scaler, lambda: scaler.unscale_(inner)
+    bad_updates = BadUpdates(accelerator, 2)
+    cases = [  # factor on the loss -> (moves, bad updates, the scaler's skips)
+        (1.0, True, (0, 0)),
+        (2.0**10, False, (0, 1)),  # the loss is finite, its gradient only overflows by the scale, which is halved
+        (1.0, True, (0, 1)),
+        (math.inf, False, (1, 1)),  # the loss itself
+        (1.0, True, (1, 1)),
+    ]
+    for step, (factor, moves, counts) in enumerate(cases):
         before, scale = model.weight.detach().clone(), scaler.get_scale()
-        scaler.scale(model(torch.ones(1, 3)).sum() * factor).backward()
-        scaler.unscale_(inner)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        step_if_finite(optimizer, torch.isfinite(norm))
-        optimizer.zero_grad()
-        assert torch.isfinite(norm).item() is moves
+        losses = model(torch.ones(1, 3)).sum()[None] * factor
+        scaler.scale(losses.mean()).backward()
+        bad_updates.add_losses(losses)
+        gradients = clip_gradients(accelerator, model, 1.0)
+        assert gradients.loss_scale.item() == scale
+        bad_updates.add(step, gradients)
+        step_if_finite(optimizer, gradients.finite)
+        model.zero_grad()
+        assert gradients.finite.item() is moves
         assert torch.equal(before, model.weight) is not moves
         assert (scaler.get_scale() < scale) is not moves
+        assert bad_updates.totals()[:2] == counts
     AcceleratorState._reset_state(reset_partial_state=True)
 
 

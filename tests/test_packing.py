@@ -170,6 +170,33 @@ def test_a_failed_packing_leaves_no_cache(tmp_path):
     assert not (tmp_path / "cache" / "abc").exists() and not (tmp_path / "cache" / "abc.tmp").exists()
 
 
+def test_a_cache_remembers_its_bad_images_and_serves_those_who_allow_them(load, tmp_path, monkeypatch):
+    (tmp_path / "images" / "2.png").write_bytes(b"")
+    with pytest.raises(UserError, match=r"2\.png \(row 2.*--on_bad_image replace"):
+        load()
+    assert not caches(tmp_path)
+    images = load(on_bad_image="replace")
+    meta = json.loads((tmp_path / "cache" / "steady_diffusion" / images.fingerprint / "meta.json").read_text())
+    (bad,) = meta["bad_images"]
+    assert bad["row"] == 2 and bad["file"] == str(tmp_path / "images" / "2.png") and bad["reason"].startswith("not an image")
+    monkeypatch.setattr(packing, "_write", lambda *arguments: pytest.fail("packed again"))
+    assert np.array_equal(load(on_bad_image="replace", max_bad_images=1).fetch([2]), images.fetch([3]))
+    with pytest.raises(UserError, match=r"2\.png \(row 2.*--on_bad_image replace"):
+        load()
+    assert caches(tmp_path) == {images.fingerprint}  # whoever allows them still finds it
+
+
+def test_a_cache_without_bad_images_serves_everyone(load, tmp_path, monkeypatch):
+    images = load(on_bad_image="replace")
+    path = tmp_path / "cache" / "steady_diffusion" / images.fingerprint / "meta.json"
+    monkeypatch.setattr(packing, "_write", lambda *arguments: pytest.fail("packed again"))
+    assert load().fingerprint == images.fingerprint
+    meta = json.loads(path.read_text())
+    assert meta.pop("bad_images") == []  # as caches were before
+    path.write_text(json.dumps(meta))
+    assert np.array_equal(load(on_bad_image="replace").fetch(range(5)), images.fetch(range(5)))
+
+
 def test_no_room_and_no_permission_are_one_clear_line(tmp_path, monkeypatch):
     images = write_images(tmp_path / "images")
     (tmp_path / "file").write_text("")

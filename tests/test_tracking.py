@@ -6,18 +6,23 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import logged_scalars
 
-from utils.tracking import StepStatistics, Stopwatch, init_trackers
+from utils.gradients import Gradients
+from utils.tracking import StepStatistics, Stopwatch, Trackers
 
 ALONE = SimpleNamespace(reduce=lambda tensor, reduction: tensor)
-FINITE, BAD = torch.tensor(True), torch.tensor(False)
+
+
+def gradients(norm: float) -> Gradients:
+    norm = torch.tensor(norm)
+    return Gradients(norm, torch.isfinite(norm), norm[None], None)
 
 
 def test_means_are_over_samples_by_quartile_of_the_timestep():
     statistics = StepStatistics(torch.device("cpu"), 1000)
     statistics.add_losses(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 249, 250]))
     statistics.add_losses(torch.tensor([9.0]), torch.tensor([999]))
-    statistics.add_update(torch.tensor(3.0), FINITE)
-    statistics.add_update(torch.tensor(5.0), FINITE)
+    statistics.add_update(gradients(3.0))
+    statistics.add_update(gradients(5.0))
     report = statistics.report(ALONE)
     assert report["train/loss"] == 4.0
     assert [report.get(f"train/loss_timestep_quartile_{i}") for i in (1, 2, 3, 4)] == [1.5, 4.0, None, 9.0]
@@ -35,18 +40,13 @@ def test_two_processes_report_the_mean_of_all_samples():
     assert report["train/loss_timestep_quartile_1"] == 3.0
 
 
-def test_bad_updates_are_counted_and_stay_out_of_the_means():
-    statistics = StepStatistics(torch.device("cpu"), 1000, skipped_updates=2)
-    for finite in (BAD, BAD, BAD, FINITE, BAD):
-        statistics.add_losses(torch.tensor([1.0 if finite else float("nan")]), torch.tensor([3]))
-        statistics.add_update(torch.tensor(2.0 if finite else float("inf")), finite)
+def test_bad_updates_stay_out_of_the_means():
+    statistics = StepStatistics(torch.device("cpu"), 1000)
+    for ok in (False, True, False):
+        statistics.add_losses(torch.tensor([1.0 if ok else float("nan")]), torch.tensor([3]))
+        statistics.add_update(gradients(2.0 if ok else float("inf")))
     report = statistics.report(ALONE)
     assert (report["train/loss"], report["train/grad_norm"]) == (1.0, 2.0)
-    assert (report["train/skipped_updates"], statistics.skipped_updates) == (6, 6)
-    assert report["train/bad_updates_in_a_row"] == 3
-    for _ in range(2):
-        statistics.add_update(torch.tensor(float("nan")), BAD)
-    assert statistics.report(ALONE)["train/bad_updates_in_a_row"] == 3  # one before the report, two after it
 
 
 def test_stopwatch_leaves_out_pauses_and_counts_waiting(monkeypatch):
@@ -68,9 +68,32 @@ def test_after_a_crash_and_a_resume_each_step_has_one_value(tmp_path):
     for first_step, last_step, value in ((0, 30, 1.0), (20, 40, 2.0)):
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path / "logs"))
-        init_trackers(accelerator, "train_ddpm", "tensorboard", first_step)
+        trackers = Trackers(accelerator, "train_ddpm", "tensorboard", first_step=first_step, say=print)
         for step in range(first_step + 10, last_step + 1, 10):
-            accelerator.log({"train/loss": value}, step=step)
-        accelerator.trackers[0].writer.close()
+            trackers.log({"train/loss": value}, step=step)
+        trackers.close()
     AcceleratorState._reset_state(reset_partial_state=True)
     assert logged_scalars(tmp_path, "train/loss") == pytest.approx({10: 1.0, 20: 1.0, 30: 2.0, 40: 2.0})
+
+
+def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on():
+    class Broken:
+        name = "broken"
+
+        def log(self, values, step):
+            raise OSError("no space left")
+
+    class Working:
+        name, seen = "working", []
+
+        def log(self, values, step):
+            self.seen.append(step)
+
+    said = []
+    accelerator = SimpleNamespace(is_main_process=True, trackers=[], init_trackers=lambda *a, **k: None)
+    trackers = Trackers(accelerator, "run", "wandb", first_step=0, say=said.append)
+    accelerator.trackers += [Broken(), Working()]
+    for step in (1, 2):
+        trackers.log({"train/loss": 1.0}, step)
+    assert Working.seen == [1, 2]
+    assert said == ["nothing more goes to broken: no space left"]

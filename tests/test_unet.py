@@ -4,7 +4,7 @@ from diffusers import UNet2DModel
 
 from utils.errors import UserError
 from utils.presets import NETWORKS
-from utils.unet import make_unet
+from utils.unet import make_unet, plain_state_dict
 
 
 def parameters(model) -> int:
@@ -96,3 +96,24 @@ def test_config_with_other_channels_is_refused(tmp_path):
     tiny().save_config(tmp_path)
     with pytest.raises(UserError, match="in/out channels 1/1, the images have 3"):
         make_unet(resolution=16, image_channels=3, config_name_or_path=str(tmp_path))
+
+
+def test_spectral_norm_makes_the_largest_singular_value_one():
+    unet = make_unet(resolution=16, image_channels=1, preset="digits16", spectral_norm=True, zero_init_output=True)
+    for _ in range(30):  # each forward pass is a step of the power iteration
+        unet(torch.randn(2, 1, 16, 16), torch.tensor([10, 500]))
+    before = {name: value.clone() for name, value in unet.state_dict().items()}
+    plain = plain_state_dict(unet)
+    assert all(torch.equal(before[name], value) for name, value in unet.state_dict().items())
+    sizes = {
+        n: torch.linalg.matrix_norm(w.flatten(1), 2).item() for n, w in plain.items() if n.endswith("weight") and w.ndim > 1
+    }
+    assert sizes.pop("conv_out.weight") == 0.0
+    assert len(sizes) > 20
+    assert max(sizes.values()) < 1.05 and min(sizes.values()) > 0.95
+    copy = UNet2DModel.from_config(unet.config)
+    copy.load_state_dict(plain)
+    x, t = torch.randn(2, 1, 16, 16), torch.tensor([10, 500])
+    unet.conv_out.reset_parameters()
+    copy.conv_out.load_state_dict(unet.conv_out.state_dict())
+    assert torch.allclose(unet.eval()(x, t).sample, copy.eval()(x, t).sample, atol=1e-5)

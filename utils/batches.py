@@ -22,9 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from utils import randomness
 from utils.data import ImageSet
 from utils.errors import UserError
-
-_STOP_SIGNALS = {getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)}
-
+from utils.interrupts import STOP_SIGNALS
 
 _BLOCK = 4096  # samples
 
@@ -98,13 +96,19 @@ class _Samples(Dataset):
     def __getitems__(self, sample_numbers: range) -> dict | UserError:
         sample_numbers = torch.arange(sample_numbers.start, sample_numbers.stop)
         indices = self._indices(sample_numbers)
-        crop = None if self.center_crop else randomness.uniform(self.seed, "crop", sample_numbers, 2).numpy()
+        # Numbers for a crop that has no choice would cost more than the batch's pixels.
+        fixed = self.center_crop or self.images.uniform
+        crop = None if fixed else randomness.uniform(self.seed, "crop", sample_numbers, 2).numpy()
+        known = len(self.images.bad_images)
         try:
             images = self.images.fetch(indices, crop)
         except UserError as error:
             return error  # raised by training_batches: the loader would wrap it in a worker's traceback
-        labels = None if self.images.labels is None else torch.from_numpy(self.images.labels[indices])
-        return {"images": torch.from_numpy(images), "labels": labels, "sample_numbers": sample_numbers}
+        labels = None if self.images.labels is None else torch.from_numpy(self.images.labels[self.images.shown(indices)])
+        batch = {"images": torch.from_numpy(images), "labels": labels, "sample_numbers": sample_numbers}
+        if len(self.images.bad_images) > known:
+            batch["bad_images"] = list(self.images.bad_images.values())[known:]
+        return batch
 
     def _indices(self, sample_numbers: torch.Tensor) -> np.ndarray:
         """`order.indices`, whose many small operations would cost a short batch more than its pixels do."""
@@ -137,14 +141,15 @@ def training_batches(
 
     Each is a dict of `images` uint8 or uint16 [batch, channels, resolution, resolution], `labels` int64 [batch] or
     None, and `sample_numbers` int64 [batch]. Images that are not square are cut at random, by sample number, or at
-    the centre.
+    the centre. The labels are those of the images that are shown, where some stand for others that cannot be decoded;
+    what the workers learn of such images is added to `images.bad_images` with the batch.
 
     The workers ignore SIGTERM, SIGINT and SIGUSR1, which launchers send to the whole process group: the main process
     decides when to stop. They end with the iterator or with the process. The global random state of torch is not
     touched.
 
     Raises:
-        UserError: from the iterator, naming an image that cannot be decoded.
+        UserError: from the iterator, naming an image that cannot be decoded, once there are more than may be.
     """
     loader = DataLoader(
         _Samples(images, order, seed, center_crop),
@@ -162,10 +167,10 @@ def training_batches(
         worker_init_fn=functools.partial(_start_worker, main_process=os.getpid()),
         generator=torch.Generator(),  # else the workers' seed is drawn from the global random state
     )
-    return _iterate(loader)
+    return _iterate(loader, images)
 
 
-def _iterate(loader: DataLoader) -> Iterator[dict]:
+def _iterate(loader: DataLoader, images: ImageSet) -> Iterator[dict]:
     others = set(multiprocessing.active_children())
     with _stop_signals_held():
         iterator = iter(loader)
@@ -176,8 +181,9 @@ def _iterate(loader: DataLoader) -> Iterator[dict]:
     try:
         for batch in iterator:
             if isinstance(batch, UserError):
-                batch.on_one_rank = True
                 raise batch
+            if "bad_images" in batch:
+                images.bad_images.learn(batch.pop("bad_images"))
             yield batch
     finally:
         # Ends the workers now. In a cycle with a traceback, the garbage collector would first finalise the queues that
@@ -190,7 +196,7 @@ def _as_is(batch):
 
 
 def _start_worker(worker_id: int, main_process: int) -> None:
-    for number in _STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # The loader's own watchdog starts after this and takes whoever is the parent then for the main process: a worker
     # whose main process was killed while it started would wait for ever. (A fork server's children have another parent.)
@@ -204,7 +210,7 @@ def _stop_signals_held():
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

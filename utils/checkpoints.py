@@ -6,6 +6,7 @@ any moment leaves the earlier checkpoints as they were. Weights, EMA and the run
 names, so that any number of processes can load them; the optimizer's state is torch's own file, read with weights_only.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -17,17 +18,17 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file, save_file
 
 from utils.ema import EMA
 from utils.errors import UserError
-from utils.launch import on_main_process
+from utils.launch import from_main_process, on_main_process
 
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 MODEL_WEIGHTS = "model.safetensors"
 EMA_WEIGHTS = "ema.safetensors"
+REPLACED = ".tmp-replaced-"  # a checkpoint on its way out, while a newer one of its name comes in
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -37,6 +38,9 @@ class TrainState:
 
     step: int = 0
     skipped_updates: int = 0  # of those, turned down because a gradient was not finite
+    scaler_skips: int = 0  # of those, by the GradScaler while it looked for its scale
+    bad_in_a_row: int = 0  # the newest updates, as many as were skipped without a good one between
+    grad_norm_mean: float | None = None  # of --adaptive_clipping
     best_step: int | None = None
     best_value: float | None = None
     validations_without_improvement: int = 0
@@ -114,13 +118,14 @@ def save_checkpoint(
         if not failed:
             try:
                 _publish(temporary, final, state.step)
-                prune_checkpoints(output_dir, total_limit, newest_step=state.step, keep_step=state.best_step)
+                with contextlib.suppress(OSError):  # the next save tries again
+                    prune_checkpoints(output_dir, total_limit, newest_step=state.step, keep_step=state.best_step)
             except Exception as exception:
                 error = f"{type(exception).__name__}: {exception}"
         if failed or error:
             shutil.rmtree(temporary, ignore_errors=True)
             error = error or "another rank could not write its part"
-    return _from_main_process(error) or None
+    return from_main_process(error) or None
 
 
 def _publish(temporary: Path, final: Path, step: int) -> None:
@@ -132,9 +137,9 @@ def _publish(temporary: Path, final: Path, step: int) -> None:
     manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=2))
     _fsync(manifest)
     _fsync(temporary)
-    replaced = final.with_name(f".tmp-replaced-{final.name}")
+    replaced = final.with_name(REPLACED + final.name)
     if final.exists():  # a run resumed from an earlier checkpoint comes by again
-        os.rename(final, replaced)
+        os.rename(final, replaced)  # a kill before the next line: `find_checkpoint` undoes this one
     try:
         os.rename(temporary, final)
     except OSError:
@@ -182,6 +187,9 @@ def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[st
     `latest` takes the newest valid one, and None where the run has none yet, so that one command line can start a run and
     continue it. Raises UserError for one that was named and is not valid, and when all of several are damaged.
     """
+    for replaced in output_dir.glob(f"{REPLACED}checkpoint-*"):
+        if not (final := output_dir / replaced.name.removeprefix(REPLACED)).exists():
+            os.rename(replaced, final)
     candidates = list_checkpoints(output_dir)
     if wanted == "latest":
         skipped = []
@@ -240,10 +248,6 @@ def _discard(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _from_main_process(value):
-    return broadcast_object_list([value])[0]
-
-
 def agree_on_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str) -> tuple[Path | None, list[str]]:
     """`find_checkpoint` on the main process, with its answer or its UserError given to every rank."""
     found = (None, [])
@@ -253,7 +257,7 @@ def agree_on_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str)
         found = find_checkpoint(output_dir, wanted)
 
     on_main_process(accelerator, find)
-    return _from_main_process(found)
+    return from_main_process(found)
 
 
 def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ run unchanged. A preset only changes defaults: what is given on the command line
 import argparse
 import os
 import sys
+import traceback
 
 from utils.errors import UserError
 from utils.presets import FLAGS
@@ -29,6 +30,15 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         choices=("yes", "no"),
         default="yes",
         help="decode once into a packed uint8 file, or on the fly in workers (yes)",
+    )
+    group.add_argument(
+        "--on_bad_image",
+        choices=("fail", "replace"),
+        default="fail",
+        help="an image that cannot be decoded ends the run, or the next one takes its place (fail)",
+    )
+    group.add_argument(
+        "--max_bad_images", type=positive_int, default=100, help="replace no more than so many, then end the run (100)"
     )
     group.add_argument("--streaming", action="store_true", help="not available yet: ends with a message")
     group.add_argument("--max_train_images", type=positive_int, help="use only the first N images")
@@ -68,7 +78,16 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max_grad_norm", type=float, default=1.0, help="clip the gradient's L2 norm to this, 0 = off (1)")
     group.add_argument(
-        "--max_bad_steps", type=positive_int, default=20, help="give up after so many non-finite updates in a row"
+        "--adaptive_clipping", action="store_true", help="clip to 2x the running mean of the norm, within [0.1, 10], instead"
+    )
+    group.add_argument(
+        "--max_bad_steps",
+        type=positive_int,
+        default=20,
+        help="end after so many non-finite updates in a row, when a report sees them (20)",
+    )
+    group.add_argument(
+        "--collective_timeout", type=float, default=600.0, help="seconds until a lost process ends all others (600)"
     )
     group.add_argument("--cpu_threads", type=positive_int, help="threads per process on a CPU (cores / processes)")
 
@@ -113,6 +132,12 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--logger", default="tensorboard", help="any tracker that Accelerate knows: tensorboard, wandb, ...")
     group.add_argument("--logging_dir", default="logs", help="inside output_dir (logs)")
     group.add_argument("--logging_steps", type=positive_int, default=50, help="updates between two reports (50)")
+    group.add_argument(
+        "--stop_on",
+        choices=("never", "critical"),
+        default="never",
+        help="end the run at a critical finding, with status 3 (never)",
+    )
     group.add_argument("--validation_steps", type=positive_int, default=1000, help="updates between two validations (1000)")
     group.add_argument(
         "--early_stopping_patience", type=int, default=0, help="stop after so many validations without gain (0 = off)"
@@ -189,7 +214,7 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("name the data: --dataset_name NAME or --train_data_dir FOLDER (or neither model nor data, for digits)")
     if args.streaming:
         raise UserError("--streaming is not available yet; leave it out, or use --cache_images no to decode on the fly")
-    for name in ("learning_rate", "adam_epsilon", "ema_inv_gamma", "ema_power"):
+    for name in ("learning_rate", "adam_epsilon", "ema_inv_gamma", "ema_power", "collective_timeout"):
         if not getattr(args, name) > 0:
             raise UserError(f"--{name} must be positive, got {getattr(args, name)}")
     for name in (
@@ -201,6 +226,10 @@ def check(args: argparse.Namespace) -> None:
     for name in ("adam_beta1", "adam_beta2", "ema_max_decay", "lr_floor", "momentum", "dropout", "color_jitter"):
         if not 0 <= (getattr(args, name) or 0) < 1:
             raise UserError(f"--{name} must be {UNIT_INTERVAL}, got {getattr(args, name)}")
+    if os.path.isabs(args.logging_dir) or ".." in args.logging_dir.split(os.sep):
+        raise UserError(f"--logging_dir {args.logging_dir} leaves --output_dir; name a folder inside it, such as logs")
+    if args.spectral_norm and args.gradient_checkpointing:
+        raise UserError("--spectral_norm and --gradient_checkpointing: computing a layer again would move its power iteration")
     if args.early_stopping_patience and not args.validation_images:
         raise UserError("--early_stopping_patience needs held-out images: set --validation_images")
 
@@ -212,11 +241,57 @@ def positive_int(text: str) -> int:
     return value
 
 
-def run_script(main, parse_args) -> None:
-    """Calls `main(parse_args())`; a UserError becomes one line on stderr and exit status 2."""
+def run_script(main, parse_args, crash_status: int = 1) -> None:
+    """Calls `main(parse_args())` and ends the process with its status.
+
+    A UserError becomes one line on stderr and status 2. Any other exception ends with `crash_status`: memory that ran out with
+    a line of each rank that met it, the rest with their traceback.
+    """
     try:
-        sys.exit(main(parse_args()))
+        status = main(parse_args())
     except UserError as error:
-        if error.on_one_rank or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        status = 2
+        if _first_to_say(str(error)):
+            _say_last(f"error: {error}")
+    except Exception as error:
+        status = crash_status
+        if _out_of_memory(error):
+            what = (str(error) or type(error).__name__).splitlines()[0]
+            _say_last(
+                f"error: out of memory on rank {os.environ.get('RANK', '0')}: {what}\n"
+                "try a smaller --train_batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, or "
+                "--mixed_precision bf16; checkpoints are whole"
+            )
+        else:
+            traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Without ceremony: freeing a process group joins threads that may wait for Python's lock, which is held meanwhile, or
+        # for a peer that is gone. torch's registry keeps the groups alive up to here, because nobody destroys them.
+        os._exit(status or 0)
+    sys.exit(status)
+
+
+def _first_to_say(message: str) -> bool:
+    """Whether no other rank has said this. Whoever meets an error first says it: the launcher ends the others soon after."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        return dist.distributed_c10d._get_default_store().add(f"said: {message}", 1) == 1
+    except Exception:  # whoever kept the store is gone
+        return True
+
+
+def _say_last(message: str) -> None:
+    from tqdm import tqdm
+
+    for bar in list(getattr(tqdm, "_instances", ())):  # else the message stands behind a bar
+        bar.close()
+    print(message, file=sys.stderr, flush=True)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """torch.OutOfMemoryError on an accelerator; on a CPU torch's allocator raises a plain RuntimeError."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)

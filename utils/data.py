@@ -10,31 +10,46 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from utils.bad_images import BadImage, BadImages, UndecodableImage
 from utils.dataset_columns import EncodedImages, find_image_column, find_labels
 from utils.dataset_sources import open_dataset
 from utils.errors import UserError
 from utils.image_modes import background_colour
-from utils.image_preparation import ImagePreparation, crop_offsets, describe_remarks
+from utils.image_preparation import ImagePreparation, crop_offsets, describe_remarks, size_from_header
 from utils.packing import PACKING_VERSION, PackedImages, pack_once
 
 
 class DecodedImages:
     """The counterpart of `PackedImages` without a cache: each fetch decodes its images; the same pixels."""
 
-    def __init__(self, files: EncodedImages, prepare: ImagePreparation):
+    uniform = False  # unknown before they are decoded
+
+    def __init__(self, files: EncodedImages, prepare: ImagePreparation, max_bad_images: int = 0):
         self.files, self.prepare = files, prepare
+        self.bad_images = BadImages(max_bad_images)  # those met so far
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray:
+    def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray | None:
         """Pixels [batch, channels, resolution, resolution] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
 
+        None when some of them cannot be decoded: `bad_images` has them now.
+
         Raises:
-            UserError: naming a file that cannot be decoded.
+            UserError: naming a file that cannot be decoded, once there are more than may be.
         """
-        whole = [self.prepare(file)[0] for file in self.files.at(rows.tolist())]
+        whole, met = [], []
+        for row, file in zip(rows.tolist(), self.files.at(rows.tolist())):
+            try:
+                whole.append(self.prepare(file)[0])
+            except UndecodableImage as error:
+                met.append(BadImage(row, *error.args))
+        if met:
+            self.bad_images.learn(met)
+            return None
         sizes = np.array([pixels.shape[1:] for pixels in whole])
         side = self.prepare.resolution
         tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], side, crop)
@@ -43,6 +58,9 @@ class DecodedImages:
 
 class ImageSet:
     """Images and labels by index. Holds no pixels itself, so that a pickled copy is small.
+
+    In the place of an image that cannot be decoded, where that is allowed, stands the next one of the set that can be
+    (after the last comes the first). So it is the same one whoever fetches, and a held-out image is never trained on.
 
     Attributes:
         shape: (channels, resolution, resolution).
@@ -65,14 +83,35 @@ class ImageSet:
         notes: list[str],
         source: str,
         rows: np.ndarray | None = None,
+        files: EncodedImages | None = None,
     ):
         self.store, self.shape, self.max_value = store, shape, max_value
         self.labels, self.class_names = labels, class_names
         self.fingerprint, self.notes, self.source = fingerprint, notes, source
         self.rows = rows  # of the store; None means all of them
+        self.files = files  # what the pixels were made from, where it is known
+
+    def __getstate__(self) -> dict:
+        """A copy in another process does without the files: a dataset in memory would travel with them."""
+        return {**self.__dict__, "files": None}
 
     def __len__(self) -> int:
         return len(self.store) if self.rows is None else len(self.rows)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every image is known to be stored at the final size, so that nothing is cut off."""
+        return self.store.uniform
+
+    @property
+    def bad_images(self) -> BadImages:
+        """Those of the whole store that are known: all of them with a packed cache, else those met so far."""
+        return self.store.bad_images
+
+    @property
+    def cached(self) -> bool:
+        """Whether fetching reads ready pixels; else it decodes files, which is far slower."""
+        return isinstance(self.store, PackedImages)
 
     @property
     def description(self) -> str:
@@ -90,12 +129,64 @@ class ImageSet:
 
         Raises:
             IndexError: an index outside the set.
-            UserError: without a cache, naming an image that cannot be decoded.
+            UserError: without a cache, naming an image that cannot be decoded, once there are more than may be; or
+            there is no image in the set that can be.
         """
         indices = np.asarray(indices, dtype=np.int64)
         if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError(f"indices must lie in [0, {len(self)}), got {indices.min()} to {indices.max()}")
-        return self.store.fetch(indices if self.rows is None else self.rows[indices], crop)
+        while (pixels := self.store.fetch(self._rows(self.shown(indices)), crop)) is None:
+            pass  # the store met images that it had not known to be bad; now others take their places
+        return pixels
+
+    def shown(self, indices: np.ndarray) -> np.ndarray:
+        """The indices int64 [batch] whose images stand at `indices`: others where an image is known not to decode.
+
+        Final for indices that were fetched. Raises UserError when the set has no image that can be decoded.
+        """
+        if not self.bad_images:
+            return indices
+        indices = np.asarray(indices, dtype=np.int64)
+        shown = indices.copy()
+        for position in np.flatnonzero(np.isin(self._rows(indices), list(self.bad_images))):
+            followers = (np.arange(len(self.bad_images)) + 1 + indices[position]) % len(self)
+            good = followers[~np.isin(self._rows(followers), list(self.bad_images))]
+            if len(good) == 0:
+                bad = self.bad_images[int(self._rows(indices[position]))]
+                raise UserError(f"none of the {len(self)} images can be decoded, such as {bad.name}: {bad.reason}")
+            shown[position] = good[0]
+        return shown
+
+    def replacements(self) -> dict[int, int]:
+        """Row of each image of the set that is known not to decode -> row of the image in its place."""
+        rows = list(self.bad_images)
+        indices = np.array(rows, np.int64) if self.rows is None else np.flatnonzero(np.isin(self.rows, rows))
+        return dict(zip(self._rows(indices).tolist(), self._rows(self.shown(indices)).tolist()))
+
+    def _rows(self, indices: np.ndarray) -> np.ndarray:
+        return indices if self.rows is None else self.rows[indices]
+
+    def original_sizes(self, indices: Sequence[int], max_bytes: int = 64 * 2**20) -> np.ndarray | None:
+        """Height and width, int64 [images, 2], of the files of `indices` before they were resized, from their headers.
+
+        Stops once files of `max_bytes` have been read, and leaves out those that are no longer there. None where the
+        set does not know its files, as in a pickled copy.
+        """
+        if self.files is None:
+            return None
+        sizes, read = [], 0
+        for row in self._rows(np.asarray(indices, dtype=np.int64)).tolist():
+            (file,) = self.files.at([row])  # one at a time, because photographs are large
+            read += len(file.data or b"")
+            if (size := size_from_header(file)) is not None:
+                sizes.append(size)
+            if read >= max_bytes:
+                break
+        return np.array(sizes, np.int64).reshape(-1, 2)
+
+    def dataset_rows(self, indices: Sequence[int]) -> torch.Tensor:
+        """Rows of the dataset, int64 [batch], that the images at `indices` int64 [batch] came from."""
+        return torch.from_numpy(self._rows(np.asarray(indices, dtype=np.int64)))
 
     def subset(self, indices: Sequence[int]) -> "ImageSet":
         """The images at `indices`, in that order; shares the pixels."""
@@ -109,7 +200,8 @@ class ImageSet:
             hashlib.sha256(self.fingerprint.encode() + indices.tobytes()).hexdigest()[:32],
             self.notes,
             self.source,
-            indices if self.rows is None else self.rows[indices],
+            self._rows(indices),
+            self.files,
         )
 
 
@@ -129,6 +221,8 @@ def load_images(
     preserve_input_precision: bool = False,
     cache_images: bool = True,
     max_images: int | None = None,
+    on_bad_image: str = "fail",
+    max_bad_images: int = 100,
     progress: Callable[[int, int], None] | None = None,
 ) -> ImageSet:
     """Opens a dataset (see `dataset_sources`), and packs its images once (see `packing`) unless `cache_images` is
@@ -142,6 +236,7 @@ def load_images(
         background: an opaque Pillow colour, seen through transparent pixels.
         preserve_input_precision: uint16 pixels instead of uint8.
         max_images: use the first so many rows.
+        on_bad_image: "fail", or "replace" images that cannot be decoded as `ImageSet` says, up to `max_bad_images`.
         progress: called with (done, total) while images are packed.
 
     Raises:
@@ -155,6 +250,9 @@ def load_images(
         colour = background_colour(background)
     except ValueError as error:
         raise UserError(str(error)) from None
+    if on_bad_image not in ("fail", "replace"):
+        raise UserError(f"on_bad_image must be fail or replace, got {on_bad_image!r}")
+    allowed = max_bad_images if on_bad_image == "replace" else 0
     opened = open_dataset(dataset_name, dataset_config_name, dataset_split, dataset_revision, train_data_dir, cache_dir)
     dataset = opened.dataset
     if max_images is not None:
@@ -174,13 +272,14 @@ def load_images(
     files = EncodedImages(dataset, column)
     if cache_images:
         folder = _cache_root(cache_dir) / "steady_diffusion" / fingerprint
-        store = pack_once(folder, len(files), files.between, prepare, progress)
+        store = pack_once(folder, len(files), files.between, prepare, progress, allowed)
         notes += describe_remarks(store.remarks)
     else:
-        store = DecodedImages(files, prepare)
-        store.fetch(np.zeros(1, np.int64), None)  # a format that nobody can read is told now, not in a worker
+        store = DecodedImages(files, prepare, allowed)
     shape = (image_channels, resolution, resolution)
-    return ImageSet(store, shape, max_value, labels, class_names, fingerprint, notes, opened.description)
+    images = ImageSet(store, shape, max_value, labels, class_names, fingerprint, notes, opened.description, files=files)
+    images.fetch([0])  # a format that nobody can read is told now, not in a worker
+    return images
 
 
 def _cache_root(cache_dir: str | None) -> Path:

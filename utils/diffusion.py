@@ -81,3 +81,10 @@ def loss_weights(noise_scheduler: DDPMScheduler, snr_gamma: float | None = None)
 def loss_per_sample(prediction: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Weighted mean squared error of each sample, float32 [B]; `weights` is [B]."""
     return weights * (prediction.float() - target.float()).square().flatten(1).mean(1)
+
+
+def describe_schedule(noise_scheduler: DDPMScheduler, points: int = 101) -> dict:
+    """The schedule that is trained, for the record: alphas_cumprod at `points` timesteps, from the first to the last."""
+    alphas_cumprod = noise_scheduler.alphas_cumprod
+    chosen = torch.linspace(0, len(alphas_cumprod) - 1, min(points, len(alphas_cumprod))).round().long()
+    return {"timesteps": chosen.tolist(), "alphas_cumprod": alphas_cumprod[chosen].tolist()}

@@ -7,6 +7,8 @@ from torch import nn
 
 from utils.errors import UserError
 
+UNIT_VECTORS = ("._u", "._v")  # buffers of torch's spectral_norm
+
 
 def ema_decay(step: int, max_decay: float = 0.9999, inv_gamma: float = 1.0, power: float = 0.75) -> float:
     """Decay in [0, max_decay] used by the `step`-th update (1 for the first): 1 - (1 + t / inv_gamma)^-power, t = step - 1.
@@ -23,7 +25,8 @@ def ema_decay(step: int, max_decay: float = 0.9999, inv_gamma: float = 1.0, powe
 class EMA:
     """Shadow copies of all parameters and floating buffers of `model`, on its device.
 
-    Parameters that training casts (fp16, bf16) are averaged in fp32; integer buffers (counters) are copied.
+    Parameters that training casts (fp16, bf16) are averaged in fp32; integer buffers (counters) and the singular vectors of
+    spectral normalisation, whose mean is none, are copied.
     `update` launches a handful of fused kernels and never synchronises with the device.
     """
 
@@ -31,6 +34,9 @@ class EMA:
         self._tensors = dict((*model.named_parameters(), *model.named_buffers()))
         self.model = model
         self.shadow = {name: _as_shadow(tensor) for name, tensor in self._tensors.items()}
+        averaged = [n for n, t in self._tensors.items() if t.is_floating_point() and not n.endswith(UNIT_VECTORS)]
+        self._averages, self._weights = [self.shadow[n] for n in averaged], [self._tensors[n] for n in averaged]
+        self._copied = [(self.shadow[n], self._tensors[n]) for n in self._tensors.keys() - set(averaged)]
 
     @torch.no_grad()
     def update(self, decay: float, finite: torch.Tensor) -> None:
@@ -46,14 +52,12 @@ class EMA:
             difference = torch._foreach_sub(weights, averages)
             torch._foreach_mul_(difference, finite * (1.0 - decay))
             torch._foreach_add_(averages, difference)
-        for name, tensor in self._tensors.items():
-            if not tensor.is_floating_point():
-                self.shadow[name].copy_(tensor)
+        for copy, tensor in self._copied:
+            copy.copy_(tensor)
 
     def _floating(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(averages, weights) of what is averaged, both in fp32. Call it without gradients."""
-        pairs = [(self.shadow[name], tensor) for name, tensor in self._tensors.items() if tensor.is_floating_point()]
-        return [average for average, _ in pairs], [t if t.dtype == average.dtype else t.float() for average, t in pairs]
+        return self._averages, [t if t.dtype == torch.float32 else t.float() for t in self._weights]
 
     @contextmanager
     def swapped_into_model(self):
@@ -66,16 +70,20 @@ class EMA:
 
     def _swap(self) -> None:
         for name, tensor in self._tensors.items():
-            tensor.data, self.shadow[name] = self.shadow[name], tensor.data
+            average = self.shadow[name]
+            tensor.data, average.data = average.data, tensor.data
 
     @torch.no_grad()
     def distance(self) -> torch.Tensor:
         """Relative distance ||weights - average|| / ||average||, a 0-dim tensor on the device."""
         averages, weights = self._floating()
         difference = torch._foreach_norm(torch._foreach_sub(weights, averages))
-        return torch.linalg.vector_norm(torch.stack(difference)) / torch.linalg.vector_norm(
-            torch.stack(torch._foreach_norm(averages))
-        )
+        return torch.linalg.vector_norm(torch.stack(difference)) / self.norm()
+
+    @torch.no_grad()
+    def norm(self) -> torch.Tensor:
+        """L2 norm of the averages, a 0-dim tensor on the device."""
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self._averages)))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self.shadow

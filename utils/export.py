@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from utils.errors import UserError
+from utils.unet import plain_state_dict
 
 PIPELINE_INDEX = "model_index.json"
 CONFIGS = ("unet/config.json", "scheduler/scheduler_config.json")
@@ -61,12 +62,15 @@ def export_pipeline(
 
 
 def _clean_copy(unet: nn.Module) -> nn.Module:
-    """An fp32 copy on the CPU, free of patches. It starts on the meta device, so that no random number is drawn."""
+    """An fp32 copy on the CPU, free of patches and parametrizations.
+
+    It starts on the meta device, so that no random number is drawn.
+    """
     with torch.device("meta"):
         copy = type(unet).from_config(unet.config)
     weights = {
         name: (value.float() if value.is_floating_point() else value).cpu().contiguous()
-        for name, value in unet.state_dict().items()
+        for name, value in plain_state_dict(unet).items()
     }
     copy.load_state_dict(weights, assign=True)
     return copy

@@ -1,17 +1,67 @@
-"""Gradient norms and clipping."""
+"""Gradient norms, clipping, and whether an update may be made at all."""
+
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 
-def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clips the joint L2 norm of all gradients to `max_norm` (0 = no clipping), in place.
+class Gradients(NamedTuple):
+    """What one update's gradients were, before clipping; tensors on the device, so that nothing waits for it."""
 
-    Returns (norm before clipping, whether it is finite) as 0-dim tensors on the device: nothing here waits for it. DDP has
-    averaged the gradients by now, so that a value that is not finite on one rank is seen on all.
+    norm: torch.Tensor  # joint L2 norm, 0-dim
+    finite: torch.Tensor  # whether it is a number, 0-dim bool
+    norms: torch.Tensor  # of each parameter that requires gradients, [P]; 0 where there is no gradient
+    loss_scale: torch.Tensor | None  # GradScaler's, 0-dim; None without one
+
+
+class AdaptiveLimit:
+    """A clipping limit that follows the run: twice the running mean of the gradient norm, within [0.1, 10].
+
+    The mean moves by a hundredth per update, from the first norm on. A norm that is not finite never enters it, and none
+    enters as more than 10, so that one spike does not open the limit for the hundred updates after it.
+    """
+
+    FACTOR, RATE, LOWEST, HIGHEST = 2.0, 0.01, 0.1, 10.0
+
+    def __init__(self, device: torch.device, mean: float | None = None):
+        """`mean` continues that of a resumed run; None begins anew."""
+        self._mean = torch.tensor(float("nan") if mean is None else mean, device=device)
+
+    def limit(self) -> torch.Tensor:
+        """0-dim, on the device. The highest limit before the first update."""
+        return (self.FACTOR * self._mean).nan_to_num(nan=self.HIGHEST).clamp(self.LOWEST, self.HIGHEST)
+
+    def add(self, gradients: Gradients) -> None:
+        norm = gradients.norm.clamp(max=self.HIGHEST)
+        moved = torch.where(self._mean.isnan(), norm, self._mean + self.RATE * (norm - self._mean))
+        self._mean = torch.where(gradients.finite, moved, self._mean)
+
+    @property
+    def mean(self) -> float | None:
+        """For the checkpoint; exact. The host waits for the device."""
+        mean = self._mean.item()
+        return None if mean != mean else mean
+
+
+def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float | torch.Tensor) -> Gradients:
+    """Clips the joint L2 norm of all gradients to `max_norm` (0 = no clipping), in place (Pascanu et al. 2013, alg. 1).
+
+    DDP has averaged the gradients by now, so that a value that is not finite on one rank is seen on all.
     """
     accelerator.unscale_gradients()
-    # torch's own: Accelerate's looks at every parameter for sharded tensors, which costs as much as the clipping.
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
-    return norm, torch.isfinite(norm)
+    scaler = accelerator.scaler
+    # A copy of torch's own tensor, which the optimizer's step changes; get_scale() would make the host wait.
+    loss_scale = None if scaler is None or scaler._scale is None else scaler._scale.clone()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = torch.stack(torch._foreach_norm(gradients))
+    norm = torch.linalg.vector_norm(norms)
+    if isinstance(max_norm, torch.Tensor) or max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    if len(gradients) < len(parameters):
+        every = norms.new_zeros(len(parameters))
+        every[[p.grad is not None for p in parameters]] = norms
+        norms = every
+    return Gradients(norm, torch.isfinite(norm), norms, loss_scale)

@@ -5,12 +5,14 @@ becomes `resolution`, the longer one `int(resolution * long / short)`, by Pillow
 """
 
 import dataclasses
+import errno
 import functools
 import io
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from utils.bad_images import UndecodableImage
 from utils.errors import UserError
 from utils.image_modes import background_colour, is_deep, stack_planes, to_planes
 
@@ -57,16 +59,25 @@ class ImagePreparation:
         apply.
 
         Raises:
-            UserError: naming the file, when it cannot be decoded or converted.
+            UndecodableImage: the file cannot be decoded or converted, and never will.
+            UserError: naming the file, when the machine fails to read it: memory, permissions, a disk.
         """
         if file.data is None and file.path is None:
-            raise UserError(f"no image {file.name}: remove the row")
+            raise UndecodableImage(file.name, None, "the row holds no image")
         try:
             return self._prepare(file)
         except UnidentifiedImageError:
-            raise UserError(f"cannot decode the image {file.name}: not an image that Pillow can read") from None
+            raise UndecodableImage(file.name, file.path, "not an image that Pillow can read") from None
         except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
-            raise UserError(f"cannot decode the image {file.name}: {error or type(error).__name__}") from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            # Tomorrow the same file may be read: to replace it today would make another run of it.
+            if isinstance(error, MemoryError) or getattr(error, "errno", None) not in (None, errno.ENOENT):
+                raise UserError(f"cannot read the image {file.name}: {reason}") from error
+            raise UndecodableImage(file.name, file.path, reason) from error
+
+    def blank(self) -> np.ndarray:
+        """Pixels [channels, resolution, resolution] that keep the place of an image that cannot be decoded."""
+        return np.zeros((self.channels, self.resolution, self.resolution), np.uint8 if self.max_value == 255 else np.uint16)
 
     def _prepare(self, file: ImageFile) -> tuple[np.ndarray, list[str]]:
         source = file.path if file.data is None else io.BytesIO(file.data)
@@ -88,6 +99,16 @@ class ImagePreparation:
             (top,), (left,) = crop_offsets(np.array([height]), np.array([width]), self.resolution, None)
             pixels = pixels[:, top : top + self.resolution, left : left + self.resolution]
         return np.ascontiguousarray(pixels), remarks
+
+
+def size_from_header(file: ImageFile) -> tuple[int, int] | None:
+    """Height and width as stored (not yet turned by EXIF), without decoding; None where the file cannot be opened."""
+    source = file.path if file.data is None else io.BytesIO(file.data)
+    try:
+        with Image.open(source, formats=_readable_formats()) as image:
+            return image.height, image.width
+    except Exception:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
+        return None
 
 
 def resized_size(height: int, width: int, resolution: int) -> tuple[int, int]:

@@ -2,15 +2,20 @@
 
 import os
 import signal
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from utils.launch import COLLECTIVE_TIMEOUT
-
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same command again to continue
 EXIT_DIVERGED = 3  # too many updates in a row were not finite
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def leave_on_signal() -> None:
+    """Before the loop there is nothing to save: a stop signal ends the process at once, with the status of a stop."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, frame: os._exit(EXIT_STOPPED))
 
 
 class StopSignal:
@@ -20,9 +25,10 @@ class StopSignal:
     so that it neither waits for the accelerator nor makes it wait. Its answer is one update late, on all ranks alike.
     """
 
-    def __init__(self, num_processes: int):
+    def __init__(self, num_processes: int, collective_timeout: float = 600.0):
         self.received: str | None = None
-        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if num_processes > 1 else None
+        timeout = timedelta(seconds=collective_timeout)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if num_processes > 1 else None
         self._pending = None
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
@@ -49,7 +55,5 @@ class StopSignal:
         return bool(self._flag.item())
 
     def close(self) -> None:
-        """Finishes the exchange under way and gives the signals back their defaults."""
+        """Finishes the exchange under way. The signals stay handled: one that comes now must not spoil the exit status."""
         self._answer()
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

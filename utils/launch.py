@@ -1,7 +1,12 @@
 """How a script becomes a set of connected processes: the Accelerator, CPU threads, and refused launches."""
 
+import contextlib
+import ctypes
 import os
+import signal
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -12,11 +17,12 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     broadcast_object_list,
 )
+from safetensors import SafetensorError
 
 from utils.errors import UserError
 
-# What a lost peer costs before every process gives up. gloo's own default is 30 minutes.
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run")
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 SUPPORTED_LAUNCHES = {
     DistributedType.NO,
@@ -40,17 +46,19 @@ def make_accelerator(
     log_with=None,
     project_dir: str | None = None,
     cpu_threads: int | None = None,
-    timeout: timedelta = COLLECTIVE_TIMEOUT,
+    collective_timeout: float = 600.0,
 ) -> Accelerator:
     """An Accelerator for one process or DDP.
 
     On a machine without an accelerator it asks for the CPU itself, because `use_cpu: true` in a config file starts several
     processes but leaves each alone. There it also undoes `accelerate launch`'s OMP_NUM_THREADS=1, which would leave all
     cores but one idle: `cpu_threads` threads per process, by default the usable cores over the processes of this machine.
+    `collective_timeout` is what a lost or hanging peer costs, in seconds, before every process gives up (gloo's own: 1800).
 
     Raises UserError for fp16 on a CPU, an unusable tracker, and for launches other than plain and DDP
     (FSDP, DeepSpeed, Megatron, TPU).
     """
+    stop_with_launcher()
     on_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
     mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")  # what `accelerate launch` was given
     if on_cpu and mixed_precision == "fp16":
@@ -64,7 +72,7 @@ def make_accelerator(
         log_with=log_with,
         project_dir=project_dir,
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timeout),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=collective_timeout)),
             # Gradients live in the all-reduce buckets: one copy of them less in memory.
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
@@ -82,6 +90,22 @@ def make_accelerator(
     return accelerator
 
 
+def stop_with_launcher() -> None:
+    """Asks Linux for a SIGTERM when the launcher that started this process dies, for `accelerate launch` and torchrun do not
+    pass on every signal: without it their training processes would train on, alone. A shell or srun is no launcher here."""
+    parent = os.getppid()
+    try:
+        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+    except OSError:  # not Linux, or gone
+        return
+    if {Path(word.decode(errors="replace")).name for word in words[:4]}.isdisjoint(LAUNCHERS):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before we asked
+        sys.exit(128 + signal.SIGTERM)
+
+
 def check_tracker(name: str) -> None:
     """Raises UserError for a tracker that Accelerate does not know, or would silently leave out for want of its package."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -93,7 +117,7 @@ def check_tracker(name: str) -> None:
 
 
 def on_main_process(accelerator: Accelerator, function, *args, **kwargs) -> None:
-    """Calls `function` on the main process alone; a UserError or OSError there becomes a UserError on every rank."""
+    """Calls `function` on the main process alone; a UserError or a failure to write becomes a UserError on every rank."""
     error = None
     if accelerator.is_main_process:
         try:
@@ -102,6 +126,12 @@ def on_main_process(accelerator: Accelerator, function, *args, **kwargs) -> None
             error = str(exception)
         except OSError as exception:  # a full disk, say
             error = f"{exception.strerror or exception}: {exception.filename or function.__name__}"
-    error = broadcast_object_list([error])[0]
-    if error:
+        except SafetensorError as exception:  # the same, met by its writer
+            error = f"{exception}: {function.__name__}"
+    if error := from_main_process(error):
         raise UserError(error)
+
+
+def from_main_process(value):
+    """The main process's `value`, on all of them."""
+    return broadcast_object_list([value])[0]

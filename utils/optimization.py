@@ -122,9 +122,9 @@ def step_if_finite(optimizer, finite: torch.Tensor) -> None:
         optimizer.step()
     elif not on_cpu(finite) and getattr(inner, "_step_supports_amp_scaling", False):
         inner.found_inf = (~finite).float()
-        optimizer.step()
+        inner.step()  # Accelerate's wrapper has nothing to add here, and takes its time
     elif finite.item():
-        optimizer.step()
+        inner.step()
 
 
 def on_cpu(tensor: torch.Tensor) -> bool:

@@ -7,13 +7,22 @@ from pathlib import Path
 from accelerate import Accelerator
 from torch import nn
 
+from utils.doctor import Doctor
 from utils.ema import EMA
 from utils.images import denoising_path, save_png, side_by_side
+from utils.launch import on_main_process
+from utils.probe import sample_statistics
 from utils.sampling import full_precision, make_sampler, path_steps, sample_sharded, set_timesteps, to_uint8
-from utils.tracking import log_image
+from utils.tracking import Trackers
 
 PATH_TIMESTEPS = (999, 750, 500, 250, 100, 50, 0)
 PATH_IMAGES = 4
+PROCESS = (
+    "prediction_type",
+    "beta_schedule",
+    "num_train_timesteps",
+    "rescale_betas_zero_snr",
+)  # what training and sampling share
 
 
 def sampling_steps(sampler: str, requested: int | None, noise_scheduler) -> int:
@@ -33,6 +42,8 @@ def save_previews(
     ema: EMA | None,
     noise_scheduler,
     output_dir: Path,
+    trackers: Trackers,
+    doctor: Doctor,
     step: int,
     *,
     sampler: str,
@@ -46,6 +57,7 @@ def save_previews(
 
     `unet` is the unwrapped network; its weights and the training's random numbers are left as they were. Every process must
     call it and takes its share of the `num_images` images. Returns the grid's path, or None when told to stop halfway.
+    Raises UserError when the disk does not take them.
     """
     scheduler = make_sampler(sampler, noise_scheduler)
     timesteps = [t for t in PATH_TIMESTEPS if t < noise_scheduler.config.num_train_timesteps]
@@ -70,14 +82,20 @@ def save_previews(
             return None
         grids.append(result)
     grid_path = output_dir / "samples" / f"{step:07d}.png"
-    if accelerator.is_main_process:
-        path_png = grid_path.with_name(f"{step:07d}-path.png")
+    path_png = grid_path.with_name(f"{step:07d}-path.png")
+
+    def write() -> None:
         left, right = to_uint8(grids[0][0]), to_uint8(grids[-1][0])
         shown = [t for _, t in path_steps(scheduler, timesteps)]  # where the chain really passed: DDIM-50 starts at 980
         captions = ("raw weights", "EMA weights" if ema is not None else "raw weights")
         save_png(side_by_side(left, right, captions), grid_path)
         save_png(denoising_path(to_uint8(grids[-1][1][:PATH_IMAGES]), shown), path_png)
-        log_image(accelerator, "samples/raw_and_ema", grid_path, step)
-        log_image(accelerator, "samples/denoising_path", path_png, step)
-    accelerator.wait_for_everyone()
+        trackers.log_image("samples/raw_and_ema", grid_path, step)
+        trackers.log_image("samples/denoising_path", path_png, step)
+        statistics = {"raw": sample_statistics(grids[0][0]), "ema": sample_statistics(grids[-1][0])}
+        configs = {"sampler": dict(scheduler.config), "trained": dict(noise_scheduler.config)}
+        kept = {name: {key: config[key] for key in PROCESS if key in config} for name, config in configs.items()}
+        doctor.record(step, {"samples": statistics | kept})
+
+    on_main_process(accelerator, write)
     return grid_path

@@ -45,6 +45,14 @@ def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+def seed_generator(device: torch.device, seed: int) -> None:
+    """Seeds torch's own generator of `device` alone: torch.manual_seed asks every backend there is, 0.6 ms each time."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.get_device_module(device).manual_seed(seed)
+
+
 def random_bits(seed: int, purpose: str, sample_numbers: torch.Tensor, count: int) -> torch.Tensor:
     """`count` random 64-bit words per sample, as int64 [batch, count], on the device of `sample_numbers` [batch]."""
     keys = _mix(_mix(sample_numbers.to(torch.int64) + derive_seed(seed, purpose)) * _GAMMA)

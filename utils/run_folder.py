@@ -1,7 +1,9 @@
 """The folder of a run: who may write into it, what it records of its options, and what may change when it is resumed."""
 
 import argparse
+import contextlib
 import json
+import os
 import platform
 import shlex
 import shutil
@@ -10,6 +12,8 @@ import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from utils.errors import UserError
 
@@ -23,7 +27,8 @@ HARMLESS = {
         "cache_dir",
         "cache_images",
     ),
-    *("dataloader_num_workers", "cpu_threads", "compile", "gradient_checkpointing", "max_bad_steps"),
+    *("dataloader_num_workers", "cpu_threads", "compile", "gradient_checkpointing", "max_bad_steps", "max_bad_images"),
+    *("collective_timeout", "stop_on"),
     *(
         "enable_xformers_memory_efficient_attention",
         "logger",
@@ -34,6 +39,7 @@ HARMLESS = {
     ),
     *("ddpm_num_inference_steps", "save_images_epochs", "save_images_steps", "save_model_epochs", "save_model_steps"),
     *("checkpointing_steps", "checkpoints_total_limit", "validation_steps", "early_stopping_patience"),
+    "model_config_name_or_path",  # what it says is compared instead
     *("push_to_hub", "hub_token", "hub_model_id", "hub_private_repo"),
     # Their product is compared instead, as global_batch_size: the split over processes may change.
     *("train_batch_size", "gradient_accumulation_steps"),
@@ -41,72 +47,104 @@ HARMLESS = {
     *("num_epochs", "max_train_steps"),
 }
 SECRET = {"hub_token"}
-RUN_FILES = ("options.json", "model_index.json", "README.md", "diagnosis.json", "report.html")
-RUN_FOLDERS = ("unet", "scheduler", "samples", "logs", "ema_snapshots")
+EXIT_STATUS = "exit_status"  # there only once a run has ended by itself or by a signal: not while it goes on, nor after a crash
+RUN_FILES = (
+    "options.json",
+    EXIT_STATUS,
+    "model_index.json",
+    "README.md",
+    "bad_images.json",
+    "history.jsonl",
+    "diagnosis.json",
+    "report.html",
+)
+RUN_FOLDERS = ("unet", "scheduler", "samples", "logs", "nan_report", "ema_snapshots")
 
 
-def check_output_dir(output_dir: Path, *, resuming: bool, overwrite: bool) -> None:
-    """Makes the folder and proves that it can be written. Main process only.
+class RunFolder:
+    """The folder of one run, from the claim on it to its release. The methods are for the main process alone."""
 
-    Raises UserError when it holds a run that is neither resumed nor to be overwritten, or cannot be written.
-    """
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        probe = output_dir / ".write-test"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"cannot write to --output_dir {output_dir}: {error.strerror or error}") from None
-    found = _run_items(output_dir)
-    if found and not resuming and not overwrite:
-        raise UserError(
-            f"{output_dir} already holds a run ({found[0].name}); continue it with --resume_from_checkpoint latest, "
-            "replace it with --overwrite_output_dir, or choose another --output_dir"
-        )
+    def __init__(self, output_dir: Path):
+        self.path = output_dir
+        self._lock: FileLock | None = None
 
+    def claim(self, *, resuming: bool, overwrite: bool) -> None:
+        """Makes the folder, proves that it can be written, and keeps other runs out until this process ends, however it does.
 
-def clear_output_dir(output_dir: Path, logging_dir: str = "logs") -> None:
-    """Deletes the run in the folder and nothing else. For the main process, once all that could be mistaken was checked."""
-    items = _run_items(output_dir)
-    logs = (output_dir / logging_dir).resolve()
-    if items and logs.is_dir() and output_dir.resolve() in logs.parents:
-        shutil.rmtree(logs)
-    for item in (item for item in items if item.exists()):
-        shutil.rmtree(item) if item.is_dir() else item.unlink()
+        The exit status of an earlier start goes. Raises UserError when the folder cannot be written, when another run trains
+        here, and when it holds a run that is neither resumed nor to be overwritten.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".write-test"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise UserError(f"cannot write to --output_dir {self.path}: {error.strerror or error}") from None
+        self._lock = FileLock(self.path / ".lock", is_singleton=True)  # in one process, as in tests, run may follow on run
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"another run is training in {self.path}; wait for it, stop it, or choose another folder") from None
+        except (NotImplementedError, OSError):  # a file system without locks
+            self._lock = None
+        found = self._items()
+        if found and not resuming and not overwrite:
+            raise UserError(
+                f"{self.path} already holds a run ({found[0].name}); continue it with --resume_from_checkpoint latest, "
+                "replace it with --overwrite_output_dir, or choose another --output_dir"
+            )
+        (self.path / EXIT_STATUS).unlink(missing_ok=True)
 
+    def clear(self, logging_dir: str = "logs") -> None:
+        """Deletes the run in the folder and nothing else. To be called once all that could be mistaken was checked."""
+        items = self._items()
+        logs = (self.path / logging_dir).resolve()
+        if items and logs.is_dir() and self.path.resolve() in logs.parents:
+            shutil.rmtree(logs)
+        for item in (item for item in items if item.exists()):
+            shutil.rmtree(item) if item.is_dir() else item.unlink()
 
-def _run_items(output_dir: Path) -> list[Path]:
-    """What a run of ours leaves at the top of its folder; anything else there is the user's."""
-    is_run = (output_dir / "options.json").exists() or any(output_dir.glob("checkpoint-*"))
-    if not is_run and not (output_dir / "model_index.json").exists():
-        return []
-    named = [output_dir / name for name in (*RUN_FILES, *RUN_FOLDERS)]
-    return [p for p in (*named, *output_dir.glob("checkpoint-*"), *output_dir.glob(".tmp-*")) if p.exists()]
+    def _items(self) -> list[Path]:
+        """What a run of ours leaves at the top of its folder; anything else there is the user's."""
+        is_run = (self.path / "options.json").exists() or any(self.path.glob("checkpoint-*"))
+        if not is_run and not (self.path / "model_index.json").exists():
+            return []
+        named = [self.path / name for name in (*RUN_FILES, *RUN_FOLDERS)]
+        return [p for p in (*named, *self.path.glob("checkpoint-*"), *self.path.glob(".tmp-*")) if p.exists()]
 
+    def write_options(self, args: argparse.Namespace, resolved: dict) -> None:
+        """Writes options.json: every flag, what followed from them (`resolved`), versions, git commit and command line.
 
-def write_options(output_dir: Path, args: argparse.Namespace, resolved: dict) -> None:
-    """Writes options.json: every flag, what followed from them (`resolved`), versions, git commit and command line.
+        What an earlier start of the same run had recorded of itself moves to `earlier_starts`.
+        """
+        path = self.path / "options.json"
+        record = {
+            "options": {k: ("<hidden>" if k in SECRET and v else v) for k, v in sorted(vars(args).items())},
+            "resolved": resolved,
+            "command": command_line(args),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "git_commit": git_commit(),
+            "versions": {name: version(name) for name in ("torch", "accelerate", "diffusers", "datasets")},
+            "python": platform.python_version(),
+            "earlier_starts": [],
+        }
+        with contextlib.suppress(OSError, ValueError):  # not there, or not JSON any more
+            earlier = json.loads(path.read_text())
+            record["earlier_starts"] = [
+                *earlier.get("earlier_starts", []),
+                {k: earlier.get(k) for k in ("command", "started", "git_commit", "versions")},
+            ]
+        draft = path.with_name(".options.json.tmp")
+        draft.write_text(json.dumps(record, indent=2) + "\n")
+        os.replace(draft, path)
 
-    What an earlier start of the same run had recorded of itself moves to `earlier_starts`.
-    """
-    path = output_dir / "options.json"
-    record = {
-        "options": {k: ("<hidden>" if k in SECRET and v else v) for k, v in sorted(vars(args).items())},
-        "resolved": resolved,
-        "command": command_line(args),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git_commit": git_commit(),
-        "versions": {name: version(name) for name in ("torch", "accelerate", "diffusers", "datasets")},
-        "python": platform.python_version(),
-        "earlier_starts": [],
-    }
-    if path.exists():
-        earlier = json.loads(path.read_text())
-        record["earlier_starts"] = [
-            *earlier.get("earlier_starts", []),
-            {k: earlier.get(k) for k in ("command", "started", "git_commit", "versions")},
-        ]
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    def release(self, exit_status: int) -> None:
+        """Records how the run ended, since launchers return 1 whatever their processes return, and lets others in."""
+        with contextlib.suppress(OSError):  # a full disk does not turn a finished run into a failed one
+            (self.path / EXIT_STATUS).write_text(f"{exit_status}\n")
+        if self._lock is not None:
+            self._lock.release()
 
 
 def command_line(args: argparse.Namespace) -> str:

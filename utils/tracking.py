@@ -1,14 +1,22 @@
 """What a run reports: figures accumulated on the device, trackers, and the one progress bar."""
 
+import math
+import re
 import resource
 import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from PIL import Image
 from tqdm import tqdm
+
+from utils.errors import UserError
+from utils.gradients import Gradients
 
 QUARTILES = 4
 
@@ -17,18 +25,15 @@ class StepStatistics:
     """Sums on the device between two reports, so that the training path never waits for the host.
 
     Loss figures are means over samples, over micro steps, updates and (in `report`) processes; samples whose loss is not
-    finite are left out and show in `skipped_updates`. The quartiles are of the timestep: 1 is the least noise.
+    finite are left out (`nonfinite.BadUpdates` counts them). The quartiles are of the timestep: 1 is the least noise.
     """
 
-    def __init__(self, device: torch.device, num_train_timesteps: int, skipped_updates: int = 0):
+    def __init__(self, device: torch.device, num_train_timesteps: int):
         self._num_timesteps = num_train_timesteps
         self._loss_sum = torch.zeros(QUARTILES, device=device)
         self._loss_count = torch.zeros(QUARTILES, device=device)
         self._norm_sum = torch.zeros((), device=device)
         self._updates = torch.zeros((), device=device)
-        self._skipped = torch.full((), float(skipped_updates), device=device)  # since the run began
-        self._bad_in_a_row = torch.zeros((), device=device)
-        self._worst_in_a_row = torch.zeros((), device=device)
 
     @torch.no_grad()
     def add_losses(self, losses: torch.Tensor, timesteps: torch.Tensor) -> None:
@@ -39,36 +44,27 @@ class StepStatistics:
         self._loss_count.index_add_(0, quartiles, finite.float())
 
     @torch.no_grad()
-    def add_update(self, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
-        """Adds one update: norm of the gradient before clipping, and whether it was finite (0-dim tensors)."""
-        self._norm_sum += grad_norm.where(finite, 0.0)
-        self._updates += finite
-        self._skipped += ~finite
-        self._bad_in_a_row = (self._bad_in_a_row + 1) * ~finite
-        self._worst_in_a_row = torch.maximum(self._worst_in_a_row, self._bad_in_a_row)
-
-    @property
-    def skipped_updates(self) -> int:
-        """Updates turned down since the run began. The host waits for the device."""
-        return int(self._skipped.item())
+    def add_update(self, gradients: Gradients) -> None:
+        """Adds one update: the norm of its gradient before clipping, where that is finite."""
+        self._norm_sum += gradients.norm.where(gradients.finite, 0.0)
+        self._updates += gradients.finite
 
     def report(self, accelerator: Accelerator) -> dict[str, float]:
         """Means since the last report, over all processes; empties the sums. The host waits for the device here only."""
         losses = accelerator.reduce(torch.cat([self._loss_sum, self._loss_count]), "sum")
-        updates = torch.stack([self._norm_sum, self._updates, self._skipped, self._worst_in_a_row])
-        values = torch.cat([losses, updates]).tolist()
+        values = torch.cat([losses, torch.stack([self._norm_sum, self._updates])]).tolist()
         sums, counts = values[:QUARTILES], values[QUARTILES : 2 * QUARTILES]
-        norm_sum, updates, skipped, worst_in_a_row = values[2 * QUARTILES :]
-        report = {"train/loss": sum(sums) / max(sum(counts), 1.0)}
+        norm_sum, updates = values[2 * QUARTILES :]
+        report = {"train/loss": sum(sums) / sum(counts) if sum(counts) else math.nan}
         for i, (loss_sum, count) in enumerate(zip(sums, counts)):
             if count:
                 report[f"train/loss_timestep_quartile_{i + 1}"] = loss_sum / count
+        report["train/timesteps_drawn"] = sum(counts)
+        report |= {f"train/timestep_share_quartile_{i + 1}": n / max(sum(counts), 1.0) for i, n in enumerate(counts)}
         if updates:
             report["train/grad_norm"] = norm_sum / updates
-        report |= {"train/skipped_updates": skipped, "train/bad_updates_in_a_row": worst_in_a_row}
         for tensor in (self._loss_sum, self._loss_count, self._norm_sum, self._updates):
             tensor.zero_()
-        self._worst_in_a_row = self._bad_in_a_row.clone()
         return report
 
 
@@ -111,24 +107,59 @@ def peak_memory_gib(device: torch.device) -> float:
     return torch.accelerator.max_memory_allocated(device) / 2**30
 
 
-def init_trackers(accelerator: Accelerator, run_name: str, logger: str, first_step: int) -> None:
-    """Starts the tracker. TensorBoard hides what a killed run had logged after `first_step`: one value per tag and step."""
-    purge = {"tensorboard": {"purge_step": first_step + 1}} if logger == "tensorboard" else {}
-    accelerator.init_trackers(run_name, init_kwargs=purge)
+class Trackers:
+    """Where figures and pictures go. A tracker that fails (a full disk, a lost connection) is given up, not the run.
+
+    `say` gets a line about it. Every method may be called on all ranks; the main process alone writes.
+    """
+
+    def __init__(self, accelerator: Accelerator, run_name: str, logger: str, *, first_step: int, say: Callable[[str], None]):
+        """TensorBoard hides what a killed run had logged after `first_step` updates: one value per tag and step."""
+        self._accelerator, self._say = accelerator, say
+        purge = {"tensorboard": {"purge_step": first_step + 1}} if logger == "tensorboard" else {}
+        if purge and accelerator.is_main_process:
+            _outlive_older_event_files(Path(accelerator.logging_dir, run_name))
+        accelerator.init_trackers(run_name, init_kwargs=purge)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._each(lambda tracker: tracker.log(values, step=step))
+
+    def log_image(self, tag: str, path: Path, step: int) -> None:
+        """Shows the PNG at `path` in every tracker that takes images."""
+        if not self._accelerator.is_main_process:
+            return
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("RGB"))[None]
+
+        def show(tracker) -> None:
+            if tracker.name == "tensorboard":
+                tracker.log_images({tag: pixels}, step=step, dataformats="NHWC")
+            elif hasattr(tracker, "log_images"):
+                tracker.log_images({tag: list(pixels)}, step=step)
+
+        self._each(show)
+
+    def close(self) -> None:
+        """Finishes the trackers. Not the process groups, as Accelerator.end_training does: see the end of `cli.run_script`."""
+        self._each(lambda tracker: tracker.finish())
+        self._accelerator.trackers.clear()
+        self._accelerator.wait_for_everyone()
+
+    def _each(self, action: Callable) -> None:
+        for tracker in list(self._accelerator.trackers) if self._accelerator.is_main_process else ():
+            try:
+                action(tracker)
+            except Exception as error:  # each tracker has its own
+                self._accelerator.trackers.remove(tracker)
+                self._say(f"nothing more goes to {tracker.name}: {error}")
 
 
-def log_image(accelerator: Accelerator, tag: str, path: Path, step: int) -> None:
-    """Shows the PNG at `path` in every tracker that takes images. Main process only."""
-    import numpy as np
-    from PIL import Image
-
-    with Image.open(path) as image:
-        pixels = np.asarray(image.convert("RGB"))[None]
-    for tracker in accelerator.trackers:
-        if tracker.name == "tensorboard":
-            tracker.log_images({tag: pixels}, step=step, dataformats="NHWC")
-        elif hasattr(tracker, "log_images"):
-            tracker.log_images({tag: list(pixels)}, step=step)
+def _outlive_older_event_files(folder: Path) -> None:
+    """Waits out the second in which an earlier start made its file: TensorBoard reads them in the order of their names, which
+    hold seconds, and what a later file purges must be older."""
+    names = (re.fullmatch(r"events\.out\.tfevents\.(\d+)\..*", path.name) for path in folder.glob("events.out.tfevents.*"))
+    if max((int(match[1]) for match in names if match), default=0) == int(time.time()):
+        time.sleep(1.0 - time.time() % 1.0)
 
 
 class PackingBar:
@@ -171,6 +202,15 @@ class ProgressBar:
         """Prints a line above the bar, on the main process."""
         if not self._bar.disable:
             self._bar.write(message)
+
+    def attempt(self, action: Callable, *arguments) -> bool:
+        """Calls `action` on every rank; a UserError (a full disk, say) becomes a line above the bar. Whether there was none."""
+        try:
+            action(*arguments)
+        except UserError as error:
+            self.say(f"left out: {error}")
+            return False
+        return True
 
     def close(self) -> None:
         self._bar.close()

@@ -3,6 +3,7 @@
 import torch
 from diffusers import UNet2DModel
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from utils.errors import UserError
 from utils.presets import NETWORKS, network_for_resolution
@@ -24,6 +25,7 @@ def make_unet(
     dropout: float | None = None,
     initialisation: str = "default",
     zero_init_output: bool = False,
+    spectral_norm: bool = False,
     seed: int = 0,
 ) -> UNet2DModel:
     """A UNet2DModel whose weights are a function of the arguments (global random state is left as it was).
@@ -81,7 +83,14 @@ def make_unet(
         if zero_init_output:
             nn.init.zeros_(unet.conv_out.weight)
             nn.init.zeros_(unet.conv_out.bias)
+        if spectral_norm:
+            normalise_spectra(unet)
     return unet
+
+
+def network_options(unet: UNet2DModel) -> dict:
+    """The network's config as options of a run, for comparison on resume: a file may change under its name."""
+    return {f"network.{name}": value for name, value in unet.config.items() if not name.startswith("_")}
 
 
 def initialise(model: nn.Module, name: str) -> None:
@@ -99,6 +108,28 @@ def initialise(model: nn.Module, name: str) -> None:
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+
+def normalise_spectra(unet: UNet2DModel) -> None:
+    """Divides the weight of every convolution and linear layer by its largest singular value (Miyato et al. 2018, eq. 8), which
+    a power iteration follows in training. Not the last layer, whose scale the output needs and which may start at zero.
+    """
+    for module in list(unet.modules()):
+        if isinstance(module, (nn.Conv2d, nn.Linear)) and module is not unet.conv_out:
+            parametrizations.spectral_norm(module)
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights that `model` computes with, under the names of the same network without parametrizations."""
+    state = model.state_dict()
+    for name, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            state = {key: value for key, value in state.items() if not key.startswith(f"{name}.parametrizations.")}
+            training = module.parametrizations.training
+            module.parametrizations.eval()  # a look in training mode would move the power iteration on
+            state |= {f"{name}.{tensor}": getattr(module, tensor).detach() for tensor in module.parametrizations}
+            module.parametrizations.train(training)
+    return state
 
 
 def use_xformers(unet: UNet2DModel) -> None:

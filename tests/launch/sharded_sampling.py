@@ -1,5 +1,6 @@
 """Run under a launcher: every process samples its share and writes what it got back to the folder given as argument."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -33,4 +34,5 @@ for name, num_images, record_timesteps, should_stop in [
             record_timesteps=record_timesteps,
         )
 torch.save(results, Path(sys.argv[1]) / f"{accelerator.process_index}.pt")
-accelerator.end_training()
+accelerator.wait_for_everyone()
+os._exit(0)  # as the scripts end, see cli.run_script

@@ -1,0 +1,175 @@
+"""The doctor: what is wrong with a run, a pipeline or a dataset, why, and what to try.
+
+    python diagnose.py runs/digits                                      # a run, going on, ended or crashed; writes report.html
+    python diagnose.py --pipeline runs/digits --dataset_name digits     # any unconditional diffusers pipeline, on real images
+    python diagnose.py --dataset_name uoft-cs/cifar10 --resolution 32   # the data alone, before anything is trained
+
+Exit status: 0 nothing found, 1 findings, 2 it could not run. Findings that are only for information do not count.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from utils.cli import add_data_flags, positive_int, run_script
+from utils.errors import UserError
+
+# Where each finding would show: what is not recorded cannot be called healthy.
+EVIDENCE = {
+    "data": ("data-alike", "class-imbalance"),
+    "schedule": ("schedule-leaves-signal", "schedule-destroys-early"),
+    "samples": ("sampler-mismatch",),
+    "probe": ("sampler-mismatch", "timestep-ignored"),
+    "layers": ("no-gradient", "no-warmup", "lr-too-high", "lr-too-low"),
+    "data/min": ("data-range",),
+    "train/timesteps_drawn": ("timesteps-uneven",),
+    "train/skipped_updates": ("non-finite",),
+    "train/loss_scale": ("fp16-scale-collapse",),
+    "train/grad_norm": ("gradients-exploding", "clip-too-tight"),
+    "train/ema_norm": ("ema-frozen", "ema-too-long"),
+    "validation/loss": ("overfitting",),
+    "perf/data_wait": ("data-starved",),
+}
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("run", nargs="?", type=Path, help="output_dir of a run")
+    parser.add_argument("--pipeline", help="folder or Hub name of an unconditional diffusers pipeline")
+    parser.add_argument("--probe_images", type=positive_int, default=64, help="real images that a pipeline is asked about (64)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--no_report", action="store_true", help="leave the run's report.html and diagnosis.json as they are")
+    parser.add_argument("--seed", type=int, default=0)
+    add_data_flags(parser)
+    args = parser.parse_args(argv)
+    named = [args.run is not None, args.pipeline is not None, bool(args.dataset_name or args.train_data_dir)]
+    if named not in ([True, False, False], [False, True, True], [False, False, True]):
+        raise UserError("name a run, or --pipeline with --dataset_name or --train_data_dir, or a dataset alone")
+    return args
+
+
+def main(args: argparse.Namespace) -> int:
+    # Imported here because torch takes seconds, which --help and a mistyped flag should not pay for.
+    from utils.diagnostics import diagnose
+    from utils.doctor import DIAGNOSIS, REPORT, write_diagnosis
+    from utils.report import write_report
+    from utils.run_record import RunRecord
+
+    if args.run is not None:
+        record = RunRecord.read(args.run)
+        findings = diagnose(record)
+        if not args.no_report:
+            try:
+                write_report(record, findings, args.run / REPORT)
+            except OSError as error:
+                raise UserError(f"cannot write {args.run / REPORT}: {error.strerror or error} (--no_report)") from None
+            write_diagnosis(args.run / DIAGNOSIS, findings)
+    else:
+        record = RunRecord(Path(), history=[{"step": 0, **examine(args)}])
+        findings = diagnose(record)
+    show(record, findings, as_json=args.json)
+    return 1 if any(finding.severity != "info" for finding in findings) else 0
+
+
+def examine(args: argparse.Namespace) -> dict:
+    """The records (as in history.jsonl) that can be made of a dataset, and of a pipeline on it."""
+    from utils.data_check import check_data
+
+    if args.pipeline is None:
+        return {"data": check_data(load(args, args.resolution, args.image_channels), seed=args.seed)}
+
+    import numpy as np
+    import torch
+    from diffusers import DDPMScheduler
+
+    from utils.augmentation import to_unit_range
+    from utils.diffusion import describe_schedule
+    from utils.ideal_denoiser import denoiser_gap, gap_by_timestep
+    from utils.pipelines import image_shape, load_unconditional
+    from utils.probe import probe_network, probe_timesteps
+
+    unet, scheduler_config = load_unconditional(args.pipeline)
+    channels, height, width = image_shape(unet)
+    if height != width:
+        raise UserError(f"the pipeline makes images of {height}x{width}; only square ones can be compared with a dataset")
+    images = load(args, height, channels)
+    noise_scheduler = DDPMScheduler.from_config(scheduler_config)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    unet.to(device).eval()
+    count = min(args.probe_images, len(images))
+    chosen = np.linspace(0, len(images) - 1, count).astype(np.int64)  # spread over the set
+    batch = to_unit_range(torch.from_numpy(images.fetch(chosen)).to(device), images.max_value)
+    probe = probe_network(unet, noise_scheduler, batch, args.seed)
+    gap = denoiser_gap(
+        unet,
+        noise_scheduler,
+        images,
+        timesteps=probe_timesteps(noise_scheduler.config.num_train_timesteps),
+        seed=args.seed,
+        device=device,
+        images_per_timestep=count,
+    )
+    return {
+        "data": check_data(images, seed=args.seed),
+        "schedule": describe_schedule(noise_scheduler),
+        "probe": probe | gap_by_timestep(gap),
+    }
+
+
+def load(args: argparse.Namespace, resolution: int, image_channels: int):
+    from utils.data import load_images
+    from utils.tracking import PackingBar
+
+    return load_images(
+        dataset_name=args.dataset_name,
+        dataset_config_name=args.dataset_config_name,
+        dataset_split=args.dataset_split,
+        dataset_revision=args.dataset_revision,
+        train_data_dir=args.train_data_dir,
+        cache_dir=args.cache_dir,
+        image_column=args.image_column,
+        label_column=args.label_column,
+        resolution=resolution,
+        image_channels=image_channels,
+        center_crop=args.center_crop,
+        background=args.background,
+        preserve_input_precision=args.preserve_input_precision,
+        cache_images=args.cache_images == "yes",
+        max_images=args.max_train_images,
+        on_bad_image="replace",  # the doctor counts them
+        max_bad_images=args.max_bad_images,
+        progress=PackingBar(),
+    )
+
+
+def show(record, findings: list, as_json: bool) -> None:
+    """A line for each thing that could be judged: FAIL, WARN or OK; and the figures of a dataset or a probe."""
+    from utils.findings import CATALOGUE
+
+    kinds = {key for recorded in record.history for key in recorded}
+    judged = {code for key, codes in EVIDENCE.items() if key in kinds for code in codes}
+    if as_json:
+        newest = {kind: record.records(kind)[-1][1] for kind in ("data", "probe") if record.records(kind)}
+        shown = {"findings": [vars(f) for f in findings], "healthy": sorted(judged - {f.code for f in findings})} | newest
+        print(json.dumps(shown, indent=2))
+        return
+    words = {"critical": "FAIL", "warning": "WARN", "info": "INFO"}
+    for finding in findings:
+        at = "" if finding.step is None else f" [update {finding.step}]"
+        print(f"{words[finding.severity]}  {finding.code}: {finding.title} ({finding.evidence}){at}")
+        print(f"      likely cause: {finding.cause}")
+        for fix in finding.fixes:
+            print(f"      try: {fix}")
+    for code in (code for code in CATALOGUE if code in judged - {f.code for f in findings}):
+        print(f"OK    {code}")
+    if missing := [code for code in CATALOGUE if code not in judged]:
+        print(f"-     not recorded, so not judged: {', '.join(missing)}")
+    for kind in ("data", "probe"):
+        for _, figures in record.records(kind)[-1:]:
+            print(f"\n{kind}: {json.dumps(figures)}")
+
+
+if __name__ == "__main__":
+    run_script(main, parse_args, crash_status=2)  # 1 says that something was found

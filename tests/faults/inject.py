@@ -1,0 +1,181 @@
+"""Runs a training script with one fault in it, as `python inject.py ...`, under torchrun, or forked.
+
+    python tests/faults/inject.py SCRIPT FAULT [--rank R] [--step N] [--value V] [--record FILE] -- FLAGS
+
+Updates are counted from 1 in each process. FAULT is one of
+    none
+    nan            the loss is NaN in update N
+    oom            update N runs out of memory
+    signal         the process sends itself signal V (or several: V,W) in update N
+    signal-in-setup  the process sends itself signal V before it loads the data
+    disk-full      from update N on, for 2 updates, the file system of folder V is full
+    file-size      from update N on, for 2 updates, no file can grow beyond V bytes
+    kill-in-save   SIGKILL before the V-th time that the save after update N (of the run) touches the disk
+"""
+
+import argparse
+import importlib
+import itertools
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+import torch
+from accelerate import Accelerator
+
+import utils.checkpoints
+import utils.data
+from utils.cli import run_script
+
+TOUCHES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+def at_update(step: int, action) -> None:
+    """`action(loss)` gives the loss that update `step` takes its gradient of."""
+    backward, updates = Accelerator.backward, itertools.count(1)
+
+    def faulty(accelerator, loss, **keywords):
+        backward(accelerator, action(loss) if next(updates) == step else loss, **keywords)
+
+    Accelerator.backward = faulty
+
+
+def nan(step: int, value: str) -> None:
+    at_update(step, lambda loss: loss * float("nan"))
+
+
+def oom(step: int, value: str) -> None:
+    def fail(loss):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines\n")
+
+    at_update(step, fail)
+
+
+def send_signal(step: int, value: str) -> None:
+    def send(loss):
+        for name in value.split(","):
+            os.kill(os.getpid(), getattr(signal, name))
+        return loss
+
+    at_update(step, send)
+
+
+def disk_full(step: int, folder: str) -> None:
+    filler = Path(folder, "filler")
+
+    def fill(loss):
+        with open(filler, "wb", buffering=0) as file:
+            for size in (1 << 16, 1 << 10, 1):
+                try:
+                    while True:
+                        file.write(bytes(size))
+                except OSError:  # no room for so much
+                    pass
+        return loss
+
+    def free(loss):
+        filler.unlink()
+        return loss
+
+    at_update(step, fill)
+    at_update(step + 2, free)
+
+
+def file_size(step: int, limit: str) -> None:
+    def limit_to(size):
+        return lambda loss: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY)) or loss
+
+    at_update(step, limit_to(int(limit)))
+    at_update(step + 2, limit_to(resource.RLIM_INFINITY))
+
+
+def kill_in_save(step: int, moment: str) -> None:
+    save, remaining, saving = utils.checkpoints.save_checkpoint, int(moment), False
+
+    def touch() -> None:
+        nonlocal remaining
+        remaining -= saving
+        if remaining == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch(event: str, arguments: tuple) -> None:
+        writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+        if saving and (writes or event in TOUCHES):
+            touch()
+
+    def before(function):
+        return lambda *arguments, **keywords: (touch(), function(*arguments, **keywords))[1]
+
+    def watched_save(accelerator, output_dir, state, **options):
+        nonlocal saving
+        saving = state.step == step
+        try:
+            return save(accelerator, output_dir, state, **options)
+        finally:
+            saving = False
+
+    sys.addaudithook(watch)
+    os.fsync, torch.save = before(os.fsync), before(torch.save)  # neither is announced to audit hooks
+    utils.checkpoints.save_file = before(utils.checkpoints.save_file)
+    utils.checkpoints.save_checkpoint = watched_save
+
+
+def record(path: str) -> None:
+    """Appends a line for each micro-batch that is trained on: the rank and the images in it."""
+    fetch, file = utils.data.ImageSet.fetch, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    backward, fetched = Accelerator.backward, []
+
+    def noted(images, indices, *arguments):
+        fetched[:] = map(int, indices)
+        return fetch(images, indices, *arguments)
+
+    def recorded(*arguments):
+        os.write(file, f"{os.environ.get('RANK', 0)} {' '.join(map(str, fetched))}\n".encode())
+        return backward(*arguments)
+
+    utils.data.ImageSet.fetch, Accelerator.backward = noted, recorded
+
+
+def signal_in_setup(step: int, value: str) -> None:
+    load_images = utils.data.load_images
+
+    def interrupted(*arguments, **keywords):
+        os.kill(os.getpid(), getattr(signal, value))
+        return load_images(*arguments, **keywords)
+
+    utils.data.load_images = interrupted
+
+
+FAULTS = {
+    "none": None,
+    "nan": nan,
+    "oom": oom,
+    "signal": send_signal,
+    "signal-in-setup": signal_in_setup,
+    "disk-full": disk_full,
+    "file-size": file_size,
+    "kill-in-save": kill_in_save,
+}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("script")
+    parser.add_argument("fault", choices=FAULTS)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--step", type=int, default=1)
+    parser.add_argument("--value")
+    parser.add_argument("--record")
+    split = sys.argv.index("--")
+    options = parser.parse_args(sys.argv[1:split])
+    sys.argv = [options.script, *sys.argv[split + 1 :]]
+    script = importlib.import_module(Path(options.script).stem)
+    if FAULTS[options.fault] and options.rank == int(os.environ.get("RANK", 0)):
+        FAULTS[options.fault](options.step, options.value)
+    if options.record:
+        record(options.record)
+    run_script(script.main, script.parse_args)

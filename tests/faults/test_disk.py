@@ -1,0 +1,116 @@
+"""Full, read-only and lying disks: training goes on or ends with one line, and no checkpoint suffers."""
+
+import contextlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import logged_scalars
+from kills import differences, invalid_checkpoints
+
+from utils.checkpoints import find_checkpoint, list_checkpoints
+
+FLAGS = ["--checkpointing_steps", 2]
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, options: str = "size=12m"):
+    """A file system of its own in `folder`; skips the test where none can be mounted."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture(scope="module")
+def whole(server, script, tiny_flags, tmp_path_factory) -> Path:
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    [run] = server.start([script, *tiny_flags, *FLAGS, "--output_dir", folder])
+    assert run.wait() == 0, run.text()
+    return folder
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    touched = (".lock", "exit_status")  # by a start that is then refused
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in touched)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(server, script, tiny_flags, whole, tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        folder = disk / "run"
+        fault = ["disk-full", "--step", 3, "--value", disk]  # until update 5: the save after 4 fails
+        flags = [*tiny_flags, *FLAGS, "--output_dir", folder, "--save_images_steps", 4, "--save_model_steps", 4]
+        [run] = server.start(["tests/faults/inject.py", script, *fault, "--", *flags])
+        assert run.wait() == 0, run.text()
+        assert "checkpoint-4 was not saved, earlier ones are whole" in run.text()
+        assert run.text().count("left out: No space left on device") == 2  # the preview and the export
+        curve = logged_scalars(folder, "train/loss")  # small values may fit into the file's last block
+        assert sorted(curve) == list(range(1, 9)) or "nothing more goes to tensorboard" in run.text()
+        assert [path.name for path in list_checkpoints(folder)] == ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
+        assert invalid_checkpoints(folder, whole) == []
+        assert not list(folder.glob(".tmp-*"))
+        exported = "unet/diffusion_pytorch_model.safetensors"
+        assert (folder / exported).read_bytes() == (whole / exported).read_bytes()
+
+
+@pytest.mark.parametrize(("processes", "rank", "limit"), [(1, 0, 20_000), (2, 0, 20_000), (2, 1, 1_000)])
+def test_a_file_that_cannot_be_written_on_one_rank(server, script, tiny_flags, tmp_path, processes, rank, limit):
+    """20,000 bytes hold all but weights and optimizer; 1,000 not even the random states, which are all that rank 1 writes."""
+    fault = ["file-size", "--rank", rank, "--step", 3, "--value", limit]
+    flags = [*tiny_flags, *FLAGS, "--output_dir", tmp_path, "--train_batch_size", 8 // processes, "--save_model_steps", 4]
+    runs = server.start(["tests/faults/inject.py", script, *fault, "--", *flags], processes)
+    assert [run.wait() for run in runs] == [0] * processes, runs[rank].text()
+    assert "checkpoint-4 was not saved, earlier ones are whole" in runs[0].text()
+    assert runs[0].text().count("left out: ") == (rank == 0)  # the export
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
+    assert find_checkpoint(tmp_path, "latest")[1] == []
+    assert len(logged_scalars(tmp_path, "train/loss")) == 8
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "deleted"])
+def test_each_damaged_file_is_noticed_before_anything_is_loaded(server, script, tiny_flags, whole, tmp_path, damage):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    files = sorted(path for path in (folder / "checkpoint-8").rglob("*") if path.is_file())
+    assert len(files) >= 6
+    flags = [*tiny_flags, *FLAGS, "--output_dir", folder, "--resume_from_checkpoint"]
+    for file in files:
+        content = file.read_bytes()
+        middle = len(content) // 2
+        if damage == "truncated":
+            file.write_bytes(content[:middle])
+        elif damage == "flipped":
+            file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        else:
+            file.unlink()
+        path, skipped = find_checkpoint(folder, "latest")
+        assert path.name == "checkpoint-6" and "skipping checkpoint-8" in skipped[0], file.name
+        before = snapshot(folder)
+        [run] = server.start([script, *flags, "checkpoint-8"])
+        assert run.wait() == 2, file.name
+        assert "checkpoint-8 cannot be resumed from" in run.text() and "Traceback" not in run.text(), file.name
+        assert snapshot(folder) == before
+        if file is not files[-1]:
+            file.write_bytes(content)
+    [run] = server.start([script, *flags, "latest"])
+    assert run.wait() == 0, run.text()
+    assert "skipping checkpoint-8: " in run.text() and "resumed from checkpoint-6" in run.text()
+    assert differences(folder, whole) == []
+
+
+def test_an_output_that_cannot_be_written_is_named_at_once(server, script, tiny_flags, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with small_disk(tmp_path / "disk", "size=1m,ro") as disk:
+        for folder in (disk / "run", disk, tmp_path / "file", tmp_path / "file" / "run"):
+            [run] = server.start([script, *tiny_flags, "--output_dir", folder])
+            assert run.wait() == 2, run.text()
+            [line] = run.text().splitlines()
+            assert line.startswith(f"error: cannot write to --output_dir {folder}: ")
+    assert (tmp_path / "file").read_text() == "mine"

@@ -1,0 +1,178 @@
+"""Processes that fail alone: what one rank meets, all of them answer, within the time that they were given."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, end_group, logged_scalars, script_environment, start_command
+from kills import BYTES, newest, same
+
+from utils.checkpoints import list_checkpoints, verify_checkpoint
+
+INJECT = "tests/faults/inject.py"
+TIMEOUT, GRACE = 5, 25  # seconds: for a collective; for the others to notice and leave, on a busy machine
+HALVES = ["--train_batch_size", 4, "--collective_timeout", TIMEOUT]
+
+
+def all_valid(folder: Path) -> bool:
+    return all(verify_checkpoint(path) is None for path in list_checkpoints(folder))
+
+
+def state_of(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / "state.json").read_text())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_nan_on_one_rank_changes_nothing_on_any(server, script, tiny_flags, tmp_path, rank):
+    flags = [*tiny_flags, *HALVES, "--checkpointing_steps", 1, "--output_dir", tmp_path / "nan"]
+    runs = server.start([INJECT, script, "nan", "--rank", rank, "--step", 5, "--", *flags], 2)
+    runs += server.start([script, *tiny_flags, *HALVES, "--output_dir", tmp_path / "whole"], 2)
+    assert [run.wait() for run in runs] == [0] * 4, runs[0].text()
+    before, after, later = (tmp_path / "nan" / f"checkpoint-{step}" for step in (4, 5, 6))
+    assert all(same(before / name, after / name) for name in BYTES[:2])
+    assert not any(same(before / name, later / name) for name in BYTES)
+    assert [state_of(checkpoint)["skipped_updates"] for checkpoint in (before, after, later)] == [0, 1, 1]
+    curves = [logged_scalars(tmp_path / name, "train/lr") for name in ("nan", "whole")]
+    assert curves[0] == curves[1]
+    assert logged_scalars(tmp_path / "nan", "train/skipped_updates")[8] == 1
+
+
+@pytest.mark.parametrize(("rank", "fault"), [(0, "SIGKILL"), (1, "SIGKILL"), (1, "oom")])
+def test_the_others_leave_when_a_rank_is_lost(server, script, tiny_flags, tmp_path, rank, fault):
+    """Forked processes, which no launcher ends: they have to notice by themselves."""
+    flags = [*tiny_flags, *HALVES, "--checkpointing_steps", 2, "--output_dir", tmp_path]
+    options = ["oom"] if fault == "oom" else ["signal", "--value", fault]
+    runs = server.start([INJECT, script, *options, "--rank", rank, "--step", 5, "--", *flags], 2)
+    lost, other = runs[rank], runs[1 - rank]
+    assert lost.wait() == (1 if fault == "oom" else -signal.SIGKILL), lost.text()
+    assert other.wait(TIMEOUT + GRACE) not in (0, 2, 3, 75), other.text()
+    assert newest(tmp_path) == 4 and all_valid(tmp_path)
+    if fault == "oom":
+        messages = [line for run in runs for line in run.text().splitlines() if line.startswith("error: ")]
+        assert messages == ["error: out of memory on rank 1: CUDA out of memory. Tried to allocate 20.00 GiB."]
+        assert "Traceback" not in lost.text()
+
+
+def test_out_of_memory_in_one_process(server, script, tiny_flags, tmp_path):
+    [run] = server.start([INJECT, script, "oom", "--step", 3, "--", *tiny_flags, "--output_dir", tmp_path])
+    assert run.wait() == 1
+    assert "error: out of memory on rank 0: CUDA out of memory" in run.text() and "Traceback" not in run.text()
+
+
+@pytest.mark.parametrize(
+    ("number", "rank", "workers"),
+    [
+        *(("SIGTERM", 0, 2), ("SIGTERM", 1, 0), ("SIGINT", 0, 0)),
+        *(("SIGINT", 1, 2), ("SIGUSR1", 0, 2), ("SIGUSR1", 1, 0)),
+    ],
+)
+def test_a_signal_to_any_rank_stops_all_at_the_same_update(server, script, tiny_flags, tmp_path, number, rank, workers):
+    flags = [*tiny_flags, *HALVES, "--max_train_steps", 1000, "--output_dir", tmp_path, "--dataloader_num_workers", workers]
+    trace = tmp_path / "trace"
+    fault = ["signal", "--value", number, "--rank", rank, "--step", 5]
+    record = [] if workers else ["--record", trace]  # workers fetch ahead
+    runs = server.start([INJECT, script, *fault, *record, "--", *flags], 2)
+    assert [run.wait() for run in runs] == [75, 75], runs[0].text()
+    [checkpoint] = list_checkpoints(tmp_path)
+    assert verify_checkpoint(checkpoint) is None
+    assert 5 <= newest(tmp_path) <= 6  # the ranks' answer comes one update late
+    if record:
+        assert [line[0] for line in sorted(trace.read_text().splitlines())].count("0") == newest(tmp_path)
+        assert [line[0] for line in sorted(trace.read_text().splitlines())].count("1") == newest(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "workers"), [("SIGTERM", 0), ("SIGINT", 2), ("SIGUSR1", 0)])
+def test_a_signal_to_one_process(server, script, tiny_flags, tmp_path, number, workers):
+    flags = [*tiny_flags, "--max_train_steps", 1000, "--output_dir", tmp_path, "--dataloader_num_workers", workers]
+    [run] = server.start([INJECT, script, "signal", "--value", number, "--step", 5, "--", *flags])
+    assert run.wait() == 75, run.text()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-5"] and all_valid(tmp_path)
+
+
+def test_two_interrupts_leave_at_once(server, script, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--max_train_steps", 1000, "--checkpointing_steps", 2, "--output_dir", tmp_path]
+    [run] = server.start([INJECT, script, "signal", "--value", "SIGINT,SIGINT", "--step", 5, "--", *flags])
+    assert run.wait() == 128 + signal.SIGINT, run.text()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"] and all_valid(tmp_path)
+
+
+# ---- launched as users do
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "accelerate_configs/cpu.yaml"]
+
+
+def members(folder: Path) -> dict[int, list[str]]:
+    """The processes that have `folder` in their command line, zombies left out."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended just now
+            words = (path / "cmdline").read_bytes().decode().split("\0")
+            if str(folder) in words and int(path.name) != os.getpid():
+                found[int(path.name)] = words
+    return found
+
+
+def training(folder: Path) -> list[int]:
+    launchers = ("torch.distributed.run", "accelerate.commands.launch")
+    return [pid for pid, words in members(folder).items() if not set(words) & set(launchers)]
+
+
+@contextlib.contextmanager
+def launched(launcher: list, script_and_flags: list, folder: Path):
+    """A launcher and its processes, of which none is left in the end."""
+    command = [sys.executable, *launcher, *script_and_flags, "--output_dir", folder]
+    process = start_command(command, script_environment(2))
+    try:
+        yield process
+    finally:
+        end_group(process)
+        for pid in members(folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def wait_until(condition, seconds: float, process: subprocess.Popen | None = None) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def test_a_rank_that_hangs_under_torchrun(script, tiny_flags, tmp_path):
+    fault = ["signal", "--value", "SIGSTOP", "--rank", 1, "--step", 5]
+    flags = [*tiny_flags, *HALVES, "--checkpointing_steps", 2]
+    with launched(TORCHRUN, [ROOT / INJECT, script, *fault, "--", *flags], tmp_path) as process:
+        wait_until(lambda: newest(tmp_path) == 4, 90, process)
+        wait_until(lambda: len(training(tmp_path)) == 1, TIMEOUT + GRACE)  # the one that hangs
+        _, errors = process.communicate(timeout=30 + GRACE)  # torchrun asks it by SIGTERM for 30 s, then kills it
+        assert process.returncode == 1, errors
+        assert "Timed out waiting 5000ms" in errors
+        assert not members(tmp_path) and all_valid(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [(TORCHRUN, "SIGKILL"), (ACCELERATE, "SIGKILL"), (ACCELERATE, "SIGTERM"), (TORCHRUN, "SIGTERM")],
+    ids=["torchrun-SIGKILL", "accelerate-SIGKILL", "accelerate-SIGTERM", "torchrun-SIGTERM"],
+)
+def test_a_launcher_that_ends_leaves_no_process_and_a_checkpoint(script, tiny_flags, tmp_path, launcher, number):
+    batch = 4 if launcher is TORCHRUN else 8
+    flags = [*tiny_flags, "--train_batch_size", batch, "--max_train_steps", 100_000, "--checkpointing_steps", 10]
+    with launched(launcher, [ROOT / script, *flags], tmp_path) as process:
+        wait_until(lambda: newest(tmp_path) >= 10, 90, process)
+        assert len(training(tmp_path)) == 8 // batch
+        os.kill(process.pid, getattr(signal, number))
+        process.wait(GRACE)
+        wait_until(lambda: not training(tmp_path), GRACE)
+        assert all_valid(tmp_path)
+        assert (tmp_path / "exit_status").read_text() == "75\n"
+        assert not list(tmp_path.glob(".tmp-checkpoint*"))

@@ -1,0 +1,140 @@
+"""Resuming with other options and on other numbers of processes: refused with a diff, or the same run."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import logged_scalars
+from kills import BYTES, newest, same
+from safetensors.torch import load_file
+
+from utils.checkpoints import list_checkpoints
+
+TOUCHED = (".lock", "exit_status")  # by a start that is then refused
+INJECT = "tests/faults/inject.py"
+STEPS, IMAGES, BATCH = 24, 40, 8
+WEIGHTS_TOLERANCE = 1e-3  # relative, per tensor; 6e-5 was measured: Adam enlarges rounding where gradients are tiny
+
+
+@pytest.fixture(scope="module")
+def run_to_resume(server, script, tiny_flags, tmp_path_factory):
+    """Flags of a finished run with checkpoints at 4 and 8, and its folder."""
+    folder = tmp_path_factory.mktemp("run")
+    flags = [*tiny_flags, "--checkpointing_steps", 4, "--output_dir", folder]
+    [run] = server.start([script, *flags])
+    assert run.wait() == 0, run.text()
+    return flags, folder
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "difference"),
+    [
+        ("learning_rate", 2e-3, "learning_rate: 0.001 in the checkpoint, 0.002 now"),
+        ("seed", 1, "seed: 0 in the checkpoint, 1 now"),
+        ("train_batch_size", 4, "global_batch_size: 8 in the checkpoint, 4 now"),
+        ("lr_warmup_steps", 2, "lr_warmup_steps: 4 in the checkpoint, 2 now"),
+        ("max_train_images", 100, "max_train_images: None in the checkpoint, 100 now"),
+    ],
+)
+def test_a_changed_option_is_refused_with_a_diff(server, script, run_to_resume, flag, value, difference):
+    flags, folder = run_to_resume
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name not in TOUCHED}
+    [run] = server.start([script, *flags, "--resume_from_checkpoint", "checkpoint-4", f"--{flag}", value])
+    assert run.wait() == 2, run.text()
+    assert difference in run.text() and "--allow_option_change " in run.text()
+    assert "Traceback" not in run.text()
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_a_network_that_changed_under_its_name_is_refused(server, script, tiny_flags, tmp_path):
+    named = tiny_flags.index("--model_config_name_or_path") + 1
+    config = json.loads(Path(tiny_flags[named], "config.json").read_text())
+    (tmp_path / "network").mkdir()
+    (tmp_path / "network/config.json").write_text(json.dumps(config))
+    flags = [*tiny_flags, "--checkpointing_steps", 4, "--output_dir", tmp_path / "run"]
+    flags[named] = tmp_path / "network"
+    [run] = server.start([script, *flags])
+    assert run.wait() == 0, run.text()
+    resume = [*flags, "--resume_from_checkpoint", "checkpoint-4"]
+    (tmp_path / "network").rename(tmp_path / "moved")  # the same under another name is the same
+    resume[named] = tmp_path / "moved"
+    [run] = server.start([script, *resume])
+    assert run.wait() == 0, run.text()
+    (tmp_path / "moved/config.json").write_text(json.dumps(config | {"act_fn": "gelu"}))
+    [run] = server.start([script, *resume])
+    assert run.wait() == 2 and "network.act_fn: silu in the checkpoint, gelu now" in run.text(), run.text()
+
+
+def test_harmless_options_pass_and_others_when_allowed(server, script, run_to_resume):
+    flags, folder = run_to_resume
+    weights = {name: (folder / "checkpoint-8" / name).read_bytes() for name in BYTES}
+    resume = [*flags, "--resume_from_checkpoint", "checkpoint-4"]
+    harmless = ["--logging_steps", 3, "--checkpointing_steps", 2, "--dataloader_num_workers", 2, "--cache_images", "no"]
+    harmless += ["--eval_batch_size", 2, "--save_images_steps", 3, "--checkpoints_total_limit", 5]
+    [run] = server.start([script, *resume, *harmless, "--train_batch_size", 4, "--gradient_accumulation_steps", 2])
+    assert run.wait() == 0, run.text()
+    [run] = server.start([script, *resume, *harmless])
+    assert run.wait() == 0, run.text()
+    assert all((folder / "checkpoint-8" / name).read_bytes() == content for name, content in weights.items())
+    [run] = server.start([script, *resume, "--learning_rate", 2e-3, "--allow_option_change", "learning_rate"])
+    assert run.wait() == 0, run.text()
+    assert (folder / "checkpoint-8" / BYTES[0]).read_bytes() != weights[BYTES[0]]
+
+
+def largest_difference(first: Path, second: Path) -> float:
+    first, second = load_file(first), load_file(second)
+    return max(((first[k] - second[k]).norm() / first[k].norm().clamp(min=1e-6)).item() for k in first)
+
+
+def test_2_then_1_then_4_processes_train_as_1(server, script, tiny_flags, tmp_path):
+    """Each life ends by a signal; almost five passes over 40 images, of which each shows every image once."""
+    flags = [*tiny_flags, "--max_train_steps", STEPS, "--max_train_images", IMAGES, "--checkpointing_steps", STEPS]
+    traces = tmp_path / "whole-trace", tmp_path / "elastic-trace"
+    whole, elastic = tmp_path / "whole", tmp_path / "elastic"
+    [run] = server.start([INJECT, script, "none", "--record", traces[0], "--", *flags, "--output_dir", whole])
+    assert run.wait() == 0, run.text()
+    resume = ["--output_dir", elastic, "--resume_from_checkpoint", "latest"]
+    lives, updates = [], []
+    for processes, stop_after in ((2, 7), (1, 8), (4, None)):
+        fault = ["signal", "--value", "SIGTERM", "--step", stop_after] if stop_after else ["none"]
+        split = ["--train_batch_size", BATCH // processes]
+        command = [INJECT, script, *fault, "--record", traces[1], "--", *flags, *resume, *split]
+        runs = server.start(command, processes)
+        assert [run.wait() for run in runs] == [75 if stop_after else 0] * processes, runs[0].text()
+        updates += images_of_updates(traces[1])
+        traces[1].unlink()
+        assert len(updates) == newest(elastic)  # no update was done twice and none left out
+        lives.append(newest(elastic))
+    assert lives[0] < lives[1] < lives[2] == STEPS
+    assert [sorted(u) for u in updates] == [sorted(u) for u in images_of_updates(traces[0])]
+    images = [image for update in updates for image in sorted(update)]
+    for start in range(0, len(images) - IMAGES, IMAGES):
+        assert sorted(images[start : start + IMAGES]) == list(range(IMAGES))
+    for tag, tolerance in {"train/loss": 1e-5, "train/grad_norm": 1e-4, "train/lr": 0, "train/samples_seen": 0}.items():
+        expected, actual = (logged_scalars(folder, tag) for folder in (whole, elastic))
+        assert actual == pytest.approx(expected, rel=tolerance), tag
+    last = f"checkpoint-{STEPS}"
+    differences = [largest_difference(whole / last / file, elastic / last / file) for file in BYTES[:2]]
+    print("largest relative differences of weights and EMA:", differences)
+    assert max(differences) < WEIGHTS_TOLERANCE
+    assert not same(whole / last / BYTES[0], elastic / last / BYTES[0])  # it was another summation order
+
+
+def images_of_updates(trace: Path) -> list[list[int]]:
+    """The images of each update, over all ranks."""
+    ranks = {}
+    for line in trace.read_text().splitlines():
+        rank, *images = map(int, line.split())
+        ranks.setdefault(rank, []).append(images)
+    return [[image for part in parts for image in part] for parts in zip(*ranks.values(), strict=True)]
+
+
+def test_a_global_batch_that_does_not_divide_is_refused(server, script, run_to_resume):
+    flags, folder = run_to_resume
+    command = [script, *flags, "--resume_from_checkpoint", "latest", "--train_batch_size", 3]
+    runs = server.start(command, 3)
+    assert [run.wait() for run in runs] == [2, 2, 2], runs[0].text()
+    said = "".join(run.text() for run in runs)  # by whichever rank is first, and by no other
+    assert said.count("global_batch_size: 8 in the checkpoint, 9 now") == 1
+    assert "keep the product" in said
+    assert [path.name for path in list_checkpoints(folder)][-1] == "checkpoint-8"

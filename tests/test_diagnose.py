@@ -1,0 +1,102 @@
+"""diagnose.py and the doctor in the loop, on runs that the training script made."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, run_script
+
+import diagnose
+from utils.errors import UserError
+from utils.findings import CATALOGUE, table
+from utils.history import HISTORY, read_history
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_flags) -> list[str]:
+    return [
+        *tiny_flags,
+        "--max_train_steps",
+        "60",
+        "--logging_steps",
+        "10",
+        "--lr_warmup_steps",
+        "10",
+        "--train_batch_size",
+        "16",
+    ]
+
+
+def codes(folder: Path) -> list[str]:
+    return [finding["code"] for finding in json.loads((folder / "diagnosis.json").read_text())]
+
+
+@pytest.fixture
+def healthy(train, flags, tmp_path) -> Path:
+    assert train([*flags, "--output_dir", tmp_path / "healthy", "--checkpointing_steps", "30"]) == 0
+    return tmp_path / "healthy"
+
+
+def run_doctor(capsys, *arguments) -> tuple[int, str]:
+    capsys.readouterr()
+    status = diagnose.main(diagnose.parse_args([str(argument) for argument in arguments]))
+    return status, capsys.readouterr().out
+
+
+def test_a_healthy_run_has_no_findings_and_a_report(healthy, train, flags, capsys):
+    assert codes(healthy) == []
+    assert "<svg" in (healthy / "report.html").read_text()
+    status, output = run_doctor(capsys, healthy)
+    assert status == 0
+    assert "OK    data-range" in output and "FAIL" not in output and "WARN" not in output
+    # A pipeline that this project's training did not record, on the data that it was made from.
+    cache = flags[flags.index("--cache_dir") + 1]
+    status, output = run_doctor(capsys, "--pipeline", healthy, "--dataset_name", "digits", "--cache_dir", cache, "--json")
+    found = json.loads(output)
+    assert status == 0 and "timestep-ignored" in found["healthy"]
+    assert found["probe"]["ideal_denoiser_gap"].keys() == found["probe"]["error"].keys()
+    assert found["data"]["images"] == 1797
+    # Resuming halfway repeats nothing in the record.
+    resume = [*flags, "--output_dir", healthy, "--resume_from_checkpoint", "checkpoint-30"]
+    assert train(resume) == 0
+    steps = [record["step"] for record in read_history(healthy / HISTORY) if "train/loss" in record]
+    assert steps == [10, 20, 30, 40, 50, 60]
+    assert sum("data" in record for record in read_history(healthy / HISTORY)) == 1
+
+
+def test_a_fault_is_said_once_recorded_and_can_end_the_run(train, flags, tmp_path, monkeypatch, capsys):
+    import utils.augmentation
+
+    monkeypatch.setattr(
+        utils.augmentation, "to_unit_range", lambda images, max_value: images.to(torch.float32).div_(max_value / 255)
+    )
+    assert train([*flags, "--output_dir", tmp_path / "on"]) == 0
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("critical: data-range") == 1
+    assert codes(tmp_path / "on")[0] == "data-range"
+    status, output = run_doctor(capsys, tmp_path / "on", "--no_report")
+    assert status == 1 and output.startswith("FAIL  data-range")
+    assert train([*flags, "--output_dir", tmp_path / "off", "--stop_on", "critical", "--checkpointing_steps", "50"]) == 3
+    assert (tmp_path / "off" / "checkpoint-10").is_dir() and not (tmp_path / "off" / "model_index.json").exists()
+
+
+def test_the_doctor_looks_at_data_alone(train, flags, capsys, tmp_path):
+    cache = flags[flags.index("--cache_dir") + 1]
+    common = ["--dataset_name", "digits", "--resolution", "16", "--image_channels", "1", "--cache_dir", cache]
+    status, output = run_doctor(capsys, *common, "--json")
+    assert status == 0 and json.loads(output)["healthy"] == ["class-imbalance", "data-alike"]
+
+
+def test_what_cannot_be_diagnosed_ends_with_status_2(tmp_path):
+    for arguments in ([], ["somewhere", "--dataset_name", "digits"], ["--pipeline", "x"]):
+        with pytest.raises(UserError, match="name a run"):
+            diagnose.parse_args(arguments)
+    result = run_script("diagnose.py", [tmp_path / "nothing"])
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "holds no run" in result.stderr
+
+
+def test_every_finding_is_judged_somewhere_and_documented():
+    assert {code for codes in diagnose.EVIDENCE.values() for code in codes} == set(CATALOGUE)
+    assert table() in (ROOT / "docs" / "findings.md").read_text()

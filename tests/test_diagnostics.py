@@ -1,0 +1,236 @@
+"""The doctor's rules: each fires on its trace and is silent just on the healthy side of it, on made-up records."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from utils.diagnostics import RULES, diagnose
+from utils.findings import CATALOGUE, SEVERITIES, Finding, table
+from utils.run_record import RunRecord
+
+REPORTS, EVERY = 20, 50
+LAYER_NAMES = ("conv_in.weight", "mid_block.weight", "conv_out.weight")
+
+
+def layers(**figures: float) -> dict:
+    return {name: {"weight": 0.1, "gradient": 1e-3, "update": 1e-3, **figures} for name in LAYER_NAMES}
+
+
+def report(number: int, **figures) -> dict:
+    """The `number`-th report (from 1) of a healthy run."""
+    step = number * EVERY
+    quartiles = {f"train/timestep_share_quartile_{i}": 0.25 for i in (1, 2, 3, 4)}
+    return {
+        "step": step,
+        "train/loss": 0.1 + 1 / number,
+        "train/grad_norm": 0.5 + 1 / number,
+        "train/clip_value": 1.0,
+        "train/skipped_updates": 0.0,
+        "train/bad_updates_in_a_row": 0.0,
+        "train/ema_decay": 1 - step**-0.75,
+        "train/ema_distance": 0.05 / number,
+        "train/ema_norm": 10 + 0.01 * number,
+        "train/timesteps_drawn": 800.0,
+        "perf/data_wait": 0.02,
+        "data/min": -1.0,
+        "data/max": 1.0,
+        "data/mean": -0.4,
+        "data/std": 0.7,
+        "layers": layers(),
+        **quartiles,
+        **figures,
+    }
+
+
+DATA = {"min": -1.0, "max": 1.0, "mean": [-0.4], "std": [0.7], "copies": {"share": 0.02}, "near_copies": {"share": 0.1}}
+DATA["classes"] = {"number": 10, "largest_share": 0.12}
+SCHEDULE = {"alphas_cumprod": [0.9999 * math.exp(-10 * (t / 100) ** 2) for t in range(101)]}  # the linear schedule
+SAMPLES = {
+    "sampler": {"prediction_type": "epsilon", "beta_schedule": "linear"},
+    "trained": {"prediction_type": "epsilon", "beta_schedule": "linear"},
+}
+
+
+def by_level(clean: float, noisy: float) -> dict:
+    return {"0": clean, "500": noisy, "999": noisy}
+
+
+PROBE = {
+    "prediction_type": "epsilon",
+    "errors_as": {"epsilon": by_level(0.9, 0.1), "sample": by_level(3.0, 3.0), "v_prediction": by_level(0.9, 1.5)},
+    "timestep_response": 0.1,
+    "error": {"0": 1.0, "100": 0.2, "500": 0.1, "900": 0.05, "999": 0.05},
+    "held_out_error": {"0": 1.0, "100": 0.22, "500": 0.11, "900": 0.05, "999": 0.05},
+}
+
+
+def run(change=None, *, options=None, data=None, schedule=None, samples=None, probe=None, validation=()) -> RunRecord:
+    """A healthy run of 20 reports, changed: `change(number)` gives other figures of a report, the rest other records."""
+    history = [{"step": 0, "data": DATA | (data or {}), "schedule": SCHEDULE | (schedule or {})}]
+    history += [report(number, **(change(number) if change else {})) for number in range(1, REPORTS + 1)]
+    last = REPORTS * EVERY
+    history += [{"step": last * (i + 1) // len(validation), "validation/loss": v} for i, v in enumerate(validation)]
+    history += [{"step": last, "samples": SAMPLES | (samples or {})}, {"step": last, "probe": PROBE | (probe or {})}]
+    return RunRecord(
+        Path("run"),
+        options={"lr_warmup_steps": 100, "learning_rate": 1e-3, **(options or {})},
+        resolved={"max_train_steps": last},
+        history=sorted(history, key=lambda record: record["step"]),
+    )
+
+
+def codes(record: RunRecord) -> list[str]:
+    return [finding.code for finding in diagnose(record)]
+
+
+def shares(first: float):
+    rest = (1 - first) / 3
+    values = dict(zip((f"train/timestep_share_quartile_{i}" for i in (1, 2, 3, 4)), (first, rest, rest, rest)))
+    return lambda number: values
+
+
+def updates(size: float, warmup: int = 0):
+    return lambda number: {"layers": layers(update=size if number > warmup else 0.0)}
+
+
+def linear_schedule(total_beta: float) -> dict:
+    return {"alphas_cumprod": [0.9999 * math.exp(-total_beta * (t / 100) ** 2) for t in range(101)]}
+
+
+# code -> (a run that must show it, one that just must not)
+CASES = {
+    "data-range": [
+        (run(lambda n: {"data/max": 255.0}), run(lambda n: {"data/max": 1.01})),
+        (run(lambda n: {"data/min": -3.0}), run(lambda n: {"data/min": -1.01})),
+        (run(lambda n: {"data/min": 0.0, "data/std": 0.35}), run(lambda n: {"data/min": 0.0, "data/std": 0.5})),
+        (run(lambda n: {"data/mean": -1.0, "data/std": 0.005}), run(lambda n: {"data/mean": -0.3, "data/std": 0.8})),
+    ],
+    "data-alike": [
+        (run(data={"copies": {"share": 0.9}}), run(data={"copies": {"share": 0.09}})),
+        (run(data={"near_copies": {"share": 0.4}}), run(data={"near_copies": {"share": 0.29}})),
+        (run(data={"near_copies": {"share": 0.4}}), run(data={"near_copies": None})),
+    ],
+    "class-imbalance": [
+        (
+            run(data={"classes": {"number": 10, "largest_share": 0.95}}),
+            run(data={"classes": {"number": 10, "largest_share": 0.7}}),
+        ),
+        (
+            run(data={"classes": {"number": 2, "largest_share": 0.96}}),
+            run(data={"classes": {"number": 2, "largest_share": 0.9}}),
+        ),
+        (
+            run(data={"classes": {"number": 10, "largest_share": 0.95}}),
+            run(data={"classes": {"number": 10, "largest_share": 0.95}}, options={"balanced_sampling": True}),
+        ),
+    ],
+    "schedule-leaves-signal": [(run(schedule=linear_schedule(2.0)), run(schedule=linear_schedule(5.0)))],
+    "schedule-destroys-early": [(run(schedule=linear_schedule(100.0)), run(schedule=linear_schedule(15.0)))],
+    "timesteps-uneven": [(run(shares(0.02)), run(shares(0.15)))],
+    "sampler-mismatch": [
+        (
+            run(samples={"sampler": {"beta_schedule": "scaled_linear"}}),
+            run(samples={"sampler": {"beta_schedule": "linear"}}),
+        ),
+        (
+            run(probe={"errors_as": {"epsilon": by_level(0.9, 1.2), "v_prediction": by_level(0.9, 0.3)}}),
+            run(probe={"errors_as": {"epsilon": by_level(0.5, 1.2), "v_prediction": by_level(0.9, 0.3)}}),
+        ),
+    ],
+    "timestep-ignored": [(run(probe={"timestep_response": 0.0}), run(probe={"timestep_response": 1e-3}))],
+    "no-gradient": [
+        (
+            run(lambda n: {"layers": layers() | {"mid_block.weight": {"weight": 0.1, "gradient": 0.0, "update": 0.0}}}),
+            run(lambda n: {"layers": layers() | {"mid_block.weight": {"weight": 0.1, "gradient": 1e-9, "update": 1e-3}}}),
+        )
+    ],
+    "non-finite": [
+        (run(lambda n: {"train/skipped_updates": float(n > 5)}), run()),
+        (run(lambda n: {"train/skipped_updates": 40.0 * n, "train/bad_updates_in_a_row": 9.0}), run()),
+    ],
+    "fp16-scale-collapse": [(run(lambda n: {"train/loss_scale": 2.0 ** (16 - n)}), run(lambda n: {"train/loss_scale": 64.0}))],
+    "clip-too-tight": [(run(lambda n: {"train/clip_value": 1e-3}), run(lambda n: {"train/clip_value": 0.01}))],
+    "gradients-exploding": [
+        (run(lambda n: {"train/grad_norm": 1.6**n}), run(lambda n: {"train/grad_norm": 1.1**n})),
+    ],
+    "lr-too-high": [(run(updates(0.5)), run(updates(0.02)))],
+    "no-warmup": [(run(updates(0.5), options={"lr_warmup_steps": 0}), run(updates(5e-3), options={"lr_warmup_steps": 0}))],
+    "lr-too-low": [(run(updates(1e-6)), run(updates(1e-4)))],
+    "overfitting": [
+        (run(validation=(0.5, 0.3, 0.25, 0.3, 0.4)), run(validation=(0.5, 0.3, 0.25, 0.252, 0.255))),
+        (run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}}), run(probe={"held_out_error": {}})),
+    ],
+    "ema-frozen": [
+        (run(lambda n: {"train/ema_norm": 10.0}), run(lambda n: {"train/ema_norm": 10 + 1e-6 * n})),
+        (run(lambda n: {"train/ema_norm": 10.0}), run(lambda n: {"train/ema_norm": 10.0, "layers": layers(update=0.0)})),
+    ],
+    "ema-too-long": [(run(lambda n: {"train/ema_decay": 0.9999}), run(lambda n: {"train/ema_decay": 0.99}))],
+    "data-starved": [(run(lambda n: {"perf/data_wait": 0.7}), run(lambda n: {"perf/data_wait": 0.15}))],
+}
+
+
+def test_a_healthy_run_has_no_finding():
+    assert diagnose(run()) == []
+
+
+@pytest.mark.parametrize(("code", "number"), [(code, i) for code, pairs in CASES.items() for i in range(len(pairs))])
+def test_a_rule_fires_on_its_trace_and_not_beside_it(code, number):
+    sick, healthy = CASES[code][number]
+    assert code in codes(sick)[:2]
+    assert code not in codes(healthy)
+
+
+def test_every_finding_of_the_catalogue_can_be_made():
+    assert set(CASES) == set(CATALOGUE)
+    assert all(f"`{code}`" in table() for code in CASES)
+
+
+def test_findings_come_the_most_severe_first():
+    sick = run(lambda n: {"perf/data_wait": 0.9, "data/max": 255.0}, data={"copies": {"share": 0.2}})
+    severities = [SEVERITIES.index(finding.severity) for finding in diagnose(sick)]
+    assert severities == sorted(severities)
+    assert codes(sick)[0] == "data-range"
+
+
+def test_causes_come_before_what_follows_from_them():
+    torn = run(lambda n: {"train/grad_norm": 1.6**n, "layers": layers(update=0.5)})
+    assert codes(torn).index("lr-too-high") < codes(torn).index("gradients-exploding")
+
+
+def test_growing_gradients_are_not_a_tight_limit():
+    assert codes(run(lambda n: {"train/grad_norm": 2.0**n})) == ["gradients-exploding"]
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_a_record_of_next_to_nothing_gives_nothing(length):
+    healthy = run()
+    assert diagnose(RunRecord(Path("run"), history=[r for r in healthy.history if "train/loss" in r][:length])) == []
+    assert diagnose(RunRecord(Path("run"), {}, {}, {}, [{"step": 1}] * length)) == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0])
+def test_no_value_of_a_figure_makes_the_rules_fail(value):
+    def broken(item):
+        if isinstance(item, dict):
+            return {key: broken(inner) if key != "step" else inner for key, inner in item.items()}
+        if isinstance(item, list):
+            return [broken(inner) for inner in item]
+        return value if isinstance(item, float) else item
+
+    record = run(validation=(0.5, 0.3, 0.25, 0.3, 0.4))
+    record.history = [broken(line) for line in record.history]
+    for finding in diagnose(record):
+        assert isinstance(finding, Finding) and finding.line
+
+
+def test_a_nan_in_some_reports_hides_nothing_in_the_others():
+    def change(number):
+        return {"data/min": math.nan, "data/max": math.nan} if number % 2 else {"data/max": 255.0}
+
+    assert codes(run(change)) == ["data-range"]
+
+
+def test_each_rule_works_alone_on_a_record_without_its_figures():
+    for rule in RULES:
+        assert list(rule(RunRecord(Path("run")))) == []

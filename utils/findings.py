@@ -1,0 +1,215 @@
+"""What the doctor can find: each finding's code, its likely cause and what to try. docs/findings.md is made from this table."""
+
+from dataclasses import dataclass, field
+
+SEVERITIES = ("critical", "warning", "info")
+
+
+@dataclass(frozen=True)
+class Entry:
+    title: str
+    cause: str
+    fixes: tuple[str, ...]
+
+
+@dataclass
+class Finding:
+    """One thing that is wrong in a run: `evidence` has the numbers that say so, `step` the update at which they were seen."""
+
+    code: str
+    severity: str  # of SEVERITIES
+    evidence: str
+    step: int | None = None
+    title: str = field(init=False)
+    cause: str = field(init=False)
+    fixes: list[str] = field(init=False)
+
+    def __post_init__(self):
+        entry = CATALOGUE[self.code]
+        self.title, self.cause, self.fixes = entry.title, entry.cause, list(entry.fixes)
+
+    @property
+    def line(self) -> str:
+        return f"{self.severity}: {self.code}: {self.title} ({self.evidence}). Try: {self.fixes[0]}"
+
+
+CATALOGUE: dict[str, Entry] = {
+    "data-range": Entry(
+        "the images that the network sees are not in [-1, 1]",
+        "they were scaled twice, or not at all, or to [0, 1]; the noise schedule assumes [-1, 1]",
+        (
+            "scale uint8 by x / 127.5 - 1, once",
+            "look at one batch: its min, max and mean are in the report",
+        ),
+    ),
+    "data-alike": Entry(
+        "the images are copies of a few, or nearly so",
+        "duplicated rows, a broken decoder that gives one image, or a data set made by repeating a small one",
+        (
+            "remove the duplicates",
+            "check the image column and the decoder: look at a grid of the data",
+        ),
+    ),
+    "class-imbalance": Entry(
+        "one class is most of the data",
+        "the classes were collected unevenly; rare ones will hardly be generated",
+        (
+            "--balanced_sampling",
+            "collect or weight the rare classes",
+        ),
+    ),
+    "overfitting": Entry(
+        "held-out images are much harder than training images, or become so",
+        "the network memorises: too many passes over too few images for its size",
+        (
+            "stop at the best checkpoint (--resume_from_checkpoint best, --early_stopping_patience 3)",
+            "more images",
+            "--random_flip",
+            "--dropout 0.1",
+            "a smaller network",
+        ),
+    ),
+    "schedule-leaves-signal": Entry(
+        "the last timestep still shows the image",
+        "the betas are too small for the number of steps: sampling starts from pure noise, which the network never saw",
+        (
+            "--ddpm_num_steps 1000 with the linear schedule",
+            "--ddpm_beta_schedule squaredcos_cap_v2",
+            "--rescale_betas_zero_snr with --prediction_type v_prediction",
+        ),
+    ),
+    "schedule-destroys-early": Entry(
+        "most timesteps are pure noise",
+        "the betas are too large for the number of steps: the network spends its training where nothing is to be seen",
+        (
+            "--ddpm_beta_schedule squaredcos_cap_v2",
+            "smaller betas or fewer steps",
+        ),
+    ),
+    "timesteps-uneven": Entry(
+        "parts of the noise schedule are hardly trained",
+        "timesteps are not drawn uniformly from the whole range",
+        (
+            "draw timesteps with torch.randint(0, num_train_timesteps, ...)",
+            "check the upper bound: it is exclusive",
+        ),
+    ),
+    "sampler-mismatch": Entry(
+        "samples are drawn with another process than was trained",
+        "the sampling scheduler's prediction type or noise schedule is not the training's",
+        (
+            "build the sampler from the training scheduler's config",
+            "export the scheduler with the model",
+        ),
+    ),
+    "timestep-ignored": Entry(
+        "the network does not see the timestep",
+        "the time embedding is not connected, is scaled to nothing, or is the same for all steps",
+        (
+            "check that timesteps are passed on and reach every block",
+            "pass integer timesteps, not fractions",
+        ),
+    ),
+    "non-finite": Entry(
+        "updates were skipped because a loss or gradient was not finite",
+        "a damaged image, an overflow in half precision, or a learning rate at the edge of divergence",
+        (
+            "read nan_report/: it names the samples and the first bad module",
+            "bf16 in place of fp16",
+            "a lower --learning_rate or longer --lr_warmup_steps",
+        ),
+    ),
+    "fp16-scale-collapse": Entry(
+        "the GradScaler's scale has collapsed",
+        "fp16 gradients overflow again and again, so the scale falls until small gradients vanish",
+        (
+            "--mixed_precision bf16",
+            "a lower --learning_rate",
+            "find the overflow: nan_report/ names the module",
+        ),
+    ),
+    "no-gradient": Entry(
+        "part of the network gets no gradient",
+        "it is detached, frozen, multiplied by zero, or not on the way from input to loss",
+        (
+            "look for .detach(), requires_grad_(False) or a zero gate in the layers named",
+            "leave them out of the network if they are not needed",
+        ),
+    ),
+    "gradients-exploding": Entry(
+        "gradients grow without end",
+        "an unstable network or loss: no normalisation on some path, a loss weight that grows, a learning rate near its limit",
+        (
+            "--max_grad_norm 1",
+            "--adaptive_clipping",
+            "learning rate / 2 to / 5",
+            "look at the layers whose gradients grow first",
+        ),
+    ),
+    "clip-too-tight": Entry(
+        "nearly all of every gradient is clipped away",
+        "--max_grad_norm is far below the gradients' usual norm; with Adam, epsilon then rules the step",
+        (
+            "--max_grad_norm 1",
+            "--adaptive_clipping",
+        ),
+    ),
+    "no-warmup": Entry(
+        "a high learning rate starts without warm-up",
+        "Adam's second moments are empty in the first updates, so each is a full-size step in every direction",
+        (
+            "--lr_warmup_steps 500 (5-10 k on long runs)",
+            "learning rate / 2 to / 5",
+        ),
+    ),
+    "lr-too-high": Entry(
+        "the learning rate is too high",
+        "each update changes the weights by more than the loss surface bears",
+        (
+            "learning rate / 2 to / 5",
+            "longer --lr_warmup_steps",
+            "a larger batch",
+        ),
+    ),
+    "lr-too-low": Entry(
+        "the learning rate is too low",
+        "the weights hardly move: at this pace the run ends before it has learned",
+        (
+            "learning rate x 10",
+            "check the unit: 1e-4 is usual for a U-Net with Adam, 1e-3 for a small one",
+        ),
+    ),
+    "ema-frozen": Entry(
+        "the averaged weights do not follow the raw ones",
+        "the EMA is not updated, or updated before the step, or on a copy of the model that is not trained",
+        (
+            "update the EMA after every optimizer step, from the unwrapped model",
+            "check that ema_decay is below 1",
+        ),
+    ),
+    "ema-too-long": Entry(
+        "the average still holds much of the run's beginning",
+        "the EMA's decay is too high for a run of this length",
+        (
+            "--ema_max_decay 0.999 (or 1 - 10 / updates)",
+            "keep the warm-up: --ema_inv_gamma 1 --ema_power 0.75",
+            "train longer",
+        ),
+    ),
+    "data-starved": Entry(
+        "the device waits for data",
+        "decoding or the disk is slower than training",
+        (
+            "--cache_images yes (decode once)",
+            "--dataloader_num_workers 4",
+            "--cache_dir on a local disk",
+        ),
+    ),
+}
+
+
+def table() -> str:
+    """The findings as a Markdown table, in the order in which the doctor ranks them."""
+    rows = ["| code | what it says | likely cause | what to try |", "|---|---|---|---|"]
+    rows += [f"| `{code}` | {e.title} | {e.cause} | {'; '.join(e.fixes)} |" for code, e in CATALOGUE.items()]
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,64 @@
+"""A run as its folder records it: what the doctor and the report look at, whether the run goes on, ended or crashed."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from utils.errors import UserError
+from utils.history import HISTORY, read_history
+from utils.run_folder import EXIT_STATUS
+
+
+@dataclass
+class RunRecord:
+    """Flags, facts and figures of one run; `history` as in utils/history.py."""
+
+    output_dir: Path
+    options: dict = field(default_factory=dict)  # every flag
+    resolved: dict = field(default_factory=dict)  # what followed from them, such as max_train_steps
+    scheduler: dict = field(default_factory=dict)  # the noise schedule's config that the pipeline was exported with, if it was
+    history: list[dict] = field(default_factory=list)
+    command: str = ""  # that of the newest start
+    starts: list[str] = field(default_factory=list)  # when it was started and resumed, ISO 8601, oldest first
+    git_commit: str | None = None
+    versions: dict = field(default_factory=dict)
+    exit_status: int | None = None  # None while the run goes on, and after a crash
+
+    @classmethod
+    def read(cls, output_dir: Path) -> "RunRecord":
+        """Raises UserError where there is no run."""
+        try:
+            recorded = json.loads((output_dir / "options.json").read_text())
+        except FileNotFoundError:
+            raise UserError(f"{output_dir} holds no run (no options.json)") from None
+        except ValueError as error:
+            raise UserError(f"{output_dir}/options.json is damaged: {error}") from None
+        scheduler = output_dir / "scheduler" / "scheduler_config.json"
+        return cls(
+            output_dir,
+            recorded.get("options", {}),
+            recorded.get("resolved", {}),
+            json.loads(scheduler.read_text()) if scheduler.exists() else {},
+            read_history(output_dir / HISTORY),
+            command=recorded.get("command") or "",
+            starts=[s["started"] for s in (*recorded.get("earlier_starts", []), recorded) if s.get("started")],
+            git_commit=recorded.get("git_commit"),
+            versions=recorded.get("versions") or {},
+            exit_status=_exit_status(output_dir),
+        )
+
+    def series(self, tag: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of a logged scalar, oldest first; empty where it was never recorded."""
+        points = [(record["step"], record[tag]) for record in self.history if tag in record]
+        return [step for step, _ in points], [value for _, value in points]
+
+    def records(self, key: str) -> list[tuple[int, dict]]:
+        """(step, record) of one of the kinds that are dicts: "layers", "data", "probe", "samples"; oldest first."""
+        return [(record["step"], record[key]) for record in self.history if isinstance(record.get(key), dict)]
+
+
+def _exit_status(output_dir: Path) -> int | None:
+    try:
+        return int((output_dir / EXIT_STATUS).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
