@@ -76,7 +76,9 @@ def trained_classifier(images: ImageSet, cache_dir: Path | None) -> Classifier:
         )
     key = f"{VERSION} {images.fingerprint} {content_fingerprint(images)} {len(images)}"
     path = cache_dir and cache_dir / f"classifier-{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
-    classifier = Classifier(images.shape[0], classes)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        classifier = Classifier(images.shape[0], classes)
     if not (path and _load(classifier, path)):
         classifier.accuracy = _train(classifier, images)
         if path:
@@ -91,11 +93,6 @@ def _train(classifier: Classifier, images: ImageSet) -> float:
     order = np.random.default_rng(0).permutation(len(images))
     held_out, trained = order[: max(1, int(_HELD_OUT * len(order)))], order[max(1, int(_HELD_OUT * len(order))) :]
     labels = torch.from_numpy(images.labels)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for module in classifier.modules():
-            if isinstance(module, (nn.Conv2d, nn.Linear)):
-                module.reset_parameters()
     classifier.to(device).train()
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=_LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=_STEPS)
