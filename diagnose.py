@@ -29,6 +29,9 @@ EVIDENCE = {
     "train/ema_norm": ("ema-frozen", "ema-too-long"),
     "validation/loss": ("overfitting",),
     "perf/data_wait": ("data-starved",),
+    "evaluation": (
+        *("samples-alike", "samples-copied", "samples-unlike-data", "samples-lack-variety", "modes-missing", "mode-dominates"),
+    ),
 }
 
 
@@ -146,7 +149,7 @@ def load(args: argparse.Namespace, resolution: int, image_channels: int):
 
 def show(record, findings: list, as_json: bool) -> None:
     """A line for each thing that could be judged: FAIL, WARN or OK; and the figures of a dataset or a probe."""
-    from utils.findings import CATALOGUE
+    from utils.findings import CATALOGUE, described
 
     kinds = {key for recorded in record.history for key in recorded}
     judged = {code for key, codes in EVIDENCE.items() if key in kinds for code in codes}
@@ -155,13 +158,8 @@ def show(record, findings: list, as_json: bool) -> None:
         shown = {"findings": [vars(f) for f in findings], "healthy": sorted(judged - {f.code for f in findings})} | newest
         print(json.dumps(shown, indent=2))
         return
-    words = {"critical": "FAIL", "warning": "WARN", "info": "INFO"}
     for finding in findings:
-        at = "" if finding.step is None else f" [update {finding.step}]"
-        print(f"{words[finding.severity]}  {finding.code}: {finding.title} ({finding.evidence}){at}")
-        print(f"      likely cause: {finding.cause}")
-        for fix in finding.fixes:
-            print(f"      try: {fix}")
+        print("\n".join(described(finding)))
     for code in (code for code in CATALOGUE if code in judged - {f.code for f in findings}):
         print(f"OK    {code}")
     if missing := [code for code in CATALOGUE if code not in judged]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from statistics import median
 
+from utils.collapse import collapse
 from utils.findings import SEVERITIES, Finding
 from utils.run_record import RunRecord
 
@@ -311,12 +312,19 @@ def data_starved(record: RunRecord) -> Found:
         yield Finding("data-starved", "warning", f"{median(waits[1:]):.0%} of the time goes into waiting for data", steps[-1])
 
 
+def evaluation(record: RunRecord) -> Found:
+    """The newest evaluation of the samples, once half of the run is done: before that they are not meant to be good."""
+    for step, figures in record.records("evaluation")[-1:]:
+        if step >= 0.5 * (record.resolved.get("max_train_steps") or 0):
+            yield from collapse(figures, step)
+
+
 # Causes before what can follow from them: a learning rate that tears the network apart leaves it blind to the timestep, without
 # gradients, or with NaN.
 RULES: tuple[Callable[[RunRecord], Found], ...] = (
     *(data_range, schedule, timesteps_uneven, sampler_mismatch, learning_rate, timestep_ignored, no_gradient),
     *(fp16_scale, non_finite, clip_too_tight, ema_frozen, ema_too_long, data_alike, overfitting, class_imbalance),
-    *(gradients_exploding, data_starved),
+    *(gradients_exploding, evaluation, data_starved),
 )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import torch
 
 from utils import randomness
-from utils.distances import frechet_distance, kernel_distance
+from utils.distances import Moments, frechet_distance, inception_score, kernel_distance
 from utils.diversity import (
     coverage_of_bins,
     fit_modes,
@@ -21,7 +21,7 @@ from utils.feature_sets import SAMPLE_ROWS, FeatureSet
 NEIGHBOURS = 5  # of precision, recall, density and coverage
 IMAGES_PER_MODE, MOST_MODES = 40, 100  # Richardson & Weiss use 100 bins; fewer where a bin would hold too few to be judged
 LEAST_IMAGES = 10  # below that no figure means anything
-_LEAST_SPREAD = 0.1  # of the median spread: a feature that hardly moves in the real images must not count for all others
+_LEAST_SPREAD = 0.1  # of the median spread
 
 
 def compare(generated: FeatureSet, real: FeatureSet, *, standardised: bool, seed: int, device="cpu") -> dict:
@@ -44,11 +44,8 @@ def compare(generated: FeatureSet, real: FeatureSet, *, standardised: bool, seed
     moments, real_moments = generated.moments.to(device), real.moments.to(device)
     rows, real_rows = (_shuffled(features.rows, seed)[:SAMPLE_ROWS].to(device) for features in (generated, real))
     if standardised:
-        mean = real_moments.mean
-        spread = real_moments.covariance.diagonal().sqrt()
-        spread = spread.clamp(min=max(_LEAST_SPREAD * spread.median().item(), 1e-6))
-        moments, real_moments = (moments.scaled(mean.to(moments.mean), spread.to(moments.mean)),)
-        real_moments.scaled(mean, spread)
+        mean, spread = location_and_spread(real_moments)
+        moments, real_moments = moments.scaled(mean, spread), real_moments.scaled(mean, spread)
         rows, real_rows = ((x - mean.to(x)) / spread.to(x) for x in (rows, real_rows))
     count = min(len(rows), len(real_rows))
     some, some_real = rows[:count], real_rows[:count]
@@ -70,6 +67,13 @@ def compare(generated: FeatureSet, real: FeatureSet, *, standardised: bool, seed
     }
 
 
+def location_and_spread(real: Moments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation [D] that features are standardised by. A feature that hardly moves in the real images is not
+    blown up: it would count for all the others as soon as it moves in generated ones."""
+    spread = real.covariance.diagonal().sqrt()
+    return real.mean, spread.clamp(min=max(_LEAST_SPREAD * spread.median().item(), 1e-6))
+
+
 def mode_figures(generated: torch.Tensor, real: torch.Tensor, seed: int) -> dict:
     """How the generated rows spread over clusters of the real ones: see `Coverage`, and `number` of the modes.
 
@@ -83,13 +87,19 @@ def mode_figures(generated: torch.Tensor, real: torch.Tensor, seed: int) -> dict
     return {"number": modes, **dataclasses.asdict(found)}
 
 
-def class_figures(predicted: torch.Tensor, labels: torch.Tensor, names: list[str], accuracy: float) -> dict:
-    """How the classes int64 [n] that a classifier sees in the samples spread beside the labels int64 [m] of the real images.
+def class_figures(probabilities: torch.Tensor, labels, names: list[str], accuracy: float) -> dict:
+    """How the classes that a classifier sees in the samples spread beside the labels of the real images: see `Coverage`; JSON.
 
-    `accuracy` is the classifier's on images that it did not train on: what it mistakes looks like imbalance.
+    Args:
+        probabilities: float32 [n, classes], of the samples. labels: int64 numpy [m]. names: of the classes.
+        accuracy: the classifier's on images that it did not train on: what it mistakes looks like imbalance.
+
+    Returns also `score`, the inception score with this classifier.
     """
-    found = coverage_of_bins(predicted, labels, len(names))
-    return {"number": len(names), "names": names, "accuracy": accuracy, **dataclasses.asdict(found)}
+    bins = probabilities.shape[1]
+    found = coverage_of_bins(probabilities.argmax(1), torch.from_numpy(labels), bins)
+    score = {"score": inception_score(probabilities), "accuracy": accuracy}
+    return {"number": bins, "names": names[:bins], **score, **dataclasses.asdict(found)}
 
 
 def real_floor(real: FeatureSet, count: int, *, standardised: bool, seed: int, device="cpu") -> dict:
