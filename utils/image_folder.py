@@ -56,7 +56,7 @@ class ImageFolder:
             images = []
             for path in (self.files[number] for number in numbers.tolist()):
                 try:
-                    images.append(torch.from_numpy(prepare(ImageFile(None, str(path), str(path)))[0]))
+                    images.append(torch.tensor(prepare(ImageFile(None, str(path), str(path)))[0]))
                 except UndecodableImage as error:
                     raise UserError(f"cannot decode the image {path}: {error.args[2]}") from None
             return torch.stack(images).to(device)
