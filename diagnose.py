@@ -9,14 +9,19 @@ Exit status: 0 nothing found, 1 findings, 2 it could not run. Findings that are 
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from utils.cli import add_data_flags, positive_int, run_script
 from utils.errors import UserError
 
-# Where each finding would show: what is not recorded cannot be called healthy.
+# Where each finding would show, a dot leading into a record: what is not recorded cannot be called healthy.
 EVIDENCE = {
-    "data": ("data-alike", "class-imbalance"),
+    "data.copies": ("data-alike",),
+    "data.classes": ("class-imbalance",),
+    "data.constant_share": ("data-blank",),
+    "data.damaged": ("data-damaged",),
+    "data.sizes": ("data-enlarged",),
     "schedule": ("schedule-leaves-signal", "schedule-destroys-early"),
     "samples": ("sampler-mismatch",),
     "probe": ("sampler-mismatch", "timestep-ignored"),
@@ -138,8 +143,8 @@ def load(args: argparse.Namespace, resolution: int, image_channels: int):
         preserve_input_precision=args.preserve_input_precision,
         cache_images=args.cache_images == "yes",
         max_images=args.max_train_images,
-        on_bad_image="replace",  # the doctor counts them
-        max_bad_images=args.max_bad_images,
+        on_bad_image="replace",  # the doctor counts them, however many
+        max_bad_images=sys.maxsize,
         progress=PackingBar(),
     )
 
@@ -149,6 +154,8 @@ def show(record, findings: list, as_json: bool) -> None:
     from utils.findings import CATALOGUE
 
     kinds = {key for recorded in record.history for key in recorded}
+    nested = (record for recorded in record.history for record in recorded.items() if isinstance(record[1], dict))
+    kinds |= {f"{kind}.{key}" for kind, figures in nested for key, value in figures.items() if value is not None}
     judged = {code for key, codes in EVIDENCE.items() if key in kinds for code in codes}
     if as_json:
         newest = {kind: record.records(kind)[-1][1] for kind in ("data", "probe") if record.records(kind)}

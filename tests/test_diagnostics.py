@@ -44,7 +44,9 @@ def report(number: int, **figures) -> dict:
 
 
 DATA = {"min": -1.0, "max": 1.0, "mean": [-0.4], "std": [0.7], "copies": {"share": 0.02}, "near_copies": {"share": 0.1}}
-DATA["classes"] = {"number": 10, "largest_share": 0.12}
+DATA |= {"classes": {"number": 10, "largest_share": 0.12}, "shape": [1, 16, 16], "constant_share": 0.0, "constant_rows": []}
+DATA |= {"damaged": {"images": 0, "share": 0.0, "files": []}, "sizes": {"enlarged_share": 0.0, "shorter_side_min": 16}}
+BAD_FILE = {"row": 3, "file": "cats/3.png", "reason": "image file is truncated"}
 SCHEDULE = {"alphas_cumprod": [0.9999 * math.exp(-10 * (t / 100) ** 2) for t in range(101)]}  # the linear schedule
 SAMPLES = {
     "sampler": {"prediction_type": "epsilon", "beta_schedule": "linear"},
@@ -111,6 +113,9 @@ CASES = {
         (run(data={"near_copies": {"share": 0.4}}), run(data={"near_copies": {"share": 0.29}})),
         (run(data={"near_copies": {"share": 0.4}}), run(data={"near_copies": None})),
     ],
+    "data-blank": [(run(data={"constant_share": 0.001, "constant_rows": [7]}), run())],
+    "data-damaged": [(run(data={"damaged": {"images": 1, "share": 0.001, "files": [BAD_FILE]}}), run())],
+    "data-enlarged": [(run(data={"sizes": {"enlarged_share": 0.01, "shorter_side_min": 8}}), run(data={"sizes": None}))],
     "class-imbalance": [
         (
             run(data={"classes": {"number": 10, "largest_share": 0.95}}),
@@ -196,6 +201,22 @@ def test_findings_come_the_most_severe_first():
 def test_causes_come_before_what_follows_from_them():
     torn = run(lambda n: {"train/grad_norm": 1.6**n, "layers": layers(update=0.5)})
     assert codes(torn).index("lr-too-high") < codes(torn).index("gradients-exploding")
+
+
+def test_blanks_weigh_by_their_share():
+    shares = (0.009, 0.011, 0.6)
+    found = [diagnose(run(data={"constant_share": share, "constant_rows": [7, 9]}))[0] for share in shares]
+    assert [finding.severity for finding in found] == ["info", "warning", "critical"]
+    assert "rows 7, 9" in found[0].evidence
+
+
+@pytest.mark.parametrize(("choice", "share", "severity"), [("fail", 0.01, "warning"), ("replace", 0.01, "info")])
+def test_damaged_images_are_named_and_no_warning_where_the_user_had_them_replaced(choice, share, severity):
+    damaged = {"images": 9, "share": share, "files": [BAD_FILE] * 5}
+    (found,) = diagnose(run(data={"damaged": damaged}, options={"on_bad_image": choice}))
+    assert found.severity == severity and found.evidence.count("cats/3.png: image file is truncated") == 3
+    (found,) = diagnose(run(data={"damaged": damaged | {"share": 0.06}}, options={"on_bad_image": choice}))
+    assert found.severity == "warning"
 
 
 def test_growing_gradients_are_not_a_tight_limit():

@@ -69,6 +69,41 @@ def data_alike(record: RunRecord) -> Found:
             yield Finding("data-alike", "critical" if worst > 0.5 else "warning", what, step)
 
 
+def data_blank(record: RunRecord) -> Found:
+    for step, data in record.records("data")[:1]:
+        share, rows = data.get("constant_share") or 0.0, data.get("constant_rows") or []
+        # A network that learns its data makes blanks as often as it is shown them: below one in a hundred few will notice.
+        severity = "critical" if share > 0.5 else "warning" if share > 0.01 else "info"
+        if share > 0:
+            yield Finding("data-blank", severity, f"{share:.2%} of the images{_listed(', rows', rows)}", step)
+
+
+def data_damaged(record: RunRecord) -> Found:
+    for step, data in record.records("data")[:1]:
+        damaged = data.get("damaged") or {}
+        count, share = damaged.get("images", 0), damaged.get("share", 0.0)
+        # Who said that they be replaced knows of them; not that it is one in twenty, which is no accident of a few files.
+        expected = record.options.get("on_bad_image") == "replace" and share < 0.05
+        names = [f"{file['file']}: {file['reason']}" for file in damaged.get("files") or ()]
+        if count:
+            what = f"{count} of them, {share:.2%}{_listed(', such as', names)}"
+            yield Finding("data-damaged", "info" if expected else "warning", what, step)
+
+
+def data_enlarged(record: RunRecord) -> Found:
+    for step, data in record.records("data")[:1]:
+        sizes, side = data.get("sizes") or {}, (data.get("shape") or [0])[-1]
+        share, least = sizes.get("enlarged_share") or 0.0, sizes.get("shorter_side_min")
+        if share > 0:  # for information alone: thumbnails may be all that there is
+            what = f"{share:.0%} of the files have a side below {side} pixels, the least {least}"
+            yield Finding("data-enlarged", "info", what, step)
+
+
+def _listed(before: str, names: list) -> str:
+    """The first three of them, for the end of a sentence."""
+    return f"{before} {', '.join(map(str, names[:3]))}" if names else ""
+
+
 def class_imbalance(record: RunRecord) -> Found:
     if record.options.get("balanced_sampling"):
         return
@@ -315,8 +350,8 @@ def data_starved(record: RunRecord) -> Found:
 # gradients, or with NaN.
 RULES: tuple[Callable[[RunRecord], Found], ...] = (
     *(data_range, schedule, timesteps_uneven, sampler_mismatch, learning_rate, timestep_ignored, no_gradient),
-    *(fp16_scale, non_finite, clip_too_tight, ema_frozen, ema_too_long, data_alike, overfitting, class_imbalance),
-    *(gradients_exploding, data_starved),
+    *(fp16_scale, non_finite, clip_too_tight, ema_frozen, ema_too_long, data_damaged, data_blank, data_alike),
+    *(overfitting, class_imbalance, gradients_exploding, data_starved, data_enlarged),
 )
 
 

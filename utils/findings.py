@@ -50,6 +50,30 @@ CATALOGUE: dict[str, Entry] = {
             "check the image column and the decoder: look at a grid of the data",
         ),
     ),
+    "data-blank": Entry(
+        "some of the images are of one single value",
+        "failed scans or downloads, empty tiles, or a decoder that gives blanks; the network learns to make them",
+        (
+            "remove them: the data check names rows",
+            "open one of the files: is it blank, or only read as blank (transparency, 16 bits)?",
+        ),
+    ),
+    "data-damaged": Entry(
+        "some of the images cannot be decoded",
+        "downloads or copies that were cut short, or files that are no images",
+        (
+            "mend or remove the files named",
+            "--on_bad_image replace trains on the next image in their places",
+        ),
+    ),
+    "data-enlarged": Entry(
+        "images are smaller than the resolution, and enlarged",
+        "--resolution is above that of the files: samples will look as soft as the enlarged images",
+        (
+            "a lower --resolution",
+            "leave the small images out",
+        ),
+    ),
     "class-imbalance": Entry(
         "one class is most of the data",
         "the classes were collected unevenly; rare ones will hardly be generated",
