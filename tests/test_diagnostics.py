@@ -236,7 +236,7 @@ CASES = {
         (run(quartile_losses(1.1, 1.0, 0.97, 1.0)), run(quartile_losses(1.1, 1.0, 0.7, 1.0))),
         (
             run(quartile_losses(1.0, 1.0, 1.0, 1.0)),
-            run(lambda n: quartile_losses(1, 1, 1, 1)(n) | {"layers": layers(update=1e-4)}),
+            run(lambda n: quartile_losses(1, 1, 1, 1)(n) | {"layers": layers(update=6e-5)}),
         ),
         # V is 0.8^2 x 0.7^2 = 0.31; where the SNR is above 1, in the first quartile, the loss is weighted
         (
