@@ -95,12 +95,11 @@ def examine(args: argparse.Namespace) -> dict:
 
     import numpy as np
     import torch
-    from diffusers import DDPMScheduler
 
     from utils.augmentation import to_unit_range
     from utils.diffusion import describe_schedule
     from utils.ideal_denoiser import denoiser_gap, gap_by_timestep
-    from utils.pipelines import image_shape, load_unconditional
+    from utils.pipelines import image_shape, load_unconditional, training_scheduler
     from utils.probe import probe_network, probe_timesteps
 
     unet, scheduler_config = load_unconditional(args.pipeline)
@@ -108,7 +107,7 @@ def examine(args: argparse.Namespace) -> dict:
     if height != width:
         raise UserError(f"the pipeline makes images of {height}x{width}; only square ones can be compared with a dataset")
     images = load(args, height, channels)
-    noise_scheduler = DDPMScheduler.from_config(scheduler_config)
+    noise_scheduler = training_scheduler(scheduler_config)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     unet.to(device).eval()
     count = min(args.probe_images, len(images))
@@ -166,7 +165,7 @@ def show(record, findings: list, as_json: bool) -> None:
     kinds |= {f"{kind}.{key}" for kind, figures in nested for key, value in figures.items() if value is not None}
     judged = {code for key, codes in EVIDENCE.items() if key in kinds for code in codes}
     if as_json:
-        newest = {kind: record.records(kind)[-1][1] for kind in ("data", "probe") if record.records(kind)}
+        newest = {kind: record.records(kind)[-1][1] for kind in ("data", "schedule", "probe") if record.records(kind)}
         shown = {"findings": [vars(f) for f in findings], "healthy": sorted(judged - {f.code for f in findings})} | newest
         print(json.dumps(shown, indent=2))
         return

@@ -41,7 +41,8 @@ def not_learning(record: RunRecord) -> Found:
     reports = [r for r in record.history if "train/loss_timestep_quartile_4" in r]
     reports = reports[-max(1, len(reports) // 4) :]
     seen = sum(r.get("train/timesteps_drawn", 0) for r in reports)
-    if path < LEAST_PATH or seen < 400:  # a hundred samples in each quartile
+    warmup = record.options.get("lr_warmup_steps") or 0
+    if path < LEAST_PATH or seen < 400 or reports[-1]["step"] < warmup + 100:  # 400 are a hundred samples in each quartile
         return
     ratios = {}
     for quartile, constant in _errors_of_a_constant(record).items():
