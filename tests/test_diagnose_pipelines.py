@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_tiny_flags
+from conftest import make_tiny_flags, run_command, script_command, script_environment
 from diffusers import (
     DDIMPipeline,
     DDIMScheduler,
@@ -19,6 +19,7 @@ from diffusers import (
     PNDMScheduler,
     UNet2DModel,
 )
+from hub_stand_in import hub_stand_in
 
 import diagnose
 from utils.errors import UserError
@@ -92,6 +93,18 @@ def test_files_of_the_first_releases(ask, tmp_path):
     assert {"timestep-ignored", "batch-leak", "schedule-leaves-signal"} <= set(found["healthy"])
     _, same = ask(save(tmp_path / "new"))
     assert same["probe"] == found["probe"]
+
+
+def test_a_name_on_the_hub(cache, tmp_path):
+    save(tmp_path / "p", safe_serialization=False)
+    as_first_releases_saved(tmp_path / "p")
+    flags = ["--pipeline", "google/ddpm-cifar10-32", "--dataset_name", "digits", "--cache_dir", cache, "--probe_images", "8"]
+    environment = script_environment() | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    with hub_stand_in("google/ddpm-cifar10-32", tmp_path / "p", "models") as (address, requests):
+        command = script_command("diagnose.py", [*flags, "--json"])
+        result = run_command(command, environment | {"HF_ENDPOINT": address})
+    assert result.returncode in (0, 1) and "probe" in json.loads(result.stdout), result.stderr
+    assert any(path.endswith("diffusion_pytorch_model.bin") for path in requests)
 
 
 @pytest.mark.parametrize(
