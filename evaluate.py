@@ -19,7 +19,7 @@ import argparse
 import json
 from pathlib import Path
 
-from utils.cli import add_data_flags, positive_int, run_script
+from utils.cli import add_data_flags, data_options, positive_int, run_script
 from utils.errors import UserError
 
 
@@ -224,26 +224,8 @@ def load_reference(args: argparse.Namespace, shape: tuple[int, int, int]):
     from utils.data import cache_root, load_images
     from utils.tracking import PackingBar
 
-    images = load_images(
-        dataset_name=args.dataset_name,
-        dataset_config_name=args.dataset_config_name,
-        dataset_split=args.dataset_split,
-        dataset_revision=args.dataset_revision,
-        train_data_dir=args.train_data_dir,
-        cache_dir=args.cache_dir,
-        image_column=args.image_column,
-        label_column=args.label_column,
-        resolution=shape[1],
-        image_channels=shape[0],
-        center_crop=args.center_crop,
-        background=args.background,
-        preserve_input_precision=args.preserve_input_precision,
-        cache_images=args.cache_images == "yes",
-        max_images=args.max_train_images,
-        on_bad_image=args.on_bad_image,
-        max_bad_images=args.max_bad_images,
-        progress=PackingBar(),
-    )
+    options = data_options(args) | {"resolution": shape[1], "image_channels": shape[0]}
+    images = load_images(**options, progress=PackingBar())
     return images, cache_root(args.cache_dir) / "steady_diffusion"
 
 

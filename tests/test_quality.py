@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from benchmarks.corruptions import add_noise, enlarged_class, halved_variance, shapes
-from utils.collapse import _tail, collapse
 from utils.data import load_images
 from utils.distances import Moments, frechet_distance
 from utils.feature_sets import FeatureSet
 from utils.features import RandomConvolutions
 from utils.memorisation import memorisation
 from utils.quality import class_figures, compare, location_and_spread, real_floor
+from utils.rules_samples import _tail, collapse
 
 
 @pytest.fixture(scope="module")

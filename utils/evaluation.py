@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 
 from utils.classifier import Classifier
-from utils.collapse import collapse
 from utils.errors import UserError
 from utils.feature_sets import FeatureSet, extract
 from utils.features import Extractor
 from utils.launch import from_main_process, on_main_process
 from utils.memorisation import feature_memorisation, kept_for_memorisation, memorisation
 from utils.quality import LEAST_IMAGES, class_figures, compare, location_and_spread, real_floor
+from utils.rules_samples import collapse
 from utils.sampling import sample, to_uint8
 
 # Of Inception alone, and with so many images, a Frechet distance is what papers call FID.

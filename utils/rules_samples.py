@@ -1,4 +1,4 @@
-"""From the figures of an evaluation to findings: what kind of collapse it is, if any. Pure functions of the figures (JSON).
+"""Findings about evaluated samples: what kind of collapse it is, if any. Pure functions of an evaluation's figures (JSON).
 
 The thresholds stand between what planted collapses and held-out real images gave (benchmarks/RESULTS.md). The order is that
 of the explanations: where all samples are alike, missing modes follow from it and are not told as well.
@@ -8,11 +8,19 @@ import math
 from collections.abc import Iterator
 
 from utils.diversity import SIGNIFICANCE
-from utils.findings import Finding
+from utils.findings import Finding, Found
+from utils.run_record import RunRecord
 
 LEAST_ACCURACY = 0.7  # of a classifier whose verdict on missing classes is believed
 _LEAST_EXPECTED = 20  # images: of so many expected, chance leaves fewer than a fifth with a probability of 3e-6
 _CHANCE = 1e-5
+
+
+def evaluated_samples(record: RunRecord) -> Found:
+    """The newest evaluation in a run, once half of it is done: before that samples are not meant to be good."""
+    for step, figures in record.records("evaluation")[-1:]:
+        if step >= 0.5 * (record.resolved.get("max_train_steps") or 0):
+            yield from collapse(figures, step)
 
 
 def collapse(figures: dict, step: int | None = None) -> list[Finding]:
@@ -26,7 +34,7 @@ def collapse(figures: dict, step: int | None = None) -> list[Finding]:
     return [*findings, *_variety(figures, step), *_missing(figures, step), *_dominant(figures, step)]
 
 
-def _copied(figures: dict, step: int | None) -> Iterator[Finding]:
+def _copied(figures: dict, step: int | None) -> Found:
     copies = figures.get("memorisation")
     if copies is None:
         return
@@ -39,7 +47,7 @@ def _copied(figures: dict, step: int | None) -> Iterator[Finding]:
         yield Finding("samples-copied", "critical" if share > 0.5 else "warning", what, step)
 
 
-def _unlike(figures: dict, step: int | None) -> Iterator[Finding]:
+def _unlike(figures: dict, step: int | None) -> Found:
     floor = figures["floor"]["precision"]
     # Half the variance leaves 0.6, a strong blur 0.2, noise 0.
     if figures["precision"] < 0.4 * floor:
@@ -47,7 +55,7 @@ def _unlike(figures: dict, step: int | None) -> Iterator[Finding]:
         yield Finding("samples-unlike-data", "critical", what, step)
 
 
-def _variety(figures: dict, step: int | None) -> Iterator[Finding]:
+def _variety(figures: dict, step: int | None) -> Found:
     ratio = figures["variance_ratio"]
     # Real sets of 900 gave 0.95 to 1.07, a mode five times too large 0.82, half the variance in the pixels 0.43 to 0.52.
     if ratio < 0.7:
@@ -74,7 +82,7 @@ def _name(kind: str, bins: dict, number: int) -> str:
     return f"{kind} {bins['names'][number] if 'names' in bins else number}"
 
 
-def _missing(figures: dict, step: int | None) -> Iterator[Finding]:
+def _missing(figures: dict, step: int | None) -> Found:
     for kind, bins in _bins(figures):
         missing = [
             (number, share)
@@ -89,7 +97,7 @@ def _missing(figures: dict, step: int | None) -> Iterator[Finding]:
             return
 
 
-def _dominant(figures: dict, step: int | None) -> Iterator[Finding]:
+def _dominant(figures: dict, step: int | None) -> Found:
     for kind, bins in _bins(figures):
         excess = [
             (count / wanted, number, share)
