@@ -91,12 +91,14 @@ class Evaluation:
         count: int,
         *,
         progress: Callable[[int], None] | None = None,
-    ) -> tuple[dict, Image.Image | None]:
-        """Figures (JSON) of images 0 ... count - 1, with `floor` and `warnings`, and on the main process the sheet of closest
-        pairs.
+        cancelled: Callable[[], bool] | None = None,
+    ) -> tuple[dict | None, Image.Image | None]:
+        """Figures (JSON) of images 0 ... count - 1, with `floor`, `warnings` and `findings`, and on the main process the sheet
+        of closest pairs.
 
         `make_images` is called with the numbers int64 [n] of a chunk, and gives uint8 [n, C, H, W] on the accelerator's device.
-        Raises UserError for fewer than 10 samples, or reference images, on every process.
+        `cancelled` is asked once all were made: where any process says True, all return (None, None). Raises UserError for
+        fewer than 10 samples or 20 reference images, on every process.
         """
         if count < LEAST_IMAGES or len(self.reference) < 2 * LEAST_IMAGES:
             raise UserError(
@@ -109,6 +111,10 @@ class Evaluation:
         sets, images = extract(
             self.accelerator, self.extractors, count, self.batch_size, make_images, kept_images=kept, progress=progress
         )
+        if cancelled is not None:
+            told = torch.tensor([int(cancelled())], device=self.accelerator.device)
+            if self.accelerator.gather(told).any():
+                return None, None
         result = None, None
 
         def figures() -> None:
