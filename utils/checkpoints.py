@@ -211,7 +211,7 @@ def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[st
         steps = [read_state(path).best_step for path in candidates if verify_checkpoint(path) is None]
         if not steps or steps[-1] is None:
             raise UserError(
-                f"{output_dir} has no best checkpoint; one is kept with --validation_images, or --eval_steps and --best_metric fd"
+                f"{output_dir} has no best checkpoint; it takes --validation_images, or --eval_steps and --best_metric fd"
             )
         path = output_dir / f"checkpoint-{steps[-1]}"
     else:
