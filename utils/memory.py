@@ -8,7 +8,7 @@ workspace of the libraries.
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,55 +72,68 @@ def estimate_memory(
     device = torch.device(device)
     live = _LiveMemory(ALLOCATOR_BLOCK if device.type == "cuda" else 1)
     with FakeTensorMode(), device, live:
-        network = make_network().train()
-        parameters = [p for p in network.parameters() if p.requires_grad]
-        ema = EMA(network) if use_ema else None
-        optimizer = make_optimizer(network)
-        weights, buffers = storage_bytes(network.parameters()), storage_bytes(network.buffers())
-
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        gradients = storage_bytes(p.grad for p in parameters)
-        optimizer.step()  # makes its state, so that the update below is like all but the first
-        optimizer.zero_grad(set_to_none=not distributed)
-        states = (value for state in optimizer.state.values() for value in state.values())
-        optimizer_state = storage_bytes(value for value in states if isinstance(value, torch.Tensor))
-
+        step = TrialStep(make_network, make_optimizer, use_ema, distributed)
         live.restart()
-        for _ in range(1 + accumulates):
+        activations = step.run(image_shape, micro_batch_size, mixed_precision, 1 + accumulates, predict)
+
+    workspace = live.largest + (CUBLAS_WORKSPACE if device.type == "cuda" else 0)
+    return MemoryEstimate(
+        micro_batch_size=micro_batch_size,
+        parameters=storage_bytes(step.network.parameters()),
+        buffers=storage_bytes(step.network.buffers()),
+        gradients=sum(p.numel() * p.element_size() for p in step.parameters),
+        optimizer=storage_bytes(value for value in step.optimizer_state() if isinstance(value, torch.Tensor)),
+        ema=storage_bytes(step.ema.shadow.values()) if step.ema is not None else 0,
+        activations=activations,
+        workspace=workspace,
+        peak=live.most + workspace,
+    )
+
+
+class TrialStep:
+    """A network, its optimizer and its EMA, made to be tried out: on fake tensors for a prediction, or on the real device.
+
+    The arguments are those of `estimate_memory`; everything is made on torch's default device.
+    """
+
+    def __init__(self, make_network, make_optimizer, use_ema: bool, distributed: bool):
+        self.network = make_network().train()
+        self.parameters = [p for p in self.network.parameters() if p.requires_grad]
+        self.ema = EMA(self.network) if use_ema else None
+        self.optimizer = make_optimizer(self.network)
+        self._keeps_gradients = distributed
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()  # makes its state, so that what follows is like every update but the first
+        self.optimizer.zero_grad(set_to_none=not distributed)
+
+    def optimizer_state(self) -> Iterator:
+        return (value for state in self.optimizer.state.values() for value in state.values())
+
+    def run(self, image_shape, micro_batch_size: int, mixed_precision: str, micro_steps: int, predict=_predict) -> int:
+        """One update as in training. Returns the bytes that one forward pass left for its backward pass."""
+        device = self.parameters[0].device
+        for _ in range(micro_steps):
             clean_images, noise, noisy_images = (torch.randn(micro_batch_size, *image_shape) for _ in range(3))
             timesteps = torch.zeros(micro_batch_size, dtype=torch.int64)
-            saved = SavedTensors(network.parameters())
-            with saved:
+            with SavedTensors(self.network.parameters()) as saved:
                 with autocast(device, mixed_precision):
-                    prediction = predict(network, noisy_images, timesteps).float()
+                    prediction = predict(self.network, noisy_images, timesteps).float()
                 loss = loss_per_sample(prediction, noise, torch.ones(micro_batch_size)).mean()
             activations = saved.bytes
             saved.forget()
             loss.backward()
         del clean_images, noise, noisy_images, prediction, loss
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([p.grad for p in parameters])))
-        torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
-        before = [p.detach().clone() for p in parameters]  # as utils.dynamics does for a report
-        optimizer.step()
-        torch._foreach_sub_(before, [p.detach() for p in parameters])
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([p.grad for p in self.parameters])))
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, 1.0, norm)
+        before = [p.detach().clone() for p in self.parameters]  # as utils.dynamics does for a report
+        self.optimizer.step()
+        torch._foreach_sub_(before, [p.detach() for p in self.parameters])
         del before
-        optimizer.zero_grad(set_to_none=not distributed)
-        if ema is not None and device.type != "cpu":  # there it makes no tensors, but asks for the flag's value
-            ema.update(0.9999, torch.isfinite(norm))
-
-    workspace = live.largest + (CUBLAS_WORKSPACE if device.type == "cuda" else 0)
-    return MemoryEstimate(
-        micro_batch_size=micro_batch_size,
-        parameters=weights,
-        buffers=buffers,
-        gradients=gradients,
-        optimizer=optimizer_state,
-        ema=storage_bytes(ema.shadow.values()) if ema is not None else 0,
-        activations=activations,
-        workspace=workspace,
-        peak=live.most + workspace,
-    )
+        self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
+        if self.ema is not None and device.type != "cpu":  # there it makes no tensors, but asks for the flag's value
+            self.ema.update(0.9999, torch.isfinite(norm))
+        return activations
 
 
 def flops_per_image(
@@ -150,8 +163,8 @@ def autocast(device: torch.device, mixed_precision: str):
 
 def storage_bytes(tensors) -> int:
     """Bytes of the storages of `tensors`, each counted once."""
-    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(storages.values())
+    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
@@ -164,6 +177,10 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, lambda tensor: tensor)
         self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
         self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+
+    def __enter__(self) -> "SavedTensors":
+        super().__enter__()
+        return self
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
