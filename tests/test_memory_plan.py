@@ -180,3 +180,15 @@ def test_an_automatic_batch_size_resumes_as_the_same_run(train, tiny_flags, tmp_
     assert train([*common, *plain]) == 0
     auto, plain = (load_file(tmp_path / name / "checkpoint-8/model.safetensors") for name in ("auto", "plain"))
     assert all(torch.equal(auto[name], plain[name]) for name in plain)
+
+
+def test_a_run_goes_on_with_another_layout_in_memory(train, tiny_flags, tmp_path):
+    """Same training to float rounding: kernels of fused optimizers take state and weights in the order of memory."""
+    common = [*tiny_flags, "--lr_scheduler", "constant_with_warmup", "--checkpointing_steps", 4]
+    assert train([*common, "--output_dir", tmp_path / "plain"]) == 0
+    mixed = [*common, "--output_dir", tmp_path / "mixed"]
+    assert train([*mixed, "--channels_last", "--max_train_steps", 4]) == 0
+    assert train([*mixed, "--no-channels_last", "--resume_from_checkpoint", "latest"]) == 0
+    plain, mixed = (load_file(tmp_path / name / "checkpoint-8/model.safetensors") for name in ("plain", "mixed"))
+    for name, weights in plain.items():
+        assert (weights - mixed[name]).norm() <= 1e-3 * weights.norm() + 1e-5, name
