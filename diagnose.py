@@ -9,20 +9,33 @@ Exit status: 0 nothing found, 1 findings, 2 it could not run. Findings that are 
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from utils.cli import add_data_flags, positive_int, run_script
 from utils.errors import UserError
 
-# Where each finding would show: what is not recorded cannot be called healthy.
+# Where each finding would show, a dot leading into a record: what is not recorded cannot be called healthy.
 EVIDENCE = {
-    "data": ("data-alike", "class-imbalance"),
+    "data.copies": ("data-alike",),
+    "data.classes": ("class-imbalance",),
+    "data.constant_share": ("data-blank",),
+    "data.damaged": ("data-damaged",),
+    "data.sizes": ("data-enlarged",),
     "schedule": ("schedule-leaves-signal", "schedule-destroys-early"),
     "samples": ("sampler-mismatch",),
-    "probe": ("sampler-mismatch", "timestep-ignored"),
-    "layers": ("no-gradient", "no-warmup", "lr-too-high", "lr-too-low"),
-    "data/min": ("data-range",),
-    "train/timesteps_drawn": ("timesteps-uneven",),
+    "probe.timestep_response": ("sampler-mismatch", "timestep-ignored"),
+    "probe.batch_response": ("batch-leak",),
+    "probe.training_error": ("train-eval-gap",),
+    "layers": (
+        *("no-gradient", "not-updated", "weights-shrinking"),
+        *("no-warmup", "lr-too-high", "lr-too-low", "loss-unstable"),
+    ),
+    "data/min": ("data-range", "data-changed", "data-stuck"),
+    "noise/variance": ("noise-wrong", "timestep-mismatch"),
+    "gradients/left_over": ("gradients-not-cleared",),
+    "train/lr": ("lr-ended-early",),
+    "train/timesteps_drawn": ("timesteps-uneven", "not-learning"),
     "train/skipped_updates": ("non-finite",),
     "train/loss_scale": ("fp16-scale-collapse",),
     "train/grad_norm": ("gradients-exploding", "clip-too-tight"),
@@ -82,12 +95,11 @@ def examine(args: argparse.Namespace) -> dict:
 
     import numpy as np
     import torch
-    from diffusers import DDPMScheduler
 
     from utils.augmentation import to_unit_range
     from utils.diffusion import describe_schedule
     from utils.ideal_denoiser import denoiser_gap, gap_by_timestep
-    from utils.pipelines import image_shape, load_unconditional
+    from utils.pipelines import image_shape, load_unconditional, training_scheduler
     from utils.probe import probe_network, probe_timesteps
 
     unet, scheduler_config = load_unconditional(args.pipeline)
@@ -95,7 +107,7 @@ def examine(args: argparse.Namespace) -> dict:
     if height != width:
         raise UserError(f"the pipeline makes images of {height}x{width}; only square ones can be compared with a dataset")
     images = load(args, height, channels)
-    noise_scheduler = DDPMScheduler.from_config(scheduler_config)
+    noise_scheduler = training_scheduler(scheduler_config)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     unet.to(device).eval()
     count = min(args.probe_images, len(images))
@@ -138,8 +150,8 @@ def load(args: argparse.Namespace, resolution: int, image_channels: int):
         preserve_input_precision=args.preserve_input_precision,
         cache_images=args.cache_images == "yes",
         max_images=args.max_train_images,
-        on_bad_image="replace",  # the doctor counts them
-        max_bad_images=args.max_bad_images,
+        on_bad_image="replace",  # the doctor counts them, however many
+        max_bad_images=sys.maxsize,
         progress=PackingBar(),
     )
 
@@ -149,9 +161,11 @@ def show(record, findings: list, as_json: bool) -> None:
     from utils.findings import CATALOGUE
 
     kinds = {key for recorded in record.history for key in recorded}
+    nested = (record for recorded in record.history for record in recorded.items() if isinstance(record[1], dict))
+    kinds |= {f"{kind}.{key}" for kind, figures in nested for key, value in figures.items() if value is not None}
     judged = {code for key, codes in EVIDENCE.items() if key in kinds for code in codes}
     if as_json:
-        newest = {kind: record.records(kind)[-1][1] for kind in ("data", "probe") if record.records(kind)}
+        newest = {kind: record.records(kind)[-1][1] for kind in ("data", "schedule", "probe") if record.records(kind)}
         shown = {"findings": [vars(f) for f in findings], "healthy": sorted(judged - {f.code for f in findings})} | newest
         print(json.dumps(shown, indent=2))
         return

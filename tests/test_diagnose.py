@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_script
+from PIL import Image
 
 import diagnose
 from utils.errors import UserError
@@ -45,7 +47,8 @@ def run_doctor(capsys, *arguments) -> tuple[int, str]:
 
 
 def test_a_healthy_run_has_no_findings_and_a_report(healthy, train, flags, capsys):
-    assert codes(healthy) == []
+    assert codes(healthy) == ["data-enlarged"]  # the digits are scans of 8x8, shown at 16x16: for information alone
+    assert "data-enlarged" not in "".join(capsys.readouterr())
     assert "<svg" in (healthy / "report.html").read_text()
     status, output = run_doctor(capsys, healthy)
     assert status == 0
@@ -85,7 +88,27 @@ def test_the_doctor_looks_at_data_alone(train, flags, capsys, tmp_path):
     cache = flags[flags.index("--cache_dir") + 1]
     common = ["--dataset_name", "digits", "--resolution", "16", "--image_channels", "1", "--cache_dir", cache]
     status, output = run_doctor(capsys, *common, "--json")
-    assert status == 0 and json.loads(output)["healthy"] == ["class-imbalance", "data-alike"]
+    assert status == 0 and json.loads(output)["healthy"] == ["class-imbalance", "data-alike", "data-blank", "data-damaged"]
+
+
+@pytest.mark.parametrize("cache_images", ["yes", "no"])
+def test_damaged_blank_and_small_files_of_a_folder_are_named(capsys, tmp_path, cache_images):
+    chance = np.random.default_rng(0)
+    for number in range(40):
+        side = 8 if number == 5 else 16
+        Image.fromarray(chance.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(tmp_path / f"{number:02d}.png")
+    Image.new("RGB", (16, 16), "white").save(tmp_path / "20.png")
+    for name in ("07.png", "31.png"):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:300])
+    (tmp_path / "32.png").write_text("no picture")
+    flags = ["--train_data_dir", tmp_path, "--resolution", "16", "--cache_dir", tmp_path / "cache", "--max_bad_images", "1"]
+    status, output = run_doctor(capsys, *flags, "--cache_images", cache_images, "--json")
+    found = {finding["code"]: finding for finding in json.loads(output)["findings"]}
+    assert status == 1 and set(found) == {"data-damaged", "data-blank", "data-enlarged"}
+    assert all(name in found["data-damaged"]["evidence"] for name in ("3 of them, 7.50%", "07.png", "31.png", "32.png"))
+    assert found["data-blank"]["severity"] == "warning" and "2.50% of the images, rows 20" in found["data-blank"]["evidence"]
+    assert found["data-enlarged"]["severity"] == "info" and "the least 8" in found["data-enlarged"]["evidence"]
+    assert "data-alike" in json.loads(output)["healthy"]  # stand-ins are no copies
 
 
 def test_what_cannot_be_diagnosed_ends_with_status_2(tmp_path):

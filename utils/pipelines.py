@@ -1,11 +1,16 @@
 """Exported pipelines, ours or anyone's: loading them and what they are made for."""
 
+from utils.diffusion import PREDICTION_TYPES
 from utils.errors import UserError
 
 
 def load_unconditional(pipeline: str):
-    """The U-Net in fp32 and the scheduler's config. Raises UserError for a pipeline of another kind,
-    before its weights are loaded."""
+    """The U-Net in fp32 and the scheduler's config, of a folder or a name on the Hub.
+
+    Weights may be safetensors or pickled tensors (of which nothing is run), in fp32 or as the variant "fp16"; the parts may lie
+    in folders of their own or, as in the first releases, side by side. Raises UserError for a pipeline of another kind, before
+    its weights are loaded, and for one whose scheduler has no betas, such as EDM's or one for flow matching.
+    """
     from diffusers import DiffusionPipeline
     from diffusers.utils import logging
 
@@ -18,13 +23,45 @@ def load_unconditional(pipeline: str):
                 f"{pipeline} is no unconditional pixel-space pipeline: it needs a UNet2DModel `unet` and a `scheduler` "
                 f"alone, and has {', '.join(sorted(components)) or 'neither'}"
             )
-        loaded = DiffusionPipeline.from_pretrained(pipeline)
+        loaded = _load_any_variant(DiffusionPipeline, pipeline)
     except UserError:
         raise
     except Exception as error:  # missing, unreachable, truncated or of another shape: each library raises its own kind
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"cannot load a pipeline from {pipeline}: {reason}") from error
-    return loaded.unet.float(), loaded.scheduler.config
+    config = dict(loaded.scheduler.config)
+    if config.get("predict_epsilon") is False:  # what prediction_type was called until diffusers 0.9
+        config["prediction_type"] = "sample"
+    prediction_type = config.get("prediction_type", "epsilon")
+    if not hasattr(loaded.scheduler, "alphas_cumprod") or prediction_type not in PREDICTION_TYPES:
+        raise UserError(
+            f"{pipeline} was made for {type(loaded.scheduler).__name__} with prediction_type {prediction_type}; only networks "
+            f"for a schedule of betas that predict {', '.join(PREDICTION_TYPES)} are supported"
+        )
+    return loaded.unet.float(), config
+
+
+def training_scheduler(config: dict):
+    """The DDPMScheduler of the process that a pipeline's network was trained on. Raises UserError for an unknown schedule."""
+    from diffusers import DDPMScheduler
+
+    # With this list, from_config would replace what another scheduler class has for a default by DDPM's.
+    config = {key: value for key, value in config.items() if key != "_use_default_values"}
+    try:
+        return DDPMScheduler.from_config(config)
+    except NotImplementedError:
+        raise UserError(f"the pipeline's scheduler has an unknown beta_schedule {config.get('beta_schedule')!r}") from None
+
+
+def _load_any_variant(pipeline_class, pipeline: str):
+    try:
+        return pipeline_class.from_pretrained(pipeline)
+    except (OSError, ValueError):
+        try:
+            return pipeline_class.from_pretrained(pipeline, variant="fp16")
+        except (OSError, ValueError):
+            pass
+        raise  # what was wrong with the usual files
 
 
 def image_shape(unet) -> tuple[int, int, int]:

@@ -117,7 +117,7 @@ def _header(record: RunRecord, name: str) -> str:
     device, processes = resolved.get("device"), resolved.get("num_processes", 1)
     seconds = seconds_spent(record)
     memory = [value for value in record.series("perf/peak_memory_gib")[1] if math.isfinite(value)]
-    skipped = sum(value for value in record.series("train/skipped_updates")[1] if math.isfinite(value))
+    skipped = max(record.finite("train/skipped_updates")[1], default=0)  # counted from the beginning
     facts = {
         "Time spent": _duration(seconds) if seconds is not None else None,
         "Data": data,

@@ -1,6 +1,7 @@
 """A run as its folder records it: what the doctor and the report look at, whether the run goes on, ended or crashed."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +52,18 @@ class RunRecord:
         """(steps, values) of a logged scalar, oldest first; empty where it was never recorded."""
         points = [(record["step"], record[tag]) for record in self.history if tag in record]
         return [step for step, _ in points], [value for _, value in points]
+
+    def finite(self, tag: str) -> tuple[list[int], list[float]]:
+        """`series` without what is not finite."""
+        kept = [(step, value) for step, value in zip(*self.series(tag)) if math.isfinite(value)]
+        return [step for step, _ in kept], [value for _, value in kept]
+
+    @property
+    def alphas_cumprod(self) -> list[float] | None:
+        """Of the schedule that is trained, at evenly spread timesteps; None where it was not recorded."""
+        schedules = self.records("schedule")
+        values = (schedules[0][1].get("alphas_cumprod") if schedules else None) or []
+        return values if values and all(0.0 <= value <= 1.0 for value in values) else None
 
     def records(self, key: str) -> list[tuple[int, dict]]:
         """(step, record) of one of the kinds that are dicts: "layers", "data", "probe", "samples"; oldest first."""
