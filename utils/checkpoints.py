@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from utils.ema import EMA
 from utils.errors import UserError
 from utils.launch import from_main_process, on_main_process
+from utils.optimization import match_layouts
 from utils.run_folder import check_options
 
 MANIFEST = "MANIFEST.json"
@@ -224,6 +225,8 @@ def read_state(path: Path) -> TrainState:
 def load_checkpoint(accelerator: Accelerator, path: Path) -> None:
     """Loads a verified checkpoint into everything that was prepared and attached. Call on all ranks."""
     accelerator.load_state(str(path))
+    for optimizer in accelerator._optimizers:
+        match_layouts(optimizer.optimizer)
     # Accelerate restores its count of micro steps, which would put another accumulation out of phase; updates are whole here.
     accelerator.step = 0
 
