@@ -134,6 +134,11 @@ def jumps(every: int, factor: float = 5.0, quartiles=(1, 2, 3, 4)):
     return lambda number: quartile_losses(0.1, 0.1, 0.1, 0.1)(number) | change(number)
 
 
+def rise(factor: float, quartiles=(1, 2, 3, 4)):
+    rising = {f"train/loss_timestep_quartile_{i}": 0.1 * factor for i in quartiles}
+    return lambda number: quartile_losses(0.1, 0.1, 0.1, 0.1)(number) | (rising if number >= 14 else {})
+
+
 def moving(*names: str, lr: float = 1e-3):
     """Only these layers are changed by the optimizer."""
     changed = {name: figures | {"update": 1e-3 if name in names else 0.0} for name, figures in layers().items()}
@@ -226,7 +231,8 @@ CASES = {
         (run(jumps(4)), run(jumps(15))),
         (run(jumps(4)), run(jumps(4, factor=2.5))),
         (run(jumps(4)), run(jumps(4, quartiles=(1,)))),
-        (run(lambda n: {"train/loss": 0.2 if n < 14 else 0.8}), run(lambda n: {"train/loss": 0.2 if n < 14 else 0.5})),
+        (run(rise(4.0)), run(rise(2.5))),
+        (run(rise(4.0, quartiles=(1, 2, 4))), run(rise(4.0, quartiles=(1, 2)))),
     ],
     "lr-ended-early": [
         (run(lambda n: {"train/lr": 1e-3 * (n < 15)}), run(lambda n: {"train/lr": 1e-3 * (n < 19)})),
