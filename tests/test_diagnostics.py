@@ -259,7 +259,11 @@ CASES = {
             run(quartile_losses(1, 1, 1, 1), options={"prediction_type": "v_prediction", "snr_gamma": 5.0}),
         ),
     ],
-    "train-eval-gap": [(run(probe={"training_error": 0.3}), run(probe={"training_error": 0.15}))],
+    "train-eval-gap": [
+        (run(probe={"training_error": 0.3}), run(probe={"training_error": 0.15})),
+        (run(probe={"training_error": 0.04}), run(probe={"training_error": 0.09})),
+        (run(options={"dropout": 0.9}), run(options={"dropout": 0.3})),
+    ],
     "batch-leak": [(run(probe={"batch_response": 0.3}), run(probe={"batch_response": 1e-3}))],
     "no-gradient": [
         (
