@@ -139,9 +139,10 @@ def rise(factor: float, quartiles=(1, 2, 3, 4)):
     return lambda number: quartile_losses(0.1, 0.1, 0.1, 0.1)(number) | (rising if number >= 14 else {})
 
 
-def moving(*names: str, lr: float = 1e-3):
-    """Only these layers are changed by the optimizer."""
+def moving(*names: str, lr: float = 1e-3, rounding: str = ""):
+    """Only these layers are changed by the optimizer; one has no gradient but for rounding."""
     changed = {name: figures | {"update": 1e-3 if name in names else 0.0} for name, figures in layers().items()}
+    changed |= {rounding: changed[rounding] | {"gradient": 1e-9}} if rounding else {}
     return lambda number: {"layers": changed, "train/lr": lr}
 
 
@@ -224,6 +225,7 @@ CASES = {
     "not-updated": [
         (run(moving("conv_in.weight", "mid_block.weight")), run(moving(*LAYER_NAMES))),
         (run(moving()), run(moving(lr=0.0))),
+        (run(moving(rounding=LAYER_NAMES[1])), run(moving(LAYER_NAMES[0], LAYER_NAMES[2], rounding=LAYER_NAMES[1]))),
         (run(moving("conv_in.weight")), run(lambda n: moving("conv_in.weight")(n) | {"train/skipped_updates": 3.0})),
     ],
     "weights-shrinking": [(run(sizes(0.01)), run(sizes(0.05)))],

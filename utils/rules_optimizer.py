@@ -145,17 +145,17 @@ def not_updated(record: RunRecord) -> Found:
     if any(skipped):  # a skipped update moves nothing either
         return
 
-    def still(layers: dict) -> set[str]:
-        return {n for n, layer in layers.items() if layer.get("update") == 0.0 and layer.get("gradient", 0.0) > 1e-7}
+    def with_gradient(layers: dict) -> set[str]:  # beyond the rounding that a key's bias gets in attention
+        return {name for name, layer in layers.items() if "update" in layer and layer.get("gradient", 0.0) > 1e-7}
 
     moving = [typical_update(layers) or 0.0 for _, layers in newest]
-    weights = [name for name, layer in newest[-1][1].items() if "update" in layer]
-    names = [name for name in weights if all(name in still(layers) for _, layers in newest)]
+    asked = set.intersection(*(with_gradient(layers) for _, layers in newest))
+    names = [n for n in newest[-1][1] if n in asked and all(layers[n]["update"] == 0.0 for _, layers in newest)]
     # Adam moves every weight by about the learning rate: where others move by 1e-5 of their size, none rounds to nothing.
     # Where nothing moves at all there are biases among it, which start at zero, where nothing is lost to rounding.
-    if names and (min(moving) > 1e-5 or len(names) == len(weights)):
+    if names and (min(moving) > 1e-5 or len(names) == len(asked)):
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        what = f"{len(names)} of {len(weights)} parameters have a gradient and did not change: {listed}"
+        what = f"{len(names)} of {len(asked)} parameters with a gradient did not change: {listed}"
         yield Finding("not-updated", "critical", what, newest[-1][0])
 
 
