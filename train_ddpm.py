@@ -19,6 +19,7 @@ from utils.cli import (
     add_report_flags,
     add_training_flags,
     data_options,
+    evaluation_options,
     learning_rate_options,
     optimizer_options,
     parse_with_preset,
@@ -98,6 +99,7 @@ def main(args: argparse.Namespace) -> int:
     from utils.sampling import full_precision
     from utils.schedule import check_global_batch, is_due, updates_per_epoch
     from utils.tracking import PackingBar, ProgressBar, StepStatistics, Stopwatch, Trackers, peak_memory_gib
+    from utils.training_evaluation import TrainingEvaluation
     from utils.training_samples import TrainingSamples
     from utils.unet import make_unet, network_options, use_xformers
     from utils.validation import check_images, split_validation, validation_loss
@@ -256,6 +258,21 @@ def main(args: argparse.Namespace) -> int:
         should_stop=lambda: stop.received is not None,
     )
 
+    evaluation = TrainingEvaluation(
+        accelerator,
+        raw_unet,
+        noise_scheduler,
+        output_dir,
+        training=train_images,
+        held_out=validation_images,
+        trackers=trackers,
+        doctor=doctor,
+        num_inference_steps=num_inference_steps,
+        should_stop=lambda: stop.received is not None,
+        say=progress.say,
+        **evaluation_options(args),
+    )
+
     def export() -> None:
         """The diffusers pipeline at the top of the run's folder, with its model card."""
         facts = {
@@ -368,7 +385,10 @@ def main(args: argparse.Namespace) -> int:
                     )
                 trackers.log({"validation/loss": value}, step=state.step)
                 doctor.record(state.step, {"validation/loss": value})
-                improved = state.record_validation(value)
+                improved = state.record("validation loss", value, decides=args.best_metric == "loss")
+            if evaluation.due(state.step, max_train_steps):
+                with averaged(), full_precision(raw_unet):
+                    improved |= evaluation.make(state)
             if due(args.save_images_steps, args.save_images_epochs):
                 progress.attempt(previews.make, state.step)
             if due(args.save_model_steps, args.save_model_epochs):

@@ -162,6 +162,14 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--early_stopping_patience", type=int, default=0, help="stop after so many validations without gain (0 = off)"
     )
+    group.add_argument("--eval_steps", type=positive_int, help="updates between two evaluations of the samples (off)")
+    group.add_argument("--eval_images", type=positive_int, default=5000, help="samples per evaluation (5000)")
+    group.add_argument(
+        "--best_metric",
+        choices=("loss", "fd", "kd"),
+        default="loss",
+        help="what makes a checkpoint the best: held-out loss, or a distance of the samples from the data (loss)",
+    )
     group.add_argument("--eval_batch_size", type=positive_int, default=16, help="sample images per grid, and per batch (16)")
     group.add_argument("--sampler", choices=("ddim", "ddpm", "dpmsolver++"), default="ddim")
     group.add_argument(
@@ -265,6 +273,19 @@ def optimizer_options(args: argparse.Namespace) -> dict:
     }
 
 
+def evaluation_options(args: argparse.Namespace) -> dict:
+    """The arguments of `training_evaluation.TrainingEvaluation` that are flags."""
+    return {
+        "every": args.eval_steps,
+        "best_metric": args.best_metric,
+        "num_images": args.eval_images,
+        "batch_size": args.eval_batch_size,
+        "sampler": args.sampler,
+        "seed": args.seed,
+        "cache_dir": args.cache_dir,
+    }
+
+
 def learning_rate_options(args: argparse.Namespace) -> dict:
     """The arguments of `optimization.learning_rate_at` that are flags."""
     return {
@@ -334,8 +355,10 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--spectral_norm and --gradient_checkpointing: computing a layer again would move its power iteration")
     if args.train_batch_size == "auto" and (args.global_batch_size is None or args.gradient_accumulation_steps != 1):
         raise UserError("--train_batch_size auto needs --global_batch_size, and finds --gradient_accumulation_steps itself")
-    if args.early_stopping_patience and not args.validation_images:
-        raise UserError("--early_stopping_patience needs held-out images: set --validation_images")
+    if args.best_metric != "loss" and not args.eval_steps:
+        raise UserError(f"--best_metric {args.best_metric} is a figure of the samples: set --eval_steps")
+    if args.early_stopping_patience and args.best_metric == "loss" and not args.validation_images:
+        raise UserError("--early_stopping_patience needs held-out images: set --validation_images (or --best_metric fd)")
 
 
 def positive_int(text: str) -> int:
