@@ -134,9 +134,15 @@ def jumps(every: int, factor: float = 5.0, quartiles=(1, 2, 3, 4)):
     return lambda number: quartile_losses(0.1, 0.1, 0.1, 0.1)(number) | change(number)
 
 
-def moving(*names: str, lr: float = 1e-3):
-    """Only these layers are changed by the optimizer."""
+def rise(factor: float, quartiles=(1, 2, 3, 4)):
+    rising = {f"train/loss_timestep_quartile_{i}": 0.1 * factor for i in quartiles}
+    return lambda number: quartile_losses(0.1, 0.1, 0.1, 0.1)(number) | (rising if number >= 14 else {})
+
+
+def moving(*names: str, lr: float = 1e-3, rounding: str = ""):
+    """Only these layers are changed by the optimizer; one has no gradient but for rounding."""
     changed = {name: figures | {"update": 1e-3 if name in names else 0.0} for name, figures in layers().items()}
+    changed |= {rounding: changed[rounding] | {"gradient": 1e-9}} if rounding else {}
     return lambda number: {"layers": changed, "train/lr": lr}
 
 
@@ -236,6 +242,7 @@ CASES = {
     "not-updated": [
         (run(moving("conv_in.weight", "mid_block.weight")), run(moving(*LAYER_NAMES))),
         (run(moving()), run(moving(lr=0.0))),
+        (run(moving(rounding=LAYER_NAMES[1])), run(moving(LAYER_NAMES[0], LAYER_NAMES[2], rounding=LAYER_NAMES[1]))),
         (run(moving("conv_in.weight")), run(lambda n: moving("conv_in.weight")(n) | {"train/skipped_updates": 3.0})),
     ],
     "weights-shrinking": [(run(sizes(0.01)), run(sizes(0.05)))],
@@ -243,7 +250,8 @@ CASES = {
         (run(jumps(4)), run(jumps(15))),
         (run(jumps(4)), run(jumps(4, factor=2.5))),
         (run(jumps(4)), run(jumps(4, quartiles=(1,)))),
-        (run(lambda n: {"train/loss": 0.2 if n < 14 else 0.8}), run(lambda n: {"train/loss": 0.2 if n < 14 else 0.5})),
+        (run(rise(4.0)), run(rise(2.5))),
+        (run(rise(4.0, quartiles=(1, 2, 4))), run(rise(4.0, quartiles=(1, 2)))),
     ],
     "lr-ended-early": [
         (run(lambda n: {"train/lr": 1e-3 * (n < 15)}), run(lambda n: {"train/lr": 1e-3 * (n < 19)})),
@@ -270,7 +278,11 @@ CASES = {
             run(quartile_losses(1, 1, 1, 1), options={"prediction_type": "v_prediction", "snr_gamma": 5.0}),
         ),
     ],
-    "train-eval-gap": [(run(probe={"training_error": 0.3}), run(probe={"training_error": 0.15}))],
+    "train-eval-gap": [
+        (run(probe={"training_error": 0.3}), run(probe={"training_error": 0.15})),
+        (run(probe={"training_error": 0.04}), run(probe={"training_error": 0.09})),
+        (run(options={"dropout": 0.9}), run(options={"dropout": 0.3})),
+    ],
     "batch-leak": [(run(probe={"batch_response": 0.3}), run(probe={"batch_response": 1e-3}))],
     "no-gradient": [
         (

@@ -15,7 +15,8 @@ from PIL import Image
 from synthetic_run import synthetic_run
 
 from utils.plots import Axis, Curve, block_of, heat_map, number, plot, smooth, thin, value_axis
-from utils.report import _picture, run_state, seconds_spent, updates_done, write_report
+from utils.report import run_state, seconds_spent, updates_done, write_report
+from utils.report_parts import picture
 from utils.run_record import RunRecord
 
 VOID = {"meta", "link", "img", "br", "hr", "input", "wbr", "path"}
@@ -132,7 +133,7 @@ def test_a_full_run_has_every_section_in_order(run):
     assert re.search(r"--resolution</code></td><td[^>]*>16</td><td[^>]*>preset digits16", html)
     assert html.index("All other flags") < html.index("--seed</code>")
     # every plot says what healthy is, names its unit and its horizontal axis
-    assert html.count('class="frame"') == 14
+    assert html.count('class="frame"') == 16
     for figure in re.findall(r'<figure class="plot">.*?</figure>', html, re.S):
         if 'class="frame"' in figure:
             assert "Healthy:" in figure and 'class="y-label"' in figure and 'class="x-label"' in figure
@@ -147,6 +148,7 @@ SERIES = {
     "Waiting for data": "perf/data_wait",
     "Pixels that the network is trained on": "data/",
     "Timesteps drawn": "train/timestep_share",
+    "Noise that the network is shown": "noise/",
     "Activations": "layers",
     "Gap to the ideal denoiser": "probe",
     "Check of the data at the start": "data",
@@ -290,7 +292,7 @@ def test_large_pictures_become_small_ones(run):
 
 def test_a_picture_keeps_within_its_bytes(tmp_path):
     Image.effect_noise((900, 300), 90).save(tmp_path / "a.png")
-    html = _picture(tmp_path / "a.png", "noise", (20_000, 600))
+    html = picture(tmp_path / "a.png", "noise", (20_000, 600))
     content = base64.b64decode(re.search(r"base64,([^\"]*)", html)[1])
     assert len(content) <= 20_000
     width, height = Image.open(io.BytesIO(content)).size

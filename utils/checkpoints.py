@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from utils.ema import EMA
 from utils.errors import UserError
 from utils.launch import from_main_process, on_main_process
+from utils.optimization import match_layouts
 from utils.run_folder import check_options
 
 MANIFEST = "MANIFEST.json"
@@ -211,7 +212,7 @@ def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[st
         steps = [read_state(path).best_step for path in candidates if verify_checkpoint(path) is None]
         if not steps or steps[-1] is None:
             raise UserError(
-                f"{output_dir} has no best checkpoint; it takes --validation_images, or --eval_steps and --best_metric fd"
+                f"{output_dir} has no best checkpoint; one is kept with --validation_images, or --eval_steps and --best_metric"
             )
         path = output_dir / f"checkpoint-{steps[-1]}"
     else:
@@ -232,6 +233,8 @@ def read_state(path: Path) -> TrainState:
 def load_checkpoint(accelerator: Accelerator, path: Path) -> None:
     """Loads a verified checkpoint into everything that was prepared and attached. Call on all ranks."""
     accelerator.load_state(str(path))
+    for optimizer in accelerator._optimizers:
+        match_layouts(optimizer.optimizer)
     # Accelerate restores its count of micro steps, which would put another accumulation out of phase; updates are whole here.
     accelerator.step = 0
 
