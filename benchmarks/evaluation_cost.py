@@ -9,6 +9,7 @@ fresh process ever held (resident), beside what it held before the first image.
 """
 
 import argparse
+import contextlib
 import json
 import resource
 import subprocess
@@ -43,27 +44,30 @@ def measure(images: int, reference_images: int, threads: int, features: str) -> 
     accelerator, reference_set, pool = setting(reference_images)
     torch.set_num_threads(threads)
     extractor = make_extractor(features, reference_set)
-    times = {}
-    start = time.perf_counter()
-    reference = reference_features(accelerator, extractor, reference_set, batch_size=64, cache_dir=None)
-    times["features of the reference"] = time.perf_counter() - start
+    wall, cpu = {}, {}
+
+    @contextlib.contextmanager
+    def timed(name: str):
+        start, busy = time.perf_counter(), time.process_time()
+        yield
+        wall[name], cpu[name] = time.perf_counter() - start, time.process_time() - busy
+
+    with timed("features of the reference"):
+        reference = reference_features(accelerator, extractor, reference_set, batch_size=64, cache_dir=None)
 
     def make_images(numbers):  # different ones: a level more or less in each pixel
         generator = torch.Generator().manual_seed(int(numbers[0]))
         return pool[numbers % len(pool)] ^ torch.randint(0, 2, (len(numbers), *pool.shape[1:]), generator=generator).byte()
 
     before = peak_gib()
-    start = time.perf_counter()
-    extract(accelerator, [extractor], images, 64, make_images)
-    times["features of the samples"] = time.perf_counter() - start
+    with timed("features of the samples"):
+        extract(accelerator, [extractor], images, 64, make_images)
     evaluation = Evaluation(accelerator, extractor, reference, seed=0, training=reference_set)
-    start = time.perf_counter()
-    evaluation.floor(images)
-    times["floor"] = time.perf_counter() - start
-    start = time.perf_counter()
-    evaluation.measure(make_images, images)
-    times["features, all figures, nearest training images"] = time.perf_counter() - start
-    return {"images": images, "before_gib": before, "peak_gib": peak_gib(), "seconds": times}
+    with timed("floor"):
+        evaluation.floor(images)
+    with timed("features, all figures, nearest training images"):
+        evaluation.measure(make_images, images)
+    return {"images": images, "before_gib": before, "peak_gib": peak_gib(), "seconds": wall, "cpu_seconds": cpu}
 
 
 def figures(rows: int, dimensions: int) -> dict:
