@@ -20,7 +20,7 @@ def guided(
     """F_weak + guidance (F - F_weak) at scaled input `x` [B, C, H, W]; 1 is without guidance, and costs nothing.
 
     The weak network is `guide`, a smaller or less trained one with the same classes (autoguidance, Karras et al. 2024b,
-    arXiv 2406.02507); where that is None it is `unet` without the class (classifier-free guidance, Ho & Salimans 2022). Mixing F
+    arXiv 2406.02507), or where that is None `unet` without the class (classifier-free guidance, Ho & Salimans 2022). Mixing F
     mixes the denoised images alike, as both networks have the same preconditioning.
     """
     main = unet(x, timestep, class_labels).sample

@@ -19,7 +19,7 @@ def preconditioning(sigma: torch.Tensor, sigma_data: float) -> tuple[torch.Tenso
 
 
 def noise_levels(count: int, sigma_min: float, sigma_max: float, rho: float) -> torch.Tensor:
-    """float64 [count + 1], from `sigma_max` down to `sigma_min`, then 0; more of them near the end with a larger `rho` (eq. 5)."""
+    """float64 [count + 1], from `sigma_max` down to `sigma_min`, then 0; a larger `rho` puts more near the end (eq. 5)."""
     ramp = torch.linspace(0.0, 1.0, count, dtype=torch.float64)
     first, last = sigma_max ** (1.0 / rho), sigma_min ** (1.0 / rho)
     levels = (first + ramp * (last - first)) ** rho

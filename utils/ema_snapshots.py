@@ -1,0 +1,112 @@
+"""Snapshots of a run's averages on disk, and the weights of an EMA of any length that they add up to.
+
+One safetensors file per time and width, complete or absent like a checkpoint; its metadata say what it is and of which run.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from utils.ema import UNIT_VECTORS
+from utils.errors import UserError
+from utils.power_ema import PowerEMA, reconstruction_weights
+
+FOLDER, PUBLISHED = "ema_snapshots", "[0-9]*-*.safetensors"
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    path: Path
+    step: int  # updates averaged
+    width: float  # relative
+    fingerprint: str  # of the run
+
+
+def run_fingerprint(options: Mapping) -> str:
+    """Tells runs apart: a hash of the options that a run was started with."""
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save_snapshots(ema: PowerEMA, output_dir: Path, step: int, *, fingerprint: str, dtype: str) -> None:
+    """Writes one file for each width of `ema`, on the main process. `dtype` is "fp16" or "fp32".
+
+    Those beyond `step` go: they are of a branch that was left when the run went on from an earlier checkpoint. Raises OSError
+    or SafetensorError when the disk does not take them; what is there stays whole.
+    """
+    folder = output_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".tmp-*"):
+        leftover.unlink(missing_ok=True)
+    for path in folder.glob(PUBLISHED):
+        if int(path.name.split("-")[0]) > step:
+            path.unlink()
+    for width, average in ema.averages.items():
+        tensors = {name: _stored(tensor, DTYPES[dtype]) for name, tensor in average.shadow.items()}
+        path = folder / f"{step:08d}-{width}.safetensors"
+        draft = folder / f".tmp-{path.name}"
+        save_file(tensors, draft, {"step": str(step), "width": str(width), "fingerprint": fingerprint})
+        with open(draft, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+
+
+def list_snapshots(run: Path) -> list[Snapshot]:
+    """All snapshots of a run, oldest first. Raises UserError when there are none, or one is damaged or of another run."""
+    found = []
+    for path in sorted((run / FOLDER).glob(PUBLISHED)):
+        try:
+            with safe_open(path, "pt") as file:
+                known = file.metadata() or {}
+            found.append(Snapshot(path, int(known["step"]), float(known["width"]), known["fingerprint"]))
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise UserError(f"{path} is damaged or no snapshot ({error}); remove it to go on without it") from None
+    if not found:
+        raise UserError(f"{run} has no EMA snapshots; train with --ema_type power")
+    if len({snapshot.fingerprint for snapshot in found}) > 1:
+        raise UserError(f"{run / FOLDER} holds snapshots of several runs; remove those that do not belong there")
+    return sorted(found, key=lambda snapshot: (snapshot.step, snapshot.width))
+
+
+@torch.no_grad()
+def reconstruct(snapshots: list[Snapshot], width: float, step: int | None = None) -> dict[str, torch.Tensor]:
+    """Weights of the EMA of relative `width` at `step` (the last snapshot's), float32 on the CPU, from all snapshots up to it.
+
+    Reads one tensor of one file at a time; the sums are in float64. What EMA copies instead of averaging, counters and singular
+    vectors, is the last snapshot's. Raises UserError for a step that is before or beyond all snapshots.
+    """
+    last = max(snapshot.step for snapshot in snapshots)
+    step = last if step is None else step
+    used = [snapshot for snapshot in snapshots if snapshot.step <= step]
+    if not used or step > last:
+        first = min(snapshot.step for snapshot in snapshots)
+        raise UserError(f"--step must be from {first} to {last}, where there are snapshots; got {step}")
+    weights = reconstruction_weights([s.step for s in used], [s.width for s in used], step, width)
+    sums: dict[str, torch.Tensor] = {}
+    for snapshot, weight in zip(used, weights):
+        with safe_open(snapshot.path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118, it is no dict
+                tensor = file.get_tensor(name)
+                if not tensor.is_floating_point() or name.endswith(UNIT_VECTORS):
+                    sums[name] = tensor
+                elif name in sums:
+                    sums[name].add_(tensor.double(), alpha=float(weight))
+                else:
+                    sums[name] = tensor.double() * float(weight)
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in sums.items()}
