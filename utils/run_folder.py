@@ -52,6 +52,7 @@ RUN_FILES = (
     "options.json",
     EXIT_STATUS,
     "model_index.json",
+    "edm2_pipeline.py",
     "README.md",
     "bad_images.json",
     "history.jsonl",
