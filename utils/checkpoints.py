@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from utils.ema import EMA
 from utils.errors import UserError
 from utils.launch import from_main_process, on_main_process
+from utils.run_folder import check_options
 
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
@@ -248,16 +249,36 @@ def _discard(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def agree_on_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str) -> tuple[Path | None, list[str]]:
-    """`find_checkpoint` on the main process, with its answer or its UserError given to every rank."""
-    found = (None, [])
+def resume(
+    accelerator: Accelerator, output_dir: Path, wanted: str | None, state: TrainState, allowed_changes: list[str]
+) -> list[str]:
+    """Loads the checkpoint that `wanted` means (see `find_checkpoint`; None: none) into `state` and all that was prepared.
 
-    def find():
+    Returns lines for the user. Raises UserError, on every rank, when there is no such checkpoint or when it was made with
+    options that shape the result and differ from those of `state`, unless they are in `allowed_changes`.
+    """
+    if not wanted:
+        return []
+    found: tuple[Path | None, list[str]] = (None, [])
+
+    def find() -> None:
         nonlocal found
         found = find_checkpoint(output_dir, wanted)
+        if found[0] is not None:
+            check_options(read_state(found[0]).options, state.options, allowed_changes)
 
     on_main_process(accelerator, find)
-    return from_main_process(found)
+    checkpoint, notes = from_main_process(found)
+    if checkpoint is None:
+        return [*notes, f"no checkpoint in {output_dir} yet: starting a new run"]
+    laid_out_for = read_state(checkpoint).max_train_steps
+    load_checkpoint(accelerator, checkpoint)
+    if laid_out_for != state.max_train_steps:
+        notes.append(
+            f"the run was laid out for {laid_out_for} updates and is now for {state.max_train_steps}: "
+            "from here on the learning rate follows the new curve"
+        )
+    return [*notes, f"resumed from {checkpoint.name}: {state.step} of {state.max_train_steps} updates done"]
 
 
 def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

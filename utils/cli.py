@@ -175,6 +175,66 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hub_private_repo", action="store_true")
 
 
+def data_options(args: argparse.Namespace) -> dict:
+    """The arguments of `data.load_images` that are flags."""
+    return {
+        "dataset_name": args.dataset_name,
+        "dataset_config_name": args.dataset_config_name,
+        "dataset_split": args.dataset_split,
+        "dataset_revision": args.dataset_revision,
+        "train_data_dir": args.train_data_dir,
+        "cache_dir": args.cache_dir,
+        "image_column": args.image_column,
+        "label_column": args.label_column,
+        "resolution": args.resolution,
+        "image_channels": args.image_channels,
+        "center_crop": args.center_crop,
+        "background": args.background,
+        "preserve_input_precision": args.preserve_input_precision,
+        "cache_images": args.cache_images == "yes",
+        "max_images": args.max_train_images,
+        "on_bad_image": args.on_bad_image,
+        "max_bad_images": args.max_bad_images,
+    }
+
+
+def sample_options(args: argparse.Namespace) -> dict:
+    """The arguments of `training_samples.TrainingSamples` that are flags."""
+    return {
+        "seed": args.seed,
+        "train_batch_size": args.train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "balanced": args.balanced_sampling,
+        "center_crop": args.center_crop,
+        "random_flip": args.random_flip,
+        "color_jitter": args.color_jitter,
+    }
+
+
+def optimizer_options(args: argparse.Namespace) -> dict:
+    """The arguments of `optimization.make_optimizer` that are flags."""
+    return {
+        "name": args.optimizer,
+        "learning_rate": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "weight_decay": args.adam_weight_decay,
+        "epsilon": args.adam_epsilon,
+        "momentum": args.momentum,
+    }
+
+
+def learning_rate_options(args: argparse.Namespace) -> dict:
+    """The arguments of `optimization.learning_rate_at` that are flags."""
+    return {
+        "schedule": args.lr_scheduler,
+        "base": args.learning_rate,
+        "warmup_steps": args.lr_warmup_steps,
+        "floor": args.lr_floor,
+        "cycles": args.lr_cycles,
+        "power": args.lr_power,
+    }
+
+
 def preset_table() -> str:
     """The presets as text for `--help`: each with the flags that it changes."""
     lines = ["model presets (a network and these defaults; your own flags win):"]
