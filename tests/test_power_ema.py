@@ -7,8 +7,9 @@ from safetensors.torch import load_file, save_file
 from scipy.integrate import quad
 from torch import nn
 
+from utils.checkpoints import TrainState
 from utils.ema import EMA
-from utils.ema_snapshots import FOLDER, list_snapshots, reconstruct, run_fingerprint, save_snapshots
+from utils.ema_snapshots import FOLDER, list_snapshots, reconstruct, save_snapshots
 from utils.errors import UserError
 from utils.power_ema import (
     PowerEMA,
@@ -219,4 +220,44 @@ def test_what_does_not_belong_together_is_named(tmp_path):
     (tmp_path / FOLDER / "00000040-0.05.safetensors").write_bytes(b"not a snapshot at all")
     with pytest.raises(UserError, match=r"00000040-0\.05\.safetensors is damaged"):
         list_snapshots(tmp_path)
-    assert run_fingerprint({"seed": 0}) != run_fingerprint({"seed": 1})
+
+
+def test_runs_of_other_options_have_other_fingerprints():
+    first, second = (TrainState(options={"seed": seed}).fingerprint for seed in (0, 1))
+    assert first != second and TrainState(options={"seed": 0}).fingerprint == first
+    assert TrainState(options={"seed": 1}, fingerprint=first).fingerprint == first  # resumed with another option, as allowed
+
+
+# ---- in a run
+
+
+def test_a_run_s_snapshots_survive_a_resume_and_are_the_same(train, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--ema_type", "power", "--ema_snapshot_steps", "3", "--checkpointing_steps", "4"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert train([*flags, "--output_dir", whole]) == 0
+    assert train([*flags, "--output_dir", resumed]) == 0
+    (resumed / "checkpoint-8/MANIFEST.json").unlink()
+    assert train([*flags, "--output_dir", resumed, "--resume_from_checkpoint", "latest"]) == 0
+    snapshots = list_snapshots(resumed)
+    assert [(s.step, s.width) for s in snapshots] == [(step, w) for step in (3, 6, 8) for w in (0.05, 0.1)]
+    for snapshot in snapshots:
+        assert snapshot.path.read_bytes() == (whole / FOLDER / snapshot.path.name).read_bytes()
+    for file in ("model.safetensors", "ema.safetensors"):
+        assert (whole / "checkpoint-8" / file).read_bytes() == (resumed / "checkpoint-8" / file).read_bytes()
+    exported, averaged = (
+        load_file(resumed / p) for p in ("unet/diffusion_pytorch_model.safetensors", "checkpoint-8/ema.safetensors")
+    )
+    assert all(torch.equal(averaged[name], tensor) for name, tensor in exported.items())
+
+
+def test_reconstruction_of_a_real_run_is_what_it_would_have_tracked(train, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--ema_type", "power", "--max_train_steps", "120", "--output_dir", tmp_path, "--logging_steps", "60"]
+    assert train([*flags, "--ema_widths", "0.05", "0.1", "0.15", "--checkpointing_steps", "120"]) == 0
+    snapshots = [s for s in list_snapshots(tmp_path) if s.width != 0.15]
+    assert len(snapshots) == 80
+    made = reconstruct(snapshots, 0.15)
+    tracked = load_file(tmp_path / "checkpoint-120/ema.safetensors")
+    difference = sum((made[name] - tracked[f"0.15/{name}"]).square().sum() for name in made)
+    assert difference.sqrt() < 0.001 * sum(tensor.square().sum() for tensor in made.values()).sqrt()
+    unmoved = sum((made[name] - tracked[name]).square().sum() for name in made)  # the average of 0.05
+    assert difference < 1e-3 * unmoved

@@ -200,7 +200,7 @@ def model_card(facts: Mapping) -> str:
     sections = ["\n".join(["---", *header, "---"]), f"# {facts.get('title', 'Denoising diffusion model')}"]
     if facts.get("grid"):
         sections.append(f"![Samples]({facts['grid']})")
-    sections.append(_table("Training", {label: facts[key] for key, label in FACTS.items() if key in facts}))
+    sections.append(_table("Training", {label: facts[key] for key, label in FACTS.items() if facts.get(key) is not None}))
     if facts.get("metrics"):
         sections.append("## Metrics\n\n" + _table("Metric", facts["metrics"]))
     if facts.get("command"):

@@ -82,6 +82,11 @@ class PowerEMA(EMA):
         for average, exponent in zip(self._others, self.exponents[1:]):
             average.update(decay ** ((exponent + 1.0) / (self.exponents[0] + 1.0)), finite)
 
+    def restart(self) -> None:
+        super().restart()
+        for average in self._others:
+            average.restart()
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The first average under the model's own names, the others under `<width>/<name>`."""
         state = dict(self.shadow)
