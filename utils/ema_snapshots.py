@@ -3,6 +3,7 @@
 One safetensors file per time and width, complete or absent like a checkpoint; its metadata say what it is and of which run.
 """
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,8 @@ def save_snapshots(ema: PowerEMA, output_dir: Path, step: int, *, fingerprint: s
         tensors = {name: _stored(tensor, DTYPES[dtype]) for name, tensor in average.shadow.items()}
         path = folder / f"{step:08d}-{width}.safetensors"
         draft = folder / f".tmp-{path.name}"
-        save_file(tensors, draft, {"step": str(step), "width": str(width), "fingerprint": fingerprint})
+        about = {"step": step, "width": width, "fingerprint": fingerprint}
+        save_file(tensors, draft, {"snapshot": json.dumps(about)})  # one key: safetensors writes several in random order
         with open(draft, "rb") as file:
             os.fsync(file.fileno())
         os.replace(draft, path)
@@ -92,9 +94,8 @@ def list_snapshots(run: Path) -> list[Snapshot]:
     for path in sorted((run / FOLDER).glob(PUBLISHED)):
         try:
             with safe_open(path, "pt") as file:
-                known = file.metadata() or {}
-            found.append(Snapshot(path, int(known["step"]), float(known["width"]), known["fingerprint"]))
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
+                found.append(Snapshot(path, **json.loads((file.metadata() or {})["snapshot"])))
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
             raise UserError(f"{path} is damaged or no snapshot ({error}); remove it to go on without it") from None
     if not found:
         raise UserError(f"{run} has no EMA snapshots; train with --ema_type power")
