@@ -13,7 +13,15 @@ from torch import nn
 
 from models.edm2_pipeline import EDM2Pipeline, guided
 from models.edm_heun import EDMHeunScheduler, noise_levels
-from utils.edm import EDM2Denoiser, denoise, losses_per_sample, spread_noise_levels, training_labels, training_noise_levels
+from utils.edm import (
+    EDM2Denoiser,
+    denoise,
+    losses_per_sample,
+    noise_levels_at,
+    noise_ranks,
+    training_labels,
+    training_noise_levels,
+)
 
 
 @pytest.mark.parametrize("sigma", [0.002, 0.1, 0.5, 1.0, 7.0, 80.0])
@@ -102,7 +110,9 @@ def test_training_noise_is_log_normal_and_belongs_to_samples():
     sigma = training_noise_levels(0, numbers, -0.8, 1.6)
     assert stats.kstest(sigma.log().numpy(), "norm", (-0.8, 1.6)).pvalue > 0.01
     assert torch.equal(training_noise_levels(0, numbers[500:600], -0.8, 1.6), sigma[500:600])
-    spread = spread_noise_levels(1001, -0.8, 1.6)
+    spread = noise_levels_at((torch.arange(1001).double() + 0.5) / 1001, -0.8, 1.6)
+    ranks = noise_ranks(sigma, -0.8, 1.6)
+    assert (ranks.min(), ranks.max()) >= (0, 990) and ranks.float().mean().item() == pytest.approx(500, abs=10)
     np.testing.assert_allclose(spread.log(), stats.norm(-0.8, 1.6).ppf((np.arange(1001) + 0.5) / 1001), atol=1e-9)
 
 
@@ -149,7 +159,7 @@ def test_uncertainty_learns_the_logarithm_of_the_weighted_loss():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    sigma = spread_noise_levels(100, -0.8, 1.2)[2:-2].float()  # where 96 % of the noise fell
+    sigma = noise_levels_at(torch.linspace(0.02, 0.98, 97).double(), -0.8, 1.2).float()  # where 96 % of the noise fell
     with torch.no_grad():
         difference = denoiser.uncertainty(sigma) - expected(sigma).log()
     assert difference.abs().max() < 0.1

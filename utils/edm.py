@@ -13,6 +13,7 @@ from models.edm_heun import preconditioning
 from utils import randomness
 
 UNCERTAINTY_CHANNELS = 128
+NOISE_RANKS = 1000
 
 
 def training_noise_levels(seed: int, sample_numbers: torch.Tensor, mean: float, std: float) -> torch.Tensor:
@@ -20,10 +21,14 @@ def training_noise_levels(seed: int, sample_numbers: torch.Tensor, mean: float, 
     return (mean + std * randomness.normal(seed, "sigma", sample_numbers, (1,))[:, 0]).exp()
 
 
-def spread_noise_levels(count: int, mean: float, std: float) -> torch.Tensor:
-    """sigma, float64 [count], ascending: the middles of `count` equally likely slices of the training's distribution."""
-    shares = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    return (mean + std * torch.special.ndtri(shares)).exp()
+def noise_levels_at(places: torch.Tensor, mean: float, std: float) -> torch.Tensor:
+    """sigma, float64 [B], below which a share of `places` (float64 [B] in (0, 1)) of the training's distribution lies."""
+    return (mean + std * torch.special.ndtri(places)).exp()
+
+
+def noise_ranks(sigma: torch.Tensor, mean: float, std: float) -> torch.Tensor:
+    """Where in the training's distribution sigma [B] lies, int64 [B] in [0, NOISE_RANKS), each equally likely."""
+    return (torch.special.ndtr((sigma.log() - mean) / std) * NOISE_RANKS).long().clamp(0, NOISE_RANKS - 1)
 
 
 def training_labels(seed: int, sample_numbers: torch.Tensor, labels: torch.Tensor, dropout: float) -> torch.Tensor:
