@@ -91,9 +91,9 @@ def main(args: argparse.Namespace) -> int:
     from utils.nonfinite import ADVICE, BadUpdates, spread_to_gradient
     from utils.optimization import l1_norm, learning_rate_at, make_optimizer, set_learning_rate, step_if_finite
     from utils.power_ema import make_ema
-    from utils.previews import Previews, sampling_steps
+    from utils.previews import Previews
     from utils.run_folder import RunFolder, command_line, shaping_options
-    from utils.sampling import full_precision
+    from utils.sampling import full_precision, sampling_steps
     from utils.schedule import check_global_batch, is_due, updates_per_epoch
     from utils.tracking import PackingBar, ProgressBar, StepStatistics, Stopwatch, Trackers, peak_memory_gib
     from utils.training_samples import TrainingSamples

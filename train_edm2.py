@@ -1,6 +1,6 @@
 """Trains a class-conditional EDM2 network (Karras et al. 2024) and leaves a diffusers pipeline that carries its code.
 
-    accelerate launch train_edm2.py                                    # digits, a few minutes on 2 CPU cores -> runs/digits-edm2
+    accelerate launch train_edm2.py                                    # digits, minutes on 2 CPU cores -> runs/digits-edm2
     accelerate launch train_edm2.py --resume_from_checkpoint latest    # continue it, bit for bit
     accelerate launch train_edm2.py --dataset_name uoft-cs/cifar10 --resolution 32 --model_preset XS --mixed_precision fp16 \\
         --train_batch_size 256 --output_dir runs/cifar10-edm2
@@ -114,9 +114,8 @@ def main(args: argparse.Namespace) -> int:
     from utils.nonfinite import ADVICE, BadUpdates, spread_to_gradient
     from utils.optimization import l1_norm, learning_rate_at, make_optimizer, set_learning_rate, step_if_finite
     from utils.power_ema import make_ema
-    from utils.previews import sampling_steps
     from utils.run_folder import RunFolder, command_line, shaping_options
-    from utils.sampling import full_precision
+    from utils.sampling import full_precision, sampling_steps
     from utils.schedule import check_global_batch, is_due, updates_per_epoch
     from utils.tracking import PackingBar, ProgressBar, StepStatistics, Stopwatch, Trackers, peak_memory_gib
     from utils.training_samples import TrainingSamples

@@ -7,6 +7,8 @@ from utils.edm import EDM2Denoiser
 from utils.errors import UserError
 from utils.randomness import derive_seed
 
+PAPER_LEVELS = (1, 2, 3, 4)  # EDM2UNet's own channel_multipliers
+
 
 def make_denoiser(
     *,
@@ -22,9 +24,9 @@ def make_denoiser(
 ) -> EDM2Denoiser:
     """An EDM2UNet and u(sigma), whose weights are a function of the arguments (global random state is left as it was).
 
-    Without `preset` and config the network is the paper's XS. `num_classes` 0 makes it unconditional; `dropout` of None keeps the
-    network's own. Raises UserError when the config cannot be read, when its channels differ from the images', or when the
-    resolution does not divide by the levels.
+    Without `preset` and config the network is the paper's XS. `num_classes` 0 makes it unconditional; `dropout` of None keeps
+    the network's own. Raises UserError when the config cannot be read or is of another network, when its channels differ from
+    the images', or when the resolution does not divide by the levels.
     """
     if config_name_or_path is not None:
         try:
@@ -62,9 +64,6 @@ def make_denoiser(
             return EDM2Denoiser(EDM2UNet.from_config(config), sigma_data)
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(f"the network cannot be built: {str(error).strip().splitlines()[0]}") from None
-
-
-PAPER_LEVELS = (1, 2, 3, 4)  # EDM2UNet's own channel_multipliers
 
 
 def count_classes(images) -> int:

@@ -14,7 +14,7 @@ from utils.ema import EMA
 from utils.images import denoising_path, save_png, side_by_side
 from utils.launch import on_main_process
 from utils.probe import examine_network, sample_statistics
-from utils.sampling import full_precision, is_edm, make_sampler, path_steps, sample_sharded, set_timesteps, to_uint8
+from utils.sampling import full_precision, make_sampler, path_steps, sample_sharded, to_uint8
 from utils.tracking import Trackers
 from utils.training_samples import TrainingSamples
 
@@ -28,19 +28,6 @@ PROCESS = (
 )  # what training and sampling share
 
 
-def sampling_steps(sampler: str, requested: int | None, noise_scheduler) -> int:
-    """Steps to sample with: `requested`, else 50, which DDIM needs for good images, or all of them for the full DDPM chain; 32
-    with EDM (Karras et al. 2024).
-
-    Raises UserError, before any training, for a number that `sampler` cannot do on this schedule.
-    """
-    num_train_timesteps = noise_scheduler.config.num_train_timesteps
-    usual = num_train_timesteps if sampler == "ddpm" else min(50, num_train_timesteps)
-    steps = requested or (32 if is_edm(noise_scheduler.config) else usual)
-    set_timesteps(make_sampler(sampler, noise_scheduler), steps)
-    return steps
-
-
 class Previews:
     """Makes the pictures of a run, and has the network examined along with them.
 
@@ -48,7 +35,7 @@ class Previews:
 
     Args:
         unet: the unwrapped network; its weights and the training's random numbers are left as they were.
-        sampler, num_inference_steps: how to sample; see `sampling_steps`.
+        sampler, num_inference_steps: how to sample; see `sampling.sampling_steps`.
         num_images: in a grid, shared out over the processes.
         should_stop: asked during sampling; a stop then leaves the pictures out.
 

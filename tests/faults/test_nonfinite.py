@@ -99,13 +99,13 @@ def spoil(monkeypatch, spoils, part=lambda unet: unet.mid_block.resnets[0]):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_one_bad_sample_changes_nothing_and_is_named(train_script, tiny_flags, tmp_path, monkeypatch, accumulation):
+def test_one_bad_sample_changes_nothing_and_is_named(train_script, script_flags, tmp_path, monkeypatch, accumulation):
     numbers = torch.arange(64)
     timesteps = randomness.integers(0, "timesteps", numbers, 1000)
     culprit = 21  # of update 3, samples 16 to 23
     assert (timesteps == timesteps[culprit]).sum() == 1
     spoil(monkeypatch, lambda call, t: t == timesteps[culprit])
-    flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "1", "--logging_steps", "4"]
+    flags = [*script_flags, "--output_dir", tmp_path, "--checkpointing_steps", "1", "--logging_steps", "4"]
     split = ["--train_batch_size", 8 // accumulation, "--gradient_accumulation_steps", accumulation]
     assert train_script([*flags, *split]) == 0
     before, after, later = (tmp_path / f"checkpoint-{step}" for step in (2, 3, 4))
@@ -128,14 +128,14 @@ def test_one_bad_sample_changes_nothing_and_is_named(train_script, tiny_flags, t
 
 
 @pytest.mark.parametrize("options", [["--dropout", "0.2"], ["--spectral_norm"], ["--gradient_checkpointing"]], ids=str)
-def test_the_report_leaves_the_training_as_it_was(train_script, tiny_flags, tmp_path, monkeypatch, options):
+def test_the_report_leaves_the_training_as_it_was(train_script, script_flags, tmp_path, monkeypatch, options):
     """Bad in update 3 alone, whatever is computed again: the same weights with a report at once and with one at the end."""
     for name, logging_steps in (("often", 1), ("late", 8)):
         with monkeypatch.context() as patch:
             # Gradient checkpointing calls the part again for the backward pass; the network as a whole once per update.
             spoil(patch, lambda call, t: torch.full_like(t, call == 3, dtype=torch.bool))
             flags = [*options, "--checkpointing_steps", "8", "--logging_steps", logging_steps]
-            assert train_script([*tiny_flags, *flags, "--output_dir", tmp_path / name]) == 0
+            assert train_script([*script_flags, *flags, "--output_dir", tmp_path / name]) == 0
         report = json.loads((tmp_path / name / "nan_report/update-3/report.json").read_text())
         assert report["bad_samples"][0]["loss"] == "nan" and report["first_bad_module"] is None  # not when computed again
     for file in CHECKPOINT_FILES:
@@ -143,14 +143,14 @@ def test_the_report_leaves_the_training_as_it_was(train_script, tiny_flags, tmp_
         assert often.read_bytes() == late.read_bytes(), file
 
 
-def test_a_row_that_has_ended_does_not_end_the_run(train_script, tiny_flags, tmp_path, monkeypatch):
+def test_a_row_that_has_ended_does_not_end_the_run(train_script, script_flags, tmp_path, monkeypatch):
     spoil(monkeypatch, lambda call, t: torch.full_like(t, 3 <= call <= 6, dtype=torch.bool))
-    flags = [*tiny_flags, "--output_dir", tmp_path, "--max_bad_steps", "3", "--logging_steps", "8"]
+    flags = [*script_flags, "--output_dir", tmp_path, "--max_bad_steps", "3", "--logging_steps", "8"]
     assert train_script(flags) == 0
     assert logged_scalars(tmp_path, "train/bad_updates_in_a_row") == {8: 4}
 
 
-def test_a_loss_that_is_not_finite_is_skipped_even_if_its_gradient_is(train_script, tiny_flags, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_finite_is_skipped_even_if_its_gradient_is(train_script, script_flags, tmp_path, monkeypatch):
     import utils.diffusion
 
     calls, original = [0], utils.diffusion.loss_per_sample
@@ -160,12 +160,12 @@ def test_a_loss_that_is_not_finite_is_skipped_even_if_its_gradient_is(train_scri
         return original(prediction, target, weights) + (float("inf") if calls[0] == 3 else 0.0)
 
     monkeypatch.setattr(utils.diffusion, "loss_per_sample", infinite)
-    assert train_script([*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "1"]) == 0
+    assert train_script([*script_flags, "--output_dir", tmp_path, "--checkpointing_steps", "1"]) == 0
     assert_unchanged(tmp_path / "checkpoint-2", tmp_path / "checkpoint-3")
     assert logged_scalars(tmp_path, "train/skipped_updates")[8] == 1
 
 
-def test_a_report_that_fails_does_not_end_the_run(train_script, tiny_flags, tmp_path, monkeypatch, capsys):
+def test_a_report_that_fails_does_not_end_the_run(train_script, script_flags, tmp_path, monkeypatch, capsys):
     import utils.nan_report
 
     def fails(*arguments):
@@ -173,15 +173,15 @@ def test_a_report_that_fails_does_not_end_the_run(train_script, tiny_flags, tmp_
 
     monkeypatch.setattr(utils.nan_report, "find_first_bad_module", fails)
     spoil(monkeypatch, lambda call, t: torch.full_like(t, call == 3, dtype=torch.bool))
-    assert train_script([*tiny_flags, "--output_dir", tmp_path]) == 0
+    assert train_script([*script_flags, "--output_dir", tmp_path]) == 0
     said = capsys.readouterr()
     assert "its report is not complete (OutOfMemoryError: no room)" in said.out + said.err
     assert json.loads((tmp_path / "nan_report/update-3/report.json").read_text())["bad_gradients"]["count"] > 0
 
 
-def test_too_many_in_a_row_end_the_run_with_the_last_good_weights(train_script, tiny_flags, tmp_path, monkeypatch, capsys):
+def test_too_many_in_a_row_end_the_run_with_the_last_good_weights(train_script, script_flags, tmp_path, monkeypatch, capsys):
     spoil(monkeypatch, lambda call, t: torch.full_like(t, call > 4, dtype=torch.bool))
-    flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4", "--max_bad_steps", "3"]
+    flags = [*script_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4", "--max_bad_steps", "3"]
     assert train_script([*flags, "--max_train_steps", "50"]) == 3
     assert_unchanged(tmp_path / "checkpoint-4", tmp_path / "checkpoint-7")
     output = capsys.readouterr()
