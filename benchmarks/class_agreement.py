@@ -2,8 +2,9 @@
 
     python benchmarks/class_agreement.py runs/digits-edm2 --guidance 1 1.5 2
 
-samples 500 images (`--num_images`), 50 of each class, at each strength of guidance, and prints the share to which an SVM trained on
-the real digits gives the class that was asked for; beside it that of held-out real digits, and the Frechet ratio of digits_quality.
+samples 500 images (`--num_images`), 50 of each class, at each strength of guidance, and prints the share to which an SVM
+trained on the real digits gives the class that was asked for; beside it that of held-out real digits, and the Frechet ratio of
+digits_quality.py.
 """
 
 import argparse

@@ -313,7 +313,8 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("name the data: --dataset_name NAME or --train_data_dir FOLDER (or neither model nor data, for digits)")
     if args.streaming:
         raise UserError("--streaming is not available yet; leave it out, or use --cache_images no to decode on the fly")
-    for name in ("learning_rate", "adam_epsilon", "ema_inv_gamma", "ema_power", "collective_timeout"):
+    own = {name for name in ("P_std", "sigma_data") if hasattr(args, name)}  # train_edm2.py's
+    for name in ("learning_rate", "adam_epsilon", "ema_inv_gamma", "ema_power", "collective_timeout", *sorted(own)):
         if not getattr(args, name) > 0:
             raise UserError(f"--{name} must be positive, got {getattr(args, name)}")
     for name in (
@@ -322,8 +323,9 @@ def check(args: argparse.Namespace) -> None:
     ):
         if getattr(args, name) < 0:
             raise UserError(f"--{name} must not be negative, got {getattr(args, name)}")
-    for name in ("adam_beta1", "adam_beta2", "ema_max_decay", "lr_floor", "momentum", "dropout", "color_jitter"):
-        if not 0 <= (getattr(args, name) or 0) < 1:
+    shares = ("adam_beta1", "adam_beta2", "ema_max_decay", "lr_floor", "momentum", "dropout", "color_jitter", "label_dropout")
+    for name in shares:
+        if not 0 <= (getattr(args, name, None) or 0) < 1:
             raise UserError(f"--{name} must be {UNIT_INTERVAL}, got {getattr(args, name)}")
     if os.path.isabs(args.logging_dir) or ".." in args.logging_dir.split(os.sep):
         raise UserError(f"--logging_dir {args.logging_dir} leaves --output_dir; name a folder inside it, such as logs")
