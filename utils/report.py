@@ -18,6 +18,7 @@ from utils.interrupts import EXIT_DIVERGED, EXIT_STOPPED
 from utils.plots import number, prose
 from utils.presets import FLAGS
 from utils.report_plots import (
+    PROBED,
     by_timestep,
     columns,
     data_plots,
@@ -288,12 +289,26 @@ def _sample_figures(record: RunRecord) -> str:
     if not records:
         return ""
     step, newest = records[-1]
+    checks = record.records("data")
+    newest = newest | {"data": _like_samples(checks[-1][1]) if checks else None}
     kinds = [kind for kind in ("raw", "ema", "data") if isinstance(newest.get(kind), dict)]
     names = list(dict.fromkeys(name for kind in kinds for name in newest[kind]))
     rows = [[name.replace("_", " "), *(cell(newest[kind].get(name)) for kind in kinds)] for name in names]
     titles = {"raw": "raw", "ema": "EMA", "data": "training data"}
     reading = "Healthy: samples close to the data in every row; less spread than the data means too little variety."
     return _table(f"Figures of the samples after {step:,} updates", reading, ["", *(titles[kind] for kind in kinds)], rows)
+
+
+def _like_samples(data: dict) -> dict:
+    """Those figures of the data check that are also measured on samples, by their names there."""
+    names = {"min": "min", "max": "max", "pair_distance": "pairwise_distance"}
+    figures = {name: data[key] for name, key in names.items() if data.get(key) is not None}
+    means, stds = data.get("mean"), data.get("std")  # per channel
+    if isinstance(means, list) and isinstance(stds, list) and means:
+        mean = sum(means) / len(means)
+        spread = sum(std**2 + (m - mean) ** 2 for m, std in zip(means, stds)) / len(means)
+        figures |= {"mean": mean, "std": math.sqrt(spread)}
+    return figures
 
 
 # ---- probes, data, options
@@ -322,10 +337,14 @@ def _table_cell(text: str) -> str:
 
 
 def flatten(values: dict, prefix: str = "") -> dict:
-    """Nested dicts as one, keys joined by a slash; lists as text, of long ones the beginning, and of long dicts the length."""
+    """Nested dicts as one, keys joined by a slash; what is known by timestep, and lists, as text; nothing of what is empty."""
     flat = {}
     for key, value in values.items():
-        if isinstance(value, dict) and len(value) > LONG:
+        if isinstance(value, (dict, list)) and not value:
+            continue
+        if by_timestep(value):
+            flat[f"{prefix}{key}"] = ", ".join(f"{t}: {cell(figure)}" for t, figure in value.items())
+        elif isinstance(value, dict) and len(value) > LONG:
             flat[f"{prefix}{key}"] = f"{len(value)} of them"
         elif isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}/")
@@ -342,7 +361,7 @@ def _probes(record: RunRecord) -> str:
     if not records:
         return ""
     (first_step, first), (step, newest) = records[0], records[-1]
-    rest, before = (flatten({k: v for k, v in probe.items() if not by_timestep(v)}) for probe in (newest, first))
+    rest, before = (flatten({k: v for k, v in probe.items() if k not in PROBED}) for probe in (newest, first))
     several = len(records) > 1
     rows = [[key.replace("_", " "), *([cell(before.get(key))] if several else []), cell(value)] for key, value in rest.items()]
     head = ["", *([f"update {first_step:,}"] if several else []), f"update {step:,}"]
@@ -353,7 +372,12 @@ def _probes(record: RunRecord) -> str:
 def _data(record: RunRecord) -> str:
     records = record.records("data")
     rows = [[key.replace("_", " "), cell(value)] for key, value in flatten(records[-1][1]).items()] if records else []
-    table = _table("Check of the data at the start", "Numbers of images unless named otherwise.", ["", ""], rows)
+    table = _table(
+        "Check of the data at the start",
+        "Shares are of the images, sizes in pixels, values as the network sees them, in [-1, 1].",
+        ["", ""],
+        rows,
+    )
     return table + columns(*data_plots(record))
 
 
