@@ -205,7 +205,7 @@ def _run_lines(record) -> list[str]:
 
 
 def _figure_lines(figures: dict) -> list[str]:
-    from utils.report import cell, flatten
+    from utils.report_tables import cell, flatten
 
     return [f"  {key.replace('_', ' '):<30} {cell(value)}" for key, value in flatten(figures).items()]
 

@@ -15,7 +15,8 @@ from PIL import Image
 from synthetic_run import synthetic_run
 
 from utils.plots import Axis, Curve, block_of, heat_map, number, plot, smooth, thin, value_axis
-from utils.report import _picture, run_state, seconds_spent, updates_done, write_report
+from utils.report import run_state, seconds_spent, updates_done, write_report
+from utils.report_samples import picture
 from utils.run_record import RunRecord
 
 VOID = {"meta", "link", "img", "br", "hr", "input", "wbr", "path"}
@@ -292,7 +293,7 @@ def test_large_pictures_become_small_ones(run):
 
 def test_a_picture_keeps_within_its_bytes(tmp_path):
     Image.effect_noise((900, 300), 90).save(tmp_path / "a.png")
-    html = _picture(tmp_path / "a.png", "noise", (20_000, 600))
+    html = picture(tmp_path / "a.png", "noise", (20_000, 600))
     content = base64.b64decode(re.search(r"base64,([^\"]*)", html)[1])
     assert len(content) <= 20_000
     width, height = Image.open(io.BytesIO(content)).size
