@@ -43,6 +43,9 @@ EVIDENCE = {
     "train/ema_norm": ("ema-frozen", "ema-too-long"),
     "validation/loss": ("overfitting",),
     "perf/data_wait": ("data-starved",),
+    "evaluation": (
+        *("samples-alike", "samples-copied", "samples-unlike-data", "samples-lack-variety", "modes-missing", "mode-dominates"),
+    ),
 }
 
 
@@ -159,7 +162,7 @@ def load(args: argparse.Namespace, resolution: int, image_channels: int):
 
 def show(record, findings: list, as_json: bool) -> None:
     """What could be judged, FAIL, WARN or OK, with cause and fixes; then the figures of a dataset or a probe."""
-    from utils.findings import CATALOGUE
+    from utils.findings import CATALOGUE, described
     from utils.history import to_json
 
     kinds = {key for recorded in record.history for key in recorded}
@@ -174,13 +177,8 @@ def show(record, findings: list, as_json: bool) -> None:
         return
     if record.options:
         print(*_run_lines(record), sep="\n", end="\n\n")
-    words = {"critical": "FAIL", "warning": "WARN", "info": "INFO"}
     for finding in findings:
-        at = "" if finding.step is None else f" [update {finding.step}]"
-        print(f"{words[finding.severity]}  {finding.code}: {finding.title} ({finding.evidence}){at}")
-        print(f"      likely cause: {finding.cause}")
-        for fix in finding.fixes:
-            print(f"      try: {fix}")
+        print("\n".join(described(finding)))
     for word, codes in (("OK", healthy), ("-", CATALOGUE.keys() - judged)):
         listed = ("not recorded, so not judged: " if word == "-" else "") + ", ".join(c for c in CATALOGUE if c in codes)
         if codes:

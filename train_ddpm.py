@@ -18,10 +18,16 @@ from utils.cli import (
     add_output_flags,
     add_report_flags,
     add_training_flags,
+    data_options,
+    evaluation_options,
+    learning_rate_options,
+    optimizer_options,
     parse_with_preset,
     positive_int,
     preset_table,
     run_script,
+    sample_options,
+    unet_options,
 )
 
 
@@ -67,21 +73,11 @@ def main(args: argparse.Namespace) -> int:
     from functools import partial
     from pathlib import Path
 
-    import numpy as np
     import torch
 
     from utils import randomness
-    from utils.augmentation import augment, to_unit_range
     from utils.bad_images import BadImageReport
-    from utils.batches import SampleOrder, training_batches
-    from utils.checkpoints import (
-        TrainState,
-        agree_on_checkpoint,
-        attach_state_hooks,
-        load_checkpoint,
-        read_state,
-        save_checkpoint,
-    )
+    from utils.checkpoints import TrainState, attach_state_hooks, resume, save_checkpoint
     from utils.data import content_fingerprint, load_images
     from utils.data_check import check_data
     from utils.dataset_sources import hub_name
@@ -89,20 +85,22 @@ def main(args: argparse.Namespace) -> int:
     from utils.doctor import Doctor
     from utils.dynamics import Dynamics
     from utils.ema import EMA, ema_decay
-    from utils.errors import UserError
+    from utils.errors import explain_out_of_memory
     from utils.export import export_pipeline, model_card, push_to_hub
     from utils.gradients import AdaptiveLimit, clip_gradients
-    from utils.ideal_denoiser import denoiser_gap, gap_by_timestep
     from utils.interrupts import EXIT_DIVERGED, EXIT_STOPPED, StopSignal, leave_on_signal
     from utils.launch import from_main_process, make_accelerator, on_main_process
-    from utils.nonfinite import ADVICE, MAX_REPORTS, BadUpdate, BadUpdates, spread_to_gradient, write_nan_report
+    from utils.memory_plan import MemoryPlan
+    from utils.nan_report import NanReports
+    from utils.nonfinite import ADVICE, BadUpdates, spread_to_gradient
     from utils.optimization import l1_norm, learning_rate_at, make_optimizer, set_learning_rate, step_if_finite
-    from utils.previews import sampling_steps, save_previews
-    from utils.probe import PROBE_IMAGES, probe_network, probe_timesteps
-    from utils.run_folder import RunFolder, check_options, command_line, shaping_options
+    from utils.previews import Previews, sampling_steps
+    from utils.run_folder import RunFolder, command_line, shaping_options
     from utils.sampling import full_precision
     from utils.schedule import check_global_batch, is_due, updates_per_epoch
     from utils.tracking import PackingBar, ProgressBar, StepStatistics, Stopwatch, Trackers, peak_memory_gib
+    from utils.training_evaluation import TrainingEvaluation
+    from utils.training_samples import TrainingSamples
     from utils.unet import make_unet, network_options, use_xformers
     from utils.validation import check_images, split_validation, validation_loss
 
@@ -116,37 +114,29 @@ def main(args: argparse.Namespace) -> int:
         project_dir=str(output_dir / args.logging_dir),
         cpu_threads=args.cpu_threads,
         collective_timeout=args.collective_timeout,
+        tf32=args.tf32,
     )
-    device = accelerator.device
+    device, is_main = accelerator.device, accelerator.is_main_process
     resuming = bool(args.resume_from_checkpoint)
+    new_unet = partial(make_unet, **unet_options(args, device.type))
+    new_optimizer = partial(make_optimizer, **optimizer_options(args))
+    plan = MemoryPlan(accelerator, new_unet, new_optimizer, use_ema=args.use_ema)
+    if args.global_batch_size:
+        split = plan.split(args.global_batch_size, args.train_batch_size, output_dir if resuming else None)
+        args.train_batch_size, args.gradient_accumulation_steps = split
+        accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+    explain_out_of_memory(partial(plan.explain, args.train_batch_size, args.gradient_accumulation_steps))
+    if args.dry_run:
+        on_main_process(accelerator, plan.show, args.train_batch_size, args.gradient_accumulation_steps)
+        return 0
     folder = RunFolder(output_dir)
     on_main_process(accelerator, folder.claim, resuming=resuming, overwrite=args.overwrite_output_dir)
 
-    # ---- data, as packed uint8 [N, C, H, W]
-    images = load_images(
-        dataset_name=args.dataset_name,
-        dataset_config_name=args.dataset_config_name,
-        dataset_split=args.dataset_split,
-        dataset_revision=args.dataset_revision,
-        train_data_dir=args.train_data_dir,
-        cache_dir=args.cache_dir,
-        image_column=args.image_column,
-        label_column=args.label_column,
-        resolution=args.resolution,
-        image_channels=args.image_channels,
-        center_crop=args.center_crop,
-        background=args.background,
-        preserve_input_precision=args.preserve_input_precision,
-        cache_images=args.cache_images == "yes",
-        max_images=args.max_train_images,
-        on_bad_image=args.on_bad_image,
-        max_bad_images=args.max_bad_images,
-        progress=PackingBar(),
-    )
+    # ---- data: packed uint8 [N, C, H, W], and every random number of a sample a function of its number
+    images = load_images(**data_options(args), progress=PackingBar())
     check_images(images)
-    if args.balanced_sampling and images.labels is None:
-        raise UserError("--balanced_sampling needs class labels; name their column with --label_column")
     train_images, validation_images = split_validation(images, args.validation_images, args.seed)
+    samples = TrainingSamples(train_images, accelerator, **sample_options(args))
     global_batch_size = accelerator.num_processes * args.train_batch_size * args.gradient_accumulation_steps
     check_global_batch(len(train_images), global_batch_size)
     epoch_steps = updates_per_epoch(
@@ -155,21 +145,7 @@ def main(args: argparse.Namespace) -> int:
     max_train_steps = args.max_train_steps or args.num_epochs * epoch_steps
 
     # ---- network, noise schedule, optimizer, EMA
-    unet = make_unet(
-        resolution=args.resolution,
-        image_channels=args.image_channels,
-        preset=args.model_preset,
-        config_name_or_path=args.model_config_name_or_path,
-        cache_dir=args.cache_dir,
-        activation=args.activation,
-        dropout=args.dropout,
-        initialisation=args.initialisation,
-        zero_init_output=args.zero_init_output,
-        spectral_norm=args.spectral_norm,
-        seed=args.seed,
-    )
-    if args.gradient_checkpointing:
-        unet.enable_gradient_checkpointing()
+    unet = new_unet()
     if args.enable_xformers_memory_efficient_attention:
         use_xformers(unet)
     noise_scheduler = make_noise_scheduler(
@@ -180,20 +156,13 @@ def main(args: argparse.Namespace) -> int:
     )
     num_inference_steps = sampling_steps(args.sampler, args.ddpm_num_inference_steps, noise_scheduler)
     weights_of_timesteps = loss_weights(noise_scheduler, args.snr_gamma).to(device)
-    optimizer = make_optimizer(
-        unet,
-        args.optimizer,
-        learning_rate=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        weight_decay=args.adam_weight_decay,
-        epsilon=args.adam_epsilon,
-        momentum=args.momentum,
-    )
+    optimizer = new_optimizer(unet)
     if args.compile:
         unet.compile()  # in place, so that checkpoints and the EMA keep their clean names
     unet, optimizer = accelerator.prepare(unet, optimizer)
     raw_unet = accelerator.unwrap_model(unet)
     ema = EMA(raw_unet) if args.use_ema else None
+    averaged = ema.swapped_into_model if ema is not None else nullcontext
 
     # ---- state: a fresh run or a resumed one
     state = TrainState(
@@ -207,26 +176,13 @@ def main(args: argparse.Namespace) -> int:
         max_train_steps=max_train_steps,
     )
     attach_state_hooks(accelerator, ema, state)
-    notes = list(images.notes)
-    if resuming:
-        checkpoint, skipped = agree_on_checkpoint(accelerator, output_dir, args.resume_from_checkpoint)
-        notes += skipped
-        if checkpoint is not None:
-            saved = read_state(checkpoint)
-            on_main_process(accelerator, check_options, saved.options, state.options, args.allow_option_change)
-            load_checkpoint(accelerator, checkpoint)
-            if saved.max_train_steps != max_train_steps:
-                notes.append(
-                    f"the run was laid out for {saved.max_train_steps} updates and is now for {max_train_steps}: "
-                    "from here on the learning rate follows the new curve"
-                )
-            notes.append(f"resumed from {checkpoint.name}: {state.step} of {max_train_steps} updates done")
-        else:
-            notes.append(f"no checkpoint in {output_dir} yet: starting a new run")
+    notes = [*images.notes, *resume(accelerator, output_dir, args.resume_from_checkpoint, state, args.allow_option_change)]
     resolved = {
         "max_train_steps": max_train_steps,
         "updates_per_epoch": epoch_steps,
         "global_batch_size": global_batch_size,
+        "micro_batch_size": args.train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "num_processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
         "device": str(device),
@@ -239,145 +195,22 @@ def main(args: argparse.Namespace) -> int:
         on_main_process(accelerator, folder.clear, args.logging_dir)
     on_main_process(accelerator, folder.write_options, args, resolved)
 
-    # ---- what a turn of the loop works on
-    order = SampleOrder(len(train_images), args.seed, train_images.labels if args.balanced_sampling else None)
-    batches_of_updates = partial(
-        training_batches,
-        train_images,
-        order,
-        seed=args.seed,
-        train_batch_size=args.train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        process_index=accelerator.process_index,
-        num_processes=accelerator.num_processes,
-        pin_memory=device.type == "cuda",
-        center_crop=args.center_crop,
-    )
-
-    def on_device(batch: dict) -> tuple[torch.Tensor, ...]:
-        """Every random number belongs to its sample, whichever process and micro step trains on it."""
-        sample_numbers = batch["sample_numbers"].to(device, non_blocking=True)
-        clean_images = augment(
-            batch["images"].to(device, non_blocking=True),
-            sample_numbers,
-            seed=args.seed,
-            max_value=images.max_value,
-            random_flip=args.random_flip,
-            color_jitter=args.color_jitter,
-        )
-        noise = randomness.normal(args.seed, "noise", sample_numbers, images.shape)
+    # ---- what is trained: the network's error about noised images (Ho et al. 2020, algorithm 1)
+    def draw(batch: dict) -> dict[str, torch.Tensor]:
+        sample_numbers, clean_images, noise = samples.on_device(batch)
         timesteps = randomness.integers(args.seed, "timesteps", sample_numbers, args.ddpm_num_steps)
-        return sample_numbers, clean_images, noise, timesteps
+        return {"clean_images": clean_images, "noise": noise, "timesteps": timesteps}
 
-    def seed_dropout(step: int, micro_step: int) -> None:
-        """Dropout is the exception: it depends on the rank, so it repeats at the same number of processes only."""
-        seed = randomness.derive_seed(args.seed, "dropout", step, micro_step, accelerator.process_index)
-        randomness.seed_generator(device, seed)
+    def losses_of(network, step: int, micro_step: int, clean_images, noise, timesteps) -> torch.Tensor:
+        """Losses [B] of one micro step of the update that follows `step` others."""
+        noisy_images = noise_scheduler.add_noise(clean_images, noise, timesteps)
+        target = training_target(noise_scheduler, clean_images, noise, timesteps)
+        samples.seed_dropout(step, micro_step)
+        return loss_per_sample(network(noisy_images, timesteps).sample, target, weights_of_timesteps[timesteps])
 
-    def due(steps: int | None, epochs: int) -> bool:
-        return is_due(state.step, max_train_steps, steps=steps, epochs=epochs, epoch_steps=epoch_steps)
-
-    def preview() -> None:
-        """Sample grids of raw and EMA weights from the same noise, to disk and to the trackers."""
-        nonlocal grid
-        grid = save_previews(
-            accelerator,
-            raw_unet,
-            ema,
-            noise_scheduler,
-            output_dir,
-            trackers,
-            doctor,
-            state.step,
-            sampler=args.sampler,
-            num_inference_steps=num_inference_steps,
-            num_images=args.eval_batch_size,
-            seed=args.seed,
-            shape=images.shape,
-            should_stop=lambda: stop.received is not None,
-        )
-        if accelerator.is_main_process:
-            with full_precision(raw_unet):
-                probe()
-
-    def probe() -> None:
-        """What the network does with real images, and how far it is from the best denoiser that there can be for them."""
-        first_images = on_device(next(batches_of_updates(first_step=0, max_train_steps=1)))[1][:PROBE_IMAGES]
-        found = probe_network(raw_unet, noise_scheduler, first_images, args.seed, held_out_images())
-        if device.type != "mps":  # which has no float64
-            gap = denoiser_gap(
-                raw_unet,
-                noise_scheduler,
-                train_images,
-                validation_images,
-                timesteps=probe_timesteps(args.ddpm_num_steps),
-                seed=args.seed,
-                device=device,
-                images_per_timestep=PROBE_IMAGES,
-                random_flip=args.random_flip,
-            )
-            found |= gap_by_timestep(gap)
-        doctor.record(state.step, {"probe": found})
-
-    def held_out_images() -> torch.Tensor | None:
-        """Some of the held-out images, as the validation shows them; None where there are none."""
-        if not validates:
-            return None
-        count = min(len(validation_images), PROBE_IMAGES)
-        pixels = validation_images.fetch(np.arange(count), np.full((count, 2), 0.5, np.float32))
-        return to_unit_range(torch.from_numpy(pixels).to(device), validation_images.max_value)
-
-    def export() -> None:
-        """The diffusers pipeline at the top of the run's folder, with its model card."""
-        card = model_card(
-            {
-                "title": output_dir.name,
-                "data": images.description,
-                "hub_dataset": hub_name(args.dataset_name),
-                "command": command_line(args),
-                "updates": state.step,
-                "samples_seen": state.step * global_batch_size,
-                "resolution": args.resolution,
-                "prediction_type": args.prediction_type,
-                "ema_decay": ema_decay(state.step, args.ema_max_decay, args.ema_inv_gamma, args.ema_power) if ema else 0,
-                "sampler": args.sampler,
-                "sampler_steps": num_inference_steps,
-                "metrics": state.metrics,
-                "pipeline": args.hub_model_id or output_dir,
-                "grid": grid and grid.relative_to(output_dir),
-            }
-        )
-        with averaged():
-            on_main_process(accelerator, export_pipeline, raw_unet, noise_scheduler, output_dir, card)
-
-    def nan_report(bad: BadUpdate) -> None:
-        """The report on a skipped update, for which its samples are made again from their numbers."""
-
-        def micro_batches():
-            for batch in batches_of_updates(first_step=bad.step, max_train_steps=bad.step + 1):
-                sample_numbers, clean_images, noise, timesteps = on_device(batch)
-                rows = train_images.dataset_rows(train_images.shown(order.indices(batch["sample_numbers"]).numpy()))
-                tensors = {"sample_numbers": sample_numbers, "dataset_rows": rows, "timesteps": timesteps}
-                yield tensors | {"clean_images": clean_images, "noise": noise}
-
-        def losses_of(micro_step: int, clean_images, noise, timesteps, **_) -> torch.Tensor:
-            noisy_images = noise_scheduler.add_noise(clean_images, noise, timesteps)
-            target = training_target(noise_scheduler, clean_images, noise, timesteps)
-            seed_dropout(bad.step, micro_step)
-            return loss_per_sample(raw_unet(noisy_images, timesteps).sample, target, weights_of_timesteps[timesteps])
-
-        facts = {"updates_done_when_computed_again": state.step, "learning_rate": learning_rate, **resolved}
-        progress.say(write_nan_report(accelerator, output_dir, bad, raw_unet, micro_batches(), losses_of, facts))
-
-    averaged = ema.swapped_into_model if ema is not None else nullcontext
-    validates = len(validation_images) > 0
+    # ---- what watches and records
     stop = StopSignal(accelerator.num_processes, args.collective_timeout)
-    statistics = StepStatistics(device, args.ddpm_num_steps)
-    adaptive = AdaptiveLimit(device, state.grad_norm_mean) if args.adaptive_clipping else None
-    num_tensors = sum(p.requires_grad for p in raw_unet.parameters())
-    bad_updates = BadUpdates(accelerator, num_tensors, state.skipped_updates, state.scaler_skips, state.bad_in_a_row)
-    stopwatch = Stopwatch(state.step)
-    progress = ProgressBar(accelerator.is_main_process, state.step, max_train_steps)
+    progress = ProgressBar(is_main, state.step, max_train_steps)
     trackers = Trackers(accelerator, "train_ddpm", args.logger, first_step=state.step, say=progress.say)
     doctor = Doctor(
         output_dir,
@@ -385,16 +218,23 @@ def main(args: argparse.Namespace) -> int:
         resolved=resolved,
         first_step=state.step,
         expected_reports=max_train_steps // args.logging_steps,
-        enabled=accelerator.is_main_process,
+        enabled=is_main,
         say=progress.say,
     )
+    stopwatch, statistics = Stopwatch(state.step), StepStatistics(device, args.ddpm_num_steps)
     dynamics = Dynamics(raw_unet)
-    for note in (", ".join(f"{name} {value}" for name, value in resolved.items()), *notes):
-        progress.say(note)
-    if accelerator.is_main_process and not doctor.knows("data"):
-        found = {"data": check_data(train_images, seed=args.seed), "schedule": describe_schedule(noise_scheduler)}
-        doctor.record(state.step, found)
-    exit_status, nan_reports = 0, 0
+    adaptive = AdaptiveLimit(device, state.grad_norm_mean) if args.adaptive_clipping else None
+    bad_updates = BadUpdates.of_run(accelerator, raw_unet, state)
+    nan_reports = NanReports(
+        accelerator,
+        output_dir,
+        raw_unet,
+        samples,
+        draw=draw,
+        losses_of=lambda *micro_step, **batch: losses_of(raw_unet, *micro_step, **batch),
+        facts=resolved,
+        say=progress.say,
+    )
     bad_images = BadImageReport(
         accelerator,
         output_dir / "bad_images.json",
@@ -402,43 +242,88 @@ def main(args: argparse.Namespace) -> int:
         gathers=args.on_bad_image == "replace" and args.cache_images == "no",
         say=progress.say,
     )
+    previews = Previews(
+        accelerator,
+        raw_unet,
+        ema,
+        noise_scheduler,
+        output_dir,
+        samples=samples,
+        held_out=validation_images,
+        trackers=trackers,
+        doctor=doctor,
+        sampler=args.sampler,
+        num_inference_steps=num_inference_steps,
+        num_images=args.eval_batch_size,
+        should_stop=lambda: stop.received is not None,
+    )
+
+    evaluation = TrainingEvaluation(
+        accelerator,
+        raw_unet,
+        noise_scheduler,
+        output_dir,
+        training=train_images,
+        held_out=validation_images,
+        trackers=trackers,
+        doctor=doctor,
+        num_inference_steps=num_inference_steps,
+        should_stop=lambda: stop.received is not None,
+        say=progress.say,
+        **evaluation_options(args),
+    )
+
+    def export() -> None:
+        """The diffusers pipeline at the top of the run's folder, with its model card."""
+        facts = {
+            "title": output_dir.name,
+            "data": images.description,
+            "hub_dataset": hub_name(args.dataset_name),
+            "command": command_line(args),
+            "updates": state.step,
+            "samples_seen": state.step * global_batch_size,
+            "resolution": args.resolution,
+            "prediction_type": args.prediction_type,
+            "ema_decay": ema_decay(state.step, args.ema_max_decay, args.ema_inv_gamma, args.ema_power) if ema else 0,
+            "sampler": args.sampler,
+            "sampler_steps": num_inference_steps,
+            "metrics": state.metrics,
+            "pipeline": args.hub_model_id or output_dir,
+            "grid": previews.newest and previews.newest.relative_to(output_dir),
+        }
+        with averaged():
+            on_main_process(accelerator, export_pipeline, raw_unet, noise_scheduler, output_dir, model_card(facts))
+
+    def due(steps: int | None, epochs: int) -> bool:
+        return is_due(state.step, max_train_steps, steps=steps, epochs=epochs, epoch_steps=epoch_steps)
+
+    for note in (", ".join(f"{name} {value}" for name, value in resolved.items()), *notes):
+        progress.say(note)
+    if is_main and not doctor.knows("data"):
+        found = {"data": check_data(train_images, seed=args.seed), "schedule": describe_schedule(noise_scheduler)}
+        doctor.record(state.step, found)
     bad_images.update()
-    grid = None  # the newest sample grid
     unet.train()
 
     # ---- the loop: one turn is one update
-    batches = batches_of_updates(
-        first_step=state.step, max_train_steps=max_train_steps, num_workers=args.dataloader_num_workers
-    )
+    exit_status = 0
+    batches = samples.batches(state.step, max_train_steps, args.dataloader_num_workers)
     last_step = state.step if state.stopped_early(args.early_stopping_patience) else max_train_steps
     for step in range(state.step, last_step):
-        learning_rate = learning_rate_at(
-            step,
-            schedule=args.lr_scheduler,
-            base=args.learning_rate,
-            warmup_steps=args.lr_warmup_steps,
-            total_steps=max_train_steps,
-            floor=args.lr_floor,
-            cycles=args.lr_cycles,
-            power=args.lr_power,
-        )
+        learning_rate = learning_rate_at(step, total_steps=max_train_steps, **learning_rate_options(args))
         set_learning_rate(optimizer, learning_rate)
         reports = (step + 1) % args.logging_steps == 0 or step + 1 == max_train_steps
         dynamics.begin(reports)
         for micro_step in range(args.gradient_accumulation_steps):
             with stopwatch.waiting_for_data():
                 batch = next(batches)
-            _, clean_images, noise, timesteps = on_device(batch)
-            noisy_images = noise_scheduler.add_noise(clean_images, noise, timesteps)
-            target = training_target(noise_scheduler, clean_images, noise, timesteps)
-            dynamics.see_images(clean_images)
-            seed_dropout(step, micro_step)
+            micro_batch = draw(batch)
+            dynamics.see_images(micro_batch["clean_images"])
             with accelerator.accumulate(unet):
-                prediction = unet(noisy_images, timesteps).sample
-                losses = loss_per_sample(prediction, target, weights_of_timesteps[timesteps])
+                losses = losses_of(unet, step, micro_step, **micro_batch)
                 loss = losses.mean() + (args.l1_weight * l1_norm(raw_unet) if args.l1_weight else 0.0)
                 accelerator.backward(spread_to_gradient(loss))
-            statistics.add_losses(losses, timesteps)
+            statistics.add_losses(losses, micro_batch["timesteps"])
             bad_updates.add_losses(losses)
 
         clip_value = adaptive.limit() if adaptive is not None else args.max_grad_norm
@@ -460,15 +345,10 @@ def main(args: argparse.Namespace) -> int:
         if reports:  # here alone the host waits for the device
             report = statistics.report(accelerator) | bad_updates.report() | stopwatch.report(state.step, global_batch_size)
             report |= bad_images.update()
-            report |= {
-                "train/lr": learning_rate,
-                "train/clip_value": float(clip_value),
-                "train/samples_seen": state.step * global_batch_size,
-                "perf/peak_memory_gib": peak_memory_gib(device),
-            }
+            report |= {"train/lr": learning_rate, "train/clip_value": float(clip_value)}
+            report |= {"train/samples_seen": state.step * global_batch_size, "perf/peak_memory_gib": peak_memory_gib(device)}
             if ema is not None:
-                report |= {"train/ema_decay": decay, "train/ema_distance": ema.distance().item()}
-                report["train/ema_norm"] = ema.norm().item()
+                report |= {"train/ema_decay": decay} | ema.report()
             if accelerator.scaler is not None:
                 report["train/loss_scale"] = accelerator.scaler.get_scale()
             figures, layers = dynamics.report()
@@ -478,9 +358,8 @@ def main(args: argparse.Namespace) -> int:
             progress.show(report)
             if math.isfinite(report["train/loss"]):
                 state.metrics["training loss"] = report["train/loss"]
-            if bad_updates.first is not None and nan_reports < MAX_REPORTS:
-                progress.attempt(nan_report, bad_updates.first)
-                nan_reports += 1
+            if bad_updates.first is not None:
+                progress.attempt(nan_reports.write, bad_updates.first, state.step, learning_rate)
             if bad_updates.row >= args.max_bad_steps:
                 progress.say(
                     f"stopped: the last {bad_updates.row} updates in a row had a loss or gradient that is not finite; "
@@ -493,7 +372,7 @@ def main(args: argparse.Namespace) -> int:
 
         with stopwatch.paused():
             improved = False
-            if validates and (state.step % args.validation_steps == 0 or state.step == max_train_steps):
+            if len(validation_images) and (state.step % args.validation_steps == 0 or state.step == max_train_steps):
                 with averaged(), full_precision(raw_unet):
                     value = validation_loss(
                         accelerator,
@@ -506,9 +385,12 @@ def main(args: argparse.Namespace) -> int:
                     )
                 trackers.log({"validation/loss": value}, step=state.step)
                 doctor.record(state.step, {"validation/loss": value})
-                improved = state.record_validation(value)
+                improved = state.record("validation loss", value, decides=args.best_metric == "loss")
+            if evaluation.due(state.step, max_train_steps):
+                with averaged(), full_precision(raw_unet):
+                    improved |= evaluation.make(state)
             if due(args.save_images_steps, args.save_images_epochs):
-                progress.attempt(preview)
+                progress.attempt(previews.make, state.step)
             if due(args.save_model_steps, args.save_model_epochs):
                 progress.attempt(export)
             if stop.agreed():  # by all ranks, so that they leave at the same update
@@ -528,8 +410,8 @@ def main(args: argparse.Namespace) -> int:
 
     # ---- the finished pipeline
     if exit_status == 0:
-        if grid is None or grid.stem != f"{state.step:07d}":
-            progress.attempt(preview)
+        if previews.newest_step != state.step:
+            progress.attempt(previews.make, state.step)
         if not progress.attempt(export):
             save_checkpoint(accelerator, output_dir, state, total_limit=args.checkpoints_total_limit)
             exit_status = 1
@@ -540,11 +422,9 @@ def main(args: argparse.Namespace) -> int:
     progress.close()
     stop.close()
     on_main_process(accelerator, folder.release, exit_status)
-    if accelerator.is_main_process:
-        doctor.examine()
-        doctor.write_report()
+    doctor.finish()
     trackers.close()
-    if args.push_to_hub and exit_status == 0 and accelerator.is_main_process:  # last, so that no process waits for an upload
+    if args.push_to_hub and exit_status == 0 and is_main:  # last, so that no process waits for an upload
         push_to_hub(output_dir, args.hub_model_id, args.hub_token, args.hub_private_repo or None)
     return exit_status
 

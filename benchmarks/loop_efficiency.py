@@ -94,7 +94,7 @@ def main() -> None:
         real, bare, other, loop, block_start, paused = [], [], {}, None, None, 0.0
         update = utils.tracking.ProgressBar.update
 
-        def timed(module, name):
+        def timed(module, name):  # of a module or class
             """Seconds of each call of `module.name`, kept out of the time of the updates around it."""
             function = getattr(module, name)
 
@@ -110,7 +110,7 @@ def main() -> None:
 
         for module, name in (
             (utils.validation, "validation_loss"),
-            (utils.previews, "save_previews"),
+            (utils.previews.Previews, "make"),
             (utils.checkpoints, "save_checkpoint"),
             (utils.export, "export_pipeline"),
         ):

@@ -218,6 +218,8 @@ def _stop_signals_held():
 
 
 def _kill(workers: list[weakref.ref]) -> None:
+    # The loader's handler raises for a worker that was killed: that would leave the next one alive.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for reference in workers:
         worker = reference()
         if worker is not None and worker.is_alive():

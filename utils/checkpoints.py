@@ -23,6 +23,8 @@ from safetensors.torch import load_file, save_file
 from utils.ema import EMA
 from utils.errors import UserError
 from utils.launch import from_main_process, on_main_process
+from utils.optimization import match_layouts
+from utils.run_folder import check_options
 
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
@@ -43,17 +45,23 @@ class TrainState:
     grad_norm_mean: float | None = None  # of --adaptive_clipping
     best_step: int | None = None
     best_value: float | None = None
+    best_metric: str = "validation loss"  # what it is a value of
     validations_without_improvement: int = 0
     metrics: dict = field(default_factory=dict)  # the last figures, for the model card
     max_train_steps: int = 0  # length that the learning rate was laid out for
     options: dict = field(default_factory=dict)  # the flags that shape the result, compared on resume
 
-    def record_validation(self, loss: float) -> bool:
-        """Notes a validation after `step` updates; True when it is the best so far. A loss of NaN never is."""
-        self.metrics["validation loss"] = loss
-        improved = loss < (math.inf if self.best_value is None else self.best_value)
+    def record(self, name: str, value: float, *, decides: bool) -> bool:
+        """Notes a figure after `step` updates, the lower the better; True when it `decides` which checkpoint is best and this
+        one is. NaN never is."""
+        self.metrics[name] = value
+        if not decides:
+            return False
+        if self.best_metric != name:  # another --best_metric than before a resume: nothing to compare with
+            self.best_metric, self.best_value = name, None
+        improved = value < (math.inf if self.best_value is None else self.best_value)
         if improved:
-            self.best_step, self.best_value, self.validations_without_improvement = self.step, loss, 0
+            self.best_step, self.best_value, self.validations_without_improvement = self.step, value, 0
         else:
             self.validations_without_improvement += 1
         return improved
@@ -203,7 +211,9 @@ def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[st
     if wanted == "best":
         steps = [read_state(path).best_step for path in candidates if verify_checkpoint(path) is None]
         if not steps or steps[-1] is None:
-            raise UserError(f"{output_dir} has no best checkpoint; it is kept when --validation_images is above 0")
+            raise UserError(
+                f"{output_dir} has no best checkpoint; one is kept with --validation_images, or --eval_steps and --best_metric"
+            )
         path = output_dir / f"checkpoint-{steps[-1]}"
     else:
         path = next((p for p in (output_dir / wanted, Path(wanted)) if p.is_dir()), None)
@@ -223,6 +233,8 @@ def read_state(path: Path) -> TrainState:
 def load_checkpoint(accelerator: Accelerator, path: Path) -> None:
     """Loads a verified checkpoint into everything that was prepared and attached. Call on all ranks."""
     accelerator.load_state(str(path))
+    for optimizer in accelerator._optimizers:
+        match_layouts(optimizer.optimizer)
     # Accelerate restores its count of micro steps, which would put another accumulation out of phase; updates are whole here.
     accelerator.step = 0
 
@@ -248,16 +260,36 @@ def _discard(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def agree_on_checkpoint(accelerator: Accelerator, output_dir: Path, wanted: str) -> tuple[Path | None, list[str]]:
-    """`find_checkpoint` on the main process, with its answer or its UserError given to every rank."""
-    found = (None, [])
+def resume(
+    accelerator: Accelerator, output_dir: Path, wanted: str | None, state: TrainState, allowed_changes: list[str]
+) -> list[str]:
+    """Loads the checkpoint that `wanted` means (see `find_checkpoint`; None: none) into `state` and all that was prepared.
 
-    def find():
+    Returns lines for the user. Raises UserError, on every rank, when there is no such checkpoint or when it was made with
+    options that shape the result and differ from those of `state`, unless they are in `allowed_changes`.
+    """
+    if not wanted:
+        return []
+    found: tuple[Path | None, list[str]] = (None, [])
+
+    def find() -> None:
         nonlocal found
         found = find_checkpoint(output_dir, wanted)
+        if found[0] is not None:
+            check_options(read_state(found[0]).options, state.options, allowed_changes)
 
     on_main_process(accelerator, find)
-    return from_main_process(found)
+    checkpoint, notes = from_main_process(found)
+    if checkpoint is None:
+        return [*notes, f"no checkpoint in {output_dir} yet: starting a new run"]
+    laid_out_for = read_state(checkpoint).max_train_steps
+    load_checkpoint(accelerator, checkpoint)
+    if laid_out_for != state.max_train_steps:
+        notes.append(
+            f"the run was laid out for {laid_out_for} updates and is now for {state.max_train_steps}: "
+            "from here on the learning rate follows the new curve"
+        )
+    return [*notes, f"resumed from {checkpoint.name}: {state.step} of {state.max_train_steps} updates done"]
 
 
 def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

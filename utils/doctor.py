@@ -82,9 +82,10 @@ class Doctor:
         write_diagnosis(self._record.output_dir / DIAGNOSIS, self.findings)
         return any(finding.severity == "critical" for finding in self.findings)
 
-    def write_report(self) -> None:
-        """report.html, from what the folder holds now; a full disk is no reason to fail."""
+    def finish(self) -> None:
+        """A last look at the run, and report.html from what its folder holds now; a full disk is no reason to fail."""
         if self._enabled:
+            self.examine()
             with contextlib.suppress(OSError):
                 write_report(RunRecord.read(self._record.output_dir), self.findings, self._record.output_dir / REPORT)
 

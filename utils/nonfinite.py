@@ -1,29 +1,17 @@
-"""Updates whose loss or gradient is not finite: counted on the device, told apart from a GradScaler's own skips, explained.
+"""Updates whose loss or gradient is not finite: counted on the device, and told apart from a GradScaler's own skips.
 
-Such an update changes nothing (see `optimization.step_if_finite`). What it trained on need not be kept to be shown later: every
-image, timestep and noise is a function of its sample number, so a report computes the batch again.
+Such an update changes nothing (see `optimization.step_if_finite`); `nan_report` explains it.
 """
 
-import json
-import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
-from safetensors.torch import save
 from torch import nn
 
+from utils.checkpoints import TrainState
 from utils.gradients import Gradients
-from utils.images import make_grid, save_png
-from utils.launch import on_main_process
-from utils.sampling import to_uint8
 
-MAX_REPORTS = 5  # per start of a run: the first ones tell, and a disk is not filled with the rest
-MAX_NAMES = 30  # parameters named in a report
 ADVICE = "try a lower --learning_rate, a longer --lr_warmup_steps, a smaller --max_grad_norm, bf16 in place of fp16"
 
 
@@ -62,6 +50,12 @@ class BadUpdates:
         self._first_losses: torch.Tensor | None = None
         self.first: BadUpdate | None = None
         self.row = row  # bad updates up to the newest that was reported, without a good one between
+
+    @classmethod
+    def of_run(cls, accelerator: Accelerator, unet: nn.Module, state: TrainState) -> "BadUpdates":
+        """For `unet`, unwrapped, going on from the counts of `state`."""
+        num_parameters = sum(p.requires_grad for p in unet.parameters())
+        return cls(accelerator, num_parameters, state.skipped_updates, state.scaler_skips, state.bad_in_a_row)
 
     def add_losses(self, losses: torch.Tensor) -> None:
         """Notes the losses [B] of one micro step."""
@@ -103,148 +97,3 @@ class BadUpdates:
     def totals(self) -> tuple[int, int, int]:
         """(skipped updates, the scaler's skips) since the run began, and the row now. The host waits for the device."""
         return tuple(torch.stack([*self._counts, self._in_a_row]).tolist())
-
-
-@torch.no_grad()  # or gradient checkpointing would count what isfinite keeps for a backward pass
-def finite(value) -> bool:
-    """Whether every floating tensor in `value` (a tensor, or a module's output of them) is finite."""
-    if isinstance(value, torch.Tensor):
-        return not value.is_floating_point() or bool(torch.isfinite(value).all())
-    if isinstance(value, dict):
-        return all(map(finite, value.values()))
-    return all(map(finite, value)) if isinstance(value, (tuple, list)) else True
-
-
-def find_first_bad_module(unet: nn.Module, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, dict | None]:
-    """(what `compute()` gives, the first of the network's modules that it makes give values that are not finite, or None).
-
-    The module is {"name", "class", "inputs_finite"}; where its inputs are finite, it is where the trouble began.
-    """
-    found = None
-
-    def watch(name: str):
-        def look(module, inputs, output):
-            nonlocal found
-            if found is None and not finite(output):
-                found = {"name": name, "class": type(module).__name__, "inputs_finite": finite(inputs)}
-
-        return look
-
-    with ExitStack() as hooks:
-        for name, module in unet.named_modules():  # a part's hook runs before that of the whole
-            hooks.callback(module.register_forward_hook(watch(name or "the network")).remove)
-        hooks.enter_context(torch.compiler.set_stance("force_eager"))  # hooks are not called inside compiled code
-        return compute(), found
-
-
-def write_nan_report(
-    accelerator: Accelerator,
-    output_dir: Path,
-    bad: BadUpdate,
-    unet: nn.Module,
-    micro_batches: Iterator[dict[str, torch.Tensor]],
-    losses_of: Callable[..., torch.Tensor],
-    facts: dict,
-) -> str:
-    """Writes nan_report/update-<N>/ of the skipped update and says in a line what was found. Call it on all ranks.
-
-    report.json names the samples, their timesteps and losses, the parameters whose gradient was not finite, and the first
-    module whose output is not finite when the update is computed again; rank<r>.safetensors and rank<r>.png hold the batch.
-    Whatever goes wrong on the way, a full disk or memory, becomes part of the line; the training goes on.
-
-    Args:
-        unet: unwrapped, with the weights of now; its gradients and buffers are left alone.
-        micro_batches: of this rank; each `sample_numbers`, `dataset_rows` and `timesteps` int64 [B], `clean_images` and
-            `noise` float32 [B, C, H, W].
-        losses_of: gives the losses [B] of micro step i by `losses_of(i, **micro_batches[i])`.
-        facts: more to record, such as the learning rate.
-    """
-    folder = output_dir / "nan_report" / f"update-{bad.step + 1}"
-    names = [name for name, p in unet.named_parameters() if p.requires_grad]
-    bad_names = [name for name, ok in zip(names, torch.isfinite(bad.norms).tolist()) if not ok]
-    replay: dict = {"rank": accelerator.process_index, "first_bad_module": None, "bad_gradients": []}
-    samples: list[dict] = []
-    problem = None
-    buffers = [buffer.clone() for buffer in unet.buffers()]
-    try:
-        _compute_again(bad, unet, micro_batches, losses_of, folder, replay, samples)
-    except Exception as error:  # on this rank alone: the others wait in the gathers below
-        problem = f"its report is not complete ({type(error).__name__}: {str(error)[:200]})"
-    finally:
-        for buffer, before in zip(unet.buffers(), buffers):  # spectral normalisation moves its own in every forward pass
-            buffer.copy_(before)
-    samples, replays, problems = gather_object(samples), gather_object([replay]), gather_object([problem])
-    blamed = next((r["first_bad_module"] for r in replays if r["first_bad_module"]), None)
-    suspects = [s for s in samples if isinstance(s["loss"], str)] or [s for s in samples if isinstance(s["loss_again"], str)]
-    report = {
-        "skipped_update": bad.step + 1,
-        **facts,
-        "first_bad_module": blamed,
-        "bad_gradients": {"count": len(bad_names), "of": len(names), "names": bad_names[:MAX_NAMES]},
-        "bad_samples": suspects,
-        "computed_again": replays,
-        "what_to_try": ADVICE,
-        "samples": samples,
-    }
-
-    def write() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.json").write_text(json.dumps(report, indent=2))
-
-    on_main_process(accelerator, write)
-    where = next(filter(None, problems), None) or folder.relative_to(output_dir)
-    return f"update {bad.step + 1} skipped, {_summary(blamed, suspects, bad_names, replays)}: {where}"
-
-
-def _compute_again(bad: BadUpdate, unet, micro_batches, losses_of, folder: Path, replay: dict, samples: list[dict]) -> None:
-    """Fills `replay` and `samples` with what this rank finds, and writes its batch. One micro step's memory at a time."""
-    parameters = {name: p for name, p in unet.named_parameters() if p.requires_grad}
-    rank, kept = replay["rank"], []
-    for micro_step, batch in enumerate(micro_batches):
-        size = len(batch["timesteps"])
-        losses = bad.losses[micro_step * size : (micro_step + 1) * size]
-        kept.append({name: tensor.cpu() for name, tensor in batch.items()})
-        again, module = find_first_bad_module(unet, lambda: losses_of(micro_step, **batch))  # noqa: B023 - called at once
-        replay["first_bad_module"] = replay["first_bad_module"] or module
-        columns = {
-            "sample_number": batch["sample_numbers"].tolist(),
-            "dataset_row": batch["dataset_rows"].tolist(),
-            "timestep": batch["timesteps"].tolist(),
-            "rank": [rank] * size,
-            "loss": [_number(loss) for loss in losses.tolist()],
-            "loss_again": [_number(loss) for loss in again.tolist()],
-            "image_finite": torch.isfinite(batch["clean_images"]).flatten(1).all(1).tolist(),
-        }
-        samples += [dict(zip(columns, row)) for row in zip(*columns.values())]
-        # Not .backward(), in which DDP would take part.
-        gradients = torch.autograd.grad(again.mean(), parameters.values(), allow_unused=True)
-        found = {name for name, g in zip(parameters, gradients) if g is not None and not finite(g)}
-        replay["bad_gradients"] = [name for name in parameters if name in found or name in replay["bad_gradients"]][:MAX_NAMES]
-    _write_batch(folder, rank, {name: torch.cat([batch[name] for batch in kept]) for name in kept[0]})
-
-
-def _summary(module: dict | None, samples: list[dict], bad_names: list[str], replays: list[dict]) -> str:
-    if samples and not samples[0]["image_finite"]:
-        return f"the image of sample {samples[0]['sample_number']} (row {samples[0]['dataset_row']}) is not finite"
-    if module is not None:
-        of = f" for sample {samples[0]['sample_number']} (timestep {samples[0]['timestep']})" if samples else ""
-        return f"{module['name']} ({module['class']}) gave values that are not finite{of}"
-    if samples:
-        sample = samples[0]
-        again = "" if isinstance(sample["loss_again"], str) else ", though not when computed again"
-        return f"the loss of sample {sample['sample_number']} (timestep {sample['timestep']}) was {sample['loss']}{again}"
-    again = "" if any(r["bad_gradients"] for r in replays) else ", though not when computed again"
-    return f"the gradient of {bad_names[-1] if bad_names else 'all parameters together'} was not finite{again}"
-
-
-def _write_batch(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """A rank's samples as safetensors and as a picture."""
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".rank{rank}.tmp"
-    temporary.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
-    os.replace(temporary, folder / f"rank{rank}.safetensors")
-    save_png(make_grid(to_uint8(tensors["clean_images"])), folder / f"rank{rank}.png")
-
-
-def _number(value: float) -> float | str:
-    return value if -float("inf") < value < float("inf") else str(value)  # JSON has no NaN

@@ -1,4 +1,7 @@
-"""Exported pipelines, ours or anyone's: loading them and what they are made for."""
+"""Exported pipelines, ours or anyone's, and checkpoints of a run: loading them and what they are made for."""
+
+import json
+from pathlib import Path
 
 from utils.diffusion import PREDICTION_TYPES
 from utils.errors import UserError
@@ -62,6 +65,28 @@ def _load_any_variant(pipeline_class, pipeline: str):
         except (OSError, ValueError):
             pass
         raise  # what was wrong with the usual files
+
+
+def load_network(pipeline: str):
+    """`load_unconditional`, or of a run's folder `checkpoint-<N>` its averaged weights (the raw ones of a run without EMA),
+    in the network and with the scheduler that the run has exported. Raises UserError."""
+    path = Path(pipeline)
+    if not (path / "state.json").is_file():
+        return load_unconditional(pipeline)
+    from diffusers import UNet2DModel
+    from safetensors.torch import load_file
+
+    weights = next(path / name for name in ("ema.safetensors", "model.safetensors") if (path / name).is_file())
+    try:
+        unet = UNet2DModel.from_config(UNet2DModel.load_config(path.parent / "unet"))
+        unet.load_state_dict(load_file(weights))
+        scheduler_config = json.loads((path.parent / "scheduler" / "scheduler_config.json").read_text())
+    except Exception as error:  # not exported yet, truncated, of another network: each library raises its own kind
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"cannot load {path}: {reason} (the run's folder must hold the unet/ and scheduler/ that an export leaves)"
+        ) from error
+    return unet.float(), scheduler_config
 
 
 def image_shape(unet) -> tuple[int, int, int]:

@@ -1,19 +1,22 @@
 """What a run shows of itself while it trains: sample grids of raw and EMA weights, and the way from noise to image."""
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 from accelerate import Accelerator
 from torch import nn
 
+from utils.data import ImageSet
 from utils.doctor import Doctor
 from utils.ema import EMA
 from utils.images import denoising_path, save_png, side_by_side
 from utils.launch import on_main_process
-from utils.probe import sample_statistics
+from utils.probe import examine_network, sample_statistics
 from utils.sampling import full_precision, make_sampler, path_steps, sample_sharded, set_timesteps, to_uint8
 from utils.tracking import Trackers
+from utils.training_samples import TrainingSamples
 
 PATH_TIMESTEPS = (999, 750, 500, 250, 100, 50, 0)
 PATH_IMAGES = 4
@@ -36,66 +39,88 @@ def sampling_steps(sampler: str, requested: int | None, noise_scheduler) -> int:
     return steps
 
 
-def save_previews(
-    accelerator: Accelerator,
-    unet: nn.Module,
-    ema: EMA | None,
-    noise_scheduler,
-    output_dir: Path,
-    trackers: Trackers,
-    doctor: Doctor,
-    step: int,
-    *,
-    sampler: str,
-    num_inference_steps: int,
-    num_images: int,
-    seed: int,
-    shape: tuple[int, int, int],
-    should_stop,
-) -> Path | None:
-    """Writes samples/<step>.png (raw | EMA from the same noise) and samples/<step>-path.png, and logs both.
+class Previews:
+    """Makes the pictures of a run, and has the network examined along with them.
 
-    `unet` is the unwrapped network; its weights and the training's random numbers are left as they were. Every process must
-    call it and takes its share of the `num_images` images. Returns the grid's path, or None when told to stop halfway.
-    Raises UserError when the disk does not take them.
+    Args:
+        unet: the unwrapped network; its weights and the training's random numbers are left as they were.
+        sampler, num_inference_steps: how to sample; see `sampling_steps`.
+        num_images: in a grid, shared out over the processes.
+        should_stop: asked during sampling; a stop then leaves the pictures out.
+
+    Attributes:
+        newest: path of the newest grid, None before the first.
+        newest_step: the updates it was made after.
     """
-    scheduler = make_sampler(sampler, noise_scheduler)
-    timesteps = [t for t in PATH_TIMESTEPS if t < noise_scheduler.config.num_train_timesteps]
-    grids = []
-    for weights in (nullcontext(), ema.swapped_into_model() if ema is not None else None):
-        if weights is None:
-            continue
-        with weights, full_precision(unet):
-            result = sample_sharded(
-                accelerator,
-                unet,
-                scheduler,
-                num_images=num_images,
-                num_inference_steps=num_inference_steps,
-                seed=seed,
-                shape=shape,
-                batch_size=math.ceil(num_images / accelerator.num_processes),
-                should_stop=should_stop,
-                record_timesteps=timesteps,
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        unet: nn.Module,
+        ema: EMA | None,
+        noise_scheduler,
+        output_dir: Path,
+        *,
+        samples: TrainingSamples,
+        held_out: ImageSet,
+        trackers: Trackers,
+        doctor: Doctor,
+        sampler: str,
+        num_inference_steps: int,
+        num_images: int,
+        should_stop: Callable[[], bool],
+    ):
+        self._accelerator, self._unet, self._ema, self._noise_scheduler = accelerator, unet, ema, noise_scheduler
+        self._folder, self._samples, self._held_out = output_dir / "samples", samples, held_out
+        self._trackers, self._doctor, self._should_stop = trackers, doctor, should_stop
+        self._scheduler = make_sampler(sampler, noise_scheduler)
+        self._timesteps = [t for t in PATH_TIMESTEPS if t < noise_scheduler.config.num_train_timesteps]
+        self._num_inference_steps, self._num_images = num_inference_steps, num_images
+        self.newest: Path | None = None
+        self.newest_step: int | None = None
+
+    def make(self, step: int) -> None:
+        """Writes samples/<step>.png (raw | EMA from the same noise) and samples/<step>-path.png, and logs both.
+
+        Records what they and the network are like. Every process must call it. Raises UserError when the disk does not take
+        the pictures.
+        """
+        averaged = self._ema.swapped_into_model if self._ema is not None else None
+        results = [self._sample(weights) for weights in (nullcontext, averaged) if weights is not None]
+        if None not in results:  # else told to stop
+            path = self._folder / f"{step:07d}.png"
+            on_main_process(self._accelerator, self._write, path, step, raw=results[0], ema=results[-1])
+            self.newest, self.newest_step = path, step
+        if self._accelerator.is_main_process:
+            with full_precision(self._unet):
+                found = examine_network(self._unet, self._noise_scheduler, self._samples, self._held_out)
+            self._doctor.record(step, {"probe": found})
+
+    def _sample(self, weights: Callable):
+        """(images, denoising paths) of the main process, from the same noise every time; None when told to stop halfway."""
+        with weights(), full_precision(self._unet):
+            return sample_sharded(
+                self._accelerator,
+                self._unet,
+                self._scheduler,
+                num_images=self._num_images,
+                num_inference_steps=self._num_inference_steps,
+                seed=self._samples.seed,
+                shape=self._samples.images.shape,
+                batch_size=math.ceil(self._num_images / self._accelerator.num_processes),
+                should_stop=self._should_stop,
+                record_timesteps=self._timesteps,
             )
-        if result is None:
-            return None
-        grids.append(result)
-    grid_path = output_dir / "samples" / f"{step:07d}.png"
-    path_png = grid_path.with_name(f"{step:07d}-path.png")
 
-    def write() -> None:
-        left, right = to_uint8(grids[0][0]), to_uint8(grids[-1][0])
-        shown = [t for _, t in path_steps(scheduler, timesteps)]  # where the chain really passed: DDIM-50 starts at 980
-        captions = ("raw weights", "EMA weights" if ema is not None else "raw weights")
-        save_png(side_by_side(left, right, captions), grid_path)
-        save_png(denoising_path(to_uint8(grids[-1][1][:PATH_IMAGES]), shown), path_png)
-        trackers.log_image("samples/raw_and_ema", grid_path, step)
-        trackers.log_image("samples/denoising_path", path_png, step)
-        statistics = {"raw": sample_statistics(grids[0][0]), "ema": sample_statistics(grids[-1][0])}
-        configs = {"sampler": dict(scheduler.config), "trained": dict(noise_scheduler.config)}
+    def _write(self, path: Path, step: int, *, raw, ema) -> None:
+        path_png = path.with_name(f"{step:07d}-path.png")
+        shown = [t for _, t in path_steps(self._scheduler, self._timesteps)]  # where the chain passed: DDIM-50 starts at 980
+        captions = ("raw weights", "EMA weights" if self._ema is not None else "raw weights")
+        save_png(side_by_side(to_uint8(raw[0]), to_uint8(ema[0]), captions), path)
+        save_png(denoising_path(to_uint8(ema[1][:PATH_IMAGES]), shown), path_png)
+        self._trackers.log_image("samples/raw_and_ema", path, step)
+        self._trackers.log_image("samples/denoising_path", path_png, step)
+        statistics = {"raw": sample_statistics(raw[0]), "ema": sample_statistics(ema[0])}
+        configs = {"sampler": dict(self._scheduler.config), "trained": dict(self._noise_scheduler.config)}
         kept = {name: {key: config[key] for key in PROCESS if key in config} for name, config in configs.items()}
-        doctor.record(step, {"samples": statistics | kept})
-
-    on_main_process(accelerator, write)
-    return grid_path
+        self._doctor.record(step, {"samples": statistics | kept})

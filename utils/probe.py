@@ -8,7 +8,10 @@ from diffusers import DDPMScheduler
 from torch import nn
 
 from utils import randomness
+from utils.data import ImageSet
 from utils.diffusion import PREDICTION_TYPES, training_target
+from utils.ideal_denoiser import denoiser_gap, gap_by_timestep
+from utils.training_samples import TrainingSamples, held_out_images
 
 TIMESTEPS = (0, 100, 500, 900, 999)  # of 1000; spread in the same way over other lengths
 PROBE_IMAGES = 32
@@ -91,6 +94,30 @@ def probe_network(
             found["batch_response"] = (alone.square().mean().sqrt() / scale).item() if scale > 0 else None
             with _training_mode(unet, noisy_images.device):
                 found["training_error"] = (unet(noisy_images, timesteps).sample.float() - target).square().mean().item()
+    return found
+
+
+def examine_network(unet: nn.Module, noise_scheduler: DDPMScheduler, samples: TrainingSamples, held_out: ImageSet) -> dict:
+    """`probe_network` on a run's first images, and how far the network is from the best denoiser that there can be for its set.
+
+    The figures that need float64 are left out on a device without it (mps).
+    """
+    clean_images = samples.first_images(PROBE_IMAGES)
+    others = held_out_images(held_out, PROBE_IMAGES, samples.device)
+    found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others)
+    if samples.device.type != "mps":
+        gap = denoiser_gap(
+            unet,
+            noise_scheduler,
+            samples.images,
+            held_out,
+            timesteps=probe_timesteps(noise_scheduler.config.num_train_timesteps),
+            seed=samples.seed,
+            device=samples.device,
+            images_per_timestep=PROBE_IMAGES,
+            random_flip=samples.random_flip,
+        )
+        found |= gap_by_timestep(gap)
     return found
 
 

@@ -166,12 +166,12 @@ def test_a_loss_that_is_not_finite_is_skipped_even_if_its_gradient_is(train_scri
 
 
 def test_a_report_that_fails_does_not_end_the_run(train_script, tiny_flags, tmp_path, monkeypatch, capsys):
-    import utils.nonfinite
+    import utils.nan_report
 
     def fails(*arguments):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(utils.nonfinite, "find_first_bad_module", fails)
+    monkeypatch.setattr(utils.nan_report, "find_first_bad_module", fails)
     spoil(monkeypatch, lambda call, t: torch.full_like(t, call == 3, dtype=torch.bool))
     assert train_script([*tiny_flags, "--output_dir", tmp_path]) == 0
     said = capsys.readouterr()
