@@ -8,7 +8,7 @@
 Each run is the real train_ddpm.py in a process of its own, with a fault of diagnosis_faults.py in it. The doctor then reads
 the run's folder and nothing else. A fault counts as found when its code is the first or second finding; a healthy run must
 not have a finding above "info". A third of the pairs of fault and data set, and of the healthy runs, is held out: chosen by a
-hash of their names, they were not looked at while rules and thresholds were chosen.
+hash of their names, they were not looked at while rules and thresholds were chosen. The later ones came after that.
 """
 
 import argparse
@@ -29,13 +29,16 @@ sys.path.insert(1, str(Path(__file__).parent))
 sys.path.insert(2, str(Path(__file__).parent.parent / "tests" / "faults"))
 
 import numpy as np
-from diagnosis_faults import FAULTS
+from diagnosis_faults import FAULTS as FIRST_FAULTS
+from diagnosis_later_faults import LATER_FAULTS
 from fork_server import ForkServer
 
 from utils.diagnostics import diagnose
 from utils.run_record import RunRecord
 
+FAULTS = FIRST_FAULTS | LATER_FAULTS
 DATASETS = {"digits": 1, "shapes": 3}  # -> channels
+PARTS = ("tuned", "held_out", "later")
 SPLIT_SEED = "diagnosis 3"
 TIMEOUT_SECONDS = 180
 
@@ -107,9 +110,11 @@ class Case:
     flags: dict
 
     @property
-    def held_out(self) -> bool:
+    def part(self) -> str:
+        if self.fault in LATER_FAULTS:
+            return "later"
         digest = hashlib.sha256(f"{SPLIT_SEED}/{self.name}/{self.dataset}".encode()).digest()
-        return digest[0] % 3 == 0
+        return "held_out" if digest[0] % 3 == 0 else "tuned"
 
     @property
     def folder(self) -> str:
@@ -122,7 +127,7 @@ class Result:
     dataset: str
     seed: int
     expected: str | None
-    held_out: bool
+    part: str
     findings: list[dict] = field(default_factory=list)
     status: int | None = None
     seconds: float = 0.0
@@ -210,7 +215,7 @@ def command(case: Case, work: Path, output_dir: Path) -> list[str]:
     flags |= {"dataset_name": name, "model_config_name_or_path": folder, "image_channels": DATASETS[case.dataset]}
     flags |= {"cache_dir": work / "cache", "output_dir": output_dir, "seed": case.seed}
     words = [str(word) for flag, value in flags.items() for word in flag_words(flag, value)]
-    return ["benchmarks/diagnosis_faults.py", case.fault, case.seed, "--", *words]
+    return ["benchmarks/diagnosis_run.py", case.fault, case.seed, "--", *words]
 
 
 def flag_words(flag: str, value) -> list:
@@ -276,7 +281,7 @@ def examine(case: Case, output_dir: Path, status: int | None = None, seconds: fl
     findings = diagnose(RunRecord.read(output_dir))
     expected = FAULTS[case.fault].code if case.fault != "none" else None
     kept = [{"code": f.code, "severity": f.severity, "evidence": f.evidence} for f in findings]
-    return Result(case.name, case.dataset, case.seed, expected, case.held_out, kept, status, seconds)
+    return Result(case.name, case.dataset, case.seed, expected, case.part, kept, status, seconds)
 
 
 # ---- the tables
@@ -290,11 +295,12 @@ def line(result: Result) -> str:
 
 def summary(results: list[Result]) -> str:
     text = []
-    for held_out in (False, True):
-        part = [result for result in results if result.held_out == held_out]
+    for name in PARTS:
+        part = [result for result in results if result.part == name]
         faulty = [result for result in part if result.expected is not None]
         healthy = [result for result in part if result.expected is None]
-        text.append(f"\n{'Held out' if held_out else 'Tuned'}:")
+        if part:
+            text.append(f"\n{name.replace('_', ' ').capitalize()}:")
         if faulty:
             found = sum(result.right for result in faulty)
             text.append(f"{found} of {len(faulty)} faulty runs ({found / len(faulty):.1%}) have their fault first or second.\n")
@@ -319,7 +325,7 @@ def main() -> None:
     parser.add_argument("--healthy", type=int, default=len(healthy_runs()), metavar="N", help="the first N healthy runs (all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--datasets", nargs="+", default=list(DATASETS), choices=list(DATASETS))
-    parser.add_argument("--part", choices=("all", "tuned", "held_out"), default="all")
+    parser.add_argument("--part", choices=("all", *PARTS), default="all")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes every run's findings there")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keeps the runs' folders there")
@@ -327,7 +333,7 @@ def main() -> None:
     args = parser.parse_args()
     chosen = cases(args.faults, args.healthy, args.seeds, args.datasets)
     if args.part != "all":
-        chosen = [case for case in chosen if case.held_out == (args.part == "held_out")]
+        chosen = [case for case in chosen if case.part == args.part]
     start = time.monotonic()
     if args.kept is not None:
         results = [examine(case, args.kept / case.folder) for case in chosen if (args.kept / case.folder).exists()]

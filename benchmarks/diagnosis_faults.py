@@ -1,4 +1,4 @@
-"""The faults of benchmarks/diagnosis.py: `python diagnosis_faults.py FAULT SEED -- FLAGS` trains with one bug of a user's.
+"""The faults of benchmarks/diagnosis.py, each a bug of a user's.
 
 Each fault changes flags, the data, or functions of the project before `main` runs. Its form varies with the seed (for instance
 three ways to cut off the timestep), so that a rule cannot live on the traces of one.
@@ -25,7 +25,6 @@ import utils.previews
 import utils.randomness
 import utils.unet
 import utils.validation
-from utils.cli import run_script
 
 Flags = Callable[[int], dict]
 
@@ -330,13 +329,3 @@ FAULTS = {
     "data loader starving": Fault("data-starved", starving, lambda seed: {"max_train_steps": 64}),
     "fp16 scale collapsing": Fault("fp16-scale-collapse", scale_collapses),
 }
-
-
-if __name__ == "__main__":
-    fault, seed = sys.argv[1], int(sys.argv[2])
-    sys.argv = ["train_ddpm.py", *sys.argv[sys.argv.index("--") + 1 :]]
-    import train_ddpm
-
-    if fault != "none" and FAULTS[fault].patch is not None:
-        FAULTS[fault].patch(seed)
-    run_script(train_ddpm.main, train_ddpm.parse_args)

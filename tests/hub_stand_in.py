@@ -1,7 +1,7 @@
-"""A small HTTP server that answers `datasets.load_dataset("owner/name")` as the Hugging Face Hub does, for one dataset.
+"""A small HTTP server that answers `load_dataset("owner/name")` and `from_pretrained("owner/name")` as the Hub does.
 
-It knows the four requests that a data set of files at the top of its repository needs: the repository's description, its
-list of files, and HEAD and GET of a file. Anything else is "not found".
+It knows the four requests that a repository of files without folders needs: its description, its list of files, and HEAD and
+GET of a file. Anything else is "not found".
 """
 
 import contextlib
@@ -13,23 +13,26 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def hub_stand_in(name: str, folder: Path):
-    """Serves the files of `folder` as the dataset `name`; gives the address for HF_ENDPOINT and the paths asked for."""
+def hub_stand_in(name: str, folder: Path, kind: str = "datasets"):
+    """Serves the files of `folder` as `name`, one of the "datasets" or "models"; gives the address for HF_ENDPOINT and the
+    paths asked for."""
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
     listing = [
         {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()} for path, data in files.items()
     ]
     requests = []
+    files_at = f"/datasets/{name}/resolve/" if kind == "datasets" else f"/{name}/resolve/"
+    api = f"/api/{kind}/{name}"
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             path = self.path.split("?")[0]
             requests.append(path)
-            file = files.get(path.rsplit("/", 1)[-1]) if path.startswith(f"/datasets/{name}/resolve/") else None
-            if path.startswith(f"/api/datasets/{name}/tree/"):
+            file = files.get(path.rsplit("/", 1)[-1]) if path.startswith(files_at) else None
+            if path.startswith(f"{api}/tree/"):
                 self.reply(200, json.dumps(listing).encode())
-            elif path == f"/api/datasets/{name}" or path.startswith(f"/api/datasets/{name}/revision/"):
+            elif path == api or path.startswith(f"{api}/revision/"):
                 siblings = [{"rfilename": path} for path in files]
                 self.reply(200, json.dumps({"id": name, "sha": commit, "siblings": siblings, "tags": []}).encode())
             elif file is not None:

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_script
+from PIL import Image
+from synthetic_run import synthetic_run
 
 import diagnose
 from utils.errors import UserError
@@ -45,7 +48,8 @@ def run_doctor(capsys, *arguments) -> tuple[int, str]:
 
 
 def test_a_healthy_run_has_no_findings_and_a_report(healthy, train, flags, capsys):
-    assert codes(healthy) == []
+    assert codes(healthy) == ["data-enlarged"]  # the digits are scans of 8x8, shown at 16x16: for information alone
+    assert "data-enlarged" not in "".join(capsys.readouterr())
     assert "<svg" in (healthy / "report.html").read_text()
     status, output = run_doctor(capsys, healthy)
     assert status == 0
@@ -76,16 +80,56 @@ def test_a_fault_is_said_once_recorded_and_can_end_the_run(train, flags, tmp_pat
     assert (said.out + said.err).count("critical: data-range") == 1
     assert codes(tmp_path / "on")[0] == "data-range"
     status, output = run_doctor(capsys, tmp_path / "on", "--no_report")
-    assert status == 1 and output.startswith("FAIL  data-range")
+    assert status == 1 and output.splitlines()[2].startswith("FAIL  data-range")
+    assert output.startswith(f"{tmp_path / 'on'}: finished, 60 of 60 updates, 6 reports")
     assert train([*flags, "--output_dir", tmp_path / "off", "--stop_on", "critical", "--checkpointing_steps", "50"]) == 3
     assert (tmp_path / "off" / "checkpoint-10").is_dir() and not (tmp_path / "off" / "model_index.json").exists()
+
+
+def test_damaged_lines_of_the_history_are_counted_and_left_out(tmp_path, capsys):
+    history = synthetic_run(tmp_path / "run", reports=20, samples=0) / HISTORY
+    lines = history.read_text().splitlines()
+    history.write_text("\n".join([*lines[:3], lines[3][:50], "\0" * 20, *lines[4:]]) + '\n{"step": 70, "train/lo')
+    _, output = run_doctor(capsys, tmp_path / "run")
+    assert output.splitlines()[1] == "2 damaged lines of history.jsonl are left out"
+
+
+def test_json_is_valid_whatever_the_figures(tmp_path, capsys):
+    with open(synthetic_run(tmp_path / "run", reports=3, samples=0) / HISTORY, "a") as file:
+        file.write('{"step": 150, "probe": {"error": {"0": 1.0, "500": "inf"}}}\n')
+    _, output = run_doctor(capsys, tmp_path / "run", "--json")
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    assert json.loads(output, parse_constant=refuse)["probe"]["error"]["500"] == "inf"
 
 
 def test_the_doctor_looks_at_data_alone(train, flags, capsys, tmp_path):
     cache = flags[flags.index("--cache_dir") + 1]
     common = ["--dataset_name", "digits", "--resolution", "16", "--image_channels", "1", "--cache_dir", cache]
     status, output = run_doctor(capsys, *common, "--json")
-    assert status == 0 and json.loads(output)["healthy"] == ["class-imbalance", "data-alike"]
+    assert status == 0 and json.loads(output)["healthy"] == ["class-imbalance", "data-alike", "data-blank", "data-damaged"]
+
+
+@pytest.mark.parametrize("cache_images", ["yes", "no"])
+def test_damaged_blank_and_small_files_of_a_folder_are_named(capsys, tmp_path, cache_images):
+    chance = np.random.default_rng(0)
+    for number in range(40):
+        side = 8 if number == 5 else 16
+        Image.fromarray(chance.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(tmp_path / f"{number:02d}.png")
+    Image.new("RGB", (16, 16), "white").save(tmp_path / "20.png")
+    for name in ("07.png", "31.png"):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:300])
+    (tmp_path / "32.png").write_text("no picture")
+    flags = ["--train_data_dir", tmp_path, "--resolution", "16", "--cache_dir", tmp_path / "cache", "--max_bad_images", "1"]
+    status, output = run_doctor(capsys, *flags, "--cache_images", cache_images, "--json")
+    found = {finding["code"]: finding for finding in json.loads(output)["findings"]}
+    assert status == 1 and set(found) == {"data-damaged", "data-blank", "data-enlarged"}
+    assert all(name in found["data-damaged"]["evidence"] for name in ("3 of them, 7.50%", "07.png", "31.png", "32.png"))
+    assert found["data-blank"]["severity"] == "warning" and "2.50% of the images, rows 20" in found["data-blank"]["evidence"]
+    assert found["data-enlarged"]["severity"] == "info" and "the least 8" in found["data-enlarged"]["evidence"]
+    assert "data-alike" in json.loads(output)["healthy"]  # stand-ins are no copies
 
 
 def test_what_cannot_be_diagnosed_ends_with_status_2(tmp_path):

@@ -13,6 +13,16 @@ REPORTS, EVERY = 20, 50
 LAYER_NAMES = ("conv_in.weight", "mid_block.weight", "conv_out.weight")
 
 
+NOISE = {
+    "variance": 1.0,
+    "kurtosis": 3.0,
+    "between_images": 0.0,
+    "within_images": 0.02,
+    "repeated": 0.0,
+    "timestep_order": 0.95,
+}
+
+
 def layers(**figures: float) -> dict:
     return {name: {"weight": 0.1, "gradient": 1e-3, "update": 1e-3, **figures} for name in LAYER_NAMES}
 
@@ -20,7 +30,8 @@ def layers(**figures: float) -> dict:
 def report(number: int, **figures) -> dict:
     """The `number`-th report (from 1) of a healthy run."""
     step = number * EVERY
-    quartiles = {f"train/timestep_share_quartile_{i}": 0.25 for i in (1, 2, 3, 4)}
+    levels = {f"train/timestep_share_{i}": 0.1 for i in range(1, 11)}
+    levels |= {f"train/loss_timestep_quartile_{i}": 0.5 / i + 0.5 / number for i in (1, 2, 3, 4)}
     return {
         "step": step,
         "train/loss": 0.1 + 1 / number,
@@ -35,16 +46,29 @@ def report(number: int, **figures) -> dict:
         "perf/data_wait": 0.02,
         "data/min": -1.0,
         "data/max": 1.0,
-        "data/mean": -0.4,
+        "data/mean": -0.4 + 0.01 * (number % 3),
         "data/std": 0.7,
         "layers": layers(),
-        **quartiles,
+        "train/lr": 1e-3 * math.cos(math.pi * number / (2 * REPORTS)) ** 2,
+        "gradients/left_over": 0.0,
+        **{f"noise/{name}": value for name, value in NOISE.items()},
+        **levels,
         **figures,
     }
 
 
-DATA = {"min": -1.0, "max": 1.0, "mean": [-0.4], "std": [0.7], "copies": {"share": 0.02}, "near_copies": {"share": 0.1}}
-DATA["classes"] = {"number": 10, "largest_share": 0.12}
+DATA = {
+    "min": -1.0,
+    "max": 1.0,
+    "mean": [-0.4],
+    "std": [0.7],
+    "copies": {"share": 0.02},
+    "near_copies": {"share": 0.1},
+    "variety": 0.8,
+}
+DATA |= {"classes": {"number": 10, "largest_share": 0.12}, "shape": [1, 16, 16], "constant_share": 0.0, "constant_rows": []}
+DATA |= {"damaged": {"images": 0, "share": 0.0, "files": []}, "sizes": {"enlarged_share": 0.0, "shorter_side_min": 16}}
+BAD_FILE = {"row": 3, "file": "cats/3.png", "reason": "image file is truncated"}
 SCHEDULE = {"alphas_cumprod": [0.9999 * math.exp(-10 * (t / 100) ** 2) for t in range(101)]}  # the linear schedule
 SAMPLES = {
     "sampler": {"prediction_type": "epsilon", "beta_schedule": "linear"},
@@ -60,6 +84,8 @@ PROBE = {
     "prediction_type": "epsilon",
     "errors_as": {"epsilon": by_level(0.9, 0.1), "sample": by_level(3.0, 3.0), "v_prediction": by_level(0.9, 1.5)},
     "timestep_response": 0.1,
+    "batch_response": 1e-6,
+    "training_error": 0.11,
     "error": {"0": 1.0, "100": 0.2, "500": 0.1, "900": 0.05, "999": 0.05},
     "held_out_error": {"0": 1.0, "100": 0.22, "500": 0.11, "900": 0.05, "999": 0.05},
 }
@@ -74,8 +100,8 @@ def run(change=None, *, options=None, data=None, schedule=None, samples=None, pr
     history += [{"step": last, "samples": SAMPLES | (samples or {})}, {"step": last, "probe": PROBE | (probe or {})}]
     return RunRecord(
         Path("run"),
-        options={"lr_warmup_steps": 100, "learning_rate": 1e-3, **(options or {})},
-        resolved={"max_train_steps": last},
+        options={"lr_warmup_steps": 100, "learning_rate": 1e-3, "prediction_type": "epsilon", **(options or {})},
+        resolved={"max_train_steps": last, "training_images": 1000, "global_batch_size": 16, "num_processes": 1},
         history=sorted(history, key=lambda record: record["step"]),
     )
 
@@ -85,8 +111,7 @@ def codes(record: RunRecord) -> list[str]:
 
 
 def shares(first: float):
-    rest = (1 - first) / 3
-    values = dict(zip((f"train/timestep_share_quartile_{i}" for i in (1, 2, 3, 4)), (first, rest, rest, rest)))
+    values = {f"train/timestep_share_{i}": first if i == 1 else (1 - first) / 9 for i in range(1, 11)}
     return lambda number: values
 
 
@@ -94,8 +119,56 @@ def updates(size: float, warmup: int = 0):
     return lambda number: {"layers": layers(update=size if number > warmup else 0.0)}
 
 
+def noise(name: str, value: float):
+    return lambda number: {f"noise/{name}": value}
+
+
+def quartile_losses(*losses: float):
+    return lambda number: {f"train/loss_timestep_quartile_{i}": loss for i, loss in enumerate(losses, start=1)}
+
+
+def jumps(every: int, factor: float = 5.0, quartiles=(1, 2, 3, 4)):
+    def change(number):
+        return {f"train/loss_timestep_quartile_{i}": factor * 0.1 for i in quartiles if number % every == 0}
+
+    return lambda number: quartile_losses(0.1, 0.1, 0.1, 0.1)(number) | change(number)
+
+
+def rise(factor: float, quartiles=(1, 2, 3, 4)):
+    rising = {f"train/loss_timestep_quartile_{i}": 0.1 * factor for i in quartiles}
+    return lambda number: quartile_losses(0.1, 0.1, 0.1, 0.1)(number) | (rising if number >= 14 else {})
+
+
+def moving(*names: str, lr: float = 1e-3, rounding: str = ""):
+    """Only these layers are changed by the optimizer; one has no gradient but for rounding."""
+    changed = {name: figures | {"update": 1e-3 if name in names else 0.0} for name, figures in layers().items()}
+    changed |= {rounding: changed[rounding] | {"gradient": 1e-9}} if rounding else {}
+    return lambda number: {"layers": changed, "train/lr": lr}
+
+
+def sizes(newest: float):
+    return lambda number: {"layers": layers(weight=0.1 + (newest - 0.1) * number / REPORTS)}
+
+
 def linear_schedule(total_beta: float) -> dict:
     return {"alphas_cumprod": [0.9999 * math.exp(-total_beta * (t / 100) ** 2) for t in range(101)]}
+
+
+def bins(generated: list[int], accuracy: float | None = None) -> dict:
+    """Four modes of equal real shares; with an accuracy, classes that a judge of such an accuracy told apart."""
+    judge = {} if accuracy is None else {"names": list("abcd"), "accuracy": accuracy}
+    return {"number": 4, "generated": generated, "real": [50] * 4, "different": 0} | judge
+
+
+def copies(share: float, real: float) -> dict:
+    return {"images": 300, "near_duplicates": share, "near_duplicates_real": real}
+
+
+def evaluated(**changes):
+    """A healthy evaluation, but for the changes."""
+    healthy = {"precision": 0.95, "variance_ratio": 0.97, "distance_ratio": 0.98, "modes": bins([90, 110, 100, 100])}
+    figures = healthy | {"floor": {"precision": 0.96}, "memorisation": copies(0.01, 0.01)} | changes
+    return lambda n: {"evaluation": figures}
 
 
 # code -> (a run that must show it, one that just must not)
@@ -111,6 +184,9 @@ CASES = {
         (run(data={"near_copies": {"share": 0.4}}), run(data={"near_copies": {"share": 0.29}})),
         (run(data={"near_copies": {"share": 0.4}}), run(data={"near_copies": None})),
     ],
+    "data-blank": [(run(data={"constant_share": 0.001, "constant_rows": [7]}), run())],
+    "data-damaged": [(run(data={"damaged": {"images": 1, "share": 0.001, "files": [BAD_FILE]}}), run())],
+    "data-enlarged": [(run(data={"sizes": {"enlarged_share": 0.01, "shorter_side_min": 8}}), run(data={"sizes": None}))],
     "class-imbalance": [
         (
             run(data={"classes": {"number": 10, "largest_share": 0.95}}),
@@ -127,7 +203,7 @@ CASES = {
     ],
     "schedule-leaves-signal": [(run(schedule=linear_schedule(2.0)), run(schedule=linear_schedule(5.0)))],
     "schedule-destroys-early": [(run(schedule=linear_schedule(100.0)), run(schedule=linear_schedule(15.0)))],
-    "timesteps-uneven": [(run(shares(0.02)), run(shares(0.15)))],
+    "timesteps-uneven": [(run(shares(0.01)), run(shares(0.03)))],
     "sampler-mismatch": [
         (
             run(samples={"sampler": {"beta_schedule": "scaled_linear"}}),
@@ -139,6 +215,75 @@ CASES = {
         ),
     ],
     "timestep-ignored": [(run(probe={"timestep_response": 0.0}), run(probe={"timestep_response": 1e-3}))],
+    "data-changed": [
+        (run(lambda n: {"data/mean": 0.4}), run(lambda n: {"data/mean": -0.1})),
+        (run(lambda n: {"data/mean": 0.4}), run(lambda n: {"data/mean": 0.4}, options={"balanced_sampling": True})),
+    ],
+    "data-stuck": [
+        (run(lambda n: {"data/mean": -0.4}), run(lambda n: {"data/mean": -0.4 + 1e-4 * n})),
+        (run(lambda n: {"data/mean": -0.4}), run(lambda n: {"data/mean": -0.4}, data={"copies": {"share": 0.9}})),
+    ],
+    "noise-wrong": [
+        (run(noise("variance", 0.25)), run(noise("variance", 0.9))),
+        (run(noise("variance", 4.0)), run(noise("variance", 1.1))),
+        (run(noise("kurtosis", 1.8)), run(noise("kurtosis", 2.7))),
+        (run(noise("between_images", 1.0)), run(noise("between_images", 0.05))),
+        (run(noise("within_images", 0.6)), run(noise("within_images", 0.1))),
+        (run(noise("repeated", 1.0)), run(noise("repeated", -0.2))),
+        (run(noise("variance", 4.0)), run(noise("variance", 4.0), schedule={"alphas_cumprod": None})),
+    ],
+    "timestep-mismatch": [
+        (run(noise("timestep_order", -1.0)), run(noise("timestep_order", 0.7))),
+        (run(noise("timestep_order", 0.1)), run(noise("timestep_order", 0.1), schedule={"alphas_cumprod": [0.005] * 101})),
+    ],
+    "gradients-not-cleared": [
+        (run(lambda n: {"gradients/left_over": 2.0}), run(lambda n: {"gradients/left_over": 2.0 * (n < 19)}))
+    ],
+    "not-updated": [
+        (run(moving("conv_in.weight", "mid_block.weight")), run(moving(*LAYER_NAMES))),
+        (run(moving()), run(moving(lr=0.0))),
+        (run(moving(rounding=LAYER_NAMES[1])), run(moving(LAYER_NAMES[0], LAYER_NAMES[2], rounding=LAYER_NAMES[1]))),
+        (run(moving("conv_in.weight")), run(lambda n: moving("conv_in.weight")(n) | {"train/skipped_updates": 3.0})),
+    ],
+    "weights-shrinking": [(run(sizes(0.01)), run(sizes(0.05)))],
+    "loss-unstable": [
+        (run(jumps(4)), run(jumps(15))),
+        (run(jumps(4)), run(jumps(4, factor=2.5))),
+        (run(jumps(4)), run(jumps(4, quartiles=(1,)))),
+        (run(rise(4.0)), run(rise(2.5))),
+        (run(rise(4.0, quartiles=(1, 2, 4))), run(rise(4.0, quartiles=(1, 2)))),
+    ],
+    "lr-ended-early": [
+        (run(lambda n: {"train/lr": 1e-3 * (n < 15)}), run(lambda n: {"train/lr": 1e-3 * (n < 19)})),
+        (run(lambda n: {"train/lr": 1e-3 * (n < 15)}), run(lambda n: {"train/lr": 1e-3 if n < 15 else 2e-6})),
+    ],
+    "not-learning": [
+        (run(quartile_losses(1.1, 1.0, 0.97, 1.0)), run(quartile_losses(1.1, 1.0, 0.7, 1.0))),
+        (
+            run(quartile_losses(1.0, 1.0, 1.0, 1.0)),
+            run(lambda n: quartile_losses(1, 1, 1, 1)(n) | {"layers": layers(update=6e-5)}),
+        ),
+        # V is 0.8^2 x 0.7^2 = 0.31; where the SNR is above 1, in the first quartile, the loss is weighted
+        (
+            run(quartile_losses(99, 0.3, 0.3, 0.3), options={"prediction_type": "sample"}),
+            run(quartile_losses(99, 0.2, 0.3, 0.3), options={"prediction_type": "sample"}),
+        ),
+        # and for v the error falls from 1 to V with the noise
+        (
+            run(quartile_losses(0.9, 0.6, 0.4, 0.3), options={"prediction_type": "v_prediction"}),
+            run(quartile_losses(0.9, 0.6, 0.25, 0.3), options={"prediction_type": "v_prediction"}),
+        ),
+        (
+            run(quartile_losses(1, 1, 1, 1)),
+            run(quartile_losses(1, 1, 1, 1), options={"prediction_type": "v_prediction", "snr_gamma": 5.0}),
+        ),
+    ],
+    "train-eval-gap": [
+        (run(probe={"training_error": 0.3}), run(probe={"training_error": 0.15})),
+        (run(probe={"training_error": 0.04}), run(probe={"training_error": 0.09})),
+        (run(options={"dropout": 0.9}), run(options={"dropout": 0.3})),
+    ],
+    "batch-leak": [(run(probe={"batch_response": 0.3}), run(probe={"batch_response": 1e-3}))],
     "no-gradient": [
         (
             run(lambda n: {"layers": layers() | {"mid_block.weight": {"weight": 0.1, "gradient": 0.0, "update": 0.0}}}),
@@ -166,8 +311,30 @@ CASES = {
         (run(lambda n: {"train/ema_norm": 10.0}), run(lambda n: {"train/ema_norm": 10.0, "layers": layers(update=0.0)})),
     ],
     "ema-too-long": [(run(lambda n: {"train/ema_decay": 0.9999}), run(lambda n: {"train/ema_decay": 0.99}))],
+    "samples-alike": [(run(evaluated(variance_ratio=1e-3)), run(evaluated(variance_ratio=0.9)))],
+    "samples-copied": [
+        (run(evaluated(memorisation=copies(0.2, 0.01))), run(evaluated(memorisation=copies(0.03, 0.0)))),
+        (run(evaluated(memorisation=copies(0.6, 0.1))), run(evaluated(memorisation=copies(0.2, 0.1)))),  # data full of copies
+    ],
+    "samples-unlike-data": [(run(evaluated(precision=0.2)), run(evaluated(precision=0.6)))],
+    "samples-lack-variety": [(run(evaluated(variance_ratio=0.5)), run(evaluated(variance_ratio=0.8)))],
+    "modes-missing": [
+        (run(evaluated(modes=bins([0, 120, 120, 160]))), run(evaluated(modes=bins([60, 120, 120, 100])))),
+        (run(evaluated(classes=bins([0, 120, 120, 160], 0.9))), run(evaluated(classes=bins([0, 120, 120, 160], 0.5)))),
+    ],
+    "mode-dominates": [
+        (run(evaluated(modes=bins([280, 40, 40, 40]))), run(evaluated(modes=bins([130, 90, 90, 90])))),
+        (run(evaluated(modes=bins([130, 90, 90, 90]) | {"number": 20, "different": 10})), run(evaluated())),
+    ],
     "data-starved": [(run(lambda n: {"perf/data_wait": 0.7}), run(lambda n: {"perf/data_wait": 0.15}))],
 }
+
+
+def test_early_samples_are_not_judged():
+    late = run(evaluated(precision=0.0))
+    assert codes(late) == ["samples-unlike-data"]
+    late.history[:] = [record for record in late.history if record["step"] < 0.4 * late.resolved["max_train_steps"]]
+    assert codes(late) == []
 
 
 def test_a_healthy_run_has_no_finding():
@@ -196,6 +363,22 @@ def test_findings_come_the_most_severe_first():
 def test_causes_come_before_what_follows_from_them():
     torn = run(lambda n: {"train/grad_norm": 1.6**n, "layers": layers(update=0.5)})
     assert codes(torn).index("lr-too-high") < codes(torn).index("gradients-exploding")
+
+
+def test_blanks_weigh_by_their_share():
+    shares = (0.009, 0.011, 0.6)
+    found = [diagnose(run(data={"constant_share": share, "constant_rows": [7, 9]}))[0] for share in shares]
+    assert [finding.severity for finding in found] == ["info", "warning", "critical"]
+    assert "rows 7, 9" in found[0].evidence
+
+
+@pytest.mark.parametrize(("choice", "share", "severity"), [("fail", 0.01, "warning"), ("replace", 0.01, "info")])
+def test_damaged_images_are_named_and_no_warning_where_the_user_had_them_replaced(choice, share, severity):
+    damaged = {"images": 9, "share": share, "files": [BAD_FILE] * 5}
+    (found,) = diagnose(run(data={"damaged": damaged}, options={"on_bad_image": choice}))
+    assert found.severity == severity and found.evidence.count("cats/3.png: image file is truncated") == 3
+    (found,) = diagnose(run(data={"damaged": damaged | {"share": 0.06}}, options={"on_bad_image": choice}))
+    assert found.severity == "warning"
 
 
 def test_growing_gradients_are_not_a_tight_limit():

@@ -9,7 +9,7 @@ from torch import nn
 from utils.errors import UserError
 from utils.gradients import clip_gradients
 from utils.nonfinite import BadUpdates
-from utils.optimization import l1_norm, learning_rate_at, make_optimizer, set_learning_rate, step_if_finite
+from utils.optimization import l1_norm, learning_rate_at, make_optimizer, match_layouts, set_learning_rate, step_if_finite
 
 TOTAL, WARMUP = 120, 20
 
@@ -189,3 +189,22 @@ def test_fused_adamw_takes_the_decision_on_the_device(monkeypatch):
     assert optimizer.found_inf.item() == 1.0
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert optimizer.state[model.weight]["step"] == 0
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_state_of_another_layout_is_laid_out_as_the_weights_are(name):
+    torch.manual_seed(0)
+    plain = nn.Conv2d(3, 4, 3)
+    turned = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    images = torch.randn(2, 3, 5, 5)
+    optimizers = [make_optimizer(model, name, learning_rate=0.1) for model in (plain, turned)]
+    plain(images).square().mean().backward()
+    optimizers[0].step()
+    turned.load_state_dict(plain.state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    match_layouts(optimizers[1])
+    for model, optimizer in zip((plain, turned), optimizers):
+        optimizer.zero_grad()
+        model(images).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(turned.weight, plain.weight, rtol=1e-5, atol=1e-6)

@@ -1,9 +1,8 @@
 """The questions to a network on real images, put to networks whose answers are known; frozen layers among the magnitudes."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from test_probe_figures import Known
 from torch import nn
 
 from utils.diffusion import PREDICTION_TYPES, make_noise_scheduler
@@ -24,9 +23,9 @@ def knows(images: torch.Tensor, scheduler, answer: str):
         alpha = scheduler.alphas_cumprod[timesteps].view(-1, 1, 1, 1)
         noise = (noisy_images - alpha.sqrt() * images) / (1 - alpha).sqrt()
         answers = (noise, images, alpha.sqrt() * noise - (1 - alpha).sqrt() * images)
-        return SimpleNamespace(sample=dict(zip(PREDICTION_TYPES, answers))[answer])
+        return dict(zip(PREDICTION_TYPES, answers))[answer]
 
-    return unet
+    return Known(unet)
 
 
 @pytest.mark.parametrize("answer", PREDICTION_TYPES)
@@ -51,7 +50,7 @@ def test_held_out_images_show_what_is_known_by_heart(images):
 
 def test_a_network_of_zeros_has_relative_error_one_in_every_type(images):
     scheduler = make_noise_scheduler()
-    found = probe_network(lambda x, t: SimpleNamespace(sample=torch.zeros_like(x)), scheduler, images)
+    found = probe_network(Known(lambda x, t: torch.zeros_like(x)), scheduler, images)
     for by_level in found["errors_as"].values():
         assert list(by_level.values()) == pytest.approx([1.0] * 5)
     assert found["timestep_response"] is None

@@ -7,7 +7,7 @@ from accelerate.state import AcceleratorState
 from conftest import logged_scalars
 
 from utils.gradients import Gradients
-from utils.tracking import StepStatistics, Stopwatch, Trackers
+from utils.tracking import BINS, StepStatistics, Stopwatch, Trackers
 
 ALONE = SimpleNamespace(reduce=lambda tensor, reduction: tensor)
 
@@ -26,6 +26,7 @@ def test_means_are_over_samples_by_quartile_of_the_timestep():
     report = statistics.report(ALONE)
     assert report["train/loss"] == 4.0
     assert [report.get(f"train/loss_timestep_quartile_{i}") for i in (1, 2, 3, 4)] == [1.5, 4.0, None, 9.0]
+    assert [report[f"train/timestep_share_{i}"] for i in range(1, 11)] == [0.25, 0, 0.5, 0, 0, 0, 0, 0, 0, 0.25]
     assert report["train/grad_norm"] == 4.0
     statistics.add_losses(torch.tensor([7.0]), torch.tensor([600]))
     assert statistics.report(ALONE)["train/loss"] == 7.0  # the sums were emptied
@@ -34,7 +35,8 @@ def test_means_are_over_samples_by_quartile_of_the_timestep():
 def test_two_processes_report_the_mean_of_all_samples():
     statistics = StepStatistics(torch.device("cpu"), 4)
     statistics.add_losses(torch.tensor([1.0, 3.0]), torch.tensor([0, 1]))
-    other = torch.tensor([5.0, 0, 0, 0, 1.0, 0, 0, 0])  # one sample of loss 5 in the first quartile
+    other = torch.zeros(2 * BINS)
+    other[0], other[BINS] = 5.0, 1.0  # one sample of loss 5 in the first quartile
     report = statistics.report(SimpleNamespace(reduce=lambda tensor, reduction: tensor + other))
     assert report["train/loss"] == 3.0
     assert report["train/loss_timestep_quartile_1"] == 3.0

@@ -1,5 +1,7 @@
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from diffusers import UNet2DModel
 
 from utils.errors import UserError
@@ -117,3 +119,24 @@ def test_spectral_norm_makes_the_largest_singular_value_one():
     unet.conv_out.reset_parameters()
     copy.conv_out.load_state_dict(unet.conv_out.state_dict())
     assert torch.allclose(unet.eval()(x, t).sample, copy.eval()(x, t).sample, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_network_is_one_graph(checkpointing):
+    """As it is trained: with Accelerate's autocast around it, dropout and both kinds of blocks."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = make_unet(resolution=16, image_channels=1, preset="digits16", dropout=0.1, gradient_checkpointing=checkpointing)
+    model = accelerator.prepare(model.train())
+    found = torch._dynamo.explain(model)(torch.randn(2, 1, 16, 16), torch.tensor([1, 2]))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
+
+
+def test_channels_last_gives_the_same_output():
+    plain, turned = (make_unet(resolution=16, image_channels=1, channels_last=last).eval() for last in (False, True))
+    assert turned.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+    assert turned.mid_block.resnets[0].conv1.weight.stride()[1] == 1
+    images, timesteps = torch.randn(2, 1, 16, 16), torch.tensor([3, 700])
+    with torch.no_grad():
+        torch.testing.assert_close(plain(images, timesteps).sample, turned(images, timesteps).sample, rtol=1e-4, atol=1e-5)

@@ -9,10 +9,11 @@ import os
 import sys
 import traceback
 
-from utils.errors import UserError
+from utils.errors import UserError, memory_advice, out_of_memory
 from utils.presets import FLAGS
 
 UNIT_INTERVAL = "in [0, 1)"
+OUT_OF_MEMORY = "out of memory"
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +60,17 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--seed", type=int, default=0, help="of weights, order, crops, flips, timesteps and noise (0)")
-    group.add_argument("--train_batch_size", type=positive_int, default=16, help="images per process and micro step (16)")
+    group.add_argument(
+        "--train_batch_size",
+        type=positive_int_or_auto,
+        default=16,
+        help="images per process and micro step (16); auto: as many as fit, --global_batch_size in all",
+    )
+    group.add_argument(
+        "--global_batch_size",
+        type=positive_int,
+        help="images per update; the number of micro steps follows",
+    )
     group.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="micro steps per update (1)")
     group.add_argument("--num_epochs", type=positive_int, default=100, help="passes over the data (100)")
     group.add_argument("--max_train_steps", type=positive_int, help="updates; overrides --num_epochs")
@@ -71,6 +82,15 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--gradient_checkpointing", action="store_true", help="less memory, more time")
     group.add_argument("--compile", action="store_true", help="torch.compile the network")
+    group.add_argument(
+        "--channels_last",
+        action=argparse.BooleanOptionalAction,
+        help="channels innermost in memory (on a GPU with --compile; eager GPU kernels of group norms turn them round)",
+    )
+    group.add_argument(
+        "--tf32", action=argparse.BooleanOptionalAction, default=True, help="fp32 products on a GPU in TF32 (on)"
+    )
+    group.add_argument("--dry_run", action="store_true", help="print the memory and FLOPs that this run needs, and end")
     group.add_argument(
         "--enable_xformers_memory_efficient_attention",
         action="store_true",
@@ -169,6 +189,14 @@ def add_report_flags(
     group.add_argument(
         "--early_stopping_patience", type=int, default=0, help="stop after so many validations without gain (0 = off)"
     )
+    group.add_argument("--eval_steps", type=positive_int, help="updates between two evaluations of the samples (off)")
+    group.add_argument("--eval_images", type=positive_int, default=5000, help="samples per evaluation (5000)")
+    group.add_argument(
+        "--best_metric",
+        choices=("loss", "fd", "kd"),
+        default="loss",
+        help="what makes a checkpoint the best: held-out loss, or a distance of the samples from the data (loss)",
+    )
     group.add_argument("--eval_batch_size", type=positive_int, default=16, help="sample images per grid, and per batch (16)")
     group.add_argument("--sampler", choices=samplers, default=samplers[0])
     group.add_argument(steps_flag, type=positive_int, help=steps_help)
@@ -236,6 +264,41 @@ def sample_options(args: argparse.Namespace) -> dict:
     }
 
 
+def unet_options(args: argparse.Namespace, device_type: str) -> dict:
+    """The arguments of `unet.make_unet` that are flags."""
+    channels_last = args.channels_last
+    if channels_last is None:
+        channels_last = args.compile and device_type == "cuda"
+    return {
+        "resolution": args.resolution,
+        "image_channels": args.image_channels,
+        "preset": args.model_preset,
+        "config_name_or_path": args.model_config_name_or_path,
+        "cache_dir": args.cache_dir,
+        "activation": args.activation,
+        "dropout": args.dropout,
+        "initialisation": args.initialisation,
+        "zero_init_output": args.zero_init_output,
+        "spectral_norm": args.spectral_norm,
+        "seed": args.seed,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "channels_last": channels_last,
+    }
+
+
+def edm2_unet_options(args: argparse.Namespace, device_type: str) -> dict:
+    """The arguments of `edm2_network.make_edm2_unet` that are flags."""
+    channels_last = args.channels_last
+    if channels_last is None:
+        channels_last = device_type == "cuda"
+    names = ("resolution", "image_channels", "cache_dir", "dropout", "seed", "gradient_checkpointing")
+    return {name: getattr(args, name) for name in names} | {
+        "preset": args.model_preset,
+        "config_name_or_path": args.model_config_name_or_path,
+        "channels_last": channels_last,
+    }
+
+
 def optimizer_options(args: argparse.Namespace) -> dict:
     """The arguments of `optimization.make_optimizer` that are flags."""
     return {
@@ -245,6 +308,19 @@ def optimizer_options(args: argparse.Namespace) -> dict:
         "weight_decay": args.adam_weight_decay,
         "epsilon": args.adam_epsilon,
         "momentum": args.momentum,
+    }
+
+
+def evaluation_options(args: argparse.Namespace) -> dict:
+    """The arguments of `training_evaluation.TrainingEvaluation` that are flags."""
+    return {
+        "every": args.eval_steps,
+        "best_metric": args.best_metric,
+        "num_images": args.eval_images,
+        "batch_size": args.eval_batch_size,
+        "sampler": args.sampler,
+        "seed": args.seed,
+        "cache_dir": args.cache_dir,
     }
 
 
@@ -331,8 +407,12 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--logging_dir {args.logging_dir} leaves --output_dir; name a folder inside it, such as logs")
     if getattr(args, "spectral_norm", False) and args.gradient_checkpointing:
         raise UserError("--spectral_norm and --gradient_checkpointing: computing a layer again would move its power iteration")
-    if args.early_stopping_patience and not args.validation_images:
-        raise UserError("--early_stopping_patience needs held-out images: set --validation_images")
+    if args.train_batch_size == "auto" and (args.global_batch_size is None or args.gradient_accumulation_steps != 1):
+        raise UserError("--train_batch_size auto needs --global_batch_size, and finds --gradient_accumulation_steps itself")
+    if args.best_metric != "loss" and not args.eval_steps:
+        raise UserError(f"--best_metric {args.best_metric} is a figure of the samples: set --eval_steps")
+    if args.early_stopping_patience and args.best_metric == "loss" and not args.validation_images:
+        raise UserError("--early_stopping_patience needs held-out images: set --validation_images (or --best_metric fd)")
 
 
 def positive_int(text: str) -> int:
@@ -342,11 +422,15 @@ def positive_int(text: str) -> int:
     return value
 
 
+def positive_int_or_auto(text: str) -> int | str:
+    return text if text == "auto" else positive_int(text)
+
+
 def run_script(main, parse_args, crash_status: int = 1) -> None:
     """Calls `main(parse_args())` and ends the process with its status.
 
     A UserError becomes one line on stderr and status 2. Any other exception ends with `crash_status`: memory that ran out with
-    a line of each rank that met it, the rest with their traceback.
+    one message of the first rank that met it, the rest with their traceback.
     """
     try:
         status = main(parse_args())
@@ -356,14 +440,12 @@ def run_script(main, parse_args, crash_status: int = 1) -> None:
             _say_last(f"error: {error}")
     except Exception as error:
         status = crash_status
-        if _out_of_memory(error):
-            what = (str(error) or type(error).__name__).splitlines()[0]
-            _say_last(
-                f"error: out of memory on rank {os.environ.get('RANK', '0')}: {what}\n"
-                "try a smaller --train_batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, or "
-                "--mixed_precision bf16; checkpoints are whole"
-            )
-        else:
+        if out_of_memory(error):
+            if _first_to_say(OUT_OF_MEMORY):
+                what = (str(error) or type(error).__name__).splitlines()[0]
+                rank = os.environ.get("RANK", "0")
+                _say_last(f"error: {OUT_OF_MEMORY} on rank {rank}: {what}\n{memory_advice()}\ncheckpoints are whole")
+        elif not _was_said(OUT_OF_MEMORY):  # else that is why this rank lost its peer
             traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -376,13 +458,23 @@ def run_script(main, parse_args, crash_status: int = 1) -> None:
 
 def _first_to_say(message: str) -> bool:
     """Whether no other rank has said this. Whoever meets an error first says it: the launcher ends the others soon after."""
+    said = _times_said(message, adding=1)
+    return os.environ.get("LOCAL_RANK", "0") == "0" if said is None else said <= 1
+
+
+def _was_said(message: str) -> bool:
+    return bool(_times_said(message, adding=0))
+
+
+def _times_said(message: str, adding: int) -> int | None:
+    """By all ranks together; None where they are not connected, 0 where whoever kept the count is gone."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
-        return os.environ.get("LOCAL_RANK", "0") == "0"
+        return None
     try:
-        return dist.distributed_c10d._get_default_store().add(f"said: {message}", 1) == 1
-    except Exception:  # whoever kept the store is gone
-        return True
+        return dist.distributed_c10d._get_default_store().add(f"said: {message}", adding)
+    except Exception:
+        return 0
 
 
 def _say_last(message: str) -> None:
@@ -391,8 +483,3 @@ def _say_last(message: str) -> None:
     for bar in list(getattr(tqdm, "_instances", ())):  # else the message stands behind a bar
         bar.close()
     print(message, file=sys.stderr, flush=True)
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """torch.OutOfMemoryError on an accelerator; on a CPU torch's allocator raises a plain RuntimeError."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)

@@ -30,6 +30,7 @@ _LUMA = torch.tensor([0.299, 0.587, 0.114])  # ITU-R BT.601, which JPEG keeps be
 _CHUNK_BYTES = 2**20  # of pixels; eight times as much as float64
 _SIZES_SAMPLE = 256
 _MOST_COUNTS = 1000  # classes whose counts are listed
+_NAMED = 5  # images of a kind whose rows or files are listed
 
 
 def check_data(images, *, seed: int, sample: int = 2048, max_images: int = 200_000, max_bytes: int = 512 * 2**20) -> dict:
@@ -45,7 +46,7 @@ def check_data(images, *, seed: int, sample: int = 2048, max_images: int = 200_0
         images, shape, max_value: of the whole set.
         images_read: what the figures from here to `near_copies` are about.
         min, max: floats in [-1, 1]. mean, std: lists with a float per channel.
-        constant_share: images of one single value.
+        constant_share, constant_rows: images of one single value; some rows of them.
         pairwise_distance: root mean square difference of the pixels of two different images; None for one image.
         variety: that distance / (sqrt(2) x the standard deviation of all pixels): about 0 when all images are alike, 1
             when no pixel has a mean of its own; None where nothing varies.
@@ -61,10 +62,13 @@ def check_data(images, *, seed: int, sample: int = 2048, max_images: int = 200_0
         classes: {number, empty, largest, largest_share, smallest_share, entropy, counts} of the whole set's labels;
             `entropy` is divided by log(number): 1 for balanced classes; `counts` by name, None for more than a thousand
             classes. None without labels.
+        damaged: {images, share, files} of the images that cannot be decoded, where the set allows them, among all images or,
+            without a cache, those read; `files` has {row, file, reason} of some. Other figures than copies and constant ones
+            count the images in their places.
 
     Raises:
         ValueError: there are no images.
-        UserError: without a cache, naming an image that cannot be decoded.
+        UserError: without a cache, naming an image that cannot be decoded, once there are more than may be.
     """
     if len(images) == 0:
         raise ValueError("there are no images to look at")
@@ -78,6 +82,7 @@ def check_data(images, *, seed: int, sample: int = 2048, max_images: int = 200_0
         **_pixel_figures(images, read, sampled, max(1, _CHUNK_BYTES // image_bytes)),
         "sizes": _size_figures(images, seed),
         "classes": _class_figures(images),
+        "damaged": _damage_figures(images, len(images) if images.cached else len(read)),
     }
 
 
@@ -103,8 +108,10 @@ def _pixel_figures(images, read: np.ndarray, sampled: np.ndarray, chunk: int) ->
         values = pixels.double()
         sums += values.sum(0)
         squares += values.square_().sum(0)
-        nearest.compare(read[part], hashes[part], _thumbnails(pixels, images.max_value))
+        nearest.compare(read[part], hashes[part], grey_thumbnails(pixels, images.max_value))
 
+    whole = images.shown(read) == read  # the others are copies that the set made, in place of images that cannot be decoded
+    constant = read[(lows == highs) & whole]
     half, count, channels = images.max_value / 2, len(read), images.shape[0]
     means, mean_squares = sums / count, squares / count
     channel_means = means.reshape(channels, -1).mean(1)
@@ -118,10 +125,11 @@ def _pixel_figures(images, read: np.ndarray, sampled: np.ndarray, chunk: int) ->
         "max": float(highs.max() / half - 1),
         "mean": (channel_means / half - 1).tolist(),
         "std": (channel_variances.clamp(min=0).sqrt() / half).tolist(),
-        "constant_share": float((lows == highs).mean()),
+        "constant_share": len(constant) / count,
+        "constant_rows": _dataset_rows(images, constant[:_NAMED]),
         "pairwise_distance": distance / half if count > 1 else None,
         "variety": distance / math.sqrt(2 * variance) if count > 1 and lows.min() < highs.max() else None,
-        "copies": _copy_figures(images, read, hashes),
+        "copies": _copy_figures(images, read[whole], hashes[whole]),
         "near_copies": nearest.figures(),
     }
 
@@ -132,7 +140,7 @@ def _hashes(flat: np.ndarray) -> np.ndarray:
     return np.frombuffer(digests, np.uint64)
 
 
-def _thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
+def grey_thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
     """Grey thumbnails float32 [batch, pixels] in [-1, 1] of integer images [batch, channels, height, width]."""
     small = to_unit_range(pixels, max_value)
     if small.shape[-1] > _THUMBNAIL:
@@ -160,7 +168,7 @@ class _Nearest:
         for start in range(0, len(sampled), chunk):
             pixels = images.fetch(sampled[start : start + chunk])
             hashes.append(_hashes(pixels.reshape(len(pixels), -1)))
-            thumbnails.append(_thumbnails(torch.from_numpy(pixels), images.max_value))
+            thumbnails.append(grey_thumbnails(torch.from_numpy(pixels), images.max_value))
         self.thumbnails, self.hashes = torch.cat(thumbnails), torch.from_numpy(np.concatenate(hashes).view(np.int64))
         self.found, self.nearest = self.thumbnails.clone(), torch.full((len(sampled),), -1)
         self.score = torch.full((len(sampled),), math.inf)
@@ -211,6 +219,13 @@ def _size_figures(images, seed: int) -> dict | None:
         "shorter_side_min": int(shorter.min()),
         "shorter_side_median": float(np.median(shorter)),
     }
+
+
+def _damage_figures(images, looked_at: int) -> dict:
+    rows = sorted(images.replacements())
+    named = [images.bad_images[row] for row in rows[:_NAMED]]
+    files = [{"row": bad.row, "file": bad.file or bad.name, "reason": bad.reason} for bad in named]
+    return {"images": len(rows), "share": len(rows) / looked_at, "files": files}
 
 
 def _class_figures(images) -> dict | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from utils.diagnostics import diagnose
-from utils.findings import Finding
+from utils.findings import SEVERITIES, Finding
 from utils.history import History
 from utils.report import write_report
 from utils.run_record import RunRecord
@@ -67,12 +67,16 @@ class Doctor:
         return any(key in record for record in self._history.records)
 
     def examine(self) -> bool:
-        """Looks at all that is recorded, says what is new or has become critical. Whether anything is critical."""
+        """Looks at all that is recorded, says what is new or has become more severe, but nothing that is for information alone.
+
+        Whether anything is critical.
+        """
         if not self._enabled:
             return False
         self.findings = diagnose(self._record)
         for finding in self.findings:
-            if finding.code not in self._told or (finding.severity == "critical" != self._told[finding.code]):
+            rank, told = SEVERITIES.index(finding.severity), SEVERITIES.index(self._told.get(finding.code, "info"))
+            if rank < told:
                 self._told[finding.code] = finding.severity
                 self._say(finding.line)
         write_diagnosis(self._record.output_dir / DIAGNOSIS, self.findings)

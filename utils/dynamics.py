@@ -10,18 +10,24 @@ import torch
 from torch import nn
 
 from utils.gradients import Gradients
+from utils.noise_check import FIGURES, noise_figures
 
 MEASURED = (nn.Conv2d, nn.Linear)  # layers whose outputs are watched
+SEEN = ("data/min", "data/max", "data/mean", "data/std", *(f"noise/{name}" for name in FIGURES), "gradients/left_over")
 
 
 class Dynamics:
     """Measures an update from `begin`, before its forward pass, over `before_step` to `end`, after the optimizer's step.
 
     `report` gives what was measured, once. Between `end` and the next `begin` nothing costs anything.
+
+    Args:
+        checks_noise: whether `model(noisy_images, timesteps)` is shown x_t = a x_0 + b eps with a^2 + b^2 = 1, of the images
+            that `see_images` was told before: then the noise is looked at too.
     """
 
-    def __init__(self, model: nn.Module):
-        self._model = model
+    def __init__(self, model: nn.Module, checks_noise: bool = True):
+        self._model, self._checks_noise = model, checks_noise
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # Frozen ones are shown as without gradient; the random frequencies of a Fourier time embedding are meant to be.
         frozen = (name for name, p in model.named_parameters() if not p.requires_grad)
@@ -31,6 +37,10 @@ class Dynamics:
         self._hooks = ExitStack()
         self._activations: dict[str, list[torch.Tensor]] = {}
         self._images: list[torch.Tensor] = []
+        self._clean_images: torch.Tensor | None = None
+        self._noise: list[torch.Tensor] = []
+        self._earlier_noise: torch.Tensor | None = None  # of one image of the update measured before
+        self._left_over: torch.Tensor | None = None
         self._before: list[torch.Tensor] | None = None
         self._measured: torch.Tensor | None = None
         self._watching = False
@@ -39,7 +49,11 @@ class Dynamics:
         """If `wanted`, watches every forward pass until `before_step`; compiled code, which calls no hooks, runs eagerly."""
         if not wanted:
             return
-        self._watching, self._activations, self._images = True, {}, []
+        self._watching, self._activations, self._images, self._noise = True, {}, [], []
+        left_over = [p.grad for p in self._parameters.values() if p.grad is not None]
+        self._left_over = torch.stack(torch._foreach_norm(left_over)).norm() if left_over else None
+        if self._checks_noise:
+            self._hooks.callback(self._model.register_forward_pre_hook(self._see_inputs).remove)
         for name, module in self._layers:
             self._hooks.callback(module.register_forward_hook(self._watch(name)).remove)
         self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
@@ -52,9 +66,18 @@ class Dynamics:
         return look
 
     @torch.no_grad()
+    def _see_inputs(self, module, inputs) -> None:
+        if self._clean_images is None or len(inputs) != 2:
+            return
+        figures, noise = noise_figures(self._clean_images, *inputs, self._earlier_noise)
+        self._clean_images, self._earlier_noise = None, noise
+        self._noise.append(figures)
+
+    @torch.no_grad()
     def see_images(self, clean_images: torch.Tensor) -> None:
         """Notes what the network is trained on: range, mean and standard deviation of [B, C, H, W]."""
         if self._watching:
+            self._clean_images = clean_images
             least, most = clean_images.aminmax()
             self._images.append(torch.stack([least, most, clean_images.mean(), clean_images.std()]).float())
 
@@ -82,18 +105,22 @@ class Dynamics:
         ratios = updates / weights.clamp(min=1e-12)
         images = torch.stack(self._images)
         images = torch.stack([images[:, 0].min(), images[:, 1].max(), images[:, 2].mean(), images[:, 3].mean()])
-        self._measured = torch.cat([images, weights / sizes, gradients.norms / sizes, ratios, activations])
+        noise = torch.stack(self._noise).nanmean(0) if self._noise else weights.new_full((len(FIGURES),), torch.nan)
+        left_over = weights.new_zeros(()) if self._left_over is None else self._left_over
+        seen = torch.cat([images, noise, left_over[None]])
+        self._measured = torch.cat([seen, weights / sizes, gradients.norms / sizes, ratios, activations])
 
     def report(self) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
         """(figures to log, magnitudes by layer) of the update that was measured; empty where none was. The host waits.
 
         The layers: name of each parameter -> {"weight", "gradient": rms, "update": change over weight}, and "activation":
         rms of its layer's output where it is a layer's weight. The figures: data/min, max, mean, std of this process's
-        images, the largest and the smallest gradient by layer, and how many parameters get none (H1).
+        images; noise/... as `noise_figures`, those that are known; the largest and the smallest gradient by layer, how many
+        parameters get none (H1), and the L2 norm of what the update before had left in them, which should be 0.
         """
         if self._measured is None:
             return {}, {}
-        seen, values = self._measured[:4].tolist(), self._measured[4:].tolist()
+        seen, values = self._measured[: len(SEEN)].tolist(), self._measured[len(SEEN) :].tolist()
         self._measured = None
         count = len(self._parameters)
         names = list(self._parameters)
@@ -106,7 +133,7 @@ class Dynamics:
         for name, value in zip(self._activations, values[3 * count :]):
             layers.setdefault(f"{name}.weight", {})["activation"] = value
         gradients = values[count : 2 * count]
-        figures = dict(zip(("data/min", "data/max", "data/mean", "data/std"), seen))
+        figures = {name: value for name, value in zip(SEEN, seen) if value == value or not name.startswith("noise/")}
         figures |= {"gradients/largest_rms": max(gradients), "gradients/smallest_rms": min(gradients)}
         figures["gradients/parameters_without"] = sum(gradient == 0.0 for gradient in gradients) + len(self._frozen)
         return figures, layers

@@ -1,4 +1,18 @@
-"""The one exception for mistakes that a user can mend."""
+"""The one exception for mistakes that a user can mend, and what is said when memory runs out."""
+
+from collections.abc import Callable
+
+MEMORY_RAN_OUT = (  # as libraries put it where they raise no OutOfMemoryError
+    "can't allocate memory",  # torch's allocator on a CPU
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+_GENERAL_ADVICE = (
+    "try a smaller --train_batch_size with more --gradient_accumulation_steps, "
+    "--gradient_checkpointing, or --mixed_precision bf16"
+)
+_explain: Callable[[], str] | None = None
 
 
 class UserError(Exception):
@@ -6,3 +20,24 @@ class UserError(Exception):
 
     Whichever rank meets it first prints it (see `cli.run_script`).
     """
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether `error` says that memory ran out, on an accelerator or on a CPU."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in MEMORY_RAN_OUT)
+
+
+def explain_out_of_memory(explain: Callable[[], str] | None) -> None:
+    """From here on `explain()` says, once memory has run out, what was asked and what to do; None: general advice alone."""
+    global _explain
+    _explain = explain
+
+
+def memory_advice() -> str:
+    """Lines that follow the message about memory that ran out."""
+    try:
+        return _explain() if _explain is not None else _GENERAL_ADVICE
+    except Exception:  # the first error matters, not one about its explanation
+        return _GENERAL_ADVICE

@@ -47,12 +47,14 @@ def make_accelerator(
     project_dir: str | None = None,
     cpu_threads: int | None = None,
     collective_timeout: float = 600.0,
+    tf32: bool = True,
 ) -> Accelerator:
     """An Accelerator for one process or DDP.
 
     On a machine without an accelerator it asks for the CPU itself, because `use_cpu: true` in a config file starts several
     processes but leaves each alone. There it also undoes `accelerate launch`'s OMP_NUM_THREADS=1, which would leave all
     cores but one idle: `cpu_threads` threads per process, by default the usable cores over the processes of this machine.
+    `tf32`: fp32 convolutions and matrix products round their factors to 10 bits of mantissa on GPUs that are faster so.
     `collective_timeout` is what a lost or hanging peer costs, in seconds, before every process gives up (gloo's own: 1800).
 
     Raises UserError for fp16 on a CPU, an unusable tracker, and for launches other than plain and DDP
@@ -84,6 +86,8 @@ def make_accelerator(
         )
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise UserError("leave the launcher's dynamo_backend at no and use --compile: it keeps the names of the weights clean")
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
     if accelerator.device.type == "cpu":
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
         torch.set_num_threads(cpu_threads or max(1, usable_cores() // local_processes))

@@ -56,6 +56,15 @@ def make_optimizer(
     raise UserError(f"unknown optimizer {name!r}; choose from {', '.join(OPTIMIZERS)}")
 
 
+def match_layouts(optimizer: torch.optim.Optimizer) -> None:
+    """Lays the optimizer's state out in memory as its parameters are, after it was loaded from one with another layout
+    (channels last or not): fused kernels take elements in the order of memory, and would mix them up without a word."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
 def learning_rate_at(
     step: int,
     *,

@@ -1,11 +1,19 @@
-"""Exported pipelines, ours or anyone's: loading them and what they are made for."""
+"""Exported pipelines, ours or anyone's, and checkpoints of a run: loading them and what they are made for."""
 
+import json
+from pathlib import Path
+
+from utils.diffusion import PREDICTION_TYPES
 from utils.errors import UserError
 
 
 def load_unconditional(pipeline: str):
-    """The U-Net in fp32 and the scheduler's config. Raises UserError for a pipeline of another kind,
-    before its weights are loaded."""
+    """The U-Net in fp32 and the scheduler's config, of a folder or a name on the Hub.
+
+    Weights may be safetensors or pickled tensors (of which nothing is run), in fp32 or as the variant "fp16"; the parts may lie
+    in folders of their own or, as in the first releases, side by side. Raises UserError for a pipeline of another kind, before
+    its weights are loaded, and for one whose scheduler has no betas, such as EDM's or one for flow matching.
+    """
     from diffusers import DiffusionPipeline
     from diffusers.utils import logging
 
@@ -18,35 +26,100 @@ def load_unconditional(pipeline: str):
                 f"{pipeline} is no unconditional pixel-space pipeline: it needs a UNet2DModel `unet` and a `scheduler` "
                 f"alone, and has {', '.join(sorted(components)) or 'neither'}"
             )
-        loaded = DiffusionPipeline.from_pretrained(pipeline)
+        loaded = _load_any_variant(DiffusionPipeline, pipeline)
     except UserError:
         raise
     except Exception as error:  # missing, unreachable, truncated or of another shape: each library raises its own kind
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"cannot load a pipeline from {pipeline}: {reason}") from error
-    return loaded.unet.float(), loaded.scheduler.config
+    config = dict(loaded.scheduler.config)
+    if config.get("predict_epsilon") is False:  # what prediction_type was called until diffusers 0.9
+        config["prediction_type"] = "sample"
+    prediction_type = config.get("prediction_type", "epsilon")
+    if not hasattr(loaded.scheduler, "alphas_cumprod") or prediction_type not in PREDICTION_TYPES:
+        raise UserError(
+            f"{pipeline} was made for {type(loaded.scheduler).__name__} with prediction_type {prediction_type}; only networks "
+            f"for a schedule of betas that predict {', '.join(PREDICTION_TYPES)} are supported"
+        )
+    return loaded.unet.float(), config
+
+
+def training_scheduler(config: dict):
+    """The DDPMScheduler of the process that a pipeline's network was trained on. Raises UserError for an unknown schedule."""
+    from diffusers import DDPMScheduler
+
+    # With this list, from_config would replace what another scheduler class has for a default by DDPM's.
+    config = {key: value for key, value in config.items() if key != "_use_default_values"}
+    try:
+        return DDPMScheduler.from_config(config)
+    except NotImplementedError:
+        raise UserError(f"the pipeline's scheduler has an unknown beta_schedule {config.get('beta_schedule')!r}") from None
+
+
+def _load_any_variant(pipeline_class, pipeline: str):
+    try:
+        return pipeline_class.from_pretrained(pipeline)
+    except (OSError, ValueError):
+        try:
+            return pipeline_class.from_pretrained(pipeline, variant="fp16")
+        except (OSError, ValueError):
+            pass
+        raise  # what was wrong with the usual files
 
 
 def load_network(pipeline: str):
-    """As `load_unconditional`, for EDM2 pipelines too, with or without classes. No code of the pipeline's own is run: their
-    network is loaded with the classes of this repository."""
+    """`load_unconditional`, or of a run's folder `checkpoint-<N>` its averaged weights (the raw ones of a run without EMA),
+    in the network and with the scheduler that the run has exported. Raises UserError."""
+    path = Path(pipeline)
+    if not (path / "state.json").is_file():
+        return load_unconditional(pipeline)
+    from diffusers import UNet2DModel
+    from safetensors.torch import load_file
+
+    weights = next(path / name for name in ("ema.safetensors", "model.safetensors") if (path / name).is_file())
+    try:
+        unet = UNet2DModel.from_config(UNet2DModel.load_config(path.parent / "unet"))
+        unet.load_state_dict(load_file(weights))
+        scheduler_config = json.loads((path.parent / "scheduler" / "scheduler_config.json").read_text())
+    except Exception as error:  # not exported yet, truncated, of another network: each library raises its own kind
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"cannot load {path}: {reason} (the run's folder must hold the unet/ and scheduler/ that an export leaves)"
+        ) from error
+    return unet.float(), scheduler_config
+
+
+def load_for_sampling(pipeline: str):
+    """`load_network`, and for pipelines and checkpoints of train_edm2.py, which may have classes, their EDM2UNet and its
+    scheduler's config. No code that a pipeline carries is run: the classes are those of this repository."""
     from diffusers import DiffusionPipeline
+    from safetensors.torch import load_file
 
     from models.edm2_unet import EDM2UNet
     from models.edm_heun import EDMHeunScheduler
 
+    path = Path(pipeline)
+    checkpoint = path if (path / "state.json").is_file() else None
+    exported = str(path.parent) if checkpoint else pipeline
     try:
-        kind = DiffusionPipeline.load_config(pipeline).get("unet", (None, None))[1]
-    except Exception:  # load_unconditional says why
+        kind = DiffusionPipeline.load_config(exported).get("unet", (None, None))[1]
+    except Exception:  # load_network says why
         kind = None
     if kind != "EDM2UNet":
-        return load_unconditional(pipeline)
+        return load_network(pipeline)
     try:
-        unet = EDM2UNet.from_pretrained(pipeline, subfolder="unet", use_safetensors=True)
-        return unet.float().eval(), EDMHeunScheduler.load_config(pipeline, subfolder="scheduler")
+        unet = EDM2UNet.from_pretrained(exported, subfolder="unet", use_safetensors=True)
+        config = EDMHeunScheduler.load_config(exported, subfolder="scheduler")
+        if checkpoint and (checkpoint / "ema.safetensors").is_file():
+            weights = load_file(checkpoint / "ema.safetensors")  # beside the first average, others under <width>/<name>
+            unet.load_state_dict({name: tensor for name, tensor in weights.items() if "/" not in name})
+        elif checkpoint:
+            weights = load_file(checkpoint / "model.safetensors")  # of the network and of u(sigma)
+            unet.load_state_dict({n.removeprefix("unet."): t for n, t in weights.items() if n.startswith("unet.")})
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"cannot load a pipeline from {pipeline}: {reason}") from error
+    return unet.float().eval(), config
 
 
 def image_shape(unet) -> tuple[int, int, int]:

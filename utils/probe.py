@@ -1,5 +1,8 @@
 """Questions to a network on real images: does it see the timestep, what does it predict, how well at each noise level?"""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from diffusers import DDPMScheduler
 from torch import nn
@@ -41,6 +44,9 @@ def probe_network(
             mean square: 1 for a network whose output is zero
         timestep_response: rms change of the output at the middle timestep when another timestep is told, over the rms of the
             output; 0 for a network that does not see the timestep, None for one whose output is zero
+        batch_response: rms change of the first image's output at the middle timestep when it is alone in the batch, over the
+            rms of the output; 0 but for rounding
+        training_error: `error` at the middle timestep in training mode, with dropout and the like
     """
     numbers = torch.arange(len(clean_images), device=clean_images.device)
     steps = probe_timesteps(noise_scheduler.config.num_train_timesteps)
@@ -84,6 +90,10 @@ def probe_network(
             ]
             change = torch.stack(changes).square().mean().sqrt()
             found["timestep_response"] = (change / scale).item() if scale > 0 else None
+            alone = unet(noisy_images[:1], timesteps[:1]).sample.float() - prediction[:1]
+            found["batch_response"] = (alone.square().mean().sqrt() / scale).item() if scale > 0 else None
+            with _training_mode(unet, noisy_images.device):
+                found["training_error"] = (unet(noisy_images, timesteps).sample.float() - target).square().mean().item()
     return found
 
 
@@ -109,6 +119,24 @@ def examine_network(unet: nn.Module, noise_scheduler: DDPMScheduler, samples: Tr
         )
         found |= gap_by_timestep(gap)
     return found
+
+
+@contextmanager
+def _training_mode(unet: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside it `unet` is in training mode; its modes, what it keeps of the batches that it saw, and the random numbers of the
+    device are as before afterwards."""
+    modes = [(module, module.training) for module in unet.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in unet.buffers()]
+    forked = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(forked):
+            unet.train()
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for buffer, kept in buffers:
+            buffer.copy_(kept)
 
 
 def _linear_error(alpha_cumprod: float, variance: float, prediction_type: str) -> float:

@@ -33,6 +33,7 @@ from utils.run_record import RunRecord
 STRIP = 6  # earlier sample grids shown
 # A PNG of more bytes becomes a JPEG of at most so many pixels a side: what a page shows on a dense screen.
 LARGE, SMALL = (900_000, 1600), (150_000, 800)
+LONG = 40  # entries of a dict, such as classes, beyond which they are not listed
 SHORT_CELL = 10  # characters: such a cell of a table is not broken into lines
 SYMBOLS = {"critical": "✖", "warning": "▲", "info": "●"}  # severity is told by more than colour
 
@@ -117,7 +118,7 @@ def _header(record: RunRecord, name: str) -> str:
     device, processes = resolved.get("device"), resolved.get("num_processes", 1)
     seconds = seconds_spent(record)
     memory = [value for value in record.series("perf/peak_memory_gib")[1] if math.isfinite(value)]
-    skipped = sum(value for value in record.series("train/skipped_updates")[1] if math.isfinite(value))
+    skipped = max(record.finite("train/skipped_updates")[1], default=0)  # counted from the beginning
     facts = {
         "Time spent": _duration(seconds) if seconds is not None else None,
         "Data": data,
@@ -289,7 +290,7 @@ def _sample_figures(record: RunRecord) -> str:
     step, newest = records[-1]
     kinds = [kind for kind in ("raw", "ema", "data") if isinstance(newest.get(kind), dict)]
     names = list(dict.fromkeys(name for kind in kinds for name in newest[kind]))
-    rows = [[name.replace("_", " "), *(_cell(newest[kind].get(name)) for kind in kinds)] for name in names]
+    rows = [[name.replace("_", " "), *(cell(newest[kind].get(name)) for kind in kinds)] for name in names]
     titles = {"raw": "raw", "ema": "EMA", "data": "training data"}
     reading = "Healthy: samples close to the data in every row; less spread than the data means too little variety."
     return _table(f"Figures of the samples after {step:,} updates", reading, ["", *(titles[kind] for kind in kinds)], rows)
@@ -298,9 +299,12 @@ def _sample_figures(record: RunRecord) -> str:
 # ---- probes, data, options
 
 
-def _cell(value) -> str:
+def cell(value) -> str:
+    """A figure as a person reads it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ": ".join(cell(item) for item in value.values())
     if not isinstance(value, (int, float)):
         return "" if value is None else str(value)
     return f"{value:,}" if isinstance(value, int) else number(value)
@@ -318,13 +322,15 @@ def _table_cell(text: str) -> str:
 
 
 def flatten(values: dict, prefix: str = "") -> dict:
-    """Nested dicts as one, keys joined by a slash; of lists the length."""
+    """Nested dicts as one, keys joined by a slash; lists as text, of long ones the beginning, and of long dicts the length."""
     flat = {}
     for key, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and len(value) > LONG:
+            flat[f"{prefix}{key}"] = f"{len(value)} of them"
+        elif isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}/")
         elif isinstance(value, list):
-            flat[f"{prefix}{key}"] = ", ".join(_cell(item) for item in value[:6]) + (" ..." if len(value) > 6 else "")
+            flat[f"{prefix}{key}"] = ", ".join(cell(item) for item in value[:6]) + (" ..." if len(value) > 6 else "")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
@@ -338,9 +344,7 @@ def _probes(record: RunRecord) -> str:
     (first_step, first), (step, newest) = records[0], records[-1]
     rest, before = (flatten({k: v for k, v in probe.items() if not by_timestep(v)}) for probe in (newest, first))
     several = len(records) > 1
-    rows = [
-        [key.replace("_", " "), *([_cell(before.get(key))] if several else []), _cell(value)] for key, value in rest.items()
-    ]
+    rows = [[key.replace("_", " "), *([cell(before.get(key))] if several else []), cell(value)] for key, value in rest.items()]
     head = ["", *([f"update {first_step:,}"] if several else []), f"update {step:,}"]
     reading = "The first and the newest time they were made." if several else ""
     return columns(*probe_plots(records)) + _table("Checks on a real batch", reading, head, rows)
@@ -348,7 +352,7 @@ def _probes(record: RunRecord) -> str:
 
 def _data(record: RunRecord) -> str:
     records = record.records("data")
-    rows = [[key.replace("_", " "), _cell(value)] for key, value in flatten(records[-1][1]).items()] if records else []
+    rows = [[key.replace("_", " "), cell(value)] for key, value in flatten(records[-1][1]).items()] if records else []
     table = _table("Check of the data at the start", "Numbers of images unless named otherwise.", ["", ""], rows)
     return table + columns(*data_plots(record))
 
@@ -376,7 +380,7 @@ def _options(record: RunRecord) -> str:
         + _table("", "", ["flag", "value"], untouched)
         + "</details>"
         + _table(
-            "What followed from them", "", ["", ""], [[key.replace("_", " "), _cell(v)] for key, v in record.resolved.items()]
+            "What followed from them", "", ["", ""], [[key.replace("_", " "), cell(v)] for key, v in record.resolved.items()]
         )
         + (f'<p class="note">{escape(versions)}</p>' if versions else "")
     )

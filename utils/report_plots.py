@@ -12,6 +12,14 @@ SMOOTHING = 30  # the smoothed curves average over about a thirtieth of the repo
 MAX_LAYER_RECORDS = 240  # of longer runs as many, evenly spread
 
 
+CORRELATIONS = {  # of utils/noise_check.py
+    "timestep_order": "share of noise and timestep",
+    "between_images": "images of a batch",
+    "within_images": "neighbouring pixels",
+    "repeated": "an earlier update",
+}
+
+
 def columns(*figures: str) -> str:
     figures = [figure for figure in figures if figure]
     return f'<div class="columns">{"".join(figures)}</div>' if figures else ""
@@ -282,4 +290,21 @@ def data_plots(record: RunRecord) -> list[str]:
             unit="% of the samples, by tenth of the schedule; the first has the least noise",
             reading="Healthy: 10 % each, within chance, unless you chose to draw them otherwise.",
         )
-    return [pixels, timesteps]
+    moments = plot(
+        "Noise that the network is shown",
+        [
+            _curve(record, "noise/variance", "variance", 1),
+            _curve(record, "noise/kurtosis", "kurtosis", 2, lambda value: value / 3),
+        ],
+        unit="over that of a standard normal distribution",
+        scale="linear",
+        reading="Healthy: both near 1.",
+    )
+    correlations = plot(
+        "What the noise goes with",
+        [_curve(record, f"noise/{name}", label, style) for style, (name, label) in enumerate(CORRELATIONS.items(), start=1)],
+        unit="correlation",
+        scale="linear",
+        reading="Healthy: the share of noise goes with the timestep that the network is told, nearly 1; the rest is near 0.",
+    )
+    return [pixels, timesteps, moments, correlations]

@@ -18,20 +18,21 @@ from tqdm import tqdm
 from utils.errors import UserError
 from utils.gradients import Gradients
 
-QUARTILES = 4
+QUARTILES, TENTHS = 4, 10
+BINS = 20  # of the timesteps: both divide it
 
 
 class StepStatistics:
     """Sums on the device between two reports, so that the training path never waits for the host.
 
     Loss figures are means over samples, over micro steps, updates and (in `report`) processes; samples whose loss is not
-    finite are left out (`nonfinite.BadUpdates` counts them). The quartiles are of the timestep: 1 is the least noise.
+    finite are left out (`nonfinite.BadUpdates` counts them). Quartiles and tenths are of the timestep: 1 is the least noise.
     """
 
     def __init__(self, device: torch.device, num_train_timesteps: int):
         self._num_timesteps = num_train_timesteps
-        self._loss_sum = torch.zeros(QUARTILES, device=device)
-        self._loss_count = torch.zeros(QUARTILES, device=device)
+        self._loss_sum = torch.zeros(BINS, device=device)
+        self._loss_count = torch.zeros(BINS, device=device)
         self._norm_sum = torch.zeros((), device=device)
         self._updates = torch.zeros((), device=device)
 
@@ -39,9 +40,9 @@ class StepStatistics:
     def add_losses(self, losses: torch.Tensor, timesteps: torch.Tensor) -> None:
         """Adds one micro batch: `losses` and `timesteps` are [B]."""
         finite = torch.isfinite(losses)
-        quartiles = timesteps * QUARTILES // self._num_timesteps
-        self._loss_sum.index_add_(0, quartiles, losses.detach().float().where(finite, 0.0))
-        self._loss_count.index_add_(0, quartiles, finite.float())
+        bins = timesteps * BINS // self._num_timesteps
+        self._loss_sum.index_add_(0, bins, losses.detach().float().where(finite, 0.0))
+        self._loss_count.index_add_(0, bins, finite.float())
 
     @torch.no_grad()
     def add_update(self, gradients: Gradients) -> None:
@@ -53,19 +54,26 @@ class StepStatistics:
         """Means since the last report, over all processes; empties the sums. The host waits for the device here only."""
         losses = accelerator.reduce(torch.cat([self._loss_sum, self._loss_count]), "sum")
         values = torch.cat([losses, torch.stack([self._norm_sum, self._updates])]).tolist()
-        sums, counts = values[:QUARTILES], values[QUARTILES : 2 * QUARTILES]
-        norm_sum, updates = values[2 * QUARTILES :]
+        sums, counts = values[:BINS], values[BINS : 2 * BINS]
+        norm_sum, updates = values[2 * BINS :]
         report = {"train/loss": sum(sums) / sum(counts) if sum(counts) else math.nan}
-        for i, (loss_sum, count) in enumerate(zip(sums, counts)):
+        for i, (loss_sum, count) in enumerate(zip(_joined(sums, QUARTILES), _joined(counts, QUARTILES))):
             if count:
                 report[f"train/loss_timestep_quartile_{i + 1}"] = loss_sum / count
         report["train/timesteps_drawn"] = sum(counts)
-        report |= {f"train/timestep_share_quartile_{i + 1}": n / max(sum(counts), 1.0) for i, n in enumerate(counts)}
+        tenths = _joined(counts, TENTHS)
+        report |= {f"train/timestep_share_{i + 1}": count / max(sum(counts), 1.0) for i, count in enumerate(tenths)}
         if updates:
             report["train/grad_norm"] = norm_sum / updates
         for tensor in (self._loss_sum, self._loss_count, self._norm_sum, self._updates):
             tensor.zero_()
         return report
+
+
+def _joined(bins: list[float], parts: int) -> list[float]:
+    """Sums of neighbouring bins, `parts` of them."""
+    width = len(bins) // parts
+    return [sum(bins[i : i + width]) for i in range(0, len(bins), width)]
 
 
 class Stopwatch:

@@ -27,10 +27,13 @@ def make_unet(
     zero_init_output: bool = False,
     spectral_norm: bool = False,
     seed: int = 0,
+    gradient_checkpointing: bool = False,
+    channels_last: bool = False,
 ) -> UNet2DModel:
     """A UNet2DModel whose weights are a function of the arguments (global random state is left as it was).
 
-    `activation` and `dropout` of None keep the network's own. Raises UserError when the config cannot be read, when its
+    `activation` and `dropout` of None keep the network's own. `channels_last` puts the channels of kernels innermost in memory,
+    which those of activations follow. Raises UserError when the config cannot be read, when its
     channels differ from the images', or when the resolution does not divide by the levels.
     """
     if config_name_or_path is not None:
@@ -85,6 +88,12 @@ def make_unet(
             nn.init.zeros_(unet.conv_out.bias)
         if spectral_norm:
             normalise_spectra(unet)
+    if gradient_checkpointing:
+        unet.enable_gradient_checkpointing()
+    if channels_last:
+        for parameter in unet.parameters():  # not by Module.to, which fake tensors refuse
+            if parameter.ndim == 4:
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     return unet
 
 

@@ -56,7 +56,10 @@ def test_the_others_leave_when_a_rank_is_lost(server, script, script_flags, tmp_
     if fault == "oom":
         messages = [line for run in runs for line in run.text().splitlines() if line.startswith("error: ")]
         assert messages == ["error: out of memory on rank 1: CUDA out of memory. Tried to allocate 20.00 GiB."]
-        assert "Traceback" not in lost.text()
+        assert not any("Traceback" in run.text() for run in runs)
+        assert "asked: 4 images of 1x16x16 in each of 1 micro steps" in lost.text()
+        assert "set --train_batch_size 2 --gradient_accumulation_steps 2" in lost.text()
+        assert "predicted: " in lost.text() and "predicted: " not in other.text()
 
 
 def test_out_of_memory_in_one_process(server, script, script_flags, tmp_path):

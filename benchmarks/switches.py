@@ -1,0 +1,73 @@
+"""What each switch brings: a bare training loop with it off and on, side by side.
+
+    python benchmarks/switches.py                                                    # digits16, on this CPU
+    python benchmarks/switches.py --model_preset cifar10 --batch_size 256            # on a GPU
+
+Twice for each switch: alone, on top of eager fp32, and as the last one, on top of all others. Blocks of updates alternate, and
+the figure is the median of the ratios of neighbouring blocks: above 1 the switch pays. `--only` names the switches to measure.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+from benchmarks.bare_loop import ALL, SIZES, BareLoop, Switches, default_device, describe, free, interleaved, ratio
+from utils.launch import usable_cores
+
+NONE = Switches()
+SWITCHES = {
+    "bf16": {"mixed_precision": "bf16"},
+    "tf32": {"tf32": True},
+    "sdpa": {"sdpa": True},
+    "channels_last": {"channels_last": True},
+    "compile": {"compile": True},
+    "fused": {"fused": True},
+    "checkpointing": {"checkpointing": True},
+    "ema": {"ema": "foreach"},
+    "item": {"item": True},
+}
+ON_GPUS = {"tf32"}  # no other device knows it
+
+
+def without(switches: Switches, name: str) -> Switches:
+    return replace(switches, **{field: getattr(NONE, field) for field in SWITCHES[name]})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_preset", choices=SIZES, default="digits16")
+    parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--block_updates", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=SWITCHES, default=list(SWITCHES))
+    parser.add_argument("--base", nargs="+", choices=("alone", "last"), default=["alone", "last"])
+    options = parser.parse_args()
+    device = default_device()
+    if device.type == "cpu":
+        torch.set_num_threads(usable_cores())
+    print(f"{describe(device)}; {options.model_preset}, batch {options.batch_size}")
+    print("switch         base     off ms    on ms  off/on     quartiles  first s  off GiB  on GiB")
+    for name in options.only:
+        if name in ON_GPUS and device.type != "cuda":
+            continue
+        for base in options.base:
+            off = without(NONE if base == "alone" else ALL, name)
+            pair = {"off": off, "on": replace(off, **SWITCHES[name])}
+            loops = {side: BareLoop(options.model_preset, s, options.batch_size, device) for side, s in pair.items()}
+            seconds = interleaved(loops, options.blocks, options.block_updates)
+            gain, low, high = ratio(seconds["off"], seconds["on"])
+            times = [1e3 * sorted(s)[len(s) // 2] for s in seconds.values()]
+            peaks = [loop.peak_bytes(2) / 2**30 for loop in loops.values()]
+            row = f"{name:14} {base:6} {times[0]:8.2f} {times[1]:8.2f} {gain:7.3f} {low:6.3f} {high:6.3f}"
+            print(f"{row} {loops['on'].compile_seconds:8.1f} {peaks[0]:8.2f} {peaks[1]:7.2f}", flush=True)
+            del loops
+            free()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Predictions of memory and operations against real steps, real objects and closed forms."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from utils.diffusion import loss_per_sample
+from utils.ema import EMA
+from utils.memory import AUTOCAST, estimate_memory, flops_per_image
+from utils.optimization import make_optimizer
+from utils.unet import make_unet
+
+SHAPE = (1, 16, 16)
+
+
+def network(checkpointing: bool = False, **options) -> nn.Module:
+    unet = make_unet(resolution=SHAPE[1], image_channels=SHAPE[0], **{"preset": "digits16"} | options)
+    if checkpointing:
+        unet.enable_gradient_checkpointing()
+    return unet
+
+
+def without_attention(checkpointing: bool = False) -> nn.Module:
+    from diffusers import UNet2DModel
+
+    unet = UNet2DModel(16, 1, 1, block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=2,
+                       down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2)  # fmt: skip
+    unet.mid_block.attentions = nn.ModuleList([None])
+    if checkpointing:
+        unet.enable_gradient_checkpointing()
+    return unet
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return make_optimizer(model, learning_rate=1e-4)
+
+
+def estimate(make_network=network, make=adamw, batch: int = 4, precision: str = "no", **options):
+    return estimate_memory(
+        make_network, make, image_shape=SHAPE, micro_batch_size=batch, device="cpu", mixed_precision=precision, **options
+    )
+
+
+def forward(model: nn.Module, batch: int, precision: str) -> torch.Tensor:
+    with torch.autocast("cpu", AUTOCAST.get(precision), enabled=precision != "no"):
+        prediction = model(torch.randn(batch, *SHAPE), torch.zeros(batch, dtype=torch.int64)).sample
+    return loss_per_sample(prediction.float(), torch.randn(batch, *SHAPE), torch.ones(batch)).mean()
+
+
+def bytes_kept(model: nn.Module, batch: int, precision: str) -> int:
+    """Of a real forward pass, by address of the memory."""
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward(model, batch, precision)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
+
+
+CONFIGURATIONS = {
+    "batch 1": (network, 1, "no"),
+    "batch 8": (network, 8, "no"),
+    "bf16": (network, 4, "bf16"),
+    "checkpointing": (partial(network, checkpointing=True), 4, "no"),
+    "checkpointing, bf16": (partial(network, checkpointing=True), 8, "bf16"),
+    "dropout": (partial(network, dropout=0.1), 4, "no"),
+    "dropout, checkpointing, bf16": (partial(network, dropout=0.1, checkpointing=True), 4, "bf16"),
+    "mish": (partial(network, activation="mish"), 4, "no"),
+    "spectral norm": (partial(network, spectral_norm=True), 4, "no"),
+    "without attention": (without_attention, 4, "no"),
+    "without attention, checkpointing": (partial(without_attention, checkpointing=True), 8, "no"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_activations_are_what_a_real_step_keeps(name):
+    make_network, batch, precision = CONFIGURATIONS[name]
+    real = bytes_kept(make_network().train(), batch, precision)
+    assert real > 100_000
+    assert estimate(make_network, batch=batch, precision=precision).activations == pytest.approx(real, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "rmsprop", "sgd"])
+def test_static_parts_are_those_of_the_real_objects(name):
+    make = partial(make_optimizer, name=name, learning_rate=1e-4)
+    predicted = estimate(make=make)
+    model = network()
+    forward(model, 2, "no").backward()
+    optimizer = make(model)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    assert predicted.optimizer == sum(value.nbytes for value in states)
+    assert predicted.ema == sum(tensor.nbytes for tensor in EMA(model).shadow.values())
+    assert predicted.parameters == predicted.gradients == sum(parameter.nbytes for parameter in model.parameters())
+    assert estimate(make=make, use_ema=False).ema == 0
+
+
+def most_allocated(model: nn.Module, batch: int) -> int:
+    """The most that an update of `model` held beyond what was there before it, by torch's own allocator."""
+    optimizer = adamw(model)
+    for _ in range(2):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            forward(model, batch, "no").backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            before = [parameter.detach().clone() for parameter in model.parameters()]  # for the report on an update
+            optimizer.step()
+            optimizer.zero_grad()
+            del before
+    now = most = 0
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("batch", [2, 16])
+def test_peak_is_that_of_a_real_update(batch, checkpointing):
+    make_network = partial(network, checkpointing=checkpointing)
+    predicted = estimate(make_network, batch=batch, use_ema=False)
+    there_before = predicted.parameters + predicted.optimizer
+    real = there_before + most_allocated(make_network().train(), batch)
+    assert predicted.peak - predicted.workspace == pytest.approx(real, rel=0.05)
+
+
+def test_gradients_that_stay_add_to_the_peak_of_a_large_batch():
+    plain, accumulating, distributed = (
+        estimate(batch=16, **options) for options in ({}, {"accumulates": True}, {"distributed": True})
+    )
+    assert plain.activations == accumulating.activations == distributed.activations
+    for other in (accumulating, distributed):
+        assert other.peak - plain.peak == pytest.approx(plain.gradients, rel=0.35)
+
+
+def test_flops_are_those_of_the_closed_form():
+    class Network(nn.Module):
+        """A 3x3 convolution from 1 to 4 channels, attention over all pixels with one head, and one back."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, 3, padding=1)
+
+        def forward(self, images, timesteps):
+            pixels = self.first(images).flatten(2).transpose(1, 2)
+            mixed = nn.functional.scaled_dot_product_attention(pixels, pixels, pixels)
+            return self.last(mixed.transpose(1, 2).unflatten(2, images.shape[2:]))
+
+    count = 8 * 8
+    convolution, product = 2 * count * 9 * 4, 2 * count * count * 4
+    # The image needs no gradient: the first layer has no second product in the backward pass.
+    expected = convolution * (2 + 3) + 2 * product * 3
+    assert flops_per_image(Network, (1, 8, 8), lambda model, images, timesteps: model(images, timesteps)) == expected
+
+
+def test_checkpointing_changes_no_flops_and_prediction_leaves_no_trace():
+    state = torch.random.get_rng_state()
+    flops = [flops_per_image(partial(network, checkpointing=checkpointing), SHAPE) for checkpointing in (False, True)]
+    estimate()
+    assert flops[0] == flops[1] > 0
+    assert torch.equal(state, torch.random.get_rng_state())

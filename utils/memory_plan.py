@@ -1,0 +1,226 @@
+"""Whether a training fits its device, and how to make it fit: predicted first, then tried out."""
+
+import gc
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
+from torch import nn
+
+from utils.errors import UserError, out_of_memory
+from utils.launch import from_main_process
+from utils.memory import GIB, SHARE, MemoryEstimate, TrialStep, estimate_memory, flops_per_image, free_memory
+
+MIB = 2**20
+
+
+class MemoryPlan:
+    """What one process of a training needs.
+
+    Args:
+        make_network: builds the network on torch's default device; takes `image_channels`, `resolution` and
+            `gradient_checkpointing`, and is a `functools.partial` that holds them.
+        make_optimizer: builds the optimizer of a network.
+        use_ema: the number of averages.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        make_network: partial,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        *,
+        use_ema: bool | int,
+    ):
+        self._accelerator, self._make_network, self._make_optimizer = accelerator, make_network, make_optimizer
+        options = make_network.keywords
+        self._image_shape = (options["image_channels"], options["resolution"], options["resolution"])
+        self._checkpointing, self._use_ema = options["gradient_checkpointing"], use_ema
+        self._precision = accelerator.mixed_precision
+        self._distributed = accelerator.num_processes > 1
+        self.free = free_memory(accelerator.device)  # before anything is there
+
+    def estimate(
+        self,
+        micro_batch_size: int,
+        accumulation: int,
+        *,
+        gradient_checkpointing: bool | None = None,
+        mixed_precision: str | None = None,
+    ) -> MemoryEstimate:
+        """Of a micro step; what is None is as the plan has it."""
+        checkpointing = self._checkpointing if gradient_checkpointing is None else gradient_checkpointing
+        return estimate_memory(
+            partial(self._make_network, gradient_checkpointing=checkpointing),
+            self._make_optimizer,
+            image_shape=self._image_shape,
+            micro_batch_size=micro_batch_size,
+            device=self._accelerator.device,
+            mixed_precision=mixed_precision or self._precision,
+            use_ema=self._use_ema,
+            accumulates=accumulation > 1,
+            distributed=self._distributed,
+        )
+
+    def fits(self, estimate: MemoryEstimate) -> bool:
+        return estimate.peak <= SHARE * self.free
+
+    def table(self, micro_batch_size: int, accumulation: int) -> str:
+        """The estimate in lines to print, with the verdict and, where it does not fit, what to set."""
+        estimate = self.estimate(micro_batch_size, accumulation)
+        flops = flops_per_image(self._make_network, self._image_shape)
+        rows = [
+            ("parameters", estimate.parameters),
+            ("buffers", estimate.buffers),
+            ("gradients", estimate.gradients),
+            ("optimizer", estimate.optimizer),
+            ("EMA", estimate.ema),
+            ("activations", estimate.activations),
+            ("workspace", estimate.workspace),
+            ("predicted peak", estimate.peak),
+        ]
+        notes = {
+            "activations": "kept from the forward to the backward pass",
+            "workspace": "of the libraries, an estimate",
+            "predicted peak": "at the worst moment of an update: not the sum, gradients come while activations go",
+        }
+        lines = [self.asked(micro_batch_size, accumulation)]
+        lines += [f"{name:16} {size / MIB:12,.1f} MiB  {notes.get(name, '')}".rstrip() for name, size in rows if size]
+        lines.append(f"{'FLOPs per image':16} {flops / 1e9:12,.2f} G    forward and backward pass")
+        share = f"{100 * estimate.peak / self.free:.0f} % of the {self.free / GIB:.1f} GiB that are free"
+        if self.fits(estimate):
+            lines.append(f"fits: {share}")
+        else:
+            lines.append(f"does not fit: {share}; {self.advice(micro_batch_size, accumulation)}")
+        return "\n".join(lines)
+
+    def show(self, micro_batch_size: int, accumulation: int) -> None:
+        """Prints `table`."""
+        print(self.table(micro_batch_size, accumulation))
+
+    def asked(self, micro_batch_size: int, accumulation: int) -> str:
+        device = self._accelerator.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        return (
+            f"{micro_batch_size} images of {'x'.join(map(str, self._image_shape))} in each of {accumulation} micro steps, "
+            f"precision {self._precision}, gradient checkpointing {'on' if self._checkpointing else 'off'}, on {name}"
+        )
+
+    def advice(self, micro_batch_size: int, accumulation: int) -> str:
+        """What to set so that it fits: the same update in more micro steps; where not even one image fits, what needs less."""
+        together = micro_batch_size * accumulation
+        smaller = [micro for micro in divisors(together) if micro < micro_batch_size]
+        micro = largest_that_fits(smaller, lambda size: self.fits(self.estimate(size, together // size)))
+        if micro is not None:
+            return f"set --train_batch_size {micro} --gradient_accumulation_steps {together // micro}"
+        for flags, options in (
+            ("--gradient_checkpointing", {"gradient_checkpointing": True}),
+            ("--mixed_precision bf16", {"mixed_precision": "bf16"}),
+            ("--gradient_checkpointing --mixed_precision bf16", {"gradient_checkpointing": True, "mixed_precision": "bf16"}),
+        ):
+            if self.fits(self.estimate(1, together, **options)):
+                return f"set --train_batch_size 1 --gradient_accumulation_steps {together} {flags}"
+        return "not even one image fits: set a smaller network or --resolution"
+
+    def explain(self, micro_batch_size: int, accumulation: int) -> str:
+        """What to say when memory has run out: asked, predicted, and what to set."""
+        predicted = self.estimate(micro_batch_size, accumulation).peak
+        return (
+            f"asked: {self.asked(micro_batch_size, accumulation)}\n"
+            f"predicted: {predicted / GIB:.2f} GiB, when {self.free / GIB:.2f} GiB were free\n"
+            f"{self.advice(micro_batch_size, accumulation)}"
+        )
+
+    def split(
+        self, global_batch_size: int, micro_batch_size: int | str = "auto", resumed: Path | None = None
+    ) -> tuple[int, int]:
+        """(micro batch, micro steps) that make up the global batch exactly, on every process, all of which must call it.
+
+        With "auto" the largest that fits: predicted, then tried out by a real update on every process; the next smaller one is
+        taken until all succeed. What the run in the folder `resumed` was trained with stays while it is predicted to fit.
+        Raises UserError when the global batch cannot be split so, or when not even one image fits.
+        """
+        together = per_process(global_batch_size, self._accelerator.num_processes)
+        sizes = divisors(together)
+        if micro_batch_size != "auto":
+            if micro_batch_size not in sizes:
+                raise UserError(
+                    f"--train_batch_size {micro_batch_size} does not divide {together}, the images of --global_batch_size "
+                    f"{global_batch_size} for each of {self._accelerator.num_processes} processes; choose a divisor, or auto"
+                )
+            return micro_batch_size, together // micro_batch_size
+        self.free = min(self._gathered(self.free))
+        largest = largest_that_fits(sizes, lambda size: self.fits(self.estimate(size, together // size)))
+        if largest is None:
+            raise UserError(f"no --train_batch_size fits {self.free / GIB:.2f} GiB of memory; {self.advice(1, together)}")
+        recorded = from_main_process(recorded_split(resumed, global_batch_size, self._accelerator.num_processes))
+        if recorded in sizes and recorded <= largest:
+            return recorded, together // recorded
+        for size in (size for size in sizes if size <= largest):
+            if all(self._gathered(self._succeeds(size, together // size))):
+                return size, together // size
+        raise UserError(f"out of memory with one image at a time; {self.advice(1, together)}")
+
+    def _succeeds(self, micro_batch_size: int, accumulation: int) -> bool:
+        """Whether a real update does not run out of memory. Random numbers are left as they were."""
+        device = self._accelerator.device
+        try:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+                step = TrialStep(self._make_network, self._make_optimizer, self._use_ema, self._distributed)
+                step.run(self._image_shape, micro_batch_size, self._precision, min(accumulation, 2))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            return False
+        finally:
+            step = None
+            gc.collect()
+            clear_device_cache()
+        return True
+
+    def _gathered(self, value: float) -> list[float]:
+        """The `value` of every process."""
+        own = torch.tensor([float(value)], dtype=torch.float64, device=self._accelerator.device)
+        return self._accelerator.gather(own).tolist()
+
+
+def divisors(count: int) -> list[int]:
+    """Of `count`, the largest first."""
+    return [size for size in range(count, 0, -1) if count % size == 0]
+
+
+def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest of falling `sizes` that `fits`, where all smaller ones do too; None when none does."""
+    low, high = 0, len(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if fits(sizes[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return sizes[low] if low < len(sizes) else None
+
+
+def per_process(global_batch_size: int, num_processes: int) -> int:
+    """Images of an update that fall to each process. Raises UserError when they cannot be shared evenly."""
+    if global_batch_size % num_processes:
+        raise UserError(
+            f"--global_batch_size {global_batch_size} does not divide by {num_processes} processes; choose a multiple"
+        )
+    return global_batch_size // num_processes
+
+
+def recorded_split(output_dir: Path | None, global_batch_size: int, num_processes: int) -> int | None:
+    """The micro batch of the run in `output_dir`, if that had as many processes and as large an update; else None."""
+    try:
+        resolved = json.loads((output_dir / "options.json").read_text())["resolved"] if output_dir else {}
+    except (OSError, ValueError, KeyError):  # no run yet
+        return None
+    same = (resolved.get("global_batch_size"), resolved.get("num_processes")) == (global_batch_size, num_processes)
+    return resolved.get("micro_batch_size") if same else None

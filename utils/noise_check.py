@@ -1,0 +1,51 @@
+"""Is what the network is shown an image with independent standard normal noise, as much of it as the timestep says?
+
+Told from the clean images x_0 and the noisy ones alone: x_t = a x_0 + b eps with a^2 + b^2 = 1 (Ho et al. 2020, eq. 4). The
+least squares gain <x_t, x_0> / <x_0, x_0> is an estimate of a, and what it leaves of x_t is b eps, whatever the schedule.
+"""
+
+import torch
+
+FIGURES = ("variance", "kurtosis", "between_images", "within_images", "repeated", "timestep_order")
+
+
+@torch.no_grad()
+def noise_figures(
+    clean_images: torch.Tensor, noisy_images: torch.Tensor, timesteps: torch.Tensor, earlier: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the FIGURES, float32 on the device; the noise of the first image, for the next call's `earlier`).
+
+    Both images are [B, C, H, W]; `timesteps`, [B], are those that the network is told.
+
+        variance: of eps; 1
+        kurtosis: its fourth moment over the square of the second; 3 for a Gaussian, 1.8 for a uniform distribution
+        between_images: mean correlation of two images' noise; 0, or 1 where a batch shares it. NaN for a single image
+        within_images: the largest correlation, in size, of neighbours along height, width or channels; 0
+        repeated: correlation of the first image's noise with `earlier`; 0, or 1 where the same is drawn again. NaN without it
+        timestep_order: rank correlation of the timestep with the share of noise; nearly 1. NaN below four images,
+            or where all are told the same
+    """
+    clean, noisy = clean_images.detach().float().flatten(1), noisy_images.detach().float().flatten(1)
+    gains = (noisy * clean).sum(1) / clean.square().sum(1).clamp(min=1e-12)
+    rest = noisy - gains[:, None] * clean
+    power = rest.square().mean(1)
+    noise = rest / power.sqrt().clamp(min=1e-12)[:, None]  # of mean square 1, image by image
+    unknown = noise.new_tensor(torch.nan)
+    count = len(noise)
+    variance = power.sum() / (1 - gains.square()).sum().clamp(min=1e-12)
+    kurtosis = noise.pow(4).mean()
+    between = (count * noise.mean(0).square().mean() - 1) / (count - 1) if count > 1 else unknown
+    shaped = noise.view(clean_images.shape)
+    pairs = [(shaped.narrow(d, 0, n - 1), shaped.narrow(d, 1, n - 1)) for d, n in enumerate(shaped.shape) if d and n > 1]
+    within = torch.stack([(one * other).mean() for one, other in pairs]).abs().max()
+    repeated = unknown if earlier is None or earlier.shape != noise[0].shape else (noise[0] * earlier).mean()
+    order = _rank_correlation(timesteps, -gains) if count >= 4 else unknown
+    return torch.stack([variance, kurtosis, between, within, repeated, order]), noise[0]
+
+
+def _rank_correlation(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Spearman's; equal values take ranks in any order, but where all of `first` are equal it is NaN."""
+    ranks = torch.stack([values.argsort().argsort().float() for values in (first.flatten(), second)])
+    ranks = ranks - ranks.mean(1, keepdim=True)
+    correlation = (ranks[0] * ranks[1]).sum() / ranks.square().sum(1).prod().sqrt()
+    return correlation.where(first.min() < first.max(), torch.nan)

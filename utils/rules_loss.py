@@ -1,0 +1,90 @@
+"""Findings about what is learned: the losses."""
+
+import math
+from statistics import median
+
+from utils.findings import Finding, Found
+from utils.rules_optimizer import typical_update
+from utils.run_record import RunRecord
+
+# Two sets of 32 images of one kind differed by up to a quarter in how hard they are; known by heart, by a factor of 2 to 4.
+HELD_OUT_RATIO = 1.5
+
+
+def overfitting(record: RunRecord) -> Found:
+    steps, held_out = record.finite("validation/loss")
+    best = min(held_out, default=0.0)
+    best_step = steps[held_out.index(best)] if held_out else 0
+    train_steps, losses = record.finite("train/loss")
+    later = [loss for step, loss in zip(train_steps, losses) if step > best_step]
+    then = [loss for step, loss in zip(train_steps, losses) if step <= best_step]
+    # Held-out loss on fixed noise moves by a per cent or so; the last two must both stand well above the best.
+    if len(held_out) >= 3 and later and then and min(held_out[-2:]) > 1.15 * best and median(later[-5:]) <= median(then[-5:]):
+        what = f"held-out loss {held_out[-1]:.3g} after {best:.3g} at update {best_step}"
+        what += f", training loss {median(later[-5:]):.3g}"
+        yield Finding("overfitting", "critical" if held_out[-1] > 1.5 * best else "warning", what, steps[-1])
+        return
+    for step, probe in record.records("probe")[-1:]:  # this sees it before the held-out loss rises
+        trained, others = probe.get("error") or {}, probe.get("held_out_error") or {}
+        # At the levels where the noise hides part of the image; the same network and noise, so that only the images differ.
+        pairs = [(others[t], trained[t]) for t in list(trained)[1:-1] if t in others and trained[t] > 0]
+        ratio = max((other / own for other, own in pairs), default=0.0)
+        if ratio > HELD_OUT_RATIO:
+            what = f"held-out images are up to {ratio:.2g} times as hard as training images under the same noise"
+            yield Finding("overfitting", "warning", what, step)
+
+
+def not_learning(record: RunRecord) -> Found:
+    """A network that does no better than to answer the same for every image, at every noise level, after a fair chance."""
+    moves = [(step, typical_update(layers) or 0.0) for step, layers in record.records("layers")]
+    path = sum(move * (step - before) for (step, move), (before, _) in zip(moves, [(0, 0.0), *moves]))
+    reports = [r for r in record.history if "train/loss_timestep_quartile_4" in r]
+    reports = reports[-max(1, len(reports) // 4) :]
+    seen = sum(r.get("train/timesteps_drawn", 0) for r in reports)
+    warmup = record.options.get("lr_warmup_steps") or 0
+    if (
+        path < LEAST_PATH.get(record.options.get("prediction_type"), 0.4) or seen < 400 or reports[-1]["step"] < warmup + 100
+    ):  # 400 are a hundred samples in each quartile
+        return
+    ratios = {}
+    for quartile, constant in _errors_of_a_constant(record).items():
+        losses = [r.get(f"train/loss_timestep_quartile_{quartile}") for r in reports]
+        losses = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+        if losses and constant > 0:
+            ratios[quartile] = sum(losses) / len(losses) / constant
+    if ratios and min(ratios.values()) > 0.85:
+        quartile = min(ratios, key=ratios.get)
+        what = f"at best, in quartile {quartile}, the loss is {ratios[quartile]:.2f} of that of a constant prediction"
+        yield Finding("not-learning", "critical", what, reports[-1]["step"])
+
+
+# How far the weights have gone, in their own size, added up. The noise stands in the input, and healthy networks that went so
+# far had 0.1 to 0.6 of a constant's loss; where the target holds the image they need longer, and had 0.8 after half of this.
+LEAST_PATH = {"epsilon": 0.08, "sample": 0.4, "v_prediction": 0.4}
+
+
+def _errors_of_a_constant(record: RunRecord) -> dict[int, float]:
+    """Quartile of the timesteps -> least mean squared error of a prediction that is the same for all images and noises.
+
+    It is the target's variance: 1 for eps, V for x_0 and abar + (1 - abar) V for v, where V is the variance of pixels around
+    the mean image. Quartiles in which the loss is weighted are left out.
+    """
+    alphas_cumprod, (_, stds) = record.alphas_cumprod, record.finite("data/std")
+    varieties = [data.get("variety") for _, data in record.records("data")[:1]]
+    kind, gamma = record.options.get("prediction_type"), record.options.get("snr_gamma")
+    if alphas_cumprod is None or not stds or not varieties or not varieties[0] or kind is None:
+        return {}
+    variance = (varieties[0] * median(stds)) ** 2
+
+    def weighted(snr: float) -> bool:
+        """Whether `diffusion.loss_weights` gives far other weights than 1."""
+        return (kind == "sample" and snr > 1.5) if gamma is None else (kind != "epsilon" or snr > 1.5 * gamma)
+
+    errors: dict[int, list[float]] = {}
+    for place, alpha in enumerate(alphas_cumprod):
+        quartile = min(4 * place // len(alphas_cumprod) + 1, 4)
+        error = {"epsilon": 1.0, "sample": variance, "v_prediction": alpha + (1.0 - alpha) * variance}[kind]
+        errors.setdefault(quartile, []).append(error)
+        errors[quartile] += [math.nan] if weighted(alpha / max(1.0 - alpha, 1e-12)) else []
+    means = {quartile: sum(values) / len(values) for quartile, values in errors.items()}
+    return {quartile: mean for quartile, mean in means.items() if mean == mean}
