@@ -203,17 +203,9 @@ def _run_lines(record) -> list[str]:
 
 
 def _figure_lines(figures: dict) -> list[str]:
-    from utils.report_parts import cell, flatten
-    from utils.report_plots import by_timestep
+    from utils.report_tables import cell, flatten
 
-    def text(values: dict) -> dict:
-        """With one text for what is known by timestep."""
-        known = {
-            key: ", ".join(f"{t}: {cell(v)}" for t, v in value.items()) for key, value in values.items() if by_timestep(value)
-        }
-        return {key: text(value) if isinstance(value, dict) else value for key, value in (values | known).items()}
-
-    return [f"  {key.replace('_', ' '):<30} {cell(value)}" for key, value in flatten(text(figures)).items()]
+    return [f"  {key.replace('_', ' '):<30} {cell(value)}" for key, value in flatten(figures).items()]
 
 
 if __name__ == "__main__":

@@ -48,8 +48,13 @@ class TrainState:
     best_metric: str = "validation loss"  # what it is a value of
     validations_without_improvement: int = 0
     metrics: dict = field(default_factory=dict)  # the last figures, for the model card
+    fingerprint: str = ""  # of the run, from the options that it was started with
     max_train_steps: int = 0  # length that the learning rate was laid out for
     options: dict = field(default_factory=dict)  # the flags that shape the result, compared on resume
+
+    def __post_init__(self):
+        if not self.fingerprint:
+            self.fingerprint = hashlib.sha256(json.dumps(self.options, sort_keys=True).encode()).hexdigest()[:16]
 
     def record(self, name: str, value: float, *, decides: bool) -> bool:
         """Notes a figure after `step` updates, the lower the better; True when it `decides` which checkpoint is best and this
@@ -92,7 +97,10 @@ def attach_state_hooks(accelerator: Accelerator, ema: EMA | None, state: TrainSt
         model.load_state_dict(load_file(Path(input_dir, MODEL_WEIGHTS)))
         if ema is not None:
             averaged = Path(input_dir, EMA_WEIGHTS)  # absent if the run so far had none: then it starts from these weights
-            ema.load_state_dict(load_file(averaged) if averaged.exists() else model.state_dict())
+            if averaged.exists():
+                ema.load_state_dict(load_file(averaged))
+            else:
+                ema.restart()
         loaded = read_state(Path(input_dir))
         for name in (f.name for f in fields(TrainState) if f.name not in ("options", "max_train_steps")):
             setattr(state, name, getattr(loaded, name))

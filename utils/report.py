@@ -13,10 +13,9 @@ from pathlib import Path
 from utils.interrupts import EXIT_DIVERGED, EXIT_STOPPED
 from utils.plots import number, prose
 from utils.presets import FLAGS
-from utils.report_evaluation import FOLDER, evaluation_plots, evaluation_rows, newest_figures
-from utils.report_parts import LARGE, SMALL, card, cell, flatten, picture, table
+from utils.report_evaluation import evaluation_section
 from utils.report_plots import (
-    by_timestep,
+    PROBED,
     columns,
     data_plots,
     ema_plots,
@@ -26,9 +25,10 @@ from utils.report_plots import (
     probe_plots,
     speed_plots,
 )
+from utils.report_samples import samples_section
+from utils.report_tables import cell, flatten, table
 from utils.run_record import RunRecord
 
-STRIP = 6  # earlier sample grids shown
 SYMBOLS = {"critical": "✖", "warning": "▲", "info": "●"}  # severity is told by more than colour
 
 
@@ -84,8 +84,8 @@ def _sections(record: RunRecord, findings: list) -> list[tuple[str, str]]:
         ("Layers", layer_plots(record)),
         ("EMA", ema_plots(record)),
         ("Speed", speed_plots(record)),
-        ("Samples", _samples(record)),
-        ("Evaluation", _evaluation(record)),
+        ("Samples", samples_section(record)),
+        ("Evaluation", evaluation_section(record)),
         ("Checks of the network", _probes(record)),
         ("Data", _data(record)),
         ("Options", _options(record)),
@@ -207,78 +207,6 @@ def _findings(findings: list, history: list) -> str:
     return "".join(cards)
 
 
-# ---- samples
-
-
-def _samples(record: RunRecord) -> str:
-    folder = record.output_dir / "samples"
-    grids = {int(path.stem): path for path in folder.glob("*.png") if path.stem.isdigit()}
-    steps = sorted(grids)
-    if not steps:
-        return _sample_figures(record)
-    newest, strip = steps[-1], ""
-    chosen = [steps[i] for i in sorted({i * (len(steps) - 1) // (STRIP - 1) for i in range(STRIP)})]
-    for step in chosen if len(chosen) > 1 else ():
-        grid = picture(grids[step], f"samples after {step:,} updates", SMALL)
-        strip += f"<figure>{grid}<figcaption>update {step:,}</figcaption></figure>" if grid else ""
-    path = folder / f"{grids[newest].stem}-path.png"
-    sides = (
-        "Left raw, right EMA weights, from the same noise. Healthy: both alike, EMA the cleaner; good raw beside grey or "
-        "blurred EMA: the average is too long."
-    )
-    if record.options.get("use_ema") is False:
-        sides = "The raw weights, on both sides. Healthy: varied, without grain and without colour casts."
-    return (
-        card(f"After {newest:,} updates", sides, picture(grids[newest], f"samples after {newest:,} updates", LARGE))
-        + card(
-            "Over time",
-            "The same noise every time. Healthy: shapes settle early, details later, and places keep their image.",
-            strip and f'<div class="strip">{strip}</div>',
-        )
-        + columns(
-            card(
-                "From noise to image",
-                "Timesteps of the newest sampling, left to right. Healthy: large shapes at high timesteps, details at low "
-                "ones; noise that stays to the end means a schedule or a prediction type that does not fit.",
-                picture(path, "from noise to image", LARGE) if path.exists() else "",
-            ),
-            _sample_figures(record),
-        )
-    )
-
-
-def _sample_figures(record: RunRecord) -> str:
-    """The table of what was measured on the newest samples, beside the same of the data."""
-    records = record.records("samples")
-    if not records:
-        return ""
-    step, newest = records[-1]
-    kinds = [kind for kind in ("raw", "ema", "data") if isinstance(newest.get(kind), dict)]
-    names = list(dict.fromkeys(name for kind in kinds for name in newest[kind]))
-    rows = [[name.replace("_", " "), *(cell(newest[kind].get(name)) for kind in kinds)] for name in names]
-    titles = {"raw": "raw", "ema": "EMA", "data": "training data"}
-    reading = "Healthy: samples close to the data in every row; less spread than the data means too little variety."
-    return table(f"Figures of the samples after {step:,} updates", reading, ["", *(titles[kind] for kind in kinds)], rows)
-
-
-def _evaluation(record: RunRecord) -> str:
-    newest = newest_figures(record)
-    if newest is None:
-        return ""
-    what, figures = newest
-    sheet = picture(record.output_dir / FOLDER / "nearest.png", "samples beside their nearest training images", LARGE)
-    reading = "Beside each figure what real images give against other real ones: that is as good as it gets."
-    return (
-        evaluation_plots(record, figures)
-        + table(f"Figures ({what})", reading, ["", "samples", "real images"], evaluation_rows(figures))
-        + card(
-            "Closest pairs",
-            "The samples that are nearest to a training image, and those images. Healthy: alike in kind, not in detail.",
-            sheet,
-        )
-    )
-
-
 # ---- probes, data, options
 
 
@@ -288,7 +216,7 @@ def _probes(record: RunRecord) -> str:
     if not records:
         return ""
     (first_step, first), (step, newest) = records[0], records[-1]
-    rest, before = (flatten({k: v for k, v in probe.items() if not by_timestep(v)}) for probe in (newest, first))
+    rest, before = (flatten({k: v for k, v in probe.items() if k not in PROBED}) for probe in (newest, first))
     several = len(records) > 1
     rows = [[key.replace("_", " "), *([cell(before.get(key))] if several else []), cell(value)] for key, value in rest.items()]
     head = ["", *([f"update {first_step:,}"] if several else []), f"update {step:,}"]
@@ -299,8 +227,8 @@ def _probes(record: RunRecord) -> str:
 def _data(record: RunRecord) -> str:
     records = record.records("data")
     rows = [[key.replace("_", " "), cell(value)] for key, value in flatten(records[-1][1]).items()] if records else []
-    checked = table("Check of the data at the start", "Numbers of images unless named otherwise.", ["", ""], rows)
-    return checked + columns(*data_plots(record))
+    reading = "Shares are of the images, sizes in pixels, values as the network sees them, in [-1, 1]."
+    return table("Check of the data at the start", reading, ["", ""], rows) + columns(*data_plots(record))
 
 
 def _options(record: RunRecord) -> str:

@@ -4,6 +4,8 @@ import json
 
 from utils.plots import Curve, bars, number, plot
 from utils.report_plots import columns
+from utils.report_samples import LARGE, picture
+from utils.report_tables import card, table
 from utils.run_record import RunRecord
 
 FOLDER = "evaluation"  # of a run: evaluation.json and nearest.png of evaluate.py, nearest.png of the training
@@ -19,6 +21,24 @@ FIGURES = {
     "distance_ratio": "pairwise distance / real",
     "vendi": "Vendi score",
 }
+
+
+def evaluation_section(record: RunRecord) -> str:
+    newest = newest_figures(record)
+    if newest is None:
+        return ""
+    what, figures = newest
+    sheet = picture(record.output_dir / FOLDER / "nearest.png", "samples beside their nearest training images", LARGE)
+    reading = "Beside each figure what real images give against other real ones: that is as good as it gets."
+    return (
+        evaluation_plots(record, figures)
+        + table(f"Figures ({what})", reading, ["", "samples", "real images"], evaluation_rows(figures))
+        + card(
+            "Closest pairs",
+            "The samples that are nearest to a training image, and those images. Healthy: alike in kind, not in detail.",
+            sheet,
+        )
+    )
 
 
 def newest_figures(record: RunRecord) -> tuple[str, dict] | None:
