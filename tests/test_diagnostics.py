@@ -282,6 +282,11 @@ CASES = {
         (run(probe={"training_error": 0.3}), run(probe={"training_error": 0.15})),
         (run(probe={"training_error": 0.04}), run(probe={"training_error": 0.09})),
         (run(options={"dropout": 0.9}), run(options={"dropout": 0.3})),
+        (run(quartile_losses(0.1, 0.05, 0.06, 0.1)), run(quartile_losses(0.1, 0.1, 0.05, 0.1))),
+        (
+            run(quartile_losses(0.1, 0.05, 0.06, 0.1)),
+            run(quartile_losses(0.1, 0.05, 0.06, 0.1), options={"snr_gamma": 5.0, "prediction_type": "sample"}),
+        ),
     ],
     "batch-leak": [(run(probe={"batch_response": 0.3}), run(probe={"batch_response": 1e-3}))],
     "no-gradient": [

@@ -47,7 +47,7 @@ def not_learning(record: RunRecord) -> Found:
     ):  # 400 are a hundred samples in each quartile
         return
     ratios = {}
-    for quartile, constant in _errors_of_a_constant(record).items():
+    for quartile, constant in errors_of_a_constant(record).items():
         losses = [r.get(f"train/loss_timestep_quartile_{quartile}") for r in reports]
         losses = [loss for loss in losses if loss is not None and math.isfinite(loss)]
         if losses and constant > 0:
@@ -63,7 +63,7 @@ def not_learning(record: RunRecord) -> Found:
 LEAST_PATH = {"epsilon": 0.08, "sample": 0.4, "v_prediction": 0.4}
 
 
-def _errors_of_a_constant(record: RunRecord) -> dict[int, float]:
+def errors_of_a_constant(record: RunRecord) -> dict[int, float]:
     """Quartile of the timesteps -> least mean squared error of a prediction that is the same for all images and noises.
 
     It is the target's variance: 1 for eps, V for x_0 and abar + (1 - abar) V for v, where V is the variance of pixels around
