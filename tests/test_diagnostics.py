@@ -234,6 +234,7 @@ CASES = {
     ],
     "timestep-mismatch": [
         (run(noise("timestep_order", -1.0)), run(noise("timestep_order", 0.7))),
+        (run(noise("timestep_mean", 0.5)), run(noise("timestep_mean", 350.0))),
         (run(noise("timestep_order", 0.1)), run(noise("timestep_order", 0.1), schedule={"alphas_cumprod": [0.005] * 101})),
     ],
     "gradients-not-cleared": [
@@ -309,6 +310,10 @@ CASES = {
     "lr-too-low": [(run(updates(1e-6)), run(updates(1e-4)))],
     "overfitting": [
         (run(validation=(0.5, 0.3, 0.25, 0.3, 0.4)), run(validation=(0.5, 0.3, 0.25, 0.252, 0.255))),
+        (
+            run(validation=(0.5, 0.3, 0.25, 0.3, 0.4)),
+            run(validation=(0.5, 0.3, 0.25, 0.3, 0.4), probe={"held_out_error": {"100": 0.2, "500": 0.1, "900": 0.05}}),
+        ),
         (run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}}), run(probe={"held_out_error": {}})),
     ],
     "ema-frozen": [

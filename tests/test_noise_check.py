@@ -31,7 +31,7 @@ def test_independent_normal_noise(schedule):
     found = figures(drawn(), earlier=drawn(2)[0].flatten(), schedule=schedule)
     assert found["variance"] == pytest.approx(1, abs=0.05) and found["kurtosis"] == pytest.approx(3, abs=0.1)
     assert max(abs(found[name]) for name in ("between_images", "within_images", "repeated")) < 0.1
-    assert found["timestep_order"] > 0.9
+    assert found["timestep_order"] > 0.9 and found["timestep_mean"] == TIMESTEPS.float().mean()
 
 
 def test_each_figure_tells_its_fault():

@@ -29,7 +29,7 @@ def train_eval_gap(record: RunRecord) -> Found:
     """A network that does something else in training mode than when it samples."""
     dropout = record.options.get("dropout") or 0.0
     # Published diffusion U-Nets take 0 to 0.3 (Ho et al. 2020, appendix B: 0.1 on CIFAR-10).
-    said, last = ([f"--dropout {dropout:g}"], None) if dropout >= 0.5 else ([], None)
+    said, last, severity = ([f"--dropout {dropout:g}"] if dropout >= 0.5 else []), None, "warning"
     for step, probe in record.records("probe")[-1:]:
         errors, training = probe.get("error") or {}, probe.get("training_error")
         middle = errors.get(list(errors)[len(errors) // 2]) if errors else None
@@ -43,8 +43,9 @@ def train_eval_gap(record: RunRecord) -> Found:
         if middle and all(losses) and {2, 3} <= errors_of_a_constant(record).keys() and middle > 1.6 * max(losses):
             said += [f"the error on real images is {middle / max(losses):.2g} times the training loss of their noise levels"]
             last = step
+            severity = "critical" if middle > 3.0 * max(losses) else severity
     if said:
-        yield Finding("train-eval-gap", "warning", "; ".join(said), last)
+        yield Finding("train-eval-gap", severity, "; ".join(said), last)
 
 
 def _loss_before(record: RunRecord, quartile: int, step: int) -> float | None:
