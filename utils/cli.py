@@ -286,6 +286,19 @@ def unet_options(args: argparse.Namespace, device_type: str) -> dict:
     }
 
 
+def edm2_unet_options(args: argparse.Namespace, device_type: str) -> dict:
+    """The arguments of `edm2_network.make_edm2_unet` that are flags."""
+    channels_last = args.channels_last
+    if channels_last is None:
+        channels_last = device_type == "cuda"
+    names = ("resolution", "image_channels", "cache_dir", "dropout", "seed", "gradient_checkpointing")
+    return {name: getattr(args, name) for name in names} | {
+        "preset": args.model_preset,
+        "config_name_or_path": args.model_config_name_or_path,
+        "channels_last": channels_last,
+    }
+
+
 def optimizer_options(args: argparse.Namespace) -> dict:
     """The arguments of `optimization.make_optimizer` that are flags."""
     return {

@@ -3,26 +3,26 @@
 import torch
 
 from models.edm2_unet import PRESETS, EDM2UNet
-from utils.edm import EDM2Denoiser
 from utils.errors import UserError
 from utils.randomness import derive_seed
 
 PAPER_LEVELS = (1, 2, 3, 4)  # EDM2UNet's own channel_multipliers
 
 
-def make_denoiser(
+def make_edm2_unet(
     *,
     resolution: int,
     image_channels: int,
-    num_classes: int,
-    sigma_data: float,
+    num_classes: int = 0,
     preset: str | None = None,
     config_name_or_path: str | None = None,
     cache_dir: str | None = None,
     dropout: float | None = None,
     seed: int = 0,
-) -> EDM2Denoiser:
-    """An EDM2UNet and u(sigma), whose weights are a function of the arguments (global random state is left as it was).
+    gradient_checkpointing: bool = False,
+    channels_last: bool = False,
+) -> EDM2UNet:
+    """An EDM2UNet whose weights are a function of the arguments (global random state is left as it was).
 
     Without `preset` and config the network is the paper's XS. `num_classes` 0 makes it unconditional; `dropout` of None keeps
     the network's own. Raises UserError when the config cannot be read or is of another network, when its channels differ from
@@ -61,9 +61,12 @@ def make_denoiser(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "initial weights"))
         try:
-            return EDM2Denoiser(EDM2UNet.from_config(config), sigma_data)
+            unet = EDM2UNet.from_config(config)
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(f"the network cannot be built: {str(error).strip().splitlines()[0]}") from None
+    if gradient_checkpointing:
+        unet.enable_gradient_checkpointing()
+    return unet.to(memory_format=torch.channels_last) if channels_last else unet
 
 
 def count_classes(images) -> int:

@@ -58,7 +58,7 @@ def estimate_memory(
     micro_batch_size: int,
     device: torch.device | str,
     mixed_precision: str = "no",
-    use_ema: bool = True,
+    use_ema: bool | int = True,
     accumulates: bool = False,
     distributed: bool = False,
     predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _predict,
@@ -67,7 +67,8 @@ def estimate_memory(
 
     `make_network` builds the network as it will be trained (checkpointing, layout of the weights), on torch's default device;
     `predict(network, noisy_images [B, C, H, W], timesteps [B])` gives its output. `accumulates`: gradients stay from one
-    micro step to the next. `distributed`: DDP keeps them in its buckets for good. A compiled network usually needs less.
+    micro step to the next. `distributed`: DDP keeps them in its buckets for good. `use_ema` counts the averages, of which power
+    EMA has several. A compiled network usually needs less.
     """
     device = torch.device(device)
     live = _LiveMemory(ALLOCATOR_BLOCK if device.type == "cuda" else 1)
@@ -83,7 +84,7 @@ def estimate_memory(
         buffers=storage_bytes(step.network.buffers()),
         gradients=sum(p.numel() * p.element_size() for p in step.parameters),
         optimizer=storage_bytes(value for value in step.optimizer_state() if isinstance(value, torch.Tensor)),
-        ema=storage_bytes(step.ema.shadow.values()) if step.ema is not None else 0,
+        ema=storage_bytes(tensor for average in step.averages for tensor in average.shadow.values()),
         activations=activations,
         workspace=workspace,
         peak=live.most + workspace,
@@ -96,10 +97,10 @@ class TrialStep:
     The arguments are those of `estimate_memory`; everything is made on torch's default device.
     """
 
-    def __init__(self, make_network, make_optimizer, use_ema: bool, distributed: bool):
+    def __init__(self, make_network, make_optimizer, use_ema: bool | int, distributed: bool):
         self.network = make_network().train()
         self.parameters = [p for p in self.network.parameters() if p.requires_grad]
-        self.ema = EMA(self.network) if use_ema else None
+        self.averages = [EMA(self.network) for _ in range(use_ema)]
         self.optimizer = make_optimizer(self.network)
         self._keeps_gradients = distributed
         for parameter in self.parameters:
@@ -131,8 +132,10 @@ class TrialStep:
         torch._foreach_sub_(before, [p.detach() for p in self.parameters])
         del before
         self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
-        if self.ema is not None and device.type != "cpu":  # there it makes no tensors, but asks for the flag's value
-            self.ema.update(0.9999, torch.isfinite(norm))
+        for average in (
+            self.averages if device.type != "cpu" else ()
+        ):  # there it makes no tensors, but asks for the flag's value
+            average.update(0.9999, torch.isfinite(norm))
         return activations
 
 

@@ -25,6 +25,7 @@ class MemoryPlan:
         make_network: builds the network on torch's default device; takes `image_channels`, `resolution` and
             `gradient_checkpointing`, and is a `functools.partial` that holds them.
         make_optimizer: builds the optimizer of a network.
+        use_ema: the number of averages.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class MemoryPlan:
         make_network: partial,
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         *,
-        use_ema: bool,
+        use_ema: bool | int,
     ):
         self._accelerator, self._make_network, self._make_optimizer = accelerator, make_network, make_optimizer
         options = make_network.keywords
