@@ -212,7 +212,7 @@ LATER_FAULTS = {
     "ImageNet statistics": Fault("data-range", imagenet_statistics),
     "noise clipped": Fault("noise-wrong", noise_clipped),
     "target of the wrong sign": Fault("train-eval-gap", wrong_sign),
-    "timesteps scaled in training": Fault("train-eval-gap", timesteps_as_fractions),
+    "timesteps scaled in training": Fault("timestep-mismatch", timesteps_as_fractions),
     "weights reset": Fault("loss-unstable", weights_reset),
     "blanks from the loader": Fault("data-blank", loader_gives_blanks),
 }

@@ -33,7 +33,8 @@ def noise_figures(
     noise = rest / power.sqrt().clamp(min=1e-12)[:, None]  # of mean square 1, image by image
     unknown = noise.new_tensor(torch.nan)
     count = len(noise)
-    variance = power.sum() / (1 - gains.square()).sum().clamp(min=1e-12)
+    squares = gains.square() - power / clean.square().sum(1).clamp(min=1e-12)  # of a; that of an estimate has its variance
+    variance = power.sum() / (1 - squares).sum().clamp(min=1e-12)
     kurtosis = noise.pow(4).mean()
     between = (count * noise.mean(0).square().mean() - 1) / (count - 1) if count > 1 else unknown
     shaped = noise.view(clean_images.shape)
