@@ -1,6 +1,7 @@
 """The doctor's rules: each fires on its trace and is silent just on the healthy side of it, on made-up records."""
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -416,6 +417,18 @@ def test_no_value_of_a_figure_makes_the_rules_fail(value):
     record.history = [broken(line) for line in record.history]
     for finding in diagnose(record):
         assert isinstance(finding, Finding) and finding.line
+
+
+def test_a_million_updates_are_looked_at_in_a_moment():
+    """Up to 200 times in a run, between two updates."""
+    record = run()
+    record.history = [report(number) for number in range(1, 20_001)]
+    for number, line in enumerate(record.history):
+        if number % 100:  # as the doctor records it
+            line.pop("layers")
+    start = time.process_time()
+    diagnose(record)
+    assert time.process_time() - start < 4  # 0.6 s on a quiet core; every window of every series took minutes
 
 
 def test_a_nan_in_some_reports_hides_nothing_in_the_others():
