@@ -47,8 +47,8 @@ def long_run(flags, tmp_path_factory) -> Path:
 
 
 def test_magnitudes_do_not_drift(long_run, flags):
-    """Every weight vector has unit variance. So have the encoder's blocks; in the decoder, which has no norm, branches that have
-    learned to agree add up to more, 1.9 in this network of few channels."""
+    """Every weight vector has unit variance. The encoder's blocks stay near unit magnitude; in the decoder, which has no norm,
+    branches that have learned to agree add up to more, to 1.9 in this network of few channels."""
     weights = load_file(long_run / "checkpoint-500/model.safetensors")
     unet, _ = load_for_sampling(str(long_run))
     layers = [name for name, module in unet.named_modules() if isinstance(module, (MPConv2d, MPLinear))]
