@@ -84,8 +84,7 @@ def main(args: argparse.Namespace) -> None:
     from utils.image_folder import ImageFolder
     from utils.launch import make_accelerator, on_main_process
     from utils.pipelines import image_shape, load_network
-    from utils.previews import sampling_steps
-    from utils.sampling import full_precision, make_sampler
+    from utils.sampling import full_precision, make_sampler, sampling_steps
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,
