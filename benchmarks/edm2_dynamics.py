@@ -3,10 +3,10 @@
     python benchmarks/edm2_dynamics.py --updates 1500 --output_dir runs/dynamics
 
 trains the digits with the preset networks of train_ddpm.py and of train_edm2.py, both with Adam, a constant learning rate after
-the same warm-up, no weight decay and the same batches, and writes output_dir/dynamics.html: root mean squares of the weights and
-of the activations that each convolution and linear layer gives, over the training. Runs that are already there are not trained
-again. Prints for each network the medians over the layers at a tenth of the training and at its end, and the largest factor by
-which a layer grew in between.
+the same warm-up, no weight decay and the same batches, and writes output_dir/dynamics.html: root mean squares of the weights
+and of the activations that each convolution and linear layer gives, over the training. Runs that are already there are not
+trained again. Prints for each network the medians over the layers at a tenth of the training and at its end, and the largest
+factor by which a layer grew in between.
 """
 
 import argparse
@@ -15,12 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from utils.page import write_page  # noqa: E402
-from utils.plots import Curve, plot  # noqa: E402
-from utils.run_record import RunRecord  # noqa: E402
+from utils.page import write_page
+from utils.plots import Curve, plot
+from utils.run_record import RunRecord
 
 COMMON = """--adam_weight_decay 0 --lr_scheduler constant_with_warmup --lr_warmup_steps 100 --train_batch_size 32 --seed 0
     --adam_beta1 0.9 --adam_beta2 0.99 --save_images_steps 100000 --save_model_steps 100000"""
@@ -44,7 +43,15 @@ def main() -> None:
         folder = args.output_dir / name.lower()
         if not (folder / "exit_status").exists():
             lengths = ["--max_train_steps", args.updates, "--logging_steps", max(1, args.updates // 50)]
-            command = [sys.executable, ROOT / script, *COMMON.split(), *flags, *lengths, "--cpu_threads", args.cpu_threads]
+            command = [
+                sys.executable,
+                Path(__file__).parent.parent / script,
+                *COMMON.split(),
+                *flags,
+                *lengths,
+                "--cpu_threads",
+                args.cpu_threads,
+            ]
             with open(args.output_dir / f"{name.lower()}.log", "w") as log:
                 command += ["--output_dir", folder, "--overwrite_output_dir"]
                 subprocess.run(list(map(str, command)), check=True, stdout=log, stderr=subprocess.STDOUT)
