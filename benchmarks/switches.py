@@ -65,6 +65,8 @@ def main() -> None:
             peaks = [loop.peak_bytes(2) / 2**30 for loop in loops.values()]
             row = f"{name:14} {base:6} {times[0]:8.2f} {times[1]:8.2f} {gain:7.3f} {low:6.3f} {high:6.3f}"
             print(f"{row} {loops['on'].compile_seconds:8.1f} {peaks[0]:8.2f} {peaks[1]:7.2f}", flush=True)
+            if base == "last":
+                print(f"=> {name}: {gain:.2f} x on top of the others, {peaks[0]:.2f} -> {peaks[1]:.2f} GiB")
             del loops
             free()
 
