@@ -10,6 +10,7 @@ Exit status: 0 nothing found, 1 findings, 2 it could not run. Findings that are 
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 from utils.cli import add_data_flags, positive_int, run_script
@@ -42,6 +43,9 @@ EVIDENCE = {
     "train/ema_norm": ("ema-frozen", "ema-too-long"),
     "validation/loss": ("overfitting",),
     "perf/data_wait": ("data-starved",),
+    "evaluation": (
+        *("samples-alike", "samples-copied", "samples-unlike-data", "samples-lack-variety", "modes-missing", "mode-dominates"),
+    ),
 }
 
 
@@ -157,32 +161,51 @@ def load(args: argparse.Namespace, resolution: int, image_channels: int):
 
 
 def show(record, findings: list, as_json: bool) -> None:
-    """A line for each thing that could be judged: FAIL, WARN or OK; and the figures of a dataset or a probe."""
-    from utils.findings import CATALOGUE
+    """What could be judged, FAIL, WARN or OK, with cause and fixes; then the figures of a dataset or a probe."""
+    from utils.findings import CATALOGUE, described
+    from utils.history import to_json
 
     kinds = {key for recorded in record.history for key in recorded}
     nested = (record for recorded in record.history for record in recorded.items() if isinstance(record[1], dict))
     kinds |= {f"{kind}.{key}" for kind, figures in nested for key, value in figures.items() if value is not None}
     judged = {code for key, codes in EVIDENCE.items() if key in kinds for code in codes}
+    healthy = judged - {finding.code for finding in findings}
+    figures = {kind: record.records(kind)[-1][1] for kind in ("data", "schedule", "probe") if record.records(kind)}
     if as_json:
-        newest = {kind: record.records(kind)[-1][1] for kind in ("data", "schedule", "probe") if record.records(kind)}
-        shown = {"findings": [vars(f) for f in findings], "healthy": sorted(judged - {f.code for f in findings})} | newest
-        print(json.dumps(shown, indent=2))
+        shown = {"findings": [vars(finding) for finding in findings], "healthy": sorted(healthy)}
+        print(json.dumps(to_json(shown | figures), indent=2))
         return
-    words = {"critical": "FAIL", "warning": "WARN", "info": "INFO"}
+    if record.options:
+        print(*_run_lines(record), sep="\n", end="\n\n")
     for finding in findings:
-        at = "" if finding.step is None else f" [update {finding.step}]"
-        print(f"{words[finding.severity]}  {finding.code}: {finding.title} ({finding.evidence}){at}")
-        print(f"      likely cause: {finding.cause}")
-        for fix in finding.fixes:
-            print(f"      try: {fix}")
-    for code in (code for code in CATALOGUE if code in judged - {f.code for f in findings}):
-        print(f"OK    {code}")
-    if missing := [code for code in CATALOGUE if code not in judged]:
-        print(f"-     not recorded, so not judged: {', '.join(missing)}")
+        print("\n".join(described(finding)))
+    for word, codes in (("OK", healthy), ("-", CATALOGUE.keys() - judged)):
+        listed = ("not recorded, so not judged: " if word == "-" else "") + ", ".join(c for c in CATALOGUE if c in codes)
+        if codes:
+            print(textwrap.fill(listed, 110, initial_indent=f"{word:<6}", subsequent_indent=" " * 6, break_on_hyphens=False))
     for kind in ("data", "probe"):
-        for _, figures in record.records(kind)[-1:]:
-            print(f"\n{kind}: {json.dumps(figures)}")
+        if kind in figures:
+            print(f"\n{kind}", *_figure_lines(figures[kind]), sep="\n")
+
+
+def _run_lines(record) -> list[str]:
+    """How far the run is, and what the doctor could not see of it."""
+    from utils.report import run_state, updates_done
+
+    done, total = updates_done(record), record.resolved.get("max_train_steps") or 0
+    reports = len(record.series("train/loss")[0])
+    lines = [f"{record.output_dir}: {run_state(record, done, total)[0].lower()}, {done} of {total} updates, {reports} reports"]
+    if reports < 4:
+        lines.append("so few reports say little: what is OK below may still go wrong")
+    if record.unreadable:
+        lines.append(f"{record.unreadable} damaged lines of history.jsonl are left out")
+    return lines
+
+
+def _figure_lines(figures: dict) -> list[str]:
+    from utils.report_tables import cell, flatten
+
+    return [f"  {key.replace('_', ' '):<30} {cell(value)}" for key, value in flatten(figures).items()]
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ makes out/000000.png ... out/004999.png and out/grid.png. Stopped before the end
 
     accelerate launch generate.py --pipeline runs/digits --num_images 5000 --output_dir out --seed 0
 
-It skips what is complete and continues. Works with any unconditional DDPM or DDIM pipeline of diffusers, from a folder
-or from the Hub. Image i is a function of (seed, i): any number of processes makes the same files, and a larger
+It skips what is complete and continues. Works with any unconditional DDPM or DDIM pipeline of diffusers and with those of
+train_edm2.py, from a folder or from the Hub. With classes, image i is of class i modulo their number, or of the i-th of
+--class_labels, again and again. Image i is a function of (seed, i): any number of processes makes the same files, and a larger
 --num_images continues the set. What changes float rounding, and with it a pixel here and there by one level, is the
 batch size, which therefore belongs to the settings of a folder (the last batch may be a short one), and on a CPU the number of
 threads. That is 1 unless
@@ -34,11 +35,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num_images", type=positive_int, required=True, help="images 0 ... N-1 are made")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives another set of images (default: 0)")
     parser.add_argument("--batch_size", type=positive_int, default=64, help="images at once per process (default: 64)")
-    parser.add_argument("--sampler", choices=("ddim", "ddpm", "dpmsolver++"), default="ddim", help="default: ddim")
+    parser.add_argument(
+        "--sampler", choices=("ddim", "ddpm", "dpmsolver++", "heun"), help="default: ddim; heun for EDM2 (or dpmsolver++)"
+    )
     parser.add_argument(
         "--num_inference_steps",
         type=positive_int,
-        help="denoising steps (default: 50; with ddpm all that were trained)",
+        help="denoising steps (default: 50; with ddpm all that were trained; 32 for EDM2)",
+    )
+    parser.add_argument("--class_labels", type=int, nargs="+", help="classes to make in turn (default: all)")
+    parser.add_argument("--guidance", type=float, default=1.0, help="above 1 moves away from the guide (default: 1, off)")
+    parser.add_argument(
+        "--guide_pipeline", help="a smaller or less trained pipeline of the same data (default: the model without classes)"
     )
     parser.add_argument(
         "--mixed_precision", choices=("no", "bf16", "fp16"), default="no", help="precision of the network (default: no)"
@@ -55,10 +63,11 @@ def main(args: argparse.Namespace) -> None:
     import torch
     from tqdm import tqdm
 
+    from utils.guidance import make_guided_prediction
     from utils.images import is_complete_png, make_grid, save_png, to_pil
     from utils.launch import make_accelerator, on_main_process
-    from utils.pipelines import image_shape, load_unconditional
-    from utils.sampling import full_precision, make_sampler, sample, set_timesteps, to_uint8
+    from utils.pipelines import image_shape, load_network
+    from utils.sampling import full_precision, is_edm, make_sampler, sample, sampling_steps, to_uint8
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,
@@ -68,23 +77,28 @@ def main(args: argparse.Namespace) -> None:
 
     # Pipeline
     with accelerator.main_process_first():  # one download, not one per process
-        unet, scheduler_config = load_unconditional(args.pipeline)
+        unet, scheduler_config = load_network(args.pipeline)
+        guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
+    # A wrong number, class or guide ends here, before the folder is touched.
     shape = image_shape(unet)
-    scheduler = make_sampler(args.sampler, scheduler_config)
-    trained_steps = scheduler.config.num_train_timesteps
-    num_inference_steps = args.num_inference_steps or (trained_steps if args.sampler == "ddpm" else min(50, trained_steps))
-    set_timesteps(scheduler, num_inference_steps)  # a wrong number ends here, before the folder is touched
+    sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
+    scheduler = make_sampler(sampler, scheduler_config)
+    num_inference_steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
+    predict = make_guided_prediction(unet, scheduler_config, args.class_labels, args.guidance, guide, guide_config)
 
     # Settings: one folder holds one set of images
     settings = {
         "pipeline": args.pipeline,
         "weights_sha256": weights_hash(unet, scheduler_config),
         "seed": args.seed,
-        "sampler": args.sampler,
+        "sampler": sampler,
         "num_inference_steps": num_inference_steps,
         "batch_size": args.batch_size,
         "mixed_precision": args.mixed_precision,
         "compile": args.compile,
+        "class_labels": args.class_labels,
+        "guidance": None if args.guidance == 1.0 else args.guidance,
+        "guide_sha256": weights_hash(guide, guide_config) if guide is not None else None,
         "num_images": args.num_images,
     }
     on_main_process(accelerator, claim_folder, args.output_dir, settings)
@@ -96,11 +110,12 @@ def main(args: argparse.Namespace) -> None:
         complete[c] = all(is_complete_png(image_path(args.output_dir, i), shape[:0:-1]) for i in chunks[c].tolist())
     todo = [chunk for chunk, done in zip(chunks, accelerator.reduce(complete, "sum").tolist()) if not done]
     unet.to(accelerator.device)
-    network = unet
+    if guide is not None:
+        guide.to(accelerator.device)
     if args.compile:
-        network = torch.compile(unet)  # beside the plain one, which `full_precision` would run eagerly
-        if accelerator.device.type == "cuda":
-            unet.to(memory_format=torch.channels_last)
+        for network in (unet, guide) if guide is not None else (unet,):
+            network.to(memory_format=torch.channels_last)
+            network.compile()
     bar = tqdm(
         total=args.num_images,
         initial=args.num_images - sum(map(len, todo)),
@@ -108,14 +123,14 @@ def main(args: argparse.Namespace) -> None:
         desc="generate",
         disable=not accelerator.is_main_process,
     )
-    with bar, full_precision(unet):
+    with bar, full_precision(unet, compiled=args.compile):
         for first in range(0, len(todo), accelerator.num_processes):
             turn = todo[first : first + accelerator.num_processes]
             if accelerator.process_index < len(turn):
                 numbers = turn[accelerator.process_index]
                 with accelerator.autocast():
                     images = sample(
-                        network,
+                        unet,
                         scheduler,
                         num_inference_steps=num_inference_steps,
                         sample_numbers=numbers,
@@ -123,6 +138,7 @@ def main(args: argparse.Namespace) -> None:
                         shape=shape,
                         device=accelerator.device,
                         batch_size=args.batch_size,
+                        predict=predict,
                     )
                 if not images.isfinite().all():
                     raise UserError(f"{args.pipeline} made NaN or infinite pixels; try --mixed_precision no")

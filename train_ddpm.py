@@ -19,6 +19,8 @@ from utils.cli import (
     add_report_flags,
     add_training_flags,
     data_options,
+    ema_options,
+    evaluation_options,
     learning_rate_options,
     optimizer_options,
     parse_with_preset,
@@ -83,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
     from utils.diffusion import describe_schedule, loss_per_sample, loss_weights, make_noise_scheduler, training_target
     from utils.doctor import Doctor
     from utils.dynamics import Dynamics
-    from utils.ema import EMA, ema_decay
+    from utils.ema_snapshots import Snapshots
     from utils.errors import explain_out_of_memory
     from utils.export import export_pipeline, model_card, push_to_hub
     from utils.gradients import AdaptiveLimit, clip_gradients
@@ -93,11 +95,13 @@ def main(args: argparse.Namespace) -> int:
     from utils.nan_report import NanReports
     from utils.nonfinite import ADVICE, BadUpdates, spread_to_gradient
     from utils.optimization import l1_norm, learning_rate_at, make_optimizer, set_learning_rate, step_if_finite
-    from utils.previews import Previews, sampling_steps
+    from utils.power_ema import make_ema
+    from utils.previews import Previews
     from utils.run_folder import RunFolder, command_line, shaping_options
-    from utils.sampling import full_precision
+    from utils.sampling import full_precision, sampling_steps
     from utils.schedule import check_global_batch, is_due, updates_per_epoch
     from utils.tracking import PackingBar, ProgressBar, StepStatistics, Stopwatch, Trackers, peak_memory_gib
+    from utils.training_evaluation import TrainingEvaluation
     from utils.training_samples import TrainingSamples
     from utils.unet import make_unet, network_options, use_xformers
     from utils.validation import check_images, split_validation, validation_loss
@@ -118,7 +122,8 @@ def main(args: argparse.Namespace) -> int:
     resuming = bool(args.resume_from_checkpoint)
     new_unet = partial(make_unet, **unet_options(args, device.type))
     new_optimizer = partial(make_optimizer, **optimizer_options(args))
-    plan = MemoryPlan(accelerator, new_unet, new_optimizer, use_ema=args.use_ema)
+    new_ema = (lambda unet: make_ema(unet, **ema_options(args))[0]) if args.use_ema else None
+    plan = MemoryPlan(accelerator, new_unet, new_optimizer, make_ema=new_ema)
     if args.global_batch_size:
         split = plan.split(args.global_batch_size, args.train_batch_size, output_dir if resuming else None)
         args.train_batch_size, args.gradient_accumulation_steps = split
@@ -159,7 +164,7 @@ def main(args: argparse.Namespace) -> int:
         unet.compile()  # in place, so that checkpoints and the EMA keep their clean names
     unet, optimizer = accelerator.prepare(unet, optimizer)
     raw_unet = accelerator.unwrap_model(unet)
-    ema = EMA(raw_unet) if args.use_ema else None
+    ema, ema_decay = make_ema(raw_unet, **ema_options(args)) if args.use_ema else (None, None)
     averaged = ema.swapped_into_model if ema is not None else nullcontext
 
     # ---- state: a fresh run or a resumed one
@@ -240,6 +245,7 @@ def main(args: argparse.Namespace) -> int:
         gathers=args.on_bad_image == "replace" and args.cache_images == "no",
         say=progress.say,
     )
+    snapshots = Snapshots(accelerator, ema, output_dir, state, every=args.ema_snapshot_steps, dtype=args.ema_snapshot_dtype)
     previews = Previews(
         accelerator,
         raw_unet,
@@ -256,6 +262,21 @@ def main(args: argparse.Namespace) -> int:
         should_stop=lambda: stop.received is not None,
     )
 
+    evaluation = TrainingEvaluation(
+        accelerator,
+        raw_unet,
+        noise_scheduler,
+        output_dir,
+        training=train_images,
+        held_out=validation_images,
+        trackers=trackers,
+        doctor=doctor,
+        num_inference_steps=num_inference_steps,
+        should_stop=lambda: stop.received is not None,
+        say=progress.say,
+        **evaluation_options(args),
+    )
+
     def export() -> None:
         """The diffusers pipeline at the top of the run's folder, with its model card."""
         facts = {
@@ -267,7 +288,8 @@ def main(args: argparse.Namespace) -> int:
             "samples_seen": state.step * global_batch_size,
             "resolution": args.resolution,
             "prediction_type": args.prediction_type,
-            "ema_decay": ema_decay(state.step, args.ema_max_decay, args.ema_inv_gamma, args.ema_power) if ema else 0,
+            "ema_decay": ema_decay(state.step) if ema else None,
+            "ema_width": args.ema_widths[0] if ema and args.ema_type == "power" else None,
             "sampler": args.sampler,
             "sampler_steps": num_inference_steps,
             "metrics": state.metrics,
@@ -317,7 +339,7 @@ def main(args: argparse.Namespace) -> int:
         dynamics.end(gradients)
         unet.zero_grad()
         if ema is not None:
-            decay = ema_decay(step + 1, args.ema_max_decay, args.ema_inv_gamma, args.ema_power)
+            decay = ema_decay(step + 1)
             ema.update(decay, gradients.finite)
         if adaptive is not None:
             adaptive.add(gradients)
@@ -368,11 +390,16 @@ def main(args: argparse.Namespace) -> int:
                     )
                 trackers.log({"validation/loss": value}, step=state.step)
                 doctor.record(state.step, {"validation/loss": value})
-                improved = state.record_validation(value)
+                improved = state.record("validation loss", value, decides=args.best_metric == "loss")
+            if evaluation.due(state.step, max_train_steps):
+                with averaged(), full_precision(raw_unet):
+                    improved |= evaluation.make(state)
             if due(args.save_images_steps, args.save_images_epochs):
                 progress.attempt(previews.make, state.step)
             if due(args.save_model_steps, args.save_model_epochs):
                 progress.attempt(export)
+            if snapshots.due(state.step):
+                progress.attempt(snapshots.save, state.step)
             if stop.agreed():  # by all ranks, so that they leave at the same update
                 exit_status = exit_status or EXIT_STOPPED
             if improved or exit_status or state.step % args.checkpointing_steps == 0:

@@ -38,7 +38,7 @@ def main() -> None:
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it reports what the resumed runs had it hide
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name, ForkServer() as server:
-        flags = [*make_tiny_flags(Path(name)), "--max_train_steps", 24, "--checkpointing_steps", 3]
+        flags = [*make_tiny_flags(Path(name), args.script), "--max_train_steps", 24, "--checkpointing_steps", 3]
         tally = kill_at_random(
             server, args.script, flags, Path(name), kills=args.kills, seed=args.seed, share_in_save=args.share_in_save
         )

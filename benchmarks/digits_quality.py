@@ -31,6 +31,17 @@ def reduce(images: np.ndarray) -> np.ndarray:
     return images.reshape(-1, 8, 2, 8, 2).mean((2, 4)).reshape(-1, 64) / 255
 
 
+def real_digits() -> tuple[np.ndarray, np.ndarray]:
+    """(images float64 [1797, 64] as `reduce` gives them, labels int [1797]).
+
+    They go the way of the training images: to uint8, to 16x16, and back to 8x8.
+    """
+    digits = load_digits()
+    scans = np.round(digits.images * 255 / 16).astype(np.uint8)
+    resized = [np.asarray(Image.fromarray(scan).resize((16, 16), Image.BILINEAR)) for scan in scans]
+    return reduce(np.stack(resized)), digits.target
+
+
 def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
     """Squared Frechet distance between Gaussians fitted to [n, d] and [m, d] (Dowson & Landau 1982)."""
     mean = np.square(first.mean(0) - second.mean(0)).sum()
@@ -56,11 +67,7 @@ def main() -> None:
     files = sorted(parser.parse_args().images.glob("[0-9]*.png"))
     generated = reduce(np.stack([np.asarray(Image.open(file).convert("L")) for file in files]))
 
-    digits = load_digits()
-    labels = digits.target
-    # The real digits go the way of the training images: to uint8, to 16x16, and back to 8x8.
-    scans = np.round(digits.images * 255 / 16).astype(np.uint8)
-    real = reduce(np.stack([np.asarray(Image.fromarray(scan).resize((16, 16), Image.BILINEAR)) for scan in scans]))
+    real, labels = real_digits()
     svm = fit(real, labels)
     seen, unseen, seen_labels, _ = train_test_split(real, labels, test_size=0.3, random_state=0, stratify=labels)
     random = np.random.default_rng(0)

@@ -15,7 +15,7 @@ import pytest
 from utils.interrupts import STOP_SIGNALS
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ["train_ddpm.py"]  # the training scripts, all of which pass the tests in tests/faults
+SCRIPTS = ["train_ddpm.py", "train_edm2.py"]  # the training scripts, all of which pass the tests in tests/faults
 
 TINY_NETWORK = {
     "_class_name": "UNet2DModel",
@@ -30,16 +30,38 @@ TINY_NETWORK = {
 }
 
 
+TINY_EDM2_NETWORK = {
+    "_class_name": "EDM2UNet",
+    "in_channels": 1,
+    "out_channels": 1,
+    "model_channels": 8,
+    "channel_multipliers": [1, 2],
+    "layers_per_block": 1,
+    "attention_resolutions": [],
+    "attention_head_dim": 8,
+}
+
+
 @pytest.fixture(scope="session")
 def tiny_flags(tmp_path_factory) -> list[str]:
+    """Of train_ddpm.py."""
     return make_tiny_flags(tmp_path_factory.mktemp("tiny"))
 
 
-def make_tiny_flags(folder: Path) -> list[str]:
-    """Flags of a run on the digits that takes a second: a 42 k-parameter network, batch 8."""
-    (folder / "config.json").write_text(json.dumps(TINY_NETWORK))
+@pytest.fixture(scope="session")
+def script_flags(script, tmp_path_factory) -> list[str]:
+    """`tiny_flags` for each of the SCRIPTS."""
+    return make_tiny_flags(tmp_path_factory.mktemp("tiny"), script)
+
+
+def make_tiny_flags(folder: Path, script: str = "train_ddpm.py") -> list[str]:
+    """Flags of a run on the digits that takes a second: a network of some 40 k parameters, batch 8."""
+    network, steps = TINY_NETWORK, "--ddpm_num_inference_steps"
+    if script == "train_edm2.py":
+        network, steps = TINY_EDM2_NETWORK, "--ema_snapshot_steps 4 --num_inference_steps"
+    (folder / "config.json").write_text(json.dumps(network))
     flags = f"""--dataset_name digits --model_config_name_or_path {folder} --cache_dir {folder / "cache"} --resolution 16
-        --image_channels 1 --train_batch_size 8 --eval_batch_size 4 --ddpm_num_inference_steps 3 --cpu_threads 1
+        --image_channels 1 --train_batch_size 8 --eval_batch_size 4 {steps} 3 --cpu_threads 1
         --lr_warmup_steps 4 --learning_rate 1e-3 --logging_steps 1 --max_train_steps 8"""
     return flags.split()
 

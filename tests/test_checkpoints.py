@@ -220,16 +220,19 @@ def test_best_is_found_through_the_newest_state(run, tmp_path):
     for step in (1, 2, 3):
         run.state.step = step
         if step == 2:
-            assert run.state.record_validation(0.5)
+            assert run.state.record("validation loss", 0.5, decides=True)
         run.save(tmp_path)
     assert find_checkpoint(tmp_path, "best")[0].name == "checkpoint-2"
 
 
 def test_early_stopping_counts_validations_without_gain():
     state = TrainState()
-    improved = [state.record_validation(loss) for loss in (3.0, 2.0, 2.5, float("nan"), 1.0, 1.0)]
+    improved = [state.record("validation loss", loss, decides=True) for loss in (3.0, 2.0, 2.5, float("nan"), 1.0, 1.0)]
     assert improved == [True, True, False, False, True, False]
     assert state.validations_without_improvement == 1
+    assert not state.record("fd_randconv", 0.1, decides=False) and state.best_value == 1.0
+    assert state.record("fd_randconv", 7.0, decides=True)  # the metric was changed: a loss is no distance
+    assert not state.record("fd_randconv", 8.0, decides=True) and state.best_value == 7.0
     assert state.stopped_early(1) and not state.stopped_early(2) and not state.stopped_early(0)
 
 

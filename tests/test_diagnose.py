@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import ROOT, run_script
 from PIL import Image
+from synthetic_run import synthetic_run
 
 import diagnose
 from utils.errors import UserError
@@ -79,9 +80,29 @@ def test_a_fault_is_said_once_recorded_and_can_end_the_run(train, flags, tmp_pat
     assert (said.out + said.err).count("critical: data-range") == 1
     assert codes(tmp_path / "on")[0] == "data-range"
     status, output = run_doctor(capsys, tmp_path / "on", "--no_report")
-    assert status == 1 and output.startswith("FAIL  data-range")
+    assert status == 1 and output.splitlines()[2].startswith("FAIL  data-range")
+    assert output.startswith(f"{tmp_path / 'on'}: finished, 60 of 60 updates, 6 reports")
     assert train([*flags, "--output_dir", tmp_path / "off", "--stop_on", "critical", "--checkpointing_steps", "50"]) == 3
     assert (tmp_path / "off" / "checkpoint-10").is_dir() and not (tmp_path / "off" / "model_index.json").exists()
+
+
+def test_damaged_lines_of_the_history_are_counted_and_left_out(tmp_path, capsys):
+    history = synthetic_run(tmp_path / "run", reports=20, samples=0) / HISTORY
+    lines = history.read_text().splitlines()
+    history.write_text("\n".join([*lines[:3], lines[3][:50], "\0" * 20, *lines[4:]]) + '\n{"step": 70, "train/lo')
+    _, output = run_doctor(capsys, tmp_path / "run")
+    assert output.splitlines()[1] == "2 damaged lines of history.jsonl are left out"
+
+
+def test_json_is_valid_whatever_the_figures(tmp_path, capsys):
+    with open(synthetic_run(tmp_path / "run", reports=3, samples=0) / HISTORY, "a") as file:
+        file.write('{"step": 150, "probe": {"error": {"0": 1.0, "500": "inf"}}}\n')
+    _, output = run_doctor(capsys, tmp_path / "run", "--json")
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    assert json.loads(output, parse_constant=refuse)["probe"]["error"]["500"] == "inf"
 
 
 def test_the_doctor_looks_at_data_alone(train, flags, capsys, tmp_path):

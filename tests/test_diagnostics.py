@@ -134,9 +134,15 @@ def jumps(every: int, factor: float = 5.0, quartiles=(1, 2, 3, 4)):
     return lambda number: quartile_losses(0.1, 0.1, 0.1, 0.1)(number) | change(number)
 
 
-def moving(*names: str, lr: float = 1e-3):
-    """Only these layers are changed by the optimizer."""
+def rise(factor: float, quartiles=(1, 2, 3, 4)):
+    rising = {f"train/loss_timestep_quartile_{i}": 0.1 * factor for i in quartiles}
+    return lambda number: quartile_losses(0.1, 0.1, 0.1, 0.1)(number) | (rising if number >= 14 else {})
+
+
+def moving(*names: str, lr: float = 1e-3, rounding: str = ""):
+    """Only these layers are changed by the optimizer; one has no gradient but for rounding."""
     changed = {name: figures | {"update": 1e-3 if name in names else 0.0} for name, figures in layers().items()}
+    changed |= {rounding: changed[rounding] | {"gradient": 1e-9}} if rounding else {}
     return lambda number: {"layers": changed, "train/lr": lr}
 
 
@@ -146,6 +152,23 @@ def sizes(newest: float):
 
 def linear_schedule(total_beta: float) -> dict:
     return {"alphas_cumprod": [0.9999 * math.exp(-total_beta * (t / 100) ** 2) for t in range(101)]}
+
+
+def bins(generated: list[int], accuracy: float | None = None) -> dict:
+    """Four modes of equal real shares; with an accuracy, classes that a judge of such an accuracy told apart."""
+    judge = {} if accuracy is None else {"names": list("abcd"), "accuracy": accuracy}
+    return {"number": 4, "generated": generated, "real": [50] * 4, "different": 0} | judge
+
+
+def copies(share: float, real: float) -> dict:
+    return {"images": 300, "near_duplicates": share, "near_duplicates_real": real}
+
+
+def evaluated(**changes):
+    """A healthy evaluation, but for the changes."""
+    healthy = {"precision": 0.95, "variance_ratio": 0.97, "distance_ratio": 0.98, "modes": bins([90, 110, 100, 100])}
+    figures = healthy | {"floor": {"precision": 0.96}, "memorisation": copies(0.01, 0.01)} | changes
+    return lambda n: {"evaluation": figures}
 
 
 # code -> (a run that must show it, one that just must not)
@@ -219,6 +242,7 @@ CASES = {
     "not-updated": [
         (run(moving("conv_in.weight", "mid_block.weight")), run(moving(*LAYER_NAMES))),
         (run(moving()), run(moving(lr=0.0))),
+        (run(moving(rounding=LAYER_NAMES[1])), run(moving(LAYER_NAMES[0], LAYER_NAMES[2], rounding=LAYER_NAMES[1]))),
         (run(moving("conv_in.weight")), run(lambda n: moving("conv_in.weight")(n) | {"train/skipped_updates": 3.0})),
     ],
     "weights-shrinking": [(run(sizes(0.01)), run(sizes(0.05)))],
@@ -226,7 +250,8 @@ CASES = {
         (run(jumps(4)), run(jumps(15))),
         (run(jumps(4)), run(jumps(4, factor=2.5))),
         (run(jumps(4)), run(jumps(4, quartiles=(1,)))),
-        (run(lambda n: {"train/loss": 0.2 if n < 14 else 0.8}), run(lambda n: {"train/loss": 0.2 if n < 14 else 0.5})),
+        (run(rise(4.0)), run(rise(2.5))),
+        (run(rise(4.0, quartiles=(1, 2, 4))), run(rise(4.0, quartiles=(1, 2)))),
     ],
     "lr-ended-early": [
         (run(lambda n: {"train/lr": 1e-3 * (n < 15)}), run(lambda n: {"train/lr": 1e-3 * (n < 19)})),
@@ -253,7 +278,11 @@ CASES = {
             run(quartile_losses(1, 1, 1, 1), options={"prediction_type": "v_prediction", "snr_gamma": 5.0}),
         ),
     ],
-    "train-eval-gap": [(run(probe={"training_error": 0.3}), run(probe={"training_error": 0.15}))],
+    "train-eval-gap": [
+        (run(probe={"training_error": 0.3}), run(probe={"training_error": 0.15})),
+        (run(probe={"training_error": 0.04}), run(probe={"training_error": 0.09})),
+        (run(options={"dropout": 0.9}), run(options={"dropout": 0.3})),
+    ],
     "batch-leak": [(run(probe={"batch_response": 0.3}), run(probe={"batch_response": 1e-3}))],
     "no-gradient": [
         (
@@ -282,8 +311,30 @@ CASES = {
         (run(lambda n: {"train/ema_norm": 10.0}), run(lambda n: {"train/ema_norm": 10.0, "layers": layers(update=0.0)})),
     ],
     "ema-too-long": [(run(lambda n: {"train/ema_decay": 0.9999}), run(lambda n: {"train/ema_decay": 0.99}))],
+    "samples-alike": [(run(evaluated(variance_ratio=1e-3)), run(evaluated(variance_ratio=0.9)))],
+    "samples-copied": [
+        (run(evaluated(memorisation=copies(0.2, 0.01))), run(evaluated(memorisation=copies(0.03, 0.0)))),
+        (run(evaluated(memorisation=copies(0.6, 0.1))), run(evaluated(memorisation=copies(0.2, 0.1)))),  # data full of copies
+    ],
+    "samples-unlike-data": [(run(evaluated(precision=0.2)), run(evaluated(precision=0.6)))],
+    "samples-lack-variety": [(run(evaluated(variance_ratio=0.5)), run(evaluated(variance_ratio=0.8)))],
+    "modes-missing": [
+        (run(evaluated(modes=bins([0, 120, 120, 160]))), run(evaluated(modes=bins([60, 120, 120, 100])))),
+        (run(evaluated(classes=bins([0, 120, 120, 160], 0.9))), run(evaluated(classes=bins([0, 120, 120, 160], 0.5)))),
+    ],
+    "mode-dominates": [
+        (run(evaluated(modes=bins([280, 40, 40, 40]))), run(evaluated(modes=bins([130, 90, 90, 90])))),
+        (run(evaluated(modes=bins([130, 90, 90, 90]) | {"number": 20, "different": 10})), run(evaluated())),
+    ],
     "data-starved": [(run(lambda n: {"perf/data_wait": 0.7}), run(lambda n: {"perf/data_wait": 0.15}))],
 }
+
+
+def test_early_samples_are_not_judged():
+    late = run(evaluated(precision=0.0))
+    assert codes(late) == ["samples-unlike-data"]
+    late.history[:] = [record for record in late.history if record["step"] < 0.4 * late.resolved["max_train_steps"]]
+    assert codes(late) == []
 
 
 def test_a_healthy_run_has_no_finding():

@@ -322,7 +322,7 @@ def test_captioned_grids():
     assert (both[18 + 2 : 18 + 66, 2:66] == 0).all() and (both[18 + 2 : 18 + 66, -66:-2] == 200).all()
     assert (both[:18] < 128).any(axis=(0, 2)).nonzero()[0].tolist() != []  # there is ink in the caption line
     path = torch.arange(6, dtype=torch.uint8).mul(20).reshape(2, 3, 1, 1, 1).expand(2, 3, 1, 16, 16)
-    page = np.array(denoising_path(path, (999, 500, 0)))
+    page = np.array(denoising_path(path, ("t=999", "t=500", "t=0")))
     assert [page[18 + 30 + 66 * row, 30 + 66 * column, 0] for row in range(2) for column in range(3)] == [
         *(0, 20, 40, 60, 80, 100)
     ]

@@ -12,7 +12,7 @@ from utils.validation import check_images, split_validation, validation_loss
 class Images:
     """A stand-in for ImageSet: uint8 images, by index."""
 
-    shape, max_value = (1, 4, 4), 255
+    shape, max_value, labels = (1, 4, 4), 255, None
 
     def __init__(self, pixels: np.ndarray):
         self.pixels = pixels

@@ -45,17 +45,28 @@ class TrainState:
     grad_norm_mean: float | None = None  # of --adaptive_clipping
     best_step: int | None = None
     best_value: float | None = None
+    best_metric: str = "validation loss"  # what it is a value of
     validations_without_improvement: int = 0
     metrics: dict = field(default_factory=dict)  # the last figures, for the model card
+    fingerprint: str = ""  # of the run, from the options that it was started with
     max_train_steps: int = 0  # length that the learning rate was laid out for
     options: dict = field(default_factory=dict)  # the flags that shape the result, compared on resume
 
-    def record_validation(self, loss: float) -> bool:
-        """Notes a validation after `step` updates; True when it is the best so far. A loss of NaN never is."""
-        self.metrics["validation loss"] = loss
-        improved = loss < (math.inf if self.best_value is None else self.best_value)
+    def __post_init__(self):
+        if not self.fingerprint:
+            self.fingerprint = hashlib.sha256(json.dumps(self.options, sort_keys=True).encode()).hexdigest()[:16]
+
+    def record(self, name: str, value: float, *, decides: bool) -> bool:
+        """Notes a figure after `step` updates, the lower the better; True when it `decides` which checkpoint is best and this
+        one is. NaN never is."""
+        self.metrics[name] = value
+        if not decides:
+            return False
+        if self.best_metric != name:  # another --best_metric than before a resume: nothing to compare with
+            self.best_metric, self.best_value = name, None
+        improved = value < (math.inf if self.best_value is None else self.best_value)
         if improved:
-            self.best_step, self.best_value, self.validations_without_improvement = self.step, loss, 0
+            self.best_step, self.best_value, self.validations_without_improvement = self.step, value, 0
         else:
             self.validations_without_improvement += 1
         return improved
@@ -86,7 +97,10 @@ def attach_state_hooks(accelerator: Accelerator, ema: EMA | None, state: TrainSt
         model.load_state_dict(load_file(Path(input_dir, MODEL_WEIGHTS)))
         if ema is not None:
             averaged = Path(input_dir, EMA_WEIGHTS)  # absent if the run so far had none: then it starts from these weights
-            ema.load_state_dict(load_file(averaged) if averaged.exists() else model.state_dict())
+            if averaged.exists():
+                ema.load_state_dict(load_file(averaged))
+            else:
+                ema.restart()
         loaded = read_state(Path(input_dir))
         for name in (f.name for f in fields(TrainState) if f.name not in ("options", "max_train_steps")):
             setattr(state, name, getattr(loaded, name))
@@ -205,7 +219,9 @@ def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[st
     if wanted == "best":
         steps = [read_state(path).best_step for path in candidates if verify_checkpoint(path) is None]
         if not steps or steps[-1] is None:
-            raise UserError(f"{output_dir} has no best checkpoint; it is kept when --validation_images is above 0")
+            raise UserError(
+                f"{output_dir} has no best checkpoint; one is kept with --validation_images, or --eval_steps and --best_metric"
+            )
         path = output_dir / f"checkpoint-{steps[-1]}"
     else:
         path = next((p for p in (output_dir / wanted, Path(wanted)) if p.is_dir()), None)

@@ -126,6 +126,9 @@ def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
         help="closed form of the update count (cosine)",
     )
     group.add_argument("--lr_warmup_steps", type=int, default=500, help="updates of linear warm-up; 5-10 k for long runs (500)")
+    group.add_argument(
+        "--lr_decay_steps", type=positive_int, help="for inverse_sqrt: updates until it decays (--lr_warmup_steps)"
+    )
     group.add_argument("--lr_floor", type=float, default=0.0, help="share of the learning rate left at the end (0)")
     group.add_argument("--lr_cycles", type=positive_int, default=1, help="for cosine_with_restarts and cyclic (1)")
     group.add_argument("--lr_power", type=float, default=1.0, help="for polynomial (1)")
@@ -142,12 +145,36 @@ def add_ema_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--use_ema", action=argparse.BooleanOptionalAction, default=True, help="validate, sample, export with EMA"
     )
-    group.add_argument("--ema_max_decay", type=float, default=0.9999, help="(0.9999)")
+    group.add_argument(
+        "--ema_type",
+        choices=("exponential", "power"),
+        default="exponential",
+        help="power: of several lengths, from which reconstruct_ema.py makes any other (exponential)",
+    )
+    group.add_argument("--ema_max_decay", type=float, default=0.9999, help="exponential: (0.9999)")
     group.add_argument("--ema_inv_gamma", type=float, default=1.0, help="warm-up 1 - (1 + t / inv_gamma)^-power (1)")
     group.add_argument("--ema_power", type=float, default=0.75, help="3/4 for short runs, 2/3 from a million updates (0.75)")
+    group.add_argument(
+        "--ema_widths",
+        type=float,
+        nargs="+",
+        default=[0.05, 0.10],
+        metavar="WIDTH",
+        help="power: lengths relative to the training; the first is validated, sampled and exported (0.05 0.10)",
+    )
+    group.add_argument(
+        "--ema_snapshot_steps", type=positive_int, help="power: updates between two snapshots (a fortieth of the run)"
+    )
+    group.add_argument("--ema_snapshot_dtype", choices=("fp16", "fp32"), default="fp16", help="(fp16)")
 
 
-def add_report_flags(parser: argparse.ArgumentParser) -> None:
+def add_report_flags(
+    parser: argparse.ArgumentParser,
+    samplers: tuple[str, ...] = ("ddim", "ddpm", "dpmsolver++"),
+    steps_flag: str = "--ddpm_num_inference_steps",
+    steps_help: str = "sampling steps (50; all of them with --sampler ddpm)",
+) -> None:
+    """`samplers` are what --sampler takes, the first being its default; `steps_flag` sets how many steps they make."""
     group = parser.add_argument_group("logging, validation and samples")
     group.add_argument("--logger", default="tensorboard", help="any tracker that Accelerate knows: tensorboard, wandb, ...")
     group.add_argument("--logging_dir", default="logs", help="inside output_dir (logs)")
@@ -162,11 +189,17 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--early_stopping_patience", type=int, default=0, help="stop after so many validations without gain (0 = off)"
     )
-    group.add_argument("--eval_batch_size", type=positive_int, default=16, help="sample images per grid, and per batch (16)")
-    group.add_argument("--sampler", choices=("ddim", "ddpm", "dpmsolver++"), default="ddim")
+    group.add_argument("--eval_steps", type=positive_int, help="updates between two evaluations of the samples (off)")
+    group.add_argument("--eval_images", type=positive_int, default=5000, help="samples per evaluation (5000)")
     group.add_argument(
-        "--ddpm_num_inference_steps", type=positive_int, help="sampling steps (50; all of them with --sampler ddpm)"
+        "--best_metric",
+        choices=("loss", "fd", "kd"),
+        default="loss",
+        help="what makes a checkpoint the best: held-out loss, or a distance of the samples from the data (loss)",
     )
+    group.add_argument("--eval_batch_size", type=positive_int, default=16, help="sample images per grid, and per batch (16)")
+    group.add_argument("--sampler", choices=samplers, default=samplers[0])
+    group.add_argument(steps_flag, type=positive_int, help=steps_help)
     group.add_argument("--save_images_epochs", type=positive_int, default=10, help="epochs between two sample grids (10)")
     group.add_argument("--save_images_steps", type=positive_int, help="the same in updates; overrides the epochs")
 
@@ -231,11 +264,13 @@ def sample_options(args: argparse.Namespace) -> dict:
     }
 
 
+def channels_last(args: argparse.Namespace, device_type: str) -> bool:
+    """What was asked for; else where it pays: a GPU's eager kernels for group norms would turn everything round."""
+    return args.compile and device_type == "cuda" if args.channels_last is None else args.channels_last
+
+
 def unet_options(args: argparse.Namespace, device_type: str) -> dict:
     """The arguments of `unet.make_unet` that are flags."""
-    channels_last = args.channels_last
-    if channels_last is None:
-        channels_last = args.compile and device_type == "cuda"
     return {
         "resolution": args.resolution,
         "image_channels": args.image_channels,
@@ -249,7 +284,7 @@ def unet_options(args: argparse.Namespace, device_type: str) -> dict:
         "spectral_norm": args.spectral_norm,
         "seed": args.seed,
         "gradient_checkpointing": args.gradient_checkpointing,
-        "channels_last": channels_last,
+        "channels_last": channels_last(args, device_type),
     }
 
 
@@ -265,37 +300,64 @@ def optimizer_options(args: argparse.Namespace) -> dict:
     }
 
 
+def evaluation_options(args: argparse.Namespace) -> dict:
+    """The arguments of `training_evaluation.TrainingEvaluation` that are flags."""
+    return {
+        "every": args.eval_steps,
+        "best_metric": args.best_metric,
+        "num_images": args.eval_images,
+        "batch_size": args.eval_batch_size,
+        "sampler": args.sampler,
+        "seed": args.seed,
+        "cache_dir": args.cache_dir,
+    }
+
+
 def learning_rate_options(args: argparse.Namespace) -> dict:
     """The arguments of `optimization.learning_rate_at` that are flags."""
     return {
         "schedule": args.lr_scheduler,
         "base": args.learning_rate,
         "warmup_steps": args.lr_warmup_steps,
+        "decay_steps": args.lr_decay_steps,
         "floor": args.lr_floor,
         "cycles": args.lr_cycles,
         "power": args.lr_power,
     }
 
 
-def preset_table() -> str:
+def ema_options(args: argparse.Namespace) -> dict:
+    """The arguments of `power_ema.make_ema` that are flags."""
+    return {
+        "ema_type": args.ema_type,
+        "widths": args.ema_widths,
+        "max_decay": args.ema_max_decay,
+        "inv_gamma": args.ema_inv_gamma,
+        "power": args.ema_power,
+    }
+
+
+def preset_table(presets: dict[str, dict] = FLAGS) -> str:
     """The presets as text for `--help`: each with the flags that it changes."""
     lines = ["model presets (a network and these defaults; your own flags win):"]
-    for name, flags in FLAGS.items():
+    for name, flags in presets.items():
         words = " ".join(f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in flags.items())
         lines.append(f"  {name}: {words}")
     return "\n".join(lines)
 
 
-def parse_with_preset(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
+def parse_with_preset(
+    parser: argparse.ArgumentParser, argv: list[str] | None = None, presets: dict[str, dict] = FLAGS
+) -> argparse.Namespace:
     """Parses `argv`; the preset's flags replace the parser's defaults. With no data named, the preset is digits16."""
     args = parser.parse_args(argv)
     names_data = args.dataset_name or args.train_data_dir
     if args.model_preset is None and (not names_data or args.dataset_name == "digits") and not args.model_config_name_or_path:
         args.model_preset = "digits16"
     if args.model_preset is not None:
-        if args.model_preset not in FLAGS:
-            raise UserError(f"unknown --model_preset {args.model_preset!r}; choose from {', '.join(FLAGS)}")
-        defaults = dict(FLAGS[args.model_preset])
+        if args.model_preset not in presets:
+            raise UserError(f"unknown --model_preset {args.model_preset!r}; choose from {', '.join(presets)}")
+        defaults = dict(presets[args.model_preset])
         given = {word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)}
         overridden = {"--train_data_dir": "dataset_name", "--num_epochs": "max_train_steps"}
         overridden |= {f"--save_{what}_epochs": f"save_{what}_steps" for what in ("images", "model")}
@@ -316,7 +378,8 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("name the data: --dataset_name NAME or --train_data_dir FOLDER (or neither model nor data, for digits)")
     if args.streaming:
         raise UserError("--streaming is not available yet; leave it out, or use --cache_images no to decode on the fly")
-    for name in ("learning_rate", "adam_epsilon", "ema_inv_gamma", "ema_power", "collective_timeout"):
+    own = {name for name in ("P_std", "sigma_data") if hasattr(args, name)}  # train_edm2.py's
+    for name in ("learning_rate", "adam_epsilon", "ema_inv_gamma", "ema_power", "collective_timeout", *sorted(own)):
         if not getattr(args, name) > 0:
             raise UserError(f"--{name} must be positive, got {getattr(args, name)}")
     for name in (
@@ -325,17 +388,20 @@ def check(args: argparse.Namespace) -> None:
     ):
         if getattr(args, name) < 0:
             raise UserError(f"--{name} must not be negative, got {getattr(args, name)}")
-    for name in ("adam_beta1", "adam_beta2", "ema_max_decay", "lr_floor", "momentum", "dropout", "color_jitter"):
-        if not 0 <= (getattr(args, name) or 0) < 1:
+    shares = ("adam_beta1", "adam_beta2", "ema_max_decay", "lr_floor", "momentum", "dropout", "color_jitter", "label_dropout")
+    for name in shares:
+        if not 0 <= (getattr(args, name, None) or 0) < 1:
             raise UserError(f"--{name} must be {UNIT_INTERVAL}, got {getattr(args, name)}")
     if os.path.isabs(args.logging_dir) or ".." in args.logging_dir.split(os.sep):
         raise UserError(f"--logging_dir {args.logging_dir} leaves --output_dir; name a folder inside it, such as logs")
-    if args.spectral_norm and args.gradient_checkpointing:
+    if getattr(args, "spectral_norm", False) and args.gradient_checkpointing:
         raise UserError("--spectral_norm and --gradient_checkpointing: computing a layer again would move its power iteration")
     if args.train_batch_size == "auto" and (args.global_batch_size is None or args.gradient_accumulation_steps != 1):
         raise UserError("--train_batch_size auto needs --global_batch_size, and finds --gradient_accumulation_steps itself")
-    if args.early_stopping_patience and not args.validation_images:
-        raise UserError("--early_stopping_patience needs held-out images: set --validation_images")
+    if args.best_metric != "loss" and not args.eval_steps:
+        raise UserError(f"--best_metric {args.best_metric} is a figure of the samples: set --eval_steps")
+    if args.early_stopping_patience and args.best_metric == "loss" and not args.validation_images:
+        raise UserError("--early_stopping_patience needs held-out images: set --validation_images (or --best_metric fd)")
 
 
 def positive_int(text: str) -> int:

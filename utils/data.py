@@ -271,7 +271,7 @@ def load_images(
     fingerprint = hashlib.sha256(json.dumps([opened.key, options]).encode()).hexdigest()[:32]
     files = EncodedImages(dataset, column)
     if cache_images:
-        folder = _cache_root(cache_dir) / "steady_diffusion" / fingerprint
+        folder = cache_root(cache_dir) / "steady_diffusion" / fingerprint
         store = pack_once(folder, len(files), files.between, prepare, progress, allowed)
         notes += describe_remarks(store.remarks)
     else:
@@ -282,7 +282,8 @@ def load_images(
     return images
 
 
-def _cache_root(cache_dir: str | None) -> Path:
+def cache_root(cache_dir: str | None) -> Path:
+    """`cache_dir`, or that of Hugging Face's datasets: packed images and what is computed of them go below it."""
     if cache_dir is not None:
         return Path(cache_dir)
     import datasets

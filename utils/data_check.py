@@ -108,7 +108,7 @@ def _pixel_figures(images, read: np.ndarray, sampled: np.ndarray, chunk: int) ->
         values = pixels.double()
         sums += values.sum(0)
         squares += values.square_().sum(0)
-        nearest.compare(read[part], hashes[part], _thumbnails(pixels, images.max_value))
+        nearest.compare(read[part], hashes[part], grey_thumbnails(pixels, images.max_value))
 
     whole = images.shown(read) == read  # the others are copies that the set made, in place of images that cannot be decoded
     constant = read[(lows == highs) & whole]
@@ -140,7 +140,7 @@ def _hashes(flat: np.ndarray) -> np.ndarray:
     return np.frombuffer(digests, np.uint64)
 
 
-def _thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
+def grey_thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
     """Grey thumbnails float32 [batch, pixels] in [-1, 1] of integer images [batch, channels, height, width]."""
     small = to_unit_range(pixels, max_value)
     if small.shape[-1] > _THUMBNAIL:
@@ -168,7 +168,7 @@ class _Nearest:
         for start in range(0, len(sampled), chunk):
             pixels = images.fetch(sampled[start : start + chunk])
             hashes.append(_hashes(pixels.reshape(len(pixels), -1)))
-            thumbnails.append(_thumbnails(torch.from_numpy(pixels), images.max_value))
+            thumbnails.append(grey_thumbnails(torch.from_numpy(pixels), images.max_value))
         self.thumbnails, self.hashes = torch.cat(thumbnails), torch.from_numpy(np.concatenate(hashes).view(np.int64))
         self.found, self.nearest = self.thumbnails.clone(), torch.full((len(sampled),), -1)
         self.score = torch.full((len(sampled),), math.inf)

@@ -90,6 +90,12 @@ class EMA:
         distance, norm = torch.stack([self.distance(), self.norm()]).tolist()
         return {"train/ema_distance": distance, "train/ema_norm": norm}
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begins anew from the model's weights."""
+        for name, tensor in self._tensors.items():
+            self.shadow[name].copy_(tensor)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self.shadow
 

@@ -17,9 +17,16 @@ from utils.errors import UserError
 from utils.unet import plain_state_dict
 
 PIPELINE_INDEX = "model_index.json"
+MODELS = Path(__file__).parent.parent / "models"
 CONFIGS = ("unet/config.json", "scheduler/scheduler_config.json")
 # Nothing else of a run's folder goes to the Hub: no checkpoints, no logs, no options.
-PUBLISHED = (PIPELINE_INDEX, "README.md", "unet/*", "scheduler/*", "samples/*.png")
+PUBLISHED = (PIPELINE_INDEX, "README.md", "edm2_pipeline.py", "unet/*", "scheduler/*", "samples/*.png")
+# What diffusers does not have goes along as code, next to what it makes: its module, its class, where it stands.
+CODE = {
+    "_class_name": ("edm2_pipeline", "EDM2Pipeline", "."),
+    "unet": ("edm2_unet", "EDM2UNet", "unet"),
+    "scheduler": ("edm_heun", "EDMHeunScheduler", "scheduler"),
+}
 
 
 def export_pipeline(
@@ -29,25 +36,22 @@ def export_pipeline(
     card_text: str,
     extra_files: Mapping[str, str | bytes] | None = None,
 ) -> None:
-    """Writes a `DDPMPipeline` at the top of `output_dir`: model_index.json, unet/, scheduler/, README.md, safetensors
-    only.
+    """Writes a pipeline at the top of `output_dir`: model_index.json, unet/, scheduler/, README.md, safetensors only.
 
-    `unet` is the unwrapped network with the weights to publish, on any device, compiled in place or patched by
-    accelerate: what is saved is fp32 under clean names. `extra_files` maps more relative paths to their contents.
-    Everything is written into a hidden folder first and then moved file by file, model_index.json last, so that after
-    a kill at any moment the old or the new weights load. Where an older pipeline of another network or schedule is in
-    the way, it is withdrawn first (its model_index.json goes): weights never stand beside a config that is not theirs.
-    Call it on one process.
+    It is a `DDPMPipeline`; for an `EDM2UNet` an `EDM2Pipeline` with the code of models/, which diffusers runs when it
+    loads the folder with trust_remote_code=True. `unet` is the unwrapped network with the weights to publish, on any
+    device, compiled in place or patched by accelerate: what is saved is fp32 under clean names. `extra_files` maps more
+    relative paths to their contents. Everything is written into a hidden folder first and then moved file by file,
+    model_index.json last, so that after a kill at any moment the old or the new weights load. Where an older pipeline of
+    another network or schedule is in the way, it is withdrawn first (its model_index.json goes): weights never stand
+    beside a config that is not theirs. Call it on one process.
     """
-    from diffusers import DDPMPipeline
-
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     draft = output_dir / ".tmp-export"
     shutil.rmtree(draft, ignore_errors=True)  # what an earlier kill left
     try:
-        # One weights file whatever the size: a single rename replaces it.
-        DDPMPipeline(unet=_clean_copy(unet), scheduler=scheduler).save_pretrained(draft, max_shard_size="1TB")
+        _save_pipeline(_clean_copy(unet), scheduler, draft)
         for name, content in {"README.md": card_text, **(extra_files or {})}.items():
             (draft / name).parent.mkdir(parents=True, exist_ok=True)
             (draft / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -59,6 +63,23 @@ def export_pipeline(
             _replace(draft / name, output_dir / name)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _save_pipeline(unet: nn.Module, scheduler, draft: Path) -> None:
+    from diffusers import DDPMPipeline
+
+    from models.edm2_pipeline import EDM2Pipeline
+    from models.edm2_unet import EDM2UNet
+
+    carries_code = isinstance(unet, EDM2UNet)
+    pipeline = (EDM2Pipeline if carries_code else DDPMPipeline)(unet=unet, scheduler=scheduler)
+    pipeline.save_pretrained(draft, max_shard_size="1TB")  # one weights file whatever the size: a single rename replaces it
+    if carries_code:
+        index = json.loads((draft / PIPELINE_INDEX).read_text())
+        for name, (module, class_name, folder) in CODE.items():
+            index[name] = [module, class_name]
+            shutil.copyfile(MODELS / f"{module}.py", draft / folder / f"{module}.py")
+        (draft / PIPELINE_INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _clean_copy(unet: nn.Module) -> nn.Module:
@@ -95,7 +116,8 @@ def check_pipeline(output_dir: Path | str, num_inference_steps: int = 2, timeout
     finite."""
     code = (
         "import sys, numpy, diffusers\n"
-        "pipeline = diffusers.DDPMPipeline.from_pretrained(sys.argv[1], use_safetensors=True)\n"
+        "folder = sys.argv[1]\n"
+        "pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, use_safetensors=True, trust_remote_code=True)\n"
         "pipeline.set_progress_bar_config(disable=True)\n"
         "images = pipeline(num_inference_steps=int(sys.argv[2]), output_type='np').images\n"
         "assert numpy.isfinite(images).all(), 'the image is not finite'\n"
@@ -145,24 +167,32 @@ FACTS = {
     "prediction_type": "Prediction type",
     "updates": "Updates",
     "samples_seen": "Samples seen",
+    "noise_levels": "ln sigma in training",
+    "classes": "Classes",
+    "label_dropout": "Label dropout",
     "ema_decay": "EMA decay",
+    "ema_width": "EMA width (relative)",
     "sampler": "Sampler",
     "sampler_steps": "Sampling steps",
 }
-OTHER_FACTS = ("title", "license", "hub_dataset", "command", "metrics", "grid", "pipeline")
+OTHER_FACTS = ("title", "license", "hub_dataset", "command", "metrics", "grid", "pipeline", "carries_code")
 
 
 def model_card(facts: Mapping) -> str:
     """A Hugging Face model card in Markdown, with its YAML header, from what is known of a run; nothing else is stated.
 
     Keys, all optional: those of `FACTS` (a table row each), "title", "license", "hub_dataset" (its Hub name),
-    "command", "metrics" (a mapping of names to values), "grid" (path of a picture, relative to the card) and
-    "pipeline" (the name or path to load from). Tokens in the command are masked. Raises ValueError for an unknown key.
+    "command", "metrics" (a mapping of names to values), "grid" (path of a picture, relative to the card),
+    "pipeline" (the name or path to load from) and "carries_code" (whether loading runs code in it: EDM2). Tokens in the
+    command are masked. Raises ValueError for an unknown key.
     """
     unknown = set(facts) - set(FACTS) - set(OTHER_FACTS)
     if unknown:
         raise ValueError(f"unknown facts for the model card: {', '.join(sorted(unknown))}")
-    header = ["library_name: diffusers", "tags:", "- diffusers", "- unconditional-image-generation", "- ddpm"]
+    carries_code = bool(facts.get("carries_code"))
+    kind = "class-conditional" if facts.get("classes") else "unconditional"
+    header = ["library_name: diffusers", "tags:", "- diffusers", f"- {kind}-image-generation"]
+    header.append("- edm2" if carries_code else "- ddpm")
     if facts.get("license"):
         header.insert(0, f"license: {json.dumps(facts['license'])}")  # a JSON string is a YAML string
     if facts.get("hub_dataset"):
@@ -170,15 +200,18 @@ def model_card(facts: Mapping) -> str:
     sections = ["\n".join(["---", *header, "---"]), f"# {facts.get('title', 'Denoising diffusion model')}"]
     if facts.get("grid"):
         sections.append(f"![Samples]({facts['grid']})")
-    sections.append(_table("Training", {label: facts[key] for key, label in FACTS.items() if key in facts}))
+    sections.append(_table("Training", {label: facts[key] for key, label in FACTS.items() if facts.get(key) is not None}))
     if facts.get("metrics"):
         sections.append("## Metrics\n\n" + _table("Metric", facts["metrics"]))
     if facts.get("command"):
         command = re.sub(r"(--hub_token[= ]+)\S+|hf_\w{20,}", lambda match: f"{match[1] or ''}***", facts["command"])
         sections.append(f"## Training command\n\n```bash\n{command}\n```")
-    load = f"pipeline = DDPMPipeline.from_pretrained({json.dumps(str(facts.get('pipeline', '.')))})"
-    lines = ["from diffusers import DDPMPipeline", "", load, "image = pipeline().images[0]"]
-    sections.append("## Use\n\n```python\n" + "\n".join(lines) + "\n```")
+    name, trust = ("DiffusionPipeline", ", trust_remote_code=True") if carries_code else ("DDPMPipeline", "")
+    load = f"pipeline = {name}.from_pretrained({json.dumps(str(facts.get('pipeline', '.')))}{trust})"
+    call = "pipeline(class_labels=[0], guidance_scale=1.5)" if facts.get("classes") else "pipeline()"
+    lines = [f"from diffusers import {name}", "", load, f"image = {call}.images[0]"]
+    warning = "Loading it runs the Python files of this repository: read them first.\n\n" if carries_code else ""
+    sections.append(f"## Use\n\n{warning}```python\n" + "\n".join(lines) + "\n```")
     return "\n\n".join(section for section in sections if section) + "\n"
 
 

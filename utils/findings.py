@@ -312,6 +312,62 @@ CATALOGUE: dict[str, Entry] = {
             "train longer",
         ),
     ),
+    "samples-alike": Entry(
+        "all samples are alike",
+        "the weights have diverged or the sampler ends in one image, whatever noise it starts from",
+        (
+            "go back to the last checkpoint whose samples differ (--resume_from_checkpoint)",
+            "learning rate / 2 to / 5",
+            "check that the sampler draws new starting noise for each image",
+        ),
+    ),
+    "samples-copied": Entry(
+        "samples are copies of training images",
+        "the network has learned its training images by heart: too few of them for its size, or too many passes over them",
+        (
+            "more images",
+            "an earlier checkpoint (--best_metric fd with held-out images in view)",
+            "--random_flip, --dropout 0.1, or a smaller network",
+            "look at the nearest-neighbour sheet: duplicates in the data are copied first",
+        ),
+    ),
+    "samples-unlike-data": Entry(
+        "the samples do not look like the data",
+        "too little training, a sampler that does not fit the training, or images prepared in another way than the reference",
+        (
+            "train longer",
+            "more sampling steps (--num_inference_steps)",
+            "check that resolution, channels and background are those of the reference",
+        ),
+    ),
+    "samples-lack-variety": Entry(
+        "the samples vary less than the data",
+        "an average over too many different weights or images: an EMA that is too long, too little training, too few steps",
+        (
+            "train longer",
+            "--ema_max_decay 0.999 on a short run",
+            "more sampling steps, or --sampler ddpm, whose noise keeps the variance",
+            "--rescale_betas_zero_snr with --prediction_type v_prediction if brightness is what varies too little",
+        ),
+    ),
+    "modes-missing": Entry(
+        "whole parts of the data are never generated",
+        "rare classes, or modes that the training has not reached",
+        (
+            "--balanced_sampling where labels exist",
+            "train longer or with a larger network",
+            "check that the data still holds them: look at the class counts of diagnose.py",
+        ),
+    ),
+    "mode-dominates": Entry(
+        "part of the data is generated far too often",
+        "duplicates or an imbalance in the data that was trained on, or a network that falls into its easiest mode",
+        (
+            "remove duplicates from the data (diagnose.py --dataset_name ... counts them)",
+            "--balanced_sampling where labels exist",
+            "--sampler ddpm, or more sampling steps",
+        ),
+    ),
     "data-starved": Entry(
         "the device waits for data",
         "decoding or the disk is slower than training",
@@ -322,6 +378,14 @@ CATALOGUE: dict[str, Entry] = {
         ),
     ),
 }
+
+
+def described(finding: Finding) -> list[str]:
+    """The finding as the doctor prints it: what, the likely cause, what to try."""
+    at = "" if finding.step is None else f" [update {finding.step}]"
+    word = {"critical": "FAIL", "warning": "WARN", "info": "INFO"}[finding.severity]
+    lines = [f"{word}  {finding.code}: {finding.title} ({finding.evidence}){at}", f"      likely cause: {finding.cause}"]
+    return lines + [f"      try: {fix}" for fix in finding.fixes]
 
 
 def table() -> str:

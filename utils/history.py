@@ -56,16 +56,16 @@ def read_history(path: Path) -> list[dict]:
 
 
 def _line(record: dict) -> str:
-    return json.dumps(_to_json(record)) + "\n"
+    return json.dumps(to_json(record)) + "\n"
 
 
-def _to_json(value):
+def to_json(value):
     """JSON has no NaN: what is not finite becomes "nan", "inf" or "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _to_json(item) for key, item in value.items()}
-    return [_to_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: to_json(item) for key, item in value.items()}
+    return [to_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _from_json(value):

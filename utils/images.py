@@ -72,11 +72,11 @@ def side_by_side(
     return both
 
 
-def denoising_path(path: torch.Tensor, timesteps: Sequence[int]) -> Image.Image:
-    """The way from noise to image, uint8 [n, T, C, H, W]: one row per image, one column per timestep, captioned
-    t=..."""
+def denoising_path(path: torch.Tensor, captions: Sequence[str]) -> Image.Image:
+    """The way from noise to image, uint8 [n, T, C, H, W]: one row per image, one column per timestep, each with its
+    caption."""
     grid = make_grid(path.flatten(0, 1), columns=path.shape[1])
-    return _captioned(grid, [f"t={timestep}" for timestep in timesteps])
+    return _captioned(grid, captions)
 
 
 def _captioned(grid: Image.Image, captions: Sequence[str]) -> Image.Image:

@@ -31,7 +31,8 @@ ALLOCATOR_BLOCK = 512  # bytes; torch's CUDA allocator hands out multiples of it
 CUBLAS_WORKSPACE = 32 * 2**20  # bytes; torch's own choice on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp), 8 MiB before
 
 
-def _predict(network: nn.Module, noisy_images: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+def predict_plainly(network: nn.Module, noisy_images: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+    """The output of a diffusers UNet2DModel."""
     return network(noisy_images, timesteps).sample
 
 
@@ -58,10 +59,10 @@ def estimate_memory(
     micro_batch_size: int,
     device: torch.device | str,
     mixed_precision: str = "no",
-    use_ema: bool = True,
+    make_ema: Callable[[nn.Module], EMA] | None = EMA,
     accumulates: bool = False,
     distributed: bool = False,
-    predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _predict,
+    predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = predict_plainly,
 ) -> MemoryEstimate:
     """What training needs on `device`, which must exist but gives no memory.
 
@@ -72,7 +73,7 @@ def estimate_memory(
     device = torch.device(device)
     live = _LiveMemory(ALLOCATOR_BLOCK if device.type == "cuda" else 1)
     with FakeTensorMode(), device, live:
-        step = TrialStep(make_network, make_optimizer, use_ema, distributed)
+        step = TrialStep(make_network, make_optimizer, make_ema, distributed)
         live.restart()
         activations = step.run(image_shape, micro_batch_size, mixed_precision, 1 + accumulates, predict)
 
@@ -83,7 +84,7 @@ def estimate_memory(
         buffers=storage_bytes(step.network.buffers()),
         gradients=sum(p.numel() * p.element_size() for p in step.parameters),
         optimizer=storage_bytes(value for value in step.optimizer_state() if isinstance(value, torch.Tensor)),
-        ema=storage_bytes(step.ema.shadow.values()) if step.ema is not None else 0,
+        ema=storage_bytes(step.ema.state_dict().values()) if step.ema is not None else 0,
         activations=activations,
         workspace=workspace,
         peak=live.most + workspace,
@@ -96,10 +97,10 @@ class TrialStep:
     The arguments are those of `estimate_memory`; everything is made on torch's default device.
     """
 
-    def __init__(self, make_network, make_optimizer, use_ema: bool, distributed: bool):
+    def __init__(self, make_network, make_optimizer, make_ema, distributed: bool):
         self.network = make_network().train()
         self.parameters = [p for p in self.network.parameters() if p.requires_grad]
-        self.ema = EMA(self.network) if use_ema else None
+        self.ema = make_ema(self.network) if make_ema is not None else None
         self.optimizer = make_optimizer(self.network)
         self._keeps_gradients = distributed
         for parameter in self.parameters:
@@ -110,7 +111,7 @@ class TrialStep:
     def optimizer_state(self) -> Iterator:
         return (value for state in self.optimizer.state.values() for value in state.values())
 
-    def run(self, image_shape, micro_batch_size: int, mixed_precision: str, micro_steps: int, predict=_predict) -> int:
+    def run(self, image_shape, micro_batch_size: int, mixed_precision: str, micro_steps: int, predict=predict_plainly) -> int:
         """One update as in training. Returns the bytes that one forward pass left for its backward pass."""
         device = self.parameters[0].device
         for _ in range(micro_steps):
@@ -139,7 +140,7 @@ class TrialStep:
 def flops_per_image(
     make_network: Callable[[], nn.Module],
     image_shape: tuple[int, int, int],
-    predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _predict,
+    predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = predict_plainly,
 ) -> int:
     """Floating-point operations of the forward and backward pass of one image: convolutions and matrix products, two for each
     multiply-add, nothing for what gradient checkpointing computes again."""

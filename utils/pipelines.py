@@ -1,4 +1,6 @@
-"""Exported pipelines, ours or anyone's: loading them and what they are made for."""
+"""Exported pipelines, ours or anyone's, and checkpoints of a run: loading them and what they are made for."""
+
+from pathlib import Path
 
 from utils.diffusion import PREDICTION_TYPES
 from utils.errors import UserError
@@ -27,8 +29,7 @@ def load_unconditional(pipeline: str):
     except UserError:
         raise
     except Exception as error:  # missing, unreachable, truncated or of another shape: each library raises its own kind
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"cannot load a pipeline from {pipeline}: {reason}") from error
+        raise UserError(f"cannot load a pipeline from {pipeline}: {_first_line(error)}") from error
     config = dict(loaded.scheduler.config)
     if config.get("predict_epsilon") is False:  # what prediction_type was called until diffusers 0.9
         config["prediction_type"] = "sample"
@@ -64,12 +65,62 @@ def _load_any_variant(pipeline_class, pipeline: str):
         raise  # what was wrong with the usual files
 
 
+def load_network(pipeline: str):
+    """The U-Net in fp32 and the scheduler's config of what the scripts here can sample from. Raises UserError.
+
+    An unconditional pipeline as for `load_unconditional`; an EDM2 pipeline, with or without classes, of which no code of its
+    own is run: its network is loaded with the classes of this repository; or `checkpoint-<N>` of a run's folder, with its
+    averaged weights (the raw ones of a run without EMA) in the network that the run has exported.
+    """
+    path = Path(pipeline)
+    is_checkpoint = (path / "state.json").is_file()
+    exported = str(path.parent) if is_checkpoint else pipeline
+    if is_checkpoint and not (path.parent / "model_index.json").is_file():
+        raise UserError(f"cannot load {path}: {path.parent} must hold the pipeline that an export leaves")
+    unet, scheduler_config = _load_edm2(exported) if _is_edm2(exported) else load_unconditional(exported)
+    if is_checkpoint:
+        from safetensors.torch import load_file
+
+        weights = next(path / name for name in ("ema.safetensors", "model.safetensors") if (path / name).is_file())
+        try:
+            tensors = {name.removeprefix("unet."): tensor for name, tensor in load_file(weights).items()}  # beside u(sigma)
+            unet.load_state_dict({name: tensors[name] for name in unet.state_dict()})
+        except Exception as error:  # truncated, of another network: each library raises its own kind
+            raise UserError(f"cannot load {path}: {_first_line(error)}") from error
+    return unet.eval(), scheduler_config
+
+
+def _is_edm2(pipeline: str) -> bool:
+    from diffusers import DiffusionPipeline
+
+    try:
+        return DiffusionPipeline.load_config(pipeline).get("unet", (None, None))[1] == "EDM2UNet"
+    except Exception:  # load_unconditional says why
+        return False
+
+
+def _load_edm2(pipeline: str):
+    from models.edm2_unet import EDM2UNet
+    from models.edm_heun import EDMHeunScheduler
+
+    try:
+        unet = EDM2UNet.from_pretrained(pipeline, subfolder="unet", use_safetensors=True)
+        return unet.float(), EDMHeunScheduler.load_config(pipeline, subfolder="scheduler")
+    except Exception as error:
+        raise UserError(f"cannot load a pipeline from {pipeline}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def image_shape(unet) -> tuple[int, int, int]:
     """(C, H, W) of the images that `unet` was trained on. Raises UserError where it does not say, or needs more than
     noise."""
     config = unet.config
-    if config.num_class_embeds is not None or config.class_embed_type is not None:
-        raise UserError("the pipeline's unet is class-conditional; only unconditional ones are supported")
+    is_edm2 = "model_channels" in config
+    if not is_edm2 and (config.num_class_embeds is not None or config.class_embed_type is not None):
+        raise UserError("the pipeline's unet is class-conditional; only unconditional ones and EDM2's are supported")
     if config.sample_size is None:
         raise UserError("the pipeline's unet/config.json has no sample_size, so the size of its images is unknown")
     if config.in_channels not in (1, 3) or config.out_channels != config.in_channels:

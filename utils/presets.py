@@ -110,6 +110,51 @@ FLAGS = {
 }
 
 
+_EDM2 = {
+    "train_batch_size": 32,  # the paper's global batch is 2048: more processes, --gradient_accumulation_steps
+    "lr_warmup_steps": 4883,  # 10 M images
+    "lr_decay_steps": 35_000,
+    "max_train_steps": 1_048_576,  # 2^31 images
+    "ema_snapshot_steps": 8192,
+    "checkpointing_steps": 4096,
+    "save_images_steps": 4096,
+    "save_model_steps": 65_536,
+    "checkpoints_total_limit": 3,
+}
+# train_edm2.py's. The paper's sizes with its settings for ImageNet-64 (Karras et al. 2024); the learning rates are for a global
+# batch of 2048, and small sets need smaller ones. XXS came later, as a guide, and has the rate of XS.
+EDM2_FLAGS = {
+    "digits16": {
+        "dataset_name": "digits",
+        "output_dir": "runs/digits-edm2",
+        "resolution": 16,
+        "image_channels": 1,
+        "validation_images": 64,
+        "train_batch_size": 32,
+        "eval_batch_size": 40,
+        "max_train_steps": 2400,
+        "learning_rate": 0.01,
+        "lr_warmup_steps": 100,
+        "lr_decay_steps": 400,
+        "P_mean": -0.6,
+        "P_std": 1.2,
+        "save_images_steps": 1200,
+        "save_model_steps": 1200,
+        "checkpointing_steps": 600,
+        "checkpoints_total_limit": 3,
+        "validation_steps": 240,
+        "logging_steps": 24,
+    },
+    "XXS": {**_EDM2, "learning_rate": 0.0120},
+    "XS": {**_EDM2, "learning_rate": 0.0120},
+    "S": {**_EDM2, "learning_rate": 0.0100},
+    "M": {**_EDM2, "learning_rate": 0.0090},
+    "L": {**_EDM2, "learning_rate": 0.0080},
+    "XL": {**_EDM2, "learning_rate": 0.0070},
+    "XXL": {**_EDM2, "learning_rate": 0.0065},
+}
+
+
 def network_for_resolution(resolution: int) -> str | None:
     """The preset network for images of this size, when none was named; None where no preset's levels divide the size.
 

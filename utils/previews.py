@@ -14,7 +14,7 @@ from utils.ema import EMA
 from utils.images import denoising_path, save_png, side_by_side
 from utils.launch import on_main_process
 from utils.probe import examine_network, sample_statistics
-from utils.sampling import full_precision, make_sampler, path_steps, sample_sharded, set_timesteps, to_uint8
+from utils.sampling import full_precision, make_sampler, path_steps, sample_sharded, to_uint8
 from utils.tracking import Trackers
 from utils.training_samples import TrainingSamples
 
@@ -28,23 +28,14 @@ PROCESS = (
 )  # what training and sampling share
 
 
-def sampling_steps(sampler: str, requested: int | None, noise_scheduler) -> int:
-    """Steps to sample with: `requested`, else 50, which DDIM needs for good images, or all of them for the full DDPM chain.
-
-    Raises UserError, before any training, for a number that `sampler` cannot do on this schedule.
-    """
-    num_train_timesteps = noise_scheduler.config.num_train_timesteps
-    steps = requested or (num_train_timesteps if sampler == "ddpm" else min(50, num_train_timesteps))
-    set_timesteps(make_sampler(sampler, noise_scheduler), steps)
-    return steps
-
-
 class Previews:
     """Makes the pictures of a run, and has the network examined along with them.
 
+    What is particular to DDPM stands in the methods that `edm_previews.EDM2Previews` replaces.
+
     Args:
         unet: the unwrapped network; its weights and the training's random numbers are left as they were.
-        sampler, num_inference_steps: how to sample; see `sampling_steps`.
+        sampler, num_inference_steps: how to sample; see `sampling.sampling_steps`.
         num_images: in a grid, shared out over the processes.
         should_stop: asked during sampling; a stop then leaves the pictures out.
 
@@ -74,7 +65,7 @@ class Previews:
         self._folder, self._samples, self._held_out = output_dir / "samples", samples, held_out
         self._trackers, self._doctor, self._should_stop = trackers, doctor, should_stop
         self._scheduler = make_sampler(sampler, noise_scheduler)
-        self._timesteps = [t for t in PATH_TIMESTEPS if t < noise_scheduler.config.num_train_timesteps]
+        self._timesteps = self._path_timesteps()
         self._num_inference_steps, self._num_images = num_inference_steps, num_images
         self.newest: Path | None = None
         self.newest_step: int | None = None
@@ -93,8 +84,20 @@ class Previews:
             self.newest, self.newest_step = path, step
         if self._accelerator.is_main_process:
             with full_precision(self._unet):
-                found = examine_network(self._unet, self._noise_scheduler, self._samples, self._held_out)
+                found = self._examine()
             self._doctor.record(step, {"probe": found})
+
+    predict = None  # what the sampler asks in place of the network, see `sampling.sample`
+
+    def _path_timesteps(self) -> list[float]:
+        """Where to look at the way from noise to image."""
+        return [t for t in PATH_TIMESTEPS if t < self._noise_scheduler.config.num_train_timesteps]
+
+    def _caption(self, timestep: float) -> str:
+        return f"t={timestep}"
+
+    def _examine(self) -> dict:
+        return examine_network(self._unet, self._noise_scheduler, self._samples, self._held_out)
 
     def _sample(self, weights: Callable):
         """(images, denoising paths) of the main process, from the same noise every time; None when told to stop halfway."""
@@ -110,11 +113,13 @@ class Previews:
                 batch_size=math.ceil(self._num_images / self._accelerator.num_processes),
                 should_stop=self._should_stop,
                 record_timesteps=self._timesteps,
+                predict=self.predict,
             )
 
     def _write(self, path: Path, step: int, *, raw, ema) -> None:
         path_png = path.with_name(f"{step:07d}-path.png")
-        shown = [t for _, t in path_steps(self._scheduler, self._timesteps)]  # where the chain passed: DDIM-50 starts at 980
+        # Where the chain really passed: DDIM-50 starts at 980.
+        shown = [self._caption(timestep) for _, timestep in path_steps(self._scheduler, self._timesteps)]
         captions = ("raw weights", "EMA weights" if self._ema is not None else "raw weights")
         save_png(side_by_side(to_uint8(raw[0]), to_uint8(ema[0]), captions), path)
         save_png(denoising_path(to_uint8(ema[1][:PATH_IMAGES]), shown), path_png)

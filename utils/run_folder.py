@@ -39,7 +39,9 @@ HARMLESS = {
     ),
     *("ddpm_num_inference_steps", "save_images_epochs", "save_images_steps", "save_model_epochs", "save_model_steps"),
     *("checkpointing_steps", "checkpoints_total_limit", "validation_steps", "early_stopping_patience"),
+    *("eval_steps", "eval_images", "best_metric"),
     "model_config_name_or_path",  # what it says is compared instead
+    *("ema_snapshot_steps", "ema_snapshot_dtype", "num_inference_steps"),
     *("push_to_hub", "hub_token", "hub_model_id", "hub_private_repo"),
     # Their product is compared instead, as global_batch_size: the split over processes may change.
     *("train_batch_size", "gradient_accumulation_steps"),
@@ -53,13 +55,14 @@ RUN_FILES = (
     "options.json",
     EXIT_STATUS,
     "model_index.json",
+    "edm2_pipeline.py",
     "README.md",
     "bad_images.json",
     "history.jsonl",
     "diagnosis.json",
     "report.html",
 )
-RUN_FOLDERS = ("unet", "scheduler", "samples", "logs", "nan_report", "ema_snapshots")
+RUN_FOLDERS = ("unet", "scheduler", "samples", "logs", "nan_report", "ema_snapshots", "evaluation")
 
 
 class RunFolder:

@@ -24,6 +24,7 @@ class RunRecord:
     git_commit: str | None = None
     versions: dict = field(default_factory=dict)
     exit_status: int | None = None  # None while the run goes on, and after a crash
+    unreadable: int = 0  # lines of the history that are damaged and left out
 
     @classmethod
     def read(cls, output_dir: Path) -> "RunRecord":
@@ -35,22 +36,24 @@ class RunRecord:
         except ValueError as error:
             raise UserError(f"{output_dir}/options.json is damaged: {error}") from None
         scheduler = output_dir / "scheduler" / "scheduler_config.json"
+        history = read_history(output_dir / HISTORY)
         return cls(
             output_dir,
             recorded.get("options", {}),
             recorded.get("resolved", {}),
             json.loads(scheduler.read_text()) if scheduler.exists() else {},
-            read_history(output_dir / HISTORY),
+            history,
             command=recorded.get("command") or "",
             starts=[s["started"] for s in (*recorded.get("earlier_starts", []), recorded) if s.get("started")],
             git_commit=recorded.get("git_commit"),
             versions=recorded.get("versions") or {},
             exit_status=_exit_status(output_dir),
+            unreadable=_whole_lines(output_dir / HISTORY) - len(history),
         )
 
     def series(self, tag: str) -> tuple[list[int], list[float]]:
         """(steps, values) of a logged scalar, oldest first; empty where it was never recorded."""
-        points = [(record["step"], record[tag]) for record in self.history if tag in record]
+        points = [(record["step"], record[tag]) for record in self.history if isinstance(record.get(tag), (int, float))]
         return [step for step, _ in points], [value for _, value in points]
 
     def finite(self, tag: str) -> tuple[list[int], list[float]]:
@@ -68,6 +71,11 @@ class RunRecord:
     def records(self, key: str) -> list[tuple[int, dict]]:
         """(step, record) of one of the kinds that are dicts: "layers", "data", "probe", "samples"; oldest first."""
         return [(record["step"], record[key]) for record in self.history if isinstance(record.get(key), dict)]
+
+
+def _whole_lines(path: Path) -> int:
+    """Without the last one, where a kill cut it short."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def _exit_status(output_dir: Path) -> int | None:

@@ -17,24 +17,24 @@ from torch import nn
 from utils import randomness
 from utils.errors import UserError
 
-SAMPLERS = ("ddim", "ddpm", "dpmsolver++")
+FINISHED_EDM = -10.0  # ln(sigma) / 4 below that of any step, in place of the finished image's -inf
 
 
 @contextmanager
-def full_precision(model: nn.Module) -> Iterator[nn.Module]:
+def full_precision(model: nn.Module, *, compiled: bool = False) -> Iterator[nn.Module]:
     """Inside it the unwrapped `model` runs in fp32, in eval mode and without gradients; afterwards it trains on as
     before.
 
     `accelerate.prepare` replaces `model.forward` by one that autocasts and keeps the plain one as `_original_forward`.
     That one is put in its place here and taken out again; `unwrap_model(keep_fp32_wrapper=False)` would remove
-    training's autocast for good. Modules that were compiled in place run eagerly: no graph is compiled for the
-    sampling batch, and the images are those that the exported weights give anywhere else. Raises TypeError for a DDP
-    or torch.compile wrapper, through which the autocast would stay on.
+    training's autocast for good. Modules that were compiled in place run eagerly unless `compiled`: no graph is
+    compiled for the sampling batch, and the images are those that the exported weights give anywhere else. Raises TypeError
+    for a DDP or torch.compile wrapper, through which the autocast would stay on.
     """
     if hasattr(model, "_orig_mod") or isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError(f"full_precision needs the unwrapped model, got {type(model).__name__}")
     training_modes = [(module, module.training) for module in model.modules()]
-    compiled_calls = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
+    compiled_calls = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None and not compiled]
     autocast_forward = model.forward if hasattr(model, "_original_forward") else None
     device_type = next(model.parameters()).device.type
     try:
@@ -58,18 +58,22 @@ def full_precision(model: nn.Module) -> Iterator[nn.Module]:
 
 def make_sampler(name: str, noise_scheduler):
     """A diffusers scheduler that samples what was trained: same betas, prediction type, clipping and spacing of
-    timesteps.
+    timesteps; for the config of an EDM scheduler the same noise levels, with "heun" (Karras et al. 2022) or "dpmsolver++".
 
     `name` is "ddim" (Song et al. 2021, eta = 0), "ddpm" (Ho et al. 2020, algorithm 2) or "dpmsolver++" (Lu et al. 2022,
     second order). `noise_scheduler` is the training scheduler or its config. With zero terminal SNR the timesteps are
     trailing, so that sampling starts where the noise is pure (Lin et al. 2023, section 3.3). Raises UserError.
     """
-    from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
+    from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler, EDMDPMSolverMultistepScheduler
+
+    from models.edm_heun import EDMHeunScheduler
 
     classes = {"ddim": DDIMScheduler, "ddpm": DDPMScheduler, "dpmsolver++": DPMSolverMultistepScheduler}
-    if name not in classes:
-        raise UserError(f"unknown sampler {name!r}; choose from {', '.join(SAMPLERS)}")
     config = dict(noise_scheduler if isinstance(noise_scheduler, Mapping) else noise_scheduler.config)
+    if is_edm(config):
+        classes = {"heun": EDMHeunScheduler, "dpmsolver++": EDMDPMSolverMultistepScheduler}
+    if name not in classes:
+        raise UserError(f"unknown sampler {name!r}; choose from {', '.join(classes)}")
     # With this list, from_config would replace what training left at its default by the other class's default, and the
     # list is not saved: the same model would be sampled differently during training and from its export.
     config.pop("_use_default_values", None)
@@ -83,13 +87,18 @@ def make_sampler(name: str, noise_scheduler):
     return classes[name].from_config(config)
 
 
-def path_steps(scheduler, timesteps: Sequence[int]) -> list[tuple[int, int]]:
+def is_edm(config: Mapping) -> bool:
+    """Whether a scheduler's config is of the EDM kind: noise levels sigma, in place of a chain of betas."""
+    return "sigma_data" in config
+
+
+def path_steps(scheduler, timesteps: Sequence[float]) -> list[tuple[int, float]]:
     """Where a chain comes nearest to each of `timesteps`: (step index, its timestep) for each, after `set_timesteps`.
 
     Step k is the noisy image that step k denoises; the last index, one past the steps, is the finished image and
-    counts as 0.
+    counts as 0, with EDM as FINISHED_EDM.
     """
-    chain = [*scheduler.timesteps.tolist(), 0]
+    chain = [*scheduler.timesteps.tolist(), FINISHED_EDM if is_edm(scheduler.config) else 0]
     nearest = [min(range(len(chain)), key=lambda k: (abs(chain[k] - wanted), -k)) for wanted in timesteps]
     return [(k, chain[k]) for k in nearest]
 
@@ -106,7 +115,8 @@ def sample(
     device: torch.device | str,
     batch_size: int,
     should_stop: Callable[[], bool] | None = None,
-    record_timesteps: Sequence[int] | None = None,
+    record_timesteps: Sequence[float] | None = None,
+    predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ):
     """Images [n, C, H, W], float32 in [-1, 1] on `device`, for `sample_numbers` int64 [n]; `shape` is (C, H, W).
 
@@ -114,8 +124,9 @@ def sample(
     autocast is wanted. `scheduler` comes from `make_sampler`; its timesteps are overwritten. The global random state
     is neither read nor changed. `should_stop` is asked before every step; once it says True the images are dropped and
     None is returned. With `record_timesteps` the result is (images, path): path [n, T, C, H, W] holds the noisy image
-    nearest to each of these timesteps (see `path_steps`), clamped to [-1, 1]. Raises UserError for a number of steps
-    that the scheduler cannot do.
+    nearest to each of these timesteps (see `path_steps`) as the network sees it, clamped to [-1, 1]. `predict` gives the
+    prediction from (what the network sees, timestep, sample numbers); without it the prediction is `unet`'s. Raises
+    UserError for a number of steps that the scheduler cannot do.
     """
     images, paths = [], []
     for numbers in sample_numbers.split(batch_size):
@@ -125,16 +136,18 @@ def sample(
         generators = [
             torch.Generator().manual_seed(randomness.derive_seed(seed, "sampling noise", i)) for i in numbers.tolist()
         ]
-        current = randomness.normal(seed, "sample", numbers.to(device), shape)
+        numbers = numbers.to(device)
+        current = randomness.normal(seed, "sample", numbers, shape) * scheduler.init_noise_sigma
         recorded = {}
         # The timesteps stay on the CPU: indexing the schedule by a device tensor would wait for the device at every
         # step.
         for k, timestep in enumerate(scheduler.timesteps):
             if should_stop is not None and should_stop():
                 return None
+            scaled = scheduler.scale_model_input(current, timestep)  # with EDM; the others leave it as it is
             if k in record_steps:
-                recorded[k] = current.clamp(-1.0, 1.0)
-            prediction = unet(current, timestep).sample.float()
+                recorded[k] = scaled.clamp(-1.0, 1.0)
+            prediction = (predict(scaled, timestep, numbers) if predict else unet(scaled, timestep).sample).float()
             current = scheduler.step(prediction, timestep, current, generator=generators).prev_sample
         images.append(current.clamp(-1.0, 1.0))
         if record_timesteps is not None:
@@ -143,12 +156,27 @@ def sample(
     return torch.cat(images) if record_timesteps is None else (torch.cat(images), torch.cat(paths))
 
 
+def sampling_steps(sampler: str, requested: int | None, noise_scheduler) -> int:
+    """Steps to sample with: `requested`, else 50, which DDIM needs for good images, or all of them for the full DDPM chain; 32
+    with EDM (Karras et al. 2024).
+
+    Raises UserError for a number that `sampler` cannot do on this schedule.
+    """
+    num_train_timesteps = noise_scheduler.config.num_train_timesteps
+    usual = num_train_timesteps if sampler == "ddpm" else min(50, num_train_timesteps)
+    steps = requested or (32 if is_edm(noise_scheduler.config) else usual)
+    set_timesteps(make_sampler(sampler, noise_scheduler), steps)
+    return steps
+
+
 def set_timesteps(scheduler, num_inference_steps: int) -> None:
     """Starts a chain of `num_inference_steps`. Raises UserError for a number that the scheduler cannot do."""
     limit = scheduler.config.num_train_timesteps
     if not 1 <= num_inference_steps <= limit:
         raise UserError(f"{num_inference_steps} sampling steps asked for; this model has from 1 to {limit}")
     scheduler.set_timesteps(num_inference_steps)
+    if is_edm(scheduler.config):
+        return
     chain = scheduler.timesteps
     # Integer rounding inside diffusers: leading spacing of 600 over 1000 starts at t = 599, where pure noise is no longer
     # what the network knows; trailing spacing of 61 ends at t = -1; DPM-Solver's 1000 of 1000 visit one timestep twice.
@@ -172,7 +200,8 @@ def sample_sharded(
     shape: tuple[int, int, int],
     batch_size: int,
     should_stop: Callable[[], bool] | None = None,
-    record_timesteps: Sequence[int] | None = None,
+    record_timesteps: Sequence[float] | None = None,
+    predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ):
     """`sample` of images 0 ... num_images - 1 over all processes, in order, on every process.
 
@@ -196,6 +225,7 @@ def sample_sharded(
             batch_size=batch_size,
             should_stop=should_stop,
             record_timesteps=record_timesteps,
+            predict=predict,
         )
         if result is None:
             stopped.fill_(1)

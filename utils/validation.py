@@ -1,5 +1,7 @@
 """The loss on held-out images: the same images, noise and timesteps every time, in fp32, sharded over the processes."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -50,21 +52,45 @@ def validation_loss(
     noisings are spread evenly over the schedule, one in each of len(images) x draws equal slices, so that the figure moves
     with the weights and not with the luck of the draw.
     """
-    total = len(images) * draws
     num_timesteps = noise_scheduler.config.num_train_timesteps
+
+    def losses_of(clean_images, noise, places, labels) -> torch.Tensor:
+        timesteps = (places * num_timesteps).long().to(clean_images.device)
+        noisy_images = noise_scheduler.add_noise(clean_images, noise, timesteps)
+        target = training_target(noise_scheduler, clean_images, noise, timesteps)
+        return loss_per_sample(unet(noisy_images, timesteps).sample, target, weights[timesteps])
+
+    return mean_loss(accelerator, images, losses_of, seed=seed, batch_size=batch_size, draws=draws)
+
+
+@torch.no_grad()
+def mean_loss(
+    accelerator: Accelerator,
+    images,
+    losses_of: Callable[..., torch.Tensor],
+    *,
+    seed: int,
+    batch_size: int,
+    draws: int = 4,
+) -> float:
+    """Mean of `losses_of(clean_images, noise, places, labels)` [B] over `draws` noisings of each of the held-out `images`.
+
+    `places` float64 [B], on the CPU, is where in the distribution of noise levels a noising lies, in (0, 1): they are the
+    middles of len(images) x draws equal slices. `labels` int64 [B] are the images' classes, -1 where they have none.
+    """
+    total = len(images) * draws
     device = accelerator.device
     loss_sum = torch.zeros((), dtype=torch.float64, device="cpu")
     chunks = range(0, total, batch_size)
     for first in list(chunks)[accelerator.process_index :: accelerator.num_processes]:
         numbers = torch.arange(first, min(first + batch_size, total))
-        clean_images = images.fetch((numbers % len(images)).numpy(), np.full((len(numbers), 2), 0.5, np.float32))
+        rows = (numbers % len(images)).numpy()
+        clean_images = images.fetch(rows, np.full((len(numbers), 2), 0.5, np.float32))
         clean_images = to_unit_range(torch.from_numpy(clean_images).to(device), images.max_value)
-        # A fixed shuffle decides which image gets which slice of the schedule.
+        # A fixed shuffle decides which image gets which slice.
         slices = randomness.permute(seed, "validation timesteps", torch.zeros_like(numbers), numbers, total)
-        timesteps = ((slices.double() + 0.5) / total * num_timesteps).long().to(device)
         noise = randomness.normal(seed, "validation noise", numbers.to(device), images.shape)
-        noisy_images = noise_scheduler.add_noise(clean_images, noise, timesteps)
-        target = training_target(noise_scheduler, clean_images, noise, timesteps)
-        losses = loss_per_sample(unet(noisy_images, timesteps).sample, target, weights[timesteps])
+        labels = torch.full_like(numbers, -1) if images.labels is None else torch.from_numpy(images.labels[images.shown(rows)])
+        losses = losses_of(clean_images, noise, (slices.double() + 0.5) / total, labels.to(device))
         loss_sum += losses.sum().double().cpu()
     return accelerator.reduce(loss_sum.float().to(device), "sum").item() / total

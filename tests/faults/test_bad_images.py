@@ -38,11 +38,11 @@ def photos(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def flags(tiny_flags, photos, tmp_path_factory) -> list[str]:
+def flags(script_flags, photos, tmp_path_factory) -> list[str]:
     """24 updates of 8 images, which is a little more than one pass; two validations."""
-    dataset = tiny_flags.index("--dataset_name")
+    dataset = script_flags.index("--dataset_name")
     return [
-        *(tiny_flags[:dataset] + tiny_flags[dataset + 2 :]),
+        *(script_flags[:dataset] + script_flags[dataset + 2 :]),
         *("--train_data_dir", photos, "--cache_dir", tmp_path_factory.mktemp("cache"), "--balanced_sampling"),
         *("--max_train_steps", "24", "--checkpointing_steps", "8", "--logging_steps", "6"),
         *("--validation_images", "6", "--validation_steps", "24"),

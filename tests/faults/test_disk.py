@@ -28,10 +28,10 @@ def small_disk(folder: Path, options: str = "size=12m"):
 
 
 @pytest.fixture(scope="module")
-def whole(server, script, tiny_flags, tmp_path_factory) -> Path:
+def whole(server, script, script_flags, tmp_path_factory) -> Path:
     """A run that nothing happened to."""
     folder = tmp_path_factory.mktemp("whole")
-    [run] = server.start([script, *tiny_flags, *FLAGS, "--output_dir", folder])
+    [run] = server.start([script, *script_flags, *FLAGS, "--output_dir", folder])
     assert run.wait() == 0, run.text()
     return folder
 
@@ -42,11 +42,11 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(server, script, tiny_flags, whole, tmp_path):
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(server, script, script_flags, whole, tmp_path):
     with small_disk(tmp_path / "disk") as disk:
         folder = disk / "run"
         fault = ["disk-full", "--step", 3, "--value", disk]  # until update 5: the save after 4 fails
-        flags = [*tiny_flags, *FLAGS, "--output_dir", folder, "--save_images_steps", 4, "--save_model_steps", 4]
+        flags = [*script_flags, *FLAGS, "--output_dir", folder, "--save_images_steps", 4, "--save_model_steps", 4]
         [run] = server.start(["tests/faults/inject.py", script, *fault, "--", *flags])
         assert run.wait() == 0, run.text()
         assert "checkpoint-4 was not saved, earlier ones are whole" in run.text()
@@ -61,10 +61,10 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(server, script, tiny_fla
 
 
 @pytest.mark.parametrize(("processes", "rank", "limit"), [(1, 0, 20_000), (2, 0, 20_000), (2, 1, 1_000)])
-def test_a_file_that_cannot_be_written_on_one_rank(server, script, tiny_flags, tmp_path, processes, rank, limit):
+def test_a_file_that_cannot_be_written_on_one_rank(server, script, script_flags, tmp_path, processes, rank, limit):
     """20,000 bytes hold all but weights and optimizer; 1,000 not even the random states, which are all that rank 1 writes."""
     fault = ["file-size", "--rank", rank, "--step", 3, "--value", limit]
-    flags = [*tiny_flags, *FLAGS, "--output_dir", tmp_path, "--train_batch_size", 8 // processes, "--save_model_steps", 4]
+    flags = [*script_flags, *FLAGS, "--output_dir", tmp_path, "--train_batch_size", 8 // processes, "--save_model_steps", 4]
     runs = server.start(["tests/faults/inject.py", script, *fault, "--", *flags], processes)
     assert [run.wait() for run in runs] == [0] * processes, runs[rank].text()
     assert "checkpoint-4 was not saved, earlier ones are whole" in runs[0].text()
@@ -75,12 +75,12 @@ def test_a_file_that_cannot_be_written_on_one_rank(server, script, tiny_flags, t
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "deleted"])
-def test_each_damaged_file_is_noticed_before_anything_is_loaded(server, script, tiny_flags, whole, tmp_path, damage):
+def test_each_damaged_file_is_noticed_before_anything_is_loaded(server, script, script_flags, whole, tmp_path, damage):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     files = sorted(path for path in (folder / "checkpoint-8").rglob("*") if path.is_file())
     assert len(files) >= 6
-    flags = [*tiny_flags, *FLAGS, "--output_dir", folder, "--resume_from_checkpoint"]
+    flags = [*script_flags, *FLAGS, "--output_dir", folder, "--resume_from_checkpoint"]
     for file in files:
         content = file.read_bytes()
         middle = len(content) // 2
@@ -105,11 +105,11 @@ def test_each_damaged_file_is_noticed_before_anything_is_loaded(server, script, 
     assert differences(folder, whole) == []
 
 
-def test_an_output_that_cannot_be_written_is_named_at_once(server, script, tiny_flags, tmp_path):
+def test_an_output_that_cannot_be_written_is_named_at_once(server, script, script_flags, tmp_path):
     (tmp_path / "file").write_text("mine")
     with small_disk(tmp_path / "disk", "size=1m,ro") as disk:
         for folder in (disk / "run", disk, tmp_path / "file", tmp_path / "file" / "run"):
-            [run] = server.start([script, *tiny_flags, "--output_dir", folder])
+            [run] = server.start([script, *script_flags, "--output_dir", folder])
             assert run.wait() == 2, run.text()
             [line] = run.text().splitlines()
             assert line.startswith(f"error: cannot write to --output_dir {folder}: ")

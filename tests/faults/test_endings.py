@@ -18,14 +18,14 @@ def exit_status(folder) -> int:
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_a_signal_before_the_first_update_is_a_stop_and_no_crash(server, script, tiny_flags, tmp_path, number):
-    fault = ["signal-in-setup", "--value", number, "--", *tiny_flags, "--output_dir", tmp_path]
+def test_a_signal_before_the_first_update_is_a_stop_and_no_crash(server, script, script_flags, tmp_path, number):
+    fault = ["signal-in-setup", "--value", number, "--", *script_flags, "--output_dir", tmp_path]
     [run] = server.start(["tests/faults/inject.py", script, *fault])
     assert run.wait() == 75, run.text()
     assert not list(tmp_path.glob("checkpoint-*")) and "Traceback" not in run.text()
 
 
-def test_a_stop_that_could_not_save_is_no_stop_to_run_again(train_script, tiny_flags, tmp_path, monkeypatch, capsys):
+def test_a_stop_that_could_not_save_is_no_stop_to_run_again(train_script, script_flags, tmp_path, monkeypatch, capsys):
     import utils.checkpoints
     import utils.tracking
 
@@ -38,25 +38,25 @@ def test_a_stop_that_could_not_save_is_no_stop_to_run_again(train_script, tiny_f
 
     monkeypatch.setattr(utils.tracking.ProgressBar, "update", stop_after_three)
     monkeypatch.setattr(utils.checkpoints, "_publish", full_disk)
-    assert train_script([*tiny_flags, "--output_dir", tmp_path]) == 1
+    assert train_script([*script_flags, "--output_dir", tmp_path]) == 1
     said = capsys.readouterr()
     assert "checkpoint-3 was not saved" in said.out + said.err
     assert "continue with" not in said.out + said.err and exit_status(tmp_path) == 1
 
 
-def test_a_finished_run_without_its_last_picture_is_finished(train_script, tiny_flags, tmp_path, monkeypatch, capsys):
+def test_a_finished_run_without_its_last_picture_is_finished(train_script, script_flags, tmp_path, monkeypatch, capsys):
     import utils.previews
 
     monkeypatch.setattr(utils.previews, "save_png", full_disk)
-    assert train_script([*tiny_flags, "--output_dir", tmp_path]) == 0
+    assert train_script([*script_flags, "--output_dir", tmp_path]) == 0
     said = capsys.readouterr()
     assert "left out: No space left on device" in said.out + said.err
     assert (tmp_path / "model_index.json").exists() and exit_status(tmp_path) == 0
 
 
-def test_a_pipeline_that_cannot_be_written_costs_no_update(train_script, tiny_flags, tmp_path, monkeypatch):
+def test_a_pipeline_that_cannot_be_written_costs_no_update(train_script, script_flags, tmp_path, monkeypatch):
     import utils.export
 
     monkeypatch.setattr(utils.export, "export_pipeline", full_disk)
-    assert train_script([*tiny_flags, "--output_dir", tmp_path]) == 1
+    assert train_script([*script_flags, "--output_dir", tmp_path]) == 1
     assert verify_checkpoint(tmp_path / "checkpoint-8") is None and exit_status(tmp_path) == 1

@@ -12,17 +12,17 @@ from utils.checkpoints import find_checkpoint, list_checkpoints
 FREQUENT = ["--max_train_steps", 24, "--checkpointing_steps", 3]
 
 
-def test_random_kills_cost_nothing_but_time(server, script, tiny_flags, tmp_path):
-    tally = kill_at_random(server, script, [*tiny_flags, *FREQUENT], tmp_path, kills=20, seed=1)
+def test_random_kills_cost_nothing_but_time(server, script, script_flags, tmp_path):
+    tally = kill_at_random(server, script, [*script_flags, *FREQUENT], tmp_path, kills=20, seed=1)
     assert (tally.invalid, tally.different) == ([], [])
     assert tally.kills == 20 and tally.finished > 0
     assert 5 <= tally.in_save < 20  # with this seed on any machine: half of them aim at a save
     assert max(tally.updates_lost) <= 4  # a checkpoint every 3, and the update whose batch had just been fetched
 
 
-def test_killed_before_each_touch_of_the_disk_in_a_save(server, script, tiny_flags, tmp_path):
+def test_killed_before_each_touch_of_the_disk_in_a_save(server, script, script_flags, tmp_path):
     """The save replaces an older checkpoint of the same step and prunes another: all that publishing can have to do."""
-    flags = [*tiny_flags, "--output_dir", tmp_path / "run", "--max_train_steps", 6, "--checkpointing_steps", 2]
+    flags = [*script_flags, "--output_dir", tmp_path / "run", "--max_train_steps", 6, "--checkpointing_steps", 2]
     [run] = server.start([script, *flags])
     assert run.wait() == 0, run.text()
     original, folder = tmp_path / "original", tmp_path / "run"
@@ -50,9 +50,9 @@ def test_killed_before_each_touch_of_the_disk_in_a_save(server, script, tiny_fla
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_kill_9_of_a_run_started_as_users_do(server, script, tiny_flags, tmp_path, processes):
+def test_kill_9_of_a_run_started_as_users_do(server, script, script_flags, tmp_path, processes):
     """A process of its own, with all its imports and a loader's worker; and two under torchrun."""
-    flags = [*tiny_flags, *FREQUENT, "--train_batch_size", 8 // processes]
+    flags = [*script_flags, *FREQUENT, "--train_batch_size", 8 // processes]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     runs = server.start([script, *flags, "--output_dir", whole], processes)
     assert [run.wait() for run in runs] == [0] * processes, runs[0].text()

@@ -1,5 +1,6 @@
 """Losses and gradients that are not finite: nothing changes, the report names the culprit, a row of them ends the run."""
 
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from conftest import logged_scalars
 from safetensors.torch import load_file
 
 from utils import randomness
+from utils.edm import Losses, training_noise_levels
 from utils.gradients import Gradients
 from utils.nonfinite import BadUpdates
 
@@ -73,39 +75,71 @@ def assert_unchanged(before: Path, after: Path) -> None:
     assert all(torch.equal(first[key][name], second[key][name]) for key in first for name in first[key])
 
 
-def spoil(monkeypatch, spoils, part=lambda unet: unet.mid_block.resnets[0]):
-    """Lets the network's `part` give NaN for the samples [B] of which `spoils(call, timesteps)` is true."""
-    import utils.unet
+class OfDDPM:
+    """Where train_ddpm.py takes its network from, a part of it, and what tells its samples' noise levels apart."""
 
-    make_unet, calls, seen = utils.unet.make_unet, [0], {}
+    factory, part, part_class = "utils.unet.make_unet", "mid_block.resnets.0", "ResnetBlock2D"
+    level, losses = "timesteps", "utils.diffusion.loss_per_sample"
 
-    def spoiled_unet(**options):
-        unet = make_unet(**options)
+    @staticmethod
+    def levels(numbers: torch.Tensor) -> torch.Tensor:
+        return randomness.integers(0, "timesteps", numbers, 1000)
+
+    @staticmethod
+    def plus(losses: torch.Tensor, number: float):
+        return losses + number
+
+
+class OfEDM2:
+    factory, part, part_class = "utils.edm2_network.make_denoiser", "unet.decoder.0", "EDM2Block"
+    level, losses = "sigmas", "utils.edm.losses_per_sample"
+
+    @staticmethod
+    def levels(numbers: torch.Tensor) -> torch.Tensor:
+        return training_noise_levels(0, numbers, -0.8, 1.6)
+
+    @staticmethod
+    def plus(losses: Losses, number: float):
+        return losses._replace(total=losses.total + number)
+
+
+@pytest.fixture
+def trained(script):
+    return {"train_ddpm.py": OfDDPM, "train_edm2.py": OfEDM2}[script]
+
+
+def spoil(monkeypatch, trained, spoils):
+    """Lets a part of the network give NaN for the samples [B] of which `spoils(call, noise levels)` is true."""
+    module, factory = trained.factory.rsplit(".", 1)
+    make, calls, seen = getattr(importlib.import_module(module), factory), [0], {}
+
+    def spoiled_network(**options):
+        network = make(**options)
 
         def note(module, inputs):
-            seen["timesteps"], calls[0] = inputs[1], calls[0] + 1
+            seen["levels"], calls[0] = inputs[1], calls[0] + 1
 
         def hook(module, inputs, output):
             if not torch.is_grad_enabled():  # samples are left alone
                 return output
-            chosen = spoils(calls[0], seen["timesteps"])
+            chosen = spoils(calls[0], seen["levels"])
             return output.masked_fill(chosen[:, None, None, None], float("nan"))
 
-        unet.register_forward_pre_hook(note)
-        part(unet).register_forward_hook(hook)
-        return unet
+        network.register_forward_pre_hook(note)
+        network.get_submodule(trained.part).register_forward_hook(hook)
+        return network
 
-    monkeypatch.setattr(utils.unet, "make_unet", spoiled_unet)
+    monkeypatch.setattr(trained.factory, spoiled_network)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_one_bad_sample_changes_nothing_and_is_named(train_script, tiny_flags, tmp_path, monkeypatch, accumulation):
+def test_one_bad_sample_changes_nothing_and_is_named(train_script, script_flags, trained, tmp_path, monkeypatch, accumulation):
     numbers = torch.arange(64)
-    timesteps = randomness.integers(0, "timesteps", numbers, 1000)
+    levels = trained.levels(numbers)
     culprit = 21  # of update 3, samples 16 to 23
-    assert (timesteps == timesteps[culprit]).sum() == 1
-    spoil(monkeypatch, lambda call, t: t == timesteps[culprit])
-    flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "1", "--logging_steps", "4"]
+    assert (levels == levels[culprit]).sum() == 1
+    spoil(monkeypatch, trained, lambda call, level: level == levels[culprit])
+    flags = [*script_flags, "--output_dir", tmp_path, "--checkpointing_steps", "1", "--logging_steps", "4"]
     split = ["--train_batch_size", 8 // accumulation, "--gradient_accumulation_steps", accumulation]
     assert train_script([*flags, *split]) == 0
     before, after, later = (tmp_path / f"checkpoint-{step}" for step in (2, 3, 4))
@@ -114,28 +148,31 @@ def test_one_bad_sample_changes_nothing_and_is_named(train_script, tiny_flags, t
         assert_unchanged(after, later)
     assert logged_scalars(tmp_path, "train/skipped_updates") == {4: 1, 8: 1}
     report = json.loads((tmp_path / "nan_report/update-3/report.json").read_text())
-    assert [(s["sample_number"], s["timestep"]) for s in report["bad_samples"]] == [(culprit, timesteps[culprit])]
+    level = trained.level.removesuffix("s")
+    assert [(s["sample_number"], s[level]) for s in report["bad_samples"]] == [(culprit, levels[culprit])]
     assert (report["bad_samples"][0]["loss"], report["bad_samples"][0]["loss_again"]) == ("nan", "nan")
-    assert report["first_bad_module"] == {"name": "mid_block.resnets.0", "class": "ResnetBlock2D", "inputs_finite": True}
+    assert report["first_bad_module"] == {"name": trained.part, "class": trained.part_class, "inputs_finite": True}
     assert report["bad_gradients"]["count"] > 0
     assert len(report["samples"]) == 8
     batch = load_file(tmp_path / "nan_report/update-3/rank0.safetensors")
     assert batch["sample_numbers"].tolist() == list(range(16, 24))
-    assert batch["timesteps"].tolist() == timesteps[16:24].tolist()
+    assert batch[trained.level].tolist() == levels[16:24].tolist()
     assert torch.equal(batch["noise"], randomness.normal(0, "noise", numbers[16:24], (1, 16, 16)))
     assert (tmp_path / "nan_report/update-3/rank0.png").exists()
     assert not list(tmp_path.glob("nan_report/update-[!3]"))
 
 
 @pytest.mark.parametrize("options", [["--dropout", "0.2"], ["--spectral_norm"], ["--gradient_checkpointing"]], ids=str)
-def test_the_report_leaves_the_training_as_it_was(train_script, tiny_flags, tmp_path, monkeypatch, options):
+def test_the_report_leaves_the_training_as_it_was(train_script, script_flags, trained, tmp_path, monkeypatch, options):
     """Bad in update 3 alone, whatever is computed again: the same weights with a report at once and with one at the end."""
+    if options == ["--spectral_norm"] and trained is OfEDM2:
+        pytest.skip("EDM2 normalises its weights in its own way")
     for name, logging_steps in (("often", 1), ("late", 8)):
         with monkeypatch.context() as patch:
             # Gradient checkpointing calls the part again for the backward pass; the network as a whole once per update.
-            spoil(patch, lambda call, t: torch.full_like(t, call == 3, dtype=torch.bool))
+            spoil(patch, trained, lambda call, level: torch.full_like(level, call == 3, dtype=torch.bool))
             flags = [*options, "--checkpointing_steps", "8", "--logging_steps", logging_steps]
-            assert train_script([*tiny_flags, *flags, "--output_dir", tmp_path / name]) == 0
+            assert train_script([*script_flags, *flags, "--output_dir", tmp_path / name]) == 0
         report = json.loads((tmp_path / name / "nan_report/update-3/report.json").read_text())
         assert report["bad_samples"][0]["loss"] == "nan" and report["first_bad_module"] is None  # not when computed again
     for file in CHECKPOINT_FILES:
@@ -143,45 +180,46 @@ def test_the_report_leaves_the_training_as_it_was(train_script, tiny_flags, tmp_
         assert often.read_bytes() == late.read_bytes(), file
 
 
-def test_a_row_that_has_ended_does_not_end_the_run(train_script, tiny_flags, tmp_path, monkeypatch):
-    spoil(monkeypatch, lambda call, t: torch.full_like(t, 3 <= call <= 6, dtype=torch.bool))
-    flags = [*tiny_flags, "--output_dir", tmp_path, "--max_bad_steps", "3", "--logging_steps", "8"]
+def test_a_row_that_has_ended_does_not_end_the_run(train_script, script_flags, trained, tmp_path, monkeypatch):
+    spoil(monkeypatch, trained, lambda call, level: torch.full_like(level, 3 <= call <= 6, dtype=torch.bool))
+    flags = [*script_flags, "--output_dir", tmp_path, "--max_bad_steps", "3", "--logging_steps", "8"]
     assert train_script(flags) == 0
     assert logged_scalars(tmp_path, "train/bad_updates_in_a_row") == {8: 4}
 
 
-def test_a_loss_that_is_not_finite_is_skipped_even_if_its_gradient_is(train_script, tiny_flags, tmp_path, monkeypatch):
-    import utils.diffusion
+def test_a_loss_that_is_not_finite_is_skipped_even_if_its_gradient_is(
+    train_script, script_flags, trained, tmp_path, monkeypatch
+):
+    module, name = trained.losses.rsplit(".", 1)
+    calls, original = [0], getattr(importlib.import_module(module), name)
 
-    calls, original = [0], utils.diffusion.loss_per_sample
-
-    def infinite(prediction, target, weights):
+    def infinite(*arguments):
         calls[0] += 1
-        return original(prediction, target, weights) + (float("inf") if calls[0] == 3 else 0.0)
+        return trained.plus(original(*arguments), float("inf") if calls[0] == 3 else 0.0)
 
-    monkeypatch.setattr(utils.diffusion, "loss_per_sample", infinite)
-    assert train_script([*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "1"]) == 0
+    monkeypatch.setattr(trained.losses, infinite)
+    assert train_script([*script_flags, "--output_dir", tmp_path, "--checkpointing_steps", "1"]) == 0
     assert_unchanged(tmp_path / "checkpoint-2", tmp_path / "checkpoint-3")
     assert logged_scalars(tmp_path, "train/skipped_updates")[8] == 1
 
 
-def test_a_report_that_fails_does_not_end_the_run(train_script, tiny_flags, tmp_path, monkeypatch, capsys):
+def test_a_report_that_fails_does_not_end_the_run(train_script, script_flags, trained, tmp_path, monkeypatch, capsys):
     import utils.nan_report
 
     def fails(*arguments):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(utils.nan_report, "find_first_bad_module", fails)
-    spoil(monkeypatch, lambda call, t: torch.full_like(t, call == 3, dtype=torch.bool))
-    assert train_script([*tiny_flags, "--output_dir", tmp_path]) == 0
+    spoil(monkeypatch, trained, lambda call, level: torch.full_like(level, call == 3, dtype=torch.bool))
+    assert train_script([*script_flags, "--output_dir", tmp_path]) == 0
     said = capsys.readouterr()
     assert "its report is not complete (OutOfMemoryError: no room)" in said.out + said.err
     assert json.loads((tmp_path / "nan_report/update-3/report.json").read_text())["bad_gradients"]["count"] > 0
 
 
-def test_too_many_in_a_row_end_the_run_with_the_last_good_weights(train_script, tiny_flags, tmp_path, monkeypatch, capsys):
-    spoil(monkeypatch, lambda call, t: torch.full_like(t, call > 4, dtype=torch.bool))
-    flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4", "--max_bad_steps", "3"]
+def test_too_many_in_a_row_end_the_run_with_good_weights(train_script, script_flags, trained, tmp_path, monkeypatch, capsys):
+    spoil(monkeypatch, trained, lambda call, level: torch.full_like(level, call > 4, dtype=torch.bool))
+    flags = [*script_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4", "--max_bad_steps", "3"]
     assert train_script([*flags, "--max_train_steps", "50"]) == 3
     assert_unchanged(tmp_path / "checkpoint-4", tmp_path / "checkpoint-7")
     output = capsys.readouterr()

@@ -29,10 +29,10 @@ def state_of(checkpoint: Path) -> dict:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_nan_on_one_rank_changes_nothing_on_any(server, script, tiny_flags, tmp_path, rank):
-    flags = [*tiny_flags, *HALVES, "--checkpointing_steps", 1, "--output_dir", tmp_path / "nan"]
+def test_a_nan_on_one_rank_changes_nothing_on_any(server, script, script_flags, tmp_path, rank):
+    flags = [*script_flags, *HALVES, "--checkpointing_steps", 1, "--output_dir", tmp_path / "nan"]
     runs = server.start([INJECT, script, "nan", "--rank", rank, "--step", 5, "--", *flags], 2)
-    runs += server.start([script, *tiny_flags, *HALVES, "--output_dir", tmp_path / "whole"], 2)
+    runs += server.start([script, *script_flags, *HALVES, "--output_dir", tmp_path / "whole"], 2)
     assert [run.wait() for run in runs] == [0] * 4, runs[0].text()
     before, after, later = (tmp_path / "nan" / f"checkpoint-{step}" for step in (4, 5, 6))
     assert all(same(before / name, after / name) for name in BYTES[:2])
@@ -44,9 +44,9 @@ def test_a_nan_on_one_rank_changes_nothing_on_any(server, script, tiny_flags, tm
 
 
 @pytest.mark.parametrize(("rank", "fault"), [(0, "SIGKILL"), (1, "SIGKILL"), (1, "oom")])
-def test_the_others_leave_when_a_rank_is_lost(server, script, tiny_flags, tmp_path, rank, fault):
+def test_the_others_leave_when_a_rank_is_lost(server, script, script_flags, tmp_path, rank, fault):
     """Forked processes, which no launcher ends: they have to notice by themselves."""
-    flags = [*tiny_flags, *HALVES, "--checkpointing_steps", 2, "--output_dir", tmp_path]
+    flags = [*script_flags, *HALVES, "--checkpointing_steps", 2, "--output_dir", tmp_path]
     options = ["oom"] if fault == "oom" else ["signal", "--value", fault]
     runs = server.start([INJECT, script, *options, "--rank", rank, "--step", 5, "--", *flags], 2)
     lost, other = runs[rank], runs[1 - rank]
@@ -62,8 +62,8 @@ def test_the_others_leave_when_a_rank_is_lost(server, script, tiny_flags, tmp_pa
         assert "predicted: " in lost.text() and "predicted: " not in other.text()
 
 
-def test_out_of_memory_in_one_process(server, script, tiny_flags, tmp_path):
-    [run] = server.start([INJECT, script, "oom", "--step", 3, "--", *tiny_flags, "--output_dir", tmp_path])
+def test_out_of_memory_in_one_process(server, script, script_flags, tmp_path):
+    [run] = server.start([INJECT, script, "oom", "--step", 3, "--", *script_flags, "--output_dir", tmp_path])
     assert run.wait() == 1
     assert "error: out of memory on rank 0: CUDA out of memory" in run.text() and "Traceback" not in run.text()
 
@@ -75,8 +75,8 @@ def test_out_of_memory_in_one_process(server, script, tiny_flags, tmp_path):
         *(("SIGINT", 1, 2), ("SIGUSR1", 0, 2), ("SIGUSR1", 1, 0)),
     ],
 )
-def test_a_signal_to_any_rank_stops_all_at_the_same_update(server, script, tiny_flags, tmp_path, number, rank, workers):
-    flags = [*tiny_flags, *HALVES, "--max_train_steps", 1000, "--output_dir", tmp_path, "--dataloader_num_workers", workers]
+def test_a_signal_to_any_rank_stops_all_at_the_same_update(server, script, script_flags, tmp_path, number, rank, workers):
+    flags = [*script_flags, *HALVES, "--max_train_steps", 1000, "--output_dir", tmp_path, "--dataloader_num_workers", workers]
     trace = tmp_path / "trace"
     fault = ["signal", "--value", number, "--rank", rank, "--step", 5]
     record = [] if workers else ["--record", trace]  # workers fetch ahead
@@ -91,15 +91,15 @@ def test_a_signal_to_any_rank_stops_all_at_the_same_update(server, script, tiny_
 
 
 @pytest.mark.parametrize(("number", "workers"), [("SIGTERM", 0), ("SIGINT", 2), ("SIGUSR1", 0)])
-def test_a_signal_to_one_process(server, script, tiny_flags, tmp_path, number, workers):
-    flags = [*tiny_flags, "--max_train_steps", 1000, "--output_dir", tmp_path, "--dataloader_num_workers", workers]
+def test_a_signal_to_one_process(server, script, script_flags, tmp_path, number, workers):
+    flags = [*script_flags, "--max_train_steps", 1000, "--output_dir", tmp_path, "--dataloader_num_workers", workers]
     [run] = server.start([INJECT, script, "signal", "--value", number, "--step", 5, "--", *flags])
     assert run.wait() == 75, run.text()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-5"] and all_valid(tmp_path)
 
 
-def test_two_interrupts_leave_at_once(server, script, tiny_flags, tmp_path):
-    flags = [*tiny_flags, "--max_train_steps", 1000, "--checkpointing_steps", 2, "--output_dir", tmp_path]
+def test_two_interrupts_leave_at_once(server, script, script_flags, tmp_path):
+    flags = [*script_flags, "--max_train_steps", 1000, "--checkpointing_steps", 2, "--output_dir", tmp_path]
     [run] = server.start([INJECT, script, "signal", "--value", "SIGINT,SIGINT", "--step", 5, "--", *flags])
     assert run.wait() == 128 + signal.SIGINT, run.text()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"] and all_valid(tmp_path)
@@ -150,9 +150,9 @@ def wait_until(condition, seconds: float, process: subprocess.Popen | None = Non
         time.sleep(0.02)
 
 
-def test_a_rank_that_hangs_under_torchrun(script, tiny_flags, tmp_path):
+def test_a_rank_that_hangs_under_torchrun(script, script_flags, tmp_path):
     fault = ["signal", "--value", "SIGSTOP", "--rank", 1, "--step", 5]
-    flags = [*tiny_flags, *HALVES, "--checkpointing_steps", 2]
+    flags = [*script_flags, *HALVES, "--checkpointing_steps", 2]
     with launched(TORCHRUN, [ROOT / INJECT, script, *fault, "--", *flags], tmp_path) as process:
         wait_until(lambda: newest(tmp_path) == 4, 90, process)
         wait_until(lambda: len(training(tmp_path)) == 1, TIMEOUT + GRACE)  # the one that hangs
@@ -167,9 +167,9 @@ def test_a_rank_that_hangs_under_torchrun(script, tiny_flags, tmp_path):
     [(TORCHRUN, "SIGKILL"), (ACCELERATE, "SIGKILL"), (ACCELERATE, "SIGTERM"), (TORCHRUN, "SIGTERM")],
     ids=["torchrun-SIGKILL", "accelerate-SIGKILL", "accelerate-SIGTERM", "torchrun-SIGTERM"],
 )
-def test_a_launcher_that_ends_leaves_no_process_and_a_checkpoint(script, tiny_flags, tmp_path, launcher, number):
+def test_a_launcher_that_ends_leaves_no_process_and_a_checkpoint(script, script_flags, tmp_path, launcher, number):
     batch = 4 if launcher is TORCHRUN else 8
-    flags = [*tiny_flags, "--train_batch_size", batch, "--max_train_steps", 100_000, "--checkpointing_steps", 10]
+    flags = [*script_flags, "--train_batch_size", batch, "--max_train_steps", 100_000, "--checkpointing_steps", 10]
     with launched(launcher, [ROOT / script, *flags], tmp_path) as process:
         wait_until(lambda: newest(tmp_path) >= 10, 90, process)
         assert len(training(tmp_path)) == 8 // batch

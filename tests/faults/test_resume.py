@@ -17,10 +17,10 @@ WEIGHTS_TOLERANCE = 1e-3  # relative, per tensor; 6e-5 was measured: Adam enlarg
 
 
 @pytest.fixture(scope="module")
-def run_to_resume(server, script, tiny_flags, tmp_path_factory):
+def run_to_resume(server, script, script_flags, tmp_path_factory):
     """Flags of a finished run with checkpoints at 4 and 8, and its folder."""
     folder = tmp_path_factory.mktemp("run")
-    flags = [*tiny_flags, "--checkpointing_steps", 4, "--output_dir", folder]
+    flags = [*script_flags, "--checkpointing_steps", 4, "--output_dir", folder]
     [run] = server.start([script, *flags])
     assert run.wait() == 0, run.text()
     return flags, folder
@@ -46,12 +46,12 @@ def test_a_changed_option_is_refused_with_a_diff(server, script, run_to_resume, 
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
-def test_a_network_that_changed_under_its_name_is_refused(server, script, tiny_flags, tmp_path):
-    named = tiny_flags.index("--model_config_name_or_path") + 1
-    config = json.loads(Path(tiny_flags[named], "config.json").read_text())
+def test_a_network_that_changed_under_its_name_is_refused(server, script, script_flags, tmp_path):
+    named = script_flags.index("--model_config_name_or_path") + 1
+    config = json.loads(Path(script_flags[named], "config.json").read_text())
     (tmp_path / "network").mkdir()
     (tmp_path / "network/config.json").write_text(json.dumps(config))
-    flags = [*tiny_flags, "--checkpointing_steps", 4, "--output_dir", tmp_path / "run"]
+    flags = [*script_flags, "--checkpointing_steps", 4, "--output_dir", tmp_path / "run"]
     flags[named] = tmp_path / "network"
     [run] = server.start([script, *flags])
     assert run.wait() == 0, run.text()
@@ -86,9 +86,9 @@ def largest_difference(first: Path, second: Path) -> float:
     return max(((first[k] - second[k]).norm() / first[k].norm().clamp(min=1e-6)).item() for k in first)
 
 
-def test_2_then_1_then_4_processes_train_as_1(server, script, tiny_flags, tmp_path):
+def test_2_then_1_then_4_processes_train_as_1(server, script, script_flags, tmp_path):
     """Each life ends by a signal; almost five passes over 40 images, of which each shows every image once."""
-    flags = [*tiny_flags, "--max_train_steps", STEPS, "--max_train_images", IMAGES, "--checkpointing_steps", STEPS]
+    flags = [*script_flags, "--max_train_steps", STEPS, "--max_train_images", IMAGES, "--checkpointing_steps", STEPS]
     traces = tmp_path / "whole-trace", tmp_path / "elastic-trace"
     whole, elastic = tmp_path / "whole", tmp_path / "elastic"
     [run] = server.start([INJECT, script, "none", "--record", traces[0], "--", *flags, "--output_dir", whole])

@@ -25,10 +25,10 @@ class Malicious:
 
 
 @pytest.mark.parametrize("form", ["pickle", "torch"])
-def test_code_hidden_in_any_file_of_a_checkpoint_is_not_run(server, script, tiny_flags, tmp_path, form):
+def test_code_hidden_in_any_file_of_a_checkpoint_is_not_run(server, script, script_flags, tmp_path, form):
     """The manifest is made to fit, so that only the way of loading stands in between."""
     folder, sentinel = tmp_path / "run", tmp_path / "executed"
-    flags = [*tiny_flags, "--output_dir", folder, "--checkpointing_steps", 4]
+    flags = [*script_flags, "--output_dir", folder, "--checkpointing_steps", 4]
     [run] = server.start([script, *flags])
     assert run.wait() == 0, run.text()
     checkpoint, original = folder / "checkpoint-4", tmp_path / "original"
@@ -93,11 +93,11 @@ def test_no_source_asks_for_code_to_be_run():
     ],
     ids=lambda flags: " ".join(flags),
 )
-def test_nothing_is_written_outside_the_folder_of_the_run(server, script, tiny_flags, tmp_path, flags):
+def test_nothing_is_written_outside_the_folder_of_the_run(server, script, script_flags, tmp_path, flags):
     folder = tmp_path / "a" / "b" / "run"
     flags = [flag.format(outside=tmp_path / "outside") for flag in flags]
     (tmp_path / "outside").mkdir()
-    [run] = server.start([script, *tiny_flags, "--output_dir", folder, *flags])
+    [run] = server.start([script, *script_flags, "--output_dir", folder, *flags])
     assert run.wait() in (0, 2), run.text()
     written = [path for path in tmp_path.rglob("*") if path.is_file() and folder not in path.parents]
     assert not written
@@ -128,8 +128,8 @@ def bad_data(tmp_path_factory) -> dict[str, Path]:
     ],
     ids=["unknown-column", "text-column", "tiny", "empty"],
 )
-def test_useless_data_is_named_in_one_line(server, script, tiny_flags, tmp_path, bad_data, processes, name, flags, message):
-    flags = [*tiny_flags, "--dataset_name", bad_data[name], *flags, "--output_dir", tmp_path]
+def test_useless_data_is_named_in_one_line(server, script, script_flags, tmp_path, bad_data, processes, name, flags, message):
+    flags = [*script_flags, "--dataset_name", bad_data[name], *flags, "--output_dir", tmp_path]
     runs = server.start([script, *flags, "--train_batch_size", 8 // processes], processes)
     assert [run.wait() for run in runs] == [2] * processes, runs[0].text()
     lines = [line for run in runs for line in run.text().splitlines() if line.startswith("error: ")]

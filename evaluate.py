@@ -1,0 +1,309 @@
+"""Quality and diversity of a model's images, against a dataset or another folder.
+
+    accelerate launch evaluate.py --pipeline runs/digits --dataset_name digits
+    accelerate launch evaluate.py --pipeline runs/a runs/b/checkpoint-3000 --dataset_name uoft-cs/cifar10 --seeds 0 1 2
+    accelerate launch evaluate.py --images out --reference photos
+    accelerate launch evaluate.py make-reference --dataset_name digits --resolution 16 --image_channels 1 --output
+    digits.safetensors accelerate launch evaluate.py --pipeline runs/digits --reference digits.safetensors
+
+Prints distances (Frechet, kernel), diversity, memorisation, and what kind of collapse there is, if any, with cause and fix;
+beside each figure what real images give against other real ones. Figures are named after the extractor, and only what was
+made alike is put into one table: `--compare evaluation.json` adds earlier results. Image i is that of generate.py for the
+same seed and batch size.
+
+Stopped before the end? The same command starts again; what it computed of the reference is kept in the cache. Exit status: 0
+evaluated, whatever was found; 2 a mistake in the command or the data.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from utils.cli import add_data_flags, data_options, positive_int, run_script
+from utils.errors import UserError
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("command", nargs="?", choices=("make-reference",), help="store the statistics of real images")
+    group = parser.add_argument_group("what is evaluated")
+    group.add_argument(
+        "--pipeline", nargs="+", default=[], help="diffusers pipelines: folders, Hub names, checkpoints of a run"
+    )
+    group.add_argument("--images", nargs="+", type=Path, default=[], help="folders of finished images, all of one size")
+    group.add_argument(
+        "--compare", nargs="+", type=Path, default=[], help="evaluation.json of earlier calls, into the same table"
+    )
+    group.add_argument("--num_images", type=positive_int, help="per pipeline and seed (as many as the reference, up to 10,000)")
+    group.add_argument("--seeds", nargs="+", type=int, default=[0], help="a set of images for each (0)")
+    group.add_argument("--sampler", choices=("ddim", "ddpm", "dpmsolver++"), default="ddim", help="(ddim)")
+    group.add_argument("--num_inference_steps", type=positive_int, help="denoising steps (50; with ddpm all that were trained)")
+    group.add_argument("--batch_size", type=positive_int, default=64, help="images at once per process (64)")
+    group.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), default="no", help="of the sampled network (no)")
+    group.add_argument("--cpu_threads", type=positive_int, default=1, help="on a CPU, threads per process (1)")
+    group = parser.add_argument_group("what it is measured with")
+    group.add_argument("--reference", type=Path, help="folder of real images, or a file of make-reference")
+    group.add_argument(
+        "--features", choices=("randconv", "classifier", "pixels", "inception", "dinov2"), default="randconv", help="(randconv)"
+    )
+    group.add_argument("--feature_weights", type=Path, help="local weights of inception (a file) or dinov2 (a folder)")
+    group.add_argument("--feature_weights_sha256", help="what their SHA-256 must begin with (inception: 6726825d)")
+    group.add_argument("--no_classes", action="store_true", help="no class balance: trains no classifier of the labels")
+    group = parser.add_argument_group("output")
+    group.add_argument("--output", type=Path, help="make-reference: the file to write")
+    group.add_argument("--output_dir", type=Path, help="for evaluation.json and nearest.png (evaluation/ of the run evaluated)")
+    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_data_flags(parser)
+    args = parser.parse_args(argv)
+    named = bool(args.dataset_name or args.train_data_dir)
+    if named and args.reference:
+        raise UserError("name the real images once: --dataset_name, --train_data_dir or --reference")
+    if not named and not args.reference:
+        raise UserError(
+            "name the real images: --dataset_name, --train_data_dir or --reference (a folder, or of make-reference)"
+        )
+    if args.command == "make-reference":
+        if args.output is None or args.pipeline or args.images:
+            raise UserError("make-reference needs --output FILE and real images alone, without --pipeline or --images")
+    elif not args.pipeline and not args.images:
+        raise UserError("name what to evaluate: --pipeline or --images")
+    return args
+
+
+def main(args: argparse.Namespace) -> None:
+    # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
+    from tqdm import tqdm
+
+    from utils.evaluation import Evaluation, pipeline_images
+    from utils.evaluation_table import header, lines, read_results, refuse_to_compare, sentences
+    from utils.feature_sets import load_features, reference_features, save_features, sync_weights
+    from utils.features import make_extractor
+    from utils.findings import Finding, described
+    from utils.image_folder import ImageFolder
+    from utils.launch import make_accelerator, on_main_process
+    from utils.pipelines import image_shape, load_network
+    from utils.sampling import full_precision, make_sampler, sampling_steps
+
+    accelerator = make_accelerator(
+        mixed_precision=args.mixed_precision,
+        cpu_threads=args.cpu_threads,
+        collective_timeout=86400.0,  # a day: the others wait while the main process computes the figures
+    )
+
+    # ---- what is evaluated, before anything expensive
+    earlier = [result for path in args.compare for result in read_results(path)]
+    folders = [ImageFolder(folder) for folder in args.images]
+    networks = []
+    for pipeline in args.pipeline:
+        with accelerator.main_process_first():  # one download, not one per process
+            networks.append((pipeline, *load_network(pipeline)))
+    shapes = {str(folder.folder): folder.shape for folder in folders}
+    shapes |= {pipeline: image_shape(unet) for pipeline, unet, _ in networks}
+    shape = same_shape(shapes) if shapes else (args.image_channels, args.resolution, args.resolution)
+
+    # ---- the real images, or what was stored of them
+    stored, facts = None, None
+    images, folder_cache = None, None
+    if args.reference and args.reference.is_file():
+        stored, facts, _ = load_features(args.reference)
+    else:
+        if args.reference:
+            args.train_data_dir = str(args.reference)
+        images, folder_cache = load_reference(args, shape)
+    with accelerator.main_process_first():  # a classifier is trained once
+        options = {"weights": args.feature_weights, "weights_sha256": args.feature_weights_sha256, "cache_dir": folder_cache}
+        extractor = make_extractor(args.features, images, channels=shape[0], **options)
+        classifier = make_classifier(args, images, extractor, folder_cache)
+    for module in (extractor, classifier) if classifier is not None else (extractor,):
+        sync_weights(module)
+    extractor.to(accelerator.device)
+    if stored is None:
+        with bar(tqdm, accelerator, len(images), "reference") as progress:
+            stored = reference_features(
+                accelerator, extractor, images, batch_size=args.batch_size, cache_dir=folder_cache, progress=progress.update
+            )
+        facts = reference_facts(images, extractor)
+    check_reference(args, facts, extractor, shape)
+    if args.command == "make-reference":
+
+        def write() -> None:
+            digest = save_features(args.output, stored, facts)
+            print(f"{len(stored):,} images, {extractor.name}, SHA-256 {digest} in {args.output}")
+
+        on_main_process(accelerator, write)
+        return
+
+    # ---- figures, one source after the other
+    training, held_out = split_of_run(args, images) if images is not None else (None, None)
+    evaluation = Evaluation(
+        accelerator,
+        extractor,
+        stored,
+        seed=0,
+        batch_size=args.batch_size,
+        classifier=classifier,
+        labels=images.labels if images is not None else None,
+        class_names=class_names(images) if classifier is not None else None,
+        training=training,
+        held_out=held_out,
+    )
+    common = extractor.identity() | {
+        "reference": facts["reference"],
+        "reference_fingerprint": facts["reference_fingerprint"],
+        "reference_images": len(stored),
+        "image_shape": list(shape),
+    }
+    results, sheets = [], []
+
+    def add(name: str, source, count: int, **made) -> None:
+        with bar(tqdm, accelerator, count, name) as progress:
+            figures, sheet = evaluation.measure(source, count, progress=progress.update)
+        results.append({"name": name, **common, "images": count, **made, "figures": figures})
+        sheets.append(sheet)
+
+    for folder in folders:
+        source = folder.source(accelerator.device)
+        add(str(folder.folder), source, len(folder), seed=None, made_by=folder.settings or None)
+    for pipeline, unet, scheduler_config in networks:
+        scheduler = make_sampler(args.sampler, scheduler_config)
+        steps = sampling_steps(args.sampler, args.num_inference_steps, scheduler)
+        count = args.num_images or min(10_000, len(stored))
+        made = {"sampler": args.sampler, "num_inference_steps": steps, "mixed_precision": args.mixed_precision}
+        unet.to(accelerator.device)
+        for seed in args.seeds:
+            options = {"num_inference_steps": steps, "seed": seed, "shape": shape, "batch_size": args.batch_size}
+            with full_precision(unet):
+                source = pipeline_images(accelerator, unet, scheduler, name=pipeline, **options)
+                add(pipeline, source, count, seed=seed, **made)
+        unet.cpu()
+    if not accelerator.is_main_process:
+        return
+    for result in [*results, *earlier]:
+        refuse_to_compare(results[0], result)
+
+    # ---- what was found
+    write_results(args, results, sheets)
+    if args.json:
+        print(json.dumps({"results": [*results, *earlier]}, indent=2))
+        return
+    print("\n".join(header(results[0])))
+    for warning in dict.fromkeys(text for result in results for text in result["figures"]["warnings"]):
+        print(f"note: {warning}")
+    print("\n" + "\n".join(lines([*results, *earlier])) + "\n")
+    print("\n".join(sentences([*results, *earlier])))
+    for result in results:
+        found = [Finding(f["code"], f["severity"], f["evidence"]) for f in result["figures"]["findings"]]
+        print(f"\n{result['name']}: {'nothing found that looks like a collapse' if not found else ''}".rstrip())
+        for finding in found:
+            print("\n".join(described(finding)))
+
+
+def bar(tqdm, accelerator, total: int, name: str):
+    return tqdm(
+        total=total, desc=name, unit=" images", leave=False, disable=not accelerator.is_main_process, dynamic_ncols=True
+    )
+
+
+def same_shape(shapes: dict[str, tuple[int, int, int]]) -> tuple[int, int, int]:
+    """Raises UserError where images of several sizes would stand in one table, or are not square."""
+    (first, shape), *others = shapes.items()
+    for name, other in others:
+        if other != shape:
+            sizes = " and ".join(f"{n} {s[1]}x{s[2]}, {s[0]} channels" for n, s in ((first, shape), (name, other)))
+            raise UserError(f"images of different sizes cannot be compared: {sizes}")
+    if shape[1] != shape[2]:
+        raise UserError(f"{first} makes images of {shape[1]}x{shape[2]}; only square ones can be compared with a dataset")
+    return shape
+
+
+def load_reference(args: argparse.Namespace, shape: tuple[int, int, int]):
+    """(the real images as an ImageSet of this shape, the folder where what is computed of them is kept)."""
+    from utils.data import cache_root, load_images
+    from utils.tracking import PackingBar
+
+    options = data_options(args) | {"resolution": shape[1], "image_channels": shape[0]}
+    images = load_images(**options, progress=PackingBar())
+    return images, cache_root(args.cache_dir) / "steady_diffusion"
+
+
+def reference_facts(images, extractor) -> dict:
+    """What a file of statistics must say of itself."""
+    from utils.data import content_fingerprint
+
+    fingerprint = content_fingerprint(images)
+    return extractor.identity() | {
+        "reference": images.description,
+        "reference_fingerprint": fingerprint,
+        "image_shape": list(images.shape),
+    }
+
+
+def check_reference(args: argparse.Namespace, facts: dict, extractor, shape: tuple[int, int, int]) -> None:
+    """Raises UserError where stored statistics are of another extractor or image size than what is evaluated."""
+    wanted = extractor.identity() | {"image_shape": list(shape)}
+    for key, value in wanted.items():
+        if facts.get(key) != value:
+            raise UserError(
+                f"{args.reference} cannot be compared with: its {key} is {facts.get(key)}, not {value}; "
+                "evaluate with the same --features and image size, or make it again"
+            )
+
+
+def make_classifier(args: argparse.Namespace, images, extractor, cache_dir):
+    """The judge of classes where labels allow one; None otherwise."""
+    from utils.classifier import Classifier, trained_classifier
+
+    if isinstance(extractor, Classifier):
+        return extractor
+    if args.no_classes or args.command or images is None or images.labels is None:
+        return None
+    try:
+        return trained_classifier(images, cache_dir)
+    except UserError:  # too many classes, or too few images of each: the other figures do not need it
+        return None
+
+
+def class_names(images) -> list[str]:
+    return list(images.class_names or map(str, range(int(images.labels.max()) + 1)))
+
+
+def split_of_run(args: argparse.Namespace, images):
+    """(training images, held-out images or None): as the run that is evaluated split them, or as --validation_images says."""
+    from utils.validation import split_validation
+
+    count, seed = args.validation_images, 0
+    for pipeline in args.pipeline:
+        for folder in (Path(pipeline), Path(pipeline).parent):
+            try:
+                options = json.loads((folder / "options.json").read_text())["options"]
+            except (OSError, ValueError, KeyError):
+                continue
+            if options.get("dataset_name") == args.dataset_name and options.get("train_data_dir") == args.train_data_dir:
+                count, seed = options.get("validation_images", 0), options.get("seed", 0)
+    return split_validation(images, count, seed) if count else (images, None)
+
+
+def write_results(args: argparse.Namespace, results: list[dict], sheets: list) -> None:
+    """evaluation.json and the sheets of closest pairs, into --output_dir or the folder of the run that was evaluated."""
+    from utils.images import save_png
+
+    for number, (result, sheet) in enumerate(zip(results, sheets)):
+        run = Path(result["name"])
+        folder = args.output_dir or (run / "evaluation" if (run / "options.json").is_file() else None)
+        if folder is None:
+            continue
+        own = results if args.output_dir else [other for other in results if other["name"] == result["name"]]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "evaluation.json").write_text(json.dumps({"results": own}, indent=2) + "\n")
+            if sheet is not None:
+                name = "nearest.png" if number == 0 or not args.output_dir else f"nearest-{number}.png"
+                save_png(sheet, folder / name)
+        except OSError as error:
+            raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
+
+
+if __name__ == "__main__":
+    run_script(main, parse_args)

@@ -1,0 +1,82 @@
+"""Images from an EDM2 network, with or without guidance, as a diffusers pipeline.
+
+One file that imports torch and diffusers alone, because an exported pipeline carries it.
+"""
+
+import torch
+from diffusers import DiffusionPipeline, ImagePipelineOutput
+from diffusers.utils.torch_utils import randn_tensor
+from torch import nn
+
+
+def guided(
+    unet: nn.Module,
+    x: torch.Tensor,
+    timestep: torch.Tensor,
+    class_labels: torch.Tensor | None = None,
+    guidance: float = 1.0,
+    guide: nn.Module | None = None,
+) -> torch.Tensor:
+    """F_weak + guidance (F - F_weak) at scaled input `x` [B, C, H, W]; 1 is without guidance, and costs nothing.
+
+    The weak network is `guide`, a smaller or less trained one with the same classes (autoguidance, Karras et al. 2024b,
+    arXiv 2406.02507), or where that is None `unet` without the class (classifier-free guidance, Ho & Salimans 2022). Mixing F
+    mixes the denoised images alike, as both networks have the same preconditioning.
+    """
+    main = unet(x, timestep, class_labels).sample
+    if guidance == 1.0:
+        return main
+    weak = unet(x, timestep).sample if guide is None else guide(x, timestep, class_labels).sample
+    return torch.lerp(weak.float(), main.float(), guidance)
+
+
+class EDM2Pipeline(DiffusionPipeline):
+    """`unet` is F of EDM's preconditioning; `scheduler` is any of the EDM kind, Heun's method unless replaced."""
+
+    def __init__(self, unet, scheduler):
+        super().__init__()
+        self.register_modules(unet=unet, scheduler=scheduler)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        batch_size: int = 1,
+        class_labels: int | list[int] | torch.Tensor | None = None,
+        guidance_scale: float = 1.0,
+        guide: "DiffusionPipeline | None" = None,
+        num_inference_steps: int = 32,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+    ) -> ImagePipelineOutput | tuple:
+        """Args:
+        batch_size: number of images, where `class_labels` does not say it.
+        class_labels: the class of each image, or of all of them; None leaves it open.
+        guidance_scale: 1 for none. See `guided`.
+        guide: another pipeline of this kind, whose network guides away from its own mistakes.
+        num_inference_steps: Heun's method asks the network 2 n - 1 times.
+        output_type: "pil", "np" (float [B, H, W, C] in [0, 1]) or "pt" (float [B, C, H, W] in [-1, 1], not clipped: latents).
+        """
+        config, device = self.unet.config, self._execution_device
+        if class_labels is not None:
+            if not config.num_class_embeds:
+                raise ValueError("this network knows no classes; leave class_labels out")
+            class_labels = torch.as_tensor(class_labels, device=device).reshape(-1)
+            class_labels = class_labels.expand(batch_size) if len(class_labels) == 1 else class_labels
+            if class_labels.min() < 0 or class_labels.max() >= config.num_class_embeds:
+                raise ValueError(f"class_labels must be from 0 to {config.num_class_embeds - 1}, got {class_labels.tolist()}")
+            batch_size = len(class_labels)
+        shape = (batch_size, config.in_channels, config.sample_size, config.sample_size)
+        self.scheduler.set_timesteps(num_inference_steps)
+        x = randn_tensor(shape, generator=generator, device=device) * self.scheduler.init_noise_sigma
+        for timestep in self.progress_bar(self.scheduler.timesteps):
+            scaled = self.scheduler.scale_model_input(x, timestep).to(self.unet.dtype)
+            weak = None if guide is None else guide.unet
+            prediction = guided(self.unet, scaled, timestep, class_labels, guidance_scale, weak)
+            x = self.scheduler.step(prediction.float(), timestep, x, generator=generator).prev_sample
+        images = x
+        if output_type != "pt":
+            images = (x / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
+        if output_type == "pil":
+            images = self.numpy_to_pil(images)
+        return ImagePipelineOutput(images=images) if return_dict else (images,)

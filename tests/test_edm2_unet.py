@@ -1,0 +1,218 @@
+"""The magnitude-preserving layers and the EDM2 U-Net, against what the paper promises of them."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.edm2_unet import (
+    PRESETS,
+    EDM2Block,
+    EDM2UNet,
+    MPConv2d,
+    MPFourier,
+    MPLinear,
+    force_weight_norm,
+    mp_cat,
+    mp_silu,
+    mp_sum,
+    normalise,
+)
+
+TINY = {"sample_size": 8, "in_channels": 1, "out_channels": 1, "num_class_embeds": 3, "model_channels": 8}
+TINY |= {"channel_multipliers": (1, 2), "layers_per_block": 1, "attention_resolutions": (4,), "attention_head_dim": 8}
+
+
+def tiny(**changes) -> EDM2UNet:
+    torch.manual_seed(0)
+    unet = EDM2UNet(**TINY | changes)
+    with torch.no_grad():  # a fresh network's output is 0, and its blocks do not see the embedding
+        for name, parameter in unet.named_parameters():
+            if name.endswith("gain"):
+                parameter.fill_(0.5)
+    return unet
+
+
+def magnitude(x: torch.Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+LAYERS = {
+    "convolution 3x3": (lambda: MPConv2d(64, 64, 3), lambda: (torch.randn(4, 64, 16, 16),)),
+    "convolution 1x1": (lambda: MPConv2d(32, 96, 1), lambda: (torch.randn(4, 32, 16, 16),)),
+    "linear": (lambda: MPLinear(128, 256), lambda: (torch.randn(64, 128),)),
+    "fourier features": (lambda: MPFourier(256), lambda: (torch.randn(64),)),
+    "silu": (lambda: mp_silu, lambda: (torch.randn(64, 64),)),
+    "sum": (lambda: mp_sum, lambda: (torch.randn(64, 64), torch.randn(64, 64), 0.3)),
+    "concatenation": (lambda: mp_cat, lambda: (torch.randn(64, 32), torch.randn(64, 96), 0.3)),
+    "pixel norm": (lambda: normalise, lambda: (torch.randn(4, 64, 16, 16) * 3, 1)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_keep_unit_magnitude(name):
+    magnitudes = []
+    for seed in range(50):
+        torch.manual_seed(seed)
+        layer, arguments = LAYERS[name]
+        with torch.no_grad():
+            magnitudes.append(magnitude(layer()(*arguments())))
+    # Zero padding takes 2 / 3 of a pixel's row and column at the border: 1 - (1 - 2 / 48)^2 of the energy at 16x16.
+    expected = 1 - 2 / 48 if name == "convolution 3x3" else 1.0
+    assert sum(magnitudes) / 50 == pytest.approx(expected, abs=0.01)
+    assert all(abs(value - expected) < 0.05 for value in magnitudes)
+
+
+def test_concatenation_weighs_by_t_and_not_by_channels():
+    a, b = torch.randn(64, 16), torch.randn(64, 1600)
+    joined = mp_cat(a, b, 0.5)
+    assert joined[:, :16].square().sum() / joined[:, 16:].square().sum() == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize(("mode", "resample", "heads"), [("encoder", "keep", 2), ("decoder", "keep", 2), ("decoder", "up", 0)])
+def test_fresh_blocks_keep_unit_magnitude(mode, resample, heads):
+    for seed in range(5):
+        torch.manual_seed(seed)
+        block = EDM2Block(64, 128, 64, mode=mode, resample=resample, num_heads=heads)
+        with torch.no_grad():
+            assert 0.8 < magnitude(block(torch.randn(4, 64, 16, 16), torch.randn(4, 64))) < 1.2
+
+
+@pytest.mark.parametrize(
+    ("config", "lowest"),
+    [
+        (PRESETS["XXS"], 0.8),
+        # Zero padding reaches every other pixel at 4x4, where a convolution keeps 0.83 of the magnitude.
+        ({"sample_size": 16, "in_channels": 1, "out_channels": 1, **PRESETS["digits16"]}, 0.7),
+    ],
+    ids=["XXS", "digits16"],
+)
+def test_fresh_network_s_block_outputs_stay_near_unit_magnitude(config, lowest):
+    torch.manual_seed(0)
+    unet = EDM2UNet(num_class_embeds=10, **config)
+    seen = {}
+    for name, module in unet.named_modules():
+        if isinstance(module, EDM2Block):
+            module.register_forward_hook(lambda m, i, out, name=name: seen.update({name: magnitude(out)}))
+    with torch.no_grad():
+        unet(torch.randn(4, unet.config.in_channels, *[unet.config.sample_size] * 2), torch.randn(4), torch.arange(4))
+    assert len(seen) == len(unet.encoder) + len(unet.decoder)
+    assert all(lowest < value < 1.2 for value in seen.values()), seen
+
+
+def test_cosine_attention_against_a_plain_computation():
+    torch.manual_seed(0)
+    block = EDM2Block(8, 8, 4, mode="decoder", num_heads=2)
+    qkv = torch.randn(2, 24, 3, 5)
+    actual = block._attend(qkv)
+    for sample in range(2):
+        for head in range(2):
+            q, k, v = (qkv[sample].flatten(1)[part * 8 + head * 4 : part * 8 + head * 4 + 4] for part in range(3))
+            q, k, v = (F.normalize(x, dim=0) * 2.0 for x in (q, k, v))  # 4 channels of unit magnitude
+            weights = torch.softmax(q.T @ k / math.sqrt(4), dim=1)
+            expected = (weights @ v.T).T.reshape(4, 3, 5)
+            torch.testing.assert_close(actual[sample, head * 4 : head * 4 + 4], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_weights_act_by_direction_alone_and_forcing_their_norm_changes_no_output():
+    unet = tiny().eval()
+    arguments = torch.randn(4, 1, 8, 8), torch.randn(4), torch.tensor([0, 1, 2, -1])
+    with torch.no_grad():
+        for module in unet.modules():
+            if isinstance(module, (MPConv2d, MPLinear)):
+                module.weight *= 3.0
+        before = unet(*arguments).sample
+        force_weight_norm(unet)
+        torch.testing.assert_close(unet(*arguments).sample, before, rtol=1e-3, atol=1e-3)
+    for module in unet.modules():
+        if isinstance(module, (MPConv2d, MPLinear)):
+            rms = module.weight.flatten(1).square().mean(1).sqrt()
+            torch.testing.assert_close(rms, torch.ones_like(rms), rtol=1e-5, atol=1e-5)
+    module = unet.conv_in
+    unet(*arguments).sample.sum().backward()
+    inner = (module.weight * module.weight.grad).flatten(1).sum(1)  # no gradient along the vector
+    assert inner.abs().max() < 1e-3 * module.weight.grad.norm() * module.weight.norm()
+
+
+def test_a_skipped_update_leaves_the_weights_bit_for_bit():
+    unet = tiny()
+    before = copy.deepcopy(unet.state_dict())
+    force_weight_norm(unet, torch.tensor(False))
+    assert all(torch.equal(before[name], value) for name, value in unet.state_dict().items())
+
+
+def test_classes_and_noise_level_are_seen_and_minus_one_is_no_class():
+    unet = tiny().eval()
+    x, level = torch.randn(1, 1, 8, 8).expand(4, -1, -1, -1), torch.zeros(4)
+    with torch.no_grad():
+        out = unet(x, level, torch.tensor([0, 1, -1, -1])).sample
+        assert torch.equal(out[2], out[3])
+        assert min((out[i] - out[j]).abs().max() for i, j in ((0, 1), (0, 2), (1, 2))) > 1e-3
+        torch.testing.assert_close(unet(x, 0.0).sample[0], out[2])
+        assert (unet(x, level + 1.0).sample[0] - out[2]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("XXS", None), ("XS", 124.7), ("S", 280.2), ("M", 497.8), ("L", 777.5), ("XL", 1119.3), ("XXL", 1523.2)],
+)
+def test_parameters_of_the_paper_s_sizes(name, millions):
+    with torch.device("meta"):
+        unet = EDM2UNet(num_class_embeds=1000, **PRESETS[name])
+    count = sum(p.numel() for p in unet.parameters()) / 1e6
+    assert millions is None or count == pytest.approx(millions, rel=1e-3)
+
+
+def test_saved_and_loaded_as_safetensors(tmp_path):
+    unet = tiny().eval()
+    unet.save_pretrained(tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
+    loaded = EDM2UNet.from_pretrained(tmp_path)
+    assert list(loaded.config.channel_multipliers) == list(unet.config.channel_multipliers)
+    x = torch.randn(2, 1, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(loaded(x, 0.3).sample, unet(x, 0.3).sample)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    gradients = []
+    for checkpointing in (False, True):
+        unet = tiny()
+        if checkpointing:
+            unet.enable_gradient_checkpointing()
+            calls = []
+            run = unet._gradient_checkpointing_func
+            unet._gradient_checkpointing_func = lambda *a, run=run, calls=calls: calls.append(a) or run(*a)
+        torch.manual_seed(1)
+        unet(torch.randn(2, 1, 8, 8), torch.randn(2)).sample.square().sum().backward()
+        gradients.append({name: p.grad for name, p in unet.named_parameters() if p.grad is not None})
+    assert len(calls) == len(unet.encoder) + len(unet.decoder)
+    for name in gradients[0]:
+        torch.testing.assert_close(gradients[0][name], gradients[1][name])
+
+
+def test_compiles_without_a_graph_break():
+    unet = tiny()
+    arguments = torch.randn(2, 1, 8, 8), torch.randn(2), torch.tensor([1, -1])
+    compiled = torch.compile(unet, fullgraph=True, backend="eager")  # raises at the first break
+    torch.testing.assert_close(compiled(*arguments).sample, unet(*arguments).sample)
+    explanation = torch._dynamo.explain(unet)(*arguments)
+    assert explanation.graph_count == 1 and explanation.graph_break_count == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_agrees_and_does_not_overflow(dtype):
+    unet = tiny().eval()
+    x, level = torch.randn(4, 1, 8, 8), torch.randn(4)
+    with torch.no_grad():
+        expected = unet(x, level).sample
+        with torch.autocast("cpu", dtype):
+            autocast = unet(x, level).sample
+        half = copy.deepcopy(unet).to(dtype)
+        for actual in (autocast, half(x.to(dtype), level).sample):
+            assert actual.dtype == dtype
+            assert (actual.float() - expected).norm() < 0.03 * expected.norm()
+        extreme = half(1e4 * x.to(dtype), level).sample
+        assert extreme.isfinite().all() and extreme.abs().max() < 65504

@@ -1,0 +1,205 @@
+"""evaluate.py as its users run it: pipelines and folders, stored references, two processes, bad input."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_script
+from diffusers import DDPMScheduler
+from PIL import Image
+from safetensors.torch import save_file
+from test_sampling import tiny_unet
+
+import evaluate
+from utils.data import load_images
+from utils.errors import UserError
+from utils.export import export_pipeline
+from utils.images import save_png, to_pil
+
+SAMPLING = ["--num_images", "37", "--batch_size", "8", "--num_inference_steps", "3"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A pipeline, a checkpoint of it, and two folders of real digits."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    run = folder / "run"
+    export_pipeline(tiny_unet(), DDPMScheduler(num_train_timesteps=20), run, "")
+    (run / "checkpoint-5").mkdir()
+    (run / "checkpoint-5" / "state.json").write_text("{}")
+    save_file(dict(tiny_unet(seed=1).state_dict()), run / "checkpoint-5" / "model.safetensors")
+    save_file(dict(tiny_unet(seed=0).state_dict()), run / "checkpoint-5" / "ema.safetensors")
+    options = {"dataset_name": "digits", "train_data_dir": None, "validation_images": 50, "seed": 3}
+    (run / "options.json").write_text(json.dumps({"options": options}))
+    digits = load_images("digits", resolution=8, image_channels=1, cache_dir=str(folder / "cache"))
+    order = np.random.default_rng(0).permutation(len(digits))
+    for name, rows in (("first", order[:300]), ("second", order[300:700])):
+        for number, pixels in enumerate(digits.fetch(rows)):
+            save_png(to_pil(torch.from_numpy(pixels)), folder / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture
+def call(folder, monkeypatch, capsys):
+    """evaluate.py in this process; what it printed."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    threads = torch.get_num_threads()
+
+    def run(*flags) -> str:
+        capsys.readouterr()
+        evaluate.main(evaluate.parse_args([*map(str, flags), "--cache_dir", str(folder / "cache")]))
+        return capsys.readouterr().out
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+def results(output: str) -> list[dict]:
+    return json.loads(output)["results"]
+
+
+def test_two_processes_with_an_uneven_split_give_the_figures_of_one(folder, call, tmp_path):
+    flags = ["--pipeline", folder / "run", "--dataset_name", "digits", *SAMPLING, "--no_classes", "--json"]
+    (alone,) = results(call(*flags))
+    launched = run_script("evaluate.py", [*flags, "--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "out"], 2)
+    assert launched.returncode == 0, launched.stderr[-3000:]
+    (together,) = results(launched.stdout)
+    assert together == alone  # to the last bit, reference features included: its cache was empty
+    assert results((tmp_path / "out" / "evaluation.json").read_text()) == [alone]
+    with Image.open(tmp_path / "out" / "nearest.png") as sheet:
+        assert sheet.width > 600
+    # What is said of how it was made.
+    assert (alone["images"], alone["reference_images"], alone["seed"], alone["sampler"]) == (37, 1797, 0, "ddim")
+    assert (alone["features"], alone["num_inference_steps"], alone["image_shape"]) == ("randconv", 3, [1, 8, 8])
+    assert len(alone["extractor_sha256"]) == 64 and alone["resize"]
+    assert alone["figures"]["memorisation"]["compared_with"] == "held-out images"  # as the run's options.json split them
+    assert alone["figures"]["memorisation"]["training_images"] == 1747
+    assert (folder / "run" / "evaluation" / "evaluation.json").exists()
+
+
+def test_a_pipeline_a_checkpoint_and_generated_files_are_the_same_images(folder, call, monkeypatch, tmp_path):
+    import generate
+
+    generate.main(generate.parse_args(["--pipeline", str(folder / "run"), "--output_dir", str(tmp_path / "out"), *SAMPLING]))
+    flags = ["--pipeline", folder / "run", folder / "run" / "checkpoint-5", "--images", tmp_path / "out", *SAMPLING]
+    output = call(*flags, "--dataset_name", "digits", "--no_classes", "--json", "--output_dir", tmp_path / "figures")
+    files, pipeline, checkpoint = (result["figures"] for result in results(output))
+    assert files == pipeline == checkpoint  # the checkpoint's averaged weights are those that were exported
+    table = call("--images", tmp_path / "out", "--dataset_name", "digits", "--no_classes")
+    assert "fd_randconv = " in table and "(real/real floor " in table and "N 37 against 1797)" in table
+    assert "37 images for 120 feature dimensions: the covariance is singular" in table
+    assert "FAIL  samples-unlike-data" in table and "likely cause:" in table and "try:" in table
+    assert "fid" not in table
+
+
+def test_several_seeds_are_all_shown_with_mean_and_minimum(folder, call):
+    flags = ["--pipeline", folder / "run", "--dataset_name", "digits", *SAMPLING, "--no_classes", "--seeds", 0, 1]
+    first, second = (result["figures"]["fd"] for result in results(call(*flags, "--json")))
+    assert first != second
+    output = call(*flags)
+    assert f"fd_randconv over 2 seeds: mean {(first + second) / 2:.4g}, minimum {min(first, second):.4g}" in output
+
+
+def test_real_images_against_real_images_find_nothing(folder, call, monkeypatch):
+    monkeypatch.setattr("utils.classifier._STEPS", 150)
+    output = call("--images", folder / "first", "--dataset_name", "digits", "--json")
+    (result,) = results(output)
+    figures = result["figures"]
+    assert figures["classes"]["number"] == 10 and figures["classes"]["hit"] == 1
+    assert figures["memorisation"]["near_duplicates"] == 1  # they are in the data set
+    assert [finding["code"] for finding in figures["findings"]] == ["samples-copied"]
+    output = call("--images", folder / "first", "--reference", folder / "second")
+    assert "nothing found that looks like a collapse" in output and "classes hit" not in output
+
+
+def test_stored_reference_statistics_serve_like_the_images(folder, call, tmp_path):
+    path = tmp_path / "digits.safetensors"
+    common = ["--dataset_name", "digits", "--resolution", 8, "--image_channels", 1]
+    said = call("make-reference", *common, "--output", path)
+    assert "1,797 images, randconv, SHA-256 " in said
+    (direct,) = results(call("--images", folder / "first", "--dataset_name", "digits", "--no_classes", "--json"))
+    (stored,) = results(call("--images", folder / "first", "--reference", path, "--json"))
+    for key in ("fd", "kd", "recall", "coverage", "modes", "floor"):
+        assert stored["figures"][key] == direct["figures"][key]
+    assert stored["reference_fingerprint"] == direct["reference_fingerprint"]
+    with pytest.raises(UserError, match="its image_shape is"):
+        make_images(tmp_path / "large", [16] * 20)
+        call("--images", tmp_path / "large", "--reference", path)
+    with pytest.raises(UserError, match="fitted to the reference images"):
+        call("--images", folder / "first", "--reference", path, "--features", "pixels")
+
+
+def test_only_what_was_made_alike_is_compared(folder, call, tmp_path):
+    flags = ["--images", folder / "first", "--dataset_name", "digits", "--no_classes"]
+    call(*flags, "--output_dir", tmp_path / "a")
+    output = call(*flags, "--compare", tmp_path / "a" / "evaluation.json", "--json")
+    assert len(results(output)) == 2
+    call(*flags, "--features", "pixels", "--output_dir", tmp_path / "pixels")
+    with pytest.raises(UserError, match=r"cannot be compared: another extractor \(randconv, pixels\)"):
+        call(*flags, "--compare", tmp_path / "pixels" / "evaluation.json")
+    with pytest.raises(UserError, match=r"another number of images \(300, 400\)"):
+        call("--images", folder / "first", folder / "second", "--dataset_name", "digits", "--no_classes")
+    with pytest.raises(UserError, match=r"another reference images|another number of reference images"):
+        call(*flags, "--max_train_images", 1000, "--compare", tmp_path / "a" / "evaluation.json")
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(UserError, match=r"holds no results of evaluate\.py"):
+        call(*flags, "--compare", tmp_path / "other.json")
+
+
+def make_images(folder, sides):
+    for number, side in enumerate(sides):
+        pixels = np.random.default_rng(number).integers(0, 256, (side, side), dtype=np.uint8)
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+
+
+def test_bad_input_is_one_line(folder, call, tmp_path):
+    (tmp_path / "wide").mkdir()
+    (tmp_path / "nothing").mkdir()
+    make_images(tmp_path / "mixed", [8, 8, 9])
+    make_images(tmp_path / "few", [8] * 5)
+    make_images(tmp_path / "large", [16] * 20)
+    Image.new("L", (8, 4)).save(tmp_path / "wide" / "wide.png")
+    shutil.copytree(tmp_path / "few", tmp_path / "broken")
+    (tmp_path / "broken" / "9.png").write_bytes(b"no image")
+    digits = ["--dataset_name", "digits"]
+    cases = [
+        (["--images", tmp_path / "missing", *digits], "no such folder"),
+        (["--images", tmp_path / "nothing", *digits], "no images in it"),
+        (["--images", tmp_path / "wide", *digits], "holds images of 4x8; only square ones"),
+        (["--images", tmp_path / "mixed", *digits], r"different sizes: 0.png 8x8, 2.png 9x9"),
+        (["--images", tmp_path / "broken", *digits], "9.png cannot be decoded"),
+        (["--images", tmp_path / "few", *digits, "--no_classes"], "5 samples against 1797 reference images"),
+        (["--images", folder / "first", tmp_path / "large", *digits], "different sizes cannot be compared"),
+        (["--images", folder / "first", "--reference", folder / "second", "--features", "classifier"], "--label_column"),
+        (["--images", folder / "first", *digits, "--features", "inception"], "needs --feature_weights weights-inception"),
+        (["--images", folder / "first", *digits, "--features", "dinov2"], "needs --feature_weights FOLDER"),
+        (["--images", folder / "first", "--reference", tmp_path / "absent"], "no such folder"),
+        (["--pipeline", tmp_path, *digits], "cannot load a pipeline"),
+        (["--pipeline", folder / "run", *digits, "--num_inference_steps", 21], "from 1 to 20"),
+        ([*digits], "name what to evaluate"),
+        (["--images", folder / "first"], "name the real images"),
+        (["--images", folder / "first", *digits, "--reference", folder], "name the real images once"),
+        (["make-reference", *digits], "needs --output"),
+    ]
+    for flags, message in cases:
+        with pytest.raises(UserError, match=message) as error:
+            call(*flags)
+        assert "\n" not in str(error.value), message
+    wrong = tmp_path / "weights.pth"
+    wrong.write_bytes(b"others")
+    with pytest.raises(UserError, match="has the SHA-256"):
+        call("--images", folder / "first", *digits, "--features", "inception", "--feature_weights", wrong)
+
+
+def test_a_checkpoint_needs_what_an_export_leaves(folder, call, tmp_path):
+    shutil.copytree(folder / "run" / "checkpoint-5", tmp_path / "bare" / "checkpoint-5")
+    with pytest.raises(UserError, match="that an export leaves"):
+        call("--pipeline", tmp_path / "bare" / "checkpoint-5", "--dataset_name", "digits")
+
+
+def test_mistakes_end_with_2(tmp_path):
+    result = run_script("evaluate.py", ["--images", tmp_path / "missing", "--dataset_name", "digits"])
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)

@@ -1,0 +1,114 @@
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from utils.errors import UserError
+from utils.feature_sets import evenly, extract, load_features, save_features, sharded
+from utils.features import RandomConvolutions
+
+
+class Process:
+    """One of several processes that run as threads: `gather` is the accelerator's."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, group: list, barrier: threading.Barrier):
+        self.process_index, self.num_processes = rank, barrier.parties
+        self.is_main_process = rank == 0
+        self._group, self._barrier = group, barrier
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._group[self.process_index] = tensor
+        self._barrier.wait(timeout=30)
+        together = torch.cat(self._group)
+        self._barrier.wait(timeout=30)
+        return together
+
+
+def on_processes(count: int, work) -> list:
+    """What `work(process)` gives on each of `count` processes."""
+    group, results, barrier = [None] * count, [None] * count, threading.Barrier(count)
+    threads = [
+        threading.Thread(target=lambda rank=rank: results.__setitem__(rank, work(Process(rank, group, barrier))))
+        for rank in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    return results
+
+
+def make_images(numbers: torch.Tensor) -> torch.Tensor:
+    return torch.stack(
+        [torch.randint(0, 256, (1, 16, 16), generator=torch.Generator().manual_seed(int(n))) for n in numbers]
+    ).byte()
+
+
+@pytest.mark.parametrize("count", [1, 8, 37, 41])
+def test_any_number_of_processes_sees_every_number_once_and_in_order(count):
+    def work(process):
+        seen, made = [], []
+        for numbers, (values, squares) in sharded(process, count, 8, lambda n: [n.float(), n[:, None] ** 2]):
+            assert torch.equal(values.long(), numbers) and torch.equal(squares[:, 0], numbers**2)
+            seen += numbers.tolist()
+            made.append(len(numbers))
+        return seen
+
+    for processes in (1, 2, 3):
+        assert on_processes(processes, work) == [list(range(count))] * processes
+
+
+def test_an_uneven_split_gives_the_bits_of_one_process():
+    def work(process):
+        return extract(process, [RandomConvolutions(1)], 37, 8, make_images, kept_rows=20, kept_images=5)
+
+    (((alone,), images),) = on_processes(1, work)
+    for (features,), shown in on_processes(3, work):
+        assert torch.equal(features.moments.mean, alone.moments.mean)
+        assert torch.equal(features.moments.scatter, alone.moments.scatter)
+        assert torch.equal(features.rows, alone.rows) and torch.equal(shown, images)
+    everything = RandomConvolutions(1)(make_images(torch.arange(37)))
+    assert len(alone) == 37 and alone.indices.tolist() == evenly(37, 20).tolist()
+    np.testing.assert_allclose(alone.moments.covariance, np.cov(everything.double().numpy(), rowvar=False), atol=1e-7)
+    torch.testing.assert_close(alone.rows, everything[alone.indices])
+    assert torch.equal(images, make_images(evenly(37, 5)))
+
+
+def test_what_is_kept_does_not_grow_with_the_number_of_images():
+    process = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
+    blank = lambda numbers: torch.zeros(len(numbers), 1, 8, 8, dtype=torch.uint8)  # noqa: E731
+    (features,), images = extract(process, [RandomConvolutions(1)], 5000, 500, blank, kept_rows=100, kept_images=10)
+    assert features.rows.shape == (100, 120) and images.shape == (10, 1, 8, 8) and len(features) == 5000
+    assert features.rows.untyped_storage().nbytes() == 100 * 120 * 4  # no view of all
+
+
+def test_kept_numbers_are_spread_evenly():
+    assert evenly(10, 4).tolist() == [0, 2, 5, 7]
+    assert evenly(3, 9).tolist() == [0, 1, 2]
+    assert evenly(0, 9).tolist() == []
+    assert len(set(evenly(100_003, 9_999).tolist())) == 9_999
+
+
+def test_stored_statistics_come_back_or_are_refused(tmp_path):
+    process = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
+    (features,), _ = extract(process, [RandomConvolutions(1)], 30, 8, make_images)
+    path = tmp_path / "reference.safetensors"
+    digest = save_features(path, features, {"reference": "thirty"})
+    found, facts, again = load_features(path)
+    assert (facts, again, len(found)) == ({"reference": "thirty"}, digest, 30)
+    assert torch.equal(found.rows, features.rows) and torch.equal(found.moments.covariance, features.moments.covariance)
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="changed or damaged"):
+        load_features(path)
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(UserError, match="holds no reference statistics"):
+        load_features(path)
+    with pytest.raises(UserError, match="make-reference"):
+        load_features(tmp_path / "missing")

@@ -1,0 +1,85 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.neighbors import NearestNeighbors
+from test_validation import Images
+
+from utils.memorisation import (
+    feature_memorisation,
+    kept_for_memorisation,
+    memorisation,
+    near_duplicates,
+    nearest_rows,
+    small_pixels,
+)
+
+
+def patches(count: int, seed: int) -> np.ndarray:
+    """Random squares of 4 x 4 pixels, so that thumbnails keep the contrast."""
+    squares = np.random.default_rng(seed).integers(0, 256, (count, 3, 4, 4), dtype=np.uint8)
+    return squares.repeat(4, axis=2).repeat(4, axis=3)
+
+
+def samples(count: int, seed: int = 1) -> torch.Tensor:
+    return torch.from_numpy(patches(count, seed))
+
+
+@pytest.fixture
+def real():
+    return Images(patches(300, 0))
+
+
+def test_nearest_rows_are_those_of_scikit_learn(monkeypatch):
+    monkeypatch.setattr("utils.memorisation._CHUNK_BYTES", 4 * 40 * 17)  # 17 rows at once
+    generator = torch.Generator().manual_seed(0)
+    queries, rows = torch.randn(40, 6, generator=generator), torch.randn(200, 6, generator=generator)
+    distances, indices = NearestNeighbors(n_neighbors=1).fit(rows.numpy()).kneighbors(queries.numpy())
+    found = nearest_rows(queries, rows)
+    assert found.indices.tolist() == indices[:, 0].tolist()
+    np.testing.assert_allclose(found.distances, distances[:, 0], rtol=1e-5)
+    own = torch.arange(50, 90)  # rows of the set itself: the nearest other one
+    distances, indices = NearestNeighbors(n_neighbors=2).fit(rows.numpy()).kneighbors(rows[own].numpy())
+    assert nearest_rows(rows[own], rows, own).indices.tolist() == indices[:, 1].tolist()
+
+
+def test_copies_are_found_and_shown_first(real, monkeypatch):
+    monkeypatch.setattr("utils.memorisation._CHUNK_BYTES", 2**18)
+    drawn = samples(30)
+    drawn[5:11] = torch.from_numpy(real.pixels[100:106])
+    drawn[7] = (drawn[7].int() + 1).clamp(0, 255).byte()  # as a near-duplicate, not the same bytes
+    figures, sheet = memorisation(drawn, real)
+    assert figures["near_duplicates"] == pytest.approx(6 / 30)
+    assert figures["near_duplicates_real"] == 0
+    assert figures["compared_with"] == "other training images"
+    assert isinstance(sheet, Image.Image)
+    copies, _ = memorisation(torch.from_numpy(real.pixels[::3].copy()), real)
+    assert copies["near_duplicates"] == 1 and copies["pixel_ratio"] == 0
+    fresh, _ = memorisation(samples(100, seed=2), real.subset(np.arange(200)), real.subset(np.arange(200, 300)))
+    assert fresh["compared_with"] == "held-out images"
+    assert fresh["pixel_ratio"] == pytest.approx(1, abs=0.02)
+
+
+def test_features_tell_copies_too():
+    generator = torch.Generator().manual_seed(0)
+    training = torch.randn(400, 8, generator=generator)
+    fresh = torch.randn(200, 8, generator=generator)
+    assert feature_memorisation(fresh, training)["feature_ratio"] == pytest.approx(1, abs=0.1)
+    held_out = torch.randn(100, 8, generator=generator)
+    assert feature_memorisation(fresh, training, held_out)["feature_ratio"] == pytest.approx(1, abs=0.1)
+    assert feature_memorisation(training[:50] + 0.01, training)["feature_ratio"] < 0.1
+
+
+def test_a_near_duplicate_is_measured_by_its_own_contrast():
+    images = samples(1)
+    assert near_duplicates(images, images).item() == 0
+    faint = images // 10 + 100
+    clear, hidden = (near_duplicates(x, x + 5).item() for x in (images // 2, faint))
+    assert hidden == pytest.approx(5 * clear, rel=0.1)  # the same step is five times as much of a fifth of the contrast
+    assert near_duplicates(torch.full((1, 3, 16, 16), 9, dtype=torch.uint8), images).item() == torch.inf  # a blank
+
+
+def test_memory_is_bounded():
+    assert kept_for_memorisation(50_000, 3 * 32 * 32) == 1000
+    assert kept_for_memorisation(50_000, 3 * 512 * 512) * 3 * 512 * 512 <= 256 * 2**20
+    assert small_pixels(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)).shape == (2, 3 * 16 * 16)

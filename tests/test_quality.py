@@ -1,0 +1,149 @@
+"""The figures of an evaluation and what is concluded from them, on planted collapses and on healthy sets."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.corruptions import add_noise, enlarged_class, halved_variance, shapes
+from utils.data import load_images
+from utils.distances import Moments, frechet_distance
+from utils.feature_sets import FeatureSet
+from utils.features import RandomConvolutions
+from utils.memorisation import memorisation
+from utils.quality import class_figures, compare, location_and_spread, real_floor
+from utils.rules_samples import _tail, collapse
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    return load_images("digits", resolution=16, image_channels=1, cache_dir=str(tmp_path_factory.mktemp("cache")))
+
+
+def features_of(images: torch.Tensor) -> FeatureSet:
+    return FeatureSet.of(RandomConvolutions(images.shape[1])(images))
+
+
+class World:
+    """The digits split in two by `seed`: real images, and others like them, of which collapses are made."""
+
+    def __init__(self, digits, seed: int):
+        order = np.random.default_rng(seed).permutation(len(digits))
+        self.real = digits.subset(order[: len(order) // 2])
+        others = digits.subset(order[len(order) // 2 :])
+        self.images, self.labels = torch.from_numpy(others.fetch(np.arange(len(others)))), torch.from_numpy(others.labels)
+        self.real_images = torch.from_numpy(self.real.fetch(np.arange(len(self.real))))
+        self.generator, self.seed = torch.Generator().manual_seed(seed), seed
+        self.reference = features_of(self.real_images)
+        self.floor = real_floor(self.reference, len(self.images), standardised=True, seed=seed)
+
+    def findings(self, images: torch.Tensor, labels: torch.Tensor) -> list[str]:
+        """Codes; the classes are as a judge who is right in 95 of 100 would see them."""
+        figures = compare(features_of(images), self.reference, standardised=True, seed=self.seed) | {"floor": self.floor}
+        seen = torch.where(torch.rand(len(labels), generator=self.generator) < 0.95, labels, (labels + 3) % 10)
+        certain = torch.nn.functional.one_hot(seen, 10).float()
+        figures["classes"] = class_figures(certain, self.real.labels, list("0123456789"), 0.95)
+        figures["memorisation"], _ = memorisation(images[:300], self.real)
+        return [finding.code for finding in collapse(figures)]
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2])
+def world(request, digits):
+    return World(digits, request.param)
+
+
+def test_held_out_real_images_give_no_finding(world):
+    assert world.findings(world.images, world.labels) == []
+
+
+def test_a_missing_class_is_named(world):
+    kept = world.labels != world.seed
+    assert world.findings(world.images[kept], world.labels[kept])[0] == "modes-missing"
+
+
+def test_an_enlarged_mode_is_named(world):
+    label = 3 + world.seed
+    images = enlarged_class(world.images, world.labels, label, 5, torch.Generator().manual_seed(1))
+    labels = enlarged_class(world.labels, world.labels, label, 5, torch.Generator().manual_seed(1))
+    assert world.findings(images, labels)[0] == "mode-dominates"
+
+
+def test_lost_variance_is_named(world):
+    assert world.findings(halved_variance(world.images), world.labels)[0] == "samples-lack-variety"
+
+
+def test_samples_that_are_alike_are_named(world):
+    same = world.images[:1].expand(500, -1, -1, -1)
+    labels = world.labels[:1].expand(500)
+    assert world.findings(same, labels) == ["samples-alike"]
+    assert world.findings(add_noise(same, 0.01, world.generator), labels) == ["samples-alike"]
+
+
+def test_copies_of_training_images_are_named(world):
+    copies = world.real_images[:500]
+    assert world.findings(copies, torch.from_numpy(world.real.labels[:500]))[0] == "samples-copied"
+    assert "samples-copied" in world.findings(
+        add_noise(copies, 0.01, world.generator), torch.from_numpy(world.real.labels[:500])
+    )
+
+
+def test_noise_is_unlike_the_data(world):
+    noise = torch.randint(0, 256, (500, 1, 16, 16), generator=world.generator).byte()
+    assert world.findings(noise, torch.arange(500) % 10) == ["samples-unlike-data"]
+
+
+def test_a_missing_class_of_colour_images_without_labels():
+    """Eight colours and shapes, without one: the modes alone tell it."""
+    images, labels = shapes(3600, seed=0)
+    real, others = images[:1800], images[1800:][labels[1800:] >= 2]  # both shapes of one colour
+    reference = features_of(real)
+    figures = compare(features_of(others), reference, standardised=True, seed=0)
+    figures["floor"] = real_floor(reference, len(others), standardised=True, seed=0)
+    assert collapse(figures)[0].code in ("modes-missing", "mode-dominates")
+    healthy = compare(features_of(images[1800:]), reference, standardised=True, seed=0) | {"floor": figures["floor"]}
+    assert collapse(healthy) == []
+
+
+def test_standardised_figures_are_those_of_standardised_features():
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.tensor([1.0, 30, 0.2])
+    real, generated = (
+        torch.randn(400, 3, generator=generator) * scales + 5,
+        torch.randn(300, 3, generator=generator) * scales + 5.1,
+    )
+    figures = compare(FeatureSet.of(generated), FeatureSet.of(real), standardised=True, seed=0)
+    mean, std = real.double().mean(0), real.double().std(0)
+    first, second = (generated.double() - mean) / std, (real.double() - mean) / std
+    assert figures["fd"] == pytest.approx(frechet_distance(Moments.of(first), Moments.of(second)), rel=1e-6)
+    plain = compare(FeatureSet.of(generated), FeatureSet.of(real), standardised=False, seed=0)
+    assert plain["fd"] == pytest.approx(frechet_distance(Moments.of(generated), Moments.of(real)), rel=1e-6)
+    assert plain["fd"] > 2 * figures["fd"]
+
+
+def test_a_feature_that_never_varies_is_not_blown_up():
+    rows = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
+    rows[:, 2] = 1.0
+    _, spread = location_and_spread(Moments.of(rows))
+    assert spread[2] == pytest.approx(0.1 * spread.median().item())
+
+
+def test_too_few_images_are_no_basis():
+    with pytest.raises(ValueError, match="at least 10"):
+        compare(FeatureSet.of(torch.randn(9, 2)), FeatureSet.of(torch.randn(50, 2)), standardised=True, seed=0)
+
+
+def test_the_floor_splits_the_real_images_without_overlap(digits):
+    """A set that is compared with itself would have a floor of 0."""
+    rows = torch.arange(100.0)[:, None].repeat(1, 2) + torch.randn(100, 2, generator=torch.Generator().manual_seed(0)) * 1e-3
+    floor = real_floor(FeatureSet.of(rows), 80, standardised=False, seed=0)
+    assert (floor["images"], floor["reference_images"]) == (50, 50)
+    assert floor["fd"] > 1e-3 and floor["precision"] < 1.01
+
+
+def test_tail_of_the_binomial():
+    from scipy.stats import binom
+
+    for successes, trials in ((0, 5), (3, 20), (20, 20)):
+        assert _tail(successes, trials) == pytest.approx(binom.sf(successes - 1, trials, 0.05), rel=1e-9)
+    assert math.isclose(_tail(0, 100), 1)

@@ -1,0 +1,185 @@
+"""train_edm2.py as its users run it, as far as it differs from train_ddpm.py; what both promise is tested in tests/faults."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import logged_scalars, make_tiny_flags
+from safetensors.torch import load_file
+
+import reconstruct_ema
+import train_edm2
+from models.edm2_unet import EDM2Block, MPConv2d, MPLinear
+from utils.augmentation import to_unit_range
+from utils.data import load_images
+from utils.edm import denoise, training_noise_levels
+from utils.ema_snapshots import list_snapshots, reconstruct
+from utils.errors import UserError
+from utils.pipelines import load_network
+
+WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[str]:
+    return make_tiny_flags(tmp_path_factory.mktemp("tiny"), "train_edm2.py")
+
+
+@pytest.fixture
+def train_edm(train):
+    return lambda flags: train(flags, script=train_edm2)
+
+
+@pytest.fixture(scope="module")
+def long_run(flags, tmp_path_factory) -> Path:
+    """500 updates."""
+    folder = tmp_path_factory.mktemp("long")
+    train = ["--max_train_steps", "500", "--logging_steps", "50", "--checkpointing_steps", "500", "--learning_rate", "0.01"]
+    train += ["--ema_widths", "0.05", "0.1", "0.15", "--ema_snapshot_steps", "12", "--ema_snapshot_dtype", "fp32"]
+    train += ["--validation_images", "16", "--validation_steps", "250", "--sigma_data", "0.7"]
+    assert train_edm2.main(train_edm2.parse_args([str(flag) for flag in (*flags, *train, "--output_dir", folder)])) == 0
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return folder
+
+
+def test_magnitudes_do_not_drift(long_run, flags):
+    """Every weight vector has unit variance; activations stay near theirs, however the weights have turned."""
+    weights = load_file(long_run / "checkpoint-500/model.safetensors")
+    unet, _ = load_network(str(long_run))
+    layers = [name for name, module in unet.named_modules() if isinstance(module, (MPConv2d, MPLinear))]
+    for name in (*(f"unet.{layer}.weight" for layer in layers), "uncertainty.linear.weight"):
+        rms = weights[name].flatten(1).square().mean(1).sqrt()
+        assert (rms - 1).abs().max() < 1e-3, name
+    unet.load_state_dict({name.removeprefix("unet."): w for name, w in weights.items() if name.startswith("unet.")})
+    seen = {}
+    for name, module in unet.named_modules():
+        if isinstance(module, EDM2Block):
+            module.register_forward_hook(lambda m, i, out, name=name: seen.update({name: out.square().mean().sqrt().item()}))
+    cache_dir = flags[flags.index("--cache_dir") + 1]
+    images = load_images(dataset_name="digits", resolution=16, image_channels=1, cache_dir=cache_dir)
+    clean_images = to_unit_range(torch.from_numpy(images.fetch(np.arange(64))), images.max_value)
+    sigmas = training_noise_levels(0, torch.arange(64), -0.8, 1.6)
+    noisy_images = clean_images + sigmas[:, None, None, None] * torch.randn_like(clean_images)
+    with torch.no_grad():
+        denoise(unet, noisy_images, sigmas, 0.7, torch.from_numpy(images.labels[:64]))
+    assert len(seen) == len(unet.encoder) + len(unet.decoder)
+    assert all(0.5 < value < 1.5 for value in seen.values()), seen
+
+
+def test_it_learns(long_run):
+    losses = logged_scalars(long_run, "train/loss")
+    assert losses[500] < 0.5 * losses[50]
+    validation = logged_scalars(long_run, "validation/loss")
+    assert 0.5 * losses[500] < validation[500] < 2 * losses[500] and validation[500] < validation[250]
+
+
+def test_the_exported_network_is_the_first_average(long_run):
+    averaged, exported = load_file(long_run / "checkpoint-500/ema.safetensors"), load_file(long_run / WEIGHTS)
+    assert exported.keys() == {name for name in averaged if "/" not in name}
+    assert all(torch.equal(tensor, averaged[name]) for name, tensor in exported.items())
+    assert {name.split("/")[0] for name in averaged if "/" in name} == {"0.1", "0.15"}
+    card = (long_run / "README.md").read_text()
+    assert "| EMA width (relative) | 0.05 |" in card and "| Classes | 10 |" in card and "trust_remote_code" in card
+
+
+def test_reconstruction_is_the_average_that_was_tracked(long_run, tmp_path):
+    snapshots = [snapshot for snapshot in list_snapshots(long_run) if snapshot.width != 0.15]
+    made = reconstruct(snapshots, 0.15)
+    tracked = load_file(long_run / "checkpoint-500/ema.safetensors")
+    difference = sum((made[name] - tracked[f"0.15/{name}"]).square().sum() for name in made).sqrt()
+    assert difference < 0.001 * sum(tensor.square().sum() for tensor in made.values()).sqrt()
+    # The script, with the average of 0.15 among the snapshots, into a folder of its own.
+    reconstruct_ema.main(reconstruct_ema.parse_args([str(long_run), "--width", "0.15", "--output_dir", str(tmp_path / "out")]))
+    unet, config = load_network(str(tmp_path / "out"))
+    difference = sum((unet.state_dict()[name] - tracked[f"0.15/{name}"]).square().sum() for name in made).sqrt()
+    assert difference < 1e-4 * sum(tensor.square().sum() for tensor in made.values()).sqrt()
+    assert config["sigma_data"] == 0.7
+    assert "| EMA width (relative) | 0.15 |" in (tmp_path / "out/README.md").read_text()
+
+
+def test_reconstruction_at_an_earlier_update_and_what_it_refuses(long_run, tmp_path):
+    def run(*words) -> None:
+        reconstruct_ema.main(reconstruct_ema.parse_args([str(word) for word in words]))
+
+    run(long_run, "--width", "0.1", "--step", "252", "--output_dir", tmp_path / "out")
+    saved = load_file(tmp_path / "out" / WEIGHTS)
+    [snapshot] = [s for s in list_snapshots(long_run) if (s.step, s.width) == (252, 0.1)]
+    expected = load_file(snapshot.path)
+    assert (saved["conv_in.weight"] - expected["conv_in.weight"]).norm() < 1e-4 * expected["conv_in.weight"].norm()
+    for words, message in (
+        ((long_run, "--width", "0.5", "--output_dir", tmp_path / "out"), "an EMA width must lie between 0 and"),
+        ((long_run, "--width", "0.1", "--step", "600", "--output_dir", tmp_path / "out"), "--step must be from 12 to 500"),
+        ((long_run, "--width", "0.1", "--output_dir", long_run), "choose another folder"),
+        ((tmp_path / "out", "--width", "0.1", "--output_dir", tmp_path / "other"), "no EMA snapshots"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(*words)
+
+
+def test_reconstruction_works_for_the_other_script_s_runs(train, tiny_flags, tmp_path):
+    from diffusers import DDPMPipeline
+
+    run = ["--ema_type", "power", "--spectral_norm", "--max_train_steps", "12", "--ema_snapshot_dtype", "fp32"]
+    assert train([*tiny_flags, *run, "--output_dir", tmp_path / "run"]) == 0
+    words = [str(tmp_path / "run"), "--width", "0.05", "--output_dir", str(tmp_path / "out")]
+    reconstruct_ema.main(reconstruct_ema.parse_args(words))
+    made, exported = (DDPMPipeline.from_pretrained(tmp_path / name).unet.state_dict() for name in ("out", "run"))
+    assert all((made[name] - exported[name]).norm() <= 1e-3 * exported[name].norm() + 1e-6 for name in exported)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--dropout", "0.2", "--label_dropout", "0.5", "--random_flip"],
+        ["--mixed_precision", "bf16", "--gradient_checkpointing", "--ema_type", "exponential", "--no-class_conditional"],
+        ["--no-force_weight_norm", "--no-use_ema", "--dataloader_num_workers", "1", "--adaptive_clipping"],
+    ],
+    ids=["dropout", "bf16-unconditional", "unforced"],
+)
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(train_edm, flags, tmp_path, options):
+    run = [*flags, *options, "--checkpointing_steps", "4"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert train_edm([*run, "--output_dir", whole]) == 0
+    resumed.mkdir()
+    shutil.copytree(whole / "checkpoint-4", resumed / "checkpoint-4")
+    assert train_edm([*run, "--output_dir", resumed, "--resume_from_checkpoint", "checkpoint-4"]) == 0
+    for path in (whole / "checkpoint-8").iterdir():
+        if path.name in ("model.safetensors", "ema.safetensors", "optimizer.bin"):
+            assert path.read_bytes() == (resumed / "checkpoint-8" / path.name).read_bytes(), path.name
+    assert (whole / WEIGHTS).read_bytes() == (resumed / WEIGHTS).read_bytes()
+
+
+def test_splits_of_a_batch_train_alike(train_edm, flags, tmp_path):
+    train_edm([*flags, "--output_dir", tmp_path / "whole"])
+    split = ["--train_batch_size", "4", "--gradient_accumulation_steps", "2"]
+    train_edm([*flags, *split, "--output_dir", tmp_path / "split"])
+    expected, actual = (logged_scalars(tmp_path / name, "train/loss") for name in ("whole", "split"))
+    assert len(expected) == 8 and actual == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--resolution", "15"], "--resolution 15 does not divide by 2"),
+        (["--model_config_name_or_path", "/nowhere"], "cannot read --model_config_name_or_path /nowhere"),
+        (["--num_inference_steps", "5000"], "5000 sampling steps asked for"),
+        (["--ema_widths", "0.05", "0.4"], "between 0 and"),
+        (["--label_dropout", "1.5"], "--label_dropout must be in"),
+        (["--sigma_data", "0"], "--sigma_data must be positive"),
+        (["--model_preset", "XXXL"], "unknown --model_preset 'XXXL'; choose from digits16, XXS"),
+    ],
+)
+def test_bad_input_is_named(train_edm, flags, tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        train_edm([*flags, "--output_dir", tmp_path / "run", *options])
+
+
+def test_another_network_s_config_is_refused(train_edm, flags, tiny_flags, tmp_path):
+    named = flags.index("--model_config_name_or_path") + 1
+    other = [*flags[:named], tiny_flags[tiny_flags.index("--model_config_name_or_path") + 1], *flags[named + 1 :]]
+    with pytest.raises(UserError, match="is the config of a UNet2DModel"):
+        train_edm([*other, "--output_dir", tmp_path / "run"])

@@ -1,0 +1,132 @@
+"""Snapshots of a run's averages on disk, and the weights of an EMA of any length that they add up to.
+
+One safetensors file per time and width, complete or absent like a checkpoint; its metadata say what it is and of which run.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from utils.checkpoints import TrainState
+from utils.ema import EMA, UNIT_VECTORS
+from utils.errors import UserError
+from utils.launch import on_main_process
+from utils.power_ema import PowerEMA, reconstruction_weights
+
+FOLDER, PUBLISHED = "ema_snapshots", "[0-9]*-*.safetensors"
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    path: Path
+    step: int  # updates averaged
+    width: float  # relative
+    fingerprint: str  # of the run
+
+
+class Snapshots:
+    """Takes snapshots of a run's `ema`: every `every` updates (None: a fortieth of the run) and after the last.
+
+    Reconstruction is good with 30 or more over the training, of two widths (Karras et al. 2024, appendix C).
+    """
+
+    PER_RUN = 40
+
+    def __init__(
+        self, accelerator: Accelerator, ema: EMA | None, output_dir: Path, state: TrainState, *, every: int | None, dtype: str
+    ):
+        """Only a `PowerEMA` has any; with another `ema`, or none, nothing is ever due."""
+        self._accelerator, self._ema, self._output_dir, self._state, self._dtype = accelerator, ema, output_dir, state, dtype
+        self._every = every or max(1, state.max_train_steps // self.PER_RUN)
+
+    def due(self, step: int) -> bool:
+        return isinstance(self._ema, PowerEMA) and (step % self._every == 0 or step == self._state.max_train_steps)
+
+    def save(self, step: int) -> None:
+        """`save_snapshots`, to be called on every rank. Raises UserError when the disk does not take them."""
+        what = {"fingerprint": self._state.fingerprint, "dtype": self._dtype}
+        on_main_process(self._accelerator, save_snapshots, self._ema, self._output_dir, step, **what)
+
+
+def save_snapshots(ema: PowerEMA, output_dir: Path, step: int, *, fingerprint: str, dtype: str) -> None:
+    """Writes one file for each width of `ema`, on the main process. `dtype` is "fp16" or "fp32".
+
+    Those beyond `step` go: they are of a branch that was left when the run went on from an earlier checkpoint. Raises OSError
+    or SafetensorError when the disk does not take them; what is there stays whole.
+    """
+    folder = output_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".tmp-*"):
+        leftover.unlink(missing_ok=True)
+    for path in folder.glob(PUBLISHED):
+        if int(path.name.split("-")[0]) > step:
+            path.unlink()
+    for width, average in ema.averages.items():
+        tensors = {name: _stored(tensor, DTYPES[dtype]) for name, tensor in average.shadow.items()}
+        path = folder / f"{step:08d}-{width}.safetensors"
+        draft = folder / f".tmp-{path.name}"
+        about = {"step": step, "width": width, "fingerprint": fingerprint}
+        save_file(tensors, draft, {"snapshot": json.dumps(about)})  # one key: safetensors writes several in random order
+        with open(draft, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+
+
+def list_snapshots(run: Path) -> list[Snapshot]:
+    """All snapshots of a run, oldest first. Raises UserError when there are none, or one is damaged or of another run."""
+    found = []
+    for path in sorted((run / FOLDER).glob(PUBLISHED)):
+        try:
+            with safe_open(path, "pt") as file:
+                found.append(Snapshot(path, **json.loads((file.metadata() or {})["snapshot"])))
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+            raise UserError(f"{path} is damaged or no snapshot ({error}); remove it to go on without it") from None
+    if not found:
+        raise UserError(f"{run} has no EMA snapshots; train with --ema_type power")
+    if len({snapshot.fingerprint for snapshot in found}) > 1:
+        raise UserError(f"{run / FOLDER} holds snapshots of several runs; remove those that do not belong there")
+    return sorted(found, key=lambda snapshot: (snapshot.step, snapshot.width))
+
+
+@torch.no_grad()
+def reconstruct(snapshots: list[Snapshot], width: float, step: int | None = None) -> dict[str, torch.Tensor]:
+    """Weights of the EMA of relative `width` at `step` (the last snapshot's), float32 on the CPU, from all snapshots up to it.
+
+    Reads one tensor of one file at a time; the sums are in float64. What EMA copies instead of averaging, counters and singular
+    vectors, is the last snapshot's. Raises UserError for a step that is before or beyond all snapshots.
+    """
+    last = max(snapshot.step for snapshot in snapshots)
+    step = last if step is None else step
+    used = [snapshot for snapshot in snapshots if snapshot.step <= step]
+    if not used or step > last:
+        first = min(snapshot.step for snapshot in snapshots)
+        raise UserError(f"--step must be from {first} to {last}, where there are snapshots; got {step}")
+    weights = reconstruction_weights([s.step for s in used], [s.width for s in used], step, width)
+    sums: dict[str, torch.Tensor] = {}
+    for snapshot, weight in zip(used, weights):
+        with safe_open(snapshot.path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118, it is no dict
+                tensor = file.get_tensor(name)
+                if not tensor.is_floating_point() or name.endswith(UNIT_VECTORS):
+                    sums[name] = tensor
+                elif name in sums:
+                    sums[name].add_(tensor.double(), alpha=float(weight))
+                else:
+                    sums[name] = tensor.double() * float(weight)
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in sums.items()}

@@ -1,0 +1,200 @@
+"""One evaluation: images from anywhere beside reference images, with the floor that real images have, and what is wrong.
+
+    evaluation = Evaluation(accelerator, extractor, reference, seed=0)
+    figures, sheet = evaluation.measure(make_images, 10_000)     # make_images: numbers -> uint8 [n, C, H, W]
+
+evaluate.py measures pipelines and folders with it, and a training run its own samples.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+from PIL import Image
+
+from utils.classifier import Classifier
+from utils.errors import UserError
+from utils.feature_sets import FeatureSet, extract
+from utils.features import Extractor
+from utils.launch import from_main_process, on_main_process
+from utils.memorisation import feature_memorisation, kept_for_memorisation, memorisation
+from utils.quality import LEAST_IMAGES, class_figures, compare, location_and_spread, real_floor
+from utils.rules_samples import collapse
+from utils.sampling import sample, to_uint8
+
+# Of Inception alone, and with so many images, a Frechet distance is what papers call FID.
+FID_IMAGES = 50_000
+
+
+def metric_name(kind: str, features: str, count: int) -> str:
+    """What a figure is called: "fd_randconv", "kd_pixels"; of Inception "fid" with 50,000 images and "fid_10k" with fewer."""
+    if features != "inception":
+        return f"{kind}_{features}"
+    if kind == "kd":
+        return "kid"
+    if kind != "fd" or count >= FID_IMAGES:
+        return {"fd": "fid"}.get(kind, kind)
+    return f"fid_{count // 1000}k" if count >= 1000 else f"fid_{count}"
+
+
+class Evaluation:
+    """Made and called on all processes alike; the figures are computed on the main one and given to all.
+
+    Args:
+        extractor: on the CPU; goes to the accelerator's device.
+        reference: features of the real images by this extractor.
+        classifier: of the reference's classes, with `labels` (int64 numpy [images]) and `class_names`, for the class balance.
+        training, held_out: ImageSets that samples are compared with one by one, see `memorisation`.
+        batch_size: images at once per process; on a CPU the last bits of the features depend on it.
+    """
+
+    def __init__(
+        self,
+        accelerator,
+        extractor: Extractor,
+        reference: FeatureSet,
+        *,
+        seed: int,
+        batch_size: int = 64,
+        classifier: Classifier | None = None,
+        labels=None,
+        class_names: list[str] | None = None,
+        training=None,
+        held_out=None,
+    ):
+        self.accelerator, self.extractor, self.reference = accelerator, extractor, reference
+        self.seed, self.batch_size = seed, batch_size
+        self.classifier, self.labels, self.class_names = classifier, labels, class_names
+        self.training, self.held_out = training, held_out
+        self.extractors = [extractor]
+        if classifier is not None and classifier is not extractor:
+            self.extractors.append(classifier)
+        for module in self.extractors:
+            module.to(accelerator.device)
+        self._floors: dict[int, dict] = {}
+
+    def floor(self, count: int) -> dict:
+        """`compare` of real images with each other, as for `count` samples; made once. On the main process alone."""
+        if count not in self._floors:
+            options = {"standardised": self.extractor.standardised, "seed": self.seed, "device": self._device}
+            self._floors[count] = real_floor(self.reference, count, **options)
+        return self._floors[count]
+
+    @property
+    def _device(self) -> torch.device | str:
+        return self.accelerator.device if self.accelerator.device.type == "cuda" else "cpu"
+
+    def measure(
+        self,
+        make_images: Callable[[torch.Tensor], torch.Tensor],
+        count: int,
+        *,
+        progress: Callable[[int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> tuple[dict | None, Image.Image | None]:
+        """Figures (JSON) of images 0 ... count - 1, with `floor`, `warnings` and `findings`, and on the main process the sheet
+        of closest pairs.
+
+        `make_images` is called with the numbers int64 [n] of a chunk, and gives uint8 [n, C, H, W] on the accelerator's device.
+        `cancelled` is asked once all were made: where any process says True, all return (None, None). Raises UserError for
+        fewer than 10 samples or 20 reference images, on every process.
+        """
+        if count < LEAST_IMAGES or len(self.reference) < 2 * LEAST_IMAGES:
+            raise UserError(
+                f"{count} samples against {len(self.reference)} reference images: no figure without at least {LEAST_IMAGES} "
+                f"and {2 * LEAST_IMAGES}"
+            )
+        kept = 0
+        if self.training is not None:
+            kept = kept_for_memorisation(count, math.prod(self.training.shape))
+        sets, images = extract(
+            self.accelerator, self.extractors, count, self.batch_size, make_images, kept_images=kept, progress=progress
+        )
+        if cancelled is not None:
+            told = torch.tensor([int(cancelled())], device=self.accelerator.device)
+            if self.accelerator.gather(told).any():
+                return None, None
+        result = None, None
+
+        def figures() -> None:
+            nonlocal result
+            result = self._figures(sets, images)
+
+        on_main_process(self.accelerator, figures)
+        return from_main_process(result[0]), result[1]
+
+    def _figures(self, sets: list[FeatureSet], images: torch.Tensor | None) -> tuple[dict, Image.Image | None]:
+        options = {"standardised": self.extractor.standardised, "seed": self.seed, "device": self._device}
+        figures = compare(sets[0], self.reference, **options)
+        figures["floor"] = self.floor(len(sets[0]))
+        if self.classifier is not None:
+            device = self.accelerator.device
+            probabilities = self.classifier.probabilities(sets[-1].rows.to(device)).detach().cpu()
+            figures["classes"] = class_figures(probabilities, self.labels, self.class_names, self.classifier.accuracy)
+        sheet = None
+        if images is not None:
+            copies, sheet = memorisation(images, self.training, self.held_out)
+            rows = self.reference.rows
+            samples = sets[0].rows
+            if self.extractor.standardised:
+                mean, spread = (x.cpu().float() for x in location_and_spread(self.reference.moments))
+                samples, rows = (samples - mean) / spread, (rows - mean) / spread
+            figures["memorisation"] = copies | feature_memorisation(samples, rows)
+        figures["warnings"] = self.warnings(len(sets[0]))
+        figures["findings"] = [asdict(finding) for finding in collapse(figures)]
+        return figures, sheet
+
+    def warnings(self, count: int) -> list[str]:
+        """What weakens the figures of so many samples, in sentences."""
+        found, dimensions = [], self.extractor.dimensions
+        fewest = min(count, len(self.reference))
+        if fewest <= dimensions:
+            found.append(
+                f"{fewest} images for {dimensions} feature dimensions: the covariance is singular and the Frechet distance "
+                f"mostly noise; take more than {dimensions}, or read the kernel distance"
+            )
+        elif fewest < 10 * dimensions:
+            found.append(
+                f"{fewest} images for {dimensions} feature dimensions: much of the Frechet distance is its bias; compare it "
+                "with the real/real floor, or read the kernel distance, which has none"
+            )
+        if self.classifier is not None and self.classifier.accuracy < 0.9:
+            found.append(
+                f"the classifier is right about {self.classifier.accuracy:.0%} of held-out images: class shares are rough"
+            )
+        return found
+
+
+def pipeline_images(
+    accelerator,
+    unet,
+    scheduler,
+    *,
+    name: str,
+    num_inference_steps: int,
+    seed: int,
+    shape: tuple[int, int, int],
+    batch_size: int,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A source for `Evaluation.measure`: the samples that generate.py makes for these numbers and this batch size, as their
+    PNGs hold them. `unet` is in eval mode, on the accelerator's device. The source raises UserError when pixels are not
+    finite."""
+
+    def make_images(numbers: torch.Tensor) -> torch.Tensor:
+        with accelerator.autocast():
+            images = sample(
+                unet,
+                scheduler,
+                num_inference_steps=num_inference_steps,
+                sample_numbers=numbers,
+                seed=seed,
+                shape=shape,
+                device=accelerator.device,
+                batch_size=batch_size,
+            )
+        if not images.isfinite().all():
+            raise UserError(f"{name} made NaN or infinite pixels; try --mixed_precision no")
+        return to_uint8(images)
+
+    return make_images

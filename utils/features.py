@@ -1,0 +1,182 @@
+"""Feature extractors: images in, the vectors [N, D] out that quality and diversity are measured on.
+
+Every figure names the extractor that it was made with, because figures of different ones cannot be compared. Nothing is
+downloaded: the default makes its weights from a fixed seed, `classifier` and `pixels` are fitted to the reference data,
+`inception` and `dinov2` read local files.
+"""
+
+import hashlib
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from utils.augmentation import to_unit_range
+from utils.errors import UserError
+
+EXTRACTORS = ("randconv", "classifier", "pixels", "inception", "dinov2")
+
+
+class Extractor(nn.Module):
+    """A network from uint8 images [n, C, H, W] to float32 features [n, dimensions], on the device of its weights.
+
+    Attributes:
+        name: one of EXTRACTORS.
+        dimensions: of a feature.
+        resize: in words, how images are brought to the size that it looks at.
+        standardised: whether its features mean something only beside the spread that the reference data has in each of
+            them, as those of random or fitted networks do; those of the published ones are used as they are.
+        sha256: of the weights; with `name` and `resize` it says which figures may be compared.
+    """
+
+    name: str
+    dimensions: int
+    resize = "none"
+    standardised = True
+    sha256: str
+
+    def identity(self) -> dict:
+        """What two extractors must share for their figures to be compared; JSON."""
+        return {"features": self.name, "extractor_sha256": self.sha256, "resize": self.resize, "dimensions": self.dimensions}
+
+
+def weights_sha256(module: nn.Module) -> str:
+    """Of names, shapes and bytes of all weights and buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def eight_bit(images: np.ndarray, max_value: int) -> torch.Tensor:
+    """uint8 tensor of the integer images of an ImageSet: what they would be as a PNG of 8 bits, which samples are."""
+    if max_value == 255:
+        return torch.from_numpy(images)
+    return torch.from_numpy((images.astype(np.float64) * (255 / max_value)).round().astype(np.uint8))
+
+
+class RandomConvolutions(Extractor):
+    """Two random 3x3 convolutions at each of three scales, pooled over the image: 3 x (16 + 24) = 120 features.
+
+    Random networks rank generators much as trained ones do (Naeem et al. 2020, section 4; Lee et al. 2022). The first layer
+    sees texture, sharpness and colour, the second, at half the size, corners and strokes; the coarser scales whole shapes.
+    What was tried and seen with it is in benchmarks/RESULTS.md. The weights come from a CPU generator of a fixed seed, so
+    that they are the same everywhere. Larger images are reduced to 64 pixels first, by averaging.
+    """
+
+    name = "randconv"
+    resize = "larger than 64 pixels: averaged down to 64"
+    SCALES, FIRST, HIDDEN, SECOND, LARGEST = 3, 16, 32, 24, 64
+    dimensions = SCALES * (FIRST + SECOND)
+
+    def __init__(self, channels: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for scale in range(self.SCALES):
+            for layer, (outputs, inputs) in enumerate(((self.HIDDEN, channels), (self.SECOND, self.HIDDEN))):
+                weight = torch.randn(outputs, inputs, 3, 3, generator=generator)
+                weight *= (
+                    math.sqrt(2) / weight.flatten(1).norm(dim=1)[:, None, None, None]
+                )  # ReLU keeps the scale: He et al. 2015
+                self.register_buffer(f"weight_{scale}_{layer}", weight)
+        self.sha256 = weights_sha256(self)
+
+    @torch.no_grad()
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        pixels = to_unit_range(images, 255)
+        if max(pixels.shape[-2:]) > self.LARGEST:
+            pixels = functional.adaptive_avg_pool2d(pixels, tuple(min(side, self.LARGEST) for side in pixels.shape[-2:]))
+        features = []
+        for scale in range(self.SCALES):
+            if scale:
+                pixels = _halve(pixels)
+            first = _convolve(pixels, getattr(self, f"weight_{scale}_0"))
+            second = _convolve(_halve(first), getattr(self, f"weight_{scale}_1"))
+            features += [first[:, : self.FIRST].mean((2, 3)), second.mean((2, 3))]
+        return torch.cat(features, dim=1)
+
+
+def _halve(pixels: torch.Tensor) -> torch.Tensor:
+    """Averages of 2 x 2 pixels; a side of one pixel stays."""
+    return functional.avg_pool2d(pixels, tuple(min(2, side) for side in pixels.shape[-2:]))
+
+
+def _convolve(pixels: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return functional.conv2d(functional.pad(pixels, (1, 1, 1, 1), mode="replicate"), weight).relu_()
+
+
+class PrincipalPixels(Extractor):
+    """The principal components of the reference images at 16x16 pixels, at most 64: a sanity check, blind to texture."""
+
+    name = "pixels"
+    resize = "larger than 16 pixels: averaged down to 16"
+    SIDE, MOST, IMAGES = 16, 64, 10_000
+
+    def __init__(self, images):
+        """Fitted to up to 10,000 of `images`, an ImageSet, spread over the set. Raises UserError for fewer than 2."""
+        super().__init__()
+        if len(images) < 2:
+            raise UserError(f"--features pixels needs at least 2 reference images, got {len(images)}")
+        chosen = np.linspace(0, len(images) - 1, min(len(images), self.IMAGES)).astype(np.int64)
+        parts = [eight_bit(images.fetch(part), images.max_value) for part in np.array_split(chosen, len(chosen) // 256 + 1)]
+        pixels = torch.cat([self._flat(part) for part in parts]).double()
+        centred = pixels - pixels.mean(0)
+        values, vectors = torch.linalg.eigh(centred.T @ centred / len(centred))
+        kept = min(self.MOST, len(chosen) - 1, int((values > 1e-6 * values[-1]).sum()))
+        self.register_buffer("mean", pixels.mean(0).float())
+        self.register_buffer("basis", vectors[:, -max(kept, 1) :].float())
+        self.dimensions = self.basis.shape[1]
+        self.sha256 = weights_sha256(self)
+
+    def _flat(self, images: torch.Tensor) -> torch.Tensor:
+        pixels = to_unit_range(images, 255)
+        size = tuple(min(side, self.SIDE) for side in pixels.shape[-2:])
+        return functional.adaptive_avg_pool2d(pixels, size).flatten(1)
+
+    @torch.no_grad()
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return (self._flat(images) - self.mean) @ self.basis
+
+
+def make_extractor(
+    name: str,
+    images,
+    *,
+    weights: Path | None = None,
+    weights_sha256: str | None = None,
+    cache_dir: Path | None = None,
+    channels: int | None = None,
+) -> Extractor:
+    """The extractor `name` of EXTRACTORS, on the CPU, in eval mode.
+
+    Args:
+        images: the reference images (an ImageSet), which `classifier` and `pixels` are fitted to. None where there are only
+            stored statistics; then `channels` says what images will come.
+        weights: local file of `inception`, local folder of `dinov2`.
+        weights_sha256: what the hash of that file must begin with.
+        cache_dir: where a trained classifier is kept.
+
+    Raises:
+        UserError: reference images, labels, a file or a package are missing, or the file has another hash.
+    """
+    if name == "randconv":
+        extractor = RandomConvolutions(images.shape[0] if images is not None else channels)
+    elif name in ("classifier", "pixels") and images is None:
+        raise UserError(f"--features {name} is fitted to the reference images, so stored statistics alone are not enough")
+    elif name == "pixels":
+        extractor = PrincipalPixels(images)
+    elif name == "classifier":
+        from utils.classifier import trained_classifier
+
+        extractor = trained_classifier(images, cache_dir)
+    elif name in ("inception", "dinov2"):
+        from utils.pretrained_features import DINOv2, Inception
+
+        extractor = {"inception": Inception, "dinov2": DINOv2}[name](weights, weights_sha256)
+    else:
+        raise UserError(f"unknown --features {name!r}; choose from {', '.join(EXTRACTORS)}")
+    return extractor.eval().requires_grad_(False)

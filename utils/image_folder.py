@@ -1,0 +1,75 @@
+"""A folder of finished images, as evaluation takes it: all of one size, read when their turn comes."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from utils.errors import UserError
+from utils.image_preparation import ImageFile, ImagePreparation, UndecodableImage, size_from_header
+
+_GREY_MODES = ("1", "L", "LA", "I", "I;16", "F")
+
+
+class ImageFolder:
+    """The images below `folder`, in the order of their names; of a folder of generate.py those that it numbered.
+
+    Attributes:
+        shape: (channels, height, width), read from the headers: 1 channel where the first image is grey, else 3.
+
+    Raises UserError where there is no such folder, no image in it, or images of several sizes or not square.
+    """
+
+    def __init__(self, folder: Path):
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder")
+        Image.init()
+        files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in Image.EXTENSION and path.is_file())
+        self.settings = _settings(folder)  # how generate.py made them; empty for other folders
+        if self.settings:
+            files = [path for path in files if re.fullmatch(r"\d{6,}\.png", path.name)]
+        if not files:
+            raise UserError(f"{folder}: no images in it")
+        self.folder, self.files, sizes = folder, files, {}
+        for path in files:
+            sizes.setdefault(size_from_header(ImageFile(None, str(path), str(path))), path)
+            if len(sizes) > 1:
+                (first, one), (second, other) = sizes.items()
+                raise UserError(f"{folder} holds images of different sizes: {_size(one, first)}, {_size(other, second)}")
+        ((height, width),) = sizes
+        if height != width:
+            raise UserError(f"{folder} holds images of {height}x{width}; only square ones can be compared with a dataset")
+        with Image.open(files[0]) as image:
+            self.shape = (1 if image.mode in _GREY_MODES else 3, height, width)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def source(self, device) -> Callable[[torch.Tensor], torch.Tensor]:
+        """For `Evaluation.measure`. It raises UserError naming an image that cannot be decoded."""
+        prepare = ImagePreparation(self.shape[1], self.shape[0], center_crop=True, background="white", max_value=255)
+
+        def make_images(numbers: torch.Tensor) -> torch.Tensor:
+            images = []
+            for path in (self.files[number] for number in numbers.tolist()):
+                try:
+                    images.append(torch.tensor(prepare(ImageFile(None, str(path), str(path)))[0]))
+                except UndecodableImage as error:
+                    raise UserError(f"cannot decode the image {path}: {error.args[2]}") from None
+            return torch.stack(images).to(device)
+
+        return make_images
+
+
+def _settings(folder: Path) -> dict:
+    try:
+        return json.loads((folder / "generate.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _size(path: Path, size: tuple[int, int] | None) -> str:
+    return f"{path.name} {size[0]}x{size[1]}" if size else f"{path.name} cannot be decoded"

@@ -1,0 +1,119 @@
+"""Power-function EMA of several lengths at once, and the EMA of any other length made from their snapshots afterwards.
+
+After Karras et al. 2024 (arXiv 2312.02696), section 3 and appendix C. An average of exponent g at time T weighs the weights of
+time t <= T by p(t) = (g + 1) t^g / T^(g + 1): its length is always the same share of the training, its relative width
+s_rel = std of p / T. t and T are counts of updates.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from utils.ema import EMA, ema_decay
+from utils.errors import UserError
+
+WIDEST = 12**-0.5  # s_rel of g = 0, the plain mean
+
+
+def exponent_of_width(width: float) -> float:
+    """g of a relative width s_rel in (0, 0.2887): the largest real root of g^3 + 7 g^2 + (16 - s^-2) g + (12 - s^-2) = 0.
+
+    Raises UserError for a width outside that range.
+    """
+    if not 0.0 < width < WIDEST:
+        raise UserError(f"an EMA width must lie between 0 and {WIDEST:.4f} (the plain mean), got {width}")
+    inverse = float(width) ** -2
+    roots = np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse])
+    return float(roots.real[np.abs(roots.imag) < 1e-9].max())
+
+
+def width_of_exponent(exponent: float) -> float:
+    """s_rel of g: sqrt((g + 1) / ((g + 2)^2 (g + 3)))."""
+    return ((exponent + 1.0) / ((exponent + 2.0) ** 2 * (exponent + 3.0))) ** 0.5
+
+
+def power_decay(step: int, exponent: float) -> float:
+    """Decay b in [0, 1) of the `step`-th update (1 for the first): (1 - 1 / step)^(g + 1)."""
+    return (1.0 - 1.0 / step) ** (exponent + 1.0)
+
+
+def inner_products(steps_a, exponents_a, steps_b, exponents_b) -> np.ndarray:
+    """<p_a, p_b> = integral of p_a(t) p_b(t) dt, float64 [A, B], for profiles of `exponents` that end at `steps`."""
+    steps_a, exponents_a = (np.asarray(x, np.float64)[:, None] for x in (steps_a, exponents_a))
+    steps_b, exponents_b = (np.asarray(x, np.float64)[None, :] for x in (steps_b, exponents_b))
+    later = np.maximum(steps_a, steps_b)
+    exponent_of_later = np.where(steps_a <= steps_b, exponents_b, exponents_a)
+    ratio = np.minimum(steps_a, steps_b) / later
+    scale = (exponents_a + 1.0) * (exponents_b + 1.0) / ((exponents_a + exponents_b + 1.0) * later)
+    return scale * ratio**exponent_of_later
+
+
+def reconstruction_weights(steps: Sequence[int], widths: Sequence[float], step: int, width: float) -> np.ndarray:
+    """What to weigh each snapshot by, float64 [n], sum 1, so that the sum comes nearest to the EMA of `width` at `step`.
+
+    Snapshot i has the profile of `widths[i]` up to `steps[i]`. Least squares between the profiles; those of snapshots that are
+    nearly alike make the problem nearly singular, hence `lstsq`.
+    """
+    exponents = [exponent_of_width(w) for w in widths]
+    gram = inner_products(steps, exponents, steps, exponents)
+    target = inner_products(steps, exponents, [step], [exponent_of_width(width)])[:, 0]
+    weights = np.linalg.lstsq(gram, target, rcond=None)[0]
+    return weights / weights.sum()
+
+
+class PowerEMA(EMA):
+    """Averages of several relative widths, updated as one. The first is the one that is validated, sampled and exported."""
+
+    def __init__(self, model: nn.Module, widths: Sequence[float]):
+        if len(set(widths)) != len(widths):
+            raise UserError(f"each of --ema_widths once, got {' '.join(map(str, widths))}")
+        self.exponents = [exponent_of_width(width) for width in widths]
+        super().__init__(model)
+        self._others = [EMA(model) for _ in widths[1:]]
+        self.averages = dict(zip(widths, (self, *self._others)))  # width -> EMA
+
+    @torch.no_grad()
+    def update(self, decay: float, finite: torch.Tensor) -> None:
+        """As `EMA.update`; `decay` is that of the first width, and gives those of the others: b^((g' + 1) / (g + 1))."""
+        super().update(decay, finite)
+        for average, exponent in zip(self._others, self.exponents[1:]):
+            average.update(decay ** ((exponent + 1.0) / (self.exponents[0] + 1.0)), finite)
+
+    def restart(self) -> None:
+        super().restart()
+        for average in self._others:
+            average.restart()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The first average under the model's own names, the others under `<width>/<name>`."""
+        state = dict(self.shadow)
+        for width, average in self._named_others():
+            state |= {f"{width}/{name}": tensor for name, tensor in average.shadow.items()}
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Copies `state` in. Raises UserError when it is of another model or of other widths."""
+        super().load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
+        found = {name.split("/")[0] for name in state if "/" in name}
+        if found != {width for width, _ in self._named_others()}:
+            raise UserError(f"the checkpoint's EMA is of other --ema_widths than {' '.join(map(str, self.averages))}")
+        for width, average in self._named_others():
+            prefix = f"{width}/"
+            average.load_state_dict({n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})
+
+    def _named_others(self) -> list[tuple[str, EMA]]:
+        return [(str(width), average) for width, average in self.averages.items() if average is not self]
+
+
+def make_ema(
+    model: nn.Module, ema_type: str, *, widths: Sequence[float], max_decay: float, inv_gamma: float, power: float
+) -> tuple[EMA, Callable[[int], float]]:
+    """(EMA, its decay at the n-th update) of `ema_type` "power", with `widths`, or "exponential", with the other three."""
+    if ema_type == "power":
+        ema = PowerEMA(model, widths)
+        return ema, partial(power_decay, exponent=ema.exponents[0])
+    return EMA(model), partial(ema_decay, max_decay=max_decay, inv_gamma=inv_gamma, power=power)

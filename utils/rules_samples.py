@@ -1,0 +1,122 @@
+"""Findings about evaluated samples: what kind of collapse it is, if any. Pure functions of an evaluation's figures (JSON).
+
+The thresholds stand between what planted collapses and held-out real images gave (benchmarks/RESULTS.md). The order is that
+of the explanations: where all samples are alike, missing modes follow from it and are not told as well.
+"""
+
+import math
+from collections.abc import Iterator
+
+from utils.diversity import SIGNIFICANCE
+from utils.findings import Finding, Found
+from utils.run_record import RunRecord
+
+LEAST_ACCURACY = 0.7  # of a classifier whose verdict on missing classes is believed
+_LEAST_EXPECTED = 20  # images: of so many expected, chance leaves fewer than a fifth with a probability of 3e-6
+_CHANCE = 1e-5
+
+
+def evaluated_samples(record: RunRecord) -> Found:
+    """The newest evaluation in a run, once half of it is done: before that samples are not meant to be good."""
+    for step, figures in record.records("evaluation")[-1:]:
+        if step >= 0.5 * (record.resolved.get("max_train_steps") or 0):
+            yield from collapse(figures, step)
+
+
+def collapse(figures: dict, step: int | None = None) -> list[Finding]:
+    """Findings about the figures that `Evaluation.measure` gives; what was not measured is not judged."""
+    if figures["variance_ratio"] < 0.02:
+        what = f"the variance of their features is {figures['variance_ratio']:.2g} of the real images'"
+        return [Finding("samples-alike", "critical", what, step)]
+    findings = [*_copied(figures, step), *_unlike(figures, step)]
+    if any(finding.code == "samples-unlike-data" for finding in findings):
+        return findings  # which modes they are in means nothing
+    return [*findings, *_variety(figures, step), *_missing(figures, step), *_dominant(figures, step)]
+
+
+def _copied(figures: dict, step: int | None) -> Found:
+    copies = figures.get("memorisation")
+    if copies is None:
+        return
+    share, real = copies["near_duplicates"], copies["near_duplicates_real"]
+    # Among real images near-duplicates are a few per cent at most, unless the data is full of them.
+    if share > 0.05 + 2 * real:
+        what = (
+            f"{share:.0%} of {copies['images']} samples are near-duplicates of a training image, {real:.1%} of real images are"
+        )
+        yield Finding("samples-copied", "critical" if share > 0.5 else "warning", what, step)
+
+
+def _unlike(figures: dict, step: int | None) -> Found:
+    floor = figures["floor"]["precision"]
+    # Half the variance leaves 0.6, a strong blur 0.2, noise 0.
+    if figures["precision"] < 0.4 * floor:
+        what = f"{figures['precision']:.0%} of them lie among the real images, {floor:.0%} of other real images do"
+        yield Finding("samples-unlike-data", "critical", what, step)
+
+
+def _variety(figures: dict, step: int | None) -> Found:
+    ratio = figures["variance_ratio"]
+    # Real sets of 900 gave 0.95 to 1.07, a mode five times too large 0.82, half the variance in the pixels 0.43 to 0.52.
+    if ratio < 0.7:
+        what = f"variance {ratio:.2g} and distances {figures['distance_ratio']:.2g} of those of the real images, in features"
+        yield Finding("samples-lack-variety", "critical" if ratio < 0.3 else "warning", what, step)
+
+
+def _bins(figures: dict) -> Iterator[tuple[str, dict]]:
+    """Classes, where they are known well enough, and modes."""
+    classes = figures.get("classes")
+    if classes is not None and classes["accuracy"] >= LEAST_ACCURACY:
+        yield "class", classes
+    yield "mode", figures["modes"]
+
+
+def _shares(bins: dict) -> Iterator[tuple[int, float, float, float]]:
+    """(bin, generated images, generated images expected from the real share, real share) of each."""
+    total, real_total = sum(bins["generated"]), sum(bins["real"])
+    for number, (count, real) in enumerate(zip(bins["generated"], bins["real"])):
+        yield number, count, total * real / real_total, real / real_total
+
+
+def _name(kind: str, bins: dict, number: int) -> str:
+    return f"{kind} {bins['names'][number] if 'names' in bins else number}"
+
+
+def _missing(figures: dict, step: int | None) -> Found:
+    for kind, bins in _bins(figures):
+        missing = [
+            (number, share)
+            for number, count, wanted, share in _shares(bins)
+            if wanted >= _LEAST_EXPECTED and count < 0.2 * wanted
+        ]
+        if missing:
+            names = ", ".join(_name(kind, bins, number) for number, _ in missing[:5]) + (" ..." if len(missing) > 5 else "")
+            share = sum(share for _, share in missing)
+            what = f"absent or nearly so: {names}, {share:.0%} of the real images ({len(missing)} of {bins['number']})"
+            yield Finding("modes-missing", "critical" if share > 0.3 else "warning", what, step)
+            return
+
+
+def _dominant(figures: dict, step: int | None) -> Found:
+    for kind, bins in _bins(figures):
+        excess = [
+            (count / wanted, number, share)
+            for number, count, wanted, share in _shares(bins)
+            if wanted >= _LEAST_EXPECTED and count > 2.5 * wanted
+        ]
+        if excess:
+            times, number, share = max(excess)
+            what = f"{_name(kind, bins, number)} is {times:.1f} times as frequent as in the real images ({share:.0%} of them)"
+            yield Finding("mode-dominates", "critical" if times > 5 else "warning", what, step)
+            return
+    bins = figures["modes"]
+    # Of alike sets each bin differs with the probability of the test.
+    if _tail(bins["different"], bins["number"]) < _CHANCE:
+        what = f"{bins['different']} of {bins['number']} modes have another share than in the real images"
+        yield Finding("mode-dominates", "warning", what, step)
+
+
+def _tail(successes: int, trials: int) -> float:
+    """Probability of at least so many of `trials` bins being found different by chance."""
+    terms = range(successes, trials + 1)
+    return sum(math.comb(trials, k) * SIGNIFICANCE**k * (1 - SIGNIFICANCE) ** (trials - k) for k in terms)
