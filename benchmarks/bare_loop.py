@@ -113,7 +113,10 @@ class BareLoop:
 
 @contextmanager
 def tf32(enabled: bool):
-    """Matrix products and convolutions in TF32 or in plain fp32, whatever stood before; afterwards that again."""
+    """On a GPU, matrix products and convolutions in TF32 or in plain fp32, whatever stood before; afterwards that again."""
+    if not torch.cuda.is_available():
+        yield
+        return
     precision, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if enabled else "highest")
     torch.backends.cudnn.allow_tf32 = enabled

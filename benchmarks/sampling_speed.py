@@ -10,6 +10,7 @@ costs, to be set against quality before it is used.
 """
 
 import argparse
+import copy
 import statistics
 import sys
 import time
@@ -41,7 +42,8 @@ def main() -> None:
     options = parser.parse_args()
     device = default_device()
     torch.set_num_threads(options.cpu_threads)
-    torch.set_float32_matmul_precision("high")  # as utils.launch has it for every script
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # as utils.launch has it for every script
     if options.pipeline:
         pipeline = DDPMPipeline.from_pretrained(options.pipeline).to(device)
     else:
@@ -50,18 +52,17 @@ def main() -> None:
         pipeline = DDPMPipeline(unet, DDPMScheduler()).to(device)
     unet, name = pipeline.unet.eval(), options.pipeline or options.model_preset
     pipeline.set_progress_bar_config(disable=True)
+    fast = copy.deepcopy(unet).to(memory_format=torch.channels_last)
+    fast.compile()
     numbers = torch.arange(options.batch_size)
     common = {"sample_numbers": numbers, "seed": 0, "shape": image_shape(unet), "device": device}
 
     def ours(variant: str, sampler: str, steps: int) -> torch.Tensor:
         precision, *compiled = variant.split()
-        network = torch.compile(unet) if compiled else unet
-        if compiled and device.type == "cuda":
-            unet.to(memory_format=torch.channels_last)
+        network = fast if compiled else unet
         scheduler = make_sampler(sampler, pipeline.scheduler)
-        with full_precision(unet), autocast(device, "no" if precision == "fp32" else precision):
+        with full_precision(network, compiled=True), autocast(device, "no" if precision == "fp32" else precision):
             images = sample(network, scheduler, num_inference_steps=steps, batch_size=options.batch_size, **common)
-        unet.to(memory_format=torch.contiguous_format)
         return to_uint8(images).cpu()
 
     def seconds(function, *arguments) -> tuple[float, object]:

@@ -21,15 +21,15 @@ from utils.launch import usable_cores
 
 NONE = Switches()
 SWITCHES = {
-    "bf16": {"mixed_precision": "bf16"},
-    "tf32": {"tf32": True},
-    "sdpa": {"sdpa": True},
-    "channels_last": {"channels_last": True},
     "compile": {"compile": True},
+    "channels_last": {"channels_last": True},
+    "bf16": {"mixed_precision": "bf16"},
+    "sdpa": {"sdpa": True},
     "fused": {"fused": True},
-    "checkpointing": {"checkpointing": True},
     "ema": {"ema": "foreach"},
     "item": {"item": True},
+    "checkpointing": {"checkpointing": True},
+    "tf32": {"tf32": True},
 }
 ON_GPUS = {"tf32"}  # no other device knows it
 

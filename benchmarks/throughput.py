@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -116,6 +117,7 @@ class SideBySide:
         self.loops: dict[str, BareLoop] = {}
         self.seconds: dict[str, list[float]] = {"train_ddpm": []}
         self.other: dict[str, list[float]] = {}  # seconds of each call of what is timed apart
+        self.waited: list[float] = []  # seconds for each micro-batch
         self.peak, self.own_bytes = 0, 0
         self._updates, self._block_start, self._paused = 0, None, 0.0
 
@@ -131,6 +133,12 @@ class SideBySide:
             return result
 
         setattr(owner, name, wrapper)
+
+    @contextmanager
+    def waiting_for_data(self):
+        start = time.perf_counter()
+        yield
+        self.waited.append(time.perf_counter() - start)
 
     def after_update(self) -> None:
         self._updates += 1
@@ -176,6 +184,7 @@ def main() -> None:
             (utils.export, "export_pipeline"),
         ):
             race.time_apart(owner, name)
+        utils.tracking.Stopwatch.waiting_for_data = lambda stopwatch: race.waiting_for_data()
         update = utils.tracking.ProgressBar.update
         utils.tracking.ProgressBar.update = lambda bar: (update(bar), race.after_update())
         train_ddpm.main(args)
@@ -199,6 +208,7 @@ def main() -> None:
     for loop in race.loops.values():
         if loop.switches.compile:
             print(f"compiling, within the first update: {loop.compile_seconds:.1f} s")
+    print(f"waiting for a micro-batch: {1e3 * statistics.median(race.waited):.3f} ms")
     for name, seconds in race.other.items():
         print(f"{name:16} {statistics.median(seconds):8.2f} s each")
     rate_reached = 100 * flops / statistics.median(real) / rate
