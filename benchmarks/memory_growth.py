@@ -73,9 +73,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, nargs="+", default=[1000, 100_000, 1_000_000])
     parser.add_argument("--updates", type=int, default=200)
     options = parser.parse_args()
-    print(
-        f"{'images':>9} {'packed':>7} | {'packing s':>9} {'peak':>6} | {'start s':>7} {'run s':>6} {'peak':>6} {'training':>8}   (MiB)"
-    )
+    print("   images  packed | packing s   peak | start s  run s   peak training   (MiB)")
     for images in options.images:
         with tempfile.TemporaryDirectory() as folder:
             folder = Path(folder)
