@@ -122,8 +122,8 @@ def main(args: argparse.Namespace) -> int:
     resuming = bool(args.resume_from_checkpoint)
     new_unet = partial(make_unet, **unet_options(args, device.type))
     new_optimizer = partial(make_optimizer, **optimizer_options(args))
-    new_ema = (lambda unet: make_ema(unet, **ema_options(args))[0]) if args.use_ema else None
-    plan = MemoryPlan(accelerator, new_unet, new_optimizer, make_ema=new_ema)
+    num_averages = (len(args.ema_widths) if args.ema_type == "power" else 1) if args.use_ema else 0
+    plan = MemoryPlan(accelerator, new_unet, new_optimizer, use_ema=num_averages)
     if args.global_batch_size:
         split = plan.split(args.global_batch_size, args.train_batch_size, output_dir if resuming else None)
         args.train_batch_size, args.gradient_accumulation_steps = split

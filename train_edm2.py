@@ -18,9 +18,10 @@ from utils.cli import (
     add_output_flags,
     add_report_flags,
     add_training_flags,
-    channels_last,
     data_options,
+    edm2_unet_options,
     ema_options,
+    evaluation_options,
     learning_rate_options,
     optimizer_options,
     parse_with_preset,
@@ -97,6 +98,7 @@ def main(args: argparse.Namespace) -> int:
     from utils.dynamics import Dynamics
     from utils.edm import (
         NOISE_RANKS,
+        EDM2Denoiser,
         Losses,
         denoise,
         losses_per_sample,
@@ -105,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
         training_labels,
         training_noise_levels,
     )
-    from utils.edm2_network import count_classes, denoise_any, make_denoiser
+    from utils.edm2_network import count_classes, make_edm2_unet
     from utils.edm_previews import EDM2Previews
     from utils.ema_snapshots import Snapshots
     from utils.errors import explain_out_of_memory
@@ -122,6 +124,7 @@ def main(args: argparse.Namespace) -> int:
     from utils.sampling import full_precision, sampling_steps
     from utils.schedule import check_global_batch, is_due, updates_per_epoch
     from utils.tracking import PackingBar, ProgressBar, StepStatistics, Stopwatch, Trackers, peak_memory_gib
+    from utils.training_evaluation import TrainingEvaluation
     from utils.training_samples import TrainingSamples
     from utils.unet import network_options
     from utils.validation import check_images, mean_loss, split_validation
@@ -140,33 +143,10 @@ def main(args: argparse.Namespace) -> int:
     )
     device, is_main = accelerator.device, accelerator.is_main_process
     resuming = bool(args.resume_from_checkpoint)
-    folder = RunFolder(output_dir)
-    if not args.dry_run:
-        on_main_process(accelerator, folder.claim, resuming=resuming, overwrite=args.overwrite_output_dir)
-
-    # ---- data: packed uint8 [N, C, H, W], and every random number of a sample a function of its number
-    images = load_images(**data_options(args), progress=PackingBar())
-    check_images(images)
-    train_images, validation_images = split_validation(images, args.validation_images, args.seed)
-
-    # ---- memory: what an update needs, and the micro batch that fits
-    new_denoiser = partial(
-        make_denoiser,
-        resolution=args.resolution,
-        image_channels=args.image_channels,
-        num_classes=count_classes(images) if args.class_conditional else 0,
-        sigma_data=args.sigma_data,
-        preset=args.model_preset,
-        config_name_or_path=args.model_config_name_or_path,
-        cache_dir=args.cache_dir,
-        dropout=args.dropout,
-        seed=args.seed,
-        gradient_checkpointing=args.gradient_checkpointing,
-        channels_last=channels_last(args, device.type),
-    )
+    new_unet = partial(make_edm2_unet, **edm2_unet_options(args, device.type))
     new_optimizer = partial(make_optimizer, **optimizer_options(args))
-    new_ema = (lambda denoiser: make_ema(denoiser.unet, **ema_options(args))[0]) if args.use_ema else None
-    plan = MemoryPlan(accelerator, new_denoiser, new_optimizer, make_ema=new_ema, predict=denoise_any)
+    num_averages = (len(args.ema_widths) if args.ema_type == "power" else 1) if args.use_ema else 0
+    plan = MemoryPlan(accelerator, new_unet, new_optimizer, use_ema=num_averages)
     if args.global_batch_size:
         split = plan.split(args.global_batch_size, args.train_batch_size, output_dir if resuming else None)
         args.train_batch_size, args.gradient_accumulation_steps = split
@@ -175,7 +155,13 @@ def main(args: argparse.Namespace) -> int:
     if args.dry_run:
         on_main_process(accelerator, plan.show, args.train_batch_size, args.gradient_accumulation_steps)
         return 0
+    folder = RunFolder(output_dir)
+    on_main_process(accelerator, folder.claim, resuming=resuming, overwrite=args.overwrite_output_dir)
 
+    # ---- data: packed uint8 [N, C, H, W], and every random number of a sample a function of its number
+    images = load_images(**data_options(args), progress=PackingBar())
+    check_images(images)
+    train_images, validation_images = split_validation(images, args.validation_images, args.seed)
     samples = TrainingSamples(train_images, accelerator, **sample_options(args))
     global_batch_size = accelerator.num_processes * args.train_batch_size * args.gradient_accumulation_steps
     check_global_batch(len(train_images), global_batch_size)
@@ -185,7 +171,8 @@ def main(args: argparse.Namespace) -> int:
     max_train_steps = args.max_train_steps or args.num_epochs * epoch_steps
 
     # ---- network, noise levels, optimizer, EMA
-    denoiser = new_denoiser()
+    unet = new_unet(num_classes=count_classes(images) if args.class_conditional else 0)
+    denoiser = EDM2Denoiser(unet, args.sigma_data, args.seed)
     if args.force_weight_norm:
         force_weight_norm(denoiser)
     noise_scheduler = EDMHeunScheduler(sigma_data=args.sigma_data)
@@ -268,7 +255,7 @@ def main(args: argparse.Namespace) -> int:
         say=progress.say,
     )
     stopwatch, statistics = Stopwatch(state.step), StepStatistics(device, NOISE_RANKS)
-    dynamics = Dynamics(raw_denoiser)
+    dynamics = Dynamics(raw_denoiser, checks_noise=False)
     adaptive = AdaptiveLimit(device, state.grad_norm_mean) if args.adaptive_clipping else None
     bad_updates = BadUpdates.of_run(accelerator, raw_denoiser, state)
     nan_reports = NanReports(
@@ -304,6 +291,22 @@ def main(args: argparse.Namespace) -> int:
         num_inference_steps=num_inference_steps,
         num_images=args.eval_batch_size,
         should_stop=lambda: stop.received is not None,
+    )
+
+    evaluation = TrainingEvaluation(
+        accelerator,
+        raw_unet,
+        noise_scheduler,
+        output_dir,
+        training=train_images,
+        held_out=validation_images,
+        trackers=trackers,
+        doctor=doctor,
+        num_inference_steps=num_inference_steps,
+        should_stop=lambda: stop.received is not None,
+        say=progress.say,
+        predict=previews.predict,
+        **evaluation_options(args),
     )
 
     def export() -> None:
@@ -421,7 +424,10 @@ def main(args: argparse.Namespace) -> int:
                     )
                 trackers.log({"validation/loss": value}, step=state.step)
                 doctor.record(state.step, {"validation/loss": value})
-                improved = state.record("validation loss", value, decides=True)
+                improved = state.record("validation loss", value, decides=args.best_metric == "loss")
+            if evaluation.due(state.step, max_train_steps):
+                with averaged(), full_precision(raw_unet):
+                    improved |= evaluation.make(state)
             if due(args.save_images_steps, args.save_images_epochs):
                 progress.attempt(previews.make, state.step)
             if due(args.save_model_steps, args.save_model_epochs):

@@ -20,7 +20,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.bare_loop import SIZES, allocated, default_device, describe, free
-from utils.ema import EMA
 from utils.memory import GIB, TrialStep, estimate_memory
 from utils.optimization import make_optimizer
 from utils.unet import make_unet
@@ -118,11 +117,11 @@ def compare(configuration: Configuration, device: torch.device) -> tuple[float, 
         micro_batch_size=configuration.batch,
         device=device,
         mixed_precision=configuration.precision,
-        make_ema=EMA if configuration.ema else None,
+        use_ema=configuration.ema,
         accumulates=configuration.micro_steps > 1,
     )
     with device:
-        step = TrialStep(network, optimizer, EMA if configuration.ema else None, distributed=False)
+        step = TrialStep(network, optimizer, configuration.ema, distributed=False)
         run = partial(step.run, shape, configuration.batch, configuration.precision, configuration.micro_steps)
         activations, peak = measure(step, device, run)
     peak += predicted.parameters + predicted.buffers + predicted.optimizer + predicted.ema

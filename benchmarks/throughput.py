@@ -42,7 +42,6 @@ import utils.tracking
 import utils.validation
 from benchmarks.bare_loop import UNCONDITIONAL, BareLoop, Switches, allocated, default_device, preset_flops, ratio, synchronize
 from utils.cli import optimizer_options, unet_options
-from utils.ema import EMA
 from utils.memory import AUTOCAST, estimate_memory
 from utils.optimization import make_optimizer
 from utils.unet import make_unet
@@ -78,7 +77,7 @@ def predicted_peak(args: argparse.Namespace, device: torch.device) -> int:
         micro_batch_size=args.train_batch_size,
         device=device,
         mixed_precision=args.mixed_precision or "no",
-        make_ema=EMA if args.use_ema else None,
+        use_ema=args.use_ema,
         accumulates=args.gradient_accumulation_steps > 1,
     ).peak
 

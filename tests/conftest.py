@@ -58,7 +58,7 @@ def make_tiny_flags(folder: Path, script: str = "train_ddpm.py") -> list[str]:
     """Flags of a run on the digits that takes a second: a network of some 40 k parameters, batch 8."""
     network, steps = TINY_NETWORK, "--ddpm_num_inference_steps"
     if script == "train_edm2.py":
-        network, steps = TINY_EDM2_NETWORK, "--ema_snapshot_steps 4 --num_inference_steps"
+        network, steps = TINY_EDM2_NETWORK, "--ema_snapshot_steps 5 --num_inference_steps"
     (folder / "config.json").write_text(json.dumps(network))
     flags = f"""--dataset_name digits --model_config_name_or_path {folder} --cache_dir {folder / "cache"} --resolution 16
         --image_channels 1 --train_batch_size 8 --eval_batch_size 4 {steps} 3 --cpu_threads 1

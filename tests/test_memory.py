@@ -8,7 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from utils.diffusion import loss_per_sample
-from utils.edm2_network import denoise_any, make_denoiser
+from utils.edm2_network import make_edm2_unet
 from utils.ema import EMA
 from utils.memory import AUTOCAST, estimate_memory, flops_per_image
 from utils.optimization import make_optimizer
@@ -101,7 +101,7 @@ def test_static_parts_are_those_of_the_real_objects(name):
     assert predicted.optimizer == sum(value.nbytes for value in states)
     assert predicted.ema == sum(tensor.nbytes for tensor in EMA(model).shadow.values())
     assert predicted.parameters == predicted.gradients == sum(parameter.nbytes for parameter in model.parameters())
-    assert estimate(make=make, make_ema=None).ema == 0
+    assert estimate(make=make, use_ema=False).ema == 0
 
 
 def most_allocated(model: nn.Module, batch: int) -> int:
@@ -127,7 +127,7 @@ def most_allocated(model: nn.Module, batch: int) -> int:
 @pytest.mark.parametrize("batch", [2, 16])
 def test_peak_is_that_of_a_real_update(batch, checkpointing):
     make_network = partial(network, checkpointing=checkpointing)
-    predicted = estimate(make_network, batch=batch, make_ema=None)
+    predicted = estimate(make_network, batch=batch, use_ema=False)
     there_before = predicted.parameters + predicted.optimizer
     real = there_before + most_allocated(make_network().train(), batch)
     assert predicted.peak - predicted.workspace == pytest.approx(real, rel=0.05)
@@ -171,20 +171,8 @@ def test_checkpointing_changes_no_flops_and_prediction_leaves_no_trace():
 
 
 def test_several_averages_and_an_edm2_network_are_counted_as_they_are():
-    make_network = partial(make_denoiser, resolution=16, image_channels=1, num_classes=10, sigma_data=0.5, preset="digits16")
-    widths = (0.05, 0.1)
-    predicted = estimate(make_network, make_ema=lambda model: PowerEMA(model.unet, widths), predict=denoise_any)
+    make_network = partial(make_edm2_unet, resolution=16, image_channels=1, preset="digits16")
+    predicted = estimate(make_network, use_ema=2)
     model = make_network().train()
-    kept = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    timesteps = torch.zeros(4, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss_per_sample(denoise_any(model, torch.randn(4, *SHAPE), timesteps), torch.randn(4, *SHAPE), torch.ones(4)).mean()
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    real = sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
-    assert predicted.activations == pytest.approx(real, rel=0.03)
-    assert predicted.ema == sum(tensor.nbytes for tensor in PowerEMA(model.unet, widths).state_dict().values())
+    assert predicted.activations == pytest.approx(bytes_kept(model, 4, "no"), rel=0.03)
+    assert predicted.ema == sum(tensor.nbytes for tensor in PowerEMA(model, (0.05, 0.1)).state_dict().values())

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import utils.memory_plan
-from utils.ema import EMA
 from utils.errors import UserError, out_of_memory
 from utils.memory import SHARE, TrialStep, estimate_memory
 from utils.memory_plan import MemoryPlan, divisors, largest_that_fits
@@ -52,7 +51,7 @@ def plan_with(monkeypatch):
 
     def make(mib: float) -> MemoryPlan:
         monkeypatch.setattr(utils.memory_plan, "free_memory", lambda device: mib * MIB)
-        return MemoryPlan(Accelerator(cpu=True), NETWORK, OPTIMIZER, make_ema=EMA)
+        return MemoryPlan(Accelerator(cpu=True), NETWORK, OPTIMIZER, use_ema=True)
 
     return make
 

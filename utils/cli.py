@@ -264,13 +264,11 @@ def sample_options(args: argparse.Namespace) -> dict:
     }
 
 
-def channels_last(args: argparse.Namespace, device_type: str) -> bool:
-    """What was asked for; else where it pays: a GPU's eager kernels for group norms would turn everything round."""
-    return args.compile and device_type == "cuda" if args.channels_last is None else args.channels_last
-
-
 def unet_options(args: argparse.Namespace, device_type: str) -> dict:
     """The arguments of `unet.make_unet` that are flags."""
+    channels_last = args.channels_last
+    if channels_last is None:
+        channels_last = args.compile and device_type == "cuda"
     return {
         "resolution": args.resolution,
         "image_channels": args.image_channels,
@@ -284,7 +282,20 @@ def unet_options(args: argparse.Namespace, device_type: str) -> dict:
         "spectral_norm": args.spectral_norm,
         "seed": args.seed,
         "gradient_checkpointing": args.gradient_checkpointing,
-        "channels_last": channels_last(args, device_type),
+        "channels_last": channels_last,
+    }
+
+
+def edm2_unet_options(args: argparse.Namespace, device_type: str) -> dict:
+    """The arguments of `edm2_network.make_edm2_unet` that are flags."""
+    channels_last = args.channels_last
+    if channels_last is None:
+        channels_last = device_type == "cuda"
+    names = ("resolution", "image_channels", "cache_dir", "dropout", "seed", "gradient_checkpointing")
+    return {name: getattr(args, name) for name in names} | {
+        "preset": args.model_preset,
+        "config_name_or_path": args.model_config_name_or_path,
+        "channels_last": channels_last,
     }
 
 

@@ -51,11 +51,14 @@ class Uncertainty(nn.Module):
 
 
 class EDM2Denoiser(nn.Module):
-    """What is trained: `unet`, which computes F and is exported, and u(sigma)."""
+    """What is trained: `unet`, which computes F and is exported, and u(sigma), whose first weights are of `seed`."""
 
-    def __init__(self, unet: EDM2UNet, sigma_data: float):
+    def __init__(self, unet: EDM2UNet, sigma_data: float, seed: int = 0):
         super().__init__()
-        self.unet, self.uncertainty, self.sigma_data = unet, Uncertainty(), sigma_data
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(randomness.derive_seed(seed, "uncertainty"))
+            self.uncertainty = Uncertainty()
+        self.unet, self.sigma_data = unet, sigma_data
 
     def forward(
         self, noisy_images: torch.Tensor, sigma: torch.Tensor, class_labels: torch.Tensor | None = None

@@ -3,20 +3,17 @@
 import torch
 
 from models.edm2_unet import PRESETS, EDM2UNet
-from utils.edm import EDM2Denoiser
 from utils.errors import UserError
 from utils.randomness import derive_seed
-from utils.unet import to_channels_last
 
 PAPER_LEVELS = (1, 2, 3, 4)  # EDM2UNet's own channel_multipliers
 
 
-def make_denoiser(
+def make_edm2_unet(
     *,
     resolution: int,
     image_channels: int,
-    num_classes: int,
-    sigma_data: float,
+    num_classes: int = 0,
     preset: str | None = None,
     config_name_or_path: str | None = None,
     cache_dir: str | None = None,
@@ -24,8 +21,8 @@ def make_denoiser(
     seed: int = 0,
     gradient_checkpointing: bool = False,
     channels_last: bool = False,
-) -> EDM2Denoiser:
-    """An EDM2UNet and u(sigma), whose weights are a function of the arguments (global random state is left as it was).
+) -> EDM2UNet:
+    """An EDM2UNet whose weights are a function of the arguments (global random state is left as it was).
 
     Without `preset` and config the network is the paper's XS. `num_classes` 0 makes it unconditional; `dropout` of None keeps
     the network's own. Raises UserError when the config cannot be read or is of another network, when its channels differ from
@@ -64,14 +61,12 @@ def make_denoiser(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "initial weights"))
         try:
-            denoiser = EDM2Denoiser(EDM2UNet.from_config(config), sigma_data)
+            unet = EDM2UNet.from_config(config)
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(f"the network cannot be built: {str(error).strip().splitlines()[0]}") from None
     if gradient_checkpointing:
-        denoiser.unet.enable_gradient_checkpointing()
-    if channels_last:
-        to_channels_last(denoiser)
-    return denoiser
+        unet.enable_gradient_checkpointing()
+    return unet.to(memory_format=torch.channels_last) if channels_last else unet
 
 
 def count_classes(images) -> int:
@@ -79,9 +74,3 @@ def count_classes(images) -> int:
     if images.labels is None or len(images.labels) == 0:
         return 0
     return max(int(images.labels.max()) + 1, len(images.class_names or ()))
-
-
-def denoise_any(network: EDM2Denoiser, noisy_images: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-    """An output [B, C, H, W] in which every weight has its part, at noise levels of 1, for predictions of memory."""
-    denoised, uncertainty = network(noisy_images, timesteps + 1.0, timesteps)
-    return denoised * uncertainty[:, None, None, None]

@@ -31,8 +31,7 @@ ALLOCATOR_BLOCK = 512  # bytes; torch's CUDA allocator hands out multiples of it
 CUBLAS_WORKSPACE = 32 * 2**20  # bytes; torch's own choice on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp), 8 MiB before
 
 
-def predict_plainly(network: nn.Module, noisy_images: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-    """The output of a diffusers UNet2DModel."""
+def _predict(network: nn.Module, noisy_images: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
     return network(noisy_images, timesteps).sample
 
 
@@ -59,21 +58,22 @@ def estimate_memory(
     micro_batch_size: int,
     device: torch.device | str,
     mixed_precision: str = "no",
-    make_ema: Callable[[nn.Module], EMA] | None = EMA,
+    use_ema: bool | int = True,
     accumulates: bool = False,
     distributed: bool = False,
-    predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = predict_plainly,
+    predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _predict,
 ) -> MemoryEstimate:
     """What training needs on `device`, which must exist but gives no memory.
 
     `make_network` builds the network as it will be trained (checkpointing, layout of the weights), on torch's default device;
     `predict(network, noisy_images [B, C, H, W], timesteps [B])` gives its output. `accumulates`: gradients stay from one
-    micro step to the next. `distributed`: DDP keeps them in its buckets for good. A compiled network usually needs less.
+    micro step to the next. `distributed`: DDP keeps them in its buckets for good. `use_ema` counts the averages, of which power
+    EMA has several. A compiled network usually needs less.
     """
     device = torch.device(device)
     live = _LiveMemory(ALLOCATOR_BLOCK if device.type == "cuda" else 1)
     with FakeTensorMode(), device, live:
-        step = TrialStep(make_network, make_optimizer, make_ema, distributed)
+        step = TrialStep(make_network, make_optimizer, use_ema, distributed)
         live.restart()
         activations = step.run(image_shape, micro_batch_size, mixed_precision, 1 + accumulates, predict)
 
@@ -84,7 +84,7 @@ def estimate_memory(
         buffers=storage_bytes(step.network.buffers()),
         gradients=sum(p.numel() * p.element_size() for p in step.parameters),
         optimizer=storage_bytes(value for value in step.optimizer_state() if isinstance(value, torch.Tensor)),
-        ema=storage_bytes(step.ema.state_dict().values()) if step.ema is not None else 0,
+        ema=storage_bytes(tensor for average in step.averages for tensor in average.shadow.values()),
         activations=activations,
         workspace=workspace,
         peak=live.most + workspace,
@@ -97,10 +97,10 @@ class TrialStep:
     The arguments are those of `estimate_memory`; everything is made on torch's default device.
     """
 
-    def __init__(self, make_network, make_optimizer, make_ema, distributed: bool):
+    def __init__(self, make_network, make_optimizer, use_ema: bool | int, distributed: bool):
         self.network = make_network().train()
         self.parameters = [p for p in self.network.parameters() if p.requires_grad]
-        self.ema = make_ema(self.network) if make_ema is not None else None
+        self.averages = [EMA(self.network) for _ in range(use_ema)]
         self.optimizer = make_optimizer(self.network)
         self._keeps_gradients = distributed
         for parameter in self.parameters:
@@ -111,7 +111,7 @@ class TrialStep:
     def optimizer_state(self) -> Iterator:
         return (value for state in self.optimizer.state.values() for value in state.values())
 
-    def run(self, image_shape, micro_batch_size: int, mixed_precision: str, micro_steps: int, predict=predict_plainly) -> int:
+    def run(self, image_shape, micro_batch_size: int, mixed_precision: str, micro_steps: int, predict=_predict) -> int:
         """One update as in training. Returns the bytes that one forward pass left for its backward pass."""
         device = self.parameters[0].device
         for _ in range(micro_steps):
@@ -132,15 +132,16 @@ class TrialStep:
         torch._foreach_sub_(before, [p.detach() for p in self.parameters])
         del before
         self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
-        if self.ema is not None and device.type != "cpu":  # there it makes no tensors, but asks for the flag's value
-            self.ema.update(0.9999, torch.isfinite(norm))
+        # On a CPU an EMA makes no tensors, but asks for the flag's value, which fake tensors do not have.
+        for average in self.averages if device.type != "cpu" else ():
+            average.update(0.9999, torch.isfinite(norm))
         return activations
 
 
 def flops_per_image(
     make_network: Callable[[], nn.Module],
     image_shape: tuple[int, int, int],
-    predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = predict_plainly,
+    predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _predict,
 ) -> int:
     """Floating-point operations of the forward and backward pass of one image: convolutions and matrix products, two for each
     multiply-add, nothing for what gradient checkpointing computes again."""

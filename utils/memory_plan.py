@@ -11,19 +11,9 @@ from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
-from utils.ema import EMA
 from utils.errors import UserError, out_of_memory
 from utils.launch import from_main_process
-from utils.memory import (
-    GIB,
-    SHARE,
-    MemoryEstimate,
-    TrialStep,
-    estimate_memory,
-    flops_per_image,
-    free_memory,
-    predict_plainly,
-)
+from utils.memory import GIB, SHARE, MemoryEstimate, TrialStep, estimate_memory, flops_per_image, free_memory
 
 MIB = 2**20
 
@@ -35,8 +25,7 @@ class MemoryPlan:
         make_network: builds the network on torch's default device; takes `image_channels`, `resolution` and
             `gradient_checkpointing`, and is a `functools.partial` that holds them.
         make_optimizer: builds the optimizer of a network.
-        make_ema: builds its EMA; None: none.
-        predict: as for `estimate_memory`.
+        use_ema: the number of averages.
     """
 
     def __init__(
@@ -45,13 +34,12 @@ class MemoryPlan:
         make_network: partial,
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         *,
-        make_ema: Callable[[nn.Module], EMA] | None,
-        predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = predict_plainly,
+        use_ema: bool | int,
     ):
         self._accelerator, self._make_network, self._make_optimizer = accelerator, make_network, make_optimizer
         options = make_network.keywords
         self._image_shape = (options["image_channels"], options["resolution"], options["resolution"])
-        self._checkpointing, self._make_ema, self._predict = options["gradient_checkpointing"], make_ema, predict
+        self._checkpointing, self._use_ema = options["gradient_checkpointing"], use_ema
         self._precision = accelerator.mixed_precision
         self._distributed = accelerator.num_processes > 1
         self.free = free_memory(accelerator.device)  # before anything is there
@@ -73,10 +61,9 @@ class MemoryPlan:
             micro_batch_size=micro_batch_size,
             device=self._accelerator.device,
             mixed_precision=mixed_precision or self._precision,
-            make_ema=self._make_ema,
+            use_ema=self._use_ema,
             accumulates=accumulation > 1,
             distributed=self._distributed,
-            predict=self._predict,
         )
 
     def fits(self, estimate: MemoryEstimate) -> bool:
@@ -85,7 +72,7 @@ class MemoryPlan:
     def table(self, micro_batch_size: int, accumulation: int) -> str:
         """The estimate in lines to print, with the verdict and, where it does not fit, what to set."""
         estimate = self.estimate(micro_batch_size, accumulation)
-        flops = flops_per_image(self._make_network, self._image_shape, self._predict)
+        flops = flops_per_image(self._make_network, self._image_shape)
         rows = [
             ("parameters", estimate.parameters),
             ("buffers", estimate.buffers),
@@ -183,8 +170,8 @@ class MemoryPlan:
         device = self._accelerator.device
         try:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-                step = TrialStep(self._make_network, self._make_optimizer, self._make_ema, self._distributed)
-                step.run(self._image_shape, micro_batch_size, self._precision, min(accumulation, 2), self._predict)
+                step = TrialStep(self._make_network, self._make_optimizer, self._use_ema, self._distributed)
+                step.run(self._image_shape, micro_batch_size, self._precision, min(accumulation, 2))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         except Exception as error:

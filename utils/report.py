@@ -13,6 +13,7 @@ from pathlib import Path
 from utils.interrupts import EXIT_DIVERGED, EXIT_STOPPED
 from utils.plots import number, prose
 from utils.presets import FLAGS
+from utils.report_evaluation import evaluation_section
 from utils.report_plots import (
     PROBED,
     columns,
@@ -84,6 +85,7 @@ def _sections(record: RunRecord, findings: list) -> list[tuple[str, str]]:
         ("EMA", ema_plots(record)),
         ("Speed", speed_plots(record)),
         ("Samples", samples_section(record)),
+        ("Evaluation", evaluation_section(record)),
         ("Checks of the network", _probes(record)),
         ("Data", _data(record)),
         ("Options", _options(record)),

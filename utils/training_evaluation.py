@@ -35,6 +35,7 @@ class TrainingEvaluation:
         num_images, batch_size: samples, and at once on each process.
         should_stop: asked during sampling; a stop leaves the evaluation out.
         say: prints a line for the user.
+        predict: what the sampler asks in place of the network, see `sampling.sample`.
 
     Raises UserError for fewer images than figures can be made of.
     """
@@ -60,6 +61,7 @@ class TrainingEvaluation:
         cache_dir: str | None,
         should_stop: Callable[[], bool],
         say: Callable[[str], None],
+        predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ):
         if every and (num_images < LEAST_IMAGES or len(training) < 2 * LEAST_IMAGES):
             raise UserError(
@@ -71,7 +73,7 @@ class TrainingEvaluation:
         self._trackers, self._doctor, self._should_stop, self._say = trackers, doctor, should_stop, say
         self._every, self._num_images, self._batch_size, self._seed = every, num_images, batch_size, seed
         self._scheduler, self._num_inference_steps = make_sampler(sampler, noise_scheduler), num_inference_steps
-        self._best_metric = best_metric
+        self._best_metric, self._predict = best_metric, predict
         self._evaluation: Evaluation | None = None
         self._stopped = False
 
@@ -143,6 +145,7 @@ class TrainingEvaluation:
                 device=self._accelerator.device,
                 batch_size=len(numbers),
                 should_stop=self._should_stop,
+                predict=self._predict,
             )
         if images is None:  # told to stop: the other processes wait for as many images, whatever they show
             self._stopped = True

@@ -79,11 +79,16 @@ class OfDDPM:
     """Where train_ddpm.py takes its network from, a part of it, and what tells its samples' noise levels apart."""
 
     factory, part, part_class = "utils.unet.make_unet", "mid_block.resnets.0", "ResnetBlock2D"
-    level, losses = "timesteps", "utils.diffusion.loss_per_sample"
+    level, losses, trained_as = "timesteps", "utils.diffusion.loss_per_sample", ""
 
     @staticmethod
     def levels(numbers: torch.Tensor) -> torch.Tensor:
         return randomness.integers(0, "timesteps", numbers, 1000)
+
+    @staticmethod
+    def shown(timesteps: torch.Tensor) -> torch.Tensor:
+        """The noise levels of what the network is shown."""
+        return timesteps
 
     @staticmethod
     def plus(losses: torch.Tensor, number: float):
@@ -91,12 +96,16 @@ class OfDDPM:
 
 
 class OfEDM2:
-    factory, part, part_class = "utils.edm2_network.make_denoiser", "unet.decoder.0", "EDM2Block"
-    level, losses = "sigmas", "utils.edm.losses_per_sample"
+    factory, part, part_class = "utils.edm2_network.make_edm2_unet", "decoder.0", "EDM2Block"
+    level, losses, trained_as = "sigmas", "utils.edm.losses_per_sample", "unet."
 
     @staticmethod
     def levels(numbers: torch.Tensor) -> torch.Tensor:
         return training_noise_levels(0, numbers, -0.8, 1.6)
+
+    @staticmethod
+    def shown(c_noise: torch.Tensor) -> torch.Tensor:
+        return (4.0 * c_noise).exp()
 
     @staticmethod
     def plus(losses: Losses, number: float):
@@ -117,7 +126,7 @@ def spoil(monkeypatch, trained, spoils):
         network = make(**options)
 
         def note(module, inputs):
-            seen["levels"], calls[0] = inputs[1], calls[0] + 1
+            seen["levels"], calls[0] = trained.shown(inputs[1]), calls[0] + 1
 
         def hook(module, inputs, output):
             if not torch.is_grad_enabled():  # samples are left alone
@@ -138,7 +147,7 @@ def test_one_bad_sample_changes_nothing_and_is_named(train_script, script_flags,
     levels = trained.levels(numbers)
     culprit = 21  # of update 3, samples 16 to 23
     assert (levels == levels[culprit]).sum() == 1
-    spoil(monkeypatch, trained, lambda call, level: level == levels[culprit])
+    spoil(monkeypatch, trained, lambda call, level: torch.isclose(level, levels[culprit]))
     flags = [*script_flags, "--output_dir", tmp_path, "--checkpointing_steps", "1", "--logging_steps", "4"]
     split = ["--train_batch_size", 8 // accumulation, "--gradient_accumulation_steps", accumulation]
     assert train_script([*flags, *split]) == 0
@@ -151,7 +160,11 @@ def test_one_bad_sample_changes_nothing_and_is_named(train_script, script_flags,
     level = trained.level.removesuffix("s")
     assert [(s["sample_number"], s[level]) for s in report["bad_samples"]] == [(culprit, levels[culprit])]
     assert (report["bad_samples"][0]["loss"], report["bad_samples"][0]["loss_again"]) == ("nan", "nan")
-    assert report["first_bad_module"] == {"name": trained.part, "class": trained.part_class, "inputs_finite": True}
+    assert report["first_bad_module"] == {
+        "name": trained.trained_as + trained.part,
+        "class": trained.part_class,
+        "inputs_finite": True,
+    }
     assert report["bad_gradients"]["count"] > 0
     assert len(report["samples"]) == 8
     batch = load_file(tmp_path / "nan_report/update-3/rank0.safetensors")
