@@ -301,8 +301,21 @@ def write_results(args: argparse.Namespace, results: list[dict], sheets: list) -
             if sheet is not None:
                 name = "nearest.png" if number == 0 or not args.output_dir else f"nearest-{number}.png"
                 save_png(sheet, folder / name)
+            if folder.parent == run:
+                refresh_report(run)
         except OSError as error:
             raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
+
+
+def refresh_report(run: Path) -> None:
+    """The run's report.html, with this evaluation. Raises OSError where the disk does not take it."""
+    from utils.diagnostics import diagnose
+    from utils.doctor import REPORT
+    from utils.report import write_report
+    from utils.run_record import RunRecord
+
+    record = RunRecord.read(run)
+    write_report(record, diagnose(record), run / REPORT)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
     from utils.guidance import make_guided_prediction
     from utils.images import is_complete_png, make_grid, save_png, to_pil
     from utils.launch import make_accelerator, on_main_process
-    from utils.pipelines import image_shape, load_for_sampling
+    from utils.pipelines import image_shape, load_network
     from utils.sampling import full_precision, is_edm, make_sampler, sample, sampling_steps, to_uint8
 
     accelerator = make_accelerator(
@@ -74,8 +74,8 @@ def main(args: argparse.Namespace) -> None:
 
     # Pipeline
     with accelerator.main_process_first():  # one download, not one per process
-        unet, scheduler_config = load_for_sampling(args.pipeline)
-        guide, guide_config = load_for_sampling(args.guide_pipeline) if args.guide_pipeline else (None, None)
+        unet, scheduler_config = load_network(args.pipeline)
+        guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     # A wrong number, class or guide ends here, before the folder is touched.
     shape = image_shape(unet)
     sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")

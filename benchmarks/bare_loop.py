@@ -4,7 +4,7 @@ import gc
 import statistics
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -32,6 +32,9 @@ class Switches:
     checkpointing: bool = False
     ema: str = "none"  # or "foreach" (ours), "diffusers" (EMAModel, as train_unconditional.py has it)
     item: bool = False  # the host reads the loss after every update
+
+    def in_precision(self, mixed_precision: str) -> "Switches":
+        return replace(self, mixed_precision=mixed_precision)
 
 
 # What diffusers' train_unconditional.py does by default: attention has been SDPA since torch 2.

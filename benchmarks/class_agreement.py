@@ -20,7 +20,7 @@ from sklearn.model_selection import cross_val_predict
 from sklearn.svm import SVC
 
 from utils.guidance import make_guided_prediction
-from utils.pipelines import image_shape, load_for_sampling
+from utils.pipelines import image_shape, load_network
 from utils.sampling import make_sampler, sample, to_uint8
 
 
@@ -41,8 +41,8 @@ def main() -> None:
     for _ in range(11):
         order = random.permutation(len(real))
         halves.append(frechet_distance(real[order[:898]], real[order[898:]]))
-    unet, config = load_for_sampling(args.pipeline)
-    guide, guide_config = load_for_sampling(args.guide_pipeline) if args.guide_pipeline else (None, None)
+    unet, config = load_network(args.pipeline)
+    guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     asked = np.arange(args.num_images) % 10
     for guidance in args.guidance:
         with torch.no_grad():

@@ -46,10 +46,10 @@ def main() -> None:
     parser.add_argument("--block_updates", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=SWITCHES, default=list(SWITCHES))
     parser.add_argument("--base", nargs="+", choices=("alone", "last"), default=["alone", "last"])
+    parser.add_argument("--cpu_threads", type=int, default=usable_cores())
     options = parser.parse_args()
     device = default_device()
-    if device.type == "cpu":
-        torch.set_num_threads(usable_cores())
+    torch.set_num_threads(options.cpu_threads)
     print(f"{describe(device)}; {options.model_preset}, batch {options.batch_size}")
     print("switch         base     off ms    on ms  off/on     quartiles  first s  off GiB  on GiB")
     for name in options.only:

@@ -111,6 +111,7 @@ def test_real_images_against_real_images_find_nothing(folder, call, monkeypatch)
     assert figures["memorisation"]["near_duplicates"] == 1  # they are in the data set
     assert [finding["code"] for finding in figures["findings"]] == ["samples-copied"]
     output = call("--images", folder / "first", "--reference", folder / "second")
+    assert "the Frechet distance is within 5 times its floor" in output
     assert "nothing found that looks like a collapse" in output and "classes hit" not in output
 
 

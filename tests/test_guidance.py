@@ -13,7 +13,7 @@ from utils.errors import UserError
 from utils.export import export_pipeline
 from utils.guidance import make_guided_prediction
 from utils.images import is_complete_png
-from utils.pipelines import load_for_sampling
+from utils.pipelines import load_network
 
 CONFIG = EDMHeunScheduler().config
 
@@ -107,7 +107,7 @@ def test_loading_runs_no_code_of_the_pipeline(pipelines):
     text = code.read_text()
     code.write_text("raise SystemExit('run')\n")
     try:
-        unet, _ = load_for_sampling(str(pipelines / "main"))
+        unet, _ = load_network(str(pipelines / "main"))
     finally:
         code.write_text(text)
     assert all(torch.equal(tensor, unet.state_dict()[name]) for name, tensor in tiny().state_dict().items())

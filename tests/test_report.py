@@ -15,7 +15,8 @@ from PIL import Image
 from synthetic_run import synthetic_run
 
 from utils.plots import Axis, Curve, block_of, heat_map, number, plot, smooth, thin, value_axis
-from utils.report import _picture, run_state, seconds_spent, updates_done, write_report
+from utils.report import run_state, seconds_spent, updates_done, write_report
+from utils.report_samples import picture
 from utils.run_record import RunRecord
 
 VOID = {"meta", "link", "img", "br", "hr", "input", "wbr", "path"}
@@ -127,12 +128,13 @@ def test_a_full_run_has_every_section_in_order(run):
         assert words in page.text
     assert html.count('class="mark"') == 1  # the finding's update in the plot of the loss
     assert "train_ddpm.py --learning_rate 2e-3 --dataset_name digits" in page.text
+    assert re.search(r"<th>training data</th>.*?mean</td>(<td[^>]*>-0.42</td>){2}<td[^>]*>0.31</td>", html, re.S)
     # what was set by whom, and the rest in the fold
     assert re.search(r"--learning_rate</code></td><td[^>]*>0.002</td><td[^>]*>command line", html)
     assert re.search(r"--resolution</code></td><td[^>]*>16</td><td[^>]*>preset digits16", html)
     assert html.index("All other flags") < html.index("--seed</code>")
     # every plot says what healthy is, names its unit and its horizontal axis
-    assert html.count('class="frame"') == 16
+    assert html.count('class="frame"') == 18
     for figure in re.findall(r'<figure class="plot">.*?</figure>', html, re.S):
         if 'class="frame"' in figure:
             assert "Healthy:" in figure and 'class="y-label"' in figure and 'class="x-label"' in figure
@@ -216,7 +218,7 @@ def test_what_is_not_finite_is_marked(run):
             line["layers"][names[3]]["activation"] = "nan"
             line["layers"][names[4]]["gradient"] = 0.0
         if "probe" in line:
-            line["probe"]["ideal_gap"]["300"] = "nan"
+            line["probe"]["ideal_denoiser_gap"]["300"] = "nan"
         return line
 
     rewrite(run, spoil)
@@ -291,7 +293,7 @@ def test_large_pictures_become_small_ones(run):
 
 def test_a_picture_keeps_within_its_bytes(tmp_path):
     Image.effect_noise((900, 300), 90).save(tmp_path / "a.png")
-    html = _picture(tmp_path / "a.png", "noise", (20_000, 600))
+    html = picture(tmp_path / "a.png", "noise", (20_000, 600))
     content = base64.b64decode(re.search(r"base64,([^\"]*)", html)[1])
     assert len(content) <= 20_000
     width, height = Image.open(io.BytesIO(content)).size

@@ -18,7 +18,7 @@ from utils.data import load_images
 from utils.edm import denoise, training_noise_levels
 from utils.ema_snapshots import list_snapshots, reconstruct
 from utils.errors import UserError
-from utils.pipelines import load_for_sampling
+from utils.pipelines import load_network
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 
@@ -51,7 +51,7 @@ def test_magnitudes_do_not_drift(long_run, flags):
     """Every weight vector has unit variance. The encoder's blocks stay near unit magnitude; in the decoder, which has no norm,
     branches that have learned to agree add up to more, to 1.9 in this network of few channels."""
     weights = load_file(long_run / "checkpoint-500/model.safetensors")
-    unet, _ = load_for_sampling(str(long_run))
+    unet, _ = load_network(str(long_run))
     layers = [name for name, module in unet.named_modules() if isinstance(module, (MPConv2d, MPLinear))]
     for name in (*(f"unet.{layer}.weight" for layer in layers), "uncertainty.linear.weight"):
         rms = weights[name].flatten(1).square().mean(1).sqrt()
@@ -96,7 +96,7 @@ def test_reconstruction_is_the_average_that_was_tracked(long_run, tmp_path):
     assert difference < 0.001 * sum(tensor.square().sum() for tensor in made.values()).sqrt()
     # The script, with the average of 0.15 among the snapshots, into a folder of its own.
     reconstruct_ema.main(reconstruct_ema.parse_args([str(long_run), "--width", "0.15", "--output_dir", str(tmp_path / "out")]))
-    unet, config = load_for_sampling(str(tmp_path / "out"))
+    unet, config = load_network(str(tmp_path / "out"))
     difference = sum((unet.state_dict()[name] - tracked[f"0.15/{name}"]).square().sum() for name in made).sqrt()
     assert difference < 1e-4 * sum(tensor.square().sum() for tensor in made.values()).sqrt()
     assert config["sigma_data"] == 0.7

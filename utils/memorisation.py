@@ -109,7 +109,7 @@ def memorisation(samples: torch.Tensor, training, held_out=None) -> tuple[dict, 
         "near_duplicates_real": (relative[count:] < NEAR_COPY_DISTANCE).double().mean().item(),
     }
     closest = relative[:count].argsort()[: min(SHEET_PAIRS, count)]
-    sheet = side_by_side(samples[closest], found[:count][closest], ("samples", "nearest training images"))
+    sheet = side_by_side(samples[closest], found[:count][closest], ("samples", "nearest training images"), columns=6)
     return figures, sheet
 
 

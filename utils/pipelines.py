@@ -1,6 +1,5 @@
 """Exported pipelines, ours or anyone's, and checkpoints of a run: loading them and what they are made for."""
 
-import json
 from pathlib import Path
 
 from utils.diffusion import PREDICTION_TYPES
@@ -22,16 +21,17 @@ def load_unconditional(pipeline: str):
         index = DiffusionPipeline.load_config(pipeline)
         components = {name for name, value in index.items() if isinstance(value, list) and value[0] is not None}
         if components != {"unet", "scheduler"} or index["unet"][1] != "UNet2DModel":
+            has = ", ".join(sorted(components)) or "neither"
+            kind = f", the unet of class {index['unet'][1]}" if "unet" in components else ""
             raise UserError(
                 f"{pipeline} is no unconditional pixel-space pipeline: it needs a UNet2DModel `unet` and a `scheduler` "
-                f"alone, and has {', '.join(sorted(components)) or 'neither'}"
+                f"alone, and has {has}{kind}"
             )
         loaded = _load_any_variant(DiffusionPipeline, pipeline)
     except UserError:
         raise
     except Exception as error:  # missing, unreachable, truncated or of another shape: each library raises its own kind
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"cannot load a pipeline from {pipeline}: {reason}") from error
+        raise UserError(f"cannot load a pipeline from {pipeline}: {_first_line(error)}") from error
     config = dict(loaded.scheduler.config)
     if config.get("predict_epsilon") is False:  # what prediction_type was called until diffusers 0.9
         config["prediction_type"] = "sample"
@@ -68,58 +68,52 @@ def _load_any_variant(pipeline_class, pipeline: str):
 
 
 def load_network(pipeline: str):
-    """`load_unconditional`, or of a run's folder `checkpoint-<N>` its averaged weights (the raw ones of a run without EMA),
-    in the network and with the scheduler that the run has exported. Raises UserError."""
+    """The U-Net in fp32 and the scheduler's config of what the scripts here can sample from. Raises UserError.
+
+    An unconditional pipeline as for `load_unconditional`; an EDM2 pipeline, with or without classes, of which no code of its
+    own is run: its network is loaded with the classes of this repository; or `checkpoint-<N>` of a run's folder, with its
+    averaged weights (the raw ones of a run without EMA) in the network that the run has exported.
+    """
     path = Path(pipeline)
-    if not (path / "state.json").is_file():
-        return load_unconditional(pipeline)
-    from diffusers import UNet2DModel
-    from safetensors.torch import load_file
+    is_checkpoint = (path / "state.json").is_file()
+    exported = str(path.parent) if is_checkpoint else pipeline
+    if is_checkpoint and not (path.parent / "model_index.json").is_file():
+        raise UserError(f"cannot load {path}: {path.parent} must hold the pipeline that an export leaves")
+    unet, scheduler_config = _load_edm2(exported) if _is_edm2(exported) else load_unconditional(exported)
+    if is_checkpoint:
+        from safetensors.torch import load_file
 
-    weights = next(path / name for name in ("ema.safetensors", "model.safetensors") if (path / name).is_file())
-    try:
-        unet = UNet2DModel.from_config(UNet2DModel.load_config(path.parent / "unet"))
-        unet.load_state_dict(load_file(weights))
-        scheduler_config = json.loads((path.parent / "scheduler" / "scheduler_config.json").read_text())
-    except Exception as error:  # not exported yet, truncated, of another network: each library raises its own kind
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(
-            f"cannot load {path}: {reason} (the run's folder must hold the unet/ and scheduler/ that an export leaves)"
-        ) from error
-    return unet.float(), scheduler_config
+        weights = next(path / name for name in ("ema.safetensors", "model.safetensors") if (path / name).is_file())
+        try:
+            tensors = {name.removeprefix("unet."): tensor for name, tensor in load_file(weights).items()}  # beside u(sigma)
+            unet.load_state_dict({name: tensors[name] for name in unet.state_dict()})
+        except Exception as error:  # truncated, of another network: each library raises its own kind
+            raise UserError(f"cannot load {path}: {_first_line(error)}") from error
+    return unet.eval(), scheduler_config
 
 
-def load_for_sampling(pipeline: str):
-    """`load_network`, and for pipelines and checkpoints of train_edm2.py, which may have classes, their EDM2UNet and its
-    scheduler's config. No code that a pipeline carries is run: the classes are those of this repository."""
+def _is_edm2(pipeline: str) -> bool:
     from diffusers import DiffusionPipeline
-    from safetensors.torch import load_file
 
+    try:
+        return DiffusionPipeline.load_config(pipeline).get("unet", (None, None))[1] == "EDM2UNet"
+    except Exception:  # load_unconditional says why
+        return False
+
+
+def _load_edm2(pipeline: str):
     from models.edm2_unet import EDM2UNet
     from models.edm_heun import EDMHeunScheduler
 
-    path = Path(pipeline)
-    checkpoint = path if (path / "state.json").is_file() else None
-    exported = str(path.parent) if checkpoint else pipeline
     try:
-        kind = DiffusionPipeline.load_config(exported).get("unet", (None, None))[1]
-    except Exception:  # load_network says why
-        kind = None
-    if kind != "EDM2UNet":
-        return load_network(pipeline)
-    try:
-        unet = EDM2UNet.from_pretrained(exported, subfolder="unet", use_safetensors=True)
-        config = EDMHeunScheduler.load_config(exported, subfolder="scheduler")
-        if checkpoint and (checkpoint / "ema.safetensors").is_file():
-            weights = load_file(checkpoint / "ema.safetensors")  # beside the first average, others under <width>/<name>
-            unet.load_state_dict({name: tensor for name, tensor in weights.items() if "/" not in name})
-        elif checkpoint:
-            weights = load_file(checkpoint / "model.safetensors")  # of the network and of u(sigma)
-            unet.load_state_dict({n.removeprefix("unet."): t for n, t in weights.items() if n.startswith("unet.")})
+        unet = EDM2UNet.from_pretrained(pipeline, subfolder="unet", use_safetensors=True)
+        return unet.float(), EDMHeunScheduler.load_config(pipeline, subfolder="scheduler")
     except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"cannot load a pipeline from {pipeline}: {reason}") from error
-    return unet.float().eval(), config
+        raise UserError(f"cannot load a pipeline from {pipeline}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def image_shape(unet) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from torch import nn
 from models.edm2_unet import EDM2UNet
 from models.edm_heun import EDMHeunScheduler
 from utils.errors import UserError
-from utils.pipelines import load_for_sampling
+from utils.pipelines import load_network
 from utils.run_record import RunRecord
 from utils.sampling import is_edm
 from utils.unet import normalise_spectra
@@ -21,7 +21,7 @@ def load_run(run: Path):
 
     if not (run / "model_index.json").exists():
         raise UserError(f"{run} has no exported pipeline yet; there is one after --save_model_steps updates, and at the end")
-    unet, config = load_for_sampling(str(run))
+    unet, config = load_network(str(run))
     if RunRecord.read(run).options.get("spectral_norm"):
         normalise_spectra(unet)  # in training the weights stand beside their singular vectors, and so do their averages
     return unet, (EDMHeunScheduler if is_edm(config) else DDPMScheduler).from_config(config)

@@ -3,22 +3,19 @@
 It stands alone (no network, no libraries), so that it can be mailed, put beside a model on the Hub, or opened from a backup.
 """
 
-import base64
-import io
 import math
 import shlex
 from datetime import datetime
 from html import escape
 from pathlib import Path
 
-from PIL import Image
-
 from utils.interrupts import EXIT_DIVERGED, EXIT_STOPPED
 from utils.page import write_page
 from utils.plots import number, prose
 from utils.presets import FLAGS
+from utils.report_evaluation import evaluation_section
 from utils.report_plots import (
-    by_timestep,
+    PROBED,
     columns,
     data_plots,
     ema_plots,
@@ -28,13 +25,10 @@ from utils.report_plots import (
     probe_plots,
     speed_plots,
 )
+from utils.report_samples import samples_section
+from utils.report_tables import cell, flatten, table
 from utils.run_record import RunRecord
 
-STRIP = 6  # earlier sample grids shown
-# A PNG of more bytes becomes a JPEG of at most so many pixels a side: what a page shows on a dense screen.
-LARGE, SMALL = (900_000, 1600), (150_000, 800)
-LONG = 40  # entries of a dict, such as classes, beyond which they are not listed
-SHORT_CELL = 10  # characters: such a cell of a table is not broken into lines
 SYMBOLS = {"critical": "✖", "warning": "▲", "info": "●"}  # severity is told by more than colour
 
 
@@ -62,7 +56,8 @@ def _sections(record: RunRecord, findings: list) -> list[tuple[str, str]]:
         ("Layers", layer_plots(record)),
         ("EMA", ema_plots(record)),
         ("Speed", speed_plots(record)),
-        ("Samples", _samples(record)),
+        ("Samples", samples_section(record)),
+        ("Evaluation", evaluation_section(record)),
         ("Checks of the network", _probes(record)),
         ("Data", _data(record)),
         ("Options", _options(record)),
@@ -177,128 +172,7 @@ def _findings(findings: list, history: list) -> str:
     return "".join(cards)
 
 
-# ---- samples
-
-
-def _samples(record: RunRecord) -> str:
-    folder = record.output_dir / "samples"
-    grids = {int(path.stem): path for path in folder.glob("*.png") if path.stem.isdigit()}
-    steps = sorted(grids)
-    if not steps:
-        return _sample_figures(record)
-    newest, strip = steps[-1], ""
-    chosen = [steps[i] for i in sorted({i * (len(steps) - 1) // (STRIP - 1) for i in range(STRIP)})]
-    for step in chosen if len(chosen) > 1 else ():
-        picture = _picture(grids[step], f"samples after {step:,} updates", SMALL)
-        strip += f"<figure>{picture}<figcaption>update {step:,}</figcaption></figure>" if picture else ""
-    path = folder / f"{grids[newest].stem}-path.png"
-    sides = (
-        "Left raw, right EMA weights, from the same noise. Healthy: both alike, EMA the cleaner; good raw beside grey or "
-        "blurred EMA: the average is too long."
-    )
-    if record.options.get("use_ema") is False:
-        sides = "The raw weights, on both sides. Healthy: varied, without grain and without colour casts."
-    return (
-        _card(f"After {newest:,} updates", sides, _picture(grids[newest], f"samples after {newest:,} updates", LARGE))
-        + _card(
-            "Over time",
-            "The same noise every time. Healthy: shapes settle early, details later, and places keep their image.",
-            strip and f'<div class="strip">{strip}</div>',
-        )
-        + columns(
-            _card(
-                "From noise to image",
-                "Timesteps of the newest sampling, left to right. Healthy: large shapes at high timesteps, details at low "
-                "ones; noise that stays to the end means a schedule or a prediction type that does not fit.",
-                _picture(path, "from noise to image", LARGE) if path.exists() else "",
-            ),
-            _sample_figures(record),
-        )
-    )
-
-
-def _card(title: str, reading: str, body: str) -> str:
-    """A titled figure around `body`; "" without one."""
-    caption = (f"<h3>{escape(title)}</h3>" if title else "") + (f"<p>{prose(reading)}</p>" if reading else "")
-    return f'<figure class="plot"><figcaption>{caption}</figcaption>{body}</figure>' if body else ""
-
-
-def _picture(path: Path, text: str, limits: tuple[int, int]) -> str:
-    """The image as it is, or as a JPEG within `limits` (bytes, pixels); "" where the file is no image."""
-    max_bytes, max_side = limits
-    try:
-        content, kind = path.read_bytes(), "png"
-        with Image.open(io.BytesIO(content)) as image:
-            size = image.size
-            small = image.convert("RGB") if len(content) > max_bytes else None
-    except (OSError, SyntaxError, Image.DecompressionBombError):  # Pillow reports a broken PNG chunk as a SyntaxError
-        return ""
-    if small is not None:
-        kind = "jpeg"
-        small.thumbnail((max_side, max_side))
-        while True:
-            buffer = io.BytesIO()
-            small.save(buffer, "JPEG", quality=85)
-            if len(buffer.getvalue()) <= max_bytes:
-                break
-            small = small.resize([max(1, side * 7 // 10) for side in small.size])
-        content = buffer.getvalue()
-    source = base64.b64encode(content).decode()
-    return f'<img alt="{escape(text)}" width="{size[0]}" height="{size[1]}" src="data:image/{kind};base64,{source}">'
-
-
-def _sample_figures(record: RunRecord) -> str:
-    """The table of what was measured on the newest samples, beside the same of the data."""
-    records = record.records("samples")
-    if not records:
-        return ""
-    step, newest = records[-1]
-    kinds = [kind for kind in ("raw", "ema", "data") if isinstance(newest.get(kind), dict)]
-    names = list(dict.fromkeys(name for kind in kinds for name in newest[kind]))
-    rows = [[name.replace("_", " "), *(cell(newest[kind].get(name)) for kind in kinds)] for name in names]
-    titles = {"raw": "raw", "ema": "EMA", "data": "training data"}
-    reading = "Healthy: samples close to the data in every row; less spread than the data means too little variety."
-    return _table(f"Figures of the samples after {step:,} updates", reading, ["", *(titles[kind] for kind in kinds)], rows)
-
-
 # ---- probes, data, options
-
-
-def cell(value) -> str:
-    """A figure as a person reads it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, dict):
-        return ": ".join(cell(item) for item in value.values())
-    if not isinstance(value, (int, float)):
-        return "" if value is None else str(value)
-    return f"{value:,}" if isinstance(value, int) else number(value)
-
-
-def _table(title: str, reading: str, head: list[str], rows: list[list[str]]) -> str:
-    cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    header = f"<thead><tr>{cells}</tr></thead>" if any(head) else ""
-    body = "".join("<tr>" + "".join(map(_table_cell, row)) + "</tr>" for row in rows)
-    return _card(title, reading, f"<table>{header}<tbody>{body}</tbody></table>" if rows else "")
-
-
-def _table_cell(text: str) -> str:
-    return f"<td{' class=short' if len(text) <= SHORT_CELL else ''}>{prose(text)}</td>"
-
-
-def flatten(values: dict, prefix: str = "") -> dict:
-    """Nested dicts as one, keys joined by a slash; lists as text, of long ones the beginning, and of long dicts the length."""
-    flat = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and len(value) > LONG:
-            flat[f"{prefix}{key}"] = f"{len(value)} of them"
-        elif isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}/")
-        elif isinstance(value, list):
-            flat[f"{prefix}{key}"] = ", ".join(cell(item) for item in value[:6]) + (" ..." if len(value) > 6 else "")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _probes(record: RunRecord) -> str:
@@ -307,19 +181,19 @@ def _probes(record: RunRecord) -> str:
     if not records:
         return ""
     (first_step, first), (step, newest) = records[0], records[-1]
-    rest, before = (flatten({k: v for k, v in probe.items() if not by_timestep(v)}) for probe in (newest, first))
+    rest, before = (flatten({k: v for k, v in probe.items() if k not in PROBED}) for probe in (newest, first))
     several = len(records) > 1
     rows = [[key.replace("_", " "), *([cell(before.get(key))] if several else []), cell(value)] for key, value in rest.items()]
     head = ["", *([f"update {first_step:,}"] if several else []), f"update {step:,}"]
     reading = "The first and the newest time they were made." if several else ""
-    return columns(*probe_plots(records)) + _table("Checks on a real batch", reading, head, rows)
+    return columns(*probe_plots(records)) + table("Checks on a real batch", reading, head, rows)
 
 
 def _data(record: RunRecord) -> str:
     records = record.records("data")
     rows = [[key.replace("_", " "), cell(value)] for key, value in flatten(records[-1][1]).items()] if records else []
-    table = _table("Check of the data at the start", "Numbers of images unless named otherwise.", ["", ""], rows)
-    return table + columns(*data_plots(record))
+    reading = "Shares are of the images, sizes in pixels, values as the network sees them, in [-1, 1]."
+    return table("Check of the data at the start", reading, ["", ""], rows) + columns(*data_plots(record))
 
 
 def _options(record: RunRecord) -> str:
@@ -340,11 +214,11 @@ def _options(record: RunRecord) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in facts.items() if value)
     return (
         command
-        + _table("Set for this run", "", ["flag", "value", "set by"], chosen)
+        + table("Set for this run", "", ["flag", "value", "set by"], chosen)
         + f"<details><summary>All other flags ({len(untouched)}), at their defaults</summary>"
-        + _table("", "", ["flag", "value"], untouched)
+        + table("", "", ["flag", "value"], untouched)
         + "</details>"
-        + _table(
+        + table(
             "What followed from them", "", ["", ""], [[key.replace("_", " "), cell(v)] for key, v in record.resolved.items()]
         )
         + (f'<p class="note">{escape(versions)}</p>' if versions else "")

@@ -12,6 +12,7 @@ SMOOTHING = 30  # the smoothed curves average over about a thirtieth of the repo
 MAX_LAYER_RECORDS = 240  # of longer runs as many, evenly spread
 
 
+PROBED = ("error", "held_out_error", "linear_error", "output_std", "target_std", "ideal_denoiser_gap")  # plotted
 CORRELATIONS = {  # of utils/noise_check.py
     "timestep_order": "share of noise and timestep",
     "between_images": "images of a batch",
@@ -241,33 +242,47 @@ def by_timestep(values) -> bool:
 
 
 def probe_plots(records: list[tuple[int, dict]]) -> list[str]:
-    """A plot over the timesteps for each value that is keyed by them, such as the gap to the ideal denoiser; newest, first."""
+    """What the network did with real images, over the timesteps: the newest time it was asked, and the first."""
     (first_step, first), (step, newest) = records[0], records[-1]
-    figures = []
-    for key, values in newest.items():
-        if not by_timestep(values):
-            continue
-        curves = []
-        for style, (when, probe) in enumerate([(step, newest), (first_step, first)][: len(records)], start=1):
-            points = probe.get(key)
-            if by_timestep(points):
-                timesteps = sorted(points, key=int)
-                curves.append(Curve(f"update {when:,}", [int(t) for t in timesteps], [points[t] for t in timesteps], style))
-        name, ideal = key.replace("_", " "), "ideal" in key
-        healthy = "Healthy: the newest line lies below the first, without a timestep that stands out."
-        if ideal:
-            healthy = "Healthy: the newest line lies below the first at every timestep, and near zero where noise is strong."
-        figures.append(
-            plot(
-                "Gap to the ideal denoiser" if ideal else name.capitalize(),
-                curves,
-                unit="loss above that of the ideal denoiser" if ideal else name,
-                reading=healthy,
-                scale="zero" if ideal else "auto",
-                x_label="timestep",
-            )
-        )
-    return figures
+    now, then = f"update {step:,}", f"update {first_step:,}"
+
+    def curve(probe: dict, key: str, label: str, style: int | str) -> Curve:
+        points = probe.get(key) if by_timestep(probe.get(key)) else {}
+        timesteps = sorted(points, key=int)
+        return Curve(label, [int(t) for t in timesteps], [points[t] for t in timesteps], style)
+
+    def both(key: str) -> list[Curve]:
+        return [curve(newest, key, now, 1)] + ([curve(first, key, then, 2)] if len(records) > 1 else [])
+
+    errors = plot(
+        "Error by timestep",
+        [
+            *both("error"),
+            curve(newest, "held_out_error", f"{now}, held-out images", 3),
+            curve(newest, "linear_error", "the best that only scales its input", "limit"),
+        ],
+        unit="mean squared error",
+        reading="Healthy: the newest line lies below the first, in time also below the dotted one, and that of held-out images "
+        "beside it.",
+        x_label="timestep",
+    )
+    sizes = plot(
+        "Size of the prediction",
+        [curve(newest, "output_std", now, 1), curve(newest, "target_std", "what is to be predicted", "limit")],
+        unit="standard deviation",
+        reading="Healthy: at or below the dotted line, nearer to it where the prediction is easy.",
+        scale="linear",
+        x_label="timestep",
+    )
+    gaps = plot(
+        "Gap to the ideal denoiser",
+        both("ideal_denoiser_gap"),
+        unit="loss above that of the ideal denoiser",
+        reading="Healthy: the newest line lies below the first at every timestep, and near zero where noise is strong.",
+        scale="zero",
+        x_label="timestep",
+    )
+    return [errors, sizes, gaps]
 
 
 def data_plots(record: RunRecord) -> list[str]:
