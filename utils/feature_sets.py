@@ -19,11 +19,12 @@ from safetensors.torch import save_file
 
 from utils.data import ImageSet, content_fingerprint
 from utils.distances import Moments
-from utils.errors import UserError
+from utils.errors import UserError, one_line
 from utils.features import Extractor, eight_bit
 from utils.launch import from_main_process
 
 FORMAT = 1
+_MESSAGE_BYTES = 500  # of what one process tells the others of its failure
 SAMPLE_ROWS, REFERENCE_ROWS = 10_000, 50_000  # features kept of generated and of real images; the moments are of all
 
 
@@ -55,13 +56,19 @@ def sharded(
     """(numbers int64 [n], tensors [n, ...]) chunk by chunk, in order, on every process; `make` gives the tensors of `numbers`.
 
     Chunk c is made by process c modulo their number. Memory holds one chunk of each process. All processes must go to the end.
+    Raises UserError on all of them where `make` fails on any: nobody waits for one that has given up.
     """
     chunks = torch.arange(count).split(batch_size) if count else ()
     processes = accelerator.num_processes
     for first in range(0, len(chunks), processes):
         turn = chunks[first : first + processes]
         # Who has no chunk left makes the last one again, so that shapes agree; nothing waits for it longer.
-        made = make(turn[min(accelerator.process_index, len(turn) - 1)])
+        made, problem = [], None
+        try:
+            made = make(turn[min(accelerator.process_index, len(turn) - 1)])
+        except Exception as error:
+            problem = error
+        _agree(accelerator, problem)
         if processes == 1:
             yield turn[0], made
             continue
@@ -71,6 +78,21 @@ def sharded(
             yield numbers, [part[slot, : len(numbers)] for part in gathered]
 
 
+def _agree(accelerator, problem: Exception | None) -> None:
+    """Raises UserError on all processes where one has a problem: the first one's."""
+    if accelerator.num_processes == 1:
+        if problem is not None:
+            raise UserError(one_line(problem)) from problem
+        return
+    text = (one_line(problem) if problem is not None else "").encode()[:_MESSAGE_BYTES]
+    mine = torch.zeros(1, _MESSAGE_BYTES, dtype=torch.uint8)
+    mine[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    for row in accelerator.gather(mine.to(accelerator.device)).cpu():
+        if row.any():
+            raise UserError(bytes(row[row > 0].tolist()).decode(errors="ignore")) from problem
+
+
+@torch.no_grad()
 def extract(
     accelerator,
     extractors: list[Extractor],
