@@ -18,10 +18,11 @@ import evaluate
 from models.edm_heun import EDMHeunScheduler
 from utils.data import load_images
 from utils.errors import UserError
-from utils.evaluation import Evaluation
+from utils.evaluation import Evaluation, metric_name
 from utils.evaluation_table import read_results
 from utils.export import export_pipeline
 from utils.images import save_png, to_pil
+from utils.pretrained_features import INCEPTION_SHA256
 
 SAMPLING = ["--num_images", "37", "--batch_size", "8", "--num_inference_steps", "3"]
 
@@ -207,6 +208,15 @@ def test_only_what_was_made_alike_is_compared(folder, call, tmp_path, monkeypatc
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(UserError, match=r"holds no results of evaluate\.py"):
         call(*flags, "--compare", tmp_path / "other.json")
+
+
+def test_only_inception_s_own_weights_make_a_fid():
+    known = {"features": "inception", "extractor_sha256": INCEPTION_SHA256, "images": 50_000}
+    assert (metric_name("fd", known), metric_name("kd", known)) == ("fid", "kid")
+    assert metric_name("fd", known | {"images": 10_000}) == "fid_10k"
+    other = known | {"extractor_sha256": INCEPTION_SHA256[:8] + 56 * "0"}  # --feature_weights_sha256 of another file
+    assert (metric_name("fd", other), metric_name("kd", other)) == ("fd_inception", "kd_inception")
+    assert metric_name("fd", known | {"features": "randconv"}) == "fd_randconv"
 
 
 def test_a_result_is_kept_as_soon_as_it_is_made(folder, call, tmp_path, monkeypatch):

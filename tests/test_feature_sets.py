@@ -88,6 +88,25 @@ def test_what_is_kept_does_not_grow_with_the_number_of_images():
     assert features.rows.untyped_storage().nbytes() == 100 * 120 * 4  # no view of all
 
 
+def test_the_hash_is_of_every_pixel_and_of_nothing_else():
+    pixels = make_images(torch.arange(200))
+
+    def found(process, batch_size=8, images=pixels):
+        make = lambda numbers: images[numbers]  # noqa: E731
+        (features,), _ = extract(process, [RandomConvolutions(1)], len(images), batch_size, make, hash_pixels=True)
+        return features.pixels_sha256
+
+    ((alone,), *others) = (on_processes(count, found) for count in (1, 2, 3))
+    assert others == [[alone] * 2, [alone] * 3] and len(alone) == 64
+    (process,) = on_processes(1, lambda process: process)
+    assert found(process, batch_size=31) == alone
+    for number in (0, 3, 199):  # 64 looked at, spread over the set, would miss the second
+        changed = pixels.clone()
+        changed[number, 0, 7, 9] ^= 1
+        assert found(process, images=changed) != alone
+    assert found(process, images=pixels.flip(0)) != alone and found(process, images=pixels.view(200, 1, 8, 32)) != alone
+
+
 def test_no_graph_is_kept_of_an_extractor_that_was_trained():
     """Whatever makes the images: a graph for each chunk would keep all of its activations."""
     process = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)

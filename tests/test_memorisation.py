@@ -122,7 +122,7 @@ class LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, (list, tuple)) else (made,):
-            if isinstance(tensor, torch.Tensor) and tensor._base is None and not isinstance(args[0], (list, tuple)):
+            if isinstance(tensor, torch.Tensor) and tensor._base is None:
                 self.largest = max(self.largest, tensor.nbytes)
         return made
 

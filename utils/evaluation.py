@@ -19,23 +19,25 @@ from utils.feature_sets import FeatureSet, extract
 from utils.features import Extractor
 from utils.launch import from_main_process, on_main_process
 from utils.memorisation import Originals, feature_memorisation, kept_for_memorisation, memorisation
+from utils.pretrained_features import INCEPTION_SHA256
 from utils.quality import LEAST_IMAGES, class_figures, compare, location_and_spread, real_floor
 from utils.rules_samples import collapse
 from utils.sampling import sample, to_uint8
 
-# Of Inception alone, and with so many images, a Frechet distance is what papers call FID.
-FID_IMAGES = 50_000
+FID_IMAGES = 50_000  # with fewer of them the number is part of the name
 NEAR_FLOOR = 5  # what benchmarks/extractor_validation.py asks of a corruption that can be relied on to be seen
 
 
-def metric_name(kind: str, features: str, count: int) -> str:
-    """What a figure is called: "fd_randconv", "kd_pixels"; of Inception "fid" with 50,000 images and "fid_10k" with fewer."""
-    if features != "inception":
-        return f"{kind}_{features}"
+def metric_name(kind: str, result: dict) -> str:
+    """What a figure "fd" or "kd" of a result, as evaluate.py writes it, is called: "fd_randconv", "kd_pixels"; with the very
+    weights that papers use "kid", and "fid" of 50,000 images, "fid_10k" of fewer."""
+    if result["features"] != "inception" or result["extractor_sha256"] != INCEPTION_SHA256:
+        return f"{kind}_{result['features']}"
+    count = result["images"]
     if kind == "kd":
         return "kid"
-    if kind != "fd" or count >= FID_IMAGES:
-        return {"fd": "fid"}.get(kind, kind)
+    if count >= FID_IMAGES:
+        return "fid"
     return f"fid_{count // 1000}k" if count >= 1000 else f"fid_{count}"
 
 
