@@ -9,6 +9,7 @@ Exit status: 0 nothing found, 1 findings, 2 it could not run. Findings that are 
 
 import argparse
 import json
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -83,10 +84,16 @@ def main(args: argparse.Namespace) -> int:
             except OSError as error:
                 raise UserError(f"cannot write {args.run / REPORT}: {error.strerror or error} (--no_report)") from None
             write_diagnosis(args.run / DIAGNOSIS, findings)
+        if not record.history:
+            raise UserError(f"{args.run} has recorded nothing yet that could be judged (no history.jsonl)")
     else:
         record = RunRecord(Path(), history=[{"step": 0, **examine(args)}])
         findings = diagnose(record)
-    show(record, findings, as_json=args.json)
+    try:
+        show(record, findings, as_json=args.json)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads it has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if any(finding.severity != "info" for finding in findings) else 0
 
 
@@ -179,8 +186,9 @@ def show(record, findings: list, as_json: bool) -> None:
         print(*_run_lines(record), sep="\n", end="\n\n")
     for finding in findings:
         print("\n".join(described(finding)))
-    for word, codes in (("OK", healthy), ("-", CATALOGUE.keys() - judged)):
-        listed = ("not recorded, so not judged: " if word == "-" else "") + ", ".join(c for c in CATALOGUE if c in codes)
+    missing = CATALOGUE.keys() - judged if record.options else ()  # of a dataset or a pipeline most is
+    for word, before, codes in (("OK", "", healthy), ("-", "not recorded, so not judged: ", missing)):
+        listed = before + ", ".join(code for code in CATALOGUE if code in codes)
         if codes:
             print(textwrap.fill(listed, 110, initial_indent=f"{word:<6}", subsequent_indent=" " * 6, break_on_hyphens=False))
     for kind in ("data", "probe"):

@@ -1,23 +1,36 @@
 """The EMA of any length, from the snapshots of a run that trained with --ema_type power.
 
     python reconstruct_ema.py runs/digits-edm2 --width 0.15 --output_dir out
+    python reconstruct_ema.py runs/digits-edm2 --widths 0.02:0.25:0.01 --metric fd_randconv --output_dir out
 
-makes the pipeline that averaging with a relative width of 0.15 would have given; --step for an earlier point of the training.
-The same command again replaces it. Works for the runs of train_ddpm.py and train_edm2.py. It reads the snapshots one after the
-other: memory for a few networks is enough, however many there are.
+The first makes the pipeline that averaging with a relative width of 0.15 would have given; --step for an earlier point of the
+training. The second tries each of the widths by a distance of its samples from the training images, writes out/sweep.html and
+out/sweep.json, and makes the pipeline of the best. The same command again does it anew. Works for the runs of train_ddpm.py and
+train_edm2.py. Reads the snapshots one after the other: memory for a few networks is enough, however many there are.
 """
 
 import argparse
 from pathlib import Path
 
 from utils.cli import positive_int, run_script
-from utils.errors import UserError
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of the run, with its exported pipeline and ema_snapshots/")
-    parser.add_argument("--width", type=float, required=True, help="relative width, between 0 and 0.28; 0.05 to 0.15 is usual")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--width", type=float, help="relative width, between 0 and 0.28; 0.05 to 0.15 is usual")
+    which.add_argument("--widths", metavar="FIRST:LAST:STEP", help="widths to try, and take the best of")
+    parser.add_argument(
+        "--metric",
+        choices=("fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels"),
+        default="fd_randconv",
+        help="what --widths are judged by: Frechet or kernel distance of features (fd_randconv)",
+    )
+    parser.add_argument("--num_images", type=positive_int, default=1000, help="samples for each of --widths (1000)")
+    parser.add_argument("--batch_size", type=positive_int, default=64, help="images at once (64)")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples: the same noise for each width (0)")
+    parser.add_argument("--cpu_threads", type=positive_int, help="on a CPU (all cores)")
     parser.add_argument("--step", type=positive_int, help="updates done (default: at the last snapshot)")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder for the pipeline")
     return parser.parse_args(argv)
@@ -26,22 +39,38 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
     from utils.ema_snapshots import list_snapshots, reconstruct
+    from utils.ema_sweep import make_judge, parse_widths, write_sweep
     from utils.export import export_pipeline, model_card
-    from utils.reconstruction import check_output, describe, load_run
+    from utils.launch import make_accelerator
+    from utils.power_ema import exponent_of_width
+    from utils.reconstruction import check_output, describe, load_run, load_weights
 
+    widths = [args.width] if args.width is not None else parse_widths(args.widths)
+    for width in widths:
+        exponent_of_width(width)  # refuses what no average has
     snapshots = list_snapshots(args.run)
     check_output(args.output_dir, args.run)
     unet, scheduler = load_run(args.run)
     step = args.step or snapshots[-1].step
-    weights = reconstruct(snapshots, args.width, step)
-    try:
-        unet.load_state_dict(weights)
-    except RuntimeError as error:
-        raise UserError(f"the snapshots are not of the pipeline in {args.run}: {str(error).splitlines()[0]}") from None
-    card = model_card(describe(args.run, unet) | {"updates": step, "ema_width": args.width, "pipeline": str(args.output_dir)})
-    export_pipeline(unet, scheduler, args.output_dir, card)
+
+    best = widths[0]
+    if args.widths is not None:
+        accelerator = make_accelerator(cpu_threads=args.cpu_threads)
+        sampling = {"num_images": args.num_images, "batch_size": args.batch_size, "seed": args.seed}
+        judge = make_judge(accelerator, args.run, scheduler, args.metric, **sampling)
+        values = {}
+        for width in widths:
+            load_weights(unet, reconstruct(snapshots, width, step), args.run)
+            values[width] = judge(unet)
+            print(f"width {width:g}: {args.metric} {values[width]:.5g}", flush=True)
+        best = min(values, key=values.get)
+        write_sweep(args.output_dir, args.run, args.metric, step, args.num_images, values)
+
+    load_weights(unet, reconstruct(snapshots, best, step), args.run)
+    facts = {"updates": step, "ema_width": best, "pipeline": str(args.output_dir)}
+    export_pipeline(unet, scheduler, args.output_dir, model_card(describe(args.run, unet) | facts))
     used = sum(snapshot.step <= step for snapshot in snapshots)
-    print(f"EMA of width {args.width} after {step} updates, from {used} snapshots: {args.output_dir}")
+    print(f"EMA of width {best:g} after {step} updates, from {used} snapshots: {args.output_dir}")
 
 
 if __name__ == "__main__":

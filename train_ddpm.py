@@ -48,6 +48,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--initialisation", choices=("default", "xavier", "he"), default="default")
     group.add_argument("--zero_init_output", action="store_true", help="start with an output layer of zeros")
     group.add_argument("--spectral_norm", action="store_true", help="largest singular value 1 in every layer but the last")
+    group.add_argument(
+        "--enable_xformers_memory_efficient_attention",
+        action="store_true",
+        help="needs xformers; torch's own attention is already memory-efficient",
+    )
     group = parser.add_argument_group("diffusion")
     group.add_argument("--prediction_type", choices=("epsilon", "sample", "v_prediction"), default="epsilon")
     group.add_argument("--ddpm_num_steps", type=positive_int, default=1000, help="noise levels (1000)")

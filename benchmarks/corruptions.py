@@ -1,5 +1,6 @@
 """Images with known faults: what evaluation must notice. Used by benchmarks/extractor_validation.py and the tests."""
 
+import hashlib
 import math
 
 import numpy as np
@@ -31,6 +32,26 @@ def shapes(count: int, seed: int, side: int = 32) -> tuple[torch.Tensor, torch.T
         image = random.uniform(20, 120) * (1 - inside) + colour[:, None, None] * inside
         images[i] = np.clip(image + random.normal(0, 4, image.shape), 0, 255).round()
     return torch.from_numpy(images), torch.from_numpy(labels)
+
+
+class ArrayImages:
+    """Images in memory as an ImageSet shows them: uint8 [N, C, H, W] and labels int64 [N], both tensors."""
+
+    max_value, cached, class_names = 255, True, None
+
+    def __init__(self, pixels: torch.Tensor, labels: torch.Tensor):
+        self.pixels, self.labels = pixels.numpy(), labels.numpy()
+        self.shape = tuple(pixels.shape[1:])
+        self.fingerprint = hashlib.sha256(self.pixels.tobytes()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def fetch(self, indices, crop=None) -> np.ndarray:
+        return self.pixels[indices]
+
+    def subset(self, indices) -> "ArrayImages":
+        return ArrayImages(torch.from_numpy(self.pixels[indices]), torch.from_numpy(self.labels[indices]))
 
 
 def _to_bytes(images: torch.Tensor) -> torch.Tensor:

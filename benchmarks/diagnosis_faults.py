@@ -21,8 +21,10 @@ import utils.data
 import utils.diffusion
 import utils.ema
 import utils.launch
+import utils.power_ema
 import utils.previews
 import utils.randomness
+import utils.training_samples
 import utils.unet
 import utils.validation
 
@@ -55,7 +57,8 @@ def scale_pixels(change) -> None:
     def scaled(images, max_value):
         return change(plain(images, max_value))
 
-    utils.augmentation.to_unit_range = utils.validation.to_unit_range = scaled
+    for module in (utils.augmentation, utils.validation, utils.training_samples):
+        module.to_unit_range = scaled
 
 
 def from_0_to_1(seed: int) -> None:
@@ -107,7 +110,7 @@ def bad_image(seed: int) -> None:
             pixels[rows] = value
         return pixels
 
-    utils.augmentation.augment = damaged
+    utils.training_samples.augment = damaged
 
 
 def starving(seed: int) -> None:
@@ -260,7 +263,7 @@ def ema_frozen(seed: int) -> None:
     if seed % 3 == 0:
         utils.ema.EMA.update = lambda self, decay, finite: None
     elif seed % 3 == 1:
-        utils.ema.ema_decay = lambda *arguments, **options: 1.0
+        utils.power_ema.ema_decay = lambda *arguments, **options: 1.0  # which makes the EMA of either kind
     else:  # the average of a copy that is not trained
         import copy
 
@@ -271,7 +274,7 @@ def ema_frozen(seed: int) -> None:
 def ema_too_long(seed: int) -> None:
     if seed % 3 != 2:  # no warm-up of the decay; else --ema_power
         decay = choose(seed, 0.9999, 0.999)
-        utils.ema.ema_decay = lambda *arguments, **options: decay
+        utils.power_ema.ema_decay = lambda *arguments, **options: decay
 
 
 def scale_collapses(seed: int) -> None:

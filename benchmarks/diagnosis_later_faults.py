@@ -6,11 +6,12 @@ Written before the doctor was asked about any of them; what it said at first, an
 import copy
 
 import torch
-from diagnosis_faults import Fault, change_unet, choose, scale_pixels
+from diagnosis_faults import Fault, change_fetch, change_unet, choose, scale_pixels
 from diffusers import UNet2DModel
 
 import utils.batches
 import utils.diffusion
+import utils.ema
 import utils.optimization
 import utils.randomness
 
@@ -136,6 +137,63 @@ def imagenet_statistics(seed: int) -> None:
     scale_pixels(lambda x: ((x + 1) / 2 - 0.449) / 0.226)
 
 
+# ---- written after the rules for those above
+
+
+def noise_clipped(seed: int) -> None:
+    change_noise(lambda noise: noise.clamp(-1, 1) if seed % 3 != 2 else noise.clamp(-1.5, 1.5))
+
+
+def wrong_sign(seed: int) -> None:
+    plain = utils.diffusion.training_target
+    utils.diffusion.training_target = lambda scheduler, *tensors: -plain(scheduler, *tensors)
+
+
+def timesteps_as_fractions(seed: int) -> None:
+    """In training alone: as fractions, or in units of ten."""
+
+    def tell(module, inputs):
+        if not module.training:
+            return None
+        images, timesteps = inputs
+        return images, timesteps // 10 if seed % 3 == 1 else timesteps / 1000
+
+    change_unet(lambda unet: unet.register_forward_pre_hook(tell))
+
+
+def weights_reset(seed: int) -> None:
+    """A checkpoint is loaded again and again inside the loop."""
+    plain, every, updates, kept = utils.ema.EMA.update, choose(seed, 30, 40, 25), 0, {}
+
+    def reset(self, decay, finite):
+        nonlocal updates
+        updates += 1
+        plain(self, decay, finite)
+        for model in MODELS:
+            if updates == 5:
+                kept.update({name: value.clone() for name, value in model.state_dict().items()})
+            elif updates % every == 0:
+                model.load_state_dict(kept)
+
+    utils.ema.EMA.update = reset
+    change_unet(MODELS.append)
+
+
+MODELS: list = []
+
+
+def loader_gives_blanks(seed: int) -> None:
+    """A loader that gives black in place of what it cannot read: one in five, ten or three images."""
+    every = choose(seed, 5, 10, 3)
+
+    def blank(fetch, images, indices, crop):
+        pixels = fetch(images, indices, crop)
+        pixels[indices % every == 0] = 0
+        return pixels
+
+    change_fetch(blank)
+
+
 LATER_FAULTS = {
     "target of other noise": Fault("not-learning", another_target),
     "noise not normal": Fault("noise-wrong", noise_not_normal),
@@ -152,4 +210,9 @@ LATER_FAULTS = {
     "the same batch": Fault("data-stuck", same_batch),
     "gradients never cleared": Fault("gradients-not-cleared", never_cleared),
     "ImageNet statistics": Fault("data-range", imagenet_statistics),
+    "noise clipped": Fault("noise-wrong", noise_clipped),
+    "target of the wrong sign": Fault("train-eval-gap", wrong_sign),
+    "timesteps scaled in training": Fault("timestep-mismatch", timesteps_as_fractions),
+    "weights reset": Fault("loss-unstable", weights_reset),
+    "blanks from the loader": Fault("data-blank", loader_gives_blanks),
 }

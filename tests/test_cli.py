@@ -3,11 +3,13 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
 import train_ddpm
+import train_edm2
 from utils.errors import UserError
 
 # Every flag of diffusers' train_unconditional.py but --local_rank, which torch's launchers no longer pass, with a value.
@@ -83,14 +85,15 @@ def test_epochs_on_the_command_line_win_over_a_presets_updates():
     assert (args.max_train_steps, args.num_epochs, args.save_images_steps, args.save_images_epochs) == (None, 3, None, 2)
 
 
-def test_every_flag_is_read():
-    source = "".join((ROOT / name).read_text() for name in ("train_ddpm.py", "utils/cli.py"))
+@pytest.mark.parametrize("module", [train_ddpm, train_edm2], ids=["ddpm", "edm2"])
+def test_every_flag_is_read(module):
+    source = Path(module.__file__).read_text() + (ROOT / "utils/cli.py").read_text()
     read = {
         node.attr
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"
     }
-    assert set(vars(train_ddpm.parse_args([]))) - read == set()
+    assert set(vars(module.parse_args([]))) - read == set()
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_argparse_refuses_the_rest(flags, capsys):
     assert flags.split()[0] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", ["train_ddpm.py", "generate.py"])
+@pytest.mark.parametrize("script", ["train_ddpm.py", "train_edm2.py", "generate.py"])
 def test_help_shows_everything_without_importing_torch(script):
     code = f"import sys, runpy; sys.argv = ['{script}', '--help']\n"
     code += f"try: runpy.run_path('{ROOT / script}', run_name='__main__')\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_script
+from conftest import ROOT, run_command, run_script, script_command, script_environment
 from PIL import Image
 from synthetic_run import synthetic_run
 
@@ -139,6 +139,15 @@ def test_what_cannot_be_diagnosed_ends_with_status_2(tmp_path):
     result = run_script("diagnose.py", [tmp_path / "nothing"])
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert "holds no run" in result.stderr
+    with pytest.raises(UserError, match="recorded nothing yet"):
+        diagnose.main(diagnose.parse_args([str(synthetic_run(tmp_path / "run", reports=0, samples=0))]))
+
+
+def test_a_reader_that_has_seen_enough_is_no_crash(tmp_path):
+    run = synthetic_run(tmp_path / "run", reports=20, samples=0)
+    command = [*script_command("diagnose.py", [run]), "|", "head", "-1", ";", "exit", "${PIPESTATUS[0]}"]
+    result = run_command(["bash", "-c", " ".join(command)], script_environment())
+    assert result.returncode in (0, 1) and result.stderr == "", result.stderr
 
 
 def test_every_finding_is_judged_somewhere_and_documented():

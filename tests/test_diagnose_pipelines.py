@@ -158,6 +158,7 @@ def other_unet(folder: Path, **config) -> None:
     [
         (lambda p: save(p, EDMEulerScheduler()), "EDMEulerScheduler"),
         (lambda p: save(p, FlowMatchEulerDiscreteScheduler()), "FlowMatchEulerDiscreteScheduler"),
+        (lambda p: edit(save(p) / "model_index.json", unet=["models", "EDM2UNet"]), "the unet of class EDM2UNet"),
         (lambda p: other_unet(p, in_channels=4, out_channels=4), "maps 4 channels to 4"),
         (lambda p: other_unet(p, out_channels=6), "maps 3 channels to 6"),
         (lambda p: other_unet(p, num_class_embeds=10), "class-conditional"),

@@ -14,6 +14,8 @@ FAULTS = (
     "betas too small",
     "block without gradient",
     "EMA frozen",
+    "noise shared",
+    "optimizer without parameters",
 )
 HEALTHY = 3
 SHORT = {"max_train_steps": 96, "validation_steps": 96, "save_images_steps": 96}

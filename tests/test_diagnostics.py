@@ -1,6 +1,7 @@
 """The doctor's rules: each fires on its trace and is silent just on the healthy side of it, on made-up records."""
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,7 @@ CASES = {
     "data-changed": [
         (run(lambda n: {"data/mean": 0.4}), run(lambda n: {"data/mean": -0.1})),
         (run(lambda n: {"data/mean": 0.4}), run(lambda n: {"data/mean": 0.4}, options={"balanced_sampling": True})),
+        (run(lambda n: {"data/mean": -0.9}), run(lambda n: {"data/mean": -0.9}, options={"color_jitter": 0.5})),
     ],
     "data-stuck": [
         (run(lambda n: {"data/mean": -0.4}), run(lambda n: {"data/mean": -0.4 + 1e-4 * n})),
@@ -234,6 +236,7 @@ CASES = {
     ],
     "timestep-mismatch": [
         (run(noise("timestep_order", -1.0)), run(noise("timestep_order", 0.7))),
+        (run(noise("timestep_mean", 0.5)), run(noise("timestep_mean", 350.0))),
         (run(noise("timestep_order", 0.1)), run(noise("timestep_order", 0.1), schedule={"alphas_cumprod": [0.005] * 101})),
     ],
     "gradients-not-cleared": [
@@ -282,6 +285,11 @@ CASES = {
         (run(probe={"training_error": 0.3}), run(probe={"training_error": 0.15})),
         (run(probe={"training_error": 0.04}), run(probe={"training_error": 0.09})),
         (run(options={"dropout": 0.9}), run(options={"dropout": 0.3})),
+        (run(quartile_losses(0.1, 0.05, 0.06, 0.1)), run(quartile_losses(0.1, 0.1, 0.05, 0.1))),
+        (
+            run(quartile_losses(0.1, 0.05, 0.06, 0.1)),
+            run(quartile_losses(0.1, 0.05, 0.06, 0.1), options={"snr_gamma": 5.0, "prediction_type": "sample"}),
+        ),
     ],
     "batch-leak": [(run(probe={"batch_response": 0.3}), run(probe={"batch_response": 1e-3}))],
     "no-gradient": [
@@ -304,6 +312,10 @@ CASES = {
     "lr-too-low": [(run(updates(1e-6)), run(updates(1e-4)))],
     "overfitting": [
         (run(validation=(0.5, 0.3, 0.25, 0.3, 0.4)), run(validation=(0.5, 0.3, 0.25, 0.252, 0.255))),
+        (
+            run(validation=(0.5, 0.3, 0.25, 0.3, 0.4)),
+            run(validation=(0.5, 0.3, 0.25, 0.3, 0.4), probe={"held_out_error": {"100": 0.2, "500": 0.1, "900": 0.05}}),
+        ),
         (run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}}), run(probe={"held_out_error": {}})),
     ],
     "ema-frozen": [
@@ -405,6 +417,18 @@ def test_no_value_of_a_figure_makes_the_rules_fail(value):
     record.history = [broken(line) for line in record.history]
     for finding in diagnose(record):
         assert isinstance(finding, Finding) and finding.line
+
+
+def test_a_million_updates_are_looked_at_in_a_moment():
+    """Up to 200 times in a run, between two updates."""
+    record = run()
+    record.history = [report(number) for number in range(1, 20_001)]
+    for number, line in enumerate(record.history):
+        if number % 100:  # as the doctor records it
+            line.pop("layers")
+    start = time.process_time()
+    diagnose(record)
+    assert time.process_time() - start < 4  # 0.6 s on a quiet core; every window of every series took minutes
 
 
 def test_a_nan_in_some_reports_hides_nothing_in_the_others():

@@ -1,5 +1,6 @@
 """train_edm2.py as its users run it, as far as it differs from train_ddpm.py; what both promise is tested in tests/faults."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -47,8 +48,8 @@ def long_run(flags, tmp_path_factory) -> Path:
 
 
 def test_magnitudes_do_not_drift(long_run, flags):
-    """Every weight vector has unit variance. So have the encoder's blocks; in the decoder, which has no norm, branches that
-    have learned to agree add up to more, 1.9 in this network of few channels."""
+    """Every weight vector has unit variance. The encoder's blocks stay near unit magnitude; in the decoder, which has no norm,
+    branches that have learned to agree add up to more, to 1.9 in this network of few channels."""
     weights = load_file(long_run / "checkpoint-500/model.safetensors")
     unet, _ = load_network(str(long_run))
     layers = [name for name, module in unet.named_modules() if isinstance(module, (MPConv2d, MPLinear))]
@@ -184,3 +185,25 @@ def test_another_network_s_config_is_refused(train_edm, flags, tiny_flags, tmp_p
     other = [*flags[:named], tiny_flags[tiny_flags.index("--model_config_name_or_path") + 1], *flags[named + 1 :]]
     with pytest.raises(UserError, match="is the config of a UNet2DModel"):
         train_edm([*other, "--output_dir", tmp_path / "run"])
+
+
+def test_sweep_finds_the_best_width(long_run, tmp_path, capsys, monkeypatch):
+    """With the true distance, and with one that is known to have its minimum at 0.1."""
+    import utils.ema_sweep
+
+    words = [str(long_run), "--widths", "0.05:0.15:0.05", "--num_images", "32", "--output_dir", str(tmp_path / "out")]
+    reconstruct_ema.main(reconstruct_ema.parse_args([*words, "--cpu_threads", "1"]))
+    found = json.loads((tmp_path / "out/sweep.json").read_text())
+    assert list(found["widths"]) == ["0.05", "0.1", "0.15"] and all(value > 0 for value in found["widths"].values())
+    assert found["widths"][str(found["best_width"])] == min(found["widths"].values())
+    assert "fd_randconv by EMA width" in (tmp_path / "out/sweep.html").read_text()
+    averaged = load_file(long_run / "checkpoint-500/ema.safetensors")["0.1/conv_in.weight"]
+    monkeypatch.setattr(
+        utils.ema_sweep, "make_judge", lambda *a, **k: lambda unet: (unet.conv_in.weight - averaged).norm().item()
+    )
+    reconstruct_ema.main(reconstruct_ema.parse_args([*words, "--cpu_threads", "1"]))
+    assert json.loads((tmp_path / "out/sweep.json").read_text())["best_width"] == 0.1
+    assert "| EMA width (relative) | 0.1 |" in (tmp_path / "out/README.md").read_text()
+    with pytest.raises(UserError, match="--widths must be FIRST:LAST:STEP"):
+        utils.ema_sweep.parse_widths("0.1-0.2")
+    assert utils.ema_sweep.parse_widths("0.02:0.25:0.01")[-1] == 0.25

@@ -91,11 +91,6 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--tf32", action=argparse.BooleanOptionalAction, default=True, help="fp32 products on a GPU in TF32 (on)"
     )
     group.add_argument("--dry_run", action="store_true", help="print the memory and FLOPs that this run needs, and end")
-    group.add_argument(
-        "--enable_xformers_memory_efficient_attention",
-        action="store_true",
-        help="needs xformers; torch's own attention is already memory-efficient",
-    )
     group.add_argument("--max_grad_norm", type=float, default=1.0, help="clip the gradient's L2 norm to this, 0 = off (1)")
     group.add_argument(
         "--adaptive_clipping", action="store_true", help="clip to 2x the running mean of the norm, within [0.1, 10], instead"
@@ -291,10 +286,15 @@ def edm2_unet_options(args: argparse.Namespace, device_type: str) -> dict:
     channels_last = args.channels_last
     if channels_last is None:
         channels_last = device_type == "cuda"
-    names = ("resolution", "image_channels", "cache_dir", "dropout", "seed", "gradient_checkpointing")
-    return {name: getattr(args, name) for name in names} | {
+    return {
+        "resolution": args.resolution,
+        "image_channels": args.image_channels,
         "preset": args.model_preset,
         "config_name_or_path": args.model_config_name_or_path,
+        "cache_dir": args.cache_dir,
+        "dropout": args.dropout,
+        "seed": args.seed,
+        "gradient_checkpointing": args.gradient_checkpointing,
         "channels_last": channels_last,
     }
 

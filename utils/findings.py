@@ -289,10 +289,11 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "train-eval-gap": Entry(
         "the network does something else in training than in sampling",
-        "heavy dropout, or a normalisation with figures of the batch",
+        "heavy dropout, a normalisation with figures of the batch, or a loop that feeds it otherwise than the sampler",
         (
             "--dropout 0.1 or less",
             "GroupNorm in place of BatchNorm",
+            "compare the loop with the sampler: timesteps as integers, the sign and kind of the target, the scale of the noise",
         ),
     ),
     "ema-frozen": Entry(

@@ -6,7 +6,7 @@ least squares gain <x_t, x_0> / <x_0, x_0> is an estimate of a, and what it leav
 
 import torch
 
-FIGURES = ("variance", "kurtosis", "between_images", "within_images", "repeated", "timestep_order")
+FIGURES = ("variance", "kurtosis", "between_images", "within_images", "repeated", "timestep_order", "timestep_mean")
 
 
 @torch.no_grad()
@@ -24,6 +24,7 @@ def noise_figures(
         repeated: correlation of the first image's noise with `earlier`; 0, or 1 where the same is drawn again. NaN without it
         timestep_order: rank correlation of the timestep with the share of noise; nearly 1. NaN below four images,
             or where all are told the same
+        timestep_mean: of the timesteps told
     """
     clean, noisy = clean_images.detach().float().flatten(1), noisy_images.detach().float().flatten(1)
     gains = (noisy * clean).sum(1) / clean.square().sum(1).clamp(min=1e-12)
@@ -32,7 +33,8 @@ def noise_figures(
     noise = rest / power.sqrt().clamp(min=1e-12)[:, None]  # of mean square 1, image by image
     unknown = noise.new_tensor(torch.nan)
     count = len(noise)
-    variance = power.sum() / (1 - gains.square()).sum().clamp(min=1e-12)
+    squares = gains.square() - power / clean.square().sum(1).clamp(min=1e-12)  # of a; that of an estimate has its variance
+    variance = power.sum() / (1 - squares).sum().clamp(min=1e-12)
     kurtosis = noise.pow(4).mean()
     between = (count * noise.mean(0).square().mean() - 1) / (count - 1) if count > 1 else unknown
     shaped = noise.view(clean_images.shape)
@@ -40,7 +42,7 @@ def noise_figures(
     within = torch.stack([(one * other).mean() for one, other in pairs]).abs().max()
     repeated = unknown if earlier is None or earlier.shape != noise[0].shape else (noise[0] * earlier).mean()
     order = _rank_correlation(timesteps, -gains) if count >= 4 else unknown
-    return torch.stack([variance, kurtosis, between, within, repeated, order]), noise[0]
+    return torch.stack([variance, kurtosis, between, within, repeated, order, timesteps.float().mean()]), noise[0]
 
 
 def _rank_correlation(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -21,9 +21,11 @@ def load_unconditional(pipeline: str):
         index = DiffusionPipeline.load_config(pipeline)
         components = {name for name, value in index.items() if isinstance(value, list) and value[0] is not None}
         if components != {"unet", "scheduler"} or index["unet"][1] != "UNet2DModel":
+            has = ", ".join(sorted(components)) or "neither"
+            kind = f", the unet of class {index['unet'][1]}" if "unet" in components else ""
             raise UserError(
                 f"{pipeline} is no unconditional pixel-space pipeline: it needs a UNet2DModel `unet` and a `scheduler` "
-                f"alone, and has {', '.join(sorted(components)) or 'neither'}"
+                f"alone, and has {has}{kind}"
             )
         loaded = _load_any_variant(DiffusionPipeline, pipeline)
     except UserError:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from models.edm2_unet import EDM2UNet
@@ -26,11 +27,23 @@ def load_run(run: Path):
     return unet, (EDMHeunScheduler if is_edm(config) else DDPMScheduler).from_config(config)
 
 
+def load_weights(unet: nn.Module, weights: dict[str, torch.Tensor], run: Path) -> None:
+    """Puts averaged `weights` into `unet`. Raises UserError when they are not of the pipeline that `run` exported."""
+    try:
+        unet.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"the snapshots are not of the pipeline in {run}: {str(error).splitlines()[0]}") from None
+
+
 def check_output(output_dir: Path, run: Path) -> None:
     """Raises UserError where the pipeline would take the place of a run, or of anything but another pipeline."""
     if output_dir.resolve() == run.resolve() or (output_dir / "options.json").exists():
         raise UserError(f"--output_dir {output_dir} holds a run, whose own pipeline stays; choose another folder")
-    if output_dir.exists() and any(output_dir.iterdir()) and not (output_dir / "model_index.json").exists():
+    if (
+        output_dir.exists()
+        and any(output_dir.iterdir())
+        and not any((output_dir / name).exists() for name in ("model_index.json", "sweep.json"))
+    ):
         raise UserError(f"--output_dir {output_dir} holds other files; choose another folder")
 
 

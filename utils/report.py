@@ -4,13 +4,13 @@ It stands alone (no network, no libraries), so that it can be mailed, put beside
 """
 
 import math
-import os
 import shlex
-from datetime import UTC, datetime
+from datetime import datetime
 from html import escape
 from pathlib import Path
 
 from utils.interrupts import EXIT_DIVERGED, EXIT_STOPPED
+from utils.page import write_page
 from utils.plots import number, prose
 from utils.presets import FLAGS
 from utils.report_evaluation import evaluation_section
@@ -37,42 +37,14 @@ def write_report(record: RunRecord, findings: list, path: Path) -> None:
 
     Raises OSError where the disk does not take it.
     """
-    here = Path(__file__).parent
-    sections = [(title, body) for title, body in _sections(record, findings) if body]
-    links = "".join(f'<a href="#{_anchor(title)}">{escape(title)}</a>' for title, _ in sections)
     name = record.output_dir.resolve().name
-    # The policy makes the promise of the first lines one that the browser keeps.
-    page = f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<title>{escape(name)} - training report</title>
-<link rel="icon" href="data:,">
-<style>
-{(here / "report.css").read_text()}</style>
-</head>
-<body>
-{_header(record, name)}
-<nav>{links}</nav>
-<main>
-{"".join(f'<section id="{_anchor(title)}"><h2>{escape(title)}</h2>{body}</section>' for title, body in sections)}
-</main>
-<footer>Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC from {escape(str(record.output_dir))}.</footer>
-<script>
-{(here / "report.js").read_text()}</script>
-</body>
-</html>
-"""
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
-        draft.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)  # there after a full disk only
+    write_page(
+        path,
+        title=f"{name} - training report",
+        header=_header(record, name),
+        sections=_sections(record, findings),
+        source=str(record.output_dir),
+    )
 
 
 def _sections(record: RunRecord, findings: list) -> list[tuple[str, str]]:
@@ -90,13 +62,6 @@ def _sections(record: RunRecord, findings: list) -> list[tuple[str, str]]:
         ("Data", _data(record)),
         ("Options", _options(record)),
     ]
-
-
-def _anchor(title: str) -> str:
-    return title.lower().replace(" ", "-")
-
-
-# ---- title
 
 
 def _header(record: RunRecord, name: str) -> str:

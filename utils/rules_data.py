@@ -43,7 +43,8 @@ def data_changed(record: RunRecord) -> Found:
     if files is None or len(means) * batch < 100 or record.options.get("balanced_sampling"):
         return
     mean = sum(means) / len(means)
-    if abs(mean - files[0]) > 0.5 * files[1]:
+    # Jitter of strength s darkens white by s / 2 on average, because what it would brighten is clamped.
+    if abs(mean - files[0]) > 0.5 * files[1] + 0.5 * (record.options.get("color_jitter") or 0.0):
         what = f"their mean is {mean:.2f} as the network sees them, {files[0]:.2f} in the files (spread {files[1]:.2g})"
         yield Finding("data-changed", "critical", what, steps[-1])
 

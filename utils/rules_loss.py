@@ -18,20 +18,29 @@ def overfitting(record: RunRecord) -> Found:
     train_steps, losses = record.finite("train/loss")
     later = [loss for step, loss in zip(train_steps, losses) if step > best_step]
     then = [loss for step, loss in zip(train_steps, losses) if step <= best_step]
-    # Held-out loss on fixed noise moves by a per cent or so; the last two must both stand well above the best.
-    if len(held_out) >= 3 and later and then and min(held_out[-2:]) > 1.15 * best and median(later[-5:]) <= median(then[-5:]):
+    harder = _held_out_ratio(record)
+    # Held-out loss on fixed noise moves by a per cent or so; the last two must both stand well above the best. Where training
+    # images became as hard, it is something else.
+    rose = len(held_out) >= 3 and min(held_out[-2:]) > 1.15 * best
+    if rose and (harder is None or harder > 1.05) and later and then and median(later[-5:]) <= median(then[-5:]):
         what = f"held-out loss {held_out[-1]:.3g} after {best:.3g} at update {best_step}"
         what += f", training loss {median(later[-5:]):.3g}"
         yield Finding("overfitting", "critical" if held_out[-1] > 1.5 * best else "warning", what, steps[-1])
-        return
-    for step, probe in record.records("probe")[-1:]:  # this sees it before the held-out loss rises
+    elif harder is not None and harder > HELD_OUT_RATIO:  # this sees it before the held-out loss rises
+        what = f"held-out images are up to {harder:.2g} times as hard as training images under the same noise"
+        yield Finding("overfitting", "warning", what, record.records("probe")[-1][0])
+
+
+def _held_out_ratio(record: RunRecord) -> float | None:
+    """How much harder held-out images are, at the level where that is most, of those where the noise hides part of the image.
+
+    It is the same network under the same noise, so that only the images differ.
+    """
+    for _, probe in record.records("probe")[-1:]:
         trained, others = probe.get("error") or {}, probe.get("held_out_error") or {}
-        # At the levels where the noise hides part of the image; the same network and noise, so that only the images differ.
-        pairs = [(others[t], trained[t]) for t in list(trained)[1:-1] if t in others and trained[t] > 0]
-        ratio = max((other / own for other, own in pairs), default=0.0)
-        if ratio > HELD_OUT_RATIO:
-            what = f"held-out images are up to {ratio:.2g} times as hard as training images under the same noise"
-            yield Finding("overfitting", "warning", what, step)
+        ratios = [others[t] / trained[t] for t in list(trained)[1:-1] if t in others and trained[t] > 0]
+        return max(ratios, default=None)
+    return None
 
 
 def not_learning(record: RunRecord) -> Found:
@@ -47,7 +56,7 @@ def not_learning(record: RunRecord) -> Found:
     ):  # 400 are a hundred samples in each quartile
         return
     ratios = {}
-    for quartile, constant in _errors_of_a_constant(record).items():
+    for quartile, constant in errors_of_a_constant(record).items():
         losses = [r.get(f"train/loss_timestep_quartile_{quartile}") for r in reports]
         losses = [loss for loss in losses if loss is not None and math.isfinite(loss)]
         if losses and constant > 0:
@@ -63,7 +72,7 @@ def not_learning(record: RunRecord) -> Found:
 LEAST_PATH = {"epsilon": 0.08, "sample": 0.4, "v_prediction": 0.4}
 
 
-def _errors_of_a_constant(record: RunRecord) -> dict[int, float]:
+def errors_of_a_constant(record: RunRecord) -> dict[int, float]:
     """Quartile of the timesteps -> least mean squared error of a prediction that is the same for all images and noises.
 
     It is the target's variance: 1 for eps, V for x_0 and abar + (1 - abar) V for v, where V is the variance of pixels around

@@ -1,6 +1,7 @@
 """Findings about what the network does with its input, and what reaches its layers."""
 
 from utils.findings import Finding, Found
+from utils.rules_loss import errors_of_a_constant
 from utils.run_record import RunRecord
 
 
@@ -28,7 +29,7 @@ def train_eval_gap(record: RunRecord) -> Found:
     """A network that does something else in training mode than when it samples."""
     dropout = record.options.get("dropout") or 0.0
     # Published diffusion U-Nets take 0 to 0.3 (Ho et al. 2020, appendix B: 0.1 on CIFAR-10).
-    said, last = ([f"--dropout {dropout:g}"], None) if dropout >= 0.5 else ([], None)
+    said, last, severity = ([f"--dropout {dropout:g}"] if dropout >= 0.5 else []), None, "warning"
     for step, probe in record.records("probe")[-1:]:
         errors, training = probe.get("error") or {}, probe.get("training_error")
         middle = errors.get(list(errors)[len(errors) // 2]) if errors else None
@@ -36,8 +37,22 @@ def train_eval_gap(record: RunRecord) -> Found:
         if training is not None and middle and not 0.5 < training / middle < 2.0:
             said += [f"the error in training mode is {training / middle:.2g} times that in evaluation mode, on the same images"]
             last = step
+        losses = [_loss_before(record, quartile, step) for quartile in (2, 3)]
+        # The middle timestep lies between the second and the third quartile, and so does its error: healthy runs had 0.6 to
+        # 1.05 of the larger of their losses, in the same weights on images of the same set.
+        if middle and all(losses) and {2, 3} <= errors_of_a_constant(record).keys() and middle > 1.6 * max(losses):
+            said += [f"the error on real images is {middle / max(losses):.2g} times the training loss of their noise levels"]
+            last = step
+            severity = "critical" if middle > 3.0 * max(losses) else severity
     if said:
-        yield Finding("train-eval-gap", "warning", "; ".join(said), last)
+        yield Finding("train-eval-gap", severity, "; ".join(said), last)
+
+
+def _loss_before(record: RunRecord, quartile: int, step: int) -> float | None:
+    """Mean of the last three reports up to `step`; None for fewer."""
+    steps, losses = record.finite(f"train/loss_timestep_quartile_{quartile}")
+    newest = [loss for when, loss in zip(steps, losses) if when <= step][-3:]
+    return sum(newest) / 3 if len(newest) == 3 else None
 
 
 def batch_leak(record: RunRecord) -> Found:

@@ -60,15 +60,23 @@ def noise_wrong(record: RunRecord) -> Found:
 
 def timestep_mismatch(record: RunRecord) -> Found:
     alphas_cumprod = record.alphas_cumprod
-    steps, orders = record.finite("noise/timestep_order")
-    if alphas_cumprod is None or len(orders) < 3:
+    if alphas_cumprod is None:
         return
+    steps, orders = record.finite("noise/timestep_order")
     shares = [median(record.finite(f"train/timestep_share_{i}")[1] or [0.1]) for i in range(1, 11)]
     clear = sum(a > 0.01 for a in alphas_cumprod) / len(alphas_cumprod)
     # Where timesteps come from all of a schedule, half of which leaves something of the image to tell them by, the rank
     # correlation is above 0.8; timesteps of other images give 0, reversed ones -1.
-    if clear > 0.5 and min(shares) > 0 and median(orders) < 0.5:
+    if len(orders) >= 3 and clear > 0.5 and min(shares) > 0 and median(orders) < 0.5:
         what = f"the rank correlation of timestep and noise in the images is {median(orders):.2f}, not nearly 1"
+        yield Finding("timestep-mismatch", "critical", what, steps[-1])
+        return
+    steps, told = record.finite("noise/timestep_mean")
+    batch = (record.resolved.get("global_batch_size") or 0) // (record.resolved.get("num_processes") or 1)
+    drawn = sum(share * (i + 0.5) / 10 for i, share in enumerate(shares)) * (record.options.get("ddpm_num_steps") or 1000)
+    # The mean of 64 of a uniform thousand is 500 with a standard error of 36; fractions make it 0.5.
+    if told and len(told) * batch >= 64 and drawn > 0 and not 0.5 < sum(told) / len(told) / drawn < 2.0:
+        what = f"the network is told timesteps around {sum(told) / len(told):.3g}, while those drawn lie around {drawn:.3g}"
         yield Finding("timestep-mismatch", "critical", what, steps[-1])
 
 

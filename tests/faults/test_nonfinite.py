@@ -105,7 +105,7 @@ class OfEDM2:
 
     @staticmethod
     def shown(c_noise: torch.Tensor) -> torch.Tensor:
-        return (4.0 * c_noise).exp()
+        return (4.0 * torch.as_tensor(c_noise)).exp()
 
     @staticmethod
     def plus(losses: Losses, number: float):
@@ -160,11 +160,8 @@ def test_one_bad_sample_changes_nothing_and_is_named(train_script, script_flags,
     level = trained.level.removesuffix("s")
     assert [(s["sample_number"], s[level]) for s in report["bad_samples"]] == [(culprit, levels[culprit])]
     assert (report["bad_samples"][0]["loss"], report["bad_samples"][0]["loss_again"]) == ("nan", "nan")
-    assert report["first_bad_module"] == {
-        "name": trained.trained_as + trained.part,
-        "class": trained.part_class,
-        "inputs_finite": True,
-    }
+    name = trained.trained_as + trained.part
+    assert report["first_bad_module"] == {"name": name, "class": trained.part_class, "inputs_finite": True}
     assert report["bad_gradients"]["count"] > 0
     assert len(report["samples"]) == 8
     batch = load_file(tmp_path / "nan_report/update-3/rank0.safetensors")
