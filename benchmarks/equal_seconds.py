@@ -2,10 +2,10 @@
 
     python benchmarks/equal_seconds.py --seconds 150 --output_dir runs/equal-seconds
 
-times some updates of each with its digits preset, one after the other, trains each for as many updates as fit into the seconds (its
-learning rate laid out for just these), and has evaluate.py measure both: Frechet and kernel distance of random-convolution
-features of `--num_images` samples, without guidance. EDM2 is told the classes, all of them equally often; DDPM has none. Runs that
-are already there are not trained again.
+times some updates of each with its digits preset, one after the other, trains each for as many updates as fit into the
+seconds (its learning rate laid out for just these), and has evaluate.py measure both: Frechet and kernel distance of
+random-convolution features of `--num_images` samples, without guidance. EDM2 is told the classes, all of them equally often;
+DDPM has none. Runs that are already there are not trained again.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
     result = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
     (args.output_dir / "evaluation.json").write_text(result.stdout)
     print("| recipe | fd_randconv | kd_randconv |\n|---|---|---|")
-    for name, found in zip(SCRIPTS, json.loads(result.stdout)):
+    for name, found in zip(SCRIPTS, json.loads(result.stdout)["results"]):
         print(f"| {name} | {found['figures']['fd']:.3f} | {found['figures']['kd']:.4f} |")
 
 
@@ -57,7 +57,7 @@ def speed(args: argparse.Namespace, name: str) -> float:
 
 
 def run(args: argparse.Namespace, name: str, folder: Path, updates: int) -> None:
-    """Trains, unless it was done before. Samples, checkpoints and exports come once, at the end: their time counts for neither."""
+    """Trains, unless it was done before. Samples, checkpoints and exports come once, at the end, and do not count."""
     if (folder / "exit_status").exists():
         return
     flags = ["--train_batch_size", 32, "--max_train_steps", updates, "--logging_steps", max(1, updates // 3)]
