@@ -39,11 +39,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--num_images", type=positive_int, help="per pipeline and seed (as many as the reference, up to 10,000)")
     group.add_argument("--seeds", nargs="+", type=int, default=[0], help="a set of images for each (0)")
     group.add_argument(
-        "--sampler", choices=("ddim", "ddpm", "dpmsolver++", "heun"), help="(ddim; heun for EDM2, of all classes in turn)"
+        "--sampler", choices=("ddim", "ddpm", "dpmsolver++", "heun"), help="(ddim; heun for EDM2, or dpmsolver++)"
     )
     group.add_argument(
         "--num_inference_steps", type=positive_int, help="denoising steps (50; with ddpm all that were trained; 32 for EDM2)"
     )
+    group.add_argument("--class_labels", type=int, nargs="+", help="EDM2: classes to make in turn (all)")
+    group.add_argument("--guidance", type=float, default=1.0, help="EDM2: above 1 moves away from the guide (1, off)")
+    group.add_argument("--guide_pipeline", help="EDM2: a weaker pipeline of the same data (the model without classes)")
     group.add_argument("--batch_size", type=positive_int, default=64, help="images at once per process (64)")
     group.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), default="no", help="of the sampled network (no)")
     group.add_argument("--cpu_threads", type=positive_int, default=1, help="on a CPU, threads per process (1)")
@@ -104,6 +107,7 @@ def main(args: argparse.Namespace) -> None:
     for pipeline in args.pipeline:
         with accelerator.main_process_first():  # one download, not one per process
             networks.append((pipeline, *load_network(pipeline)))
+    guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     shapes = {str(folder.folder): folder.shape for folder in folders}
     shapes |= {pipeline: image_shape(unet) for pipeline, unet, _ in networks}
     shape = same_shape(shapes) if shapes else (args.image_channels, args.resolution, args.resolution)
@@ -175,11 +179,13 @@ def main(args: argparse.Namespace) -> None:
         sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
         scheduler = make_sampler(sampler, scheduler_config)
         steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
+        predict = make_guided_prediction(unet, scheduler_config, args.class_labels, args.guidance, guide, guide_config)
         count = args.num_images or min(10_000, len(stored))
         made = {"sampler": sampler, "num_inference_steps": steps, "mixed_precision": args.mixed_precision}
-        unet.to(accelerator.device)
+        made |= {"class_labels": args.class_labels, "guidance": args.guidance, "guide_pipeline": args.guide_pipeline}
+        for network in (unet, guide) if guide is not None else (unet,):
+            network.to(accelerator.device)
         for seed in args.seeds:
-            predict = make_guided_prediction(unet, scheduler_config)
             options = {"num_inference_steps": steps, "seed": seed, "shape": shape, "batch_size": args.batch_size}
             with full_precision(unet):
                 source = pipeline_images(accelerator, unet, scheduler, name=pipeline, predict=predict, **options)
