@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
     )
     from utils.edm2_network import count_classes, make_edm2_unet
     from utils.edm_previews import EDM2Previews
-    from utils.ema_snapshots import Snapshots
+    from utils.ema_snapshots import Snapshots, remove_snapshots_beyond
     from utils.errors import explain_out_of_memory
     from utils.export import export_pipeline, model_card, push_to_hub
     from utils.gradients import AdaptiveLimit, clip_gradients
@@ -213,7 +213,9 @@ def main(args: argparse.Namespace) -> int:
         "training_images": len(train_images),
         "validation_images": len(validation_images),
     }
-    if not resuming:
+    if resuming:
+        on_main_process(accelerator, remove_snapshots_beyond, output_dir, state.step)
+    else:
         on_main_process(accelerator, folder.clear, args.logging_dir)
     on_main_process(accelerator, folder.write_options, args, resolved)
 
