@@ -38,8 +38,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     group.add_argument("--num_images", type=positive_int, help="per pipeline and seed (as many as the reference, up to 10,000)")
     group.add_argument("--seeds", nargs="+", type=int, default=[0], help="a set of images for each (0)")
-    group.add_argument("--sampler", choices=("ddim", "ddpm", "dpmsolver++"), default="ddim", help="(ddim)")
-    group.add_argument("--num_inference_steps", type=positive_int, help="denoising steps (50; with ddpm all that were trained)")
+    group.add_argument(
+        "--sampler", choices=("ddim", "ddpm", "dpmsolver++", "heun"), help="(ddim; heun for EDM2, or dpmsolver++)"
+    )
+    group.add_argument(
+        "--num_inference_steps", type=positive_int, help="denoising steps (50; with ddpm all that were trained; 32 for EDM2)"
+    )
+    group.add_argument("--class_labels", type=int, nargs="+", help="EDM2: classes to make in turn (all)")
+    group.add_argument("--guidance", type=float, default=1.0, help="EDM2: above 1 moves away from the guide (1, off)")
+    group.add_argument("--guide_pipeline", help="EDM2: a weaker pipeline of the same data (the model without classes)")
     group.add_argument("--batch_size", type=positive_int, default=64, help="images at once per process (64)")
     group.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), default="no", help="of the sampled network (no)")
     group.add_argument("--cpu_threads", type=positive_int, default=1, help="on a CPU, threads per process (1)")
@@ -81,10 +88,11 @@ def main(args: argparse.Namespace) -> None:
     from utils.feature_sets import load_features, reference_features, save_features, sync_weights
     from utils.features import make_extractor
     from utils.findings import Finding, described
+    from utils.guidance import make_guided_prediction
     from utils.image_folder import ImageFolder
     from utils.launch import make_accelerator, on_main_process
     from utils.pipelines import image_shape, load_network
-    from utils.sampling import full_precision, make_sampler, sampling_steps
+    from utils.sampling import full_precision, is_edm, make_sampler, sampling_steps
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,
@@ -99,6 +107,7 @@ def main(args: argparse.Namespace) -> None:
     for pipeline in args.pipeline:
         with accelerator.main_process_first():  # one download, not one per process
             networks.append((pipeline, *load_network(pipeline)))
+    guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     shapes = {str(folder.folder): folder.shape for folder in folders}
     shapes |= {pipeline: image_shape(unet) for pipeline, unet, _ in networks}
     shape = same_shape(shapes) if shapes else (args.image_channels, args.resolution, args.resolution)
@@ -167,15 +176,19 @@ def main(args: argparse.Namespace) -> None:
         source = folder.source(accelerator.device)
         add(str(folder.folder), source, len(folder), seed=None, made_by=folder.settings or None)
     for pipeline, unet, scheduler_config in networks:
-        scheduler = make_sampler(args.sampler, scheduler_config)
-        steps = sampling_steps(args.sampler, args.num_inference_steps, scheduler)
+        sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
+        scheduler = make_sampler(sampler, scheduler_config)
+        steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
+        predict = make_guided_prediction(unet, scheduler_config, args.class_labels, args.guidance, guide, guide_config)
         count = args.num_images or min(10_000, len(stored))
-        made = {"sampler": args.sampler, "num_inference_steps": steps, "mixed_precision": args.mixed_precision}
-        unet.to(accelerator.device)
+        made = {"sampler": sampler, "num_inference_steps": steps, "mixed_precision": args.mixed_precision}
+        made |= {"class_labels": args.class_labels, "guidance": args.guidance, "guide_pipeline": args.guide_pipeline}
+        for network in (unet, guide) if guide is not None else (unet,):
+            network.to(accelerator.device)
         for seed in args.seeds:
             options = {"num_inference_steps": steps, "seed": seed, "shape": shape, "batch_size": args.batch_size}
             with full_precision(unet):
-                source = pipeline_images(accelerator, unet, scheduler, name=pipeline, **options)
+                source = pipeline_images(accelerator, unet, scheduler, name=pipeline, predict=predict, **options)
                 add(pipeline, source, count, seed=seed, **made)
         unet.cpu()
     if not accelerator.is_main_process:

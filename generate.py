@@ -51,6 +51,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--mixed_precision", choices=("no", "bf16", "fp16"), default="no", help="precision of the network (default: no)"
     )
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile the network: a minute at first, pays for thousands of images"
+    )
     parser.add_argument("--cpu_threads", type=positive_int, default=1, help="on a CPU, threads per process (default: 1)")
     return parser.parse_args(argv)
 
@@ -92,6 +95,7 @@ def main(args: argparse.Namespace) -> None:
         "num_inference_steps": num_inference_steps,
         "batch_size": args.batch_size,
         "mixed_precision": args.mixed_precision,
+        "compile": args.compile,
         "class_labels": args.class_labels,
         "guidance": None if args.guidance == 1.0 else args.guidance,
         "guide_sha256": weights_hash(guide, guide_config) if guide is not None else None,
@@ -108,6 +112,10 @@ def main(args: argparse.Namespace) -> None:
     unet.to(accelerator.device)
     if guide is not None:
         guide.to(accelerator.device)
+    if args.compile:
+        for network in (unet, guide) if guide is not None else (unet,):
+            network.to(memory_format=torch.channels_last)
+            network.compile()
     bar = tqdm(
         total=args.num_images,
         initial=args.num_images - sum(map(len, todo)),
@@ -115,7 +123,7 @@ def main(args: argparse.Namespace) -> None:
         desc="generate",
         disable=not accelerator.is_main_process,
     )
-    with bar, full_precision(unet):
+    with bar, full_precision(unet, compiled=args.compile):
         for first in range(0, len(todo), accelerator.num_processes):
             turn = todo[first : first + accelerator.num_processes]
             if accelerator.process_index < len(turn):
@@ -165,7 +173,7 @@ def claim_folder(output_dir: Path, settings: dict) -> None:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         names = os.listdir(output_dir)
-        recorded = json.loads(record.read_text()) if record.exists() else None
+        recorded = {"compile": False} | json.loads(record.read_text()) if record.exists() else None
         if recorded is None and any(name.endswith(".png") for name in names):
             raise UserError(f"{output_dir} holds images that generate.py did not make; choose another --output_dir")
         if any(re.fullmatch(r"\d{6,}\.png", name) for name in names):

@@ -3,6 +3,7 @@
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -74,12 +75,12 @@ class BareLoop:
         self.run(2)  # kernels are chosen, memory is reserved
         self.own_bytes = allocated(device) - before
 
-    def seconds(self, updates: int) -> float:
+    def seconds(self, updates: int, clock: Callable[[], float] = time.perf_counter) -> float:
         synchronize(self.device)
-        start = time.perf_counter()
+        start = clock()
         self.run(updates)
         synchronize(self.device)
-        return time.perf_counter() - start
+        return clock() - start
 
     def run(self, updates: int) -> None:
         with tf32(self.switches.tf32):
@@ -113,7 +114,10 @@ class BareLoop:
 
 @contextmanager
 def tf32(enabled: bool):
-    """Matrix products and convolutions in TF32 or in plain fp32, whatever stood before; afterwards that again."""
+    """On a GPU, matrix products and convolutions in TF32 or in plain fp32, whatever stood before; afterwards that again."""
+    if not torch.cuda.is_available():
+        yield
+        return
     precision, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if enabled else "highest")
     torch.backends.cudnn.allow_tf32 = enabled
@@ -131,12 +135,12 @@ def preset_flops(preset: str) -> int:
     return flops_per_image(network, (channels, resolution, resolution))
 
 
-def interleaved(loops: dict, blocks: int, updates: int) -> dict[str, list[float]]:
+def interleaved(loops: dict, blocks: int, updates: int, clock: Callable[[], float]) -> dict[str, list[float]]:
     """Seconds per update of each loop, block by block in turn, so that a machine that slows down does so for all."""
     seconds = {name: [] for name in loops}
     for _ in range(blocks):
         for name, loop in loops.items():
-            seconds[name].append(loop.seconds(updates) / updates)
+            seconds[name].append(loop.seconds(updates, clock) / updates)
     return seconds
 
 

@@ -49,19 +49,23 @@ def write_parquet(path: Path, images: int) -> None:
             writer.write_table(block)
 
 
-def run(flags: list[str]) -> tuple[float, float, float]:
-    """(seconds, most resident memory in MiB, median of it over the last third of the run) of one training run."""
-    start, resident = time.perf_counter(), []
+def run(flags: list[str], folder: Path) -> tuple[float, float, float, float]:
+    """(seconds until the first update can begin, seconds in all, most resident memory in MiB, median of it over the last
+    third of the run) of one training run in `folder`, which records its options once data and network are there."""
+    start, began, resident, ready = time.perf_counter(), time.time(), [], None
+    options = folder / "options.json"
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen([sys.executable, str(SCRIPT), *flags], stdout=subprocess.DEVNULL, stderr=errors)
         while process.poll() is None:
             status = Path(f"/proc/{process.pid}/status").read_text()
             resident += [int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmRSS")]
+            if ready is None and options.exists() and options.stat().st_mtime > began:
+                ready = time.perf_counter() - start
             time.sleep(0.1)
         if process.returncode:
             errors.seek(0)
             raise SystemExit(errors.read())
-    return time.perf_counter() - start, max(resident), statistics.median(resident[-len(resident) // 3 :])
+    return ready, time.perf_counter() - start, max(resident), statistics.median(resident[-len(resident) // 3 :])
 
 
 def main() -> None:
@@ -69,7 +73,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, nargs="+", default=[1000, 100_000, 1_000_000])
     parser.add_argument("--updates", type=int, default=200)
     options = parser.parse_args()
-    print(f"{'images':>9} {'packed':>7} | {'packing s':>9} {'peak':>6} | {'run s':>6} {'peak':>6} {'training':>8}   (MiB)")
+    print("   images  packed | packing s   peak | start s  run s   peak training   (MiB)")
     for images in options.images:
         with tempfile.TemporaryDirectory() as folder:
             folder = Path(folder)
@@ -79,11 +83,11 @@ def main() -> None:
             flags = f"""--dataset_name {folder}/train.parquet --cache_dir {folder}/cache --resolution 32 --train_batch_size 64
                 --model_config_name_or_path {folder}/network --eval_batch_size 1 --ddpm_num_inference_steps 2
                 --output_dir {folder}/run --overwrite_output_dir""".split()
-            packing_seconds, packing_peak, _ = run([*flags, "--max_train_steps", "1"])
-            seconds, peak, training = run([*flags, "--max_train_steps", str(options.updates)])
+            _, packing_seconds, packing_peak, _ = run([*flags, "--max_train_steps", "1"], folder / "run")
+            ready, seconds, peak, training = run([*flags, "--max_train_steps", str(options.updates)], folder / "run")
             packed = sum(p.stat().st_size for p in (folder / "cache" / "steady_diffusion").rglob("*") if p.is_file())
             row = f"{images:>9,} {packed / 2**20:>7.0f} | {packing_seconds:>9.1f} {packing_peak:>6.0f}"
-            print(f"{row} | {seconds:>6.1f} {peak:>6.0f} {training:>8.0f}", flush=True)
+            print(f"{row} | {ready:>7.1f} {seconds:>6.1f} {peak:>6.0f} {training:>8.0f}", flush=True)
             shutil.rmtree(folder / "cache")
 
 

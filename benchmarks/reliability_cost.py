@@ -4,8 +4,9 @@
     ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node=2 benchmarks/reliability_cost.py updates
     python benchmarks/reliability_cost.py checkpoints --presets digits16 cifar10
 
-`updates` runs the real `train_ddpm.py` and times, inside it, what asks whether the update may be made and whether to stop: on
-a CPU that is all of its cost; on a GPU it is the host's part, while the flags themselves are a few tiny kernels. Other flags
+`updates` runs the real `train_ddpm.py` and times, inside it, what asks whether the update may be made and whether to stop
+("together"), the EMA, and the sums for the next report: on a CPU that is all of their cost; on a GPU it is the host's part,
+while the work itself is a few small kernels. Other flags
 go to the script. A report is everything that happens every --logging_steps: magnitudes by layer, figures to the trackers, the
 doctor's look at all that was recorded. `checkpoints` publishes checkpoints of a preset's network, EMA and AdamW state and, in
 turns, writes the same tensors with safetensors, with and without waiting for the disk.
@@ -28,6 +29,7 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 
 import train_ddpm
+import utils.ema
 import utils.interrupts
 import utils.nonfinite
 import utils.tracking
@@ -37,6 +39,7 @@ from utils.optimization import make_optimizer
 from utils.presets import FLAGS
 from utils.unet import make_unet
 
+CHECKS = ("BadUpdates.add_losses", "BadUpdates.add", "StopSignal.agreed")
 REPORT_EVERY = 10  # updates; the cost is told for the default of 50
 
 
@@ -58,6 +61,9 @@ def time_updates(updates: int, flags: list[str]) -> None:
     timed(utils.nonfinite.BadUpdates, "add_losses")
     timed(utils.nonfinite.BadUpdates, "add")
     timed(utils.interrupts.StopSignal, "agreed")
+    timed(utils.ema.EMA, "update")
+    timed(utils.tracking.StepStatistics, "add_losses")
+    timed(utils.tracking.StepStatistics, "add_update")
     update = utils.tracking.ProgressBar.update
     utils.tracking.ProgressBar.update = lambda bar: (ends.append(time.perf_counter()), update(bar))
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +83,7 @@ def time_updates(updates: int, flags: list[str]) -> None:
     total = 0.0
     for name, values in seconds.items():
         cost = 1e3 * statistics.median(values[5:])
-        total += cost
+        total += cost if name in CHECKS else 0.0
         print(f"{name:24} {cost:8.3f} ms  {100 * cost / update_ms:.2f} %")
     print(f"{'together':24} {total:8.3f} ms  {100 * total / update_ms:.2f} %")
     # An update that is measured for a report takes longer, and so does the one after it, in whose time the report is made.

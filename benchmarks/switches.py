@@ -9,6 +9,7 @@ the figure is the median of the ratios of neighbouring blocks: above 1 the switc
 
 import argparse
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,15 +22,15 @@ from utils.launch import usable_cores
 
 NONE = Switches()
 SWITCHES = {
-    "bf16": {"mixed_precision": "bf16"},
-    "tf32": {"tf32": True},
-    "sdpa": {"sdpa": True},
-    "channels_last": {"channels_last": True},
     "compile": {"compile": True},
+    "channels_last": {"channels_last": True},
+    "bf16": {"mixed_precision": "bf16"},
+    "sdpa": {"sdpa": True},
     "fused": {"fused": True},
-    "checkpointing": {"checkpointing": True},
     "ema": {"ema": "foreach"},
     "item": {"item": True},
+    "checkpointing": {"checkpointing": True},
+    "tf32": {"tf32": True},
 }
 ON_GPUS = {"tf32"}  # no other device knows it
 
@@ -47,8 +48,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SWITCHES, default=list(SWITCHES))
     parser.add_argument("--base", nargs="+", choices=("alone", "last"), default=["alone", "last"])
     parser.add_argument("--cpu_threads", type=int, default=usable_cores())
+    parser.add_argument("--cpu_time", action="store_true", help="count the process's own time: for a busy CPU, with one thread")
     options = parser.parse_args()
-    device = default_device()
+    device, clock = default_device(), time.process_time if options.cpu_time else time.perf_counter
     torch.set_num_threads(options.cpu_threads)
     print(f"{describe(device)}; {options.model_preset}, batch {options.batch_size}")
     print("switch         base     off ms    on ms  off/on     quartiles  first s  off GiB  on GiB")
@@ -59,12 +61,14 @@ def main() -> None:
             off = without(NONE if base == "alone" else ALL, name)
             pair = {"off": off, "on": replace(off, **SWITCHES[name])}
             loops = {side: BareLoop(options.model_preset, s, options.batch_size, device) for side, s in pair.items()}
-            seconds = interleaved(loops, options.blocks, options.block_updates)
+            seconds = interleaved(loops, options.blocks, options.block_updates, clock)
             gain, low, high = ratio(seconds["off"], seconds["on"])
             times = [1e3 * sorted(s)[len(s) // 2] for s in seconds.values()]
             peaks = [loop.peak_bytes(2) / 2**30 for loop in loops.values()]
             row = f"{name:14} {base:6} {times[0]:8.2f} {times[1]:8.2f} {gain:7.3f} {low:6.3f} {high:6.3f}"
             print(f"{row} {loops['on'].compile_seconds:8.1f} {peaks[0]:8.2f} {peaks[1]:7.2f}", flush=True)
+            if base == "last":
+                print(f"=> {name}: {gain:.2f} x on top of the others, {peaks[0]:.2f} -> {peaks[1]:.2f} GiB")
             del loops
             free()
 

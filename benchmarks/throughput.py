@@ -23,6 +23,8 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -39,8 +41,10 @@ import utils.previews
 import utils.tracking
 import utils.validation
 from benchmarks.bare_loop import UNCONDITIONAL, BareLoop, Switches, allocated, default_device, preset_flops, ratio, synchronize
-from utils.cli import unet_options
-from utils.memory import AUTOCAST
+from utils.cli import optimizer_options, unet_options
+from utils.memory import AUTOCAST, estimate_memory
+from utils.optimization import make_optimizer
+from utils.unet import make_unet
 
 
 def comparison_loops(args: argparse.Namespace, device: torch.device, wanted: list[str]) -> dict[str, BareLoop]:
@@ -62,6 +66,20 @@ def comparison_loops(args: argparse.Namespace, device: torch.device, wanted: lis
         for name, switches in kinds.items()
         if name.split()[0] in wanted
     }
+
+
+def predicted_peak(args: argparse.Namespace, device: torch.device) -> int:
+    """Bytes, by `utils.memory`."""
+    return estimate_memory(
+        partial(make_unet, **unet_options(args, device.type)),
+        partial(make_optimizer, **optimizer_options(args)),
+        image_shape=(args.image_channels, args.resolution, args.resolution),
+        micro_batch_size=args.train_batch_size,
+        device=device,
+        mixed_precision=args.mixed_precision or "no",
+        use_ema=args.use_ema,
+        accumulates=args.gradient_accumulation_steps > 1,
+    ).peak
 
 
 def matmul_rate(device: torch.device, precision: str) -> float:
@@ -98,6 +116,7 @@ class SideBySide:
         self.loops: dict[str, BareLoop] = {}
         self.seconds: dict[str, list[float]] = {"train_ddpm": []}
         self.other: dict[str, list[float]] = {}  # seconds of each call of what is timed apart
+        self.waited: list[float] = []  # seconds for each micro-batch
         self.peak, self.own_bytes = 0, 0
         self._updates, self._block_start, self._paused = 0, None, 0.0
 
@@ -113,6 +132,12 @@ class SideBySide:
             return result
 
         setattr(owner, name, wrapper)
+
+    @contextmanager
+    def waiting_for_data(self):
+        start = time.perf_counter()
+        yield
+        self.waited.append(time.perf_counter() - start)
 
     def after_update(self) -> None:
         self._updates += 1
@@ -158,6 +183,7 @@ def main() -> None:
             (utils.export, "export_pipeline"),
         ):
             race.time_apart(owner, name)
+        utils.tracking.Stopwatch.waiting_for_data = lambda stopwatch: race.waiting_for_data()
         update = utils.tracking.ProgressBar.update
         utils.tracking.ProgressBar.update = lambda bar: (update(bar), race.after_update())
         train_ddpm.main(args)
@@ -176,11 +202,20 @@ def main() -> None:
         row = f"{loop:14} {1e3 * median:10.2f} {args.train_batch_size / median:10.1f} {flops / median / 1e12:9.3f}"
         row += f" {100 * flops / median / rate:6.1f} % {peak / 2**30:9.2f}"
         print(f"{row}   {times:.3f} ({low:.3f}, {high:.3f})")
+    predicted = predicted_peak(args, device)
+    print(f"predicted peak of train_ddpm, eager: {predicted / 2**30:.2f} GiB")
     for loop in race.loops.values():
         if loop.switches.compile:
             print(f"compiling, within the first update: {loop.compile_seconds:.1f} s")
+    print(f"waiting for a micro-batch: {1e3 * statistics.median(race.waited):.3f} ms")
     for name, seconds in race.other.items():
         print(f"{name:16} {statistics.median(seconds):8.2f} s each")
+    rate_reached = 100 * flops / statistics.median(real) / rate
+    gains = ", ".join(f"{ratio(race.seconds[loop], real)[0]:.2f} x {loop}" for loop in race.loops)
+    print(
+        f"=> {shown}: {args.train_batch_size / statistics.median(real):.0f} images/s, {gains}, {rate_reached:.1f} % of", end=" "
+    )
+    print(f"{rate / 1e12:.2f} TFLOP/s, {race.peak / 2**30:.2f} GiB (predicted {predicted / 2**30:.2f})")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ PRESETS = {
         "model_channels": 16,
         "channel_multipliers": (1, 2, 4),
         "layers_per_block": 1,
-        "attention_resolutions": (8, 4),
+        "attention_resolutions": (4,),
         "attention_head_dim": 32,
     },
 }

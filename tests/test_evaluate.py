@@ -10,9 +10,11 @@ from conftest import run_script
 from diffusers import DDPMScheduler
 from PIL import Image
 from safetensors.torch import save_file
+from test_edm2_unet import tiny as tiny_edm2
 from test_sampling import tiny_unet
 
 import evaluate
+from models.edm_heun import EDMHeunScheduler
 from utils.data import load_images
 from utils.errors import UserError
 from utils.export import export_pipeline
@@ -92,6 +94,19 @@ def test_a_pipeline_a_checkpoint_and_generated_files_are_the_same_images(folder,
     assert "37 images for 120 feature dimensions: the covariance is singular" in table
     assert "FAIL  samples-unlike-data" in table and "likely cause:" in table and "try:" in table
     assert "fid" not in table
+
+
+def test_edm2_with_classes_and_guidance_is_evaluated_as_it_is_generated(folder, call, tmp_path):
+    import generate
+
+    export_pipeline(tiny_edm2(), EDMHeunScheduler(sigma_data=0.5), tmp_path / "edm2", "")
+    sampling = [*SAMPLING, "--class_labels", 2, 0, "--guidance", 1.5]
+    flags = ["--pipeline", tmp_path / "edm2", "--output_dir", tmp_path / "out", *sampling]
+    generate.main(generate.parse_args([str(flag) for flag in flags]))
+    flags = ["--pipeline", tmp_path / "edm2", "--images", tmp_path / "out", *sampling, "--output_dir", tmp_path / "figures"]
+    files, made = results(call(*flags, "--dataset_name", "digits", "--no_classes", "--json"))
+    assert (made["sampler"], made["guidance"], made["class_labels"]) == ("heun", 1.5, [2, 0])
+    assert made["figures"] == files["figures"]
 
 
 def test_several_seeds_are_all_shown_with_mean_and_minimum(folder, call):

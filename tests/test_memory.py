@@ -8,9 +8,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from utils.diffusion import loss_per_sample
+from utils.edm2_network import make_edm2_unet
 from utils.ema import EMA
 from utils.memory import AUTOCAST, estimate_memory, flops_per_image
 from utils.optimization import make_optimizer
+from utils.power_ema import PowerEMA
 from utils.unet import make_unet
 
 SHAPE = (1, 16, 16)
@@ -166,3 +168,11 @@ def test_checkpointing_changes_no_flops_and_prediction_leaves_no_trace():
     estimate()
     assert flops[0] == flops[1] > 0
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_several_averages_and_an_edm2_network_are_counted_as_they_are():
+    make_network = partial(make_edm2_unet, resolution=16, image_channels=1, preset="digits16")
+    predicted = estimate(make_network, use_ema=2)
+    model = make_network().train()
+    assert predicted.activations == pytest.approx(bytes_kept(model, 4, "no"), rel=0.03)
+    assert predicted.ema == sum(tensor.nbytes for tensor in PowerEMA(model, (0.05, 0.1)).state_dict().values())

@@ -159,9 +159,10 @@ def test_a_dry_run_says_what_is_needed_and_touches_nothing(tiny_flags, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_leaves_a_run_that_is_there_alone(train, tiny_flags, tmp_path, capsys):
+def test_a_dry_run_leaves_a_run_that_is_there_alone(train_script, script_flags, tmp_path):
     (tmp_path / "options.json").write_text("{}")
-    assert train([*tiny_flags, "--dry_run", "--overwrite_output_dir", "--output_dir", tmp_path]) == 0
+    flags = [*script_flags, "--dry_run", "--overwrite_output_dir", "--channels_last", "--gradient_checkpointing"]
+    assert train_script([*flags, "--output_dir", tmp_path]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["options.json"]
 
 

@@ -134,7 +134,7 @@ def test_full_precision_under_autocast(bf16_accelerator):
     assert hasattr(model, "_original_forward")
 
 
-def test_full_precision_runs_compiled_modules_eagerly():
+def test_full_precision_runs_compiled_modules_eagerly_unless_asked():
     graphs = []
 
     def backend(graph, inputs):
@@ -149,7 +149,8 @@ def test_full_precision_runs_compiled_modules_eagerly():
     with full_precision(unet):
         assert torch.equal(unet(x, 5).sample, expected)
     assert not graphs
-    unet(x, 5)
+    with full_precision(unet, compiled=True):
+        unet(x, 5)
     assert graphs
     torch._dynamo.reset()
 

@@ -20,7 +20,7 @@ from utils.data import ImageSet, content_fingerprint
 from utils.errors import UserError
 from utils.features import Extractor, eight_bit, weights_sha256
 
-VERSION = 1  # raise it when the same data gives other weights
+VERSION = 2  # raise it when the same data gives other weights
 _SIDE = 32  # pixels: larger images are averaged down, so that training takes a minute or so at any resolution
 _STEPS, _BATCH, _LEARNING_RATE = 600, 64, 2e-3
 _HELD_OUT = 0.1  # of the images, to judge it by
@@ -44,7 +44,7 @@ class Classifier(Extractor):
         layers, inputs = [], channels
         for outputs in (32, 64, 64):
             layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.ReLU()]
-            layers += [nn.AvgPool2d(2)] if outputs != inputs else []
+            layers += [nn.MaxPool2d(2, ceil_mode=True)]  # a single pixel stays one
             inputs = outputs
         self.layers = nn.Sequential(*layers)
         self.head = nn.Linear(64, classes)

@@ -5,6 +5,7 @@ import torch
 from models.edm2_unet import PRESETS, EDM2UNet
 from utils.errors import UserError
 from utils.randomness import derive_seed
+from utils.unet import to_channels_last
 
 PAPER_LEVELS = (1, 2, 3, 4)  # EDM2UNet's own channel_multipliers
 
@@ -66,7 +67,9 @@ def make_edm2_unet(
             raise UserError(f"the network cannot be built: {str(error).strip().splitlines()[0]}") from None
     if gradient_checkpointing:
         unet.enable_gradient_checkpointing()
-    return unet.to(memory_format=torch.channels_last) if channels_last else unet
+    if channels_last:
+        to_channels_last(unet)
+    return unet
 
 
 def count_classes(images) -> int:

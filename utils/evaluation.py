@@ -144,7 +144,7 @@ class Evaluation:
             figures["memorisation"] = copies | feature_memorisation(samples, rows)
         figures["warnings"] = self.warnings(len(sets[0]))
         fd, floor = figures["fd"], figures["floor"]["fd"]
-        if floor < fd < NEAR_FLOOR * floor:
+        if fd < NEAR_FLOOR * floor:
             figures["warnings"].append(
                 f"the Frechet distance is within {NEAR_FLOOR} times its floor, where a missing class, duplicates, slight blur "
                 "and noise look alike: read the kernel distance, the classes and the modes"
@@ -183,10 +183,11 @@ def pipeline_images(
     seed: int,
     shape: tuple[int, int, int],
     batch_size: int,
+    predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """A source for `Evaluation.measure`: the samples that generate.py makes for these numbers and this batch size, as their
-    PNGs hold them. `unet` is in eval mode, on the accelerator's device. The source raises UserError when pixels are not
-    finite."""
+    PNGs hold them. `unet` is in eval mode, on the accelerator's device. `predict` as in `sampling.sample`. The
+    source raises UserError when pixels are not finite."""
 
     def make_images(numbers: torch.Tensor) -> torch.Tensor:
         with accelerator.autocast():
@@ -199,6 +200,7 @@ def pipeline_images(
                 shape=shape,
                 device=accelerator.device,
                 batch_size=batch_size,
+                predict=predict,
             )
         if not images.isfinite().all():
             raise UserError(f"{name} made NaN or infinite pixels; try --mixed_precision no")

@@ -86,8 +86,9 @@ def make_accelerator(
         )
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise UserError("leave the launcher's dynamo_backend at no and use --compile: it keeps the names of the weights clean")
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32
+    if accelerator.device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
     if accelerator.device.type == "cpu":
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
         torch.set_num_threads(cpu_threads or max(1, usable_cores() // local_processes))

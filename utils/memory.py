@@ -132,9 +132,8 @@ class TrialStep:
         torch._foreach_sub_(before, [p.detach() for p in self.parameters])
         del before
         self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
-        for average in (
-            self.averages if device.type != "cpu" else ()
-        ):  # there it makes no tensors, but asks for the flag's value
+        # On a CPU an EMA makes no tensors, but asks for the flag's value, which fake tensors do not have.
+        for average in self.averages if device.type != "cpu" else ():
             average.update(0.9999, torch.isfinite(norm))
         return activations
 

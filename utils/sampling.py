@@ -21,20 +21,20 @@ FINISHED_EDM = -10.0  # ln(sigma) / 4 below that of any step, in place of the fi
 
 
 @contextmanager
-def full_precision(model: nn.Module) -> Iterator[nn.Module]:
+def full_precision(model: nn.Module, *, compiled: bool = False) -> Iterator[nn.Module]:
     """Inside it the unwrapped `model` runs in fp32, in eval mode and without gradients; afterwards it trains on as
     before.
 
     `accelerate.prepare` replaces `model.forward` by one that autocasts and keeps the plain one as `_original_forward`.
     That one is put in its place here and taken out again; `unwrap_model(keep_fp32_wrapper=False)` would remove
-    training's autocast for good. Modules that were compiled in place run eagerly: no graph is compiled for the
-    sampling batch, and the images are those that the exported weights give anywhere else. Raises TypeError for a DDP
-    or torch.compile wrapper, through which the autocast would stay on.
+    training's autocast for good. Modules that were compiled in place run eagerly unless `compiled`: no graph is
+    compiled for the sampling batch, and the images are those that the exported weights give anywhere else. Raises TypeError
+    for a DDP or torch.compile wrapper, through which the autocast would stay on.
     """
     if hasattr(model, "_orig_mod") or isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError(f"full_precision needs the unwrapped model, got {type(model).__name__}")
     training_modes = [(module, module.training) for module in model.modules()]
-    compiled_calls = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
+    compiled_calls = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None and not compiled]
     autocast_forward = model.forward if hasattr(model, "_original_forward") else None
     device_type = next(model.parameters()).device.type
     try:

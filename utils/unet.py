@@ -91,10 +91,15 @@ def make_unet(
     if gradient_checkpointing:
         unet.enable_gradient_checkpointing()
     if channels_last:
-        for parameter in unet.parameters():  # not by Module.to, which fake tensors refuse
-            if parameter.ndim == 4:
-                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        to_channels_last(unet)
     return unet
+
+
+def to_channels_last(model: nn.Module) -> None:
+    """Puts the channels of all kernels innermost in memory; not by Module.to, which fake tensors refuse."""
+    for parameter in model.parameters():
+        if parameter.ndim == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
 
 
 def network_options(unet: UNet2DModel) -> dict:

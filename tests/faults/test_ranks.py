@@ -179,3 +179,14 @@ def test_a_launcher_that_ends_leaves_no_process_and_a_checkpoint(script, script_
         assert all_valid(tmp_path)
         assert (tmp_path / "exit_status").read_text() == "75\n"
         assert not list(tmp_path.glob(".tmp-checkpoint*"))
+
+
+def test_an_automatic_batch_size_is_the_same_on_all_ranks(server, script, script_flags, tmp_path):
+    flags = [*script_flags, "--train_batch_size", "auto", "--global_batch_size", 24, "--max_train_steps", 2]
+    runs = server.start([script, *flags, "--output_dir", tmp_path], 2)
+    assert [run.wait() for run in runs] == [0, 0], runs[0].text()
+    resolved = json.loads((tmp_path / "options.json").read_text())["resolved"]
+    assert (resolved["micro_batch_size"], resolved["gradient_accumulation_steps"], resolved["num_processes"]) == (12, 1, 2)
+    runs = server.start([script, *flags, "--dry_run", "--output_dir", tmp_path / "none"], 2)
+    assert [run.wait() for run in runs] == [0, 0], runs[0].text()
+    assert sum("predicted peak" in run.text() for run in runs) == 1 and not (tmp_path / "none").exists()

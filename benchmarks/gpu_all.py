@@ -1,0 +1,97 @@
+"""Everything that needs a GPU, in at most 25 minutes, with a short table at the end.
+
+    python benchmarks/gpu_all.py --output_dir gpu-results                 # logs of each part go there
+
+Parts run one after the other, the most telling first; each has a time limit, and what no longer fits into `--minutes` is left
+out and named. `--list` prints the commands alone.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+THROUGHPUT = "benchmarks/throughput.py --blocks 8 --block_updates 10 --dataset_name synthetic --eval_batch_size 16"
+FAST = "--mixed_precision bf16 --compile"
+RUN = "train_ddpm.py --max_train_steps 300 --overwrite_output_dir --output_dir {folder}"
+PARTS = {  # name: (seconds at most, command)
+    "cifar10 256": (270, f"{THROUGHPUT} --model_preset cifar10 --train_batch_size 256 {FAST}"),
+    "memory prediction": (180, "benchmarks/memory_prediction.py"),
+    "sampling cifar10": (150, "benchmarks/sampling_speed.py --model_preset cifar10 --batch_size 256 --turns 3"),
+    "precision": (100, "benchmarks/precision.py --model_preset digits16 cifar10"),
+    "fp16 run": (60, f"{RUN}/fp16 --mixed_precision fp16"),
+    "bf16 compiled run": (100, f"{RUN}/bf16 {FAST}"),
+    "celeba64 64": (200, f"{THROUGHPUT} --model_preset celeba64 --train_batch_size 64 {FAST}"),
+    "cifar10 512": (150, f"{THROUGHPUT} --model_preset cifar10 --train_batch_size 512 {FAST}"),
+    "256 16": (240, f"{THROUGHPUT} --model_preset 256 --train_batch_size 16 {FAST}"),
+    "switches cifar10": (240, "benchmarks/switches.py --model_preset cifar10 --batch_size 256 --blocks 6 --base last"),
+    "cifar10 128 eager": (90, f"{THROUGHPUT} --model_preset cifar10 --train_batch_size 128 --mixed_precision bf16"),
+    "digits16 512": (90, f"{THROUGHPUT.replace('synthetic', 'digits')} --model_preset digits16 --train_batch_size 512 {FAST}"),
+    "auto batch size": (90, f"{RUN}/auto --max_train_steps 5 --train_batch_size auto --global_batch_size 1024"),
+    "dry run 256": (60, "train_ddpm.py --model_preset 256 --dataset_name any --train_batch_size 512 --dry_run"),
+}
+
+
+def run(command: str, log: Path, limit: float) -> int | None:
+    """Exit status, None when the time was up; the process and its children are gone afterwards."""
+    environment = os.environ | {"TQDM_MININTERVAL": "30", "PYTHONWARNINGS": "ignore"}
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *shlex.split(command)],
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    folder = options.output_dir.resolve()
+    parts = {name: (PARTS[name][0], PARTS[name][1].format(folder=folder)) for name in options.only}
+    if options.list:
+        for name, (seconds, command) in parts.items():
+            print(f"{name} ({seconds} s at most): python {command}")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline, table = time.monotonic() + 60 * options.minutes, []
+    for name, (seconds, command) in parts.items():
+        left = deadline - time.monotonic()
+        if left < seconds / 3:
+            table.append((name, 0.0, ["left out: no time"]))
+            continue
+        start, log = time.monotonic(), folder / f"{name.replace(' ', '-')}.log"
+        status = run(command, log, min(seconds, left))
+        lines = log.read_text(errors="replace").splitlines()
+        found = [line[3:] for line in lines if line.startswith("=> ")]
+        found += [line for line in lines if line.startswith(("done: ", "fits: ", "does not fit: "))]
+        if status != 0:
+            found.append(
+                f"{'time was up' if status is None else f'exit status {status}'}: {(lines or ['no output'])[-1][-200:]}"
+            )
+        table.append((name, time.monotonic() - start, found))
+        print(f"{name}: {time.monotonic() - start:.0f} s, {log}", flush=True)
+    print()
+    for name, seconds, found in table:
+        print(f"{name:20} {seconds:5.0f} s  " + f"\n{'':29}".join(found))
+
+
+if __name__ == "__main__":
+    main()
