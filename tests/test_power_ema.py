@@ -192,7 +192,10 @@ def test_snapshots_on_disk_make_an_average_that_was_never_tracked(tmp_path, dtyp
     tracked(network(), 400, folder=tmp_path, dtype=dtype)
     snapshots = list_snapshots(tmp_path)
     assert [(s.step, s.width) for s in snapshots] == [(step, w) for step in range(10, 401, 10) for w in (0.05, 0.1)]
-    assert all(load_file(s.path)["0.weight"].dtype == {"fp32": torch.float32, "fp16": torch.float16}[dtype] for s in snapshots)
+    for snapshot in snapshots:
+        tensors = load_file(snapshot.path)
+        assert tensors["0.weight"].dtype == {"fp32": torch.float32, "fp16": torch.float16}[dtype]
+        assert tensors["1.running_mean"].dtype == torch.float32  # a buffer
     for step in (200, 400):
         direct = tracked(network(), step, widths=(0.07,))
         made = reconstruct(snapshots, 0.07, step)

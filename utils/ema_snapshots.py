@@ -59,7 +59,7 @@ class Snapshots:
 
 
 def save_snapshots(ema: PowerEMA, output_dir: Path, step: int, *, fingerprint: str, dtype: str) -> None:
-    """Writes one file for each width of `ema`, on the main process. `dtype` is "fp16" or "fp32".
+    """Writes one file for each width of `ema`, on the main process. `dtype`, of the parameters, is "fp16" or "fp32".
 
     Raises OSError or SafetensorError when the disk does not take them; what is there stays whole.
     """
@@ -67,8 +67,9 @@ def save_snapshots(ema: PowerEMA, output_dir: Path, step: int, *, fingerprint: s
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".tmp-*"):
         leftover.unlink(missing_ok=True)
+    trained = {name for name, _ in ema.model.named_parameters()}  # buffers are small, and keep their precision
     for width, average in ema.averages.items():
-        tensors = {name: _stored(tensor, DTYPES[dtype]) for name, tensor in average.shadow.items()}
+        tensors = {n: (t.to(DTYPES[dtype]) if n in trained else t).contiguous() for n, t in average.shadow.items()}
         path = folder / f"{step:08d}-{width}.safetensors"
         draft = folder / f".tmp-{path.name}"
         about = {"step": step, "width": width, "fingerprint": fingerprint}
@@ -89,10 +90,6 @@ def remove_snapshots_beyond(output_dir: Path, step: int) -> None:
     for path in (output_dir / FOLDER).glob(PUBLISHED):
         if int(path.name.split("-")[0]) > step:
             path.unlink()
-
-
-def _stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
 
 
 def list_snapshots(run: Path) -> list[Snapshot]:
