@@ -218,7 +218,7 @@ class EDM2UNet(ModelMixin, ConfigMixin):
     """
 
     _supports_gradient_checkpointing = True
-    _keep_in_fp32_modules = ("noise_features",)  # when loaded in another precision
+    _keep_in_fp32_modules = ["noise_features"]  # noqa: RUF012 - diffusers takes only a list; for loading in another precision
 
     @register_to_config
     def __init__(
