@@ -3,7 +3,7 @@
     accelerate launch train_edm2.py                                    # digits, minutes on 2 CPU cores -> runs/digits-edm2
     accelerate launch train_edm2.py --resume_from_checkpoint latest    # continue it, bit for bit
     accelerate launch train_edm2.py --dataset_name uoft-cs/cifar10 --resolution 32 --model_preset XS --mixed_precision fp16 \\
-        --train_batch_size 256 --output_dir runs/cifar10-edm2
+        --output_dir runs/cifar10-edm2
 
 The flags of train_ddpm.py, as far as they have a meaning here; a data set without labels trains an unconditional network.
 Exit status: 0 done, 2 a mistake in the command or the data, 3 training diverged, 75 stopped by a signal (run it again).
@@ -75,7 +75,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         ema_type="power",
         output_dir="edm2-model-64",
     )
-    return parse_with_preset(parser, argv, EDM2_FLAGS)
+    return parse_with_preset(parser, argv, EDM2_FLAGS, usual_preset="XS")
 
 
 def main(args: argparse.Namespace) -> int:
