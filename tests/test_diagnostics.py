@@ -1,13 +1,15 @@
 """The doctor's rules: each fires on its trace and is silent just on the healthy side of it, on made-up records."""
 
 import math
+import random
 import time
 from pathlib import Path
 
 import pytest
 
+from utils.catalogue import CATALOGUE
 from utils.diagnostics import RULES, diagnose
-from utils.findings import CATALOGUE, SEVERITIES, Finding, table
+from utils.findings import SEVERITIES, Finding, table
 from utils.run_record import RunRecord
 
 REPORTS, EVERY = 20, 50
@@ -338,6 +340,7 @@ CASES = {
         (run(evaluated(modes=bins([280, 40, 40, 40]))), run(evaluated(modes=bins([130, 90, 90, 90])))),
         (run(evaluated(modes=bins([130, 90, 90, 90]) | {"number": 20, "different": 10})), run(evaluated())),
     ],
+    "rule-failed": [(run(schedule={"alphas_cumprod": ["?"]}), run())],
     "data-starved": [(run(lambda n: {"perf/data_wait": 0.7}), run(lambda n: {"perf/data_wait": 0.15}))],
 }
 
@@ -417,6 +420,33 @@ def test_no_value_of_a_figure_makes_the_rules_fail(value):
     record.history = [broken(line) for line in record.history]
     for finding in diagnose(record):
         assert isinstance(finding, Finding) and finding.line
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_healthy_record_with_holes_is_no_error_and_no_alarm(seed):
+    """As an older version, a full disk or another writer may leave it."""
+    chance = random.Random(seed)
+
+    def holes(item):
+        if isinstance(item, list):
+            return [holes(inner) for inner in item]
+        if not isinstance(item, dict):
+            return None if chance.random() < 0.05 else item
+        return {
+            key: holes(value) if key != "step" else value
+            for key, value in item.items()
+            if chance.random() > 0.05 or key == "step"
+        }
+
+    record = run(validation=(0.5, 0.3, 0.25, 0.26))
+    record.history, record.options, record.resolved = map(holes, (record.history, record.options, record.resolved))
+    found = diagnose(record)
+    assert [finding.line for finding in found if finding.severity != "info"] == []
+
+
+def test_a_rule_that_fails_hides_no_other_finding():
+    record = run(lambda n: {"data/max": 255.0}, schedule={"alphas_cumprod": ["?"]})
+    assert codes(record)[0] == "data-range"
 
 
 def test_a_million_updates_are_looked_at_in_a_moment():

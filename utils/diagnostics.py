@@ -40,8 +40,16 @@ from utils.run_record import RunRecord
 
 
 def diagnose(record: RunRecord) -> list[Finding]:
-    """What is wrong with the run, the most severe first; empty for a healthy one. Works on a run of any length."""
-    findings = [finding for rule in RULES for finding in rule(record)]
+    """What is wrong with the run, the most severe first; empty for a healthy one. Works on a run of any length.
+
+    A rule that fails is left out, and said to be: it must not end the training that it watches.
+    """
+    findings: list[Finding] = []
+    for rule in RULES:
+        try:
+            findings += rule(record)
+        except Exception as error:
+            findings.append(Finding("rule-failed", "info", f"{rule.__name__}: {type(error).__name__}: {error}"))
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))  # stable: the rules' order stays
 
 

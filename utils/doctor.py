@@ -1,6 +1,5 @@
 """The doctor in the loop: records what a run shows of itself, tells each finding once, keeps diagnosis.json up to date."""
 
-import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -83,11 +82,14 @@ class Doctor:
         return any(finding.severity == "critical" for finding in self.findings)
 
     def finish(self) -> None:
-        """A last look at the run, and report.html from what its folder holds now; a full disk is no reason to fail."""
+        """A last look at the run, and report.html from what its folder holds now; what fails here fails no finished run."""
         if self._enabled:
             self.examine()
-            with contextlib.suppress(OSError):
-                write_report(RunRecord.read(self._record.output_dir), self.findings, self._record.output_dir / REPORT)
+            path = self._record.output_dir / REPORT
+            try:
+                write_report(RunRecord.read(self._record.output_dir), self.findings, path)
+            except Exception as error:
+                self._say(f"{path} was not written: {type(error).__name__}: {error}")
 
 
 def write_diagnosis(path: Path, findings: list[Finding]) -> None:

@@ -127,7 +127,7 @@ def lr_ended_early(record: RunRecord) -> Found:
     steps, rates = record.finite("train/lr")
     total = record.resolved.get("max_train_steps") or 0
     peak = max(rates, default=0.0)
-    if len(steps) < 4 or peak <= 0:
+    if len(steps) < 4 or peak <= 0 or not total:
         return
     last = max(step for step, rate in zip(steps, rates) if rate >= 1e-3 * peak)
     # A cosine to zero spends the last fiftieth of the run below a thousandth of its peak, a line a thousandth.
