@@ -345,6 +345,17 @@ CASES = {
 }
 
 
+def test_batches_of_one_image_are_judged_together_and_not_too_few_of_them():
+    """Images of one grey each, which lie as far apart as the files' pixels, and none apart."""
+    greys = run(lambda n: {"data/mean": -0.4 + 0.7 * (-1) ** n, "data/std": 0.0})
+    same = run(lambda n: {"data/mean": -0.4 + 0.01 * (-1) ** n, "data/std": 0.0})
+    for record in (greys, same):
+        record.resolved["global_batch_size"] = 2
+    assert codes(greys) == [] and codes(same) == ["data-range"]
+    same.resolved["global_batch_size"] = 1  # 20 images in all
+    assert codes(same) == []
+
+
 def test_early_samples_are_not_judged():
     late = run(evaluated(precision=0.0))
     assert codes(late) == ["samples-unlike-data"]
