@@ -86,6 +86,8 @@ def by_level(clean: float, noisy: float) -> dict:
 PROBE = {
     "prediction_type": "epsilon",
     "errors_as": {"epsilon": by_level(0.9, 0.1), "sample": by_level(3.0, 3.0), "v_prediction": by_level(0.9, 1.5)},
+    "images": 32,
+    "held_out_images": 32,
     "timestep_response": 0.1,
     "batch_response": 1e-6,
     "training_error": 0.11,
@@ -319,6 +321,14 @@ CASES = {
             run(validation=(0.5, 0.3, 0.25, 0.3, 0.4), probe={"held_out_error": {"100": 0.2, "500": 0.1, "900": 0.05}}),
         ),
         (run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}}), run(probe={"held_out_error": {}})),
+        (
+            run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "images": 16}),
+            run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "held_out_images": 15}),
+        ),
+        (
+            run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "held_out_images": 16}),
+            run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "images": 1}),
+        ),
     ],
     "ema-frozen": [
         (run(lambda n: {"train/ema_norm": 10.0}), run(lambda n: {"train/ema_norm": 10 + 1e-6 * n})),

@@ -8,7 +8,7 @@ from utils.rules_optimizer import typical_update
 from utils.run_record import RunRecord
 
 # Two sets of 32 images of one kind differed by up to a quarter in how hard they are; known by heart, by a factor of 2 to 4.
-HELD_OUT_RATIO = 1.5
+HELD_OUT_RATIO, LEAST_IMAGES = 1.5, 16
 
 
 def overfitting(record: RunRecord) -> Found:
@@ -37,6 +37,9 @@ def _held_out_ratio(record: RunRecord) -> float | None:
     It is the same network under the same noise, so that only the images differ.
     """
     for _, probe in record.records("probe")[-1:]:
+        # Single images differ by far more than sets of them; by how much 32 do stands at HELD_OUT_RATIO.
+        if min(probe.get(name) or 0 for name in ("images", "held_out_images")) < LEAST_IMAGES:
+            return None
         trained, others = probe.get("error") or {}, probe.get("held_out_error") or {}
         ratios = [others[t] / trained[t] for t in list(trained)[1:-1] if t in others and trained[t] > 0]
         return max(ratios, default=None)
