@@ -128,6 +128,10 @@ def noise(name: str, value: float):
     return lambda number: {f"noise/{name}": value}
 
 
+def polynomial(power: float):
+    return lambda number: {"train/lr": 1e-3 * (1 - number / REPORTS) ** power}
+
+
 def quartile_losses(*losses: float):
     return lambda number: {f"train/loss_timestep_quartile_{i}": loss for i, loss in enumerate(losses, start=1)}
 
@@ -198,8 +202,8 @@ CASES = {
             run(data={"classes": {"number": 10, "largest_share": 0.7}}),
         ),
         (
-            run(data={"classes": {"number": 2, "largest_share": 0.96}}),
-            run(data={"classes": {"number": 2, "largest_share": 0.9}}),
+            run(data={"classes": {"number": 2, "largest_share": 190 / 200}}),
+            run(data={"classes": {"number": 2, "largest_share": 0.94}}),
         ),
         (
             run(data={"classes": {"number": 10, "largest_share": 0.95}}),
@@ -250,6 +254,11 @@ CASES = {
         (run(moving("conv_in.weight", "mid_block.weight")), run(moving(*LAYER_NAMES))),
         (run(moving()), run(moving(lr=0.0))),
         (run(moving(rounding=LAYER_NAMES[1])), run(moving(LAYER_NAMES[0], LAYER_NAMES[2], rounding=LAYER_NAMES[1]))),
+        (run(moving()), run(lambda n: moving()(n) | {"train/scaler_skips": n + 1.0})),
+        (
+            run(lambda n: moving()(n) | {"train/scaler_skips": 4.0}),
+            run(lambda n: moving()(n) | {"train/scaler_skips": 0.5 * n}),
+        ),
         (run(moving("conv_in.weight")), run(lambda n: moving("conv_in.weight")(n) | {"train/skipped_updates": 3.0})),
     ],
     "weights-shrinking": [(run(sizes(0.01)), run(sizes(0.05)))],
@@ -263,6 +272,12 @@ CASES = {
     "lr-ended-early": [
         (run(lambda n: {"train/lr": 1e-3 * (n < 15)}), run(lambda n: {"train/lr": 1e-3 * (n < 19)})),
         (run(lambda n: {"train/lr": 1e-3 * (n < 15)}), run(lambda n: {"train/lr": 1e-3 if n < 15 else 2e-6})),
+        (run(polynomial(4.0)), run(polynomial(4.0), options={"lr_scheduler": "polynomial", "lr_power": 4.0})),
+        (run(polynomial(4.0)), run(polynomial(1.0), options={"lr_scheduler": "polynomial"})),
+        (
+            run(lambda n: {"train/lr": 1e-3 * (n < 9)}, options={"lr_scheduler": "polynomial", "lr_power": 4.0}),
+            run(polynomial(4.0), options={"lr_scheduler": "polynomial", "lr_power": 4.0}),
+        ),
     ],
     "not-learning": [
         (run(quartile_losses(1.1, 1.0, 0.97, 1.0)), run(quartile_losses(1.1, 1.0, 0.7, 1.0))),
@@ -364,6 +379,15 @@ def test_batches_of_one_image_are_judged_together_and_not_too_few_of_them():
     assert codes(greys) == [] and codes(same) == ["data-range"]
     same.resolved["global_batch_size"] = 1  # 20 images in all
     assert codes(same) == []
+
+
+@pytest.mark.parametrize(("weights", "found"), [(1e-3, []), (1e-6, ["lr-too-low"])])
+def test_the_learning_rate_is_judged_by_weights_and_not_by_norms(weights, found):
+    """Of a network under spectral norm, whose weights have the names that torch's parametrizations give them."""
+    size = {"weight": 0.1, "gradient": 1e-3}
+    named = {f"{name}.parametrizations.weight.original": size | {"update": weights} for name in ("conv_in", "mid_block")}
+    named |= {f"mid_block.{name}.weight": size | {"update": 1e-3 * 1e-6 / weights} for name in ("norm1", "norm2", "norm3")}
+    assert codes(run(lambda n: {"layers": named | {"conv_in.weight": {"activation": 1.0}}})) == found
 
 
 def test_early_samples_are_not_judged():

@@ -55,7 +55,7 @@ def not_learning(record: RunRecord) -> Found:
     seen = sum(r.get("train/timesteps_drawn", 0) for r in reports)
     warmup = record.options.get("lr_warmup_steps") or 0
     if (
-        path < LEAST_PATH.get(record.options.get("prediction_type"), 0.4) or seen < 400 or reports[-1]["step"] < warmup + 100
+        path < LEAST_PATH.get(record.options.get("prediction_type"), 0.55) or seen < 400 or reports[-1]["step"] < warmup + 100
     ):  # 400 are a hundred samples in each quartile
         return
     ratios = {}
@@ -72,7 +72,7 @@ def not_learning(record: RunRecord) -> Found:
 
 # How far the weights have gone, in their own size, added up. The noise stands in the input, and healthy networks that went so
 # far had 0.1 to 0.6 of a constant's loss; where the target holds the image they need longer, and had 0.8 after half of this.
-LEAST_PATH = {"epsilon": 0.08, "sample": 0.4, "v_prediction": 0.4}
+LEAST_PATH = {"epsilon": 0.11, "sample": 0.55, "v_prediction": 0.55}
 
 
 def errors_of_a_constant(record: RunRecord) -> dict[int, float]:
