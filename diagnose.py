@@ -25,7 +25,7 @@ EVIDENCE = {
     "data.damaged": ("data-damaged",),
     "data.sizes": ("data-enlarged",),
     "schedule": ("schedule-leaves-signal", "schedule-destroys-early"),
-    "samples": ("sampler-mismatch",),
+    "samples": ("sampler-mismatch", "samples-alike"),
     "probe.timestep_response": ("sampler-mismatch", "timestep-ignored"),
     "probe.batch_response": ("batch-leak",),
     "probe.training_error": ("train-eval-gap",),

@@ -68,6 +68,7 @@ DATA = {
     "copies": {"share": 0.02},
     "near_copies": {"share": 0.1},
     "variety": 0.8,
+    "pairwise_distance": 0.79,
 }
 DATA |= {"classes": {"number": 10, "largest_share": 0.12}, "shape": [1, 16, 16], "constant_share": 0.0, "constant_rows": []}
 DATA |= {"damaged": {"images": 0, "share": 0.0, "files": []}, "sizes": {"enlarged_share": 0.0, "shorter_side_min": 16}}
@@ -76,6 +77,8 @@ SCHEDULE = {"alphas_cumprod": [0.9999 * math.exp(-10 * (t / 100) ** 2) for t in 
 SAMPLES = {
     "sampler": {"prediction_type": "epsilon", "beta_schedule": "linear"},
     "trained": {"prediction_type": "epsilon", "beta_schedule": "linear"},
+    "raw": {"std": 0.6, "pair_distance": 0.7},
+    "ema": {"std": 0.6, "pair_distance": 0.8},
 }
 
 
@@ -130,6 +133,10 @@ def noise(name: str, value: float):
 
 def polynomial(power: float):
     return lambda number: {"train/lr": 1e-3 * (1 - number / REPORTS) ** power}
+
+
+def distance(kind: str, value: float) -> dict:
+    return {kind: {"pair_distance": value}}
 
 
 def quartile_losses(*losses: float):
@@ -350,7 +357,12 @@ CASES = {
         (run(lambda n: {"train/ema_norm": 10.0}), run(lambda n: {"train/ema_norm": 10.0, "layers": layers(update=0.0)})),
     ],
     "ema-too-long": [(run(lambda n: {"train/ema_decay": 0.9999}), run(lambda n: {"train/ema_decay": 0.99}))],
-    "samples-alike": [(run(evaluated(variance_ratio=1e-3)), run(evaluated(variance_ratio=0.9)))],
+    "samples-alike": [
+        (run(evaluated(variance_ratio=1e-3)), run(evaluated(variance_ratio=0.9))),
+        (run(samples=distance("raw", 0.1)), run(samples=distance("raw", 0.13))),
+        (run(samples=distance("ema", 0.1)), run(updates(1e-4), samples=distance("ema", 0.1))),  # that hardly moved
+        (run(samples=distance("raw", 0.0)), run(samples=distance("raw", 0.0), data={"constant_share": 0.2})),
+    ],
     "samples-copied": [
         (run(evaluated(memorisation=copies(0.2, 0.01))), run(evaluated(memorisation=copies(0.03, 0.0)))),
         (run(evaluated(memorisation=copies(0.6, 0.1))), run(evaluated(memorisation=copies(0.2, 0.1)))),  # data full of copies
@@ -395,6 +407,14 @@ def test_early_samples_are_not_judged():
     assert codes(late) == ["samples-unlike-data"]
     late.history[:] = [record for record in late.history if record["step"] < 0.4 * late.resolved["max_train_steps"]]
     assert codes(late) == []
+
+
+def test_previews_of_the_first_half_are_not_judged():
+    early = run(samples=distance("raw", 0.01))
+    assert codes(early) == ["samples-alike"]
+    (preview,) = (record for record in early.history if "samples" in record)
+    preview["step"] = int(0.49 * early.resolved["max_train_steps"])
+    assert codes(early) == []
 
 
 def test_a_healthy_run_has_no_finding():

@@ -35,7 +35,7 @@ from utils.rules_optimizer import (
     weights_shrinking,
 )
 from utils.rules_process import noise_wrong, sampler_mismatch, schedule, timestep_mismatch, timesteps_uneven
-from utils.rules_samples import evaluated_samples
+from utils.rules_samples import evaluated_samples, previewed_samples
 from utils.run_record import RunRecord
 
 
@@ -60,5 +60,5 @@ RULES: tuple[Callable[[RunRecord], Found], ...] = (
     *(gradients_not_cleared, not_updated, weights_shrinking, learning_rate, lr_ended_early),
     *(batch_leak, timestep_ignored, no_gradient, fp16_scale, non_finite, clip_too_tight, ema_frozen, ema_too_long),
     *(data_stuck, data_damaged, data_blank, data_alike, overfitting, class_imbalance, not_learning),
-    *(train_eval_gap, evaluated_samples, gradients_exploding, data_starved, data_enlarged),
+    *(train_eval_gap, evaluated_samples, previewed_samples, gradients_exploding, data_starved, data_enlarged),
 )

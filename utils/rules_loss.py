@@ -48,15 +48,12 @@ def _held_out_ratio(record: RunRecord) -> float | None:
 
 def not_learning(record: RunRecord) -> Found:
     """A network that does no better than to answer the same for every image, at every noise level, after a fair chance."""
-    moves = [(step, typical_update(layers) or 0.0) for step, layers in record.records("layers")]
-    path = sum(move * (step - before) for (step, move), (before, _) in zip(moves, [(0, 0.0), *moves]))
     reports = [r for r in record.history if "train/loss_timestep_quartile_4" in r]
     reports = reports[-max(1, len(reports) // 4) :]
     seen = sum(r.get("train/timesteps_drawn", 0) for r in reports)
     warmup = record.options.get("lr_warmup_steps") or 0
-    if (
-        path < LEAST_PATH.get(record.options.get("prediction_type"), 0.55) or seen < 400 or reports[-1]["step"] < warmup + 100
-    ):  # 400 are a hundred samples in each quartile
+    # 400 are a hundred samples in each quartile.
+    if not has_had_a_chance(record) or seen < 400 or reports[-1]["step"] < warmup + 100:
         return
     ratios = {}
     for quartile, constant in errors_of_a_constant(record).items():
@@ -68,6 +65,13 @@ def not_learning(record: RunRecord) -> Found:
         quartile = min(ratios, key=ratios.get)
         what = f"at best, in quartile {quartile}, the loss is {ratios[quartile]:.2f} of that of a constant prediction"
         yield Finding("not-learning", "critical", what, reports[-1]["step"])
+
+
+def has_had_a_chance(record: RunRecord) -> bool:
+    """Whether the weights have gone far enough for a healthy network to have learned something of the images."""
+    moves = [(step, typical_update(layers) or 0.0) for step, layers in record.records("layers")]
+    path = sum(move * (step - before) for (step, move), (before, _) in zip(moves, [(0, 0.0), *moves]))
+    return path >= LEAST_PATH.get(record.options.get("prediction_type"), 0.55)
 
 
 # How far the weights have gone, in their own size, added up. The noise stands in the input, and healthy networks that went so
