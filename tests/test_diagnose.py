@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_command, run_script, script_command, script_environment
+from conftest import ROOT, logged_scalars, run_command, run_script, script_command, script_environment
 from PIL import Image
 from synthetic_run import synthetic_run
 
@@ -83,6 +83,7 @@ def test_a_fault_is_said_once_recorded_and_can_end_the_run(train, flags, tmp_pat
     said = capsys.readouterr()
     assert (said.out + said.err).count("critical: data-range") == 1
     assert codes(tmp_path / "on")[0] == "data-range"
+    assert logged_scalars(tmp_path / "on", "diagnosis/data-range") == {10: 2.0}
     status, output = run_doctor(capsys, tmp_path / "on", "--no_report")
     assert status == 1 and output.splitlines()[2].startswith("FAIL  data-range")
     assert output.startswith(f"{tmp_path / 'on'}: finished, 60 of 60 updates, 6 reports")

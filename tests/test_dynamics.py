@@ -86,6 +86,15 @@ def test_measuring_changes_nothing():
     assert not any(module._forward_hooks for module in models[1].modules())
 
 
+def test_a_report_is_one_transfer(monkeypatch):
+    model, transfers, plain = network(), [], torch.Tensor.tolist
+    dynamics = Dynamics(model)
+    train(model, dynamics)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(len(tensor)) or plain(tensor))
+    dynamics.report()
+    assert len(transfers) == 1
+
+
 def test_nothing_is_reported_of_updates_that_were_not_wanted():
     model = network()
     dynamics = Dynamics(model)

@@ -16,6 +16,7 @@ DIAGNOSIS, REPORT = "diagnosis.json", "report.html"
 # That a run of any length records layer by layer, or its history would fill memory and disk; and examines, beside the first
 # ones, in which most faults show, while looking costs little.
 DETAILED_REPORTS, FIRST_REPORTS = 200, 200
+LEVELS = {"warning": 1, "critical": 2}
 TELLING = {"probe", "validation/loss", "evaluation"}  # records that are rare and made at a cost far above that of a look
 
 
@@ -26,6 +27,7 @@ class Doctor:
         first_step: updates finished when the run was started or resumed.
         expected_reports: of the whole run, however it is resumed.
         say: prints a line for the user.
+        log: takes figures and the step, for the trackers: diagnosis/<code> is 1 for a warning and 2 for what is critical.
     """
 
     def __init__(
@@ -38,8 +40,9 @@ class Doctor:
         expected_reports: int,
         enabled: bool,
         say: Callable[[str], None],
+        log: Callable[[dict, int], None] | None = None,
     ):
-        self._enabled, self._say, self._first_step = enabled, say, first_step
+        self._enabled, self._say, self._log, self._first_step = enabled, say, log, first_step
         self._history = History(output_dir, first_step=first_step, enabled=enabled)
         self._record = RunRecord(output_dir, options=options, resolved=resolved, history=self._history.records)
         self._every = max(1, expected_reports // DETAILED_REPORTS)
@@ -87,6 +90,8 @@ class Doctor:
             if rank < told:
                 self._told[finding.code] = finding.severity
                 self._say(finding.line)
+                if self._log is not None:
+                    self._log({f"diagnosis/{finding.code}": LEVELS[finding.severity]}, self._record.history[-1]["step"])
         write_diagnosis(self._record.output_dir / DIAGNOSIS, self.findings)
         self._critical = any(finding.severity == "critical" for finding in self.findings) and self._still_critical()
 

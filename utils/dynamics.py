@@ -123,8 +123,8 @@ class Dynamics:
         """
         if self._measured is None:
             return {}, {}
-        seen, values = self._measured[: len(SEEN)].tolist(), self._measured[len(SEEN) :].tolist()
-        self._measured = None
+        measured, self._measured = self._measured.tolist(), None
+        seen, values = measured[: len(SEEN)], measured[len(SEEN) :]
         count = len(self._parameters)
         names = list(self._parameters)
         columns = zip(values[:count], values[count : 2 * count], values[2 * count : 3 * count])
