@@ -25,7 +25,7 @@ EVIDENCE = {
     "data.damaged": ("data-damaged",),
     "data.sizes": ("data-enlarged",),
     "schedule": ("schedule-leaves-signal", "schedule-destroys-early"),
-    "samples": ("sampler-mismatch",),
+    "samples": ("sampler-mismatch", "samples-alike"),
     "probe.timestep_response": ("sampler-mismatch", "timestep-ignored"),
     "probe.batch_response": ("batch-leak",),
     "probe.training_error": ("train-eval-gap",),
@@ -169,7 +169,8 @@ def load(args: argparse.Namespace, resolution: int, image_channels: int):
 
 def show(record, findings: list, as_json: bool) -> None:
     """What could be judged, FAIL, WARN or OK, with cause and fixes; then the figures of a dataset or a probe."""
-    from utils.findings import CATALOGUE, described
+    from utils.catalogue import CATALOGUE
+    from utils.findings import described
     from utils.history import to_json
 
     kinds = {key for recorded in record.history for key in recorded}
@@ -186,7 +187,7 @@ def show(record, findings: list, as_json: bool) -> None:
         print(*_run_lines(record), sep="\n", end="\n\n")
     for finding in findings:
         print("\n".join(described(finding)))
-    missing = CATALOGUE.keys() - judged if record.options else ()  # of a dataset or a pipeline most is
+    missing = CATALOGUE.keys() - judged - {"rule-failed"} if record.options else ()  # of a dataset or a pipeline most is
     for word, before, codes in (("OK", "", healthy), ("-", "not recorded, so not judged: ", missing)):
         listed = before + ", ".join(code for code in CATALOGUE if code in codes)
         if codes:

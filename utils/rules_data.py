@@ -1,7 +1,7 @@
 """Findings about the images themselves and about how they reach the network."""
 
 import math
-from statistics import median
+from statistics import fmean, median, pvariance
 
 from utils.findings import Finding, Found
 from utils.run_record import RunRecord
@@ -24,12 +24,21 @@ def data_range(record: RunRecord) -> Found:
     _, stds = record.finite("data/std")
     if files is None or not means or not stds:
         return
+    # The mean squares of single images differ by about as much as they are, so that those of 32 are known to a sixth or so.
+    if _images_seen(record, len(means)) < 32:
+        return
     # What the network sees has the mean and spread of what the files hold. Flips change neither, jitter of 0.5 the spread by
     # a quarter, balanced sampling and small batches less; the usual mistakes, [0, 1] among them, halve the spread or more.
-    mean, std = median(means), median(stds)
+    # Of batches of one or two images most of the spread may lie between them.
+    mean, std = fmean(means), math.sqrt(fmean(s * s for s in stds) + pvariance(means))
     if not 0.6 < std / max(files[1], 1e-6) < 1.7:
         what = f"{seen}, mean {mean:.2f}, spread {std:.2g}; in the files mean {files[0]:.2f}, spread {files[1]:.2g}"
         yield Finding("data-range", "critical", what, steps[-1])
+
+
+def _images_seen(record: RunRecord, reports: int) -> int:
+    """By this process, in the updates that so many reports are of."""
+    return reports * (record.resolved.get("global_batch_size") or 0) // (record.resolved.get("num_processes") or 1)
 
 
 def data_changed(record: RunRecord) -> Found:
@@ -37,10 +46,9 @@ def data_changed(record: RunRecord) -> Found:
     checks = record.records("data")
     files = _mean_and_std(checks[0][1]) if checks else None
     steps, means = record.finite("data/mean")
-    batch = (record.resolved.get("global_batch_size") or 0) // (record.resolved.get("num_processes") or 1)
     # The means of single images lie within about one spread of the whole, so that of 100 images has a standard error below a
     # tenth of it, and half a spread is five of those. Balanced sampling shows other images than the files hold on average.
-    if files is None or len(means) * batch < 100 or record.options.get("balanced_sampling"):
+    if files is None or _images_seen(record, len(means)) < 100 or record.options.get("balanced_sampling"):
         return
     mean = sum(means) / len(means)
     # Jitter of strength s darkens white by s / 2 on average, because what it would brighten is clamped.
@@ -124,8 +132,9 @@ def class_imbalance(record: RunRecord) -> Found:
     for step, data in record.records("data")[:1]:
         classes = data.get("classes") or {}
         share, number = classes.get("largest_share", 0.0), classes.get("number", 0)
-        # Of three or more classes, one has more than all others together thrice over.
-        if (number >= 3 and share > 0.75) or (number == 2 and share > 0.95):
+        # Of three or more classes, one has more than all others together thrice over; of two, which may well be a thing and its
+        # rare exception, 19 times over.
+        if (number >= 3 and share > 0.75) or (number == 2 and share >= 0.95):
             yield Finding("class-imbalance", "warning", f"{share:.0%} of the images are of one of {number} classes", step)
 
 

@@ -80,8 +80,7 @@ HIGHEST_UPDATE, LOWEST_UPDATE = 0.05, 5e-5
 
 def typical_update(layers: dict) -> float | None:
     """Median over the layers of change over size of the weight; None where nothing moved (the first step of a warm-up)."""
-    updates = [layer["update"] for name, layer in layers.items() if "update" in layer and name.endswith("weight")]
-    updates = [u for u in updates if math.isfinite(u) and u > 0]
+    updates = [update for _, update in _of_matrices(layers, "update") if update > 0]
     return median(updates) if updates else None
 
 
@@ -127,11 +126,14 @@ def lr_ended_early(record: RunRecord) -> Found:
     steps, rates = record.finite("train/lr")
     total = record.resolved.get("max_train_steps") or 0
     peak = max(rates, default=0.0)
-    if len(steps) < 4 or peak <= 0:
+    if len(steps) < 4 or peak <= 0 or not total:
         return
     last = max(step for step, rate in zip(steps, rates) if rate >= 1e-3 * peak)
-    # A cosine to zero spends the last fiftieth of the run below a thousandth of its peak, a line a thousandth.
-    if steps[-1] - last > 0.15 * total:
+    # A cosine to zero spends the last fiftieth of the run below a thousandth of its peak, a line a thousandth; a steep
+    # polynomial, (1 - progress)^power, far more.
+    polynomial = record.options.get("lr_scheduler") == "polynomial"
+    meant = 1e-3 ** (1.0 / max(record.options.get("lr_power") or 1.0, 1e-3)) if polynomial else 0.0
+    if steps[-1] - last > (0.15 + meant) * total:
         what = f"below a thousandth of its peak, {peak:.2g}, from update {last} on, of {total}"
         yield Finding("lr-ended-early", "critical", what, steps[-1])
 
@@ -140,22 +142,23 @@ def not_updated(record: RunRecord) -> Found:
     """Weights that have a gradient and do not move at all, while the learning rate would move them visibly."""
     rates = dict(zip(*record.finite("train/lr")))
     peak = max(rates.values(), default=0.0)
-    newest = [(s, layers) for s, layers in record.records("layers") if rates.get(s, 0.0) > max(0.01 * peak, 1e-7)][-3:]
-    if len(newest) < 3:
-        return
+    steps, skips = record.finite("train/scaler_skips")  # so far; a GradScaler that looks for its scale skips the first updates
+    skipping = {step for step, skipped, before in zip(steps, skips, [0.0, *skips]) if skipped > before}
+    moving = {step for step, rate in rates.items() if rate > max(0.01 * peak, 1e-7)} - skipping
+    newest = [(step, layers) for step, layers in record.records("layers") if step in moving][-3:]
     _, skipped = record.finite("train/skipped_updates")
-    if any(skipped):  # a skipped update moves nothing either
+    if len(newest) < 3 or any(skipped):  # a skipped update moves nothing either
         return
 
     def with_gradient(layers: dict) -> set[str]:  # beyond the rounding that a key's bias gets in attention
         return {name for name, layer in layers.items() if "update" in layer and layer.get("gradient", 0.0) > 1e-7}
 
-    moving = [typical_update(layers) or 0.0 for _, layers in newest]
+    moves = [typical_update(layers) or 0.0 for _, layers in newest]
     asked = set.intersection(*(with_gradient(layers) for _, layers in newest))
     names = [n for n in newest[-1][1] if n in asked and all(layers[n]["update"] == 0.0 for _, layers in newest)]
     # Adam moves every weight by about the learning rate: where others move by 1e-5 of their size, none rounds to nothing.
     # Where nothing moves at all there are biases among it, which start at zero, where nothing is lost to rounding.
-    if names and (min(moving) > 1e-5 or len(names) == len(asked)):
+    if names and (min(moves) > 1e-5 or len(names) == len(asked)):
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         what = f"{len(names)} of {len(asked)} parameters with a gradient did not change: {listed}"
         yield Finding("not-updated", "critical", what, newest[-1][0])
@@ -171,7 +174,7 @@ def weights_shrinking(record: RunRecord) -> Found:
     records = record.records("layers")
     if len(records) < 3:
         return
-    first, newest = (dict(_matrices(layers)) for _, layers in (records[0], records[-1]))
+    first, newest = (dict(_of_matrices(layers, "weight")) for _, layers in (records[0], records[-1]))
     ratios = [newest[name] / size for name, size in first.items() if name in newest and size > 0]
     ratio = median(ratios) if ratios else 1.0
     # Weights grow or keep their size in healthy runs; a decay in balance with Adam's steps leaves sqrt(lr / (2 decay)) per
@@ -183,10 +186,12 @@ def weights_shrinking(record: RunRecord) -> Found:
         yield Finding("weights-shrinking", "critical", what, records[-1][0])
 
 
-def _matrices(layers: dict) -> list[tuple[str, float]]:
-    """Name and rms of the weights, but those of norms and biases, which are spared from decay."""
-    named = [(name, layer.get("weight")) for name, layer in layers.items() if name.endswith("weight") and "norm" not in name]
-    return [(name, weight) for name, weight in named if weight is not None and math.isfinite(weight)]
+def _of_matrices(layers: dict, figure: str) -> list[tuple[str, float]]:
+    """Name and `figure` of the layers' weights, under spectral norm too, but not of norms and biases: these are spared from
+    decay, and start at one and zero, which an update moves far less and far more."""
+    weights = {name: layer for name, layer in layers.items() if name.endswith(("weight", ".weight.original"))}
+    named = [(name, layer.get(figure)) for name, layer in weights.items() if "norm" not in name]
+    return [(name, value) for name, value in named if value is not None and math.isfinite(value)]
 
 
 def ema_frozen(record: RunRecord) -> Found:

@@ -84,7 +84,8 @@ def sampler_mismatch(record: RunRecord) -> Found:
     compared = ("prediction_type", "beta_schedule", "num_train_timesteps", "rescale_betas_zero_snr")
     for step, samples in record.records("samples")[-1:]:
         sampler, trained = samples.get("sampler", {}), samples.get("trained", {})
-        different = [name for name in compared if name in sampler and sampler[name] != trained.get(name, sampler[name])]
+        known = [name for name in compared if sampler.get(name) is not None and trained.get(name) is not None]
+        different = [name for name in known if sampler[name] != trained[name]]
         if different:
             what = ", ".join(f"{name} {sampler[name]} instead of {trained[name]}" for name in different)
             yield Finding("sampler-mismatch", "critical", what, step)
