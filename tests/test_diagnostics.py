@@ -402,6 +402,13 @@ def test_the_learning_rate_is_judged_by_weights_and_not_by_norms(weights, found)
     assert codes(run(lambda n: {"layers": named | {"conv_in.weight": {"activation": 1.0}}})) == found
 
 
+@pytest.mark.parametrize(("device", "wait", "found"), [("cpu", 0.4, True), ("cuda:0", 0.7, False), ("cuda:0", 0.9, True)])
+def test_a_host_that_waits_while_a_gpu_works_is_no_starved_device(device, wait, found):
+    record = run(lambda n: {"perf/data_wait": wait})
+    record.resolved["device"] = device
+    assert codes(record) == ["data-starved"] * found
+
+
 def test_early_samples_are_not_judged():
     late = run(evaluated(precision=0.0))
     assert codes(late) == ["samples-unlike-data"]

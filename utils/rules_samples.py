@@ -46,7 +46,7 @@ def previewed_samples(record: RunRecord) -> Found:
         alike = {kind: ratio for kind, ratio in ratios.items() if ratio**2 < ALIKE}
         if step >= 0.5 * total and ratios:
             yield "samples-alike"
-        # Before half of the run samples are not meant to be good; healthy ones were at 0.7 to 1.3 of the distance after that.
+        # Before half of the run samples are not meant to be good; healthy ones that were judged after that had 0.7 to 1.3.
         if step >= 0.5 * total and alike:
             said = ", ".join(f"{ratio:.2g} ({kind} weights)" for kind, ratio in alike.items())
             yield Finding("samples-alike", "critical", f"their distance from each other over that of the images: {said}", step)
