@@ -3,8 +3,8 @@
     accelerate launch evaluate.py --pipeline runs/digits --dataset_name digits
     accelerate launch evaluate.py --pipeline runs/a runs/b/checkpoint-3000 --dataset_name uoft-cs/cifar10 --seeds 0 1 2
     accelerate launch evaluate.py --images out --reference photos
-    accelerate launch evaluate.py make-reference --dataset_name digits --resolution 16 --image_channels 1 --output
-    digits.safetensors accelerate launch evaluate.py --pipeline runs/digits --reference digits.safetensors
+    accelerate launch evaluate.py make-reference --dataset_name digits --resolution 16 --image_channels 1 --output r.safetensors
+    accelerate launch evaluate.py --pipeline runs/digits --reference r.safetensors
 
 Prints distances (Frechet, kernel), diversity, memorisation, and what kind of collapse there is, if any, with cause and fix;
 beside each figure what real images give against other real ones. Figures are named after the extractor, and only what was
@@ -17,10 +17,14 @@ evaluated, whatever was found; 2 a mistake in the command or the data.
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from utils.cli import add_data_flags, data_options, positive_int, run_script
 from utils.errors import UserError
+
+# Options of the data that decide neither which images there are nor in which rows, nor their labels.
+HOW_IT_IS_READ = {"cache_dir", "cache_images", "preserve_input_precision", "max_bad_images"}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -133,7 +137,7 @@ def main(args: argparse.Namespace) -> None:
             stored = reference_features(
                 accelerator, extractor, images, batch_size=args.batch_size, cache_dir=folder_cache, progress=progress.update
             )
-        facts = reference_facts(images, extractor)
+        facts = reference_facts(images, extractor, stored)
     check_reference(args, facts, extractor, shape)
     if args.command == "make-reference":
 
@@ -145,7 +149,6 @@ def main(args: argparse.Namespace) -> None:
         return
 
     # ---- figures, one source after the other
-    training, held_out = split_of_run(args, images) if images is not None else (None, None)
     evaluation = Evaluation(
         accelerator,
         extractor,
@@ -155,8 +158,6 @@ def main(args: argparse.Namespace) -> None:
         classifier=classifier,
         labels=images.labels if images is not None else None,
         class_names=class_names(images) if classifier is not None else None,
-        training=training,
-        held_out=held_out,
     )
     common = extractor.identity() | {
         "reference": facts["reference"],
@@ -164,23 +165,36 @@ def main(args: argparse.Namespace) -> None:
         "reference_images": len(stored),
         "image_shape": list(shape),
     }
-    results, sheets = [], []
+    count = args.num_images or min(10_000, len(stored))
+    sizes = [(str(folder.folder), len(folder)) for folder in folders] + [(pipeline, count) for pipeline in args.pipeline]
+    asked = [{"name": name, **common, "images": size} for name, size in sizes]
+    for result in [*asked, *earlier]:  # before hours of sampling, not after them
+        refuse_to_compare(asked[0], result)
+    results = []
+    originals = {}  # of the last split
 
-    def add(name: str, source, count: int, **made) -> None:
+    def add(name: str, source, count: int, made_with: str | None = None, **made) -> None:
+        nonlocal originals
+        if images is not None:
+            split = known_split(args, images, made_with or name)
+            if split not in originals:
+                originals = {split: originals_of(images, stored, split)}
+            evaluation.originals, made["validation_split"] = originals[split], split or "unknown"
         with bar(tqdm, accelerator, count, name) as progress:
             figures, sheet = evaluation.measure(source, count, progress=progress.update)
         results.append({"name": name, **common, "images": count, **made, "figures": figures})
-        sheets.append(sheet)
+        on_main_process(accelerator, write_result, args, results, sheet)
 
     for folder in folders:
         source = folder.source(accelerator.device)
-        add(str(folder.folder), source, len(folder), seed=None, made_by=folder.settings or None)
+        add(
+            str(folder.folder), source, len(folder), folder.settings.get("pipeline"), seed=None, made_by=folder.settings or None
+        )
     for pipeline, unet, scheduler_config in networks:
         sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
         scheduler = make_sampler(sampler, scheduler_config)
         steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
         predict = make_guided_prediction(unet, scheduler_config, args.class_labels, args.guidance, guide, guide_config)
-        count = args.num_images or min(10_000, len(stored))
         made = {"sampler": sampler, "num_inference_steps": steps, "mixed_precision": args.mixed_precision}
         made |= {"class_labels": args.class_labels, "guidance": args.guidance, "guide_pipeline": args.guide_pipeline}
         for network in (unet, guide) if guide is not None else (unet,):
@@ -193,17 +207,18 @@ def main(args: argparse.Namespace) -> None:
         unet.cpu()
     if not accelerator.is_main_process:
         return
-    for result in [*results, *earlier]:
-        refuse_to_compare(results[0], result)
 
     # ---- what was found
-    write_results(args, results, sheets)
     if args.json:
         print(json.dumps({"results": [*results, *earlier]}, indent=2))
         return
     print("\n".join(header(results[0])))
     for warning in dict.fromkeys(text for result in results for text in result["figures"]["warnings"]):
         print(f"note: {warning}")
+    for name in dict.fromkeys(result["name"] for result in results if result.get("validation_split") == "unknown"):
+        print(f"note: {name}: unknown split, so copies are looked for among all the images, held-out ones of its training too")
+    for name in dict.fromkeys(result["name"] for result in results if folder_of(args, result) is None):
+        print(f"note: {name}: the figures are kept nowhere; --output_dir keeps them")
     print("\n" + "\n".join(lines([*results, *earlier])) + "\n")
     print("\n".join(sentences([*results, *earlier])))
     for result in results:
@@ -241,14 +256,11 @@ def load_reference(args: argparse.Namespace, shape: tuple[int, int, int]):
     return images, cache_root(args.cache_dir) / "steady_diffusion"
 
 
-def reference_facts(images, extractor) -> dict:
+def reference_facts(images, extractor, features) -> dict:
     """What a file of statistics must say of itself."""
-    from utils.data import content_fingerprint
-
-    fingerprint = content_fingerprint(images)
     return extractor.identity() | {
         "reference": images.description,
-        "reference_fingerprint": fingerprint,
+        "reference_fingerprint": features.pixels_sha256,
         "image_shape": list(images.shape),
     }
 
@@ -282,42 +294,64 @@ def class_names(images) -> list[str]:
     return list(images.class_names or map(str, range(int(images.labels.max()) + 1)))
 
 
-def split_of_run(args: argparse.Namespace, images):
-    """(training images, held-out images or None): as the run that is evaluated split them, or as --validation_images says."""
+def originals_of(images, stored, split: tuple[int, int] | None):
+    """What samples may be copies of, with `split` into training and held-out images; None: all of them, it is not known."""
+    import torch
+
+    from utils.memorisation import Originals
     from utils.validation import split_validation
 
-    count, seed = args.validation_images, 0
-    for pipeline in args.pipeline:
-        for folder in (Path(pipeline), Path(pipeline).parent):
-            try:
-                options = json.loads((folder / "options.json").read_text())["options"]
-            except (OSError, ValueError, KeyError):
-                continue
-            if options.get("dataset_name") == args.dataset_name and options.get("train_data_dir") == args.train_data_dir:
-                count, seed = options.get("validation_images", 0), options.get("seed", 0)
-    return split_validation(images, count, seed) if count else (images, None)
+    if split is None:
+        return Originals(images, rows=stored.rows)
+    training, held_out = split_validation(images, *split)
+    rows = images.dataset_rows(stored.indices.numpy())
+    is_held_out = torch.isin(rows, held_out.dataset_rows(range(len(held_out))))
+    return Originals(training, held_out, stored.rows[~is_held_out], stored.rows[is_held_out])
 
 
-def write_results(args: argparse.Namespace, results: list[dict], sheets: list) -> None:
-    """evaluation.json and the sheets of closest pairs, into --output_dir or the folder of the run that was evaluated."""
+def known_split(args: argparse.Namespace, images, source: str) -> tuple[int, int] | None:
+    """(held-out images, seed) of the run that `source` is, or a checkpoint of; None where it is none, or of other images.
+
+    The same images are those of all the same options of the data: the split is a choice of row numbers. --validation_images
+    says it for what is no run.
+    """
+    given = data_options(args) | {"resolution": images.shape[1], "image_channels": images.shape[0]}
+    for folder in (Path(source), Path(source).parent):
+        try:
+            options = json.loads((folder / "options.json").read_text())["options"]
+            trained_on = data_options(argparse.Namespace(**options))
+            split = (options["validation_images"], options["seed"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no run, or not one of this version
+            continue
+        return split if all(trained_on[name] == given[name] for name in given.keys() - HOW_IT_IS_READ) else None
+    return (args.validation_images, 0) if args.validation_images else None
+
+
+def folder_of(args: argparse.Namespace, result: dict) -> Path | None:
+    """Where a result goes: --output_dir, or evaluation/ of the run that was evaluated; None for what is neither."""
+    run = Path(result["name"])
+    return args.output_dir or (run / "evaluation" if (run / "options.json").is_file() else None)
+
+
+def write_result(args: argparse.Namespace, results: list[dict], sheet) -> None:
+    """The last of the results, and the sheet of its closest pairs, beside those before it of the same folder."""
     from utils.images import save_png
 
-    for number, (result, sheet) in enumerate(zip(results, sheets)):
-        run = Path(result["name"])
-        folder = args.output_dir or (run / "evaluation" if (run / "options.json").is_file() else None)
-        if folder is None:
-            continue
-        own = results if args.output_dir else [other for other in results if other["name"] == result["name"]]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "evaluation.json").write_text(json.dumps({"results": own}, indent=2) + "\n")
-            if sheet is not None:
-                name = "nearest.png" if number == 0 or not args.output_dir else f"nearest-{number}.png"
-                save_png(sheet, folder / name)
-            if folder.parent == run:
-                refresh_report(run)
-        except OSError as error:
-            raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
+    folder = folder_of(args, results[-1])
+    if folder is None:
+        return
+    own = [result for result in results if folder_of(args, result) == folder]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / ".evaluation.json.tmp"
+        draft.write_text(json.dumps({"results": own}, indent=2) + "\n")
+        os.replace(draft, folder / "evaluation.json")
+        if sheet is not None:
+            save_png(sheet, folder / ("nearest.png" if len(own) == 1 else f"nearest-{len(own) - 1}.png"))
+        if not args.output_dir:
+            refresh_report(folder.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
 
 
 def refresh_report(run: Path) -> None:

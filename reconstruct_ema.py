@@ -38,20 +38,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
-    from utils.ema_snapshots import list_snapshots, reconstruct
+    from utils.ema_snapshots import list_snapshots, recipe, reconstruct
     from utils.ema_sweep import make_judge, parse_widths, write_sweep
     from utils.export import export_pipeline, model_card
     from utils.launch import make_accelerator
-    from utils.power_ema import exponent_of_width
     from utils.reconstruction import check_output, describe, load_run, load_weights
 
     widths = [args.width] if args.width is not None else parse_widths(args.widths)
-    for width in widths:
-        exponent_of_width(width)  # refuses what no average has
     snapshots = list_snapshots(args.run)
+    step = args.step or snapshots[-1].step
+    recipes = {width: recipe(snapshots, width, step) for width in widths}  # refuses what cannot be made
     check_output(args.output_dir, args.run)
     unet, scheduler = load_run(args.run)
-    step = args.step or snapshots[-1].step
 
     best = widths[0]
     if args.widths is not None:
@@ -69,8 +67,8 @@ def main(args: argparse.Namespace) -> None:
     load_weights(unet, reconstruct(snapshots, best, step), args.run)
     facts = {"updates": step, "ema_width": best, "pipeline": str(args.output_dir)}
     export_pipeline(unet, scheduler, args.output_dir, model_card(describe(args.run, unet) | facts))
-    used = sum(snapshot.step <= step for snapshot in snapshots)
-    print(f"EMA of width {best:g} after {step} updates, from {used} snapshots: {args.output_dir}")
+    used, error = recipes[best].snapshots, recipes[best].error
+    print(f"EMA of width {best:g} after {step} updates, from {len(used)} snapshots, profile {error:.1%} off: {args.output_dir}")
 
 
 if __name__ == "__main__":

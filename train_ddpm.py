@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
     from utils.diffusion import describe_schedule, loss_per_sample, loss_weights, make_noise_scheduler, training_target
     from utils.doctor import Doctor
     from utils.dynamics import Dynamics
-    from utils.ema_snapshots import Snapshots
+    from utils.ema_snapshots import Snapshots, remove_snapshots_beyond
     from utils.errors import explain_out_of_memory
     from utils.export import export_pipeline, model_card, push_to_hub
     from utils.gradients import AdaptiveLimit, clip_gradients
@@ -199,7 +199,9 @@ def main(args: argparse.Namespace) -> int:
         "training_images": len(train_images),
         "validation_images": len(validation_images),
     }
-    if not resuming:
+    if resuming:
+        on_main_process(accelerator, remove_snapshots_beyond, output_dir, state.step)
+    else:
         on_main_process(accelerator, folder.clear, args.logging_dir)
     on_main_process(accelerator, folder.write_options, args, resolved)
 

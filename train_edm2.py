@@ -3,7 +3,7 @@
     accelerate launch train_edm2.py                                    # digits, minutes on 2 CPU cores -> runs/digits-edm2
     accelerate launch train_edm2.py --resume_from_checkpoint latest    # continue it, bit for bit
     accelerate launch train_edm2.py --dataset_name uoft-cs/cifar10 --resolution 32 --model_preset XS --mixed_precision fp16 \\
-        --train_batch_size 256 --output_dir runs/cifar10-edm2
+        --output_dir runs/cifar10-edm2
 
 The flags of train_ddpm.py, as far as they have a meaning here; a data set without labels trains an unconditional network.
 Exit status: 0 done, 2 a mistake in the command or the data, 3 training diverged, 75 stopped by a signal (run it again).
@@ -75,7 +75,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         ema_type="power",
         output_dir="edm2-model-64",
     )
-    return parse_with_preset(parser, argv, EDM2_FLAGS)
+    return parse_with_preset(parser, argv, EDM2_FLAGS, usual_preset="XS")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
     )
     from utils.edm2_network import count_classes, make_edm2_unet
     from utils.edm_previews import EDM2Previews
-    from utils.ema_snapshots import Snapshots
+    from utils.ema_snapshots import Snapshots, remove_snapshots_beyond
     from utils.errors import explain_out_of_memory
     from utils.export import export_pipeline, model_card, push_to_hub
     from utils.gradients import AdaptiveLimit, clip_gradients
@@ -213,7 +213,9 @@ def main(args: argparse.Namespace) -> int:
         "training_images": len(train_images),
         "validation_images": len(validation_images),
     }
-    if not resuming:
+    if resuming:
+        on_main_process(accelerator, remove_snapshots_beyond, output_dir, state.step)
+    else:
         on_main_process(accelerator, folder.clear, args.logging_dir)
     on_main_process(accelerator, folder.write_options, args, resolved)
 

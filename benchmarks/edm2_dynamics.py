@@ -71,9 +71,11 @@ def main() -> None:
 
 
 def magnitudes(records: list[tuple[int, dict]], kind: str) -> dict[str, list[float]]:
-    """Layer -> its magnitude at each record; not of the output layer and of u(sigma), whose scale is what they are to tell."""
-    outputs = ("conv_out.weight", "unet.conv_out.weight", "uncertainty.linear.weight")
-    layers = [name for name, measured in records[0][1].items() if "activation" in measured and name not in outputs]
+    """Layer -> its magnitude at each record. Not of output layers, whose scale is what they are to tell, nor of EDM2's
+    modulation, which is added to 1 and starts from 0."""
+    left_out = ("conv_out.weight", "unet.conv_out.weight", "uncertainty.linear.weight")
+    measured = [name for name, figures in records[0][1].items() if "activation" in figures]
+    layers = [name for name in measured if name not in left_out and not name.endswith("modulation.weight")]
     return {name: [measured[name][kind] for _, measured in records] for name in layers}
 
 

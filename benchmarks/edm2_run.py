@@ -28,7 +28,7 @@ from utils.cli import data_options
 from utils.data import load_images
 from utils.edm import EDM2Denoiser, denoise, losses_per_sample, noise_levels_at
 from utils.ema_snapshots import list_snapshots, reconstruct
-from utils.pipelines import load_for_sampling
+from utils.pipelines import load_network
 from utils.run_record import RunRecord
 from utils.validation import split_validation
 
@@ -42,7 +42,7 @@ def main() -> None:
     torch.set_num_threads(1)
     options = RunRecord.read(args.run).options
     checkpoint = list_checkpoints(args.run)[-1]
-    unet, config = load_for_sampling(str(args.run))
+    unet, config = load_network(str(args.run))
     denoiser = EDM2Denoiser(unet, config["sigma_data"]).eval()
     denoiser.load_state_dict(load_file(checkpoint / "model.safetensors"))
     images = load_images(**data_options(argparse.Namespace(**options)))

@@ -40,6 +40,7 @@ def measure(images: int, reference_images: int, threads: int, features: str) -> 
     from utils.evaluation import Evaluation
     from utils.feature_sets import extract, reference_features
     from utils.features import make_extractor
+    from utils.memorisation import Originals
 
     accelerator, reference_set, pool = setting(reference_images)
     torch.set_num_threads(threads)
@@ -62,7 +63,7 @@ def measure(images: int, reference_images: int, threads: int, features: str) -> 
     before = peak_gib()
     with timed("features of the samples"):
         extract(accelerator, [extractor], images, 64, make_images)
-    evaluation = Evaluation(accelerator, extractor, reference, seed=0, training=reference_set)
+    evaluation = Evaluation(accelerator, extractor, reference, seed=0, originals=Originals(reference_set, rows=reference.rows))
     with timed("floor"):
         evaluation.floor(images)
     with timed("features, all figures, nearest training images"):

@@ -23,6 +23,7 @@ from utils.evaluation import Evaluation
 from utils.feature_sets import FeatureSet
 from utils.features import make_extractor
 from utils.launch import make_accelerator
+from utils.memorisation import Originals
 
 
 def planted(images, labels, real, seed: int) -> dict[str, tuple[str | None, torch.Tensor]]:
@@ -67,15 +68,16 @@ def main() -> None:
             extractor = make_extractor("randconv", reference_set)
             # Without labels a judge is needed by no healthy set either; training one takes most of the time.
             judge = None if args.no_labels or seed >= args.seeds else trained_classifier(reference_set, args.cache_dir)
+            reference = FeatureSet.of(extractor(real))
             evaluation = Evaluation(
                 accelerator,
                 extractor,
-                FeatureSet.of(extractor(real)),
+                reference,
                 seed=seed,
                 classifier=judge,
                 labels=reference_set.labels,
                 class_names=[str(label) for label in range(int(labels.max()) + 1)],
-                training=reference_set,
+                originals=Originals(reference_set, rows=reference.rows),
             )
 
             def codes(part, evaluation=evaluation) -> list[str]:

@@ -40,7 +40,7 @@ class EDM2Pipeline(DiffusionPipeline):
     @torch.no_grad()
     def __call__(
         self,
-        batch_size: int = 1,
+        batch_size: int | None = None,
         class_labels: int | list[int] | torch.Tensor | None = None,
         guidance_scale: float = 1.0,
         guide: "DiffusionPipeline | None" = None,
@@ -49,8 +49,10 @@ class EDM2Pipeline(DiffusionPipeline):
         output_type: str = "pil",
         return_dict: bool = True,
     ) -> ImagePipelineOutput | tuple:
-        """Args:
-        batch_size: number of images, where `class_labels` does not say it.
+        """Images by class, with guidance or without. Raises ValueError for classes, a batch size or a guide that do not fit.
+
+        Args:
+        batch_size: number of images; as many as `class_labels`, or 1.
         class_labels: the class of each image, or of all of them; None leaves it open.
         guidance_scale: 1 for none. See `guided`.
         guide: another pipeline of this kind, whose network guides away from its own mistakes.
@@ -62,10 +64,14 @@ class EDM2Pipeline(DiffusionPipeline):
             if not config.num_class_embeds:
                 raise ValueError("this network knows no classes; leave class_labels out")
             class_labels = torch.as_tensor(class_labels, device=device).reshape(-1)
-            class_labels = class_labels.expand(batch_size) if len(class_labels) == 1 else class_labels
+            batch_size = len(class_labels) if batch_size is None else batch_size
+            if len(class_labels) not in (1, batch_size):
+                raise ValueError(f"batch_size is {batch_size}, but there are {len(class_labels)} class_labels")
             if class_labels.min() < 0 or class_labels.max() >= config.num_class_embeds:
                 raise ValueError(f"class_labels must be from 0 to {config.num_class_embeds - 1}, got {class_labels.tolist()}")
-            batch_size = len(class_labels)
+            class_labels = class_labels.expand(batch_size)
+        self._check_guidance(guidance_scale, guide, class_labels)
+        batch_size = 1 if batch_size is None else batch_size
         shape = (batch_size, config.in_channels, config.sample_size, config.sample_size)
         self.scheduler.set_timesteps(num_inference_steps)
         x = randn_tensor(shape, generator=generator, device=device) * self.scheduler.init_noise_sigma
@@ -80,3 +86,19 @@ class EDM2Pipeline(DiffusionPipeline):
         if output_type == "pil":
             images = self.numpy_to_pil(images)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+    def _check_guidance(self, guidance_scale: float, guide: "DiffusionPipeline | None", class_labels) -> None:
+        """Raises ValueError where guidance would do nothing, or lead to other data."""
+        if guide is None:
+            if guidance_scale != 1.0 and class_labels is None:
+                raise ValueError(f"guidance_scale {guidance_scale} moves away from no class: give class_labels, or a guide")
+            return
+        if guidance_scale == 1.0:
+            raise ValueError("a guide does nothing at guidance_scale 1; set it above, such as 1.5")
+        own, other = (
+            [p.unet.config.get(name) for name in ("sample_size", "in_channels", "num_class_embeds")]
+            + [p.scheduler.config.get("sigma_data")]
+            for p in (self, guide)
+        )
+        if own != other:
+            raise ValueError(f"the guide is of other data: size, channels, classes and sigma_data {other}, not {own}")

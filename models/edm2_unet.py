@@ -47,7 +47,8 @@ def normalise(x: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
     A vector far below the magnitude of EPSILON stays small.
     """
     wide = x.float()
-    rms = wide.square().mean(dim, keepdim=True).sqrt()
+    length = torch.linalg.vector_norm(wide, dim=dim, keepdim=True)  # its gradient at a zero vector is 0; a root's would be NaN
+    rms = length * math.sqrt(length.numel() / wide.numel())
     return (wide / (rms + EPSILON)).to(x.dtype)
 
 
@@ -112,8 +113,17 @@ class MPFourier(nn.Module):
         self.register_buffer("frequencies", torch.randn(channels))
         self.register_buffer("phases", torch.rand(channels))
 
+    def _apply(self, fn, recurse=True):
+        """Of `Module.to` and its like: moves the tables, but keeps their precision, which a cast network would miss."""
+
+        def move(table: torch.Tensor) -> torch.Tensor:
+            moved = fn(table)
+            return moved if moved.dtype == table.dtype else table.to(moved.device)
+
+        return super()._apply(move, recurse)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        angle = x.float()[:, None] * self.frequencies.float() + self.phases.float()
+        angle = x.float()[:, None] * self.frequencies + self.phases
         return math.sqrt(2.0) * torch.cos(2.0 * math.pi * angle)
 
 
@@ -208,6 +218,7 @@ class EDM2UNet(ModelMixin, ConfigMixin):
     """
 
     _supports_gradient_checkpointing = True
+    _keep_in_fp32_modules = ["noise_features"]  # noqa: RUF012 - diffusers takes only a list; for loading in another precision
 
     @register_to_config
     def __init__(

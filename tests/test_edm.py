@@ -195,3 +195,41 @@ def test_pipeline_samples_reproducibly_by_class_and_with_diffusers_own_scheduler
     np.testing.assert_allclose(images(class_labels=2, num_inference_steps=120), fine, atol=0.02)
     with pytest.raises(ValueError, match="from 0 to 2"):
         pipeline(class_labels=3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"guidance_scale": 2.0}, "moves away from no class"),
+        ({"guide": {}}, "does nothing at guidance_scale 1"),
+        ({"guidance_scale": 2.0, "guide": {"num_class_embeds": 4}}, "of other data"),
+        ({"guidance_scale": 2.0, "guide": {"sigma_data": 0.7}}, "of other data"),
+        ({"batch_size": 3, "class_labels": [0, 1]}, "batch_size is 3, but there are 2 class_labels"),
+        ({"batch_size": 1, "class_labels": [0, 1]}, "batch_size is 1, but there are 2 class_labels"),
+    ],
+)
+def test_pipeline_refuses_what_does_not_fit(flags, message):
+    pipeline = EDM2Pipeline(tiny().eval(), EDMHeunScheduler())
+    if "guide" in flags:
+        config = dict(flags["guide"])
+        scheduler = EDMHeunScheduler(sigma_data=config.pop("sigma_data", 0.5))
+        flags = flags | {"guide": EDM2Pipeline(tiny(**config).eval(), scheduler)}
+    with pytest.raises(ValueError, match=message):
+        pipeline(num_inference_steps=1, **flags)
+
+
+def test_pipeline_is_guided_by_another_one():
+    pipeline, guide = (
+        EDM2Pipeline(unet.eval(), EDMHeunScheduler()) for unet in (tiny(), tiny(model_channels=4, attention_head_dim=4))
+    )
+    asked = {"class_labels": 1, "batch_size": 2, "num_inference_steps": 2, "output_type": "pt"}
+    pipeline.set_progress_bar_config(disable=True)
+    made = pipeline(guidance_scale=1.5, guide=guide, generator=torch.Generator().manual_seed(0), **asked).images
+    x, scheduler = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 80, EDMHeunScheduler()
+    scheduler.set_timesteps(2)
+    with torch.no_grad():
+        for timestep in scheduler.timesteps:
+            scaled = scheduler.scale_model_input(x, timestep)
+            main, weak = (p.unet(scaled, timestep, torch.tensor([1, 1])).sample for p in (pipeline, guide))
+            x = scheduler.step(weak + 1.5 * (main - weak), timestep, x).prev_sample
+    torch.testing.assert_close(made, x)

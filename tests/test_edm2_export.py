@@ -17,12 +17,12 @@ from utils.export import check_pipeline, export_pipeline, model_card
 SAMPLE = """
 import sys, numpy, torch
 from diffusers import DiffusionPipeline
-assert not any(name.split(".")[0] in ("models", "utils") for name in sys.modules), "the repository was found"
 pipeline = DiffusionPipeline.from_pretrained(sys.argv[1], trust_remote_code=True)
 pipeline.set_progress_bar_config(disable=True)
 images = pipeline(class_labels=[0, 2], guidance_scale=1.5, generator=torch.Generator().manual_seed(0),
                   num_inference_steps=3, output_type="np").images
 numpy.save(sys.argv[2], images)
+assert not any(name.split(".")[0] in ("models", "utils") for name in sys.modules), "the repository was found"
 """
 
 

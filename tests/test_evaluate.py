@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +18,33 @@ import evaluate
 from models.edm_heun import EDMHeunScheduler
 from utils.data import load_images
 from utils.errors import UserError
+from utils.evaluation import Evaluation, metric_name
+from utils.evaluation_table import read_results
 from utils.export import export_pipeline
 from utils.images import save_png, to_pil
+from utils.pretrained_features import INCEPTION_SHA256
 
 SAMPLING = ["--num_images", "37", "--batch_size", "8", "--num_inference_steps", "3"]
+
+
+def write_options(run, *flags):
+    """As train_ddpm.py would have written them, with a split of its own."""
+    import train_ddpm
+
+    data = [
+        "--dataset_name",
+        "digits",
+        "--resolution",
+        "8",
+        "--image_channels",
+        "1",
+        "--validation_images",
+        "50",
+        "--seed",
+        "3",
+    ]
+    options = vars(train_ddpm.parse_args([*data, "--output_dir", str(run), *map(str, flags)]))
+    (run / "options.json").write_text(json.dumps({"options": options}))
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +57,7 @@ def folder(tmp_path_factory):
     (run / "checkpoint-5" / "state.json").write_text("{}")
     save_file(dict(tiny_unet(seed=1).state_dict()), run / "checkpoint-5" / "model.safetensors")
     save_file(dict(tiny_unet(seed=0).state_dict()), run / "checkpoint-5" / "ema.safetensors")
-    options = {"dataset_name": "digits", "train_data_dir": None, "validation_images": 50, "seed": 3}
-    (run / "options.json").write_text(json.dumps({"options": options}))
+    write_options(run)
     digits = load_images("digits", resolution=8, image_channels=1, cache_dir=str(folder / "cache"))
     order = np.random.default_rng(0).permutation(len(digits))
     for name, rows in (("first", order[:300]), ("second", order[300:700])):
@@ -96,6 +119,26 @@ def test_a_pipeline_a_checkpoint_and_generated_files_are_the_same_images(folder,
     assert "fid" not in table
 
 
+def test_the_split_is_the_run_s_own_or_unknown(folder, call, tmp_path):
+    runs = {"plain": (), "first": ("--max_train_images", 900), "cropped": ("--center_crop",), "seeded": ("--seed", 4)}
+    for name, flags in runs.items():
+        shutil.copytree(folder / "run", tmp_path / name)
+        write_options(tmp_path / name, *flags)
+    pipelines = [tmp_path / name for name in runs]
+    flags = ["--pipeline", *pipelines, "--dataset_name", "digits", *SAMPLING, "--no_classes", "--output_dir", tmp_path / "out"]
+    output = call(*flags)
+    found = {Path(result["name"]).name: result for result in read_results(tmp_path / "out" / "evaluation.json")}
+    splits = {name: result["validation_split"] for name, result in found.items()}
+    assert splits == {"plain": [50, 3], "first": "unknown", "cropped": "unknown", "seeded": [50, 4]}
+    copies = {name: result["figures"]["memorisation"] for name, result in found.items()}
+    assert [copies[name]["training_images"] for name in runs] == [1747, 1797, 1797, 1747]
+    assert copies["plain"]["features_compared_with"] == "held-out images"
+    assert copies["first"]["features_compared_with"] == copies["first"]["compared_with"] == "other training images"
+    assert copies["plain"]["pixel_distance_real"] != copies["seeded"]["pixel_distance_real"]  # of other held-out images
+    assert copies["plain"]["feature_distance_real"] != copies["seeded"]["feature_distance_real"]
+    assert output.count(": unknown split") == 2
+
+
 def test_edm2_with_classes_and_guidance_is_evaluated_as_it_is_generated(folder, call, tmp_path):
     import generate
 
@@ -147,7 +190,7 @@ def test_stored_reference_statistics_serve_like_the_images(folder, call, tmp_pat
         call("--images", folder / "first", "--reference", path, "--features", "pixels")
 
 
-def test_only_what_was_made_alike_is_compared(folder, call, tmp_path):
+def test_only_what_was_made_alike_is_compared(folder, call, tmp_path, monkeypatch):
     flags = ["--images", folder / "first", "--dataset_name", "digits", "--no_classes"]
     call(*flags, "--output_dir", tmp_path / "a")
     output = call(*flags, "--compare", tmp_path / "a" / "evaluation.json", "--json")
@@ -155,13 +198,42 @@ def test_only_what_was_made_alike_is_compared(folder, call, tmp_path):
     call(*flags, "--features", "pixels", "--output_dir", tmp_path / "pixels")
     with pytest.raises(UserError, match=r"cannot be compared: another extractor \(randconv, pixels\)"):
         call(*flags, "--compare", tmp_path / "pixels" / "evaluation.json")
+    measured = []
+    monkeypatch.setattr(Evaluation, "measure", lambda *args, **options: measured.append(args))
     with pytest.raises(UserError, match=r"another number of images \(300, 400\)"):
         call("--images", folder / "first", folder / "second", "--dataset_name", "digits", "--no_classes")
     with pytest.raises(UserError, match=r"another reference images|another number of reference images"):
         call(*flags, "--max_train_images", 1000, "--compare", tmp_path / "a" / "evaluation.json")
+    assert measured == []  # told before anything was made
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(UserError, match=r"holds no results of evaluate\.py"):
         call(*flags, "--compare", tmp_path / "other.json")
+
+
+def test_only_inception_s_own_weights_make_a_fid():
+    known = {"features": "inception", "extractor_sha256": INCEPTION_SHA256, "images": 50_000}
+    assert (metric_name("fd", known), metric_name("kd", known)) == ("fid", "kid")
+    assert metric_name("fd", known | {"images": 10_000}) == "fid_10k"
+    other = known | {"extractor_sha256": INCEPTION_SHA256[:8] + 56 * "0"}  # --feature_weights_sha256 of another file
+    assert (metric_name("fd", other), metric_name("kd", other)) == ("fd_inception", "kd_inception")
+    assert metric_name("fd", known | {"features": "randconv"}) == "fd_randconv"
+
+
+def test_a_result_is_kept_as_soon_as_it_is_made(folder, call, tmp_path, monkeypatch):
+    measure, calls = Evaluation.measure, []
+
+    def second_fails(self, *args, **options):
+        calls.append(args)
+        if len(calls) > 1:
+            raise UserError("the disk is gone")
+        return measure(self, *args, **options)
+
+    monkeypatch.setattr(Evaluation, "measure", second_fails)
+    flags = ["--pipeline", folder / "run", "--dataset_name", "digits", *SAMPLING, "--no_classes", "--seeds", 0, 1]
+    with pytest.raises(UserError, match="the disk is gone"):
+        call(*flags, "--output_dir", tmp_path / "out")
+    assert [result["seed"] for result in read_results(tmp_path / "out" / "evaluation.json")] == [0]
+    assert (tmp_path / "out" / "nearest.png").exists()
 
 
 def make_images(folder, sides):

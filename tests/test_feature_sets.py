@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from utils.classifier import Classifier
 from utils.errors import UserError
 from utils.feature_sets import evenly, extract, load_features, save_features, sharded
 from utils.features import RandomConvolutions
@@ -85,6 +86,51 @@ def test_what_is_kept_does_not_grow_with_the_number_of_images():
     (features,), images = extract(process, [RandomConvolutions(1)], 5000, 500, blank, kept_rows=100, kept_images=10)
     assert features.rows.shape == (100, 120) and images.shape == (10, 1, 8, 8) and len(features) == 5000
     assert features.rows.untyped_storage().nbytes() == 100 * 120 * 4  # no view of all
+
+
+def test_the_hash_is_of_every_pixel_and_of_nothing_else():
+    pixels = make_images(torch.arange(200))
+
+    def found(process, batch_size=8, images=pixels):
+        make = lambda numbers: images[numbers]  # noqa: E731
+        (features,), _ = extract(process, [RandomConvolutions(1)], len(images), batch_size, make, hash_pixels=True)
+        return features.pixels_sha256
+
+    ((alone,), *others) = (on_processes(count, found) for count in (1, 2, 3))
+    assert others == [[alone] * 2, [alone] * 3] and len(alone) == 64
+    (process,) = on_processes(1, lambda process: process)
+    assert found(process, batch_size=31) == alone
+    for number in (0, 3, 199):  # 64 looked at, spread over the set, would miss the second
+        changed = pixels.clone()
+        changed[number, 0, 7, 9] ^= 1
+        assert found(process, images=changed) != alone
+    assert found(process, images=pixels.flip(0)) != alone and found(process, images=pixels.view(200, 1, 8, 32)) != alone
+
+
+def test_no_graph_is_kept_of_an_extractor_that_was_trained():
+    """Whatever makes the images: a graph for each chunk would keep all of its activations."""
+    process = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
+    trained, saved = Classifier(1, 3), []
+    assert all(weight.requires_grad for weight in trained.parameters())
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
+        (features,), _ = extract(process, [trained], 37, 8, make_images)
+    assert saved == [] and not features.rows.requires_grad
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_on_one_process_is_told_on_all(failing):
+    def work(process):
+        def make(numbers):
+            if process.process_index == failing and numbers[0] >= 16:  # in its second turn
+                raise UserError("cannot decode the image x.png") if failing else MemoryError("no memory\nleft")
+            return make_images(numbers)
+
+        with pytest.raises(UserError) as error:
+            extract(process, [RandomConvolutions(1)], 64, 8, make)
+        return str(error.value)
+
+    told = {0: "MemoryError: no memory left", 1: "cannot decode the image x.png"}[failing]
+    assert on_processes(2, work) == [told] * 2
 
 
 def test_kept_numbers_are_spread_evenly():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from test_edm2_unet import tiny
 
 import generate
@@ -32,8 +33,6 @@ def pipelines(tmp_path_factory):
 
 
 def run(*words) -> None:
-    from accelerate.state import AcceleratorState
-
     AcceleratorState._reset_state(reset_partial_state=True)
     generate.main(generate.parse_args([str(word) for word in words]))
 
@@ -111,3 +110,13 @@ def test_loading_runs_no_code_of_the_pipeline(pipelines):
     finally:
         code.write_text(text)
     assert all(torch.equal(tensor, unet.state_dict()[name]) for name, tensor in tiny().state_dict().items())
+
+
+def test_evaluate_measures_them_too(pipelines, tmp_path, capsys):
+    import evaluate
+
+    words = ["--pipeline", pipelines / "main", "--dataset_name", "digits", "--resolution", "8", "--image_channels", "1"]
+    words += ["--num_images", "16", "--num_inference_steps", "2", "--no_classes", "--json", "--output_dir", tmp_path]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    evaluate.main(evaluate.parse_args([str(word) for word in (*words, "--cache_dir", tmp_path / "cache")]))
+    assert '"sampler": "heun"' in capsys.readouterr().out

@@ -175,4 +175,5 @@ def test_several_averages_and_an_edm2_network_are_counted_as_they_are():
     predicted = estimate(make_network, use_ema=2)
     model = make_network().train()
     assert predicted.activations == pytest.approx(bytes_kept(model, 4, "no"), rel=0.03)
-    assert predicted.ema == sum(tensor.nbytes for tensor in PowerEMA(model, (0.05, 0.1)).state_dict().values())
+    averages = PowerEMA(model, (0.05, 0.1)).averages.values()
+    assert predicted.ema == sum(tensor.nbytes for average in averages for tensor in average.shadow.values())

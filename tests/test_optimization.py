@@ -1,5 +1,6 @@
 import copy
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -38,6 +39,15 @@ def test_curves_are_those_of_diffusers(schedule, options, theirs):
         optimizer.step()
         scheduler.step()
     assert curve(schedule, **options) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_inverse_sqrt_does_not_jump_when_the_warm_up_outlasts_its_decay():
+    """Ramp and decay are factors of one another (Karras et al. 2024): their product peaks at the end of the ramp."""
+    options = {"schedule": "inverse_sqrt", "base": 1.0, "warmup_steps": 400, "decay_steps": 100, "total_steps": 1000}
+    rates = [learning_rate_at(step, **options) for step in range(1000)]
+    assert rates[100] == pytest.approx(0.25) and rates[225] == pytest.approx(225 / 400 / 1.5)
+    assert rates[400] == max(rates) == pytest.approx(0.5)
+    assert max(abs(b - a) for a, b in pairwise(rates)) <= 1 / 400 + 1e-12
 
 
 def test_polynomial_and_inverse_sqrt_in_closed_form():

@@ -1,5 +1,7 @@
 """Power-function EMA and its reconstruction, against numerical integration and averages computed directly."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -24,8 +26,8 @@ from utils.power_ema import (
 FINITE = torch.tensor(True)
 
 
-def profile(t: float, exponent: float, end: float) -> float:
-    return (exponent + 1) * t**exponent / end ** (exponent + 1) if t <= end else 0.0
+def profile(t, exponent: float, end: float):
+    return (exponent + 1) * (t / end) ** exponent / end * (t <= end)
 
 
 @pytest.mark.parametrize(("exponent", "end"), [(16.97, 1.0), (6.94, 3000.0), (0.3, 7.0)])
@@ -91,10 +93,21 @@ def test_reconstruction_of_10_000_updates_against_averages_computed_directly():
         direct = averages(path, width, 2500)
         for step in (5000, 10_000):
             used = [s for s in snapshots if s[0] <= step]
-            weights = reconstruction_weights([s[0] for s in used], [s[1] for s in used], step, width)
+            weights, _ = reconstruction_weights([s[0] for s in used], [s[1] for s in used], step, width)
             assert weights.dtype == np.float64 and weights.sum() == pytest.approx(1.0, abs=1e-12)
             made = sum(weight * mean for weight, (_, _, mean) in zip(weights, used))
             assert np.linalg.norm(made - direct[step]) <= 1e-3 * np.linalg.norm(direct[step]), (width, step)
+
+
+@pytest.mark.parametrize(("step", "width"), [(400, 0.15), (400, 0.01), (415, 0.1), (40, 0.15)])
+def test_error_of_the_profile_against_numerical_integration(step, width):
+    """At a snapshot, for a width that is too narrow, between two snapshots, and from a single time."""
+    steps, widths = zip(*((s, w) for s in range(40, step + 1, 40) for w in (0.05, 0.10)))
+    weights, error = reconstruction_weights(steps, widths, step, width)
+    t = (np.arange(400_000) + 0.5) * step / 400_000
+    made = sum(x * profile(t, exponent_of_width(w), s) for x, s, w in zip(weights, steps, widths))
+    wanted = profile(t, exponent_of_width(width), step)
+    assert error == pytest.approx(np.sqrt(((made - wanted) ** 2).sum() / (wanted**2).sum()), rel=1e-3)
 
 
 def network() -> nn.Module:
@@ -159,8 +172,11 @@ def test_state_comes_back_and_other_widths_are_refused(tmp_path):
     other = PowerEMA(network(), (0.05, 0.10))
     other.load_state_dict(state)
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in state.items())
-    with pytest.raises(UserError, match=r"of other --ema_widths than 0\.05 0\.2"):
-        PowerEMA(network(), (0.05, 0.20)).load_state_dict(state)
+    for widths, message in (((0.05, 0.2), r"0\.05 0\.1, not 0\.05 0\.2"), ((0.2, 0.1), r"0\.05 0\.1, not 0\.2 0\.1")):
+        with pytest.raises(UserError, match=f"of --ema_widths {message}"):
+            PowerEMA(network(), widths).load_state_dict(state)
+    with pytest.raises(UserError, match=r"of --ema_widths none, not 0\.05"):
+        PowerEMA(network(), (0.05,)).load_state_dict(EMA(network()).state_dict())
     with pytest.raises(UserError, match="once"):
         PowerEMA(network(), (0.05, 0.05))
 
@@ -176,7 +192,10 @@ def test_snapshots_on_disk_make_an_average_that_was_never_tracked(tmp_path, dtyp
     tracked(network(), 400, folder=tmp_path, dtype=dtype)
     snapshots = list_snapshots(tmp_path)
     assert [(s.step, s.width) for s in snapshots] == [(step, w) for step in range(10, 401, 10) for w in (0.05, 0.1)]
-    assert all(load_file(s.path)["0.weight"].dtype == {"fp32": torch.float32, "fp16": torch.float16}[dtype] for s in snapshots)
+    for snapshot in snapshots:
+        tensors = load_file(snapshot.path)
+        assert tensors["0.weight"].dtype == {"fp32": torch.float32, "fp16": torch.float16}[dtype]
+        assert tensors["1.running_mean"].dtype == torch.float32  # a buffer
     for step in (200, 400):
         direct = tracked(network(), step, widths=(0.07,))
         made = reconstruct(snapshots, 0.07, step)
@@ -189,11 +208,18 @@ def test_snapshots_on_disk_make_an_average_that_was_never_tracked(tmp_path, dtyp
         reconstruct(snapshots, 0.07, 5)
 
 
-def test_snapshots_of_a_branch_that_was_left_go(tmp_path):
-    ema = tracked(network(), 40, folder=tmp_path)
-    save_snapshots(ema, tmp_path, 20, fingerprint="abc", dtype="fp32")
-    assert {s.step for s in list_snapshots(tmp_path)} == {10, 20}
-    assert not list((tmp_path / FOLDER).glob(".*"))
+@pytest.mark.parametrize(
+    ("step", "width", "message"),
+    [
+        (205, 0.07, r"step 205 lies between the snapshots at 200 and 210, take one of these"),
+        (400, 0.01, r"profile would be 13 % off; take a --width nearer to those that were tracked \(0\.05 and 0\.1\)"),
+        (10, 0.15, r"from 2 snapshots: its profile would be 25 % off"),
+    ],
+)
+def test_an_average_that_the_snapshots_do_not_add_up_to_is_refused(tmp_path, step, width, message):
+    tracked(network(), 400, folder=tmp_path)
+    with pytest.raises(UserError, match=message):
+        reconstruct(list_snapshots(tmp_path), width, step)
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
@@ -248,6 +274,29 @@ def test_a_run_s_snapshots_survive_a_resume_and_are_the_same(train, tiny_flags, 
         load_file(resumed / p) for p in ("unet/diffusion_pytorch_model.safetensors", "checkpoint-8/ema.safetensors")
     )
     assert all(torch.equal(averaged[name], tensor) for name, tensor in exported.items())
+
+
+def test_snapshots_of_a_branch_that_was_left_are_gone_when_the_run_goes_on(train_script, script_flags, tmp_path):
+    """Even where the new branch takes its own at other steps, or there is no checkpoint to go on from."""
+    flags = [*script_flags, "--ema_type", "power", "--checkpointing_steps", "4", "--output_dir", tmp_path]
+    assert train_script([*flags, "--ema_snapshot_steps", "3"]) == 0
+    resume = [*flags, "--ema_snapshot_steps", "5", "--resume_from_checkpoint"]
+    assert train_script([*resume, "checkpoint-4", "--max_train_steps", "6"]) == 0
+    assert [s.step for s in list_snapshots(tmp_path)] == [3, 3, 5, 5, 6, 6]
+    for checkpoint in tmp_path.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    assert train_script([*resume, "latest", "--max_train_steps", "2"]) == 0
+    assert [s.step for s in list_snapshots(tmp_path)] == [2, 2]
+
+
+def test_power_averages_do_not_begin_on_the_way(train, tiny_flags, tmp_path):
+    """Neither from a checkpoint without averages nor from one with an exponential average."""
+    flags = [*tiny_flags, "--max_train_steps", "2", "--output_dir"]
+    change = ["--ema_type", "power", "--resume_from_checkpoint", "latest", "--allow_option_change", "ema_type", "use_ema"]
+    for name, options, message in (("none", ["--no-use_ema"], "has no EMA"), ("exponential", [], "widths none, not")):
+        assert train([*flags, tmp_path / name, *options, "--checkpointing_steps", "2"]) == 0
+        with pytest.raises(UserError, match=message):
+            train([*flags, tmp_path / name, *change])
 
 
 def test_reconstruction_of_a_real_run_is_what_it_would_have_tracked(train, tiny_flags, tmp_path):

@@ -11,7 +11,7 @@ from utils.data import load_images
 from utils.distances import Moments, frechet_distance
 from utils.feature_sets import FeatureSet
 from utils.features import RandomConvolutions
-from utils.memorisation import memorisation
+from utils.memorisation import Originals, memorisation
 from utils.quality import class_figures, compare, location_and_spread, real_floor
 from utils.rules_samples import _tail, collapse
 
@@ -44,7 +44,7 @@ class World:
         seen = torch.where(torch.rand(len(labels), generator=self.generator) < 0.95, labels, (labels + 3) % 10)
         certain = torch.nn.functional.one_hot(seen, 10).float()
         figures["classes"] = class_figures(certain, self.real.labels, list("0123456789"), 0.95)
-        figures["memorisation"], _ = memorisation(images[:300], self.real)
+        figures["memorisation"], _ = memorisation(images[:300], Originals(self.real))
         return [finding.code for finding in collapse(figures)]
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import reconstruct_ema
 import train_edm2
-from models.edm2_unet import EDM2Block, MPConv2d, MPLinear
+from models.edm2_unet import EDM2Block, EDM2UNet, MPConv2d, MPLinear
 from utils.augmentation import to_unit_range
 from utils.data import load_images
 from utils.edm import denoise, training_noise_levels
@@ -83,7 +83,7 @@ def test_the_exported_network_is_the_first_average(long_run):
     averaged, exported = load_file(long_run / "checkpoint-500/ema.safetensors"), load_file(long_run / WEIGHTS)
     assert exported.keys() == {name for name in averaged if "/" not in name}
     assert all(torch.equal(tensor, averaged[name]) for name, tensor in exported.items())
-    assert {name.split("/")[0] for name in averaged if "/" in name} == {"0.1", "0.15"}
+    assert {name.split("/")[0] for name in averaged if "/" in name} == {"0.1", "0.15", "power"}
     card = (long_run / "README.md").read_text()
     assert "| EMA width (relative) | 0.05 |" in card and "| Classes | 10 |" in card and "trust_remote_code" in card
 
@@ -153,6 +153,20 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(train_edm, flags, t
         if path.name in ("model.safetensors", "ema.safetensors", "optimizer.bin"):
             assert path.read_bytes() == (resumed / "checkpoint-8" / path.name).read_bytes(), path.name
     assert (whole / WEIGHTS).read_bytes() == (resumed / WEIGHTS).read_bytes()
+
+
+def test_what_a_run_shows_of_itself_is_computed_in_full_precision(train_edm, flags, tmp_path, monkeypatch):
+    """Samples, validation, and the look at how well each noise level is denoised; training itself is in bf16."""
+    forward, seen = EDM2UNet.forward, {True: set(), False: set()}
+
+    def spy(self, *arguments, **options):
+        seen[self.training].add(torch.is_autocast_enabled("cpu"))
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(EDM2UNet, "forward", spy)
+    shown = ["--mixed_precision", "bf16", "--max_train_steps", "2", "--validation_images", "16", "--validation_steps", "2"]
+    assert train_edm([*flags, *shown, "--output_dir", tmp_path]) == 0
+    assert seen == {True: {True}, False: {False}}
 
 
 def test_splits_of_a_batch_train_alike(train_edm, flags, tmp_path):

@@ -13,6 +13,8 @@ from test_sampling import tiny_unet
 from utils.checkpoints import TrainState, list_checkpoints, read_state
 from utils.data import load_images
 from utils.errors import UserError
+from utils.feature_sets import evenly
+from utils.features import RandomConvolutions
 from utils.history import HISTORY, read_history
 from utils.training_evaluation import TrainingEvaluation
 
@@ -68,33 +70,79 @@ def test_mistakes_are_told_before_the_first_update(train, tiny_flags, tmp_path):
     assert not list(tmp_path.glob("run/checkpoint-*"))
 
 
-def test_a_stop_leaves_the_evaluation_out(tmp_path, tmp_path_factory):
-    digits = load_images("digits", resolution=8, image_channels=1, cache_dir=str(tmp_path_factory.mktemp("cache")))
-    process = SimpleNamespace(
-        process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True, gather=lambda tensor: tensor
-    )
-    asked, recorded = [], []
-    unet, scheduler = tiny_unet().eval(), DDPMScheduler(num_train_timesteps=20)
-    evaluation = TrainingEvaluation(
-        process,
-        unet,
-        scheduler,
-        tmp_path,
-        training=digits,
-        held_out=digits.subset([]),
-        trackers=SimpleNamespace(log=lambda *args, **kwargs: recorded.append(args)),
-        doctor=SimpleNamespace(record=lambda *args: recorded.append(args)),
-        every=5,
-        best_metric="fd",
-        num_images=40,
-        batch_size=10,
-        sampler="ddim",
-        num_inference_steps=3,
-        seed=0,
-        cache_dir=str(tmp_path),
-        should_stop=lambda: asked.append(0) or len(asked) > 4,  # in the second chunk
-        say=recorded.append,
-    )
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    return load_images("digits", resolution=8, image_channels=1, cache_dir=str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def evaluate_in(tmp_path):
+    """A TrainingEvaluation of one process, and the lists of what it recorded and said."""
+
+    def make(training, held_out, **options):
+        process = SimpleNamespace(
+            process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True, gather=lambda tensor: tensor
+        )
+        recorded, said = [], []
+        evaluation = TrainingEvaluation(
+            process,
+            tiny_unet().eval(),
+            DDPMScheduler(num_train_timesteps=20),
+            tmp_path,
+            training=training,
+            held_out=held_out,
+            trackers=SimpleNamespace(log=lambda *args, **kwargs: None),
+            doctor=SimpleNamespace(record=lambda *args: recorded.append(args)),
+            best_metric="fd",
+            batch_size=10,
+            sampler="ddim",
+            num_inference_steps=3,
+            cache_dir=str(tmp_path),
+            say=said.append,
+            **{"every": 5, "num_images": 40, "seed": 0, "should_stop": lambda: False} | options,
+        )
+        return evaluation, recorded, said
+
+    return make
+
+
+def test_a_stop_leaves_the_evaluation_out(digits, evaluate_in, tmp_path):
+    asked = []
+    should_stop = lambda: asked.append(0) or len(asked) > 4  # noqa: E731  in the second chunk
+    evaluation, recorded, said = evaluate_in(digits, digits.subset([]), should_stop=should_stop)
     assert [step for step in range(1, 13) if evaluation.due(step, 12)] == [5, 10, 12]
     assert not evaluation.make(TrainState(step=5))
-    assert len(asked) == 5 and recorded == [] and list(tmp_path.glob("evaluation/*")) == []
+    assert len(asked) == 5 and recorded == said == [] and list(tmp_path.glob("evaluation/*")) == []
+
+
+def test_held_out_images_are_what_copies_are_judged_by_in_pixels_and_features(digits, evaluate_in, monkeypatch):
+    monkeypatch.setattr("utils.training_evaluation.MOST_COMPARED_BYTES", 500 * 64)
+    evaluation, recorded, _ = evaluate_in(digits.subset(range(1500)), digits.subset(range(1500, 1797)))
+    evaluation.make(TrainState(step=5))
+    ((_, record),) = recorded
+    found = record["evaluation"]["memorisation"]
+    assert found["compared_with"] == found["features_compared_with"] == "held-out images"
+    assert found["training_images"] == 500  # of 1,500: as much as the others have patience for
+    rows = RandomConvolutions(1)(torch.from_numpy(digits.fetch(range(1797))))
+    spread = rows[:1500].std(0)
+    rows = rows / spread.clamp(min=0.1 * spread.median())
+    nearest = torch.cdist(rows[1500:][evenly(297, 40)], rows[:1500]).min(1).values.median()
+    assert found["feature_distance_real"] == pytest.approx(nearest.item(), rel=1e-3)
+
+
+def test_any_seed_will_do(digits, evaluate_in):
+    evaluation, recorded, said = evaluate_in(digits, digits.subset([]), seed=-1)
+    evaluation.make(TrainState(step=5))
+    assert len(recorded) == 1 and not any("left out" in line for line in said)
+
+
+@pytest.mark.parametrize("fails", ["utils.evaluation.compare", "utils.training_evaluation.to_uint8"])
+def test_what_fails_costs_the_evaluation_and_not_the_training(digits, evaluate_in, monkeypatch, fails):
+    def fail(*args, **kwargs):
+        raise torch.linalg.LinAlgError("the algorithm failed to converge")
+
+    monkeypatch.setattr(fails, fail)
+    evaluation, recorded, said = evaluate_in(digits, digits.subset([]))
+    assert not evaluation.make(TrainState(step=5))
+    assert recorded == [] and len(said) == 1
+    assert said[0].startswith("left out: the evaluation after 5 updates: ") and "LinAlgError: the algorithm failed" in said[0]

@@ -84,7 +84,7 @@ def trained_classifier(images: ImageSet, cache_dir: Path | None) -> Classifier:
         if path:
             _save(classifier, path)
     classifier.sha256 = weights_sha256(classifier)
-    return classifier
+    return classifier.eval().requires_grad_(False)
 
 
 def _train(classifier: Classifier, images: ImageSet) -> float:

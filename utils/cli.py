@@ -358,23 +358,29 @@ def preset_table(presets: dict[str, dict] = FLAGS) -> str:
 
 
 def parse_with_preset(
-    parser: argparse.ArgumentParser, argv: list[str] | None = None, presets: dict[str, dict] = FLAGS
+    parser: argparse.ArgumentParser,
+    argv: list[str] | None = None,
+    presets: dict[str, dict] = FLAGS,
+    usual_preset: str | None = None,
 ) -> argparse.Namespace:
-    """Parses `argv`; the preset's flags replace the parser's defaults. With no data named, the preset is digits16."""
+    """Parses `argv`; the preset's flags replace the parser's defaults. With neither preset nor config named, the preset is
+    digits16 for the digits and where no data is named, `usual_preset` for other data."""
     args = parser.parse_args(argv)
     names_data = args.dataset_name or args.train_data_dir
-    if args.model_preset is None and (not names_data or args.dataset_name == "digits") and not args.model_config_name_or_path:
-        args.model_preset = "digits16"
+    if args.model_preset is None and not args.model_config_name_or_path:
+        args.model_preset = "digits16" if not names_data or args.dataset_name == "digits" else usual_preset
     if args.model_preset is not None:
         if args.model_preset not in presets:
             raise UserError(f"unknown --model_preset {args.model_preset!r}; choose from {', '.join(presets)}")
         defaults = dict(presets[args.model_preset])
         given = {word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)}
-        overridden = {"--train_data_dir": "dataset_name", "--num_epochs": "max_train_steps"}
-        overridden |= {f"--save_{what}_epochs": f"save_{what}_steps" for what in ("images", "model")}
-        for flag, preset_flag in overridden.items():
+        overridden = {"--train_data_dir": ["dataset_name"], "--num_epochs": ["max_train_steps"]}
+        overridden |= {f"--save_{what}_epochs": [f"save_{what}_steps"] for what in ("images", "model")}
+        if "global_batch_size" in defaults:  # the split of the global batch is the user's then
+            overridden["--gradient_accumulation_steps"] = ["global_batch_size", "train_batch_size"]
+        for flag, preset_flags in overridden.items():
             if flag in given:
-                defaults.pop(preset_flag, None)
+                defaults = {name: value for name, value in defaults.items() if name not in preset_flags}
         preset = args.model_preset
         parser.set_defaults(**defaults)
         args = parser.parse_args(argv)

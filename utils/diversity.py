@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from utils.randomness import derive_seed
+
 _BLOCK_BYTES = 256 * 2**20  # of a block of distances
 SIGNIFICANCE = 0.05  # of the test of each bin, as in Richardson & Weiss 2018
 
@@ -108,7 +110,7 @@ def fit_modes(real: torch.Tensor, modes: int, seed: int) -> torch.Tensor:
     """
     from sklearn.cluster import KMeans
 
-    kmeans = KMeans(modes, n_init=1, random_state=seed).fit(real.float().cpu().numpy())
+    kmeans = KMeans(modes, n_init=1, random_state=derive_seed(seed, "modes") % 2**32).fit(real.float().cpu().numpy())
     return torch.from_numpy(kmeans.cluster_centers_).to(real)
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from models.edm2_pipeline import guided
 from utils import randomness
-from utils.edm import EDM2Denoiser, losses_per_sample
+from utils.edm import EDM2Denoiser, denoise, losses_per_sample
 from utils.previews import Previews
 from utils.probe import PROBE_IMAGES
 from utils.sampling import FINISHED_EDM
@@ -49,7 +49,9 @@ class EDM2Previews(Previews):
             sigma = torch.full((len(numbers),), level, device=clean_images.device)
             noise = randomness.normal(self._samples.seed, f"probe/{place}", numbers, tuple(clean_images.shape[1:]))
             noisy_images = clean_images + level * noise
-            denoised, u = self._denoiser(noisy_images, sigma, labels)
+            # Not by the denoiser's own forward, which autocasts as in training.
+            denoised = denoise(self._unet, noisy_images, sigma, self._denoiser.sigma_data, labels)
+            u = self._denoiser.uncertainty(sigma)
             weighted = losses_per_sample(denoised, clean_images, sigma, u, self._denoiser.sigma_data).weighted
             found["weighted_loss"][f"{level:g}"] = weighted.mean().item()
             found["exp_u"][f"{level:g}"] = u.exp().mean().item()

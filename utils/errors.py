@@ -22,6 +22,12 @@ class UserError(Exception):
     """
 
 
+def one_line(error: Exception) -> str:
+    """What an error says, for a message: of one that is not a UserError with its type, which often says more."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
 def out_of_memory(error: Exception) -> bool:
     """Whether `error` says that memory ran out, on an accelerator or on a CPU."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

@@ -14,28 +14,30 @@ import torch
 from PIL import Image
 
 from utils.classifier import Classifier
-from utils.errors import UserError
+from utils.errors import UserError, one_line
 from utils.feature_sets import FeatureSet, extract
 from utils.features import Extractor
 from utils.launch import from_main_process, on_main_process
-from utils.memorisation import feature_memorisation, kept_for_memorisation, memorisation
+from utils.memorisation import Originals, feature_memorisation, kept_for_memorisation, memorisation
+from utils.pretrained_features import INCEPTION_SHA256
 from utils.quality import LEAST_IMAGES, class_figures, compare, location_and_spread, real_floor
 from utils.rules_samples import collapse
 from utils.sampling import sample, to_uint8
 
-# Of Inception alone, and with so many images, a Frechet distance is what papers call FID.
-FID_IMAGES = 50_000
+FID_IMAGES = 50_000  # with fewer of them the number is part of the name
 NEAR_FLOOR = 5  # what benchmarks/extractor_validation.py asks of a corruption that can be relied on to be seen
 
 
-def metric_name(kind: str, features: str, count: int) -> str:
-    """What a figure is called: "fd_randconv", "kd_pixels"; of Inception "fid" with 50,000 images and "fid_10k" with fewer."""
-    if features != "inception":
-        return f"{kind}_{features}"
+def metric_name(kind: str, result: dict) -> str:
+    """What a figure "fd" or "kd" of a result, as evaluate.py writes it, is called: "fd_randconv", "kd_pixels"; with the very
+    weights that papers use "kid", and "fid" of 50,000 images, "fid_10k" of fewer."""
+    if result["features"] != "inception" or result["extractor_sha256"] != INCEPTION_SHA256:
+        return f"{kind}_{result['features']}"
+    count = result["images"]
     if kind == "kd":
         return "kid"
-    if kind != "fd" or count >= FID_IMAGES:
-        return {"fd": "fid"}.get(kind, kind)
+    if count >= FID_IMAGES:
+        return "fid"
     return f"fid_{count // 1000}k" if count >= 1000 else f"fid_{count}"
 
 
@@ -46,7 +48,7 @@ class Evaluation:
         extractor: on the CPU; goes to the accelerator's device.
         reference: features of the real images by this extractor.
         classifier: of the reference's classes, with `labels` (int64 numpy [images]) and `class_names`, for the class balance.
-        training, held_out: ImageSets that samples are compared with one by one, see `memorisation`.
+        originals: the real images that samples are compared with one by one; may be set anew between two calls of `measure`.
         batch_size: images at once per process; on a CPU the last bits of the features depend on it.
     """
 
@@ -61,13 +63,12 @@ class Evaluation:
         classifier: Classifier | None = None,
         labels=None,
         class_names: list[str] | None = None,
-        training=None,
-        held_out=None,
+        originals: Originals | None = None,
     ):
         self.accelerator, self.extractor, self.reference = accelerator, extractor, reference
         self.seed, self.batch_size = seed, batch_size
         self.classifier, self.labels, self.class_names = classifier, labels, class_names
-        self.training, self.held_out = training, held_out
+        self.originals = originals
         self.extractors = [extractor]
         if classifier is not None and classifier is not extractor:
             self.extractors.append(classifier)
@@ -99,7 +100,8 @@ class Evaluation:
 
         `make_images` is called with the numbers int64 [n] of a chunk, and gives uint8 [n, C, H, W] on the accelerator's device.
         `cancelled` is asked once all were made: where any process says True, all return (None, None). Raises UserError for
-        fewer than 10 samples or 20 reference images, on every process.
+        fewer than 10 samples or 20 reference images, and
+        for whatever fails on any process, on every process.
         """
         if count < LEAST_IMAGES or len(self.reference) < 2 * LEAST_IMAGES:
             raise UserError(
@@ -107,8 +109,8 @@ class Evaluation:
                 f"and {2 * LEAST_IMAGES}"
             )
         kept = 0
-        if self.training is not None:
-            kept = kept_for_memorisation(count, math.prod(self.training.shape))
+        if self.originals is not None:
+            kept = kept_for_memorisation(count, math.prod(self.originals.training.shape))
         sets, images = extract(
             self.accelerator, self.extractors, count, self.batch_size, make_images, kept_images=kept, progress=progress
         )
@@ -120,7 +122,10 @@ class Evaluation:
 
         def figures() -> None:
             nonlocal result
-            result = self._figures(sets, images)
+            try:
+                result = self._figures(sets, images)
+            except Exception as error:  # numbers that are not finite, no memory: the other processes wait for an answer
+                raise UserError(f"the figures could not be computed: {one_line(error)}") from error
 
         on_main_process(self.accelerator, figures)
         return from_main_process(result[0]), result[1]
@@ -135,13 +140,13 @@ class Evaluation:
             figures["classes"] = class_figures(probabilities, self.labels, self.class_names, self.classifier.accuracy)
         sheet = None
         if images is not None:
-            copies, sheet = memorisation(images, self.training, self.held_out)
-            rows = self.reference.rows
-            samples = sets[0].rows
+            figures["memorisation"], sheet = memorisation(images, self.originals)
+            compared = [sets[0].rows, self.originals.rows, self.originals.held_out_rows]
             if self.extractor.standardised:
                 mean, spread = (x.cpu().float() for x in location_and_spread(self.reference.moments))
-                samples, rows = (samples - mean) / spread, (rows - mean) / spread
-            figures["memorisation"] = copies | feature_memorisation(samples, rows)
+                compared = [rows if rows is None else (rows - mean) / spread for rows in compared]
+            if compared[1] is not None:
+                figures["memorisation"] |= feature_memorisation(*compared)
         figures["warnings"] = self.warnings(len(sets[0]))
         fd, floor = figures["fd"], figures["floor"]["fd"]
         if fd < NEAR_FLOOR * floor:

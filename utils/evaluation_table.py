@@ -71,7 +71,7 @@ def lines(results: list[dict]) -> list[str]:
     rows.append(["samples", *(_made(result) for result in results), ""])
     for kind in ("fd", "kd"):
         values = [f"{result['figures'][kind]:.4g}" for result in results]
-        rows.append([metric_name(kind, first["features"], first["images"]), *values, f"{floor[kind]:.4g}"])
+        rows.append([metric_name(kind, first), *values, f"{floor[kind]:.4g}"])
     for key, name in _DIVERSITY:
         rows.append([name, *(f"{result['figures'][key]:.3g}" for result in results), f"{floor[key]:.3g}"])
 
@@ -117,7 +117,7 @@ def sentences(results: list[dict]) -> list[str]:
         by_name: dict[str, list[float]] = {}
         for result in results:
             figures, floor = result["figures"], result["figures"]["floor"]
-            name = metric_name(kind, result["features"], result["images"])
+            name = metric_name(kind, result)
             by_name.setdefault(result["name"], []).append(figures[kind])
             counts = f"N {result['images']} against {result['reference_images']}"
             found.append(f"{_title(result)}: {name} = {figures[kind]:.4g} (real/real floor {floor[kind]:.4g}; {counts})")

@@ -19,21 +19,24 @@ from safetensors.torch import save_file
 
 from utils.data import ImageSet, content_fingerprint
 from utils.distances import Moments
-from utils.errors import UserError
+from utils.errors import UserError, one_line
 from utils.features import Extractor, eight_bit
 from utils.launch import from_main_process
 
-FORMAT = 1
+FORMAT = 2
+_MESSAGE_BYTES = 500  # of what one process tells the others of its failure
 SAMPLE_ROWS, REFERENCE_ROWS = 10_000, 50_000  # features kept of generated and of real images; the moments are of all
 
 
 @dataclasses.dataclass
 class FeatureSet:
-    """`moments` of all images; `rows` float32 [kept, D], on the CPU, of those whose numbers are in `indices` int64 [kept]."""
+    """`moments` of all images; `rows` float32 [kept, D], on the CPU, of those whose numbers are in `indices` int64 [kept];
+    `pixels_sha256` of all images, in their order, where it was asked for."""
 
     moments: Moments
     rows: torch.Tensor
     indices: torch.Tensor
+    pixels_sha256: str = ""
 
     def __len__(self) -> int:
         return self.moments.count
@@ -55,13 +58,19 @@ def sharded(
     """(numbers int64 [n], tensors [n, ...]) chunk by chunk, in order, on every process; `make` gives the tensors of `numbers`.
 
     Chunk c is made by process c modulo their number. Memory holds one chunk of each process. All processes must go to the end.
+    Raises UserError on all of them where `make` fails on any: nobody waits for one that has given up.
     """
     chunks = torch.arange(count).split(batch_size) if count else ()
     processes = accelerator.num_processes
     for first in range(0, len(chunks), processes):
         turn = chunks[first : first + processes]
         # Who has no chunk left makes the last one again, so that shapes agree; nothing waits for it longer.
-        made = make(turn[min(accelerator.process_index, len(turn) - 1)])
+        made, problem = [], None
+        try:
+            made = make(turn[min(accelerator.process_index, len(turn) - 1)])
+        except Exception as error:
+            problem = error
+        _agree(accelerator, problem)
         if processes == 1:
             yield turn[0], made
             continue
@@ -71,6 +80,21 @@ def sharded(
             yield numbers, [part[slot, : len(numbers)] for part in gathered]
 
 
+def _agree(accelerator, problem: Exception | None) -> None:
+    """Raises UserError on all processes where one has a problem: the first one's."""
+    if accelerator.num_processes == 1:
+        if problem is not None:
+            raise UserError(one_line(problem)) from problem
+        return
+    text = (one_line(problem) if problem is not None else "").encode()[:_MESSAGE_BYTES]
+    mine = torch.zeros(1, _MESSAGE_BYTES, dtype=torch.uint8)
+    mine[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    for row in accelerator.gather(mine.to(accelerator.device)).cpu():
+        if row.any():
+            raise UserError(bytes(row[row > 0].tolist()).decode(errors="ignore")) from problem
+
+
+@torch.no_grad()
 def extract(
     accelerator,
     extractors: list[Extractor],
@@ -80,6 +104,7 @@ def extract(
     *,
     kept_rows: int = SAMPLE_ROWS,
     kept_images: int = 0,
+    hash_pixels: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[list[FeatureSet], torch.Tensor | None]:
     """The features of images 0 ... count - 1 by each of the extractors, equal on all processes.
@@ -88,18 +113,20 @@ def extract(
         make_images: gives uint8 [n, C, H, W] of the numbers int64 [n], on the accelerator's device, where the extractors are.
         kept_rows: how many features are kept, evenly spread; the moments are of all.
         kept_images: how many images are kept beside them, evenly spread: uint8 [kept, C, H, W] on the CPU; None for 0.
+        hash_pixels: whether the sets get their `pixels_sha256`.
         progress: called with the number of images that each chunk adds.
     """
     on_device = accelerator.device if accelerator.device.type == "cuda" else "cpu"  # not every backend has float64
     moments = [Moments(extractor.dimensions, on_device) for extractor in extractors]
     kept = evenly(count, kept_rows)
     rows: list[list[torch.Tensor]] = [[] for _ in extractors]
-    shown, images_kept = evenly(count, kept_images), []
+    shown, images_kept, digest = evenly(count, kept_images), [], hashlib.sha256()
 
     def make(numbers: torch.Tensor) -> list[torch.Tensor]:
         images = make_images(numbers)
         features = [extractor(images) for extractor in extractors]
-        return [*features, images] if kept_images else features
+        hashes = [_image_hashes(images)] if hash_pixels else []
+        return [*features, *hashes, images] if kept_images else [*features, *hashes]
 
     for numbers, tensors in sharded(accelerator, count, batch_size, make):
         chosen = torch.isin(numbers, kept)
@@ -107,12 +134,22 @@ def extract(
             features = features.to(on_device)
             total.add(features)
             parts.append(features[chosen.to(on_device)].float().cpu())
+        if hash_pixels:
+            digest.update(tensors[len(extractors)].cpu().numpy())
         if kept_images:
             images_kept.append(tensors[-1].cpu()[torch.isin(numbers, shown)])
         if progress is not None:
             progress(len(numbers))
-    sets = [FeatureSet(total, torch.cat(parts), kept) for total, parts in zip(moments, rows)]
+    pixels_sha256 = digest.hexdigest() if hash_pixels else ""
+    sets = [FeatureSet(total, torch.cat(parts), kept, pixels_sha256) for total, parts in zip(moments, rows)]
     return sets, torch.cat(images_kept) if kept_images else None
+
+
+def _image_hashes(images: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, 32]: the SHA-256 of each image's shape and pixels, which does not depend on how images are cut into chunks."""
+    shape = repr(tuple(images.shape[1:])).encode()
+    hashes = [hashlib.sha256(shape + image.tobytes()).digest() for image in images.cpu().numpy()]
+    return torch.tensor([list(digest) for digest in hashes], dtype=torch.uint8, device=images.device)
 
 
 def reference_features(
@@ -142,7 +179,14 @@ def reference_features(
         return eight_bit(images.fetch(numbers.numpy()), images.max_value).to(accelerator.device)
 
     (features,), _ = extract(
-        accelerator, [extractor], len(images), batch_size, make_images, kept_rows=REFERENCE_ROWS, progress=progress
+        accelerator,
+        [extractor],
+        len(images),
+        batch_size,
+        make_images,
+        kept_rows=REFERENCE_ROWS,
+        hash_pixels=True,
+        progress=progress,
     )
     if path is not None and accelerator.is_main_process:
         with contextlib.suppress(OSError):  # a cache that cannot be written is made again next time
@@ -159,7 +203,7 @@ def save_features(path: Path, features: FeatureSet, facts: dict) -> str:
         "rows": features.rows,
         "indices": features.indices,
     }
-    text = json.dumps(facts, sort_keys=True)
+    text = json.dumps(facts | {"pixels_sha256": features.pixels_sha256}, sort_keys=True)
     digest = _digest(tensors, text)
     draft = path.with_name(f".{os.getpid()}-{path.name}")
     try:
@@ -189,7 +233,8 @@ def load_features(path: Path) -> tuple[FeatureSet, dict, str]:
         raise UserError(f"{path} was changed or damaged after it was written, or is of another version: make it again")
     moments = Moments(len(tensors["mean"]))
     moments.count, moments.mean, moments.scatter = int(tensors["count"]), tensors["mean"], tensors["scatter"]
-    return FeatureSet(moments, tensors["rows"], tensors["indices"]), json.loads(text), digest
+    facts = json.loads(text)
+    return FeatureSet(moments, tensors["rows"], tensors["indices"], facts.pop("pixels_sha256")), facts, digest
 
 
 def _digest(tensors: dict[str, torch.Tensor], text: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from utils import randomness
 from utils.augmentation import to_unit_range
 from utils.errors import UserError
 
@@ -64,8 +65,8 @@ class RandomConvolutions(Extractor):
 
     Random networks rank generators much as trained ones do (Naeem et al. 2020, section 4; Lee et al. 2022). The first layer
     sees texture, sharpness and colour, the second, at half the size, corners and strokes; the coarser scales whole shapes.
-    What was tried and seen with it is in benchmarks/RESULTS.md. The weights come from a CPU generator of a fixed seed, so
-    that they are the same everywhere. Larger images are reduced to 64 pixels first, by averaging.
+    What was tried and seen with it is in benchmarks/RESULTS.md. The weights are made by exact arithmetic from a fixed seed, so
+    that they are the same to the last bit everywhere. Larger images are reduced to 64 pixels first, by averaging.
     """
 
     name = "randconv"
@@ -75,14 +76,9 @@ class RandomConvolutions(Extractor):
 
     def __init__(self, channels: int):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
         for scale in range(self.SCALES):
             for layer, (outputs, inputs) in enumerate(((self.HIDDEN, channels), (self.SECOND, self.HIDDEN))):
-                weight = torch.randn(outputs, inputs, 3, 3, generator=generator)
-                weight *= (
-                    math.sqrt(2) / weight.flatten(1).norm(dim=1)[:, None, None, None]
-                )  # ReLU keeps the scale: He et al. 2015
-                self.register_buffer(f"weight_{scale}_{layer}", weight)
+                self.register_buffer(f"weight_{scale}_{layer}", _normal_filters(f"randconv {scale} {layer}", outputs, inputs))
         self.sha256 = weights_sha256(self)
 
     @torch.no_grad()
@@ -98,6 +94,19 @@ class RandomConvolutions(Extractor):
             second = _convolve(_halve(first), getattr(self, f"weight_{scale}_1"))
             features += [first[:, : self.FIRST].mean((2, 3)), second.mean((2, 3))]
         return torch.cat(features, dim=1)
+
+
+def _normal_filters(purpose: str, outputs: int, inputs: int) -> torch.Tensor:
+    """float32 [outputs, inputs, 3, 3], nearly normal, each filter of norm sqrt(2), which ReLU keeps the scale with (He et al.
+    2015).
+
+    Sums of the eight bytes of a random word are nearly normal, and integers: nothing is rounded before the last product, as it
+    is, differently on every CPU, by a logarithm or a sum of floats.
+    """
+    words = randomness.random_bits(0, purpose, torch.arange(outputs), inputs * 9)
+    sums = sum(words >> shift & 255 for shift in range(0, 64, 8)) * 2 - 8 * 255  # mean 0
+    scales = [math.sqrt(2 / int(squares)) for squares in sums.square().sum(1)]
+    return (sums.double() * torch.tensor(scales, dtype=torch.float64)[:, None]).float().view(outputs, inputs, 3, 3)
 
 
 def _halve(pixels: torch.Tensor) -> torch.Tensor:

@@ -82,17 +82,17 @@ def learning_rate_at(
     Warm-up is linear from 0 over `warmup_steps`. Afterwards, with progress in [0, 1] over the remaining updates,
     `linear`, `polynomial`, `cosine` and `cosine_with_restarts` fall from `base` to `floor * base`
     (floor 0 gives diffusers' curves, but that its polynomial ends at 1e-7); `cyclic` is a triangle between the two,
-    `cycles` times; `inverse_sqrt` is base / sqrt(max(step / decay_steps, 1)), with `warmup_steps` in place of decay_steps
-    where that is None (Vaswani et al. 2017, eq. 3, scaled to peak at `base`; Karras et al. 2024, eq. 67, t_ref = decay_steps).
+    `cycles` times; `inverse_sqrt` is base / sqrt(max(step / decay_steps, 1)), during the warm-up times its ramp, with
+    `warmup_steps` in place of decay_steps where that is None (Vaswani et al. 2017, eq. 3, scaled to peak at `base`; Karras
+    et al. 2024, eq. 67, t_ref = decay_steps).
     """
     if schedule == "constant":
         return base
-    if step < warmup_steps:
-        return base * step / warmup_steps
-    if schedule == "constant_with_warmup":
-        return base
+    ramp = min(step / warmup_steps, 1.0) if warmup_steps else 1.0
     if schedule == "inverse_sqrt":
-        return base / math.sqrt(max(step / max(decay_steps or warmup_steps, 1), 1.0))
+        return base * ramp / math.sqrt(max(step / max(decay_steps or warmup_steps, 1), 1.0))
+    if step < warmup_steps or schedule == "constant_with_warmup":
+        return base * ramp
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     if schedule == "linear":
         shape = 1.0 - progress

@@ -16,6 +16,7 @@ from utils.ema import EMA, ema_decay
 from utils.errors import UserError
 
 WIDEST = 12**-0.5  # s_rel of g = 0, the plain mean
+WIDTHS = "power/widths"  # among the tensors of a checkpoint
 
 
 def exponent_of_width(width: float) -> float:
@@ -51,17 +52,21 @@ def inner_products(steps_a, exponents_a, steps_b, exponents_b) -> np.ndarray:
     return scale * ratio**exponent_of_later
 
 
-def reconstruction_weights(steps: Sequence[int], widths: Sequence[float], step: int, width: float) -> np.ndarray:
-    """What to weigh each snapshot by, float64 [n], sum 1, so that the sum comes nearest to the EMA of `width` at `step`.
+def reconstruction_weights(steps: Sequence[int], widths: Sequence[float], step: int, width: float) -> tuple[np.ndarray, float]:
+    """(what to weigh each snapshot by, float64 [n], sum 1, so that the sum comes nearest to the EMA of `width` at `step`; how
+    far off its profile p is: ||sum of weights p_i - p|| / ||p||).
 
-    Snapshot i has the profile of `widths[i]` up to `steps[i]`. Least squares between the profiles; those of snapshots that are
-    nearly alike make the problem nearly singular, hence `lstsq`.
+    Snapshot i has the profile p_i of `widths[i]` up to `steps[i]`. Least squares between the profiles; those of snapshots that
+    are nearly alike make the problem nearly singular, hence `lstsq`.
     """
-    exponents = [exponent_of_width(w) for w in widths]
+    exponents, wanted = [exponent_of_width(w) for w in widths], ([step], [exponent_of_width(width)])
     gram = inner_products(steps, exponents, steps, exponents)
-    target = inner_products(steps, exponents, [step], [exponent_of_width(width)])[:, 0]
+    target = inner_products(steps, exponents, *wanted)[:, 0]
     weights = np.linalg.lstsq(gram, target, rcond=None)[0]
-    return weights / weights.sum()
+    weights /= weights.sum()
+    size = inner_products(*wanted, *wanted)[0, 0]
+    difference = weights @ gram @ weights - 2.0 * weights @ target + size
+    return weights, float((max(difference, 0.0) / size) ** 0.5)  # rounding may take it below 0
 
 
 class PowerEMA(EMA):
@@ -83,13 +88,12 @@ class PowerEMA(EMA):
             average.update(decay ** ((exponent + 1.0) / (self.exponents[0] + 1.0)), finite)
 
     def restart(self) -> None:
-        super().restart()
-        for average in self._others:
-            average.restart()
+        """Raises UserError: an average that does not reach back to the first update has another profile than its width's."""
+        raise UserError("the checkpoint has no EMA, and --ema_type power must average from the first update on; train anew")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The first average under the model's own names, the others under `<width>/<name>`."""
-        state = dict(self.shadow)
+        """The first average under the model's own names, the others under `<width>/<name>`, and the widths, float64 [n]."""
+        state = self.shadow | {WIDTHS: torch.tensor(list(self.averages), dtype=torch.float64)}
         for width, average in self._named_others():
             state |= {f"{width}/{name}": tensor for name, tensor in average.shadow.items()}
         return state
@@ -97,10 +101,11 @@ class PowerEMA(EMA):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Copies `state` in. Raises UserError when it is of another model or of other widths."""
+        found = state[WIDTHS].tolist() if WIDTHS in state else []
+        if found != list(self.averages):
+            was, now = (" ".join(map(str, widths)) or "none" for widths in (found, self.averages))
+            raise UserError(f"the checkpoint's EMA is of --ema_widths {was}, not {now}; reconstruct_ema.py makes other lengths")
         super().load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
-        found = {name.split("/")[0] for name in state if "/" in name}
-        if found != {width for width, _ in self._named_others()}:
-            raise UserError(f"the checkpoint's EMA is of other --ema_widths than {' '.join(map(str, self.averages))}")
         for width, average in self._named_others():
             prefix = f"{width}/"
             average.load_state_dict({n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})

@@ -111,7 +111,9 @@ FLAGS = {
 
 
 _EDM2 = {
-    "train_batch_size": 32,  # the paper's global batch is 2048: more processes, --gradient_accumulation_steps
+    "global_batch_size": 2048,  # what the image counts below hold for
+    "train_batch_size": 32,  # auto: as many as fit
+    "max_grad_norm": 0.0,  # the paper clips nothing
     "lr_warmup_steps": 4883,  # 10 M images
     "lr_decay_steps": 35_000,
     "max_train_steps": 1_048_576,  # 2^31 images
@@ -134,6 +136,7 @@ EDM2_FLAGS = {
         "eval_batch_size": 40,
         "max_train_steps": 2400,
         "learning_rate": 0.01,
+        "max_grad_norm": 1.0,  # other than the paper, as train_ddpm.py: what this preset was tuned and measured with
         "lr_warmup_steps": 100,
         "lr_decay_steps": 400,
         "P_mean": -0.6,

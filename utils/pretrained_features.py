@@ -13,7 +13,8 @@ from utils.errors import UserError
 from utils.features import Extractor, weights_sha256
 
 # The network of Heusel et al. 2017 as torch-fidelity converted it; the file's name holds the start of its SHA-256.
-INCEPTION_FILE, INCEPTION_SHA256 = "weights-inception-2015-12-05-6726825d.pth", "6726825d"
+INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
+INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 
 
 def _check_file(path: Path, expected: str | None) -> str:
@@ -88,7 +89,10 @@ class DINOv2(Extractor):
         except ImportError as error:
             raise UserError(f"--features dinov2 needs transformers (pip install transformers): {error}") from None
         try:
-            self.network = Dinov2Model.from_pretrained(weights, local_files_only=True, use_safetensors=True)
+            options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+            self.network, loaded = Dinov2Model.from_pretrained(weights, **options)
+            if loaded["missing_keys"]:  # transformers fills them with random numbers and goes on
+                raise ValueError(f"{len(loaded['missing_keys'])} weights are missing, such as {min(loaded['missing_keys'])}")
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise UserError(f"{weights} does not hold a DINOv2 model: {reason}") from None

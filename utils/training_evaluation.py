@@ -1,5 +1,6 @@
 """A run's own samples, evaluated while it trains: the same noise every time, in fp32, sharded over the processes."""
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +13,17 @@ from utils.data import ImageSet, cache_root
 from utils.doctor import Doctor
 from utils.errors import UserError
 from utils.evaluation import Evaluation
-from utils.feature_sets import REFERENCE_ROWS, evenly, reference_features
+from utils.feature_sets import REFERENCE_ROWS, FeatureSet, evenly, reference_features
 from utils.features import make_extractor
 from utils.images import save_png
 from utils.launch import on_main_process
+from utils.memorisation import MOST_IMAGES, Originals
 from utils.quality import LEAST_IMAGES
 from utils.sampling import make_sampler, sample, to_uint8
 from utils.tracking import Trackers
 
 FEATURES = "randconv"  # needs no labels, no file and no training
+MOST_COMPARED_BYTES, MOST_DECODED = 512 * 2**20, 2048  # of training images that may be copied: packed ones, files
 LOGGED = ("precision", "recall", "density", "coverage", "variance_ratio", "distance_ratio", "vendi")
 
 
@@ -83,17 +86,21 @@ class TrainingEvaluation:
     def make(self, state: TrainState) -> bool:
         """Evaluates, and notes the distances in `state`; whether they make this the best checkpoint. False when told to stop.
 
-        Every process must call it, and gets the same. Logs the figures (see `Evaluation.measure`), records them for the doctor
-        and the report, says what they cost, and writes evaluation/nearest.png. The training's weights and random numbers are
-        left as they were.
+        Every process must call it, and gets the same; what goes wrong costs the evaluation and not the training. Logs the
+        figures (see `Evaluation.measure`), records them for the doctor and the report, says what they cost, and writes
+        evaluation/nearest.png. The training's weights and random numbers are left as they were.
         """
         step = state.step
         start = time.perf_counter()
-        if self._evaluation is None:
-            self._evaluation = self._prepare()
-        prepared = time.perf_counter()
         self._stopped = False
-        figures, sheet = self._evaluation.measure(self._sample, self._num_images, cancelled=lambda: self._stopped)
+        try:
+            if self._evaluation is None:
+                self._evaluation = self._prepare()
+            prepared = time.perf_counter()
+            figures, sheet = self._evaluation.measure(self._sample, self._num_images, cancelled=lambda: self._stopped)
+        except UserError as error:  # on all processes alike: no memory for it, say
+            self._say(f"left out: the evaluation after {step} updates: {error}")
+            return False
         if figures is None:
             return False
         done = time.perf_counter()
@@ -117,20 +124,20 @@ class TrainingEvaluation:
         return any(kinds)
 
     def _prepare(self) -> Evaluation:
-        chosen = evenly(len(self._training), REFERENCE_ROWS)
-        real = self._training if len(chosen) == len(self._training) else self._training.subset(chosen.numpy())
+        real = _some(self._training, REFERENCE_ROWS)
         extractor = make_extractor(FEATURES, real).to(self._accelerator.device)
-        cache = cache_root(self._cache_dir) / "steady_diffusion"
-        reference = reference_features(self._accelerator, extractor, real, batch_size=self._batch_size, cache_dir=cache)
-        return Evaluation(
-            self._accelerator,
-            extractor,
-            reference,
-            seed=self._seed,
-            batch_size=self._batch_size,
-            training=self._training,
-            held_out=self._held_out,
-        )
+
+        def features(images: ImageSet) -> FeatureSet:
+            cache = cache_root(self._cache_dir) / "steady_diffusion"
+            return reference_features(self._accelerator, extractor, images, batch_size=self._batch_size, cache_dir=cache)
+
+        reference = features(real)
+        held_out = features(_some(self._held_out, MOST_IMAGES)).rows if len(self._held_out) else None
+        # The other processes wait while the main one looks for copies, so it looks through as many images as check_data does.
+        most = MOST_COMPARED_BYTES // math.prod(real.shape) if real.cached else MOST_DECODED
+        originals = Originals(_some(real, max(1, most)), self._held_out, reference.rows, held_out)
+        options = {"seed": self._seed, "batch_size": self._batch_size, "originals": originals}
+        return Evaluation(self._accelerator, extractor, reference, **options)
 
     def _sample(self, numbers: torch.Tensor) -> torch.Tensor:
         images = None
@@ -151,3 +158,8 @@ class TrainingEvaluation:
             self._stopped = True
             return torch.zeros(len(numbers), *self._training.shape, dtype=torch.uint8, device=self._accelerator.device)
         return to_uint8(images)
+
+
+def _some(images: ImageSet, most: int) -> ImageSet:
+    """At most so many of the images, spread over the set."""
+    return images if len(images) <= most else images.subset(evenly(len(images), most).numpy())
