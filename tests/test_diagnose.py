@@ -13,7 +13,6 @@ from synthetic_run import synthetic_run
 import diagnose
 import utils.doctor
 import utils.previews
-from utils.catalogue import CATALOGUE
 from utils.errors import UserError
 from utils.findings import table
 from utils.history import HISTORY, read_history
@@ -168,6 +167,5 @@ def test_a_reader_that_has_seen_enough_is_no_crash(tmp_path):
     assert result.returncode in (0, 1) and result.stderr == "", result.stderr
 
 
-def test_every_finding_is_judged_somewhere_and_documented():
-    assert {code for codes in diagnose.EVIDENCE.values() for code in codes} == set(CATALOGUE) - {"rule-failed"}
+def test_every_finding_is_documented():
     assert table() in (ROOT / "docs" / "findings.md").read_text()

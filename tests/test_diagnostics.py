@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from utils.catalogue import CATALOGUE
-from utils.diagnostics import RULES, diagnose
+from utils.diagnostics import RULES, diagnose, examine
 from utils.findings import SEVERITIES, Finding, table
 from utils.run_record import RunRecord
 
@@ -402,6 +402,13 @@ def test_the_learning_rate_is_judged_by_weights_and_not_by_norms(weights, found)
     assert codes(run(lambda n: {"layers": named | {"conv_in.weight": {"activation": 1.0}}})) == found
 
 
+@pytest.mark.parametrize(("device", "wait", "found"), [("cpu", 0.4, True), ("cuda:0", 0.7, False), ("cuda:0", 0.9, True)])
+def test_a_host_that_waits_while_a_gpu_works_is_no_starved_device(device, wait, found):
+    record = run(lambda n: {"perf/data_wait": wait})
+    record.resolved["device"] = device
+    assert codes(record) == ["data-starved"] * found
+
+
 def test_early_samples_are_not_judged():
     late = run(evaluated(precision=0.0))
     assert codes(late) == ["samples-unlike-data"]
@@ -507,6 +514,27 @@ def test_a_healthy_record_with_holes_is_no_error_and_no_alarm(seed):
     record.history, record.options, record.resolved = map(holes, (record.history, record.options, record.resolved))
     found = diagnose(record)
     assert [finding.line for finding in found if finding.severity != "info"] == []
+
+
+def test_what_a_whole_run_records_is_enough_to_judge_everything():
+    record = run(evaluated(), validation=(0.5, 0.3, 0.25, 0.26))
+    record.history[-1]["train/loss_scale"] = 65536.0
+    assert examine(record) == ([], set(CATALOGUE) - {"rule-failed"})
+
+
+def test_too_little_is_not_enough_to_call_a_run_healthy():
+    """Two reports, and a learning rate, a loss and a data loader of which nothing can be said yet."""
+    record = run()
+    record.history = [line for line in record.history if line["step"] <= 2 * EVERY]
+    found, judged = examine(record)
+    assert found == [] and {"data-alike", "schedule-leaves-signal", "non-finite", "lr-too-high"} <= judged
+    late = {"data-starved", "not-learning", "lr-too-low", "loss-unstable", "not-updated", "no-gradient", "overfitting"}
+    assert judged.isdisjoint(late | {"samples-alike", "ema-frozen", "timestep-ignored"})
+
+
+def test_a_rule_that_fails_is_not_said_to_have_judged():
+    _, judged = examine(run(schedule={"alphas_cumprod": ["?"]}))
+    assert judged.isdisjoint({"schedule-leaves-signal", "noise-wrong"}) and "data-alike" in judged
 
 
 def test_a_rule_that_fails_hides_no_other_finding():

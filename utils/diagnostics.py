@@ -40,17 +40,24 @@ from utils.run_record import RunRecord
 
 
 def diagnose(record: RunRecord) -> list[Finding]:
-    """What is wrong with the run, the most severe first; empty for a healthy one. Works on a run of any length.
+    """What is wrong with the run, the most severe first; empty for a healthy one. Works on a run of any length."""
+    return examine(record)[0]
+
+
+def examine(record: RunRecord) -> tuple[list[Finding], set[str]]:
+    """(what `diagnose` gives, codes of all findings that there was enough recorded to judge).
 
     A rule that fails is left out, and said to be: it must not end the training that it watches.
     """
-    findings: list[Finding] = []
+    given: list[str | Finding] = []
     for rule in RULES:
         try:
-            findings += rule(record)
+            given += list(rule(record))
         except Exception as error:
-            findings.append(Finding("rule-failed", "info", f"{rule.__name__}: {type(error).__name__}: {error}"))
-    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))  # stable: the rules' order stays
+            given.append(Finding("rule-failed", "info", f"{rule.__name__}: {type(error).__name__}: {error}"))
+    findings = [item for item in given if isinstance(item, Finding)]
+    judged = {item for item in given if isinstance(item, str)}
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)), judged  # stable: the rules' order stays
 
 
 # Causes before what can follow from them: a learning rate that tears the network apart leaves it blind to the timestep, without

@@ -29,7 +29,8 @@ class Finding:
         return f"{self.severity}: {self.code}: {self.title} ({self.evidence}). Try: {self.fixes[0]}"
 
 
-Found = Iterator[Finding]  # what a rule gives
+# What a rule gives: the code of each finding that there was enough recorded to judge, and the findings.
+Found = Iterator[str | Finding]
 
 
 def described(finding: Finding) -> list[str]:

@@ -19,6 +19,8 @@ def overfitting(record: RunRecord) -> Found:
     later = [loss for step, loss in zip(train_steps, losses) if step > best_step]
     then = [loss for step, loss in zip(train_steps, losses) if step <= best_step]
     harder = _held_out_ratio(record)
+    if len(held_out) >= 3 or harder is not None:
+        yield "overfitting"
     # Held-out loss on fixed noise moves by a per cent or so; the last two must both stand well above the best. Where training
     # images became as hard, it is something else.
     rose = len(held_out) >= 3 and min(held_out[-2:]) > 1.15 * best
@@ -61,6 +63,8 @@ def not_learning(record: RunRecord) -> Found:
         losses = [loss for loss in losses if loss is not None and math.isfinite(loss)]
         if losses and constant > 0:
             ratios[quartile] = sum(losses) / len(losses) / constant
+    if ratios:
+        yield "not-learning"
     if ratios and min(ratios.values()) > 0.85:
         quartile = min(ratios, key=ratios.get)
         what = f"at best, in quartile {quartile}, the loss is {ratios[quartile]:.2f} of that of a constant prediction"

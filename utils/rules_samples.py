@@ -22,7 +22,15 @@ def evaluated_samples(record: RunRecord) -> Found:
     """The newest evaluation in a run, once half of it is done: before that samples are not meant to be good."""
     for step, figures in record.records("evaluation")[-1:]:
         if step >= 0.5 * (record.resolved.get("max_train_steps") or 0):
-            yield from collapse(figures, step)
+            found = collapse(figures, step)
+            # What stands first hides the rest, and is all that was judged.
+            codes = {finding.code for finding in found}
+            yield "samples-alike"
+            if "samples-alike" not in codes:
+                yield from ("samples-unlike-data", *(["samples-copied"] if figures.get("memorisation") else []))
+            if codes.isdisjoint(("samples-alike", "samples-unlike-data")):
+                yield from ("samples-lack-variety", "modes-missing", "mode-dominates")
+            yield from found
 
 
 def previewed_samples(record: RunRecord) -> Found:
@@ -36,7 +44,9 @@ def previewed_samples(record: RunRecord) -> Found:
         distances = {kind: (samples.get(kind) or {}).get("pair_distance") for kind in ("raw", "ema")}
         ratios = {kind: d / data["pairwise_distance"] for kind, d in distances.items() if d is not None and math.isfinite(d)}
         alike = {kind: ratio for kind, ratio in ratios.items() if ratio**2 < ALIKE}
-        # Before half of the run samples are not meant to be good; healthy ones were at 0.7 to 1.3 of the distance after that.
+        if step >= 0.5 * total and ratios:
+            yield "samples-alike"
+        # Before half of the run samples are not meant to be good; healthy ones that were judged after that had 0.7 to 1.3.
         if step >= 0.5 * total and alike:
             said = ", ".join(f"{ratio:.2g} ({kind} weights)" for kind, ratio in alike.items())
             yield Finding("samples-alike", "critical", f"their distance from each other over that of the images: {said}", step)
