@@ -230,6 +230,7 @@ def main(args: argparse.Namespace) -> int:
         expected_reports=max_train_steps // args.logging_steps,
         enabled=is_main,
         say=progress.say,
+        log=trackers.log,
     )
     stopwatch, statistics = Stopwatch(state.step), StepStatistics(device, args.ddpm_num_steps)
     dynamics = Dynamics(raw_unet)

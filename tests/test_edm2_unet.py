@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from models.edm2_unet import (
     PRESETS,
@@ -39,8 +40,19 @@ def magnitude(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
+class Inside(nn.Module):
+    """What `layer` gives where its kernel sees no padding. With the border, where zeros stand for neighbours, it is 0.958."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[..., 1:-1, 1:-1]
+
+
 LAYERS = {
-    "convolution 3x3": (lambda: MPConv2d(64, 64, 3), lambda: (torch.randn(4, 64, 16, 16),)),
+    "convolution 3x3": (lambda: Inside(MPConv2d(64, 64, 3)), lambda: (torch.randn(4, 64, 16, 16),)),
     "convolution 1x1": (lambda: MPConv2d(32, 96, 1), lambda: (torch.randn(4, 32, 16, 16),)),
     "linear": (lambda: MPLinear(128, 256), lambda: (torch.randn(64, 128),)),
     "fourier features": (lambda: MPFourier(256), lambda: (torch.randn(64),)),
@@ -59,10 +71,8 @@ def test_layers_keep_unit_magnitude(name):
         layer, arguments = LAYERS[name]
         with torch.no_grad():
             magnitudes.append(magnitude(layer()(*arguments())))
-    # Zero padding takes 2 / 3 of a pixel's row and column at the border: 1 - (1 - 2 / 48)^2 of the energy at 16x16.
-    expected = 1 - 2 / 48 if name == "convolution 3x3" else 1.0
-    assert sum(magnitudes) / 50 == pytest.approx(expected, abs=0.01)
-    assert all(abs(value - expected) < 0.05 for value in magnitudes)
+    assert sum(magnitudes) / 50 == pytest.approx(1.0, abs=0.01)
+    assert all(abs(value - 1.0) < 0.05 for value in magnitudes)
 
 
 def test_concatenation_weighs_by_t_and_not_by_channels():
@@ -80,26 +90,26 @@ def test_fresh_blocks_keep_unit_magnitude(mode, resample, heads):
             assert 0.8 < magnitude(block(torch.randn(4, 64, 16, 16), torch.randn(4, 64))) < 1.2
 
 
-@pytest.mark.parametrize(
-    ("config", "lowest"),
-    [
-        (PRESETS["XXS"], 0.8),
-        # Zero padding reaches every other pixel at 4x4, where a convolution keeps 0.83 of the magnitude.
-        ({"sample_size": 16, "in_channels": 1, "out_channels": 1, **PRESETS["digits16"]}, 0.7),
-    ],
-    ids=["XXS", "digits16"],
-)
-def test_fresh_network_s_block_outputs_stay_near_unit_magnitude(config, lowest):
-    torch.manual_seed(0)
-    unet = EDM2UNet(num_class_embeds=10, **config)
-    seen = {}
-    for name, module in unet.named_modules():
-        if isinstance(module, EDM2Block):
-            module.register_forward_hook(lambda m, i, out, name=name: seen.update({name: magnitude(out)}))
-    with torch.no_grad():
-        unet(torch.randn(4, unet.config.in_channels, *[unet.config.sample_size] * 2), torch.randn(4), torch.arange(4))
-    assert len(seen) == len(unet.encoder) + len(unet.decoder)
-    assert all(lowest < value < 1.2 for value in seen.values()), seen
+@pytest.mark.parametrize(("name", "networks"), [("XXS", 1), ("digits16", 20)])
+def test_fresh_network_s_block_outputs_keep_unit_magnitude(name, networks):
+    """In expectation over the weights: with the 16 to 64 channels of digits16 one network's blocks range from 0.67 to 1.25, and
+    their mean over networks is from 0.86 to 0.99."""
+    config = {"sample_size": 16, "in_channels": 1, "out_channels": 1} | PRESETS[name] if name == "digits16" else PRESETS[name]
+    means = {}
+
+    def see(block: str, out: torch.Tensor) -> None:
+        means[block] = means.get(block, 0.0) + magnitude(out) / networks
+
+    for seed in range(networks):
+        torch.manual_seed(seed)
+        unet = EDM2UNet(num_class_embeds=10, **config)
+        for block, module in unet.named_modules():
+            if isinstance(module, EDM2Block):
+                module.register_forward_hook(lambda m, i, out, block=block: see(block, out))
+        with torch.no_grad():
+            unet(torch.randn(4, unet.config.in_channels, *[unet.config.sample_size] * 2), torch.randn(4), torch.arange(4))
+    assert len(means) == len(unet.encoder) + len(unet.decoder)
+    assert all(0.8 < value < 1.2 for value in means.values()), means
 
 
 def test_cosine_attention_against_a_plain_computation():
