@@ -17,38 +17,6 @@ from pathlib import Path
 from utils.cli import add_data_flags, positive_int, run_script
 from utils.errors import UserError
 
-# Where each finding would show, a dot leading into a record: what is not recorded cannot be called healthy.
-EVIDENCE = {
-    "data.copies": ("data-alike",),
-    "data.classes": ("class-imbalance",),
-    "data.constant_share": ("data-blank",),
-    "data.damaged": ("data-damaged",),
-    "data.sizes": ("data-enlarged",),
-    "schedule": ("schedule-leaves-signal", "schedule-destroys-early"),
-    "samples": ("sampler-mismatch",),
-    "probe.timestep_response": ("sampler-mismatch", "timestep-ignored"),
-    "probe.batch_response": ("batch-leak",),
-    "probe.training_error": ("train-eval-gap",),
-    "layers": (
-        *("no-gradient", "not-updated", "weights-shrinking"),
-        *("no-warmup", "lr-too-high", "lr-too-low", "loss-unstable"),
-    ),
-    "data/min": ("data-range", "data-changed", "data-stuck"),
-    "noise/variance": ("noise-wrong", "timestep-mismatch"),
-    "gradients/left_over": ("gradients-not-cleared",),
-    "train/lr": ("lr-ended-early",),
-    "train/timesteps_drawn": ("timesteps-uneven", "not-learning"),
-    "train/skipped_updates": ("non-finite",),
-    "train/loss_scale": ("fp16-scale-collapse",),
-    "train/grad_norm": ("gradients-exploding", "clip-too-tight"),
-    "train/ema_norm": ("ema-frozen", "ema-too-long"),
-    "validation/loss": ("overfitting",),
-    "perf/data_wait": ("data-starved",),
-    "evaluation": (
-        *("samples-alike", "samples-copied", "samples-unlike-data", "samples-lack-variety", "modes-missing", "mode-dominates"),
-    ),
-}
-
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -70,14 +38,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> int:
     # Imported here because torch takes seconds, which --help and a mistyped flag should not pay for.
-    from utils.diagnostics import diagnose
+    from utils import diagnostics
     from utils.doctor import DIAGNOSIS, REPORT, write_diagnosis
     from utils.report import write_report
     from utils.run_record import RunRecord
 
     if args.run is not None:
         record = RunRecord.read(args.run)
-        findings = diagnose(record)
+        findings, judged = diagnostics.examine(record)
         if not args.no_report:
             try:
                 write_report(record, findings, args.run / REPORT)
@@ -88,9 +56,9 @@ def main(args: argparse.Namespace) -> int:
             raise UserError(f"{args.run} has recorded nothing yet that could be judged (no history.jsonl)")
     else:
         record = RunRecord(Path(), history=[{"step": 0, **examine(args)}])
-        findings = diagnose(record)
+        findings, judged = diagnostics.examine(record)
     try:
-        show(record, findings, as_json=args.json)
+        show(record, findings, judged, as_json=args.json)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads it has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -167,16 +135,14 @@ def load(args: argparse.Namespace, resolution: int, image_channels: int):
     )
 
 
-def show(record, findings: list, as_json: bool) -> None:
+def show(record, findings: list, judged: set[str], as_json: bool) -> None:
     """What could be judged, FAIL, WARN or OK, with cause and fixes; then the figures of a dataset or a probe."""
-    from utils.findings import CATALOGUE, described
+    from utils.catalogue import CATALOGUE
+    from utils.findings import described
     from utils.history import to_json
 
-    kinds = {key for recorded in record.history for key in recorded}
-    nested = (record for recorded in record.history for record in recorded.items() if isinstance(record[1], dict))
-    kinds |= {f"{kind}.{key}" for kind, figures in nested for key, value in figures.items() if value is not None}
-    judged = {code for key, codes in EVIDENCE.items() if key in kinds for code in codes}
-    healthy = judged - {finding.code for finding in findings}
+    found = {finding.code for finding in findings}
+    healthy = judged - found
     figures = {kind: record.records(kind)[-1][1] for kind in ("data", "schedule", "probe") if record.records(kind)}
     if as_json:
         shown = {"findings": [vars(finding) for finding in findings], "healthy": sorted(healthy)}
@@ -186,8 +152,10 @@ def show(record, findings: list, as_json: bool) -> None:
         print(*_run_lines(record), sep="\n", end="\n\n")
     for finding in findings:
         print("\n".join(described(finding)))
-    missing = CATALOGUE.keys() - judged if record.options else ()  # of a dataset or a pipeline most is
-    for word, before, codes in (("OK", "", healthy), ("-", "not recorded, so not judged: ", missing)):
+    missing = (
+        CATALOGUE.keys() - judged - found - {"rule-failed"} if record.options else ()
+    )  # of a dataset or a pipeline most is
+    for word, before, codes in (("OK", "", healthy), ("-", "too little recorded to judge: ", missing)):
         listed = before + ", ".join(code for code in CATALOGUE if code in codes)
         if codes:
             print(textwrap.fill(listed, 110, initial_indent=f"{word:<6}", subsequent_indent=" " * 6, break_on_hyphens=False))

@@ -230,6 +230,7 @@ def main(args: argparse.Namespace) -> int:
         expected_reports=max_train_steps // args.logging_steps,
         enabled=is_main,
         say=progress.say,
+        log=trackers.log,
     )
     stopwatch, statistics = Stopwatch(state.step), StepStatistics(device, args.ddpm_num_steps)
     dynamics = Dynamics(raw_unet)
@@ -321,6 +322,13 @@ def main(args: argparse.Namespace) -> int:
     exit_status = 0
     batches = samples.batches(state.step, max_train_steps, args.dataloader_num_workers)
     last_step = state.step if state.stopped_early(args.early_stopping_patience) else max_train_steps
+    if evaluation.due(state, max_train_steps):  # a stop had left it out
+        with stopwatch.paused(), averaged(), full_precision(raw_unet):
+            evaluation.make(state)
+        if evaluation.due(state, max_train_steps):  # and another has
+            exit_status, last_step = EXIT_STOPPED, state.step
+        else:
+            save_checkpoint(accelerator, output_dir, state, total_limit=args.checkpoints_total_limit)
     for step in range(state.step, last_step):
         learning_rate = learning_rate_at(step, total_steps=max_train_steps, **learning_rate_options(args))
         set_learning_rate(optimizer, learning_rate)
@@ -398,7 +406,7 @@ def main(args: argparse.Namespace) -> int:
                 trackers.log({"validation/loss": value}, step=state.step)
                 doctor.record(state.step, {"validation/loss": value})
                 improved = state.record("validation loss", value, decides=args.best_metric == "loss")
-            if evaluation.due(state.step, max_train_steps):
+            if evaluation.due(state, max_train_steps):
                 with averaged(), full_precision(raw_unet):
                     improved |= evaluation.make(state)
             if due(args.save_images_steps, args.save_images_epochs):
@@ -407,7 +415,8 @@ def main(args: argparse.Namespace) -> int:
                 progress.attempt(export)
             if snapshots.due(state.step):
                 progress.attempt(snapshots.save, state.step)
-            if stop.agreed():  # by all ranks, so that they leave at the same update
+            # By all ranks, so that they leave at the same update; what a stop leaves of an evaluation is still due.
+            if stop.agreed() or evaluation.due(state, max_train_steps):
                 exit_status = exit_status or EXIT_STOPPED
             if improved or exit_status or state.step % args.checkpointing_steps == 0:
                 state.skipped_updates, state.scaler_skips, state.bad_in_a_row = bad_updates.totals()

@@ -1,13 +1,15 @@
 """The doctor's rules: each fires on its trace and is silent just on the healthy side of it, on made-up records."""
 
 import math
+import random
 import time
 from pathlib import Path
 
 import pytest
 
-from utils.diagnostics import RULES, diagnose
-from utils.findings import CATALOGUE, SEVERITIES, Finding, table
+from utils.catalogue import CATALOGUE
+from utils.diagnostics import RULES, diagnose, examine
+from utils.findings import SEVERITIES, Finding, table
 from utils.run_record import RunRecord
 
 REPORTS, EVERY = 20, 50
@@ -66,6 +68,7 @@ DATA = {
     "copies": {"share": 0.02},
     "near_copies": {"share": 0.1},
     "variety": 0.8,
+    "pairwise_distance": 0.79,
 }
 DATA |= {"classes": {"number": 10, "largest_share": 0.12}, "shape": [1, 16, 16], "constant_share": 0.0, "constant_rows": []}
 DATA |= {"damaged": {"images": 0, "share": 0.0, "files": []}, "sizes": {"enlarged_share": 0.0, "shorter_side_min": 16}}
@@ -74,6 +77,8 @@ SCHEDULE = {"alphas_cumprod": [0.9999 * math.exp(-10 * (t / 100) ** 2) for t in 
 SAMPLES = {
     "sampler": {"prediction_type": "epsilon", "beta_schedule": "linear"},
     "trained": {"prediction_type": "epsilon", "beta_schedule": "linear"},
+    "raw": {"std": 0.6, "pair_distance": 0.7},
+    "ema": {"std": 0.6, "pair_distance": 0.8},
 }
 
 
@@ -84,6 +89,8 @@ def by_level(clean: float, noisy: float) -> dict:
 PROBE = {
     "prediction_type": "epsilon",
     "errors_as": {"epsilon": by_level(0.9, 0.1), "sample": by_level(3.0, 3.0), "v_prediction": by_level(0.9, 1.5)},
+    "images": 32,
+    "held_out_images": 32,
     "timestep_response": 0.1,
     "batch_response": 1e-6,
     "training_error": 0.11,
@@ -122,6 +129,14 @@ def updates(size: float, warmup: int = 0):
 
 def noise(name: str, value: float):
     return lambda number: {f"noise/{name}": value}
+
+
+def polynomial(power: float):
+    return lambda number: {"train/lr": 1e-3 * (1 - number / REPORTS) ** power}
+
+
+def distance(kind: str, value: float) -> dict:
+    return {kind: {"pair_distance": value}}
 
 
 def quartile_losses(*losses: float):
@@ -194,8 +209,8 @@ CASES = {
             run(data={"classes": {"number": 10, "largest_share": 0.7}}),
         ),
         (
-            run(data={"classes": {"number": 2, "largest_share": 0.96}}),
-            run(data={"classes": {"number": 2, "largest_share": 0.9}}),
+            run(data={"classes": {"number": 2, "largest_share": 190 / 200}}),
+            run(data={"classes": {"number": 2, "largest_share": 0.94}}),
         ),
         (
             run(data={"classes": {"number": 10, "largest_share": 0.95}}),
@@ -246,6 +261,11 @@ CASES = {
         (run(moving("conv_in.weight", "mid_block.weight")), run(moving(*LAYER_NAMES))),
         (run(moving()), run(moving(lr=0.0))),
         (run(moving(rounding=LAYER_NAMES[1])), run(moving(LAYER_NAMES[0], LAYER_NAMES[2], rounding=LAYER_NAMES[1]))),
+        (run(moving()), run(lambda n: moving()(n) | {"train/scaler_skips": n + 1.0})),
+        (
+            run(lambda n: moving()(n) | {"train/scaler_skips": 4.0}),
+            run(lambda n: moving()(n) | {"train/scaler_skips": 0.5 * n}),
+        ),
         (run(moving("conv_in.weight")), run(lambda n: moving("conv_in.weight")(n) | {"train/skipped_updates": 3.0})),
     ],
     "weights-shrinking": [(run(sizes(0.01)), run(sizes(0.05)))],
@@ -259,6 +279,12 @@ CASES = {
     "lr-ended-early": [
         (run(lambda n: {"train/lr": 1e-3 * (n < 15)}), run(lambda n: {"train/lr": 1e-3 * (n < 19)})),
         (run(lambda n: {"train/lr": 1e-3 * (n < 15)}), run(lambda n: {"train/lr": 1e-3 if n < 15 else 2e-6})),
+        (run(polynomial(4.0)), run(polynomial(4.0), options={"lr_scheduler": "polynomial", "lr_power": 4.0})),
+        (run(polynomial(4.0)), run(polynomial(1.0), options={"lr_scheduler": "polynomial"})),
+        (
+            run(lambda n: {"train/lr": 1e-3 * (n < 9)}, options={"lr_scheduler": "polynomial", "lr_power": 4.0}),
+            run(polynomial(4.0), options={"lr_scheduler": "polynomial", "lr_power": 4.0}),
+        ),
     ],
     "not-learning": [
         (run(quartile_losses(1.1, 1.0, 0.97, 1.0)), run(quartile_losses(1.1, 1.0, 0.7, 1.0))),
@@ -317,13 +343,26 @@ CASES = {
             run(validation=(0.5, 0.3, 0.25, 0.3, 0.4), probe={"held_out_error": {"100": 0.2, "500": 0.1, "900": 0.05}}),
         ),
         (run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}}), run(probe={"held_out_error": {}})),
+        (
+            run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "images": 16}),
+            run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "held_out_images": 15}),
+        ),
+        (
+            run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "held_out_images": 16}),
+            run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "images": 1}),
+        ),
     ],
     "ema-frozen": [
         (run(lambda n: {"train/ema_norm": 10.0}), run(lambda n: {"train/ema_norm": 10 + 1e-6 * n})),
         (run(lambda n: {"train/ema_norm": 10.0}), run(lambda n: {"train/ema_norm": 10.0, "layers": layers(update=0.0)})),
     ],
     "ema-too-long": [(run(lambda n: {"train/ema_decay": 0.9999}), run(lambda n: {"train/ema_decay": 0.99}))],
-    "samples-alike": [(run(evaluated(variance_ratio=1e-3)), run(evaluated(variance_ratio=0.9)))],
+    "samples-alike": [
+        (run(evaluated(variance_ratio=1e-3)), run(evaluated(variance_ratio=0.9))),
+        (run(samples=distance("raw", 0.1)), run(samples=distance("raw", 0.13))),
+        (run(samples=distance("ema", 0.1)), run(updates(1e-4), samples=distance("ema", 0.1))),  # that hardly moved
+        (run(samples=distance("raw", 0.0)), run(samples=distance("raw", 0.0), data={"constant_share": 0.2})),
+    ],
     "samples-copied": [
         (run(evaluated(memorisation=copies(0.2, 0.01))), run(evaluated(memorisation=copies(0.03, 0.0)))),
         (run(evaluated(memorisation=copies(0.6, 0.1))), run(evaluated(memorisation=copies(0.2, 0.1)))),  # data full of copies
@@ -338,8 +377,36 @@ CASES = {
         (run(evaluated(modes=bins([280, 40, 40, 40]))), run(evaluated(modes=bins([130, 90, 90, 90])))),
         (run(evaluated(modes=bins([130, 90, 90, 90]) | {"number": 20, "different": 10})), run(evaluated())),
     ],
+    "rule-failed": [(run(schedule={"alphas_cumprod": ["?"]}), run())],
     "data-starved": [(run(lambda n: {"perf/data_wait": 0.7}), run(lambda n: {"perf/data_wait": 0.15}))],
 }
+
+
+def test_batches_of_one_image_are_judged_together_and_not_too_few_of_them():
+    """Images of one grey each, which lie as far apart as the files' pixels, and none apart."""
+    greys = run(lambda n: {"data/mean": -0.4 + 0.7 * (-1) ** n, "data/std": 0.0})
+    same = run(lambda n: {"data/mean": -0.4 + 0.01 * (-1) ** n, "data/std": 0.0})
+    for record in (greys, same):
+        record.resolved["global_batch_size"] = 2
+    assert codes(greys) == [] and codes(same) == ["data-range"]
+    same.resolved["global_batch_size"] = 1  # 20 images in all
+    assert codes(same) == []
+
+
+@pytest.mark.parametrize(("weights", "found"), [(1e-3, []), (1e-6, ["lr-too-low"])])
+def test_the_learning_rate_is_judged_by_weights_and_not_by_norms(weights, found):
+    """Of a network under spectral norm, whose weights have the names that torch's parametrizations give them."""
+    size = {"weight": 0.1, "gradient": 1e-3}
+    named = {f"{name}.parametrizations.weight.original": size | {"update": weights} for name in ("conv_in", "mid_block")}
+    named |= {f"mid_block.{name}.weight": size | {"update": 1e-3 * 1e-6 / weights} for name in ("norm1", "norm2", "norm3")}
+    assert codes(run(lambda n: {"layers": named | {"conv_in.weight": {"activation": 1.0}}})) == found
+
+
+@pytest.mark.parametrize(("device", "wait", "found"), [("cpu", 0.4, True), ("cuda:0", 0.7, False), ("cuda:0", 0.9, True)])
+def test_a_host_that_waits_while_a_gpu_works_is_no_starved_device(device, wait, found):
+    record = run(lambda n: {"perf/data_wait": wait})
+    record.resolved["device"] = device
+    assert codes(record) == ["data-starved"] * found
 
 
 def test_early_samples_are_not_judged():
@@ -347,6 +414,14 @@ def test_early_samples_are_not_judged():
     assert codes(late) == ["samples-unlike-data"]
     late.history[:] = [record for record in late.history if record["step"] < 0.4 * late.resolved["max_train_steps"]]
     assert codes(late) == []
+
+
+def test_previews_of_the_first_half_are_not_judged():
+    early = run(samples=distance("raw", 0.01))
+    assert codes(early) == ["samples-alike"]
+    (preview,) = (record for record in early.history if "samples" in record)
+    preview["step"] = int(0.49 * early.resolved["max_train_steps"])
+    assert codes(early) == []
 
 
 def test_a_healthy_run_has_no_finding():
@@ -417,6 +492,54 @@ def test_no_value_of_a_figure_makes_the_rules_fail(value):
     record.history = [broken(line) for line in record.history]
     for finding in diagnose(record):
         assert isinstance(finding, Finding) and finding.line
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_healthy_record_with_holes_is_no_error_and_no_alarm(seed):
+    """As an older version, a full disk or another writer may leave it."""
+    chance = random.Random(seed)
+
+    def holes(item):
+        if isinstance(item, list):
+            return [holes(inner) for inner in item]
+        if not isinstance(item, dict):
+            return None if chance.random() < 0.05 else item
+        return {
+            key: holes(value) if key != "step" else value
+            for key, value in item.items()
+            if chance.random() > 0.05 or key == "step"
+        }
+
+    record = run(validation=(0.5, 0.3, 0.25, 0.26))
+    record.history, record.options, record.resolved = map(holes, (record.history, record.options, record.resolved))
+    found = diagnose(record)
+    assert [finding.line for finding in found if finding.severity != "info"] == []
+
+
+def test_what_a_whole_run_records_is_enough_to_judge_everything():
+    record = run(evaluated(), validation=(0.5, 0.3, 0.25, 0.26))
+    record.history[-1]["train/loss_scale"] = 65536.0
+    assert examine(record) == ([], set(CATALOGUE) - {"rule-failed"})
+
+
+def test_too_little_is_not_enough_to_call_a_run_healthy():
+    """Two reports, and a learning rate, a loss and a data loader of which nothing can be said yet."""
+    record = run()
+    record.history = [line for line in record.history if line["step"] <= 2 * EVERY]
+    found, judged = examine(record)
+    assert found == [] and {"data-alike", "schedule-leaves-signal", "non-finite", "lr-too-high"} <= judged
+    late = {"data-starved", "not-learning", "lr-too-low", "loss-unstable", "not-updated", "no-gradient", "overfitting"}
+    assert judged.isdisjoint(late | {"samples-alike", "ema-frozen", "timestep-ignored"})
+
+
+def test_a_rule_that_fails_is_not_said_to_have_judged():
+    _, judged = examine(run(schedule={"alphas_cumprod": ["?"]}))
+    assert judged.isdisjoint({"schedule-leaves-signal", "noise-wrong"}) and "data-alike" in judged
+
+
+def test_a_rule_that_fails_hides_no_other_finding():
+    record = run(lambda n: {"data/max": 255.0}, schedule={"alphas_cumprod": ["?"]})
+    assert codes(record)[0] == "data-range"
 
 
 def test_a_million_updates_are_looked_at_in_a_moment():

@@ -60,6 +60,23 @@ def test_magnitudes_are_those_of_each_tensor():
     assert dynamics.report() == ({}, {})  # once
 
 
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
+def test_micro_steps_give_the_spread_of_all_their_images(micro_batch):
+    """Most of it lies between the images: each is of nearly one grey."""
+    model, greys = network(), torch.linspace(-1, 1, 8).view(8, 1, 1, 1)
+    images = greys + 0.01 * torch.randn(8, 1, 8, 8)
+    dynamics = Dynamics(model)
+    dynamics.begin(True)
+    for part in images.split(micro_batch):
+        dynamics.see_images(part)
+        model(part).square().mean().backward()
+    dynamics.before_step()
+    dynamics.end(clip_gradients(Accelerator(cpu=True), model, 0.0))
+    figures, _ = dynamics.report()
+    assert figures["data/std"] == pytest.approx(images.std().item(), rel=1e-5)
+    assert figures["data/mean"] == pytest.approx(images.mean().item(), abs=1e-6)
+
+
 def test_measuring_changes_nothing():
     models = network(), network(), network()
     for model, dynamics, wanted in zip(models, (None, Dynamics(models[1]), Dynamics(models[2])), (True, True, False)):
@@ -67,6 +84,15 @@ def test_measuring_changes_nothing():
     for first, *others in zip(*(model.parameters() for model in models)):
         assert all(torch.equal(first, other) for other in others)
     assert not any(module._forward_hooks for module in models[1].modules())
+
+
+def test_a_report_is_one_transfer(monkeypatch):
+    model, transfers, plain = network(), [], torch.Tensor.tolist
+    dynamics = Dynamics(model)
+    train(model, dynamics)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(len(tensor)) or plain(tensor))
+    dynamics.report()
+    assert len(transfers) == 1
 
 
 def test_nothing_is_reported_of_updates_that_were_not_wanted():

@@ -21,6 +21,7 @@ from utils.errors import UserError
 from utils.evaluation import Evaluation, metric_name
 from utils.evaluation_table import read_results
 from utils.export import export_pipeline
+from utils.image_folder import ImageFolder
 from utils.images import save_png, to_pil
 from utils.pretrained_features import INCEPTION_SHA256
 
@@ -114,6 +115,7 @@ def test_a_pipeline_a_checkpoint_and_generated_files_are_the_same_images(folder,
     assert files == pipeline == checkpoint  # the checkpoint's averaged weights are those that were exported
     table = call("--images", tmp_path / "out", "--dataset_name", "digits", "--no_classes")
     assert "fd_randconv = " in table and "(real/real floor " in table and "N 37 against 1797)" in table
+    assert f"note: {tmp_path / 'out'}: the figures are kept nowhere; --output_dir keeps them" in table
     assert "37 images for 120 feature dimensions: the covariance is singular" in table
     assert "FAIL  samples-unlike-data" in table and "likely cause:" in table and "try:" in table
     assert "fid" not in table
@@ -156,7 +158,11 @@ def test_several_seeds_are_all_shown_with_mean_and_minimum(folder, call):
     flags = ["--pipeline", folder / "run", "--dataset_name", "digits", *SAMPLING, "--no_classes", "--seeds", 0, 1]
     first, second = (result["figures"]["fd"] for result in results(call(*flags, "--json")))
     assert first != second
+    sheets = {name: (folder / "run" / "evaluation" / name).read_bytes() for name in ("nearest.png", "nearest-1.png")}
+    call(*[*flags[:-2], 0])
+    assert (folder / "run" / "evaluation" / "nearest.png").read_bytes() == sheets["nearest.png"] != sheets["nearest-1.png"]
     output = call(*flags)
+    assert "kept nowhere" not in output
     assert f"fd_randconv over 2 seeds: mean {(first + second) / 2:.4g}, minimum {min(first, second):.4g}" in output
 
 
@@ -252,6 +258,9 @@ def test_bad_input_is_one_line(folder, call, tmp_path):
     Image.new("L", (8, 4)).save(tmp_path / "wide" / "wide.png")
     shutil.copytree(tmp_path / "few", tmp_path / "broken")
     (tmp_path / "broken" / "9.png").write_bytes(b"no image")
+    (tmp_path / "noise").mkdir()
+    for number in range(20):
+        (tmp_path / "noise" / f"{number}.png").write_bytes(b"no image")
     digits = ["--dataset_name", "digits"]
     cases = [
         (["--images", tmp_path / "missing", *digits], "no such folder"),
@@ -259,6 +268,7 @@ def test_bad_input_is_one_line(folder, call, tmp_path):
         (["--images", tmp_path / "wide", *digits], "holds images of 4x8; only square ones"),
         (["--images", tmp_path / "mixed", *digits], r"different sizes: 0.png 8x8, 2.png 9x9"),
         (["--images", tmp_path / "broken", *digits], "9.png cannot be decoded"),
+        (["--images", tmp_path / "noise", *digits], r"0\.png cannot be decoded"),
         (["--images", tmp_path / "few", *digits, "--no_classes"], "5 samples against 1797 reference images"),
         (["--images", folder / "first", tmp_path / "large", *digits], "different sizes cannot be compared"),
         (["--images", folder / "first", "--reference", folder / "second", "--features", "classifier"], "--label_column"),
@@ -286,6 +296,25 @@ def test_a_checkpoint_needs_what_an_export_leaves(folder, call, tmp_path):
     shutil.copytree(folder / "run" / "checkpoint-5", tmp_path / "bare" / "checkpoint-5")
     with pytest.raises(UserError, match="that an export leaves"):
         call("--pipeline", tmp_path / "bare" / "checkpoint-5", "--dataset_name", "digits")
+
+
+def test_one_colour_image_makes_a_folder_of_colour(tmp_path):
+    make_images(tmp_path / "mixed", [8] * 3)
+    assert ImageFolder(tmp_path / "mixed").shape == (1, 8, 8)
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "mixed" / "9.png")
+    folder = ImageFolder(tmp_path / "mixed")
+    assert folder.shape == (3, 8, 8)
+    assert folder.source("cpu")(torch.tensor([3]))[0, :, 0, 0].tolist() == [255, 0, 0]
+
+
+def test_what_one_process_cannot_read_is_one_line_of_all(folder, tmp_path):
+    shutil.copytree(folder / "first", tmp_path / "cut")
+    path = sorted((tmp_path / "cut").iterdir())[12]  # the second process's, of chunks of 8
+    path.write_bytes(path.read_bytes()[:60])
+    flags = ["--images", tmp_path / "cut", "--dataset_name", "digits", "--no_classes", "--batch_size", 8]
+    result = run_script("evaluate.py", [*flags, "--cache_dir", folder / "cache"], 2)
+    assert result.stderr.count("error: ") == 1 and f"error: cannot decode the image {path}: " in result.stderr
+    assert "gloo" not in result.stderr and 'evaluate.py", line' not in result.stderr
 
 
 def test_mistakes_end_with_2(tmp_path):

@@ -1,15 +1,19 @@
 """The noise that a network is shown, against noise that is known because it was put there."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from utils.diffusion import make_noise_scheduler
+from utils.diffusion import describe_schedule, make_noise_scheduler
 from utils.dynamics import Dynamics
+from utils.findings import Finding
 from utils.gradients import Gradients
 from utils.noise_check import FIGURES, noise_figures
+from utils.rules_process import noise_wrong, timestep_mismatch
+from utils.run_record import RunRecord
 
 SHAPE = (16, 3, 16, 16)
 CLEAN = torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -34,13 +38,47 @@ def test_independent_normal_noise(schedule):
     assert found["timestep_order"] > 0.9 and found["timestep_mean"] == TIMESTEPS.float().mean()
 
 
-def test_dark_images_bias_nothing():
-    """Of images of 16 pixels that are nearly black the gain is known badly, which must not look like too much noise."""
-    clean = 0.2 * torch.randn(4096, 1, 4, 4, generator=torch.Generator().manual_seed(6))
-    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(7))
-    timesteps = torch.randint(1000, (len(clean),), generator=torch.Generator().manual_seed(8))
-    values, _ = noise_figures(clean, make_noise_scheduler().add_noise(clean, noise, timesteps), timesteps, None)
-    assert values[FIGURES.index("variance")] == pytest.approx(1, abs=0.08)  # 2 and more without the correction
+def images_of(kind: str, generator: torch.Generator) -> torch.Tensor:
+    """Sixteen images that tell little of the gain."""
+    if kind.startswith("spread"):
+        _, spread, side, channels = kind.split()
+        return float(spread) * torch.randn(16, int(channels), int(side), int(side), generator=generator)
+    images = torch.rand(16, 1, 16, 16, generator=generator) * 2 - 1
+    if kind == "blob on grey":
+        images[:, :, :, :], images[:, :, 6:9, 6:9] = 0.004, 0.9
+    elif kind == "one blank":
+        images[5] = 0.0
+    elif kind == "a tenth nearly empty":
+        images[torch.rand(16, generator=generator) < 0.1] *= 1e-3
+    return images
+
+
+@pytest.mark.parametrize(
+    "kind", ["spread 0.05 16 1", "spread 0.02 32 1", "spread 0.02 32 3", "blob on grey", "one blank", "a tenth nearly empty"]
+)
+@pytest.mark.parametrize("micro_batch", [1, 2, 16])
+def test_grey_and_empty_images_are_no_false_alarm(kind, micro_batch):
+    """Their gain is known badly, which must not look like wrong noise or wrong timesteps."""
+    generator, history = torch.Generator().manual_seed(6), []
+    for step in range(1, 9):  # reports
+        clean = images_of(kind, generator)
+        noise, timesteps = torch.randn(clean.shape, generator=generator), torch.randint(1000, (16,), generator=generator)
+        noisy = make_noise_scheduler().add_noise(clean, noise, timesteps)
+        parts = zip(clean.split(micro_batch), noisy.split(micro_batch), timesteps.split(micro_batch))
+        values = torch.stack([noise_figures(*part, None)[0] for part in parts]).nanmean(0)  # as `Dynamics` has it
+        history.append({"step": step} | {f"noise/{name}": value for name, value in zip(FIGURES, values.tolist())})
+    schedule = {"step": 0, "schedule": describe_schedule(make_noise_scheduler())}
+    record = RunRecord(Path("run"), history=[schedule, *history])
+    given = [*noise_wrong(record), *timestep_mismatch(record)]
+    assert [item for item in given if isinstance(item, Finding)] == [] and "noise-wrong" in given
+
+
+def test_a_blank_image_hides_no_fault_of_the_others():
+    clean, told = CLEAN.clone(), 999 - TIMESTEPS
+    clean[3] = 0.0
+    values, _ = noise_figures(clean, make_noise_scheduler().add_noise(clean, 0.5 * drawn(), TIMESTEPS), told, None)
+    found = dict(zip(FIGURES, values.tolist()))
+    assert found["variance"] == pytest.approx(0.25, rel=0.05) and found["timestep_order"] < -0.9
 
 
 def test_each_figure_tells_its_fault():

@@ -1,7 +1,10 @@
 """The questions to a network on real images, put to networks whose answers are known; frozen layers among the magnitudes."""
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from test_data_check import image_set
 from test_probe_figures import Known
 from torch import nn
 
@@ -9,6 +12,7 @@ from utils.diffusion import PREDICTION_TYPES, make_noise_scheduler
 from utils.dynamics import Dynamics
 from utils.gradients import Gradients
 from utils.probe import probe_network
+from utils.training_samples import TrainingSamples
 
 
 @pytest.fixture
@@ -46,6 +50,17 @@ def test_held_out_images_show_what_is_known_by_heart(images):
     assert found["held_out_error"].keys() == found["error"].keys()
     assert all(found["held_out_error"][step] > 10 * error for step, error in found["error"].items())
     assert probe_network(knows(images, scheduler, "epsilon"), scheduler, images)["held_out_error"] == {}
+
+
+@pytest.mark.parametrize(("images", "micro_batch", "accumulation", "given"), [(40, 1, 1, 32), (40, 3, 4, 32), (20, 1, 2, 20)])
+def test_the_first_images_are_many_however_small_the_micro_batch(images, micro_batch, accumulation, given):
+    pixels = np.arange(images, dtype=np.uint8).reshape(-1, 1, 1, 1).repeat(4, axis=2).repeat(4, axis=3)
+    split = {"train_batch_size": micro_batch, "gradient_accumulation_steps": accumulation}
+    samples = TrainingSamples(image_set(pixels), Accelerator(cpu=True), seed=0, **split)
+    shown = samples.first_images(32)
+    assert shown.shape == (given, 1, 4, 4) and len(shown[:, 0, 0, 0].unique()) == given
+    alone = next(samples.batches(0, 1))  # they begin with those that the training begins with
+    assert torch.equal(shown[:micro_batch], samples.on_device(alone)[1])
 
 
 def test_a_network_of_zeros_has_relative_error_one_in_every_type(images):

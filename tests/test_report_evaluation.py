@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,30 @@ def test_evaluate_py_is_shown_where_it_was_run(figures, tmp_path):
     (run / "evaluation" / "evaluation.json").write_text("{")
     assert newest_figures(RunRecord.read(run)) is None  # damaged: as if it were not there
     assert "Evaluation" not in page(run)
+
+
+def test_the_newest_evaluation_is_shown_and_the_curves_keep_their_own_floor(figures, tmp_path):
+    run = synthetic_run(tmp_path / "run", reports=4)
+    with open(run / "history.jsonl", "a") as file:
+        for step in (100, 200):
+            entry = {"step": step, "time": 1000.0 + step, "eval/fd_randconv": 30.0, "eval/kd_randconv": 0.3}
+            file.write(json.dumps(entry | {"evaluation": figures}) + "\n")
+    other = figures | {"floor": figures["floor"] | {"fd": 8765.0, "kd": 4321.0}}
+    result = {"images": 300, "features": "pixels", "sampler": "ddim", "num_inference_steps": 50, "figures": other}
+    path = run / "evaluation" / "evaluation.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"results": [result]}))
+    for written, title, shown in (
+        (1150, "update 200: 300 samples", figures),
+        (1250, "evaluate.py: 300 samples, pixels", other),
+    ):
+        os.utime(path, (written, written))
+        record = RunRecord.read(run)
+        what, found = newest_figures(record)
+        assert what.startswith(title) and found == shown
+        curves = evaluation_plots(record, found)
+        assert "real/real floor" in curves and curves == evaluation_plots(record, figures)
+        assert f"Figures ({title}" in page(run)
 
 
 def test_bars_are_shares_in_per_cent_of_the_real_shares(figures):

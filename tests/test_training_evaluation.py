@@ -1,11 +1,15 @@
 """Evaluation in the training loop: the same figures on two processes, no trace in the training, the best checkpoint by it."""
 
+import importlib
+import os
+import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import logged_scalars, run_script
+from conftest import SCRIPTS, logged_scalars, make_tiny_flags, run_script
 from diffusers import DDPMScheduler
 from safetensors.torch import load_file
 from test_sampling import tiny_unet
@@ -16,6 +20,7 @@ from utils.errors import UserError
 from utils.feature_sets import evenly
 from utils.features import RandomConvolutions
 from utils.history import HISTORY, read_history
+from utils.interrupts import EXIT_STOPPED
 from utils.training_evaluation import TrainingEvaluation
 
 EVALUATED = ["--eval_steps", "4", "--eval_images", "30", "--eval_batch_size", "8"]
@@ -70,6 +75,45 @@ def test_mistakes_are_told_before_the_first_update(train, tiny_flags, tmp_path):
     assert not list(tmp_path.glob("run/checkpoint-*"))
 
 
+def test_an_evaluation_that_a_stop_left_out_is_made_on_resume(runs, train, monkeypatch, script_of_evaluation):
+    folder, _ = runs
+    flags, script = script_of_evaluation
+    flags = [*flags, *EVALUATED, "--best_metric", "fd", "--output_dir", folder / f"stopped-{script.__name__}"]
+    output_dir, sampled = flags[-1], TrainingEvaluation._sample
+
+    def stopped_at_the_end(self, numbers):
+        if len(checkpoints(output_dir)) > 0:  # the one of update 4 is made after its evaluation
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sampled(self, numbers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingEvaluation, "_sample", stopped_at_the_end)
+        assert train(flags, script) == EXIT_STOPPED
+        assert read_state(checkpoints(output_dir)[-1]).evaluated_step == 4
+        assert train([*flags, "--resume_from_checkpoint", "latest"], script) == EXIT_STOPPED  # and again
+    assert evaluated(output_dir) == [4]
+    assert train([*flags, "--resume_from_checkpoint", "latest"], script) == 0
+    assert evaluated(output_dir) == [4, 8]
+    state = read_state(checkpoints(output_dir)[-1])
+    assert (state.step, state.evaluated_step, state.best_metric) == (8, 8, "fd_randconv")
+    assert train([*flags, "--resume_from_checkpoint", "latest"], script) == 0
+    assert evaluated(output_dir) == [4, 8]  # once
+
+
+@pytest.fixture(params=SCRIPTS)
+def script_of_evaluation(request, tmp_path_factory):
+    flags = make_tiny_flags(tmp_path_factory.mktemp("tiny"), request.param)
+    return [*flags, "--max_train_steps", "8", "--checkpointing_steps", "4"], importlib.import_module(Path(request.param).stem)
+
+
+def checkpoints(output_dir):
+    return list_checkpoints(Path(output_dir))
+
+
+def evaluated(output_dir) -> list[int]:
+    return [record["step"] for record in read_history(Path(output_dir, HISTORY)) if "evaluation" in record]
+
+
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     return load_images("digits", resolution=8, image_channels=1, cache_dir=str(tmp_path_factory.mktemp("cache")))
@@ -110,8 +154,9 @@ def test_a_stop_leaves_the_evaluation_out(digits, evaluate_in, tmp_path):
     asked = []
     should_stop = lambda: asked.append(0) or len(asked) > 4  # noqa: E731  in the second chunk
     evaluation, recorded, said = evaluate_in(digits, digits.subset([]), should_stop=should_stop)
-    assert [step for step in range(1, 13) if evaluation.due(step, 12)] == [5, 10, 12]
-    assert not evaluation.make(TrainState(step=5))
+    assert [step for step in range(13) if evaluation.due(TrainState(step=step), 12)] == [5, 10, 12]
+    state = TrainState(step=5)
+    assert not evaluation.make(state) and evaluation.due(state, 12)
     assert len(asked) == 5 and recorded == said == [] and list(tmp_path.glob("evaluation/*")) == []
 
 
@@ -143,6 +188,7 @@ def test_what_fails_costs_the_evaluation_and_not_the_training(digits, evaluate_i
 
     monkeypatch.setattr(fails, fail)
     evaluation, recorded, said = evaluate_in(digits, digits.subset([]))
-    assert not evaluation.make(TrainState(step=5))
+    state = TrainState(step=5)
+    assert not evaluation.make(state) and not evaluation.due(state, 12)
     assert recorded == [] and len(said) == 1
     assert said[0].startswith("left out: the evaluation after 5 updates: ") and "LinAlgError: the algorithm failed" in said[0]

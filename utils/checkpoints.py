@@ -47,6 +47,7 @@ class TrainState:
     best_value: float | None = None
     best_metric: str = "validation loss"  # what it is a value of
     validations_without_improvement: int = 0
+    evaluated_step: int | None = None  # the newest update whose samples were evaluated
     metrics: dict = field(default_factory=dict)  # the last figures, for the model card
     fingerprint: str = ""  # of the run, from the options that it was started with
     max_train_steps: int = 0  # length that the learning rate was laid out for

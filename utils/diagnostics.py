@@ -35,14 +35,29 @@ from utils.rules_optimizer import (
     weights_shrinking,
 )
 from utils.rules_process import noise_wrong, sampler_mismatch, schedule, timestep_mismatch, timesteps_uneven
-from utils.rules_samples import evaluated_samples
+from utils.rules_samples import evaluated_samples, previewed_samples
 from utils.run_record import RunRecord
 
 
 def diagnose(record: RunRecord) -> list[Finding]:
     """What is wrong with the run, the most severe first; empty for a healthy one. Works on a run of any length."""
-    findings = [finding for rule in RULES for finding in rule(record)]
-    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))  # stable: the rules' order stays
+    return examine(record)[0]
+
+
+def examine(record: RunRecord) -> tuple[list[Finding], set[str]]:
+    """(what `diagnose` gives, codes of all findings that there was enough recorded to judge).
+
+    A rule that fails is left out, and said to be: it must not end the training that it watches.
+    """
+    given: list[str | Finding] = []
+    for rule in RULES:
+        try:
+            given += list(rule(record))
+        except Exception as error:
+            given.append(Finding("rule-failed", "info", f"{rule.__name__}: {type(error).__name__}: {error}"))
+    findings = [item for item in given if isinstance(item, Finding)]
+    judged = {item for item in given if isinstance(item, str)}
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)), judged  # stable: the rules' order stays
 
 
 # Causes before what can follow from them: a learning rate that tears the network apart leaves it blind to the timestep, without
@@ -52,5 +67,5 @@ RULES: tuple[Callable[[RunRecord], Found], ...] = (
     *(gradients_not_cleared, not_updated, weights_shrinking, learning_rate, lr_ended_early),
     *(batch_leak, timestep_ignored, no_gradient, fp16_scale, non_finite, clip_too_tight, ema_frozen, ema_too_long),
     *(data_stuck, data_damaged, data_blank, data_alike, overfitting, class_imbalance, not_learning),
-    *(train_eval_gap, evaluated_samples, gradients_exploding, data_starved, data_enlarged),
+    *(train_eval_gap, evaluated_samples, previewed_samples, gradients_exploding, data_starved, data_enlarged),
 )

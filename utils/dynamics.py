@@ -75,11 +75,12 @@ class Dynamics:
 
     @torch.no_grad()
     def see_images(self, clean_images: torch.Tensor) -> None:
-        """Notes what the network is trained on: range, mean and standard deviation of [B, C, H, W]."""
+        """Notes what the network is trained on: range, mean and variance of [B, C, H, W]."""
         if self._watching:
             self._clean_images = clean_images
-            least, most = clean_images.aminmax()
-            self._images.append(torch.stack([least, most, clean_images.mean(), clean_images.std()]).float())
+            variance, mean = torch.var_mean(clean_images.float(), correction=0)
+            count = torch.full_like(mean, clean_images.numel())
+            self._images.append(torch.stack([*clean_images.float().aminmax(), mean, variance, count]))
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -103,8 +104,10 @@ class Dynamics:
         squares = [torch.stack(values).mean() for values in self._activations.values()]
         activations = torch.stack(squares).sqrt() if squares else weights.new_zeros(0)
         ratios = updates / weights.clamp(min=1e-12)
-        images = torch.stack(self._images)
-        images = torch.stack([images[:, 0].min(), images[:, 1].max(), images[:, 2].mean(), images[:, 3].mean()])
+        least, most, means, variances, counts = torch.stack(self._images).T
+        mean = (counts * means).sum() / counts.sum()  # of all micro steps together, as the variance: within them and between
+        variance = (counts * (variances + (means - mean).square())).sum() / (counts.sum() - 1)
+        images = torch.stack([least.min(), most.max(), mean, variance.sqrt()])
         noise = torch.stack(self._noise).nanmean(0) if self._noise else weights.new_full((len(FIGURES),), torch.nan)
         left_over = weights.new_zeros(()) if self._left_over is None else self._left_over
         seen = torch.cat([images, noise, left_over[None]])
@@ -120,8 +123,8 @@ class Dynamics:
         """
         if self._measured is None:
             return {}, {}
-        seen, values = self._measured[: len(SEEN)].tolist(), self._measured[len(SEEN) :].tolist()
-        self._measured = None
+        measured, self._measured = self._measured.tolist(), None
+        seen, values = measured[: len(SEEN)], measured[len(SEEN) :]
         count = len(self._parameters)
         names = list(self._parameters)
         columns = zip(values[:count], values[count : 2 * count], values[2 * count : 3 * count])

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from utils.errors import UserError
-from utils.image_preparation import ImageFile, ImagePreparation, UndecodableImage, size_from_header
+from utils.image_preparation import ImageFile, ImagePreparation, UndecodableImage, header_of
 
 _GREY_MODES = ("1", "L", "LA", "I", "I;16", "F")
 
@@ -18,9 +18,10 @@ class ImageFolder:
     """The images below `folder`, in the order of their names; of a folder of generate.py those that it numbered.
 
     Attributes:
-        shape: (channels, height, width), read from the headers: 1 channel where the first image is grey, else 3.
+        shape: (channels, height, width), read from the headers: 1 channel where all images are grey, else 3.
 
-    Raises UserError where there is no such folder, no image in it, or images of several sizes or not square.
+    Raises UserError where there is no such folder, no image in it, one that cannot be opened, or images of several sizes
+    or not square.
     """
 
     def __init__(self, folder: Path):
@@ -33,17 +34,21 @@ class ImageFolder:
             files = [path for path in files if re.fullmatch(r"\d{6,}\.png", path.name)]
         if not files:
             raise UserError(f"{folder}: no images in it")
-        self.folder, self.files, sizes = folder, files, {}
+        self.folder, self.files, sizes, channels = folder, files, {}, 1
         for path in files:
-            sizes.setdefault(size_from_header(ImageFile(None, str(path), str(path))), path)
+            header = header_of(ImageFile(None, str(path), str(path)))
+            if header is None:
+                raise UserError(f"{folder}: {path.name} cannot be decoded")
+            mode, *size = header
+            channels = channels if mode in _GREY_MODES else 3
+            sizes.setdefault(tuple(size), path)
             if len(sizes) > 1:
-                (first, one), (second, other) = sizes.items()
-                raise UserError(f"{folder} holds images of different sizes: {_size(one, first)}, {_size(other, second)}")
+                named = ", ".join(f"{path.name} {height}x{width}" for (height, width), path in sizes.items())
+                raise UserError(f"{folder} holds images of different sizes: {named}")
         ((height, width),) = sizes
         if height != width:
             raise UserError(f"{folder} holds images of {height}x{width}; only square ones can be compared with a dataset")
-        with Image.open(files[0]) as image:
-            self.shape = (1 if image.mode in _GREY_MODES else 3, height, width)
+        self.shape = (channels, height, width)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -69,7 +74,3 @@ def _settings(folder: Path) -> dict:
         return json.loads((folder / "generate.json").read_text())
     except (OSError, ValueError):
         return {}
-
-
-def _size(path: Path, size: tuple[int, int] | None) -> str:
-    return f"{path.name} {size[0]}x{size[1]}" if size else f"{path.name} cannot be decoded"

@@ -101,14 +101,21 @@ class ImagePreparation:
         return np.ascontiguousarray(pixels), remarks
 
 
-def size_from_header(file: ImageFile) -> tuple[int, int] | None:
-    """Height and width as stored (not yet turned by EXIF), without decoding; None where the file cannot be opened."""
+def header_of(file: ImageFile) -> tuple[str, int, int] | None:
+    """Pillow's mode, height and width as stored (not yet turned by EXIF), without decoding; None where the file cannot be
+    opened."""
     source = file.path if file.data is None else io.BytesIO(file.data)
     try:
         with Image.open(source, formats=_readable_formats()) as image:
-            return image.height, image.width
+            return image.mode, image.height, image.width
     except Exception:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
         return None
+
+
+def size_from_header(file: ImageFile) -> tuple[int, int] | None:
+    """Height and width of `header_of`."""
+    header = header_of(file)
+    return header and header[1:]
 
 
 def resized_size(height: int, width: int, resolution: int) -> tuple[int, int]:

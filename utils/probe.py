@@ -35,6 +35,7 @@ def probe_network(
 
     The noise is a function of `seed` and the image's place, so that figures of different updates can be compared. Gives
 
+        images, held_out_images: how many were looked at
         error: timestep -> mean squared error of the prediction, unweighted; for the first timestep, the last and three between
         held_out_error: the same on `held_out_images` under the same noise, where they are given
         linear_error: the same of the best predictor that only scales its input (the Wiener gain for white images with the
@@ -54,6 +55,8 @@ def probe_network(
     alphas_cumprod = noise_scheduler.alphas_cumprod.tolist()
     found: dict = {
         "prediction_type": noise_scheduler.config.prediction_type,
+        "images": len(clean_images),
+        "held_out_images": 0 if held_out_images is None else min(len(held_out_images), len(clean_images)),
         "error": {},
         "held_out_error": {},
         "linear_error": {},

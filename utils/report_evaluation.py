@@ -42,20 +42,22 @@ def evaluation_section(record: RunRecord) -> str:
 
 
 def newest_figures(record: RunRecord) -> tuple[str, dict] | None:
-    """(what they are of, the figures as of `Evaluation.measure`): of evaluate.py on this run, else the training's own
-    newest."""
+    """(what they are of, the figures as of `Evaluation.measure`): those of evaluate.py on this run or of the training itself,
+    whichever are newer."""
+    trained = next((entry for entry in reversed(record.history) if isinstance(entry.get("evaluation"), dict)), None)
     try:
-        result = json.loads((record.output_dir / FOLDER / "evaluation.json").read_text())["results"][0]
-        sampler = f"{result['sampler']} {result['num_inference_steps']} steps"
-        made = f"{result['images']:,} samples, {result['features']}, {sampler}"
-        return f"evaluate.py: {made}", result["figures"]
+        path = record.output_dir / FOLDER / "evaluation.json"
+        if trained is None or path.stat().st_mtime > trained.get("time", 0):
+            result = json.loads(path.read_text())["results"][0]
+            sampler = f"{result['sampler']} {result['num_inference_steps']} steps"
+            made = f"{result['images']:,} samples, {result['features']}, {sampler}"
+            return f"evaluate.py: {made}", result["figures"]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         pass  # never evaluated, or damaged
-    records = record.records("evaluation")
-    if not records:
+    if trained is None:
         return None
-    step, figures = records[-1]
-    return f"update {step:,}: {figures['images']:,} samples", figures
+    figures = trained["evaluation"]
+    return f"update {trained['step']:,}: {figures['images']:,} samples", figures
 
 
 def evaluation_rows(figures: dict) -> list[list[str]]:
@@ -71,14 +73,14 @@ def evaluation_rows(figures: dict) -> list[list[str]]:
 
 def evaluation_plots(record: RunRecord, figures: dict) -> str:
     """HTML: the curves of the evaluations in training, and bars of the shares of classes and modes."""
-    floor = figures["floor"]
+    evaluations = record.records("evaluation")
 
     def curves(kind: str) -> list[Curve]:
         tags = sorted({tag for entry in record.history for tag in entry if tag.startswith(f"eval/{kind}_")})
         drawn = [Curve(tag.removeprefix("eval/"), *record.series(tag), style) for style, tag in enumerate(tags[:4], start=1)]
-        if drawn:
-            steps = drawn[0].steps
-            drawn.append(Curve("real/real floor", [steps[0], steps[-1]], [floor[kind]] * 2, "limit"))
+        if drawn and evaluations:  # the floor of the training's own: `figures` may be of another extractor and number
+            steps, floor = drawn[0].steps, evaluations[-1][1]["floor"][kind]
+            drawn.append(Curve("real/real floor", [steps[0], steps[-1]], [floor] * 2, "limit"))
         return drawn
 
     distances = [

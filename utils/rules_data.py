@@ -1,7 +1,7 @@
 """Findings about the images themselves and about how they reach the network."""
 
 import math
-from statistics import median
+from statistics import fmean, median, pvariance
 
 from utils.findings import Finding, Found
 from utils.run_record import RunRecord
@@ -24,12 +24,22 @@ def data_range(record: RunRecord) -> Found:
     _, stds = record.finite("data/std")
     if files is None or not means or not stds:
         return
+    # The mean squares of single images differ by about as much as they are, so that those of 32 are known to a sixth or so.
+    if _images_seen(record, len(means)) < 32:
+        return
     # What the network sees has the mean and spread of what the files hold. Flips change neither, jitter of 0.5 the spread by
     # a quarter, balanced sampling and small batches less; the usual mistakes, [0, 1] among them, halve the spread or more.
-    mean, std = median(means), median(stds)
+    # Of batches of one or two images most of the spread may lie between them.
+    yield "data-range"
+    mean, std = fmean(means), math.sqrt(fmean(s * s for s in stds) + pvariance(means))
     if not 0.6 < std / max(files[1], 1e-6) < 1.7:
         what = f"{seen}, mean {mean:.2f}, spread {std:.2g}; in the files mean {files[0]:.2f}, spread {files[1]:.2g}"
         yield Finding("data-range", "critical", what, steps[-1])
+
+
+def _images_seen(record: RunRecord, reports: int) -> int:
+    """By this process, in the updates that so many reports are of."""
+    return reports * (record.resolved.get("global_batch_size") or 0) // (record.resolved.get("num_processes") or 1)
 
 
 def data_changed(record: RunRecord) -> Found:
@@ -37,11 +47,11 @@ def data_changed(record: RunRecord) -> Found:
     checks = record.records("data")
     files = _mean_and_std(checks[0][1]) if checks else None
     steps, means = record.finite("data/mean")
-    batch = (record.resolved.get("global_batch_size") or 0) // (record.resolved.get("num_processes") or 1)
     # The means of single images lie within about one spread of the whole, so that of 100 images has a standard error below a
     # tenth of it, and half a spread is five of those. Balanced sampling shows other images than the files hold on average.
-    if files is None or len(means) * batch < 100 or record.options.get("balanced_sampling"):
+    if files is None or _images_seen(record, len(means)) < 100 or record.options.get("balanced_sampling"):
         return
+    yield "data-changed"
     mean = sum(means) / len(means)
     # Jitter of strength s darkens white by s / 2 on average, because what it would brighten is clamped.
     if abs(mean - files[0]) > 0.5 * files[1] + 0.5 * (record.options.get("color_jitter") or 0.0):
@@ -56,6 +66,7 @@ def data_stuck(record: RunRecord) -> Found:
     copies = [(data.get("copies") or {}).get("share", 0.0) for _, data in record.records("data")[:1]]
     if not batch or images < 2 * batch or max(copies, default=0.0) > 0.5 or any(len(values) < 4 for _, values in seen):
         return
+    yield "data-stuck"
     # Means of different batches differ by hundredths; of the same images in another order or mirrored, by float rounding.
     if all(max(values) - min(values) < 1e-5 for _, values in seen):
         steps, means = seen[0]
@@ -75,6 +86,8 @@ def _mean_and_std(data: dict) -> tuple[float, float] | None:
 def data_alike(record: RunRecord) -> Found:
     for step, data in record.records("data")[:1]:
         copies, near = data.get("copies") or {}, data.get("near_copies") or {}
+        if copies:
+            yield "data-alike"
         share, near_share = copies.get("share", 0.0), near.get("share", 0.0)
         # Collections from the web have a few per cent of copies (CIFAR-10 has 3.3 % near-duplicates of test images).
         if share > 0.1 or near_share > 0.3:
@@ -86,6 +99,8 @@ def data_alike(record: RunRecord) -> Found:
 def data_blank(record: RunRecord) -> Found:
     for step, data in record.records("data")[:1]:
         share, rows = data.get("constant_share") or 0.0, data.get("constant_rows") or []
+        if data.get("constant_share") is not None:
+            yield "data-blank"
         # A network that learns its data makes blanks as often as it is shown them: below one in a hundred few will notice.
         severity = "critical" if share > 0.5 else "warning" if share > 0.01 else "info"
         if share > 0:
@@ -95,6 +110,8 @@ def data_blank(record: RunRecord) -> Found:
 def data_damaged(record: RunRecord) -> Found:
     for step, data in record.records("data")[:1]:
         damaged = data.get("damaged") or {}
+        if damaged:
+            yield "data-damaged"
         count, share = damaged.get("images", 0), damaged.get("share", 0.0)
         # Who said that they be replaced knows of them; not that it is one in twenty, which is no accident of a few files.
         expected = record.options.get("on_bad_image") == "replace" and share < 0.05
@@ -107,6 +124,8 @@ def data_damaged(record: RunRecord) -> Found:
 def data_enlarged(record: RunRecord) -> Found:
     for step, data in record.records("data")[:1]:
         sizes, side = data.get("sizes") or {}, (data.get("shape") or [0])[-1]
+        if sizes:
+            yield "data-enlarged"
         share, least = sizes.get("enlarged_share") or 0.0, sizes.get("shorter_side_min")
         if share > 0:  # for information alone: thumbnails may be all that there is
             what = f"{share:.0%} of the files have a side below {side} pixels, the least {least}"
@@ -119,18 +138,27 @@ def _listed(before: str, names: list) -> str:
 
 
 def class_imbalance(record: RunRecord) -> Found:
-    if record.options.get("balanced_sampling"):
-        return
     for step, data in record.records("data")[:1]:
         classes = data.get("classes") or {}
+        if classes:
+            yield "class-imbalance"
         share, number = classes.get("largest_share", 0.0), classes.get("number", 0)
-        # Of three or more classes, one has more than all others together thrice over.
-        if (number >= 3 and share > 0.75) or (number == 2 and share > 0.95):
+        # Of three or more classes, one has more than all others together thrice over; of two, which may well be a thing and its
+        # rare exception, 19 times over.
+        uneven = (number >= 3 and share > 0.75) or (number == 2 and share >= 0.95)
+        if uneven and not record.options.get("balanced_sampling"):
             yield Finding("class-imbalance", "warning", f"{share:.0%} of the images are of one of {number} classes", step)
 
 
 def data_starved(record: RunRecord) -> Found:
     steps, waits = record.finite("perf/data_wait")
-    # The first reports include the start of the workers.
-    if len(waits) >= 3 and median(waits[1:]) > 0.3:
-        yield Finding("data-starved", "warning", f"{median(waits[1:]):.0%} of the time goes into waiting for data", steps[-1])
+    if len(waits) < 3:
+        return
+    yield "data-starved"
+    # On a GPU the host waits for data while the device works on what it was given before: only where little but waiting is left
+    # has the device nothing to do.
+    on_cpu = record.resolved.get("device", "cpu") == "cpu"
+    share = median(waits[1:])  # the first reports include the start of the workers
+    if share > (0.3 if on_cpu else 0.8):
+        what = f"{share:.0%} of the time goes into waiting for data"
+        yield Finding("data-starved", "warning", what + ("" if on_cpu else ", in part of which the device may work"), steps[-1])

@@ -9,6 +9,8 @@ def timestep_ignored(record: RunRecord) -> Found:
     for step, probe in record.records("probe")[-1:]:
         response = probe.get("timestep_response")
         # Rounding gives 1e-7; networks that see it gave 1e-2 to 0.8 after as few as 8 updates.
+        if response is not None:
+            yield "timestep-ignored"
         if response is not None and response < 1e-4:
             yield Finding("timestep-ignored", "critical", f"another timestep changes the output by {response:.1e} of it", step)
 
@@ -17,6 +19,7 @@ def no_gradient(record: RunRecord) -> Found:
     records = record.records("layers")
     if len(records) < 3:  # at update 1 a zero output layer hides all other gradients
         return
+    yield "no-gradient"
     newest = records[-3:]
     weights = [name for name, layer in newest[-1][1].items() if "gradient" in layer]
     dead = [n for n in weights if all(layers.get(n, {}).get("gradient", 1.0) == 0.0 for _, layers in newest)]
@@ -33,6 +36,8 @@ def train_eval_gap(record: RunRecord) -> Found:
     for step, probe in record.records("probe")[-1:]:
         errors, training = probe.get("error") or {}, probe.get("training_error")
         middle = errors.get(list(errors)[len(errors) // 2]) if errors else None
+        if training is not None and middle:
+            yield "train-eval-gap"
         # Such dropout adds a tenth or so; what normalises with figures of the batch may also make training look better.
         if training is not None and middle and not 0.5 < training / middle < 2.0:
             said += [f"the error in training mode is {training / middle:.2g} times that in evaluation mode, on the same images"]
@@ -59,6 +64,8 @@ def batch_leak(record: RunRecord) -> Found:
     for step, probe in record.records("probe")[-1:]:
         response = probe.get("batch_response")
         # Other kernels for another batch size change an output by 1e-6 in float32; where they round to TF32, by 1e-3 at most.
+        if response is not None:
+            yield "batch-leak"
         if response is not None and response > 3e-3:
             what = f"alone in the batch, an image's prediction changes by {response:.1%}"
             yield Finding("batch-leak", "critical", what, step)

@@ -9,7 +9,10 @@ from utils.run_record import RunRecord
 
 def non_finite(record: RunRecord) -> Found:
     steps, skipped = record.series("train/skipped_updates")
-    if not steps or not skipped[-1] > 0:
+    if not steps:
+        return
+    yield "non-finite"
+    if not skipped[-1] > 0:
         return
     _, rows = record.series("train/bad_updates_in_a_row")
     often = skipped[-1] > max(2.0, 0.02 * steps[-1]) or max(rows, default=0) >= 3
@@ -20,6 +23,8 @@ def non_finite(record: RunRecord) -> Found:
 
 def fp16_scale(record: RunRecord) -> Found:
     steps, scales = record.series("train/loss_scale")
+    if steps:
+        yield "fp16-scale-collapse"
     # It starts at 65536 and halves with each overflow; below 1 it would shrink what fp16 can hold instead of lifting it.
     if steps and scales[-1] < 1.0:
         yield Finding("fp16-scale-collapse", "critical", f"the scale is {scales[-1]:.3g}", steps[-1])
@@ -29,6 +34,7 @@ def gradients_exploding(record: RunRecord) -> Found:
     steps, norms = record.finite("train/grad_norm")
     if len(norms) < 6:
         return
+    yield "gradients-exploding"
     early, late = median(norms[: max(2, len(norms) // 4)]), median(norms[-max(2, len(norms) // 4) :])
     # The norm of a healthy run falls, or rises a few times over as the loss gets small.
     if late > 50 * early and late > 10.0:
@@ -41,6 +47,8 @@ def clip_too_tight(record: RunRecord) -> Found:
     ratios = sorted(norm / clips[step] for step, norm in zip(steps, norms) if clips.get(step))
     # The usual limit of 1 meets norms from 0.01 to 10 or so, to 100 where predicted images are weighted by the SNR. Three
     # quarters of the reports must be beyond 300: where the norms grow to that, it is they that are wrong and not the limit.
+    if len(ratios) >= 2:
+        yield "clip-too-tight"
     if len(ratios) >= 2 and ratios[len(ratios) // 4] > 300:
         yield Finding("clip-too-tight", "critical", f"the norm is {median(ratios):.3g} times the limit", steps[-1])
 
@@ -53,7 +61,10 @@ def learning_rate(record: RunRecord) -> Found:
     moves = [(step, move) for step, move in moves if move is not None]
     if not moves:
         return
+    yield from ("lr-too-high", "no-warmup")
     steps, losses = record.finite("train/loss")
+    if len(losses) >= LEAST_LOSSES:
+        yield "loss-unstable"
     top_step, top = max(moves, key=lambda pair: pair[1])
     torn = _diverged(record)
     if top > HIGHEST_UPDATE or (torn and top > HIGHEST_UPDATE / 3):
@@ -69,6 +80,8 @@ def learning_rate(record: RunRecord) -> Found:
         what = f"{len(spikes)} reports stand three times above their neighbours, first at update {spikes[0]}"
         yield Finding("loss-unstable", "warning", what, spikes[-1])
     after_warmup = [move for step, move in moves if step > warmup]
+    if len(after_warmup) >= 3:
+        yield "lr-too-low"
     if len(after_warmup) >= 3 and max(after_warmup) < LOWEST_UPDATE:
         what = f"an update changes a typical layer by at most {max(after_warmup):.1e} of it"
         yield Finding("lr-too-low", "warning", what, moves[-1][0])
@@ -80,11 +93,11 @@ HIGHEST_UPDATE, LOWEST_UPDATE = 0.05, 5e-5
 
 def typical_update(layers: dict) -> float | None:
     """Median over the layers of change over size of the weight; None where nothing moved (the first step of a warm-up)."""
-    updates = [layer["update"] for name, layer in layers.items() if "update" in layer and name.endswith("weight")]
-    updates = [u for u in updates if math.isfinite(u) and u > 0]
+    updates = [update for _, update in _of_matrices(layers, "update") if update > 0]
     return median(updates) if updates else None
 
 
+LEAST_LOSSES = 8  # of which a quarter is two
 QUARTILES = [f"train/loss_timestep_quartile_{i}" for i in (1, 2, 3, 4)]
 
 
@@ -102,7 +115,7 @@ def _diverged(record: RunRecord) -> bool:
         return windows[0] > 3.0 * min(windows)
 
     series = [record.finite(tag)[1] for tag in QUARTILES]
-    return sum(len(losses) >= 8 and rose(losses) for losses in series) >= 3
+    return sum(len(losses) >= LEAST_LOSSES and rose(losses) for losses in series) >= 3
 
 
 def _spikes(record: RunRecord) -> list[int]:
@@ -127,11 +140,15 @@ def lr_ended_early(record: RunRecord) -> Found:
     steps, rates = record.finite("train/lr")
     total = record.resolved.get("max_train_steps") or 0
     peak = max(rates, default=0.0)
-    if len(steps) < 4 or peak <= 0:
+    if len(steps) < 4 or peak <= 0 or not total:
         return
+    yield "lr-ended-early"
     last = max(step for step, rate in zip(steps, rates) if rate >= 1e-3 * peak)
-    # A cosine to zero spends the last fiftieth of the run below a thousandth of its peak, a line a thousandth.
-    if steps[-1] - last > 0.15 * total:
+    # A cosine to zero spends the last fiftieth of the run below a thousandth of its peak, a line a thousandth; a steep
+    # polynomial, (1 - progress)^power, far more.
+    polynomial = record.options.get("lr_scheduler") == "polynomial"
+    meant = 1e-3 ** (1.0 / max(record.options.get("lr_power") or 1.0, 1e-3)) if polynomial else 0.0
+    if steps[-1] - last > (0.15 + meant) * total:
         what = f"below a thousandth of its peak, {peak:.2g}, from update {last} on, of {total}"
         yield Finding("lr-ended-early", "critical", what, steps[-1])
 
@@ -140,22 +157,25 @@ def not_updated(record: RunRecord) -> Found:
     """Weights that have a gradient and do not move at all, while the learning rate would move them visibly."""
     rates = dict(zip(*record.finite("train/lr")))
     peak = max(rates.values(), default=0.0)
-    newest = [(s, layers) for s, layers in record.records("layers") if rates.get(s, 0.0) > max(0.01 * peak, 1e-7)][-3:]
-    if len(newest) < 3:
-        return
+    steps, skips = record.finite("train/scaler_skips")  # so far; a GradScaler that looks for its scale skips the first updates
+    skipping = {step for step, skipped, before in zip(steps, skips, [0.0, *skips]) if skipped > before}
+    moving = {step for step, rate in rates.items() if rate > max(0.01 * peak, 1e-7)} - skipping
+    newest = [(step, layers) for step, layers in record.records("layers") if step in moving][-3:]
     _, skipped = record.finite("train/skipped_updates")
-    if any(skipped):  # a skipped update moves nothing either
+    if len(newest) < 3 or any(skipped):  # a skipped update moves nothing either
         return
+
+    yield "not-updated"
 
     def with_gradient(layers: dict) -> set[str]:  # beyond the rounding that a key's bias gets in attention
         return {name for name, layer in layers.items() if "update" in layer and layer.get("gradient", 0.0) > 1e-7}
 
-    moving = [typical_update(layers) or 0.0 for _, layers in newest]
+    moves = [typical_update(layers) or 0.0 for _, layers in newest]
     asked = set.intersection(*(with_gradient(layers) for _, layers in newest))
     names = [n for n in newest[-1][1] if n in asked and all(layers[n]["update"] == 0.0 for _, layers in newest)]
     # Adam moves every weight by about the learning rate: where others move by 1e-5 of their size, none rounds to nothing.
     # Where nothing moves at all there are biases among it, which start at zero, where nothing is lost to rounding.
-    if names and (min(moving) > 1e-5 or len(names) == len(asked)):
+    if names and (min(moves) > 1e-5 or len(names) == len(asked)):
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         what = f"{len(names)} of {len(asked)} parameters with a gradient did not change: {listed}"
         yield Finding("not-updated", "critical", what, newest[-1][0])
@@ -163,7 +183,10 @@ def not_updated(record: RunRecord) -> Found:
 
 def gradients_not_cleared(record: RunRecord) -> Found:
     steps, left = record.finite("gradients/left_over")
-    if len(left) >= 2 and min(left[-2:]) > 0:
+    if len(left) < 2:
+        return
+    yield "gradients-not-cleared"
+    if min(left[-2:]) > 0:
         yield Finding("gradients-not-cleared", "critical", f"an update starts with gradients of norm {left[-1]:.3g}", steps[-1])
 
 
@@ -171,7 +194,8 @@ def weights_shrinking(record: RunRecord) -> Found:
     records = record.records("layers")
     if len(records) < 3:
         return
-    first, newest = (dict(_matrices(layers)) for _, layers in (records[0], records[-1]))
+    yield "weights-shrinking"
+    first, newest = (dict(_of_matrices(layers, "weight")) for _, layers in (records[0], records[-1]))
     ratios = [newest[name] / size for name, size in first.items() if name in newest and size > 0]
     ratio = median(ratios) if ratios else 1.0
     # Weights grow or keep their size in healthy runs; a decay in balance with Adam's steps leaves sqrt(lr / (2 decay)) per
@@ -183,14 +207,18 @@ def weights_shrinking(record: RunRecord) -> Found:
         yield Finding("weights-shrinking", "critical", what, records[-1][0])
 
 
-def _matrices(layers: dict) -> list[tuple[str, float]]:
-    """Name and rms of the weights, but those of norms and biases, which are spared from decay."""
-    named = [(name, layer.get("weight")) for name, layer in layers.items() if name.endswith("weight") and "norm" not in name]
-    return [(name, weight) for name, weight in named if weight is not None and math.isfinite(weight)]
+def _of_matrices(layers: dict, figure: str) -> list[tuple[str, float]]:
+    """Name and `figure` of the layers' weights, under spectral norm too, but not of norms and biases: these are spared from
+    decay, and start at one and zero, which an update moves far less and far more."""
+    weights = {name: layer for name, layer in layers.items() if name.endswith(("weight", ".weight.original"))}
+    named = [(name, layer.get(figure)) for name, layer in weights.items() if "norm" not in name]
+    return [(name, value) for name, value in named if value is not None and math.isfinite(value)]
 
 
 def ema_frozen(record: RunRecord) -> Found:
     steps, norms = record.series("train/ema_norm")
+    if len(norms) >= 4:
+        yield "ema-frozen"
     still = [step for step, norm in zip(steps, norms) if norm == norms[-1]]
     if len(still) < 4 or steps[-len(still) :] != still:
         return
@@ -210,6 +238,7 @@ def ema_too_long(record: RunRecord) -> Found:
     total = record.resolved.get("max_train_steps") or 0
     if len(steps) < 4 or not total:
         return
+    yield "ema-too-long"
     # The share of the average at the end of the run that comes from its first tenth: the product of the decays of all later
     # updates, of which the reports are samples and the last stands for those to come.
     start = total / 10

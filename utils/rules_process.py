@@ -11,6 +11,7 @@ def schedule(record: RunRecord) -> Found:
     alphas_cumprod = record.alphas_cumprod
     if alphas_cumprod is None:
         return
+    yield from ("schedule-leaves-signal", "schedule-destroys-early")
     signal = math.sqrt(alphas_cumprod[-1])
     # Stable Diffusion's leftover of 0.068 already shows in its samples (Lin et al. 2023, table 1); 0.1 is beyond any in use.
     if signal > 0.1:
@@ -28,6 +29,7 @@ def timesteps_uneven(record: RunRecord) -> Found:
     levels = record.options.get("ddpm_num_steps") or 1000
     if seen < 400 or levels < 10:  # of a uniform 400, fewer than 8 fall into a tenth with a probability below 1e-9
         return
+    yield "timesteps-uneven"
     shares = [sum(r[tag] * r.get("train/timesteps_drawn", 0) for r in reports) / seen for tag in tags]
     if min(shares) < 0.02:
         what = "shares of the ten tenths: " + ", ".join(f"{share:.2f}" for share in shares)
@@ -48,12 +50,15 @@ def noise_wrong(record: RunRecord) -> Found:
         "within_images": (0.0, 0.25, "neighbouring pixels or channels share it (correlation {:.2f})"),
         "repeated": (-0.4, 0.4, "it is the same in one update as in another (correlation {:.2f})"),
     }
-    said, last = [], None
+    said, last, judged = [], None, False
     for name, (low, high, words) in healthy.items():
         steps, values = record.finite(f"noise/{name}")
+        judged |= len(values) >= 3
         if len(values) >= 3 and not low <= median(values) <= high:
             said.append(words.format(median(values)))
             last = steps[-1]
+    if judged:
+        yield "noise-wrong"
     if said:
         yield Finding("noise-wrong", "critical", "; ".join(said), last)
 
@@ -67,7 +72,10 @@ def timestep_mismatch(record: RunRecord) -> Found:
     clear = sum(a > 0.01 for a in alphas_cumprod) / len(alphas_cumprod)
     # Where timesteps come from all of a schedule, half of which leaves something of the image to tell them by, the rank
     # correlation is above 0.8; timesteps of other images give 0, reversed ones -1.
-    if len(orders) >= 3 and clear > 0.5 and min(shares) > 0 and median(orders) < 0.5:
+    ordered = len(orders) >= 3 and clear > 0.5 and min(shares) > 0
+    if ordered:
+        yield "timestep-mismatch"
+    if ordered and median(orders) < 0.5:
         what = f"the rank correlation of timestep and noise in the images is {median(orders):.2f}, not nearly 1"
         yield Finding("timestep-mismatch", "critical", what, steps[-1])
         return
@@ -75,7 +83,7 @@ def timestep_mismatch(record: RunRecord) -> Found:
     batch = (record.resolved.get("global_batch_size") or 0) // (record.resolved.get("num_processes") or 1)
     drawn = sum(share * (i + 0.5) / 10 for i, share in enumerate(shares)) * (record.options.get("ddpm_num_steps") or 1000)
     # The mean of 64 of a uniform thousand is 500 with a standard error of 36; fractions make it 0.5.
-    if told and len(told) * batch >= 64 and drawn > 0 and not 0.5 < sum(told) / len(told) / drawn < 2.0:
+    if len(told) * batch >= 64 and drawn > 0 and not 0.5 < sum(told) / len(told) / drawn < 2.0:
         what = f"the network is told timesteps around {sum(told) / len(told):.3g}, while those drawn lie around {drawn:.3g}"
         yield Finding("timestep-mismatch", "critical", what, steps[-1])
 
@@ -84,7 +92,10 @@ def sampler_mismatch(record: RunRecord) -> Found:
     compared = ("prediction_type", "beta_schedule", "num_train_timesteps", "rescale_betas_zero_snr")
     for step, samples in record.records("samples")[-1:]:
         sampler, trained = samples.get("sampler", {}), samples.get("trained", {})
-        different = [name for name in compared if name in sampler and sampler[name] != trained.get(name, sampler[name])]
+        known = [name for name in compared if sampler.get(name) is not None and trained.get(name) is not None]
+        different = [name for name in known if sampler[name] != trained[name]]
+        if known:
+            yield "sampler-mismatch"
         if different:
             what = ", ".join(f"{name} {sampler[name]} instead of {trained[name]}" for name in different)
             yield Finding("sampler-mismatch", "critical", what, step)

@@ -1,4 +1,4 @@
-"""Findings about evaluated samples: what kind of collapse it is, if any. Pure functions of an evaluation's figures (JSON).
+"""Findings about samples: what kind of collapse it is, if any. Pure functions of an evaluation's or a preview's figures (JSON).
 
 The thresholds stand between what planted collapses and held-out real images gave (benchmarks/RESULTS.md). The order is that
 of the explanations: where all samples are alike, missing modes follow from it and are not told as well.
@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 from utils.diversity import SIGNIFICANCE
 from utils.findings import Finding, Found
+from utils.rules_loss import has_had_a_chance
 from utils.run_record import RunRecord
 
 LEAST_ACCURACY = 0.7  # of a classifier whose verdict on missing classes is believed
+ALIKE = 0.02  # of the images' variance: differences of a seventh of theirs
 _LEAST_EXPECTED = 20  # images: of so many expected, chance leaves fewer than a fifth with a probability of 3e-6
 _CHANCE = 1e-5
 
@@ -20,12 +22,39 @@ def evaluated_samples(record: RunRecord) -> Found:
     """The newest evaluation in a run, once half of it is done: before that samples are not meant to be good."""
     for step, figures in record.records("evaluation")[-1:]:
         if step >= 0.5 * (record.resolved.get("max_train_steps") or 0):
-            yield from collapse(figures, step)
+            found = collapse(figures, step)
+            # What stands first hides the rest, and is all that was judged.
+            codes = {finding.code for finding in found}
+            yield "samples-alike"
+            if "samples-alike" not in codes:
+                yield from ("samples-unlike-data", *(["samples-copied"] if figures.get("memorisation") else []))
+            if codes.isdisjoint(("samples-alike", "samples-unlike-data")):
+                yield from ("samples-lack-variety", "modes-missing", "mode-dominates")
+            yield from found
+
+
+def previewed_samples(record: RunRecord) -> Found:
+    """The newest preview: a look at few images, which tells whether all are one, grey or not, and nothing finer."""
+    checks, total = record.records("data"), record.resolved.get("max_train_steps") or 0
+    data = checks[0][1] if checks else {}
+    repeated = max((data.get("copies") or {}).get("share", 0.0), data.get("constant_share") or 0.0)
+    if not data.get("pairwise_distance") or repeated > 0.1 or not has_had_a_chance(record):  # a few of such data may be alike
+        return
+    for step, samples in record.records("samples")[-1:] if total else ():
+        distances = {kind: (samples.get(kind) or {}).get("pair_distance") for kind in ("raw", "ema")}
+        ratios = {kind: d / data["pairwise_distance"] for kind, d in distances.items() if d is not None and math.isfinite(d)}
+        alike = {kind: ratio for kind, ratio in ratios.items() if ratio**2 < ALIKE}
+        if step >= 0.5 * total and ratios:
+            yield "samples-alike"
+        # Before half of the run samples are not meant to be good; healthy ones that were judged after that had 0.7 to 1.3.
+        if step >= 0.5 * total and alike:
+            said = ", ".join(f"{ratio:.2g} ({kind} weights)" for kind, ratio in alike.items())
+            yield Finding("samples-alike", "critical", f"their distance from each other over that of the images: {said}", step)
 
 
 def collapse(figures: dict, step: int | None = None) -> list[Finding]:
     """Findings about the figures that `Evaluation.measure` gives; what was not measured is not judged."""
-    if figures["variance_ratio"] < 0.02:
+    if figures["variance_ratio"] < ALIKE:
         what = f"the variance of their features is {figures['variance_ratio']:.2g} of the real images'"
         return [Finding("samples-alike", "critical", what, step)]
     findings = [*_copied(figures, step), *_unlike(figures, step)]
@@ -86,10 +115,12 @@ def _name(kind: str, bins: dict, number: int) -> str:
 
 def _missing(figures: dict, step: int | None) -> Found:
     for kind, bins in _bins(figures):
+        # Of a class that is gone, a judge still sees the others that it takes for it.
+        limit = 0.2 + 1 - bins.get("accuracy", 1.0)
         missing = [
             (number, share)
             for number, count, wanted, share in _shares(bins)
-            if wanted >= _LEAST_EXPECTED and count < 0.2 * wanted
+            if wanted >= _LEAST_EXPECTED and count < limit * wanted
         ]
         if missing:
             names = ", ".join(_name(kind, bins, number) for number, _ in missing[:5]) + (" ..." if len(missing) > 5 else "")

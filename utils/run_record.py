@@ -35,13 +35,12 @@ class RunRecord:
             raise UserError(f"{output_dir} holds no run (no options.json)") from None
         except ValueError as error:
             raise UserError(f"{output_dir}/options.json is damaged: {error}") from None
-        scheduler = output_dir / "scheduler" / "scheduler_config.json"
         history = read_history(output_dir / HISTORY)
         return cls(
             output_dir,
             recorded.get("options", {}),
             recorded.get("resolved", {}),
-            json.loads(scheduler.read_text()) if scheduler.exists() else {},
+            _scheduler_config(output_dir),
             history,
             command=recorded.get("command") or "",
             starts=[s["started"] for s in (*recorded.get("earlier_starts", []), recorded) if s.get("started")],
@@ -76,6 +75,14 @@ class RunRecord:
 def _whole_lines(path: Path) -> int:
     """Without the last one, where a kill cut it short."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _scheduler_config(output_dir: Path) -> dict:
+    """Empty where there is none, or where a full disk or a kill cut it short."""
+    try:
+        return json.loads((output_dir / "scheduler" / "scheduler_config.json").read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
 
 
 def _exit_status(output_dir: Path) -> int | None:

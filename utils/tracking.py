@@ -188,6 +188,7 @@ class ProgressBar:
     """The only bar of a run, on the main process: updates done, speed and ETA by tqdm; loss, LR and images/s when reported."""
 
     def __init__(self, enabled: bool, first_step: int, total_steps: int):
+        self._enabled = enabled
         self._bar = tqdm(
             initial=first_step,
             total=total_steps,
@@ -207,9 +208,9 @@ class ProgressBar:
         )
 
     def say(self, message: str) -> None:
-        """Prints a line above the bar, on the main process."""
-        if not self._bar.disable:
-            self._bar.write(message)
+        """Prints a line above the bar, or after it once it is closed, on the main process."""
+        if self._enabled:
+            tqdm.write(message)
 
     def attempt(self, action: Callable, *arguments) -> bool:
         """Calls `action` on every rank; a UserError (a full disk, say) becomes a line above the bar. Whether there was none."""

@@ -80,8 +80,11 @@ class TrainingEvaluation:
         self._evaluation: Evaluation | None = None
         self._stopped = False
 
-    def due(self, step: int, max_train_steps: int) -> bool:
-        return self._every is not None and (step % self._every == 0 or step == max_train_steps)
+    def due(self, state: TrainState, max_train_steps: int) -> bool:
+        """Whether the samples of this update are to be evaluated and were not yet. After a stop they still are."""
+        if self._every is None or state.step in (0, state.evaluated_step):
+            return False
+        return state.step % self._every == 0 or state.step == max_train_steps
 
     def make(self, state: TrainState) -> bool:
         """Evaluates, and notes the distances in `state`; whether they make this the best checkpoint. False when told to stop.
@@ -100,9 +103,11 @@ class TrainingEvaluation:
             figures, sheet = self._evaluation.measure(self._sample, self._num_images, cancelled=lambda: self._stopped)
         except UserError as error:  # on all processes alike: no memory for it, say
             self._say(f"left out: the evaluation after {step} updates: {error}")
+            state.evaluated_step = step  # to no avail, but it would fail again
             return False
         if figures is None:
             return False
+        state.evaluated_step = step
         done = time.perf_counter()
         logged = {f"eval/{kind}_{FEATURES}": figures[kind] for kind in ("fd", "kd")}
         logged |= {f"eval/{name}": figures[name] for name in LOGGED}

@@ -1,5 +1,6 @@
 """What a training learns from, by sample number: batches of images, their place in the dataset, and their noise."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -84,8 +85,12 @@ class TrainingSamples:
         return self.images.dataset_rows(self.images.shown(self._order.indices(sample_numbers.cpu()).numpy()))
 
     def first_images(self, count: int) -> torch.Tensor:
-        """Clean images of this process's first micro-batch, at most `count`, as the network is shown them."""
-        return self.on_device(next(self.batches(0, 1)))[1][:count]
+        """The first clean images of this process, at most `count`, as the network is shown them: those of one pass over the
+        data, so that none comes twice unless the sampling is balanced."""
+        of_update = self._split["train_batch_size"] * self._split["gradient_accumulation_steps"]
+        of_a_pass = len(self.images) // (of_update * self._split["num_processes"])
+        updates = max(1, min(math.ceil(count / of_update), of_a_pass))
+        return torch.cat([self.on_device(batch)[1] for batch in self.batches(0, updates)])[:count]
 
 
 def held_out_images(images: ImageSet, count: int, device: torch.device) -> torch.Tensor | None:
