@@ -119,3 +119,13 @@ def test_no_more_than_a_block_of_distances_is_held(monkeypatch):
     mean_pairwise_distance(rows)
     nearest_mode(rows, fit_modes(rows, 3, seed=0))
     assert 0 < largest <= 2**18  # float32 values
+
+
+@pytest.mark.parametrize("dimensions", [3, 120])
+def test_repeated_images_lie_in_their_own_neighbourhoods(dimensions):
+    """Each of them is repeated more often than there are neighbours, so that all radii are 0."""
+    distinct = 5 * torch.randn(40, dimensions, generator=torch.Generator().manual_seed(0)) + 3
+    found = neighbourhoods(distinct.repeat(8, 1), distinct.repeat(8, 1), 5)
+    assert (found.precision, found.recall, found.coverage) == (1, 1, 1)
+    half = neighbourhoods(distinct[:20].repeat(16, 1), distinct.repeat(8, 1), 5)
+    assert (half.precision, half.recall, half.coverage) == (1, 0.5, 0.5)

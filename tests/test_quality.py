@@ -1,18 +1,21 @@
 """The figures of an evaluation and what is concluded from them, on planted collapses and on healthy sets."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.corruptions import add_noise, enlarged_class, halved_variance, shapes
+from utils.classifier import trained_classifier
 from utils.data import load_images
 from utils.distances import Moments, frechet_distance
+from utils.evaluation import Evaluation
 from utils.feature_sets import FeatureSet
 from utils.features import RandomConvolutions
-from utils.memorisation import Originals, memorisation
-from utils.quality import class_figures, compare, location_and_spread, real_floor
+from utils.memorisation import Originals
+from utils.quality import compare, location_and_spread, real_floor
 from utils.rules_samples import _tail, collapse
 
 
@@ -35,62 +38,72 @@ class World:
         self.images, self.labels = torch.from_numpy(others.fetch(np.arange(len(others)))), torch.from_numpy(others.labels)
         self.real_images = torch.from_numpy(self.real.fetch(np.arange(len(self.real))))
         self.generator, self.seed = torch.Generator().manual_seed(seed), seed
-        self.reference = features_of(self.real_images)
-        self.floor = real_floor(self.reference, len(self.images), standardised=True, seed=seed)
+        process = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
+        judge = {
+            "classifier": trained_classifier(self.real, None),
+            "labels": self.real.labels,
+            "class_names": list("0123456789"),
+        }
+        reference = features_of(self.real_images)
+        originals = Originals(self.real, rows=reference.rows)
+        self.evaluations = {
+            judged: Evaluation(process, RandomConvolutions(1), reference, seed=seed, originals=originals, **options)
+            for judged, options in ((True, judge), (False, {}))
+        }
 
-    def findings(self, images: torch.Tensor, labels: torch.Tensor) -> list[str]:
-        """Codes; the classes are as a judge who is right in 95 of 100 would see them."""
-        figures = compare(features_of(images), self.reference, standardised=True, seed=self.seed) | {"floor": self.floor}
-        seen = torch.where(torch.rand(len(labels), generator=self.generator) < 0.95, labels, (labels + 3) % 10)
-        certain = torch.nn.functional.one_hot(seen, 10).float()
-        figures["classes"] = class_figures(certain, self.real.labels, list("0123456789"), 0.95)
-        figures["memorisation"], _ = memorisation(images[:300], Originals(self.real))
-        return [finding.code for finding in collapse(figures)]
+    def findings(self, images: torch.Tensor, judged: bool = True) -> list[str]:
+        """Codes, as evaluate.py finds them: with a classifier that was trained on the real images, or without classes."""
+        figures, _ = self.evaluations[judged].measure(lambda numbers: images[numbers], len(images))
+        return [finding["code"] for finding in figures["findings"]]
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2])
 def world(request, digits):
-    return World(digits, request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("utils.classifier._STEPS", 200)
+        return World(digits, request.param)
 
 
 def test_held_out_real_images_give_no_finding(world):
-    assert world.findings(world.images, world.labels) == []
+    assert world.findings(world.images) == world.findings(world.images, judged=False) == []
+
+
+def test_a_few_real_images_give_no_finding(world):
+    for count in (10, 10, 10, 20, 20, 20, 50):  # of 10, one set in 13 has less than 0.7 of the variance
+        some = torch.randperm(len(world.images), generator=world.generator)[:count]
+        assert world.findings(world.images[some], judged=False) == []
 
 
 def test_a_missing_class_is_named(world):
-    kept = world.labels != world.seed
-    assert world.findings(world.images[kept], world.labels[kept])[0] == "modes-missing"
+    images = world.images[world.labels != world.seed]
+    assert world.findings(images) == ["modes-missing"]
+    assert set(world.findings(images, judged=False)) <= {"modes-missing", "mode-dominates"}  # mostly unseen: it is said
 
 
 def test_an_enlarged_mode_is_named(world):
-    label = 3 + world.seed
-    images = enlarged_class(world.images, world.labels, label, 5, torch.Generator().manual_seed(1))
-    labels = enlarged_class(world.labels, world.labels, label, 5, torch.Generator().manual_seed(1))
-    assert world.findings(images, labels)[0] == "mode-dominates"
+    images = enlarged_class(world.images, world.labels, 3 + world.seed, 5, torch.Generator().manual_seed(1))
+    assert world.findings(images) == ["mode-dominates"]
+    assert set(world.findings(images, judged=False)) <= {"modes-missing", "mode-dominates"}
 
 
-def test_lost_variance_is_named(world):
-    assert world.findings(halved_variance(world.images), world.labels)[0] == "samples-lack-variety"
-
-
-def test_samples_that_are_alike_are_named(world):
+@pytest.mark.parametrize("judged", [True, False])
+def test_what_needs_no_classes_is_named_with_and_without(world, judged):
     same = world.images[:1].expand(500, -1, -1, -1)
-    labels = world.labels[:1].expand(500)
-    assert world.findings(same, labels) == ["samples-alike"]
-    assert world.findings(add_noise(same, 0.01, world.generator), labels) == ["samples-alike"]
-
-
-def test_copies_of_training_images_are_named(world):
     copies = world.real_images[:500]
-    assert world.findings(copies, torch.from_numpy(world.real.labels[:500]))[0] == "samples-copied"
-    assert "samples-copied" in world.findings(
-        add_noise(copies, 0.01, world.generator), torch.from_numpy(world.real.labels[:500])
-    )
-
-
-def test_noise_is_unlike_the_data(world):
     noise = torch.randint(0, 256, (500, 1, 16, 16), generator=world.generator).byte()
-    assert world.findings(noise, torch.arange(500) % 10) == ["samples-unlike-data"]
+    for images, code in (
+        (halved_variance(world.images), "samples-lack-variety"),
+        (same, "samples-alike"),
+        (add_noise(same, 0.01, world.generator), "samples-alike"),
+        (copies, "samples-copied"),
+        (add_noise(copies, 0.01, world.generator), "samples-copied"),
+        (noise, "samples-unlike-data"),
+    ):
+        assert world.findings(images, judged) == [code]
+
+
+def test_mirrored_copies_are_named(world):
+    assert world.findings(world.real_images[:500].flip(-1), judged=False) == ["samples-copied"]
 
 
 def test_a_missing_class_of_colour_images_without_labels():
@@ -138,7 +151,7 @@ def test_the_floor_splits_the_real_images_without_overlap(digits):
     rows = torch.arange(100.0)[:, None].repeat(1, 2) + torch.randn(100, 2, generator=torch.Generator().manual_seed(0)) * 1e-3
     floor = real_floor(FeatureSet.of(rows), 80, standardised=False, seed=0)
     assert (floor["images"], floor["reference_images"]) == (50, 50)
-    assert floor["fd"] > 1e-3 and floor["precision"] < 1.01
+    assert floor["fd"] > 1e-3
 
 
 def test_tail_of_the_binomial():

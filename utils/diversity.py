@@ -80,12 +80,12 @@ def neighbourhoods(generated: torch.Tensor, real: torch.Tensor, k: int = 5) -> N
     recalled = torch.zeros_like(covered)
     start = 0
     for rows in _blocks(generated, len(real)):
-        distances = torch.cdist(rows, real)
-        hits = distances < real_radii
+        distances = _distances(rows, real)
+        hits = distances <= real_radii
         inside += hits.sum().item()
         precise += hits.any(1).sum().item()
         covered |= hits.any(0)
-        recalled |= (distances < generated_radii[start : start + len(rows), None]).any(0)
+        recalled |= (distances <= generated_radii[start : start + len(rows), None]).any(0)
         start += len(rows)
     return Neighbourhoods(
         precision=precise / len(generated),
@@ -95,10 +95,17 @@ def neighbourhoods(generated: torch.Tensor, real: torch.Tensor, k: int = 5) -> N
     )
 
 
+def _distances(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Euclidean [n, m]. Those that are mere rounding of the products that make them become 0, for repeated images are at a
+    distance of 0 from each other, and their neighbourhoods reach no further."""
+    distances = torch.cdist(rows, others)
+    return distances.masked_fill_(distances <= 2e-3 * rows.norm(dim=1, keepdim=True), 0)
+
+
 def _radii(features: torch.Tensor, k: int) -> torch.Tensor:
     """Distance of each row to its k-th nearest other one. Itself is the nearest of k + 1."""
     nearest = [
-        torch.cdist(rows, features).topk(k + 1, dim=1, largest=False).values[:, k] for rows in _blocks(features, len(features))
+        _distances(rows, features).topk(k + 1, dim=1, largest=False).values[:, k] for rows in _blocks(features, len(features))
     ]
     return torch.cat(nearest)
 

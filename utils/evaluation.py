@@ -171,7 +171,12 @@ class Evaluation:
                 f"{fewest} images for {dimensions} feature dimensions: much of the Frechet distance is its bias; compare it "
                 "with the real/real floor, or read the kernel distance, which has none"
             )
-        if self.classifier is not None and self.classifier.accuracy < 0.9:
+        if self.classifier is None:
+            found.append(
+                "without a classifier of labels the modes alone tell what is missing: one class in ten can be absent from a "
+                "thousand images, or five times too frequent, without a finding"
+            )
+        elif self.classifier.accuracy < 0.9:
             found.append(
                 f"the classifier is right about {self.classifier.accuracy:.0%} of held-out images: class shares are rough"
             )
