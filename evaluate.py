@@ -111,7 +111,8 @@ def main(args: argparse.Namespace) -> None:
     for pipeline in args.pipeline:
         with accelerator.main_process_first():  # one download, not one per process
             networks.append((pipeline, *load_network(pipeline)))
-    guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
+    with accelerator.main_process_first():
+        guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     shapes = {str(folder.folder): folder.shape for folder in folders}
     shapes |= {pipeline: image_shape(unet) for pipeline, unet, _ in networks}
     shape = same_shape(shapes) if shapes else (args.image_channels, args.resolution, args.resolution)
