@@ -20,8 +20,9 @@ import json
 import os
 from pathlib import Path
 
-from utils.cli import add_data_flags, data_options, positive_int, run_script
+from utils.cli import add_data_flags, data_options, positive_int
 from utils.errors import UserError
+from utils.script import run_script
 
 # Options of the data that decide neither which images there are nor in which rows, nor their labels.
 HOW_IT_IS_READ = {"cache_dir", "cache_images", "preserve_input_precision", "max_bad_images"}

@@ -12,7 +12,8 @@ train_edm2.py. Reads the snapshots one after the other: memory for a few network
 import argparse
 from pathlib import Path
 
-from utils.cli import positive_int, run_script
+from utils.cli import positive_int
+from utils.script import run_script
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
