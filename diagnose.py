@@ -14,8 +14,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-from utils.cli import add_data_flags, positive_int, run_script
+from utils.cli import add_data_flags, positive_int
 from utils.errors import UserError
+from utils.script import run_script
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -20,8 +20,9 @@ import json
 import os
 from pathlib import Path
 
-from utils.cli import add_data_flags, data_options, positive_int, run_script
+from utils.cli import add_data_flags, data_options, positive_int
 from utils.errors import UserError
+from utils.script import run_script
 
 # Options of the data that decide neither which images there are nor in which rows, nor their labels.
 HOW_IT_IS_READ = {"cache_dir", "cache_images", "preserve_input_precision", "max_bad_images"}
@@ -111,7 +112,8 @@ def main(args: argparse.Namespace) -> None:
     for pipeline in args.pipeline:
         with accelerator.main_process_first():  # one download, not one per process
             networks.append((pipeline, *load_network(pipeline)))
-    guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
+    with accelerator.main_process_first():
+        guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     shapes = {str(folder.folder): folder.shape for folder in folders}
     shapes |= {pipeline: image_shape(unet) for pipeline, unet, _ in networks}
     shape = same_shape(shapes) if shapes else (args.image_channels, args.resolution, args.resolution)

@@ -22,8 +22,9 @@ import os
 import re
 from pathlib import Path
 
-from utils.cli import positive_int, run_script
+from utils.cli import positive_int
 from utils.errors import UserError
+from utils.script import run_script
 
 GRID_IMAGES = 64
 

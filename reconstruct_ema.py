@@ -3,8 +3,8 @@
     python reconstruct_ema.py runs/digits-edm2 --width 0.15 --output_dir out
     python reconstruct_ema.py runs/digits-edm2 --widths 0.02:0.25:0.01 --metric fd_randconv --output_dir out
 
-The first makes the pipeline that averaging with a relative width of 0.15 would have given; --step for an earlier point of the
-training. The second tries each of the widths by a distance of its samples from the training images, writes out/sweep.html and
+The first makes the pipeline that averaging with a relative width of 0.15 would have given; --step takes an earlier snapshot's
+time. The second tries each of the widths by a distance of its samples from the training images, writes out/sweep.html and
 out/sweep.json, and makes the pipeline of the best. The same command again does it anew. Works for the runs of train_ddpm.py and
 train_edm2.py. Reads the snapshots one after the other: memory for a few networks is enough, however many there are.
 """
@@ -12,14 +12,15 @@ train_edm2.py. Reads the snapshots one after the other: memory for a few network
 import argparse
 from pathlib import Path
 
-from utils.cli import positive_int, run_script
+from utils.cli import positive_int
+from utils.script import run_script
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of the run, with its exported pipeline and ema_snapshots/")
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--width", type=float, help="relative width, between 0 and 0.28; 0.05 to 0.15 is usual")
+    which.add_argument("--width", type=float, help="relative width, 0.02 to 0.25 of 40 snapshots; 0.05 to 0.15 is usual")
     which.add_argument("--widths", metavar="FIRST:LAST:STEP", help="widths to try, and take the best of")
     parser.add_argument(
         "--metric",
@@ -31,7 +32,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch_size", type=positive_int, default=64, help="images at once (64)")
     parser.add_argument("--seed", type=int, default=0, help="of the samples: the same noise for each width (0)")
     parser.add_argument("--cpu_threads", type=positive_int, help="on a CPU (all cores)")
-    parser.add_argument("--step", type=positive_int, help="updates done (default: at the last snapshot)")
+    parser.add_argument("--step", type=positive_int, help="updates done, where there are snapshots (default: at the last)")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder for the pipeline")
     return parser.parse_args(argv)
 

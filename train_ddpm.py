@@ -26,10 +26,10 @@ from utils.cli import (
     parse_with_preset,
     positive_int,
     preset_table,
-    run_script,
     sample_options,
     unet_options,
 )
+from utils.script import run_script
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -26,10 +26,10 @@ from utils.cli import (
     optimizer_options,
     parse_with_preset,
     preset_table,
-    run_script,
     sample_options,
 )
 from utils.presets import EDM2_FLAGS
+from utils.script import run_script
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

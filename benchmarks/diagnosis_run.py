@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from diagnosis_faults import FAULTS
 from diagnosis_later_faults import LATER_FAULTS
 
-from utils.cli import run_script
+from utils.script import run_script
 
 if __name__ == "__main__":
     fault, seed = sys.argv[1], int(sys.argv[2])

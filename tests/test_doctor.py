@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from test_diagnostics import DATA, EVERY, REPORTS, SCHEDULE, report, run
+from made_up_runs import DATA, EVERY, REPORTS, SCHEDULE, report, run
 
 from utils.doctor import Doctor
 

@@ -118,11 +118,12 @@ def test_reconstruction_is_the_average_that_was_tracked(long_run, tmp_path):
     assert "| EMA width (relative) | 0.15 |" in (tmp_path / "out/README.md").read_text()
 
 
-def test_reconstruction_at_an_earlier_update_and_what_it_refuses(long_run, tmp_path):
+def test_reconstruction_at_an_earlier_update_and_what_it_refuses(long_run, tmp_path, capsys):
     def run(*words) -> None:
         reconstruct_ema.main(reconstruct_ema.parse_args([str(word) for word in words]))
 
     run(long_run, "--width", "0.1", "--step", "252", "--output_dir", tmp_path / "out")
+    assert "from 63 snapshots, profile 0.0% off" in capsys.readouterr().out
     saved = load_file(tmp_path / "out" / WEIGHTS)
     [snapshot] = [s for s in list_snapshots(long_run) if (s.step, s.width) == (252, 0.1)]
     expected = load_file(snapshot.path)
@@ -130,6 +131,10 @@ def test_reconstruction_at_an_earlier_update_and_what_it_refuses(long_run, tmp_p
     for words, message in (
         ((long_run, "--width", "0.5", "--output_dir", tmp_path / "out"), "an EMA width must lie between 0 and"),
         ((long_run, "--width", "0.1", "--step", "600", "--output_dir", tmp_path / "out"), "--step must be from 12 to 500"),
+        (
+            (long_run, "--width", "0.1", "--step", "250", "--output_dir", tmp_path / "out"),
+            "between the snapshots at 240 and 252",
+        ),
         ((long_run, "--width", "0.1", "--output_dir", long_run), "choose another folder"),
         ((tmp_path / "out", "--width", "0.1", "--output_dir", tmp_path / "other"), "no EMA snapshots"),
     ):

@@ -29,7 +29,7 @@ from accelerate import Accelerator
 
 import utils.checkpoints
 import utils.data
-from utils.cli import run_script
+from utils.script import run_script
 
 TOUCHES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import logged_scalars, run_script
 from PIL import Image
 
-from utils import cli
+import utils.script
 from utils.errors import UserError
 
 # Row -> file, and the row in its place. None is among the images that the script looks at before it trains. With
@@ -52,7 +52,7 @@ def flags(script_flags, photos, tmp_path_factory) -> list[str]:
 def end_of(train_script, flags, capsys) -> tuple[int, str]:
     """Exit status and the one line of the error, as the command line shows them."""
     with pytest.raises(SystemExit) as caught:
-        cli.run_script(train_script, lambda: flags)
+        utils.script.run_script(train_script, lambda: flags)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     return caught.value.code, line
 

@@ -35,4 +35,4 @@ for name, num_images, record_timesteps, should_stop in [
         )
 torch.save(results, Path(sys.argv[1]) / f"{accelerator.process_index}.pt")
 accelerator.wait_for_everyone()
-os._exit(0)  # as the scripts end, see cli.run_script
+os._exit(0)  # as the scripts end, see script.run_script
