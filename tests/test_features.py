@@ -57,7 +57,7 @@ def test_random_convolutions_are_normal_and_of_equal_norm():
     weight = torch.cat([getattr(RandomConvolutions(3), f"weight_{scale}_1") for scale in range(3)]).double()
     np.testing.assert_allclose(weight.flatten(1).norm(dim=1), 2**0.5, rtol=1e-6)
     values = weight.flatten() / weight.std()
-    assert abs(values.mean()) < 0.03 and kstest(values.numpy(), "norm").pvalue > 0.01
+    assert abs(values.mean()) < 0.03 and kstest(values.numpy(), "norm").statistic < 0.015  # of uniform ones 0.06
     correlation = np.corrcoef(weight.flatten(1).numpy()) - np.eye(len(weight))
     assert abs(correlation).max() < 6 / 288**0.5
 
