@@ -37,7 +37,7 @@ def test_random_convolutions_are_the_same_everywhere_and_blind_to_the_random_sta
     second = RandomConvolutions(3)
     assert first.sha256 == second.sha256 == weights_sha256(second)
     # Pinned: figures of other weights could not be compared with those that users have kept.
-    assert first.sha256[:16] == "6cac816b6d9d68d6" and RandomConvolutions(1).sha256[:16] == "e9ff9e45a1c187f5"
+    assert first.sha256[:16] == "861a74cc8f4f95c0" and RandomConvolutions(1).sha256[:16] == "03495ecdbc5f18e8"
     images = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     features = first(images)
     assert features.shape == (5, first.dimensions) and features.dtype == torch.float32
@@ -57,7 +57,7 @@ def test_random_convolutions_are_normal_and_of_equal_norm():
     weight = torch.cat([getattr(RandomConvolutions(3), f"weight_{scale}_1") for scale in range(3)]).double()
     np.testing.assert_allclose(weight.flatten(1).norm(dim=1), 2**0.5, rtol=1e-6)
     values = weight.flatten() / weight.std()
-    assert abs(values.mean()) < 0.03 and kstest(values.numpy(), "norm").pvalue > 0.01
+    assert abs(values.mean()) < 0.03 and kstest(values.numpy(), "norm").statistic < 0.015  # of uniform ones 0.06
     correlation = np.corrcoef(weight.flatten(1).numpy()) - np.eye(len(weight))
     assert abs(correlation).max() < 6 / 288**0.5
 
