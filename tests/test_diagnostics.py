@@ -385,6 +385,12 @@ def test_too_little_is_not_enough_to_call_a_run_healthy():
     assert judged.isdisjoint(late | {"samples-alike", "ema-frozen", "timestep-ignored"})
 
 
+def test_few_samples_are_not_judged_by_their_variety():
+    few = run(evaluated(variance_ratio=0.5, rows=20))
+    found, judged = examine(few)
+    assert found == [] and "samples-lack-variety" not in judged and "modes-missing" in judged
+
+
 def test_a_rule_that_fails_is_not_said_to_have_judged():
     _, judged = examine(run(schedule={"alphas_cumprod": ["?"]}))
     assert judged.isdisjoint({"schedule-leaves-signal", "noise-wrong"}) and "data-alike" in judged

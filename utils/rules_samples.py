@@ -30,7 +30,8 @@ def evaluated_samples(record: RunRecord) -> Found:
             if "samples-alike" not in codes:
                 yield from ("samples-unlike-data", *(["samples-copied"] if figures.get("memorisation") else []))
             if codes.isdisjoint(("samples-alike", "samples-unlike-data")):
-                yield from ("samples-lack-variety", "modes-missing", "mode-dominates")
+                yield from ("modes-missing", "mode-dominates")
+                yield from ["samples-lack-variety"] if figures["rows"] >= _LEAST_VARIED else []
             yield from found
 
 
