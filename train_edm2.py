@@ -255,6 +255,7 @@ def main(args: argparse.Namespace) -> int:
         expected_reports=max_train_steps // args.logging_steps,
         enabled=is_main,
         say=progress.say,
+        log=trackers.log,
     )
     stopwatch, statistics = Stopwatch(state.step), StepStatistics(device, NOISE_RANKS)
     dynamics = Dynamics(raw_denoiser, checks_noise=False)
