@@ -34,7 +34,7 @@ def kill_at_random(
 ) -> Tally:
     """Runs `script` to its end as often as it takes to kill it `kills` times; each life resumes with `latest`.
 
-    `share_in_save` of the kills wait for a save to begin and strike up to 60 ms later, which is about as long as one lasts;
+    `share_in_save` of the kills wait for a save to begin and strike up to 20 ms later, which is about as long as a quick one lasts;
     the others strike at any moment in the time that a whole run takes.
     """
     generator, tally = random.Random(seed), Tally()
@@ -55,7 +55,7 @@ def kill_at_random(
             [run] = server.start(command)
             if tally.kills < kills:
                 if generator.random() < share_in_save:
-                    wait_for_save(run, disturbed, marks, delay=generator.uniform(0, 0.06))
+                    wait_for_save(run, disturbed, marks, delay=generator.uniform(0, 0.02))
                 else:
                     wait(run, generator.uniform(0, whole_seconds))
                 run.kill()

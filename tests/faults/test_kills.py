@@ -16,7 +16,7 @@ def test_random_kills_cost_nothing_but_time(server, script, script_flags, tmp_pa
     tally = kill_at_random(server, script, [*script_flags, *FREQUENT], tmp_path, kills=20, seed=1)
     assert (tally.invalid, tally.different) == ([], [])
     assert tally.kills == 20 and tally.finished > 0
-    assert 5 <= tally.in_save < 20  # with this seed on any machine: half of them aim at a save
+    assert 3 <= tally.in_save < 20  # half of them aim at a save, which on a quick disk is over before some of them strike
     assert max(tally.updates_lost) <= 4  # a checkpoint every 3, and the update whose batch had just been fetched
 
 
