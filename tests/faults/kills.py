@@ -34,7 +34,7 @@ def kill_at_random(
 ) -> Tally:
     """Runs `script` to its end as often as it takes to kill it `kills` times; each life resumes with `latest`.
 
-    `share_in_save` of the kills wait for a save to begin and strike up to 20 ms later, which is about as long as a quick one lasts;
+    `share_in_save` of the kills wait for a save to begin and strike up to 20 ms later, about as long as a quick one lasts;
     the others strike at any moment in the time that a whole run takes.
     """
     generator, tally = random.Random(seed), Tally()
