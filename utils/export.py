@@ -117,16 +117,20 @@ def check_pipeline(output_dir: Path | str, num_inference_steps: int = 2, timeout
     code = (
         "import sys, numpy, diffusers\n"
         "folder = sys.argv[1]\n"
-        "pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, use_safetensors=True, trust_remote_code=True)\n"
+        "trust = {'trust_remote_code': True} if sys.argv[3] == 'carries code' else {}\n"
+        "pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **trust)\n"
         "pipeline.set_progress_bar_config(disable=True)\n"
         "images = pipeline(num_inference_steps=int(sys.argv[2]), output_type='np').images\n"
         "assert numpy.isfinite(images).all(), 'the image is not finite'\n"
     )
+    # Only a pipeline class that is a file of the folder needs its code to be run; of those the run has just written that file.
+    pipeline_class = (_settings(Path(output_dir, PIPELINE_INDEX)) or {}).get("_class_name")
+    kind = "carries code" if isinstance(pipeline_class, list) else "diffusers' own"
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONSTARTUP")}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as elsewhere:
         result = subprocess.run(
-            [sys.executable, "-c", code, str(Path(output_dir).resolve()), str(num_inference_steps)],
+            [sys.executable, "-c", code, str(Path(output_dir).resolve()), str(num_inference_steps), kind],
             cwd=elsewhere,
             env=environment,
             capture_output=True,
