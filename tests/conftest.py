@@ -169,6 +169,11 @@ def train():
     return run
 
 
+def same_bytes(path: Path, expected: Path | bytes) -> bool:
+    """For asserts about files: where CI is set, pytest compares two long byte strings line by line, which takes hours."""
+    return path.read_bytes() == (expected if isinstance(expected, bytes) else expected.read_bytes())
+
+
 def logged_scalars(output_dir: Path, tag: str) -> dict[int, float]:
     """Step -> value of a TensorBoard tag, as TensorBoard itself reads the folder of the one script that logged there."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, end_group, logged_scalars, run_command, run_script, script_environment, start_script
+from conftest import (
+    ROOT,
+    end_group,
+    logged_scalars,
+    run_command,
+    run_script,
+    same_bytes,
+    script_environment,
+    start_script,
+)
 from safetensors.torch import load_file
 
 from utils.checkpoints import list_checkpoints, verify_checkpoint
@@ -104,9 +113,9 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(train, tiny_flags, 
     for file in CHECKPOINT_FILES:
         paths = [folder / "checkpoint-8" / file for folder in (whole, resumed)]
         if paths[0].exists() or file != "ema.safetensors":
-            assert paths[0].read_bytes() == paths[1].read_bytes(), file
+            assert same_bytes(paths[0], paths[1]), file
     exported = [folder / "unet" / "diffusion_pytorch_model.safetensors" for folder in (whole, resumed)]
-    assert exported[0].read_bytes() == exported[1].read_bytes()
+    assert same_bytes(exported[0], exported[1])
     state = json.loads((resumed / "checkpoint-8" / "state.json").read_text())
     assert state["step"] == 8
 
@@ -119,7 +128,7 @@ def test_sampling_and_validating_leave_the_training_untouched(train, tiny_flags,
     train([*flags, *busy])
     assert len(list((tmp_path / "busy" / "samples").glob("*.png"))) == 16
     for file in CHECKPOINT_FILES:
-        assert (tmp_path / "quiet/checkpoint-8" / file).read_bytes() == (tmp_path / "busy/checkpoint-8" / file).read_bytes()
+        assert same_bytes(tmp_path / "quiet/checkpoint-8" / file, tmp_path / "busy/checkpoint-8" / file)
 
 
 def test_changed_options_are_refused_with_a_diff_unless_allowed(train, tiny_flags, tmp_path):
@@ -189,7 +198,7 @@ def test_kill_9_loses_nothing_but_the_updates_since_the_last_checkpoint(train, t
     assert result.returncode == 0, result.stderr[-3000:]
     for file in CHECKPOINT_FILES:
         paths = [folder / "checkpoint-200" / file for folder in (tmp_path / "whole", killed)]
-        assert paths[0].read_bytes() == paths[1].read_bytes(), file
+        assert same_bytes(paths[0], paths[1]), file
     expected, actual = (logged_scalars(folder, "train/loss") for folder in (tmp_path / "whole", killed))
     assert actual == expected
 
@@ -212,7 +221,7 @@ def test_a_run_that_stopped_early_stays_stopped(train, tiny_flags, tmp_path):
     exported = (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").read_bytes()
     train([*flags, "--resume_from_checkpoint", "latest"])
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-8"]
-    assert (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").read_bytes() == exported
+    assert same_bytes(tmp_path / "unet" / "diffusion_pytorch_model.safetensors", exported)
     train([*flags, "--resume_from_checkpoint", "latest", "--early_stopping_patience", "6"])
     assert max(logged_scalars(tmp_path, "train/loss")) == 14
 

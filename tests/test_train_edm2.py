@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import logged_scalars, make_tiny_flags
+from conftest import logged_scalars, make_tiny_flags, same_bytes
 from safetensors.torch import load_file
 
 import reconstruct_ema
@@ -171,8 +171,8 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(train_edm, flags, t
     assert train_edm([*run, "--output_dir", resumed, "--resume_from_checkpoint", "checkpoint-4"]) == 0
     for path in (whole / "checkpoint-8").iterdir():
         if path.name in ("model.safetensors", "ema.safetensors", "optimizer.bin"):
-            assert path.read_bytes() == (resumed / "checkpoint-8" / path.name).read_bytes(), path.name
-    assert (whole / WEIGHTS).read_bytes() == (resumed / WEIGHTS).read_bytes()
+            assert same_bytes(path, resumed / "checkpoint-8" / path.name), path.name
+    assert same_bytes(whole / WEIGHTS, resumed / WEIGHTS)
 
 
 def test_what_a_run_shows_of_itself_is_computed_in_full_precision(train_edm, flags, tmp_path, monkeypatch):

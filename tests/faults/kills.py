@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conftest import logged_scalars
+from conftest import logged_scalars, same_bytes
 from fork_server import ForkServer, Run
 
 from utils.checkpoints import list_checkpoints, verify_checkpoint
@@ -119,4 +119,4 @@ def differences(folder: Path, whole: Path) -> list[str]:
 
 
 def same(first: Path, second: Path) -> bool:
-    return first.is_file() and first.read_bytes() == second.read_bytes()
+    return first.is_file() and same_bytes(first, second)

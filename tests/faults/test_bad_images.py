@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import logged_scalars, run_script
+from conftest import logged_scalars, run_script, same_bytes
 from PIL import Image
 
 import utils.script
@@ -74,7 +74,7 @@ def check_report(output_dir: Path) -> None:
 
 def assert_same_run(first: Path, second: Path) -> None:
     for file in CHECKPOINT_FILES:
-        assert (first / "checkpoint-24" / file).read_bytes() == (second / "checkpoint-24" / file).read_bytes(), file
+        assert same_bytes(first / "checkpoint-24" / file, second / "checkpoint-24" / file), file
     assert logged_scalars(first, "validation/loss")[24] == logged_scalars(second, "validation/loss")[24]
 
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import logged_scalars
+from conftest import logged_scalars, same_bytes
 from kills import differences, invalid_checkpoints
 
 from utils.checkpoints import find_checkpoint, list_checkpoints
@@ -57,7 +57,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(server, script, script_f
         assert invalid_checkpoints(folder, whole) == []
         assert not list(folder.glob(".tmp-*"))
         exported = "unet/diffusion_pytorch_model.safetensors"
-        assert (folder / exported).read_bytes() == (whole / exported).read_bytes()
+        assert same_bytes(folder / exported, whole / exported)
 
 
 @pytest.mark.parametrize(("processes", "rank", "limit"), [(1, 0, 20_000), (2, 0, 20_000), (2, 1, 1_000)])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import logged_scalars
+from conftest import logged_scalars, same_bytes
 from safetensors.torch import load_file
 
 from utils import randomness
@@ -70,7 +70,7 @@ def test_a_nan_on_another_rank_is_no_overflow():
 def assert_unchanged(before: Path, after: Path) -> None:
     """Weights, EMA and the optimizer's moments; its learning rate is the update count's."""
     for file in ("model.safetensors", "ema.safetensors"):
-        assert (before / file).read_bytes() == (after / file).read_bytes(), file
+        assert same_bytes(before / file, after / file), file
     first, second = (torch.load(folder / "optimizer.bin", weights_only=True)["state"] for folder in (before, after))
     assert all(torch.equal(first[key][name], second[key][name]) for key in first for name in first[key])
 
@@ -187,7 +187,7 @@ def test_the_report_leaves_the_training_as_it_was(train_script, script_flags, tr
         assert report["bad_samples"][0]["loss"] == "nan" and report["first_bad_module"] is None  # not when computed again
     for file in CHECKPOINT_FILES:
         often, late = (tmp_path / name / "checkpoint-8" / file for name in ("often", "late"))
-        assert often.read_bytes() == late.read_bytes(), file
+        assert same_bytes(often, late), file
 
 
 def test_a_row_that_has_ended_does_not_end_the_run(train_script, script_flags, trained, tmp_path, monkeypatch):
