@@ -356,6 +356,7 @@ def main(args: argparse.Namespace) -> int:
         doctor.record(state.step, found)
     bad_images.update()
     unet.train()
+    parameters = [p for p in raw_unet.parameters() if p.requires_grad]
 
     # ---- the loop: one turn is one update
     batches = samples.batches(state.step, max_train_steps, args.dataloader_num_workers)
@@ -377,7 +378,7 @@ def main(args: argparse.Namespace) -> int:
             monitors.add_losses(losses, micro_batch["timesteps"])
 
         clip_value = clipping.limit()
-        gradients = clip_gradients(accelerator, unet, clip_value)
+        gradients = clip_gradients(accelerator, parameters, clip_value)
         clipping.add(gradients)
         monitors.before_step(step, gradients)
         step_if_finite(optimizer, gradients.finite)  # on any rank a NaN changes nothing on all of them

@@ -383,6 +383,7 @@ def main(args: argparse.Namespace) -> int:
         doctor.record(state.step, {"data": check_data(train_images, seed=args.seed)})
     bad_images.update()
     denoiser.train()
+    parameters = [p for p in raw_denoiser.parameters() if p.requires_grad]
 
     # ---- the loop: one turn is one update
     batches = samples.batches(state.step, max_train_steps, args.dataloader_num_workers)
@@ -405,7 +406,7 @@ def main(args: argparse.Namespace) -> int:
             monitors.add_losses(losses.weighted, ranks, trained=losses.total)
 
         clip_value = clipping.limit()
-        gradients = clip_gradients(accelerator, denoiser, clip_value)
+        gradients = clip_gradients(accelerator, parameters, clip_value)
         clipping.add(gradients)
         monitors.before_step(step, gradients)
         step_if_finite(optimizer, gradients.finite)  # on any rank a NaN changes nothing on all of them

@@ -25,7 +25,7 @@ def train(model: nn.Module, dynamics: Dynamics | None, wanted: bool = True) -> d
             dynamics.see_images(images)
         model(images).square().mean().backward()
         seen["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
-        gradients = clip_gradients(accelerator, model, 0.0)
+        gradients = clip_gradients(accelerator, list(model.parameters()), 0.0)
         seen["before"] = {name: p.detach().clone() for name, p in model.named_parameters()}
         if dynamics is not None:
             dynamics.before_step()
@@ -71,7 +71,7 @@ def test_micro_steps_give_the_spread_of_all_their_images(micro_batch):
         dynamics.see_images(part)
         model(part).square().mean().backward()
     dynamics.before_step()
-    dynamics.end(clip_gradients(Accelerator(cpu=True), model, 0.0))
+    dynamics.end(clip_gradients(Accelerator(cpu=True), list(model.parameters()), 0.0))
     figures, _ = dynamics.report()
     assert figures["data/std"] == pytest.approx(images.std().item(), rel=1e-5)
     assert figures["data/mean"] == pytest.approx(images.mean().item(), abs=1e-6)

@@ -12,6 +12,19 @@ def gradients(norm: float) -> Gradients:
     return Gradients(norm, torch.isfinite(norm), norm[None], None)
 
 
+def trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("limit", [1e-3, 4.9999, 4.999999, 5.0, 5.0000005, 5.00001, 1e3, torch.tensor(5.0)])
+def test_the_limit_is_that_of_torch_to_the_bit(limit):
+    ours, torchs = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    ours.grad, torchs.grad = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])
+    clip_gradients(Accelerator(cpu=True), [ours], limit)
+    torch.nn.utils.clip_grad_norm_([torchs], limit)
+    assert torch.equal(ours.grad, torchs.grad)
+
+
 def test_the_joint_norm_is_clipped_and_told_by_parameter():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     model(torch.randn(8, 3)).square().sum().backward()
@@ -19,7 +32,7 @@ def test_the_joint_norm_is_clipped_and_told_by_parameter():
     model[0].bias.requires_grad_(False)
     whole = torch.cat([p.grad.flatten() for p in (model[0].weight, model[1].weight)])
     before = model[1].weight.grad.clone()
-    found = clip_gradients(Accelerator(cpu=True), model, torch.tensor(0.5))
+    found = clip_gradients(Accelerator(cpu=True), trained(model), torch.tensor(0.5))
     assert found.norm.item() == pytest.approx(whole.norm().item(), rel=1e-5)
     expected = [model[0].weight.grad.norm().item() * whole.norm().item() / 0.5, before.norm().item(), 0.0]
     assert found.norms.tolist() == pytest.approx(expected, rel=1e-4)
@@ -30,7 +43,7 @@ def test_no_clipping_leaves_the_gradient():
     model = torch.nn.Linear(3, 4)
     (1e3 * model(torch.ones(1, 3))).sum().backward()
     before = model.weight.grad.clone()
-    clip_gradients(Accelerator(cpu=True), model, 0.0)
+    clip_gradients(Accelerator(cpu=True), trained(model), 0.0)
     assert torch.equal(model.weight.grad, before)
 
 

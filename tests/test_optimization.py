@@ -174,7 +174,7 @@ def test_scaler_of_fp16_skips_by_itself_on_the_same_condition():
         losses = model(torch.ones(1, 3)).sum()[None] * factor
         scaler.scale(losses.mean()).backward()
         bad_updates.add_losses(losses)
-        gradients = clip_gradients(accelerator, model, 1.0)
+        gradients = clip_gradients(accelerator, list(model.parameters()), 1.0)
         assert gradients.loss_scale.item() == scale
         bad_updates.add(step, gradients)
         step_if_finite(optimizer, gradients.finite)

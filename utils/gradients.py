@@ -1,5 +1,6 @@
 """Gradient norms, clipping, and whether an update may be made at all."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,8 +62,9 @@ class FixedLimit:
         pass
 
 
-def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float | torch.Tensor) -> Gradients:
-    """Clips the joint L2 norm of all gradients to `max_norm` (0 = no clipping), in place (Pascanu et al. 2013, alg. 1).
+def clip_gradients(accelerator: Accelerator, parameters: Sequence[nn.Parameter], max_norm: float | torch.Tensor) -> Gradients:
+    """Clips the joint L2 norm of the gradients of `parameters`, all that require them, to `max_norm` (0 = no clipping), in
+    place (Pascanu et al. 2013, alg. 1).
 
     DDP has averaged the gradients by now, so that a value that is not finite on one rank is seen on all.
     """
@@ -70,11 +72,13 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float |
     scaler = accelerator.scaler
     # A copy of torch's own tensor, which the optimizer's step changes; get_scale() would make the host wait.
     loss_scale = None if scaler is None or scaler._scale is None else scaler._scale.clone()
-    parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = [p.grad for p in parameters if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))
     norm = torch.linalg.vector_norm(norms)
-    if isinstance(max_norm, torch.Tensor) or max_norm > 0:
+    clips = isinstance(max_norm, torch.Tensor) or max_norm > 0
+    if clips and norm.device.type == "cpu":  # the norm is at hand: saves a pass over all gradients that multiplies them by 1
+        clips = bool(norm + 1e-6 > max_norm)  # as torch's own limit on the factor
+    if clips:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     if len(gradients) < len(parameters):
         every = norms.new_zeros(len(parameters))
