@@ -77,6 +77,7 @@ class MemoryPlan:
             ("parameters", estimate.parameters),
             ("buffers", estimate.buffers),
             ("gradients", estimate.gradients),
+            ("DDP's buckets", estimate.buckets),
             ("optimizer", estimate.optimizer),
             ("EMA", estimate.ema),
             ("activations", estimate.activations),
@@ -84,6 +85,7 @@ class MemoryPlan:
             ("predicted peak", estimate.peak),
         ]
         notes = {
+            "DDP's buckets": "where gradients go when they are reduced",
             "activations": "kept from the forward to the backward pass",
             "workspace": "of the libraries, an estimate",
             "predicted peak": "at the worst moment of an update: not the sum, gradients come while activations go",
