@@ -50,7 +50,7 @@ def plan_with(monkeypatch):
     """A plan for NETWORK on a device with so many MiB free."""
 
     def make(mib: float) -> MemoryPlan:
-        monkeypatch.setattr(utils.memory_plan, "free_memory", lambda device: mib * MIB)
+        monkeypatch.setattr(utils.memory_plan, "free_memory", lambda device, local_processes: mib * MIB // local_processes)
         return MemoryPlan(Accelerator(cpu=True), NETWORK, OPTIMIZER, use_ema=True)
 
     return make
@@ -106,6 +106,16 @@ def test_a_trial_that_runs_out_of_memory_gives_way_to_the_next_smaller(plan_with
 def test_a_split_that_cannot_be_is_refused(plan_with, global_batch, batch, message):
     with pytest.raises(UserError, match=message):
         plan_with(1000).split(global_batch, batch)
+
+
+def test_processes_on_a_cpu_share_what_is_free(plan_with, monkeypatch):
+    free = 1.01 * peak(8, accumulates=False) / SHARE
+    alone = plan_with(free)
+    assert alone.fits(alone.estimate(8, 1)) and "processes" not in alone.table(8, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    shared = plan_with(free)
+    assert shared.free == alone.free // 2 and not shared.fits(shared.estimate(8, 1))
+    assert "that are free to each of 2 processes" in shared.table(8, 1)
 
 
 def test_what_was_recorded_stays_while_it_fits(plan_with, tmp_path):

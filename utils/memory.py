@@ -10,9 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -249,16 +247,3 @@ class _LiveMemory(TorchDispatchMode):
 
     def _remove(self, size: int) -> None:
         self._now -= size
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that this process can still get on `device`: on a CPU what the machine, or its container, has left."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = psutil.virtual_memory().available
-    limits = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current")]
-    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit
-        most, used = (int(path.read_text()) for path in limits)
-        free = min(free, most - used)
-    return free

@@ -12,8 +12,9 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
 from utils.errors import UserError, out_of_memory
-from utils.launch import from_main_process
-from utils.memory import GIB, SHARE, MemoryEstimate, TrialStep, estimate_memory, flops_per_image, free_memory
+from utils.free_memory import free_memory
+from utils.launch import from_main_process, local_processes
+from utils.memory import GIB, SHARE, MemoryEstimate, TrialStep, estimate_memory, flops_per_image
 
 MIB = 2**20
 
@@ -42,7 +43,8 @@ class MemoryPlan:
         self._checkpointing, self._use_ema = options["gradient_checkpointing"], use_ema
         self._precision = accelerator.mixed_precision
         self._distributed = accelerator.num_processes > 1
-        self.free = free_memory(accelerator.device)  # before anything is there
+        self._sharing = local_processes(accelerator) if accelerator.device.type == "cpu" else 1
+        self.free = free_memory(accelerator.device, self._sharing)  # before anything is there
 
     def estimate(
         self,
@@ -94,6 +96,8 @@ class MemoryPlan:
         lines += [f"{name:16} {size / MIB:12,.1f} MiB  {notes.get(name, '')}".rstrip() for name, size in rows if size]
         lines.append(f"{'FLOPs per image':16} {flops / 1e9:12,.2f} G    forward and backward pass")
         share = f"{100 * estimate.peak / self.free:.0f} % of the {self.free / GIB:.1f} GiB that are free"
+        if self._sharing > 1:
+            share += f" to each of {self._sharing} processes"
         if self.fits(estimate):
             lines.append(f"fits: {share}")
         else:
