@@ -42,9 +42,9 @@ import utils.previews
 import utils.tracking
 import utils.validation
 from benchmarks.bare_loop import UNCONDITIONAL, BareLoop, Switches, allocated, default_device, preset_flops, ratio, synchronize
-from utils.cli import optimizer_options, unet_options
 from utils.memory import AUTOCAST, estimate_memory
 from utils.optimization import make_optimizer
+from utils.options import optimizer_options, unet_options
 from utils.unet import make_unet
 
 

@@ -5,8 +5,8 @@ import pytest
 import train_ddpm
 import train_edm2
 from utils.batch_split import divisors, split_batch
-from utils.cli import batch_options
 from utils.errors import UserError
+from utils.options import batch_options
 
 PAPER = (train_edm2, "--dataset_name x/y --model_preset S")  # a global batch of 2048 in micro batches of 32
 CIFAR10 = (train_ddpm, "--dataset_name x/y --model_preset cifar10")  # micro batches of 128
