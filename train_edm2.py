@@ -22,6 +22,7 @@ from utils.cli import (
     preset_table,
 )
 from utils.options import (
+    batch_options,
     data_options,
     edm2_unet_options,
     ema_options,
@@ -152,7 +153,8 @@ def main(args: argparse.Namespace) -> int:
     num_averages = (len(args.ema_widths) if args.ema_type == "power" else 1) if args.use_ema else 0
     plan = MemoryPlan(accelerator, new_unet, new_optimizer, use_ema=num_averages)
     if args.global_batch_size:
-        split = plan.split(args.global_batch_size, args.train_batch_size, output_dir if resuming else None)
+        resumed = output_dir if resuming else None
+        split = plan.split(**batch_options(args), resumed=resumed, try_out=not args.dry_run)
         args.train_batch_size, args.gradient_accumulation_steps = split
         accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
     explain_out_of_memory(partial(plan.explain, args.train_batch_size, args.gradient_accumulation_steps))

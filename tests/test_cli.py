@@ -95,7 +95,8 @@ def test_a_split_of_the_batch_on_the_command_line_wins_over_the_preset_s_global_
     flags = ["--dataset_name", "x/y", "--model_preset", "S", "--gradient_accumulation_steps", "4"]
     args = train_edm2.parse_args([*flags, "--train_batch_size", "64"])
     assert (args.global_batch_size, args.train_batch_size, args.gradient_accumulation_steps) == (None, 64, 4)
-    assert train_edm2.parse_args(flags).train_batch_size == 16
+    args = train_edm2.parse_args(flags)
+    assert (args.global_batch_size, args.train_batch_size, args.gradient_accumulation_steps) == (None, 32, 4)
     args = train_edm2.parse_args(["--dataset_name", "x/y", "--model_preset", "S", "--train_batch_size", "64"])
     assert (args.global_batch_size, args.train_batch_size) == (2048, 64)
 

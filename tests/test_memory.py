@@ -1,10 +1,12 @@
 """Predictions of memory and operations against real steps, real objects and closed forms."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from utils.diffusion import loss_per_sample
@@ -104,12 +106,15 @@ def test_static_parts_are_those_of_the_real_objects(name):
     assert estimate(make=make, use_ema=False).ema == 0
 
 
-def most_allocated(model: nn.Module, batch: int) -> int:
+def most_allocated(model: nn.Module, batch: int, micro_steps: int = 1) -> int:
     """The most that an update of `model` held beyond what was there before it, by torch's own allocator."""
+    waits = model.no_sync if isinstance(model, DistributedDataParallel) else nullcontext
     optimizer = adamw(model)
-    for _ in range(2):
+    for _ in range(3):  # in the second DDP makes its buckets anew, in the order in which gradients come
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            forward(model, batch, "no").backward()
+            for micro_step in range(micro_steps):
+                with waits() if micro_step < micro_steps - 1 else nullcontext():
+                    forward(model, batch, "no").backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             before = [parameter.detach().clone() for parameter in model.parameters()]  # for the report on an update
             optimizer.step()
@@ -133,13 +138,36 @@ def test_peak_is_that_of_a_real_update(batch, checkpointing):
     assert predicted.peak - predicted.workspace == pytest.approx(real, rel=0.05)
 
 
-def test_gradients_that_stay_add_to_the_peak_of_a_large_batch():
-    plain, accumulating, distributed = (
-        estimate(batch=16, **options) for options in ({}, {"accumulates": True}, {"distributed": True})
+@pytest.fixture
+def process_group():
+    """Of one process: DDP's buckets are those of many."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("batch", [2, 16])
+def test_peak_with_ddp_is_that_of_a_real_update(process_group, batch, micro_steps):
+    predicted = estimate(batch=batch, use_ema=False, distributed=True, accumulates=micro_steps > 1)
+    model = DistributedDataParallel(network().train(), gradient_as_bucket_view=True)
+    buckets = sum(parameter.nbytes for parameter in model.parameters())
+    there_before = predicted.parameters + buckets + predicted.optimizer
+    real = there_before + most_allocated(model, batch, micro_steps)
+    assert predicted.buckets == buckets
+    assert predicted.peak - predicted.workspace == pytest.approx(real, rel=0.03)
+
+
+def test_gradients_that_stay_and_buckets_add_to_the_peak_of_a_large_batch():
+    plain, accumulating, distributed, both = (
+        estimate(batch=16, accumulates=accumulates, distributed=distributed)
+        for distributed in (False, True)
+        for accumulates in (False, True)
     )
-    assert plain.activations == accumulating.activations == distributed.activations
-    for other in (accumulating, distributed):
-        assert other.peak - plain.peak == pytest.approx(plain.gradients, rel=0.35)
+    assert plain.activations == accumulating.activations == distributed.activations == both.activations
+    for other, times in ((accumulating, 1), (distributed, 1), (both, 2)):
+        assert other.peak - plain.peak == pytest.approx(times * plain.gradients, rel=0.35)
+    assert both.peak - accumulating.peak == pytest.approx(plain.gradients, rel=0.01)
 
 
 def test_flops_are_those_of_the_closed_form():

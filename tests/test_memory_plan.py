@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import utils.memory_plan
+from utils.batch_split import divisors
 from utils.errors import UserError, out_of_memory
 from utils.memory import SHARE, TrialStep, estimate_memory
-from utils.memory_plan import MemoryPlan, divisors, largest_that_fits
+from utils.memory_plan import MemoryPlan, largest_that_fits
 from utils.optimization import make_optimizer
 
 MIB = 2**20
@@ -50,7 +51,7 @@ def plan_with(monkeypatch):
     """A plan for NETWORK on a device with so many MiB free."""
 
     def make(mib: float) -> MemoryPlan:
-        monkeypatch.setattr(utils.memory_plan, "free_memory", lambda device: mib * MIB)
+        monkeypatch.setattr(utils.memory_plan, "free_memory", lambda device, local_processes: mib * MIB // local_processes)
         return MemoryPlan(Accelerator(cpu=True), NETWORK, OPTIMIZER, use_ema=True)
 
     return make
@@ -67,7 +68,6 @@ def peak(batch: int, accumulates: bool, **options) -> float:
 def test_the_largest_that_fits_is_that_of_a_search_through_all():
     for count in (1, 2, 12, 60, 97):
         sizes = divisors(count)
-        assert sizes == sorted((d for d in range(1, count + 1) if count % d == 0), reverse=True)
         for limit in range(count + 2):
             expected = max((size for size in sizes if size <= limit), default=None)
             assert largest_that_fits(sizes, lambda size, limit=limit: size <= limit) == expected
@@ -82,30 +82,46 @@ def test_auto_takes_the_largest_divisor_that_fits_and_keeps_the_global_batch(pla
         plan_with(0.01).split(24)
 
 
-def test_a_trial_that_runs_out_of_memory_gives_way_to_the_next_smaller(plan_with, monkeypatch):
-    tried, run = [], TrialStep.run
+@pytest.fixture
+def tried(monkeypatch) -> list[int]:
+    """The micro batches of real updates, which run out of memory with more than four images."""
+    sizes, run = [], TrialStep.run
 
     def limited(step, image_shape, micro_batch_size, *arguments):
         if not isinstance(step.parameters[0], FakeTensor):
-            tried.append(micro_batch_size)
+            sizes.append(micro_batch_size)
             if micro_batch_size > 4:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return run(step, image_shape, micro_batch_size, *arguments)
 
     monkeypatch.setattr(TrialStep, "run", limited)
+    return sizes
+
+
+def test_a_trial_that_runs_out_of_memory_gives_way_to_the_next_smaller(plan_with, tried):
     state = torch.random.get_rng_state()
-    assert plan_with(1000).split(12) == (4, 3)
+    plan = plan_with(1000)
+    assert plan.split(12) == (4, 3)
     assert tried == [12, 6, 4]
     assert torch.equal(state, torch.random.get_rng_state())
+    assert "tries it out" not in plan.table(4, 3)
 
 
-@pytest.mark.parametrize(
-    ("global_batch", "batch", "message"),
-    [(24, 7, "--train_batch_size 7 does not divide 24"), (24, 48, "choose a divisor, or auto")],
-)
-def test_a_split_that_cannot_be_is_refused(plan_with, global_batch, batch, message):
-    with pytest.raises(UserError, match=message):
-        plan_with(1000).split(global_batch, batch)
+def test_without_trials_the_prediction_decides_and_the_table_says_so(plan_with, tried):
+    plan = plan_with(1000)
+    assert plan.split(12, try_out=False) == (12, 1)
+    assert tried == []
+    assert "predicted to fit; a run tries it out" in plan.table(12, 1)
+
+
+def test_processes_on_a_cpu_share_what_is_free(plan_with, monkeypatch):
+    free = 1.01 * peak(8, accumulates=False) / SHARE
+    alone = plan_with(free)
+    assert alone.fits(alone.estimate(8, 1)) and "processes" not in alone.table(8, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    shared = plan_with(free)
+    assert shared.free == alone.free // 2 and not shared.fits(shared.estimate(8, 1))
+    assert "that are free to each of 2 processes" in shared.table(8, 1)
 
 
 def test_what_was_recorded_stays_while_it_fits(plan_with, tmp_path):
@@ -157,6 +173,32 @@ def test_a_dry_run_says_what_is_needed_and_touches_nothing(tiny_flags, tmp_path)
     for word in ("parameters", "gradients", "optimizer", "EMA", "activations", "predicted peak", "FLOPs per image", "\nfits: "):
         assert word in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_with_an_automatic_batch_size_tries_nothing_out(train_script, script_flags, tried, capsys, tmp_path):
+    flags = [*script_flags, "--train_batch_size", "auto", "--global_batch_size", 8, "--output_dir", tmp_path / "run"]
+    assert train_script([*flags, "--dry_run"]) == 0
+    assert tried == []
+    printed = capsys.readouterr().out
+    assert "8 images of 1x16x16 in each of 1 micro steps" in printed and "a run tries it out" in printed
+    assert train_script([*flags, "--max_train_steps", 1]) == 0
+    assert tried == [8, 4]
+
+
+def test_a_given_global_batch_stays_on_another_number_of_processes(server, script, script_flags, tmp_path):
+    flags = [*script_flags, "--output_dir", tmp_path, "--train_batch_size", 4, "--global_batch_size", 8]
+    steps = ["--lr_scheduler", "constant_with_warmup", "--max_train_steps"]
+    [run] = server.start([script, *flags, *steps, 1], 1)
+    assert run.wait() == 0, run.text()
+    flags += ["--resume_from_checkpoint", "latest", *steps, 2]
+    runs = server.start([script, *flags, "--gradient_accumulation_steps", 2], 2)
+    assert [run.wait() for run in runs] == [2, 2]
+    said = [line for run in runs for line in run.text().splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and "8 is not 2 processes x --train_batch_size 4 x --gradient_accumulation_steps 2 = 16" in said[0]
+    runs = server.start([script, *flags], 2)
+    assert [run.wait() for run in runs] == [0, 0], runs[0].text()
+    resolved = json.loads((tmp_path / "options.json").read_text())["resolved"]
+    assert (resolved["micro_batch_size"], resolved["gradient_accumulation_steps"], resolved["num_processes"]) == (4, 1, 2)
 
 
 def test_a_dry_run_leaves_a_run_that_is_there_alone(train_script, script_flags, tmp_path):

@@ -14,6 +14,12 @@ from utils.presets import FLAGS
 UNIT_INTERVAL = "in [0, 1)"
 
 
+class Flags(argparse.Namespace):
+    """The values of all flags; beside them, not among `vars`, the names of those `given` on the command line, with dashes."""
+
+    __slots__ = ("given",)
+
+
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
     group.add_argument("--dataset_name", help="Hub name, local dataset (folder, parquet, save_to_disk), or digits (built in)")
@@ -67,7 +73,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--global_batch_size",
         type=positive_int,
-        help="images per update; the number of micro steps follows",
+        help="images per update; of --train_batch_size and --gradient_accumulation_steps what is not given follows",
     )
     group.add_argument("--gradient_accumulation_steps", type=positive_int, default=1, help="micro steps per update (1)")
     group.add_argument("--num_epochs", type=positive_int, default=100, help="passes over the data (100)")
@@ -238,7 +244,8 @@ def parse_with_preset(
 ) -> argparse.Namespace:
     """Parses `argv`; the preset's flags replace the parser's defaults. With neither preset nor config named, the preset is
     digits16 for the digits and where no data is named, `usual_preset` for other data."""
-    args = parser.parse_args(argv)
+    given = {word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv) if word.startswith("--")}
+    args = parser.parse_args(argv, Flags())
     names_data = args.dataset_name or args.train_data_dir
     if args.model_preset is None and not args.model_config_name_or_path:
         args.model_preset = "digits16" if not names_data or args.dataset_name == "digits" else usual_preset
@@ -246,18 +253,17 @@ def parse_with_preset(
         if args.model_preset not in presets:
             raise UserError(f"unknown --model_preset {args.model_preset!r}; choose from {', '.join(presets)}")
         defaults = dict(presets[args.model_preset])
-        given = {word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)}
         overridden = {"--train_data_dir": ["dataset_name"], "--num_epochs": ["max_train_steps"]}
+        overridden["--gradient_accumulation_steps"] = ["global_batch_size"]  # the update is what the user's split makes
         overridden |= {f"--save_{what}_epochs": [f"save_{what}_steps"] for what in ("images", "model")}
-        if "global_batch_size" in defaults:  # the split of the global batch is the user's then
-            overridden["--gradient_accumulation_steps"] = ["global_batch_size", "train_batch_size"]
         for flag, preset_flags in overridden.items():
             if flag in given:
                 defaults = {name: value for name, value in defaults.items() if name not in preset_flags}
         preset = args.model_preset
         parser.set_defaults(**defaults)
-        args = parser.parse_args(argv)
+        args = parser.parse_args(argv, Flags())
         args.model_preset = preset
+    args.given = given
     check(args)
     return args
 
@@ -286,7 +292,7 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--logging_dir {args.logging_dir} leaves --output_dir; name a folder inside it, such as logs")
     if getattr(args, "spectral_norm", False) and args.gradient_checkpointing:
         raise UserError("--spectral_norm and --gradient_checkpointing: computing a layer again would move its power iteration")
-    if args.train_batch_size == "auto" and (args.global_batch_size is None or args.gradient_accumulation_steps != 1):
+    if args.train_batch_size == "auto" and (args.global_batch_size is None or "--gradient_accumulation_steps" in args.given):
         raise UserError("--train_batch_size auto needs --global_batch_size, and finds --gradient_accumulation_steps itself")
     if args.best_metric != "loss" and not args.eval_steps:
         raise UserError(f"--best_metric {args.best_metric} is a figure of the samples: set --eval_steps")

@@ -90,9 +90,13 @@ def make_accelerator(
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
     if accelerator.device.type == "cpu":
-        local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-        torch.set_num_threads(cpu_threads or max(1, usable_cores() // local_processes))
+        torch.set_num_threads(cpu_threads or max(1, usable_cores() // local_processes(accelerator)))
     return accelerator
+
+
+def local_processes(accelerator: Accelerator) -> int:
+    """Processes of this launch on this machine; where the launcher does not say, all of them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
 
 
 def stop_with_launcher() -> None:

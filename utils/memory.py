@@ -10,9 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -43,6 +41,7 @@ class MemoryEstimate:
     parameters: int
     buffers: int
     gradients: int
+    buckets: int  # DDP's, for the all-reduce of the gradients: there from the start to the end
     optimizer: int
     ema: int
     activations: int  # what the forward pass leaves for the backward pass, each storage once, parameters excluded
@@ -67,8 +66,11 @@ def estimate_memory(
 
     `make_network` builds the network as it will be trained (checkpointing, layout of the weights), on torch's default device;
     `predict(network, noisy_images [B, C, H, W], timesteps [B])` gives its output. `accumulates`: gradients stay from one
-    micro step to the next. `distributed`: DDP keeps them in its buckets for good. `use_ema` counts the averages, of which power
-    EMA has several. A compiled network usually needs less.
+    micro step to the next. `distributed`: DDP with `gradient_as_bucket_view`, whose buckets are as large as all gradients and
+    stay. Gradients are freed after each update, so that they are born outside of the buckets; the backward pass that reduces
+    copies each into its bucket, which takes its place (mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp).
+    Micro steps before that reduce nothing and have both. `use_ema` counts the averages, of which power EMA has several. A
+    compiled network usually needs less.
     """
     device = torch.device(device)
     live = _LiveMemory(ALLOCATOR_BLOCK if device.type == "cuda" else 1)
@@ -83,6 +85,7 @@ def estimate_memory(
         parameters=storage_bytes(step.network.parameters()),
         buffers=storage_bytes(step.network.buffers()),
         gradients=sum(p.numel() * p.element_size() for p in step.parameters),
+        buckets=storage_bytes(step.buckets.values()),
         optimizer=storage_bytes(value for value in step.optimizer_state() if isinstance(value, torch.Tensor)),
         ema=storage_bytes(tensor for average in step.averages for tensor in average.shadow.values()),
         activations=activations,
@@ -102,11 +105,11 @@ class TrialStep:
         self.parameters = [p for p in self.network.parameters() if p.requires_grad]
         self.averages = [EMA(self.network) for _ in range(use_ema)]
         self.optimizer = make_optimizer(self.network)
-        self._keeps_gradients = distributed
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()  # makes its state, so that what follows is like every update but the first
-        self.optimizer.zero_grad(set_to_none=not distributed)
+        self.optimizer.zero_grad()
+        self.buckets = {p: torch.zeros_like(p) for p in self.parameters} if distributed else {}
 
     def optimizer_state(self) -> Iterator:
         return (value for state in self.optimizer.state.values() for value in state.values())
@@ -114,7 +117,7 @@ class TrialStep:
     def run(self, image_shape, micro_batch_size: int, mixed_precision: str, micro_steps: int, predict=_predict) -> int:
         """One update as in training. Returns the bytes that one forward pass left for its backward pass."""
         device = self.parameters[0].device
-        for _ in range(micro_steps):
+        for micro_step in range(micro_steps):
             clean_images, noise, noisy_images = (torch.randn(micro_batch_size, *image_shape) for _ in range(3))
             timesteps = torch.zeros(micro_batch_size, dtype=torch.int64)
             with SavedTensors(self.network.parameters()) as saved:
@@ -123,7 +126,8 @@ class TrialStep:
                 loss = loss_per_sample(prediction, noise, torch.ones(micro_batch_size)).mean()
             activations = saved.bytes
             saved.forget()
-            loss.backward()
+            with self._reducing() if micro_step == micro_steps - 1 else contextlib.nullcontext():
+                loss.backward()
         del clean_images, noise, noisy_images, prediction, loss
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([p.grad for p in self.parameters])))
         torch.nn.utils.clip_grads_with_norm_(self.parameters, 1.0, norm)
@@ -131,11 +135,24 @@ class TrialStep:
         self.optimizer.step()
         torch._foreach_sub_(before, [p.detach() for p in self.parameters])
         del before
-        self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
+        self.optimizer.zero_grad()
         # On a CPU an EMA makes no tensors, but asks for the flag's value, which fake tensors do not have.
         for average in self.averages if device.type != "cpu" else ():
             average.update(0.9999, torch.isfinite(norm))
         return activations
+
+    @contextlib.contextmanager
+    def _reducing(self) -> Iterator[None]:
+        """A backward pass in it leaves the gradients in DDP's buckets, where there are some."""
+
+        def move(parameter: nn.Parameter) -> None:
+            self.buckets[parameter].copy_(parameter.grad)
+            parameter.grad = self.buckets[parameter]
+
+        with contextlib.ExitStack() as hooks:
+            for parameter in self.buckets:
+                hooks.callback(parameter.register_post_accumulate_grad_hook(move).remove)
+            yield
 
 
 def flops_per_image(
@@ -230,16 +247,3 @@ class _LiveMemory(TorchDispatchMode):
 
     def _remove(self, size: int) -> None:
         self._now -= size
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that this process can still get on `device`: on a CPU what the machine, or its container, has left."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = psutil.virtual_memory().available
-    limits = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current")]
-    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit
-        most, used = (int(path.read_text()) for path in limits)
-        free = min(free, most - used)
-    return free

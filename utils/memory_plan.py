@@ -11,9 +11,11 @@ from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
+from utils.batch_split import divisors, per_process, split_batch
 from utils.errors import UserError, out_of_memory
-from utils.launch import from_main_process
-from utils.memory import GIB, SHARE, MemoryEstimate, TrialStep, estimate_memory, flops_per_image, free_memory
+from utils.free_memory import free_memory
+from utils.launch import from_main_process, local_processes
+from utils.memory import GIB, SHARE, MemoryEstimate, TrialStep, estimate_memory, flops_per_image
 
 MIB = 2**20
 
@@ -42,7 +44,9 @@ class MemoryPlan:
         self._checkpointing, self._use_ema = options["gradient_checkpointing"], use_ema
         self._precision = accelerator.mixed_precision
         self._distributed = accelerator.num_processes > 1
-        self.free = free_memory(accelerator.device)  # before anything is there
+        self._sharing = local_processes(accelerator) if accelerator.device.type == "cpu" else 1
+        self.free = free_memory(accelerator.device, self._sharing)  # before anything is there
+        self._untried = False
 
     def estimate(
         self,
@@ -77,6 +81,7 @@ class MemoryPlan:
             ("parameters", estimate.parameters),
             ("buffers", estimate.buffers),
             ("gradients", estimate.gradients),
+            ("DDP's buckets", estimate.buckets),
             ("optimizer", estimate.optimizer),
             ("EMA", estimate.ema),
             ("activations", estimate.activations),
@@ -84,6 +89,7 @@ class MemoryPlan:
             ("predicted peak", estimate.peak),
         ]
         notes = {
+            "DDP's buckets": "where gradients go when they are reduced",
             "activations": "kept from the forward to the backward pass",
             "workspace": "of the libraries, an estimate",
             "predicted peak": "at the worst moment of an update: not the sum, gradients come while activations go",
@@ -92,6 +98,12 @@ class MemoryPlan:
         lines += [f"{name:16} {size / MIB:12,.1f} MiB  {notes.get(name, '')}".rstrip() for name, size in rows if size]
         lines.append(f"{'FLOPs per image':16} {flops / 1e9:12,.2f} G    forward and backward pass")
         share = f"{100 * estimate.peak / self.free:.0f} % of the {self.free / GIB:.1f} GiB that are free"
+        if self._sharing > 1:
+            share += f" to each of {self._sharing} processes"
+        if self._untried:
+            lines.append(
+                "auto: the largest micro batch that is predicted to fit; a run tries it out and may take a smaller one"
+            )
         if self.fits(estimate):
             lines.append(f"fits: {share}")
         else:
@@ -136,30 +148,37 @@ class MemoryPlan:
         )
 
     def split(
-        self, global_batch_size: int, micro_batch_size: int | str = "auto", resumed: Path | None = None
+        self,
+        global_batch_size: int,
+        micro_batch_size: int | str = "auto",
+        accumulation: int | None = None,
+        *,
+        exact: bool = True,
+        resumed: Path | None = None,
+        try_out: bool = True,
     ) -> tuple[int, int]:
         """(micro batch, micro steps) that make up the global batch exactly, on every process, all of which must call it.
 
-        With "auto" the largest that fits: predicted, then tried out by a real update on every process; the next smaller one is
-        taken until all succeed. What the run in the folder `resumed` was trained with stays while it is predicted to fit.
+        For a number see `batch_split.split_batch`. With "auto" it is the largest micro batch that fits: predicted, then, with
+        `try_out`, tried out by a real update on every process; the next smaller one is taken until all succeed. What the run in
+        the folder `resumed` was trained with stays while it is predicted to fit.
         Raises UserError when the global batch cannot be split so, or when not even one image fits.
         """
-        together = per_process(global_batch_size, self._accelerator.num_processes)
-        sizes = divisors(together)
+        num_processes = self._accelerator.num_processes
         if micro_batch_size != "auto":
-            if micro_batch_size not in sizes:
-                raise UserError(
-                    f"--train_batch_size {micro_batch_size} does not divide {together}, the images of --global_batch_size "
-                    f"{global_batch_size} for each of {self._accelerator.num_processes} processes; choose a divisor, or auto"
-                )
-            return micro_batch_size, together // micro_batch_size
+            return split_batch(global_batch_size, num_processes, micro_batch_size, accumulation, exact=exact)
+        together = per_process(global_batch_size, num_processes)
+        sizes = divisors(together)
         self.free = min(self._gathered(self.free))
         largest = largest_that_fits(sizes, lambda size: self.fits(self.estimate(size, together // size)))
         if largest is None:
             raise UserError(f"no --train_batch_size fits {self.free / GIB:.2f} GiB of memory; {self.advice(1, together)}")
-        recorded = from_main_process(recorded_split(resumed, global_batch_size, self._accelerator.num_processes))
+        recorded = from_main_process(recorded_split(resumed, global_batch_size, num_processes))
         if recorded in sizes and recorded <= largest:
             return recorded, together // recorded
+        if not try_out:
+            self._untried = True
+            return largest, together // largest
         for size in (size for size in sizes if size <= largest):
             if all(self._gathered(self._succeeds(size, together // size))):
                 return size, together // size
@@ -190,11 +209,6 @@ class MemoryPlan:
         return self._accelerator.gather(own).tolist()
 
 
-def divisors(count: int) -> list[int]:
-    """Of `count`, the largest first."""
-    return [size for size in range(count, 0, -1) if count % size == 0]
-
-
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """The largest of falling `sizes` that `fits`, where all smaller ones do too; None when none does."""
     low, high = 0, len(sizes)
@@ -205,15 +219,6 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int 
         else:
             low = middle + 1
     return sizes[low] if low < len(sizes) else None
-
-
-def per_process(global_batch_size: int, num_processes: int) -> int:
-    """Images of an update that fall to each process. Raises UserError when they cannot be shared evenly."""
-    if global_batch_size % num_processes:
-        raise UserError(
-            f"--global_batch_size {global_batch_size} does not divide by {num_processes} processes; choose a multiple"
-        )
-    return global_batch_size // num_processes
 
 
 def recorded_split(output_dir: Path | None, global_batch_size: int, num_processes: int) -> int | None:

@@ -26,6 +26,17 @@ def data_options(args: argparse.Namespace) -> dict:
     }
 
 
+def batch_options(args: argparse.Namespace) -> dict:
+    """The arguments of `memory_plan.MemoryPlan.split` that are flags: what was not given may follow from what was."""
+    steps_given = "--gradient_accumulation_steps" in args.given
+    return {
+        "global_batch_size": args.global_batch_size,
+        "micro_batch_size": args.train_batch_size,
+        "accumulation": args.gradient_accumulation_steps if steps_given else None,
+        "exact": "--train_batch_size" in args.given,
+    }
+
+
 def sample_options(args: argparse.Namespace) -> dict:
     """The arguments of `training_samples.TrainingSamples` that are flags."""
     return {
