@@ -93,7 +93,7 @@ class Watch:
                 yield
 
         def watched_backward(accelerator, loss, **options) -> None:
-            if self._saved is not None:  # what checkpointing computes again must not count
+            if self._saved is not None:  # what it holds must go as the backward pass goes
                 self._saved.__exit__()
                 self.activations = self._saved.bytes
                 self._saved.forget()
