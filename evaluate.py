@@ -20,8 +20,9 @@ import json
 import os
 from pathlib import Path
 
-from utils.cli import add_data_flags, data_options, positive_int
+from utils.cli import add_data_flags, positive_int
 from utils.errors import UserError
+from utils.options import data_options
 from utils.script import run_script
 
 # Options of the data that decide neither which images there are nor in which rows, nor their labels.

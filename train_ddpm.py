@@ -18,14 +18,18 @@ from utils.cli import (
     add_output_flags,
     add_report_flags,
     add_training_flags,
+    parse_with_preset,
+    positive_int,
+    preset_table,
+)
+from utils.options import (
     data_options,
     ema_options,
     evaluation_options,
     learning_rate_options,
+    milestone_options,
+    monitor_options,
     optimizer_options,
-    parse_with_preset,
-    positive_int,
-    preset_table,
     sample_options,
     unet_options,
 )
@@ -74,7 +78,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> int:
     # Imported here, not above: `--help` and a mistyped flag should not wait for torch and diffusers.
-    import math
     from contextlib import nullcontext
     from functools import partial
     from pathlib import Path
@@ -83,29 +86,30 @@ def main(args: argparse.Namespace) -> int:
 
     from utils import randomness
     from utils.bad_images import BadImageReport
-    from utils.checkpoints import TrainState, attach_state_hooks, resume, save_checkpoint
+    from utils.checkpoints import TrainState, attach_state_hooks, resume
     from utils.data import content_fingerprint, load_images
     from utils.data_check import check_data
     from utils.dataset_sources import hub_name
     from utils.diffusion import describe_schedule, loss_per_sample, loss_weights, make_noise_scheduler, training_target
     from utils.doctor import Doctor
-    from utils.dynamics import Dynamics
     from utils.ema_snapshots import Snapshots, remove_snapshots_beyond
     from utils.errors import explain_out_of_memory
     from utils.export import export_pipeline, model_card, push_to_hub
-    from utils.gradients import AdaptiveLimit, clip_gradients
-    from utils.interrupts import EXIT_DIVERGED, EXIT_STOPPED, StopSignal, leave_on_signal
-    from utils.launch import from_main_process, make_accelerator, on_main_process
+    from utils.gradients import AdaptiveLimit, FixedLimit, clip_gradients
+    from utils.interrupts import EXIT_STOPPED, StopSignal, leave_on_signal
+    from utils.launch import make_accelerator, on_main_process
     from utils.memory_plan import MemoryPlan
+    from utils.milestones import Milestones
+    from utils.monitors import Monitors
     from utils.nan_report import NanReports
-    from utils.nonfinite import ADVICE, BadUpdates, spread_to_gradient
+    from utils.nonfinite import spread_to_gradient
     from utils.optimization import l1_norm, learning_rate_at, make_optimizer, set_learning_rate, step_if_finite
     from utils.power_ema import make_ema
     from utils.previews import Previews
     from utils.run_folder import RunFolder, command_line, shaping_options
-    from utils.sampling import full_precision, sampling_steps
-    from utils.schedule import check_global_batch, is_due, updates_per_epoch
-    from utils.tracking import PackingBar, ProgressBar, StepStatistics, Stopwatch, Trackers, peak_memory_gib
+    from utils.sampling import sampling_steps
+    from utils.schedule import check_global_batch, updates_per_epoch
+    from utils.tracking import PackingBar, ProgressBar, Trackers
     from utils.training_evaluation import TrainingEvaluation
     from utils.training_samples import TrainingSamples
     from utils.unet import make_unet, network_options, use_xformers
@@ -218,6 +222,12 @@ def main(args: argparse.Namespace) -> int:
         samples.seed_dropout(step, micro_step)
         return loss_per_sample(network(noisy_images, timesteps).sample, target, weights_of_timesteps[timesteps])
 
+    def validate() -> float:
+        """Mean loss on the held-out images."""
+        process = (noise_scheduler, weights_of_timesteps)
+        options = {"seed": args.seed, "batch_size": args.train_batch_size}
+        return validation_loss(accelerator, raw_unet, validation_images, *process, **options)
+
     # ---- what watches and records
     stop = StopSignal(accelerator.num_processes, args.collective_timeout)
     progress = ProgressBar(is_main, state.step, max_train_steps)
@@ -232,10 +242,7 @@ def main(args: argparse.Namespace) -> int:
         say=progress.say,
         log=trackers.log,
     )
-    stopwatch, statistics = Stopwatch(state.step), StepStatistics(device, args.ddpm_num_steps)
-    dynamics = Dynamics(raw_unet)
-    adaptive = AdaptiveLimit(device, state.grad_norm_mean) if args.adaptive_clipping else None
-    bad_updates = BadUpdates.of_run(accelerator, raw_unet, state)
+    clipping = AdaptiveLimit(device, state.grad_norm_mean) if args.adaptive_clipping else FixedLimit(args.max_grad_norm)
     nan_reports = NanReports(
         accelerator,
         output_dir,
@@ -253,6 +260,21 @@ def main(args: argparse.Namespace) -> int:
         gathers=args.on_bad_image == "replace" and args.cache_images == "no",
         say=progress.say,
     )
+    monitors = Monitors(
+        accelerator,
+        raw_unet,
+        state,
+        total_steps=max_train_steps,
+        global_batch_size=global_batch_size,
+        num_noise_levels=args.ddpm_num_steps,
+        checks_noise=True,
+        nan_reports=nan_reports,
+        bad_images=bad_images,
+        progress=progress,
+        trackers=trackers,
+        doctor=doctor,
+        **monitor_options(args),
+    )
     snapshots = Snapshots(accelerator, ema, output_dir, state, every=args.ema_snapshot_steps, dtype=args.ema_snapshot_dtype)
     previews = Previews(
         accelerator,
@@ -269,7 +291,6 @@ def main(args: argparse.Namespace) -> int:
         num_images=args.eval_batch_size,
         should_stop=lambda: stop.received is not None,
     )
-
     evaluation = TrainingEvaluation(
         accelerator,
         raw_unet,
@@ -307,9 +328,27 @@ def main(args: argparse.Namespace) -> int:
         with averaged():
             on_main_process(accelerator, export_pipeline, raw_unet, noise_scheduler, output_dir, model_card(facts))
 
-    def due(steps: int | None, epochs: int) -> bool:
-        return is_due(state.step, max_train_steps, steps=steps, epochs=epochs, epoch_steps=epoch_steps)
-
+    milestones = Milestones(
+        accelerator,
+        raw_unet,
+        state,
+        output_dir,
+        total_steps=max_train_steps,
+        epoch_steps=epoch_steps,
+        averaged=averaged,
+        validate=validate if len(validation_images) else None,
+        evaluation=evaluation,
+        previews=previews,
+        export=export,
+        snapshots=snapshots,
+        clipping=clipping,
+        stop=stop,
+        monitors=monitors,
+        progress=progress,
+        trackers=trackers,
+        doctor=doctor,
+        **milestone_options(args),
+    )
     for note in (", ".join(f"{name} {value}" for name, value in resolved.items()), *notes):
         progress.say(note)
     if is_main and not doctor.knows("data"):
@@ -319,125 +358,46 @@ def main(args: argparse.Namespace) -> int:
     unet.train()
 
     # ---- the loop: one turn is one update
-    exit_status = 0
     batches = samples.batches(state.step, max_train_steps, args.dataloader_num_workers)
-    last_step = state.step if state.stopped_early(args.early_stopping_patience) else max_train_steps
-    if evaluation.due(state, max_train_steps):  # a stop had left it out
-        with stopwatch.paused(), averaged(), full_precision(raw_unet):
-            evaluation.make(state)
-        if evaluation.due(state, max_train_steps):  # and another has
-            exit_status, last_step = EXIT_STOPPED, state.step
-        else:
-            save_checkpoint(accelerator, output_dir, state, total_limit=args.checkpoints_total_limit)
-    for step in range(state.step, last_step):
+    exit_status = milestones.catch_up()
+    while not exit_status and not milestones.at_end():
+        step = state.step
         learning_rate = learning_rate_at(step, total_steps=max_train_steps, **learning_rate_options(args))
         set_learning_rate(optimizer, learning_rate)
-        reports = (step + 1) % args.logging_steps == 0 or step + 1 == max_train_steps
-        dynamics.begin(reports)
+        monitors.begin(step)
         for micro_step in range(args.gradient_accumulation_steps):
-            with stopwatch.waiting_for_data():
+            with monitors.waiting_for_data():
                 batch = next(batches)
             micro_batch = draw(batch)
-            dynamics.see_images(micro_batch["clean_images"])
+            monitors.see_images(micro_batch["clean_images"])
             with accelerator.accumulate(unet):
                 losses = losses_of(unet, step, micro_step, **micro_batch)
                 loss = losses.mean() + (args.l1_weight * l1_norm(raw_unet) if args.l1_weight else 0.0)
                 accelerator.backward(spread_to_gradient(loss))
-            statistics.add_losses(losses, micro_batch["timesteps"])
-            bad_updates.add_losses(losses)
+            monitors.add_losses(losses, micro_batch["timesteps"])
 
-        clip_value = adaptive.limit() if adaptive is not None else args.max_grad_norm
+        clip_value = clipping.limit()
         gradients = clip_gradients(accelerator, unet, clip_value)
-        bad_updates.add(step, gradients)
-        dynamics.before_step()
+        clipping.add(gradients)
+        monitors.before_step(step, gradients)
         step_if_finite(optimizer, gradients.finite)  # on any rank a NaN changes nothing on all of them
-        dynamics.end(gradients)
+        monitors.after_step(gradients)
         unet.zero_grad()
         if ema is not None:
             decay = ema_decay(step + 1)
             ema.update(decay, gradients.finite)
-        if adaptive is not None:
-            adaptive.add(gradients)
-        statistics.add_update(gradients)
         state.step = step + 1
         progress.update()
 
-        if reports:  # here alone the host waits for the device
-            report = statistics.report(accelerator) | bad_updates.report() | stopwatch.report(state.step, global_batch_size)
-            report |= bad_images.update()
-            report |= {"train/lr": learning_rate, "train/clip_value": float(clip_value)}
-            report |= {"train/samples_seen": state.step * global_batch_size, "perf/peak_memory_gib": peak_memory_gib(device)}
+        if monitors.due:  # here alone the host waits for the device
+            figures = {"train/lr": learning_rate, "train/clip_value": float(clip_value)}
             if ema is not None:
-                report |= {"train/ema_decay": decay} | ema.report()
-            if accelerator.scaler is not None:
-                report["train/loss_scale"] = accelerator.scaler.get_scale()
-            figures, layers = dynamics.report()
-            report |= figures
-            trackers.log(report, step=state.step)
-            critical = doctor.record_report(state.step, report, layers)
-            progress.show(report)
-            if math.isfinite(report["train/loss"]):
-                state.metrics["training loss"] = report["train/loss"]
-            if bad_updates.first is not None:
-                progress.attempt(nan_reports.write, bad_updates.first, state.step, learning_rate)
-            if bad_updates.row >= args.max_bad_steps:
-                progress.say(
-                    f"stopped: the last {bad_updates.row} updates in a row had a loss or gradient that is not finite; "
-                    f"weights and EMA are those before them. See nan_report/ and {ADVICE}"
-                )
-                exit_status = EXIT_DIVERGED
-            if args.stop_on == "critical" and from_main_process(critical):
-                progress.say("stopped: a critical finding, see diagnosis.json (--stop_on critical)")
-                exit_status = EXIT_DIVERGED
-
-        with stopwatch.paused():
-            improved = False
-            if len(validation_images) and (state.step % args.validation_steps == 0 or state.step == max_train_steps):
-                with averaged(), full_precision(raw_unet):
-                    value = validation_loss(
-                        accelerator,
-                        raw_unet,
-                        validation_images,
-                        noise_scheduler,
-                        weights_of_timesteps,
-                        seed=args.seed,
-                        batch_size=args.train_batch_size,
-                    )
-                trackers.log({"validation/loss": value}, step=state.step)
-                doctor.record(state.step, {"validation/loss": value})
-                improved = state.record("validation loss", value, decides=args.best_metric == "loss")
-            if evaluation.due(state, max_train_steps):
-                with averaged(), full_precision(raw_unet):
-                    improved |= evaluation.make(state)
-            if due(args.save_images_steps, args.save_images_epochs):
-                progress.attempt(previews.make, state.step)
-            if due(args.save_model_steps, args.save_model_epochs):
-                progress.attempt(export)
-            if snapshots.due(state.step):
-                progress.attempt(snapshots.save, state.step)
-            # By all ranks, so that they leave at the same update; what a stop leaves of an evaluation is still due.
-            if stop.agreed() or evaluation.due(state, max_train_steps):
-                exit_status = exit_status or EXIT_STOPPED
-            if improved or exit_status or state.step % args.checkpointing_steps == 0:
-                state.skipped_updates, state.scaler_skips, state.bad_in_a_row = bad_updates.totals()
-                state.grad_norm_mean = adaptive.mean if adaptive is not None else None
-                bad_images.update()  # what comes after a resume does not list what came before
-                problem = save_checkpoint(accelerator, output_dir, state, total_limit=args.checkpoints_total_limit)
-                if problem:
-                    progress.say(f"checkpoint-{state.step} was not saved, earlier ones are whole: {problem}")
-                    exit_status = 1 if exit_status == EXIT_STOPPED else exit_status  # not "saved, run it again"
-        if exit_status or state.stopped_early(args.early_stopping_patience):
-            break
-
-    bad_images.update()  # an early stop comes between two reports
+                figures |= {"train/ema_decay": decay} | ema.report()
+            exit_status = monitors.report(figures)
+        exit_status = milestones.after_update(exit_status)
 
     # ---- the finished pipeline
-    if exit_status == 0:
-        if previews.newest_step != state.step:
-            progress.attempt(previews.make, state.step)
-        if not progress.attempt(export):
-            save_checkpoint(accelerator, output_dir, state, total_limit=args.checkpoints_total_limit)
-            exit_status = 1
+    exit_status = milestones.finish(exit_status)
     if exit_status == 0:
         progress.say(f"done: DDPMPipeline.from_pretrained({str(output_dir)!r})")
     elif exit_status == EXIT_STOPPED:

@@ -24,10 +24,10 @@ from models.edm2_unet import EDM2Block, MPConv2d, MPLinear
 from utils import randomness
 from utils.augmentation import to_unit_range
 from utils.checkpoints import list_checkpoints
-from utils.cli import data_options
 from utils.data import load_images
 from utils.edm import EDM2Denoiser, denoise, losses_per_sample, noise_levels_at
 from utils.ema_snapshots import list_snapshots, reconstruct
+from utils.options import data_options
 from utils.pipelines import load_network
 from utils.run_record import RunRecord
 from utils.validation import split_validation

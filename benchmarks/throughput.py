@@ -44,10 +44,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-import utils.checkpoints
 import utils.ema
 import utils.ema_snapshots
 import utils.export
+import utils.milestones
 import utils.previews
 import utils.script
 import utils.tracking
@@ -56,8 +56,8 @@ import utils.validation
 from benchmarks.bare_loop import UNCONDITIONAL, BareLoop, Switches, allocated, default_device, ratio, synchronize
 from benchmarks.bare_tasks import DDPM, TASKS, make_task
 from benchmarks.real_script import load_script, one_micro_batch, planned, run_script, synthetic_dataset
-from utils.cli import edm2_unet_options, unet_options
 from utils.memory import AUTOCAST
+from utils.options import edm2_unet_options, unet_options
 
 LOOPS = ("bare", "ema", "eager")
 
@@ -171,7 +171,7 @@ class SideBySide:
     def following(self) -> Iterator[None]:
         """Inside, stands between the scripts and their utils."""
         apart = (
-            ("checkpoint", utils.checkpoints, "save_checkpoint"),
+            ("checkpoint", utils.milestones.Milestones, "_save"),
             ("validation", utils.validation, "mean_loss"),
             ("evaluation", utils.training_evaluation.TrainingEvaluation, "make"),
             ("sample grids", utils.previews.Previews, "make"),

@@ -108,7 +108,7 @@ def test_epochs_on_the_command_line_win_over_a_presets_updates():
 
 @pytest.mark.parametrize("module", [train_ddpm, train_edm2], ids=["ddpm", "edm2"])
 def test_every_flag_is_read(module):
-    source = Path(module.__file__).read_text() + (ROOT / "utils/cli.py").read_text()
+    source = "".join(path.read_text() for path in (Path(module.__file__), ROOT / "utils/cli.py", ROOT / "utils/options.py"))
     read = {
         node.attr
         for node in ast.walk(ast.parse(source))

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from utils.cli import data_options
 from utils.data import cache_root, load_images
 from utils.errors import UserError
 from utils.feature_sets import extract, reference_features
 from utils.features import make_extractor
 from utils.guidance import make_guided_prediction
+from utils.options import data_options
 from utils.page import write_page
 from utils.pipelines import image_shape
 from utils.plots import Curve, plot

@@ -45,6 +45,22 @@ class AdaptiveLimit:
         return None if mean != mean else mean
 
 
+class FixedLimit:
+    """A clipping limit that stays as it is; as `AdaptiveLimit` to its caller."""
+
+    mean = None
+
+    def __init__(self, limit: float):
+        """0 for no clipping."""
+        self._limit = limit
+
+    def limit(self) -> float:
+        return self._limit
+
+    def add(self, gradients: Gradients) -> None:
+        pass
+
+
 def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float | torch.Tensor) -> Gradients:
     """Clips the joint L2 norm of all gradients to `max_norm` (0 = no clipping), in place (Pascanu et al. 2013, alg. 1).
 

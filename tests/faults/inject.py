@@ -29,6 +29,7 @@ from accelerate import Accelerator
 
 import utils.checkpoints
 import utils.data
+import utils.milestones
 from utils.script import run_script
 
 TOUCHES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
@@ -94,7 +95,7 @@ def file_size(step: int, limit: str) -> None:
 
 
 def kill_in_save(step: int, moment: str) -> None:
-    save, remaining, saving = utils.checkpoints.save_checkpoint, int(moment), False
+    save, remaining, saving = utils.milestones.save_checkpoint, int(moment), False
 
     def touch() -> None:
         nonlocal remaining
@@ -121,7 +122,7 @@ def kill_in_save(step: int, moment: str) -> None:
     sys.addaudithook(watch)
     os.fsync, torch.save = before(os.fsync), before(torch.save)  # neither is announced to audit hooks
     utils.checkpoints.save_file = before(utils.checkpoints.save_file)
-    utils.checkpoints.save_checkpoint = watched_save
+    utils.milestones.save_checkpoint = watched_save
 
 
 def record(path: str) -> None:
