@@ -6,33 +6,31 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor
 from diffusers.training_utils import EMAModel
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
-from utils.ema import EMA
-from utils.memory import autocast, flops_per_image
-from utils.unet import make_unet
-
-SIZES = {"digits16": (16, 1), "cifar10": (32, 3), "celeba64": (64, 3), "256": (256, 3)}  # preset -> resolution, channels
+from benchmarks.bare_tasks import DDPM
+from utils.memory import SavedTensors, autocast
 
 
 @dataclass(frozen=True)
 class Switches:
-    """What a loop has on. All off is eager fp32."""
+    """What a loop has on. By default it is eager fp32, every other switch off."""
 
     mixed_precision: str = "no"
     tf32: bool = False
     channels_last: bool = False
     sdpa: bool = False
     compile: bool = False
-    fused: bool = False  # AdamW in one kernel
+    fused: bool = False  # AdamW, or Adam, in one kernel
     checkpointing: bool = False
-    ema: str = "none"  # or "foreach" (ours), "diffusers" (EMAModel, as train_unconditional.py has it)
+    ema: str = "none"  # or "script" (ours, over lists of tensors), "diffusers" (EMAModel, as train_unconditional.py has it)
     item: bool = False  # the host reads the loss after every update
+    force_weight_norm: bool = True  # EDM2's: a part of its update and no switch for speed; DDPM has none
 
     def in_precision(self, mixed_precision: str) -> "Switches":
         return replace(self, mixed_precision=mixed_precision)
@@ -46,30 +44,25 @@ ALL = Switches(mixed_precision="bf16", tf32=True, channels_last=True, sdpa=True,
 class BareLoop:
     """A network, its optimizer and a batch. `run` makes updates; `compile_seconds` is what the first one took."""
 
-    def __init__(self, preset: str, switches: Switches, batch_size: int, device: torch.device, dropout: float | None = None):
-        self.switches, self.device, self.batch_size = switches, device, batch_size
+    def __init__(self, task: DDPM, switches: Switches, batch_size: int, device: torch.device):
+        self.task, self.switches, self.device, self.batch_size = task, switches, device, batch_size
         before = allocated(device)
-        resolution, channels = SIZES[preset]
-        self.unet = make_unet(resolution=resolution, image_channels=channels, preset=preset, dropout=dropout).to(device).train()
-        if switches.channels_last:
-            self.unet.to(memory_format=torch.channels_last)
+        unet = task.make_network(gradient_checkpointing=switches.checkpointing, channels_last=switches.channels_last)
         if not switches.sdpa:
-            for module in self.unet.modules():
-                if isinstance(module, Attention):
+            for module in unet.modules():
+                if isinstance(module, Attention):  # EDM2's layers have nothing but SDPA
                     module.set_processor(AttnProcessor())
-        if switches.checkpointing:
-            self.unet.enable_gradient_checkpointing()
+        self.trained = task.trained(unet).to(device).train()
         if switches.compile:
-            self.unet.compile()
-        self.optimizer = torch.optim.AdamW(self.unet.parameters(), lr=1e-4, fused=switches.fused or None)
-        if switches.ema == "foreach":
-            self.ema = EMA(self.unet)
+            unet.compile()
+        self.parameters = list(self.trained.parameters())
+        self.optimizer = task.make_optimizer(self.parameters, fused=switches.fused or None)
+        if switches.ema == "script":
+            self.ema = task.make_ema(unet)
         elif switches.ema == "diffusers":
-            self.ema = EMAModel(self.unet.parameters(), decay=0.9999, use_ema_warmup=True, power=0.75)
+            self.ema = EMAModel(unet.parameters(), decay=0.9999, use_ema_warmup=True, power=0.75)
             self.ema.to(device)
-        shape = (batch_size, channels, resolution, resolution)
-        self.noisy_images, self.noise = torch.randn(2, *shape, device=device)
-        self.timesteps = torch.randint(0, 1000, shape[:1], device=device)
+        self.unet, self.batch = unet, task.batch(batch_size, device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
         self.compile_seconds = self.seconds(1)
         self.run(2)  # kernels are chosen, memory is reserved
@@ -87,20 +80,38 @@ class BareLoop:
             for _ in range(updates):
                 self._update()
 
-    def _update(self) -> None:
+    def _loss(self) -> torch.Tensor:
         with autocast(self.device, self.switches.mixed_precision):
-            prediction = self.unet(self.noisy_images, self.timesteps).sample
-        loss = nn.functional.mse_loss(prediction.float(), self.noise)
+            prediction = self.task.predict(self.trained, self.batch)
+        return self.task.loss(prediction, self.batch)
+
+    def _update(self) -> None:
+        loss = self._loss()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.unet.parameters(), 1.0)
+        if self.task.max_grad_norm:
+            nn.utils.clip_grad_norm_(self.parameters, self.task.max_grad_norm)
         self.optimizer.step()
+        if self.switches.force_weight_norm:
+            self.task.force_weight_norm(self.trained, self.finite)
         self.optimizer.zero_grad()
-        if self.switches.ema == "foreach":
+        if self.switches.ema == "script":
             self.ema.update(0.9999, self.finite)
         elif self.switches.ema == "diffusers":
             self.ema.step(self.unet.parameters())
         if self.switches.item:
             loss.item()
+
+    def activation_bytes(self) -> int:
+        """What a forward pass keeps for its backward pass, by saved-tensor hooks."""
+        with SavedTensors(self.parameters) as saved:
+            self._loss()
+        return saved.bytes
+
+    def update_bytes(self) -> int:
+        """Most bytes that an update adds to what is there without it (weights, optimizer, EMA, batch)."""
+        with PeakMemory(self.device) as peak:
+            self.run(1)
+        return peak.bytes
 
     def peak_bytes(self, updates: int) -> int:
         """Most device memory of this loop during some updates, whatever else is there; 0 on a CPU, which does not count it."""
@@ -110,6 +121,38 @@ class BareLoop:
         torch.cuda.reset_peak_memory_stats(self.device)
         self.run(updates)
         return torch.cuda.max_memory_allocated(self.device) - others
+
+
+class PeakMemory:
+    """Inside it, the most bytes beyond those there before; afterwards in `bytes`.
+
+    On a CPU what torch's allocator handed out at most, by the profiler, which does not see the libraries' workspace.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device, self.bytes = device, 0
+
+    def __enter__(self) -> "PeakMemory":
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = allocated(self._device)
+        else:
+            self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profiler.__enter__()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+            return
+        self._profiler.__exit__(*exception)
+        now = 0
+        events = [event for event in self._profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            now += event.nbytes()
+            self.bytes = max(self.bytes, now)
 
 
 @contextmanager
@@ -126,13 +169,6 @@ def tf32(enabled: bool):
     finally:
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = convolutions
-
-
-def preset_flops(preset: str) -> int:
-    """Training FLOPs per image of a preset."""
-    resolution, channels = SIZES[preset]
-    network = partial(make_unet, resolution=resolution, image_channels=channels, preset=preset)
-    return flops_per_image(network, (channels, resolution, resolution))
 
 
 def interleaved(loops: dict, blocks: int, updates: int, clock: Callable[[], float]) -> dict[str, list[float]]:

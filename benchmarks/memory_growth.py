@@ -3,7 +3,8 @@
     python benchmarks/memory_growth.py --images 1000 100000 1000000
 
 For each size it writes a parquet file of 32x32 RGB PNGs (1,000 different ones, repeated), lets `train_ddpm.py` pack it once,
-and then measures a second run of `--updates` updates with batch 64, which reads the packed file. Memory is what the kernel
+and then measures a second run of `--updates` updates with batch 64, which reads the packed file. Start-up is the time from the
+start of the process, imports included, until the loop asks for the first batch of the first update. Memory is what the kernel
 counts as resident, pages of mapped files included: the most that each run ever held, and the median while the second trains.
 """
 
@@ -23,7 +24,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-SCRIPT = Path(__file__).parent.parent / "train_ddpm.py"
+ROOT = Path(__file__).parent.parent
+# What each process runs, given the project's folder, a file to make when the first update begins, and the script's flags.
+TRAIN = """
+import sys
+from pathlib import Path
+root, marker = sys.argv[1:3]
+del sys.argv[1:3]
+sys.path.insert(0, root)
+import train_ddpm
+from utils.tracking import Stopwatch
+wait = Stopwatch.waiting_for_data
+def begin(stopwatch):
+    Path(marker).touch()
+    Stopwatch.waiting_for_data = wait
+    return wait(stopwatch)
+Stopwatch.waiting_for_data = begin
+train_ddpm.run_script(train_ddpm.main, train_ddpm.parse_args)
+"""
 NETWORK = {
     "_class_name": "UNet2DModel",
     "sample_size": 32,
@@ -51,21 +69,22 @@ def write_parquet(path: Path, images: int) -> None:
 
 def run(flags: list[str], folder: Path) -> tuple[float, float, float, float]:
     """(seconds until the first update can begin, seconds in all, most resident memory in MiB, median of it over the last
-    third of the run) of one training run in `folder`, which records its options once data and network are there."""
-    start, began, resident, ready = time.perf_counter(), time.time(), [], None
-    options = folder / "options.json"
+    third of the run) of one training run in `folder`."""
+    start, began, resident = time.perf_counter(), time.time(), []
+    marker = folder / "began"
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen([sys.executable, str(SCRIPT), *flags], stdout=subprocess.DEVNULL, stderr=errors)
+        process = subprocess.Popen(
+            [sys.executable, "-c", TRAIN, str(ROOT), str(marker), *flags], stdout=subprocess.DEVNULL, stderr=errors
+        )
         while process.poll() is None:
             status = Path(f"/proc/{process.pid}/status").read_text()
             resident += [int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmRSS")]
-            if ready is None and options.exists() and options.stat().st_mtime > began:
-                ready = time.perf_counter() - start
             time.sleep(0.1)
         if process.returncode:
             errors.seek(0)
             raise SystemExit(errors.read())
-    return ready, time.perf_counter() - start, max(resident), statistics.median(resident[-len(resident) // 3 :])
+    ready, seconds = marker.stat().st_mtime - began, time.perf_counter() - start
+    return ready, seconds, max(resident), statistics.median(resident[-len(resident) // 3 :])
 
 
 def main() -> None:
@@ -83,8 +102,8 @@ def main() -> None:
             flags = f"""--dataset_name {folder}/train.parquet --cache_dir {folder}/cache --resolution 32 --train_batch_size 64
                 --model_config_name_or_path {folder}/network --eval_batch_size 1 --ddpm_num_inference_steps 2
                 --output_dir {folder}/run --overwrite_output_dir""".split()
-            _, packing_seconds, packing_peak, _ = run([*flags, "--max_train_steps", "1"], folder / "run")
-            ready, seconds, peak, training = run([*flags, "--max_train_steps", str(options.updates)], folder / "run")
+            _, packing_seconds, packing_peak, _ = run([*flags, "--max_train_steps", "1"], folder)
+            ready, seconds, peak, training = run([*flags, "--max_train_steps", str(options.updates)], folder)
             packed = sum(p.stat().st_size for p in (folder / "cache" / "steady_diffusion").rglob("*") if p.is_file())
             row = f"{images:>9,} {packed / 2**20:>7.0f} | {packing_seconds:>9.1f} {packing_peak:>6.0f}"
             print(f"{row} | {ready:>7.1f} {seconds:>6.1f} {peak:>6.0f} {training:>8.0f}", flush=True)

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from torch import nn
 
-from benchmarks.bare_loop import SIZES, Switches, default_device, describe, free, tf32
+from benchmarks.bare_loop import Switches, default_device, describe, free, tf32
+from benchmarks.bare_tasks import SIZES
 from utils.memory import autocast
 from utils.unet import make_unet
 

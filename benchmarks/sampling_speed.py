@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler
 
-from benchmarks.bare_loop import SIZES, default_device, describe, free, ratio, synchronize
+from benchmarks.bare_loop import default_device, describe, free, ratio, synchronize
+from benchmarks.bare_tasks import SIZES
 from utils.launch import usable_cores
 from utils.memory import autocast
 from utils.pipelines import image_shape

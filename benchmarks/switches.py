@@ -2,6 +2,7 @@
 
     python benchmarks/switches.py                                                    # digits16, on this CPU
     python benchmarks/switches.py --model_preset cifar10 --batch_size 256            # on a GPU
+    python benchmarks/switches.py --script train_edm2.py --only force_weight_norm    # what forced weight normalisation costs
 
 Twice for each switch: alone, on top of eager fp32, and as the last one, on top of all others. Blocks of updates alternate, and
 the figure is the median of the ratios of neighbouring blocks: above 1 the switch pays. `--only` names the switches to measure.
@@ -17,31 +18,42 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from benchmarks.bare_loop import ALL, SIZES, BareLoop, Switches, default_device, describe, free, interleaved, ratio
+from benchmarks.bare_loop import ALL, BareLoop, Switches, default_device, describe, free, interleaved, ratio
+from benchmarks.bare_tasks import TASKS, make_task
 from utils.launch import usable_cores
 
 NONE = Switches()
+OFF = Switches(force_weight_norm=False)
 SWITCHES = {
     "compile": {"compile": True},
     "channels_last": {"channels_last": True},
     "bf16": {"mixed_precision": "bf16"},
     "sdpa": {"sdpa": True},
     "fused": {"fused": True},
-    "ema": {"ema": "foreach"},
+    "ema": {"ema": "script"},
     "item": {"item": True},
     "checkpointing": {"checkpointing": True},
     "tf32": {"tf32": True},
+    "force_weight_norm": {"force_weight_norm": True},
 }
-ON_GPUS = {"tf32"}  # no other device knows it
 
 
 def without(switches: Switches, name: str) -> Switches:
-    return replace(switches, **{field: getattr(NONE, field) for field in SWITCHES[name]})
+    return replace(switches, **{field: getattr(OFF, field) for field in SWITCHES[name]})
+
+
+def has(name: str, device: torch.device, script: str) -> bool:
+    """Whether the switch means anything there."""
+    if name == "tf32":
+        return device.type == "cuda"
+    return name != "force_weight_norm" or script == "train_edm2.py"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_preset", choices=SIZES, default="digits16")
+    parser.add_argument("--script", choices=TASKS, default="train_ddpm.py")
+    parser.add_argument("--model_preset", default="digits16")
+    parser.add_argument("--resolution", type=int, help="(the preset's own; 32 for EDM2's paper sizes)")
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--block_updates", type=int, default=5)
@@ -52,23 +64,23 @@ def main() -> None:
     options = parser.parse_args()
     device, clock = default_device(), time.process_time if options.cpu_time else time.perf_counter
     torch.set_num_threads(options.cpu_threads)
-    print(f"{describe(device)}; {options.model_preset}, batch {options.batch_size}")
-    print("switch         base     off ms    on ms  off/on     quartiles  first s  off GiB  on GiB")
-    for name in options.only:
-        if name in ON_GPUS and device.type != "cuda":
-            continue
+    task = make_task(options.script, options.model_preset, resolution=options.resolution)
+    print(f"{describe(device)}; {options.script}, {options.model_preset}, {task.resolution}x{task.resolution}", end=", ")
+    print(f"batch {options.batch_size}")
+    print("switch            base     off ms    on ms  off/on     quartiles  first s  off GiB  on GiB")
+    for name in (name for name in options.only if has(name, device, options.script)):
         for base in options.base:
             off = without(NONE if base == "alone" else ALL, name)
             pair = {"off": off, "on": replace(off, **SWITCHES[name])}
-            loops = {side: BareLoop(options.model_preset, s, options.batch_size, device) for side, s in pair.items()}
+            loops = {side: BareLoop(task, s, options.batch_size, device) for side, s in pair.items()}
             seconds = interleaved(loops, options.blocks, options.block_updates, clock)
             gain, low, high = ratio(seconds["off"], seconds["on"])
             times = [1e3 * sorted(s)[len(s) // 2] for s in seconds.values()]
             peaks = [loop.peak_bytes(2) / 2**30 for loop in loops.values()]
-            row = f"{name:14} {base:6} {times[0]:8.2f} {times[1]:8.2f} {gain:7.3f} {low:6.3f} {high:6.3f}"
+            row = f"{name:17} {base:6} {times[0]:8.2f} {times[1]:8.2f} {gain:7.3f} {low:6.3f} {high:6.3f}"
             print(f"{row} {loops['on'].compile_seconds:8.1f} {peaks[0]:8.2f} {peaks[1]:7.2f}", flush=True)
             if base == "last":
-                print(f"=> {name}: {gain:.2f} x on top of the others, {peaks[0]:.2f} -> {peaks[1]:.2f} GiB")
+                print(f"=> {name}: {gain:.3f} x on top of the others, {peaks[0]:.2f} -> {peaks[1]:.2f} GiB")
             del loops
             free()
 

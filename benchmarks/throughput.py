@@ -1,86 +1,90 @@
-"""Speed and memory of the real script, beside bare training loops.
+"""Speed and memory of a real training script, beside bare training loops.
 
     python benchmarks/throughput.py                                                              # digits16, on this CPU
+    python benchmarks/throughput.py --script train_edm2.py                                       # EDM2's digits16
     python benchmarks/throughput.py --model_preset cifar10 --dataset_name synthetic --train_batch_size 256 \\
         --mixed_precision bf16 --compile                                                         # on a GPU
 
-The real `train_ddpm.py` runs in this process, with its EMA, statistics, logging, data pipeline and checks. After every block
-of its updates each of the other loops does a block too, so that a machine that slows down or speeds up does so for all; ratios
-are medians over neighbouring blocks. The others work on noisy images and targets that are already on the device:
+    python benchmarks/throughput.py --cpu_threads 1 --loops                                      # one process, and two:
+    ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node=2 benchmarks/throughput.py --cpu_threads 1
 
-    bare    forward, backward, clip and step, with every switch that the script has on
-    eager   fp32 without TF32, diffusers' EMAModel and `loss.item()` in every update, as train_unconditional.py has them
+The real script runs in this process, with its EMA, statistics, logging, data pipeline and checks; an update is one micro batch
+for each process. After every block of its updates each of the other loops does a block too, so that a machine that slows down
+or speeds up does so for all; ratios are medians over neighbouring blocks. The others work on noisy images and targets that are
+already on the device; several processes run without them.
+
+    bare        forward, backward, clip, step (and EDM2's forced weight normalisation), with every switch that the script has on
+    bare + EMA  the same with the script's own EMA, which every training needs
+    eager       fp32 without TF32, diffusers' EMAModel and `loss.item()` in every update, as train_unconditional.py has them
     eager in the script's precision
 
+A report (what --logging_steps makes: magnitudes by layer, figures, the doctor) costs many times more than what stands between
+two. So that blocks can be short, every second block ends with one; what it adds to the block before is the cost of a report
+(the median is taken), and every block is charged the share of it that a real run would have at its --logging_steps.
+
 FLOPs are those of the network's convolutions and matrix products, forward and backward; their rate is compared with that of
-one large matrix product, measured here. Validation, samples, checkpoints and export are timed apart, as seconds each, since
-how often they run is the user's choice. Other flags go to train_ddpm.py.
+one large matrix product, measured here. Validation, evaluation, samples, checkpoints and export are timed apart; the last table
+says how much of an update each is at the preset's (or the given) intervals. Other flags go to the script.
 """
 
 import argparse
+import os
 import platform
+import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import datasets
-import numpy as np
 import torch
-from PIL import Image
 
-import train_ddpm
-import utils.checkpoints
+import utils.ema
+import utils.ema_snapshots
 import utils.export
+import utils.milestones
 import utils.previews
+import utils.script
 import utils.tracking
+import utils.training_evaluation
 import utils.validation
-from benchmarks.bare_loop import UNCONDITIONAL, BareLoop, Switches, allocated, default_device, preset_flops, ratio, synchronize
-from utils.memory import AUTOCAST, estimate_memory
-from utils.optimization import make_optimizer
-from utils.options import optimizer_options, unet_options
-from utils.unet import make_unet
+from benchmarks.bare_loop import UNCONDITIONAL, BareLoop, Switches, allocated, default_device, ratio, synchronize
+from benchmarks.bare_tasks import DDPM, TASKS, make_task
+from benchmarks.real_script import load_script, one_micro_batch, planned, run_script, synthetic_dataset
+from utils.memory import AUTOCAST
+from utils.options import edm2_unet_options, unet_options
+
+LOOPS = ("bare", "ema", "eager")
 
 
-def comparison_loops(args: argparse.Namespace, device: torch.device, wanted: list[str]) -> dict[str, BareLoop]:
+def comparison_loops(task: DDPM, args: argparse.Namespace, device: torch.device, wanted: list[str]) -> dict[str, BareLoop]:
     precision = args.mixed_precision or "no"
-    bare = Switches(
-        mixed_precision=precision,
-        tf32=args.tf32,
-        channels_last=unet_options(args, device.type)["channels_last"],
-        sdpa=True,
-        compile=args.compile,
-        fused=True,
-        checkpointing=args.gradient_checkpointing,
-    )
-    kinds = {"bare": bare, "eager": UNCONDITIONAL}
-    if precision != "no":
-        kinds[f"eager {precision}"] = UNCONDITIONAL.in_precision(precision)
-    return {
-        name: BareLoop(args.model_preset, switches, args.train_batch_size, device, args.dropout)
-        for name, switches in kinds.items()
-        if name.split()[0] in wanted
+    options = unet_options if task.script == "train_ddpm.py" else edm2_unet_options
+    switches = {
+        "mixed_precision": precision,
+        "tf32": args.tf32,
+        "channels_last": options(args, device.type)["channels_last"],
+        "sdpa": True,
+        "compile": args.compile,
+        "fused": True,
+        "checkpointing": args.gradient_checkpointing,
+        "force_weight_norm": getattr(args, "force_weight_norm", False),
     }
-
-
-def predicted_peak(args: argparse.Namespace, device: torch.device) -> int:
-    """Bytes, by `utils.memory`."""
-    return estimate_memory(
-        partial(make_unet, **unet_options(args, device.type)),
-        partial(make_optimizer, **optimizer_options(args)),
-        image_shape=(args.image_channels, args.resolution, args.resolution),
-        micro_batch_size=args.train_batch_size,
-        device=device,
-        mixed_precision=args.mixed_precision or "no",
-        use_ema=args.use_ema,
-        accumulates=args.gradient_accumulation_steps > 1,
-    ).peak
+    kinds = {}
+    if "bare" in wanted:
+        kinds["bare"] = Switches(**switches)
+    if "ema" in wanted:
+        kinds["bare + EMA"] = Switches(**switches, ema="script")
+    if "eager" in wanted:
+        kinds["eager"] = UNCONDITIONAL
+        if precision != "no":
+            kinds[f"eager {precision}"] = UNCONDITIONAL.in_precision(precision)
+    return {name: BareLoop(task, kind, args.train_batch_size, device) for name, kind in kinds.items()}
 
 
 def matmul_rate(device: torch.device, precision: str) -> float:
@@ -99,129 +103,263 @@ def matmul_rate(device: torch.device, precision: str) -> float:
     return 2 * size**3 / min(seconds)
 
 
-def synthetic_dataset(folder: Path, resolution: int) -> Path:
-    """2,000 images of noise, 500 large ones, for presets whose data cannot be had offline."""
-    generator = np.random.default_rng(0)
-    count = 2000 if resolution <= 64 else 500
-    pixels = generator.integers(0, 256, (count, resolution, resolution, 3), dtype=np.uint8)
-    features = datasets.Features({"image": datasets.Image()})
-    datasets.Dataset.from_dict({"image": [Image.fromarray(p) for p in pixels]}, features=features).save_to_disk(folder)
-    return folder
+class CallTimer:
+    """Seconds of calls inside an update: on a GPU those of the device, by events that nobody waits for."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float]):
+        self._device, self._clock, self._calls = device, clock, []
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        if self._device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._calls.append((start, end))
+        else:
+            start = self._clock()
+            yield
+            self._calls.append(self._clock() - start)
+
+    def seconds(self) -> list[float]:
+        if self._device.type != "cuda":
+            return self._calls
+        torch.cuda.synchronize(self._device)
+        return [start.elapsed_time(end) / 1e3 for start, end in self._calls]
 
 
 class SideBySide:
-    """Follows the real script from update to update, and gives the other loops their turns between its blocks."""
+    """Follows the real script from update to update, and gives the other loops their turns between its blocks.
 
-    def __init__(self, args: argparse.Namespace, block_updates: int, wanted: list[str], clock: Callable[[], float]):
-        self.clock = clock
-        self.args, self.block_updates, self.wanted = args, block_updates, wanted
-        self.device = default_device()
-        self.loops: dict[str, BareLoop] = {}
-        self.seconds: dict[str, list[float]] = {"train_ddpm": []}
-        self.other: dict[str, list[float]] = {}  # seconds of each call of what is timed apart
+    Of a pair of blocks the first has no report and the second ends with one: the script's --logging_steps must be two blocks.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        block_updates: int,
+        clock: Callable[[], float],
+        make_loops: Callable[[], dict[str, BareLoop]],
+    ):
+        self.device, self.clock = device, clock
+        self._block_updates, self._make_loops = block_updates, make_loops
+        self.loops: dict[str, BareLoop] | None = None
+        self.blocks: list[float] = []  # seconds per update of the script, in turns without and with a report
+        self.seconds: dict[str, list[float]] = {}  # of the other loops
+        self.apart: dict[str, list[float]] = {}  # seconds of each call of what is timed apart
         self.waited: list[float] = []  # seconds for each micro-batch
-        self.peak, self.own_bytes = 0, 0
-        self._updates, self._block_start, self._paused = 0, None, 0.0
+        self.ema = CallTimer(device, clock)
+        self.peak, self._own_bytes = 0, 0
+        self.updates, self._block_start, self._paused = 0, 0.0, 0.0
 
-    def time_apart(self, owner, name: str) -> None:
-        """Keeps the calls of `owner.name`, of a module or class, out of the time of the updates around them."""
-        function = getattr(owner, name)
+    def _timed_apart(self, label: str, function: Callable) -> Callable:
+        """`function`, whose calls are kept out of the time of the updates around them."""
 
         def wrapper(*arguments, **keywords):
+            synchronize(self.device)
             start = self.clock()
             result = function(*arguments, **keywords)
-            self.other.setdefault(name, []).append(self.clock() - start)
-            self._paused += self.other[name][-1]
+            synchronize(self.device)
+            self.apart.setdefault(label, []).append(self.clock() - start)
+            self._paused += self.apart[label][-1]
             return result
 
-        setattr(owner, name, wrapper)
+        return wrapper
 
     @contextmanager
-    def waiting_for_data(self):
-        start = self.clock()
-        yield
-        self.waited.append(self.clock() - start)
+    def following(self) -> Iterator[None]:
+        """Inside, stands between the scripts and their utils."""
+        apart = (
+            ("checkpoint", utils.milestones.Milestones, "_save"),
+            ("validation", utils.validation, "mean_loss"),
+            ("evaluation", utils.training_evaluation.TrainingEvaluation, "make"),
+            ("sample grids", utils.previews.Previews, "make"),
+            ("export", utils.export, "export_pipeline"),
+            ("EMA snapshots", utils.ema_snapshots.Snapshots, "save"),
+        )
+        update_ema, paused = utils.ema.EMA.update, utils.tracking.Stopwatch.paused
+
+        def timed_update(*arguments) -> None:
+            with self.ema.call():
+                update_ema(*arguments)
+
+        @contextmanager
+        def end_of_update(stopwatch):  # both scripts come by here once an update, after its report
+            with paused(stopwatch):
+                yield
+            self.after_update()
+
+        @contextmanager
+        def waiting_for_data(stopwatch):
+            start = self.clock()
+            yield
+            self.waited.append(self.clock() - start)
+
+        with ExitStack() as replaced:
+            for label, owner, name in apart:
+                replaced.enter_context(mock.patch.object(owner, name, self._timed_apart(label, getattr(owner, name))))
+            replaced.enter_context(mock.patch.object(utils.ema.EMA, "update", timed_update))
+            replaced.enter_context(mock.patch.object(utils.tracking.Stopwatch, "paused", end_of_update))
+            replaced.enter_context(mock.patch.object(utils.tracking.Stopwatch, "waiting_for_data", waiting_for_data))
+            yield
 
     def after_update(self) -> None:
-        self._updates += 1
-        if self._updates % self.block_updates:
+        self.updates += 1
+        if self.updates % self._block_updates:
             return
         synchronize(self.device)
-        if not self.loops:
-            self.own_bytes = allocated(self.device)
-            self.loops = comparison_loops(self.args, self.device, self.wanted)
-            self.seconds |= {name: [] for name in self.loops}
-        elif self._block_start is not None:
-            self.seconds["train_ddpm"].append((self.clock() - self._block_start - self._paused) / self.block_updates)
+        if self.loops is not None:
+            self.blocks.append((self.clock() - self._block_start - self._paused) / self._block_updates)
             if self.device.type == "cuda":
-                others = allocated(self.device) - self.own_bytes
+                others = allocated(self.device) - self._own_bytes
                 self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device) - others)
             for name, loop in self.loops.items():
-                self.seconds[name].append(loop.seconds(self.block_updates, self.clock) / self.block_updates)
+                self.seconds[name].append(loop.seconds(self._block_updates, self.clock) / self._block_updates)
+        elif self.updates == 2 * self._block_updates:  # the first report is over: all that the script needs is there
+            self._own_bytes = allocated(self.device)
+            self.loops = self._make_loops()
+            self.seconds = {name: [] for name in self.loops}
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._block_start, self._paused = self.clock(), 0.0
 
+    def report_seconds(self) -> float:
+        """What a report adds, the median over pairs of blocks."""
+        pairs = zip(self.blocks[::2], self.blocks[1::2])
+        return statistics.median((with_one - without) * self._block_updates for without, with_one in pairs)
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=30)
+    def update_seconds(self, logging_steps: int) -> list[float]:
+        """Seconds per update of the script in each block, if it reported every `logging_steps`."""
+        report = self.report_seconds()
+        share, own = report / logging_steps, report / self._block_updates
+        return [seconds + share - (own if index % 2 else 0.0) for index, seconds in enumerate(self.blocks)]
+
+
+@contextmanager
+def shared_folder(num_processes: int, rank: int) -> Iterator[Path]:
+    """A folder that is gone afterwards, the same one for all processes of a torchrun."""
+    if num_processes == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+        return
+    folder = Path(tempfile.gettempdir(), f"throughput-{os.getppid()}")
+    folder.mkdir(exist_ok=True)
+    yield folder
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_data(args: argparse.Namespace, folder: Path, rank: int) -> None:
+    """Images of noise in place of the data set "synthetic"; the first process writes them."""
+    ready = folder / "data"
+    if rank == 0:
+        synthetic_dataset(folder / "unfinished", args.resolution).rename(ready)
+    while not ready.exists():
+        time.sleep(0.1)
+    args.dataset_name, args.cache_dir, args.validation_images = str(ready), str(folder / "cache"), 128
+
+
+def print_additions(race: SideBySide, update: float, report_seconds: float, intervals: dict[str, int | None]) -> None:
+    """The table of what the script does beside forward, backward and step. `intervals`: updates from one to the next."""
+    ema = race.ema.seconds()
+    rows = {"report": (report_seconds, intervals["report"])}
+    if ema:  # several averages are several calls
+        rows["EMA"] = (statistics.median(ema) * len(ema) / race.updates, 1)
+    rows["waiting for data"] = (statistics.median(race.waited), 1)
+    for name, seconds in race.apart.items():
+        once_prepared = seconds[1:] if name == "evaluation" and len(seconds) > 1 else seconds
+        rows[name] = (statistics.median(once_prepared), intervals[name])
+    print("what the script adds      ms each   every   ms/update   of an update")
+    for name, (seconds, every) in rows.items():
+        row = f"{name:20} {1e3 * seconds:12.3f}"
+        if every:
+            row += f" {every:7} {1e3 * seconds / every:11.4f} {100 * seconds / every / update:10.2f} %"
+        print(row)
+
+
+def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--script", choices=TASKS, default="train_ddpm.py")
+    parser.add_argument("--blocks", type=int, default=30, help="measured, an even number (30)")
     parser.add_argument("--block_updates", type=int, default=10)
-    parser.add_argument("--loops", nargs="+", choices=("bare", "eager"), default=["bare", "eager"])
+    parser.add_argument("--loops", nargs="*", choices=LOOPS, default=LOOPS, help="beside the script; without a name, none")
     parser.add_argument("--cpu_time", action="store_true", help="count the process's own time: for a busy CPU, with one thread")
-    options, flags = parser.parse_known_args()
-    clock = time.process_time if options.cpu_time else time.perf_counter
-    with tempfile.TemporaryDirectory() as folder:
-        shown = " ".join(flags) or "no flags"
-        flags += ["--output_dir", f"{folder}/run", "--max_train_steps", str((options.blocks + 2) * options.block_updates)]
-        args = train_ddpm.parse_args(flags)
-        if args.dataset_name == "synthetic":
-            args.dataset_name = str(synthetic_dataset(Path(folder, "data"), args.resolution))
-            args.validation_images = 128
-        args.save_images_steps = args.checkpointing_steps = args.save_model_steps = args.max_train_steps // 2
-        args.validation_steps = args.max_train_steps // 4
-        race = SideBySide(args, options.block_updates, options.loops, clock)
-        for owner, name in (
-            (utils.validation, "validation_loss"),
-            (utils.previews.Previews, "make"),
-            (utils.checkpoints, "save_checkpoint"),
-            (utils.export, "export_pipeline"),
-        ):
-            race.time_apart(owner, name)
-        utils.tracking.Stopwatch.waiting_for_data = lambda stopwatch: race.waiting_for_data()
-        update = utils.tracking.ProgressBar.update
-        utils.tracking.ProgressBar.update = lambda bar: (update(bar), race.after_update())
-        train_ddpm.main(args)
+    options, flags = parser.parse_known_args(argv)
+    if options.blocks < 2 or options.blocks % 2 or options.block_updates < 1:
+        parser.error("--blocks must be even and at least 2, --block_updates at least 1")
+    return options, flags
 
-    device, real = race.device, race.seconds["train_ddpm"]
+
+def main(parsed: tuple[argparse.Namespace, list[str]]) -> int:
+    options, flags = parsed
+    num_processes, rank = (int(os.environ.get(name, usual)) for name, usual in (("WORLD_SIZE", "1"), ("RANK", "0")))
+    script = load_script(options.script)
+    updates = (options.blocks + 2) * options.block_updates
+    with shared_folder(num_processes, rank) as folder, planned() as plans:
+        shown = " ".join([options.script, *flags])
+        args = one_micro_batch(script.parse_args([*flags, "--output_dir", f"{folder}/run", "--max_train_steps", str(updates)]))
+        if args.train_batch_size == "auto":
+            raise SystemExit("--train_batch_size auto: name a number here")
+        if args.dataset_name == "synthetic":
+            make_data(args, folder, rank)
+        intervals = {
+            "report": args.logging_steps,
+            "checkpoint": args.checkpointing_steps,
+            "validation": args.validation_steps,
+            "evaluation": args.eval_steps,
+            "sample grids": args.save_images_steps,
+            "export": args.save_model_steps,
+            "EMA snapshots": args.ema_snapshot_steps,
+        }
+        args.logging_steps = 2 * options.block_updates
+        args.save_images_steps = args.checkpointing_steps = args.save_model_steps = args.ema_snapshot_steps = updates // 2
+        args.validation_steps = updates // 4
+        args.eval_steps = args.eval_steps and updates // 2
+        size = {"resolution": args.resolution, "channels": args.image_channels}
+        task = make_task(options.script, args.model_preset, **size, dropout=args.dropout)
+        device = default_device()
+        race = SideBySide(
+            device,
+            options.block_updates,
+            time.process_time if options.cpu_time else time.perf_counter,
+            lambda: comparison_loops(task, args, device, options.loops if num_processes == 1 else []),
+        )
+        with race.following():
+            run_script(script, args)
+    if rank == 0:
+        report(race, task, args, intervals, num_processes, plans[0].estimate(args.train_batch_size, 1).peak, shown)
+    return 0
+
+
+def report(race, task, args, intervals, num_processes: int, predicted: int, shown: str) -> None:
+    device, real, images = race.device, race.update_seconds(intervals["report"]), args.train_batch_size * num_processes
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    flops, rate = preset_flops(args.model_preset) * args.train_batch_size, matmul_rate(device, args.mixed_precision or "no")
-    print(f"\n{name}; torch {torch.__version__}; Python {platform.python_version()}; {shown}")
-    print(f"batch {args.train_batch_size}, {args.resolution}x{args.resolution}, {len(real)} blocks of {options.block_updates}")
+    flops, rate = task.flops() * args.train_batch_size, matmul_rate(device, args.mixed_precision or "no")
+    print(f"\n{name}; {num_processes} processes; torch {torch.__version__}; Python {platform.python_version()}; {shown}")
+    print(f"batch {args.train_batch_size} each, {args.resolution}x{args.resolution}, {len(real)} blocks of", end=" ")
+    print(f"{len(race.waited) // (len(real) + 2)} updates")
     print(f"a large matrix product: {rate / 1e12:.3f} TFLOP/s; an update: {flops / 1e12:.4f} TFLOP")
-    print("loop            ms/update   images/s   TFLOP/s  of rate  peak GiB   time over train_ddpm's (quartiles)")
-    for loop, seconds in race.seconds.items():
+    print("loop            ms/update   images/s   TFLOP/s  of rate  peak GiB   time over the script's (quartiles)")
+    for loop, seconds in {task.script: real, **race.seconds}.items():
         median = statistics.median(seconds)
-        peak = race.peak if loop == "train_ddpm" else race.loops[loop].peak_bytes(2)
+        peak = race.loops[loop].peak_bytes(2) if loop in race.loops else race.peak
         times, low, high = ratio(seconds, real)
-        row = f"{loop:14} {1e3 * median:10.2f} {args.train_batch_size / median:10.1f} {flops / median / 1e12:9.3f}"
+        row = f"{loop:14} {1e3 * median:10.2f} {images / median:10.1f} {flops / median / 1e12:9.3f}"
         row += f" {100 * flops / median / rate:6.1f} % {peak / 2**30:9.2f}"
         print(f"{row}   {times:.3f} ({low:.3f}, {high:.3f})")
-    predicted = predicted_peak(args, device)
-    print(f"predicted peak of train_ddpm, eager: {predicted / 2**30:.2f} GiB")
+    print(f"predicted peak of {task.script}, eager: {predicted / 2**30:.2f} GiB")
     for loop in race.loops.values():
         if loop.switches.compile:
             print(f"compiling, within the first update: {loop.compile_seconds:.1f} s")
-    print(f"waiting for a micro-batch: {1e3 * statistics.median(race.waited):.3f} ms")
-    for name, seconds in race.other.items():
-        print(f"{name:16} {statistics.median(seconds):8.2f} s each")
-    rate_reached = 100 * flops / statistics.median(real) / rate
-    gains = ", ".join(f"{ratio(race.seconds[loop], real)[0]:.2f} x {loop}" for loop in race.loops)
-    print(
-        f"=> {shown}: {args.train_batch_size / statistics.median(real):.0f} images/s, {gains}, {rate_reached:.1f} % of", end=" "
-    )
+    update = statistics.median(real)
+    print_additions(race, update, race.report_seconds(), intervals)
+    gains = "".join(f", {ratio(seconds, real)[0]:.2f} x {loop}" for loop, seconds in race.seconds.items())
+    print(f"=> {shown}: {images / update:.0f} images/s{gains}, {100 * flops / update / rate:.1f} % of", end=" ")
     print(f"{rate / 1e12:.2f} TFLOP/s, {race.peak / 2**30:.2f} GiB (predicted {predicted / 2**30:.2f})")
 
 
 if __name__ == "__main__":
-    main()
+    utils.script.run_script(main, parse_args)

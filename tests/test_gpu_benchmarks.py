@@ -1,14 +1,22 @@
-"""The commands that wait for a GPU: that each can be started, without running it."""
+"""The benchmarks, many of which wait for a GPU: that each command can be started, and that they measure what they say."""
 
 import importlib
+import os
 import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import train_ddpm
-from benchmarks import bare_loop, gpu_all, memory_prediction
+from benchmarks import bare_loop, gpu_all, gradient_checkpointing, memory_prediction, throughput
+from benchmarks.bare_tasks import TASKS, make_task
+from models.edm2_unet import MPConv2d, MPLinear
+from utils.edm import EDM2Denoiser
+from utils.edm2_network import make_edm2_unet
+from utils.interrupts import STOP_SIGNALS
 from utils.unet import make_unet
 
 
@@ -17,9 +25,10 @@ def test_commands_are_understood(name, tmp_path, monkeypatch, capsys):
     script, *flags = shlex.split(gpu_all.PARTS[name][1].format(folder=tmp_path))
     assert (Path(gpu_all.ROOT) / script).exists()
     if script == "benchmarks/throughput.py":
-        flags = [*flags[flags.index("--dataset_name") :], "--output_dir", str(tmp_path)]  # those before are its own
-    if script in ("train_ddpm.py", "benchmarks/throughput.py"):
-        train_ddpm.parse_args(flags)
+        options, flags = throughput.parse_args(flags)
+        script, flags = options.script, [*flags, "--output_dir", str(tmp_path)]
+    if script in TASKS:
+        importlib.import_module(Path(script).stem).parse_args(flags)
     else:  # --help after the flags: argparse has read them by then, and refuses those that it does not know
         monkeypatch.setattr("sys.argv", [script, *flags, "--help"])
         with pytest.raises(SystemExit) as end:
@@ -39,20 +48,31 @@ def test_a_part_that_hangs_is_ended(tmp_path):
     assert (tmp_path / "log").read_text() == "1\n"
 
 
-def test_at_least_eight_configurations_are_compared():
-    for configurations in (memory_prediction.ON_A_CPU, memory_prediction.ON_A_GPU):
-        assert len(set(map(str, configurations))) == len(configurations) >= 8
+@pytest.mark.parametrize("configurations", [memory_prediction.ON_A_CPU, memory_prediction.ON_A_GPU])
+def test_at_least_eight_configurations_are_compared(configurations):
+    assert len(set(configurations)) == len(configurations) >= 8
+    for name, *flags in map(shlex.split, configurations):
+        args = importlib.import_module(Path(name).stem).parse_args([*flags, "--dataset_name", "any"])
+        images = 640 if args.resolution <= 64 else 64
+        assert args.train_batch_size * args.gradient_accumulation_steps <= images
+        assert args.global_batch_size is None
 
 
-@pytest.mark.parametrize("ema", ["none", "foreach", "diffusers"])
+@pytest.mark.parametrize("rows", [gradient_checkpointing.ON_A_CPU, gradient_checkpointing.ON_A_GPU])
+def test_checkpointing_is_measured_on_both_networks(rows):
+    assert {make_task(script, preset, resolution=resolution).script for script, preset, resolution, *_ in rows} == set(TASKS)
+
+
+@pytest.mark.parametrize("ema", ["none", "script", "diffusers"])
 def test_bare_loops_train(ema):
     """Each makes the updates of a plain loop."""
-    loop = bare_loop.BareLoop("digits16", bare_loop.Switches(sdpa=True, ema=ema, item=True), 2, torch.device("cpu"))
+    switches = bare_loop.Switches(sdpa=True, ema=ema, item=True)
+    loop = bare_loop.BareLoop(make_task("train_ddpm.py", "digits16"), switches, 2, torch.device("cpu"))
     network = make_unet(resolution=16, image_channels=1, preset="digits16").train()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
     for _ in range(3):
-        prediction = network(loop.noisy_images, loop.timesteps).sample
-        torch.nn.functional.mse_loss(prediction, loop.noise).backward()
+        prediction = network(loop.batch["noisy_images"], loop.batch["timesteps"]).sample
+        torch.nn.functional.mse_loss(prediction, loop.batch["noise"]).backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -60,6 +80,111 @@ def test_bare_loops_train(ema):
         torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("forced", [False, True])
+def test_bare_loops_train_edm2(forced):
+    """The updates of a plain loop, with the loss as in Karras et al. 2024, eq. 14, and, if forced, with every weight vector
+    brought back to unit variance (eq. 66)."""
+    switches = bare_loop.Switches(sdpa=True, force_weight_norm=forced)
+    loop = bare_loop.BareLoop(make_task("train_edm2.py", "digits16"), switches, 4, torch.device("cpu"))
+    unet = make_edm2_unet(resolution=16, image_channels=1, preset="digits16", num_classes=10)
+    denoiser = EDM2Denoiser(unet, 0.5).train()
+    optimizer = torch.optim.Adam(denoiser.parameters(), lr=1e-3, betas=(0.9, 0.99))
+    clean_images, noisy_images, sigmas, labels = loop.batch.values()
+    weight = 1 / sigmas**2 + 1 / 0.5**2
+    for _ in range(3):
+        denoised, u = denoiser(noisy_images, sigmas, labels)
+        errors = (denoised - clean_images).square().mean((1, 2, 3))
+        (weight * errors * torch.exp(-u) + u).mean().backward()
+        torch.nn.utils.clip_grad_norm_(denoiser.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        for layer in denoiser.modules() if forced else ():
+            if isinstance(layer, (MPConv2d, MPLinear)):
+                rows = layer.weight.detach().flatten(1)
+                layer.weight.data /= rows.square().mean(1).sqrt().view(-1, *[1] * (layer.weight.ndim - 1))
+    for own, expected in zip(loop.trained.parameters(), denoiser.parameters()):
+        torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_checkpointing_keeps_less():
+    task = make_task("train_edm2.py", "digits16")
+    off, on = (
+        bare_loop.BareLoop(task, bare_loop.Switches(checkpointing=checkpointing), 8, torch.device("cpu"))
+        for checkpointing in (False, True)
+    )
+    assert on.activation_bytes() < 0.5 * off.activation_bytes()
+    assert off.activation_bytes() <= off.update_bytes()
+    assert on.update_bytes() < off.update_bytes()
+
+
+def test_peak_memory_is_the_most_at_once():
+    with bare_loop.PeakMemory(torch.device("cpu")) as peak:
+        for _ in range(3):
+            first = torch.empty(1000)
+            second = torch.empty(500)
+            del first, second
+    assert peak.bytes == pytest.approx(6000, abs=256)  # bytes, up to the allocator's alignment
+
+
+def test_a_report_is_charged_by_its_share():
+    """Blocks of 10 updates of 2 s, every second one with a report of 5 s; a real run reports every 50 updates."""
+    race = throughput.SideBySide(torch.device("cpu"), 10, lambda: 0.0, dict)
+    race.blocks = [2.0, 2.5] * 3
+    assert race.report_seconds() == pytest.approx(5.0)
+    assert race.update_seconds(50) == pytest.approx([2.1] * 6)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Puts back what a script that is run in this process leaves behind."""
+    from accelerate.state import AcceleratorState
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("script", TASKS)
+def test_predictions_hold_for_the_real_script(script, tmp_path, capsys, in_this_process):
+    """Within 5 % of what its forward pass keeps; and the whole peak is more than the activations."""
+    configuration = f"{script} --model_preset digits16 --train_batch_size 16 --gradient_checkpointing --cpu_threads 1"
+    activations, peak = memory_prediction.compare(configuration, tmp_path, torch.device("cpu"))
+    assert abs(activations) < 0.05
+    assert abs(peak) < 0.15
+    row = capsys.readouterr().out.split()
+    real_activations, real_peak = float(row[1]), float(row[5])
+    assert 0 < real_activations < real_peak
+
+
+TINY = "--blocks 2 --block_updates 1 --eval_batch_size 1 --validation_images 8 --cpu_threads 1"
+
+
+def test_throughput_of_edm2_beside_bare_loops(capsys, in_this_process):
+    flags = f"{TINY} --script train_edm2.py --num_inference_steps 2"
+    assert throughput.main(throughput.parse_args(flags.split())) == 0
+    output = capsys.readouterr().out
+    for row in ("train_edm2.py", "bare", "bare + EMA", "eager"):
+        assert f"\n{row:14} " in output
+    for row in ("report", "EMA", "validation", "checkpoint"):
+        assert [line for line in output.splitlines() if line.startswith(f"{row:20} ") and line.endswith(" %")]
+    assert "\n=> train_edm2.py" in output
+
+
+def test_throughput_of_two_processes():
+    flags = f"{TINY} --ddpm_num_inference_steps 2".split()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "60"}
+    command = [*launcher, "benchmarks/throughput.py", *flags]
+    done = subprocess.run(command, cwd=gpu_all.ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("; 2 processes; ") == done.stdout.count("\n=> train_ddpm.py") == 1
+    assert "\nbare" not in done.stdout
+
+
 def test_flops_of_a_preset_are_those_that_others_counted():
     """6.1 G multiply-adds forward (Fang et al. 2023, Structural Pruning for Diffusion Models, table 1), twice that backward."""
-    assert bare_loop.preset_flops("cifar10") == pytest.approx(3 * 2 * 6.1e9, rel=0.05)
+    assert make_task("train_ddpm.py", "cifar10").flops() == pytest.approx(3 * 2 * 6.1e9, rel=0.05)
