@@ -88,6 +88,7 @@ CASES = {
         (run(lambda n: {"data/mean": 0.4}), run(lambda n: {"data/mean": -0.1})),
         (run(lambda n: {"data/mean": 0.4}), run(lambda n: {"data/mean": 0.4}, options={"balanced_sampling": True})),
         (run(lambda n: {"data/mean": -0.9}), run(lambda n: {"data/mean": -0.9}, options={"color_jitter": 0.5})),
+        (run(lambda n: {"data/mean": 0.4}), run(lambda n: {"data/mean": 0.4, "data/max": 255.0})),
     ],
     "data-stuck": [
         (run(lambda n: {"data/mean": -0.4}), run(lambda n: {"data/mean": -0.4 + 1e-4 * n})),

@@ -14,8 +14,7 @@ def data_range(record: RunRecord) -> Found:
         return
     low, high = min(lows), max(highs)
     seen = f"seen from {low:.3g} to {high:.3g}"
-    # Scaling uint8 gives [-1, 1] exactly, and jitter clamps: anything beyond by more than rounding is another scale.
-    if low < -1.02 or high > 1.02:
+    if _out_of_range(low, high):
         yield Finding("data-range", "critical", seen, steps[-1])
         return
     checks = record.records("data")
@@ -37,6 +36,11 @@ def data_range(record: RunRecord) -> Found:
         yield Finding("data-range", "critical", what, steps[-1])
 
 
+def _out_of_range(low: float, high: float) -> bool:
+    """Scaling uint8 gives [-1, 1] exactly, and jitter clamps: anything beyond by more than rounding is another scale."""
+    return low < -1.02 or high > 1.02
+
+
 def _images_seen(record: RunRecord, reports: int) -> int:
     """By this process, in the updates that so many reports are of."""
     return reports * (record.resolved.get("global_batch_size") or 0) // (record.resolved.get("num_processes") or 1)
@@ -50,6 +54,10 @@ def data_changed(record: RunRecord) -> Found:
     # The means of single images lie within about one spread of the whole, so that of 100 images has a standard error below a
     # tenth of it, and half a spread is five of those. Balanced sampling shows other images than the files hold on average.
     if files is None or _images_seen(record, len(means)) < 100 or record.options.get("balanced_sampling"):
+        return
+    _, lows = record.finite("data/min")
+    _, highs = record.finite("data/max")
+    if lows and highs and _out_of_range(min(lows), max(highs)):  # of which another mean is a part: `data_range` tells it
         return
     yield "data-changed"
     mean = sum(means) / len(means)
