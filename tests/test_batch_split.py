@@ -39,6 +39,8 @@ def split(run: tuple, flags: str, processes: int) -> tuple[int, int]:
         (CIFAR10, "--gradient_accumulation_steps 4", 2, (128, 4)),
         (PLAIN, "--train_batch_size 8 --gradient_accumulation_steps 4", 2, (8, 4)),
         (PLAIN, "--global_batch_size 24", 1, (12, 2)),
+        (PLAIN, "--global_batch_size 3", 1, (3, 1)),
+        (CIFAR10, "--global_batch_size 514 --train_batch_size 2", 1, (2, 257)),
         # A resumed run on other processes: what was not given follows.
         (PLAIN, "--global_batch_size 64 --train_batch_size 8", 2, (8, 4)),
         (PLAIN, "--global_batch_size 64 --train_batch_size 8", 4, (8, 2)),
@@ -62,8 +64,10 @@ def test_what_was_given_stays_and_the_rest_follows(run, flags, processes, expect
         (PAPER, "--train_batch_size 48", 1, "--train_batch_size 48 does not divide 2048,"),
         (PAPER, "--global_batch_size 64 --gradient_accumulation_steps 3", 2, "steps 3 does not divide 32, .* of 2 processes"),
         (PAPER, "", 3, "--global_batch_size 2048 does not divide by 3 processes"),
-        (PAPER, "--train_batch_size auto --gradient_accumulation_steps 1", 1, "auto needs --global_batch_size, and finds"),
-        (PLAIN, "--train_batch_size auto --global_batch_size 8 --gradient_accumulation_steps 1", 1, "auto needs .*, and finds"),
+        (PAPER, "--train_batch_size auto --gradient_accumulation_steps 1", 1, "auto needs --global_batch_size"),
+        (PLAIN, "--train_batch_size auto --global_batch_size 8 --gradient_accumulation_steps 1", 1, "itself: leave that out"),
+        (CIFAR10, "--global_batch_size 514", 1, "micro batches of 2, .* a multiple of 128, or set"),
+        (CIFAR10, "--global_batch_size 262", 2, "131 images for each of 2 processes, which .* of 1,"),
     ],
 )  # fmt: skip
 def test_what_disagrees_is_refused_in_one_line(run, flags, processes, message):
@@ -75,8 +79,12 @@ def test_what_disagrees_is_refused_in_one_line(run, flags, processes, message):
 def test_a_split_makes_up_the_global_batch():
     for together in range(1, 60):
         for micro in range(1, 20):
-            size, steps = split_batch(3 * together, 3, micro, exact=False)
-            assert size * steps == together and size == max(d for d in range(1, micro + 1) if together % d == 0)
+            largest = max(d for d in range(1, micro + 1) if together % d == 0)
+            if largest >= min(micro, together) / 4:
+                assert split_batch(3 * together, 3, micro, exact=False) == (largest, together // largest)
+            else:
+                with pytest.raises(UserError, match=f"micro batches of {largest},"):
+                    split_batch(3 * together, 3, micro, exact=False)
 
 
 def test_divisors_fall():

@@ -116,8 +116,9 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(train, tiny_flags, 
             assert same_bytes(paths[0], paths[1]), file
     exported = [folder / "unet" / "diffusion_pytorch_model.safetensors" for folder in (whole, resumed)]
     assert same_bytes(exported[0], exported[1])
-    state = json.loads((resumed / "checkpoint-8" / "state.json").read_text())
-    assert state["step"] == 8
+    states = [json.loads((folder / "checkpoint-8" / "state.json").read_text()) for folder in (whole, resumed)]
+    assert states[0] == states[1] and states[0]["step"] == 8
+    assert (states[0]["grad_norm_mean"] is None) == ("--adaptive_clipping" not in options)
 
 
 def test_sampling_and_validating_leave_the_training_untouched(train, tiny_flags, tmp_path):

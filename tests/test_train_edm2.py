@@ -170,7 +170,7 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(train_edm, flags, t
     shutil.copytree(whole / "checkpoint-4", resumed / "checkpoint-4")
     assert train_edm([*run, "--output_dir", resumed, "--resume_from_checkpoint", "checkpoint-4"]) == 0
     for path in (whole / "checkpoint-8").iterdir():
-        if path.name in ("model.safetensors", "ema.safetensors", "optimizer.bin"):
+        if path.name in ("model.safetensors", "ema.safetensors", "optimizer.bin", "state.json"):
             assert same_bytes(path, resumed / "checkpoint-8" / path.name), path.name
     assert same_bytes(whole / WEIGHTS, resumed / WEIGHTS)
 

@@ -9,7 +9,8 @@ def split_batch(
     """(micro batch, micro steps) of each process that make up the global batch exactly.
 
     `micro_batch_size` stays where it is `exact`. Where it is not, being a default, it gives way: to `accumulation` micro steps
-    if these are asked for, else to the largest divisor below it. Raises UserError when the numbers disagree.
+    if these are asked for, else to the largest divisor below it. Raises UserError when the numbers disagree, or when that
+    divisor is far smaller.
     """
     if exact and accumulation and num_processes * micro_batch_size * accumulation != global_batch_size:
         raise UserError(
@@ -23,7 +24,13 @@ def split_batch(
     elif accumulation:
         flag, kept = "--gradient_accumulation_steps", accumulation
     else:
-        micro_batch_size = next(size for size in divisors(together) if size <= micro_batch_size)
+        wanted, micro_batch_size = micro_batch_size, next(size for size in divisors(together) if size <= micro_batch_size)
+        if 4 * micro_batch_size < min(wanted, together):  # many times slower, without a word
+            raise UserError(
+                f"--global_batch_size {global_batch_size} leaves {together} images for each of {num_processes} processes, which "
+                f"divide into micro batches of {micro_batch_size}, not of about {min(wanted, together)}; choose a multiple of "
+                f"{num_processes * wanted}, or set --train_batch_size"
+            )
         return micro_batch_size, together // micro_batch_size
     if together % kept:
         raise UserError(

@@ -292,8 +292,10 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--logging_dir {args.logging_dir} leaves --output_dir; name a folder inside it, such as logs")
     if getattr(args, "spectral_norm", False) and args.gradient_checkpointing:
         raise UserError("--spectral_norm and --gradient_checkpointing: computing a layer again would move its power iteration")
-    if args.train_batch_size == "auto" and (args.global_batch_size is None or "--gradient_accumulation_steps" in args.given):
-        raise UserError("--train_batch_size auto needs --global_batch_size, and finds --gradient_accumulation_steps itself")
+    if args.train_batch_size == "auto" and args.global_batch_size is None:
+        raise UserError("--train_batch_size auto needs --global_batch_size, the images of an update")
+    if args.train_batch_size == "auto" and "--gradient_accumulation_steps" in args.given:
+        raise UserError("--train_batch_size auto finds --gradient_accumulation_steps itself: leave that out")
     if args.best_metric != "loss" and not args.eval_steps:
         raise UserError(f"--best_metric {args.best_metric} is a figure of the samples: set --eval_steps")
     if args.early_stopping_patience and args.best_metric == "loss" and not args.validation_images:

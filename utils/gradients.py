@@ -77,11 +77,10 @@ def clip_gradients(accelerator: Accelerator, parameters: Sequence[nn.Parameter],
     norm = torch.linalg.vector_norm(norms)
     clips = isinstance(max_norm, torch.Tensor) or max_norm > 0
     if clips and norm.device.type == "cpu":  # the norm is at hand: saves a pass over all gradients that multiplies them by 1
-        clips = bool(norm + 1e-6 > max_norm)  # as torch's own limit on the factor
+        clips = bool(norm + 1e-6 > max_norm)  # else torch's factor max_norm / (norm + 1e-6) is at least 1
     if clips:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     if len(gradients) < len(parameters):
-        every = norms.new_zeros(len(parameters))
-        every[[p.grad is not None for p in parameters]] = norms
-        norms = every
+        known, none = iter(norms), norms.new_zeros(())  # an index would be copied to the device, and waited for
+        norms = torch.stack([none if p.grad is None else next(known) for p in parameters])
     return Gradients(norm, torch.isfinite(norm), norms, loss_scale)

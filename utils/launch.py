@@ -75,7 +75,7 @@ def make_accelerator(
         project_dir=project_dir,
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=collective_timeout)),
-            # Gradients live in the all-reduce buckets: one copy of them less in memory.
+            # Reduced gradients live in the all-reduce buckets: one copy of them less in memory.
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )

@@ -161,7 +161,7 @@ class MemoryPlan:
 
         For a number see `batch_split.split_batch`. With "auto" it is the largest micro batch that fits: predicted, then, with
         `try_out`, tried out by a real update on every process; the next smaller one is taken until all succeed. What the run in
-        the folder `resumed` was trained with stays while it is predicted to fit.
+        the folder `resumed` was trained with stays while it is predicted to fit; `accumulation` and `exact` do not count.
         Raises UserError when the global batch cannot be split so, or when not even one image fits.
         """
         num_processes = self._accelerator.num_processes

@@ -21,7 +21,7 @@ from utils.training_evaluation import TrainingEvaluation
 
 
 class Milestones:
-    """On every process alike.
+    """Makes each when it is due. The methods are to be called on every process.
 
     Args:
         unet: the unwrapped network.
@@ -30,8 +30,9 @@ class Milestones:
         averaged: gives a context in which the network has the averaged weights, where there are any.
         validate: gives the loss on held-out images, asked in that context and in full precision; None without such images.
         export: writes the pipeline; raises UserError when the disk does not take it.
-        validation_steps, save_images_steps, save_model_steps, checkpointing_steps: updates from one to the next; the two in
-            the middle may be None, and happen at the end of every so many epochs then.
+        validation_steps, checkpointing_steps, save_images_steps, save_model_steps: updates from one to the next. Where the
+            latter two are None, pictures and pipelines come after every save_images_epochs and save_model_epochs.
+        checkpoints_total_limit: see `checkpoints.save_checkpoint`.
         best_metric: "loss" where the validation decides which checkpoint is best.
         early_stopping_patience: validations without a gain that end the run; 0 for never.
     """
@@ -113,12 +114,9 @@ class Milestones:
             if self._stop.agreed() or self._evaluation.due(state, self._total_steps):
                 exit_status = exit_status or EXIT_STOPPED
             if improved or exit_status or state.step % self._checkpointing_steps == 0:
-                self._monitors.store()
-                state.grad_norm_mean = self._clipping.mean
-                problem = self._save()
-                if problem:
-                    progress.say(f"checkpoint-{state.step} was not saved, earlier ones are whole: {problem}")
-                    exit_status = 1 if exit_status == EXIT_STOPPED else exit_status  # not "saved, run it again"
+                saved = self._save()
+                if exit_status == EXIT_STOPPED and not saved:
+                    exit_status = 1  # not "saved, run it again"
         return exit_status
 
     def finish(self, exit_status: int) -> int:
@@ -140,8 +138,14 @@ class Milestones:
         self._doctor.record(self._state.step, {"validation/loss": value})
         return self._state.record("validation loss", value, decides=self._best_metric == "loss")
 
-    def _save(self) -> str | None:
-        return save_checkpoint(self._accelerator, self._output_dir, self._state, total_limit=self._total_limit)
+    def _save(self) -> bool:
+        """Whether a checkpoint was published; why not is said."""
+        self._monitors.store()
+        self._state.grad_norm_mean = self._clipping.mean
+        problem = save_checkpoint(self._accelerator, self._output_dir, self._state, total_limit=self._total_limit)
+        if problem:
+            self._progress.say(f"checkpoint-{self._state.step} was not saved, earlier ones are whole: {problem}")
+        return problem is None
 
     @contextmanager
     def _judging(self):

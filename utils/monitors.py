@@ -20,7 +20,7 @@ from utils.tracking import ProgressBar, StepStatistics, Stopwatch, Trackers, pea
 
 
 class Monitors:
-    """Between two reports nothing here makes the host wait for the device. On every process alike.
+    """Its methods are to be called on every process, in the order below; between two reports none makes the host wait.
 
     Args:
         model: what is trained, unwrapped.
@@ -96,7 +96,8 @@ class Monitors:
         return self._stopwatch.paused()
 
     def report(self, figures: dict[str, float]) -> int:
-        """Logs what was seen since the last report, with the `figures` of the loop, and has the doctor look at it.
+        """Logs what was seen since the last report, with the `figures` of the loop ("train/lr" among them), and has the doctor
+        look at it.
 
         Returns 0, or EXIT_DIVERGED where the run must end. The host waits for the device.
         """

@@ -73,7 +73,7 @@ def not_learning(record: RunRecord) -> Found:
 
 def has_had_a_chance(record: RunRecord) -> bool:
     """Whether the weights have gone far enough for a healthy network to have learned something of the images."""
-    moves = [(step, typical_update(layers) or 0.0) for step, layers in record.records("layers")]
+    moves = [(step, move or 0.0) for step, move in record.derived("layers", typical_update)]
     path = sum(move * (step - before) for (step, move), (before, _) in zip(moves, [(0, 0.0), *moves]))
     return path >= LEAST_PATH.get(record.options.get("prediction_type"), 0.55)
 

@@ -57,8 +57,7 @@ def learning_rate(record: RunRecord) -> Found:
     """How far an update moves the weights, in units of the weights: about 1e-3 in healthy runs (Karpathy's rule of thumb)."""
     options = record.options
     warmup = options.get("lr_warmup_steps") or 0
-    moves = [(step, typical_update(layers)) for step, layers in record.records("layers")]
-    moves = [(step, move) for step, move in moves if move is not None]
+    moves = [(step, move) for step, move in record.derived("layers", typical_update) if move is not None]
     if not moves:
         return
     yield from ("lr-too-high", "no-warmup")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class RunRecord:
     versions: dict = field(default_factory=dict)
     exit_status: int | None = None  # None while the run goes on, and after a crash
     unreadable: int = 0  # lines of the history that are damaged and left out
+    _derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def read(cls, output_dir: Path) -> "RunRecord":
@@ -70,6 +72,14 @@ class RunRecord:
     def records(self, key: str) -> list[tuple[int, dict]]:
         """(step, record) of one of the kinds that are dicts: "layers", "data", "probe", "samples"; oldest first."""
         return [(record["step"], record[key]) for record in self.history if isinstance(record.get(key), dict)]
+
+    def derived(self, key: str, function: Callable[[dict], float | None]) -> list[tuple[int, float | None]]:
+        """(step, `function` of the record) of each of `records(key)`. Each is computed once: a run's history is only added to,
+        and is looked at after every report."""
+        records = self.records(key)
+        known = self._derived.setdefault((key, function), [])
+        known += [function(record) for _, record in records[len(known) :]]
+        return [(step, value) for (step, _), value in zip(records, known)]
 
 
 def _whole_lines(path: Path) -> int:
