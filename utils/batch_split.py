@@ -27,8 +27,8 @@ def split_batch(
         wanted, micro_batch_size = micro_batch_size, next(size for size in divisors(together) if size <= micro_batch_size)
         if 4 * micro_batch_size < min(wanted, together):  # many times slower, without a word
             raise UserError(
-                f"--global_batch_size {global_batch_size} leaves {together} images for each of {num_processes} processes, which "
-                f"divide into micro batches of {micro_batch_size}, not of about {min(wanted, together)}; choose a multiple of "
+                f"--global_batch_size {global_batch_size} leaves {together} images for each of {num_processes} processes, "
+                f"which divide into micro batches of {micro_batch_size}, not of about {min(wanted, together)}; choose a multiple of "
                 f"{num_processes * wanted}, or set --train_batch_size"
             )
         return micro_batch_size, together // micro_batch_size
