@@ -28,8 +28,8 @@ def split_batch(
         if 4 * micro_batch_size < min(wanted, together):  # many times slower, without a word
             raise UserError(
                 f"--global_batch_size {global_batch_size} leaves {together} images for each of {num_processes} processes, "
-                f"which divide into micro batches of {micro_batch_size}, not of about {min(wanted, together)}; choose a multiple of "
-                f"{num_processes * wanted}, or set --train_batch_size"
+                f"which divide into micro batches of {micro_batch_size}, not {min(wanted, together)} or so; choose a multiple "
+                f"of {num_processes * wanted}, or set --train_batch_size"
             )
         return micro_batch_size, together // micro_batch_size
     if together % kept:
