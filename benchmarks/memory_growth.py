@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -67,10 +68,20 @@ def write_parquet(path: Path, images: int) -> None:
             writer.write_table(block)
 
 
-def run(flags: list[str], folder: Path) -> tuple[float, float, float, float]:
-    """(seconds until the first update can begin, seconds in all, most resident memory in MiB, median of it over the last
-    third of the run) of one training run in `folder`."""
-    start, began, resident = time.perf_counter(), time.time(), []
+class Measured(NamedTuple):
+    """Of one training run; memory in MiB, the median of the last third where it is called `training`."""
+
+    ready: float  # seconds until the first update can begin
+    seconds: float  # in all
+    peak: float  # resident
+    own_peak: float  # resident, without pages of files
+    training: float
+    own_training: float
+
+
+def run(flags: list[str], folder: Path) -> Measured:
+    """Trains in `folder`."""
+    start, began, resident = time.perf_counter(), time.time(), {"VmRSS": [], "RssAnon": []}
     marker = folder / "began"
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -78,13 +89,16 @@ def run(flags: list[str], folder: Path) -> tuple[float, float, float, float]:
         )
         while process.poll() is None:
             status = Path(f"/proc/{process.pid}/status").read_text()
-            resident += [int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmRSS")]
+            sizes = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if line.split(":")[0] in resident}
+            for name, kib in sizes.items():
+                resident[name].append(int(kib) / 1024)
             time.sleep(0.1)
         if process.returncode:
             errors.seek(0)
             raise SystemExit(errors.read())
-    ready, seconds = marker.stat().st_mtime - began, time.perf_counter() - start
-    return ready, seconds, max(resident), statistics.median(resident[-len(resident) // 3 :])
+    peaks = [max(sizes) for sizes in resident.values()]
+    training = [statistics.median(sizes[-len(sizes) // 3 :]) for sizes in resident.values()]
+    return Measured(marker.stat().st_mtime - began, time.perf_counter() - start, *peaks, *training)
 
 
 def main() -> None:
@@ -92,7 +106,8 @@ def main() -> None:
     parser.add_argument("--images", type=int, nargs="+", default=[1000, 100_000, 1_000_000])
     parser.add_argument("--updates", type=int, default=200)
     options = parser.parse_args()
-    print("   images  packed | packing s   peak | start s  run s   peak training   (MiB)")
+    print("                    the run that packs     | a later run: resident, and of it the process's own memory (MiB)")
+    print("   images  packed | packing s   peak    own | start s  run s   peak    own   training    own")
     for images in options.images:
         with tempfile.TemporaryDirectory() as folder:
             folder = Path(folder)
@@ -102,11 +117,12 @@ def main() -> None:
             flags = f"""--dataset_name {folder}/train.parquet --cache_dir {folder}/cache --resolution 32 --train_batch_size 64
                 --model_config_name_or_path {folder}/network --eval_batch_size 1 --ddpm_num_inference_steps 2
                 --output_dir {folder}/run --overwrite_output_dir""".split()
-            _, packing_seconds, packing_peak, _ = run([*flags, "--max_train_steps", "1"], folder)
-            ready, seconds, peak, training = run([*flags, "--max_train_steps", str(options.updates)], folder)
+            first = run([*flags, "--max_train_steps", "1"], folder)
+            later = run([*flags, "--max_train_steps", str(options.updates)], folder)
             packed = sum(p.stat().st_size for p in (folder / "cache" / "steady_diffusion").rglob("*") if p.is_file())
-            row = f"{images:>9,} {packed / 2**20:>7.0f} | {packing_seconds:>9.1f} {packing_peak:>6.0f}"
-            print(f"{row} | {ready:>7.1f} {seconds:>6.1f} {peak:>6.0f} {training:>8.0f}", flush=True)
+            row = f"{images:>9,} {packed / 2**20:>7.0f} | {first.seconds:>9.1f} {first.peak:>6.0f} {first.own_peak:>6.0f} |"
+            row += f" {later.ready:>7.1f} {later.seconds:>6.1f} {later.peak:>6.0f} {later.own_peak:>6.0f}"
+            print(f"{row} {later.training:>10.0f} {later.own_training:>6.0f}", flush=True)
             shutil.rmtree(folder / "cache")
 
 
