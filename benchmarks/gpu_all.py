@@ -7,6 +7,7 @@ out and named. `--list` prints the commands alone.
 """
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -62,9 +63,11 @@ def run(command: str, log: Path, limit: float) -> int | None:
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             return None
+        finally:  # Ctrl-C too
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def main() -> None:

@@ -67,13 +67,17 @@ def compare(configuration: Row, blocks: int, updates: int) -> None:
         print(f"=> checkpointing, {name}: {times:.2f} x the time, update's memory -{saved[1]:.0f} %", flush=True)
 
 
-def main() -> None:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=10)
     parser.add_argument("--block_updates", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="+", help="which of the configurations, from 1 (all)")
     parser.add_argument("--cpu_threads", type=int, default=usable_cores())
-    options = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    options = parse_args()
     torch.set_num_threads(options.cpu_threads)
     device = default_device()
     configurations = ON_A_GPU if device.type == "cuda" else ON_A_CPU

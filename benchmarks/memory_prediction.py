@@ -154,10 +154,14 @@ def compare(configuration: str, data: Path, device: torch.device) -> tuple[float
     return errors
 
 
-def main() -> None:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", help="which of the configurations, from 1 (all)")
-    options = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    options = parse_args()
     device = default_device()
     configurations = ON_A_GPU if device.type == "cuda" else ON_A_CPU
     print(f"{describe(device)}; GiB, predicted and real")

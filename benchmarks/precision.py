@@ -56,12 +56,16 @@ def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
     return ((value - reference).norm() / reference.norm()).item()
 
 
-def main() -> None:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_preset", nargs="+", choices=SIZES, default=["digits16"])
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    options = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    options = parse_args()
     device = default_device()
     print(f"{describe(device)}; batch {options.batch_size}; relative error of output and gradient")
     for preset in options.model_preset:

@@ -32,7 +32,7 @@ from utils.unet import make_unet
 SAMPLERS = (("ddim", 50), ("dpmsolver++", 20))
 
 
-def main() -> None:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_preset", choices=SIZES, default="digits16")
     parser.add_argument("--pipeline", help="folder of a trained one")
@@ -40,7 +40,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--cpu_threads", type=int, default=usable_cores())
     parser.add_argument("--variants", nargs="+", default=["fp32", "bf16", "bf16 compiled"])
-    options = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    options = parse_args()
     device = default_device()
     torch.set_num_threads(options.cpu_threads)
     if device.type == "cuda":

@@ -9,6 +9,8 @@ the figure is the median of the ratios of neighbouring blocks: above 1 the switc
 """
 
 import argparse
+import os
+import statistics
 import sys
 import time
 from dataclasses import replace
@@ -46,10 +48,10 @@ def has(name: str, device: torch.device, script: str) -> bool:
     """Whether the switch means anything there."""
     if name == "tf32":
         return device.type == "cuda"
-    return name != "force_weight_norm" or script == "train_edm2.py"
+    return {"force_weight_norm": "train_edm2.py", "sdpa": "train_ddpm.py"}.get(name, script) == script  # EDM2 has only SDPA
 
 
-def main() -> None:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--script", choices=TASKS, default="train_ddpm.py")
     parser.add_argument("--model_preset", default="digits16")
@@ -61,7 +63,12 @@ def main() -> None:
     parser.add_argument("--base", nargs="+", choices=("alone", "last"), default=["alone", "last"])
     parser.add_argument("--cpu_threads", type=int, default=usable_cores())
     parser.add_argument("--cpu_time", action="store_true", help="count the process's own time: for a busy CPU, with one thread")
-    options = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    options = parse_args()
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # "first s" is what compiling takes where nothing was compiled
     device, clock = default_device(), time.process_time if options.cpu_time else time.perf_counter
     torch.set_num_threads(options.cpu_threads)
     task = make_task(options.script, options.model_preset, resolution=options.resolution)
@@ -75,7 +82,7 @@ def main() -> None:
             loops = {side: BareLoop(task, s, options.batch_size, device) for side, s in pair.items()}
             seconds = interleaved(loops, options.blocks, options.block_updates, clock)
             gain, low, high = ratio(seconds["off"], seconds["on"])
-            times = [1e3 * sorted(s)[len(s) // 2] for s in seconds.values()]
+            times = [1e3 * statistics.median(s) for s in seconds.values()]
             peaks = [loop.peak_bytes(2) / 2**30 for loop in loops.values()]
             row = f"{name:17} {base:6} {times[0]:8.2f} {times[1]:8.2f} {gain:7.3f} {low:6.3f} {high:6.3f}"
             print(f"{row} {loops['on'].compile_seconds:8.1f} {peaks[0]:8.2f} {peaks[1]:7.2f}", flush=True)

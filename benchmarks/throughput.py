@@ -14,7 +14,8 @@ or speeds up does so for all; ratios are medians over neighbouring blocks. The o
 already on the device; several processes run without them.
 
     bare        forward, backward, clip, step (and EDM2's forced weight normalisation), with every switch that the script has on
-    bare + EMA  the same with the script's own EMA, which every training needs
+    bare again  the same once more: how far it is from `bare` is the noise of these figures
+    bare + EMA  with the script's own EMA, which every training needs
     eager       fp32 without TF32, diffusers' EMAModel and `loss.item()` in every update, as train_unconditional.py has them
     eager in the script's precision
 
@@ -36,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -59,7 +60,10 @@ from benchmarks.real_script import load_script, one_micro_batch, planned, run_sc
 from utils.memory import AUTOCAST
 from utils.options import edm2_unet_options, unet_options
 
-LOOPS = ("bare", "ema", "eager")
+LOOPS = ("bare", "again", "ema", "eager")
+# What the other loops do not know, so that they would not be the same computation.
+UNKNOWN_TO_THEM = ("optimizer", "max_grad_norm", "l1_weight", "adaptive_clipping", "spectral_norm", "activation", "use_ema")
+UNKNOWN_TO_THEM += ("ema_type", "ema_widths", "model_config_name_or_path", "class_conditional")
 
 
 def comparison_loops(task: DDPM, args: argparse.Namespace, device: torch.device, wanted: list[str]) -> dict[str, BareLoop]:
@@ -78,6 +82,8 @@ def comparison_loops(task: DDPM, args: argparse.Namespace, device: torch.device,
     kinds = {}
     if "bare" in wanted:
         kinds["bare"] = Switches(**switches)
+    if "again" in wanted:
+        kinds["bare again"] = Switches(**switches)
     if "ema" in wanted:
         kinds["bare + EMA"] = Switches(**switches, ema="script")
     if "eager" in wanted:
@@ -149,8 +155,10 @@ class SideBySide:
         self.seconds: dict[str, list[float]] = {}  # of the other loops
         self.apart: dict[str, list[float]] = {}  # seconds of each call of what is timed apart
         self.waited: list[float] = []  # seconds for each micro-batch
-        self.ema = CallTimer(device, clock)
+        self.ema = CallTimer(device, clock)  # of the script's averages
+        self.first_update = 0.0  # seconds from its first batch on: with --compile mostly that
         self.peak, self._own_bytes = 0, 0
+        self._others_turn = False
         self.updates, self._block_start, self._paused = 0, 0.0, 0.0
 
     def _timed_apart(self, label: str, function: Callable) -> Callable:
@@ -181,7 +189,7 @@ class SideBySide:
         update_ema, paused = utils.ema.EMA.update, utils.tracking.Stopwatch.paused
 
         def timed_update(*arguments) -> None:
-            with self.ema.call():
+            with nullcontext() if self._others_turn else self.ema.call():
                 update_ema(*arguments)
 
         @contextmanager
@@ -195,6 +203,7 @@ class SideBySide:
             start = self.clock()
             yield
             self.waited.append(self.clock() - start)
+            self.first_update = self.first_update or -self.clock()
 
         with ExitStack() as replaced:
             for label, owner, name in apart:
@@ -206,22 +215,29 @@ class SideBySide:
 
     def after_update(self) -> None:
         self.updates += 1
+        if self.updates == 1:
+            synchronize(self.device)
+            self.first_update += self.clock()
         if self.updates % self._block_updates:
             return
         synchronize(self.device)
+        self._others_turn = True
         if self.loops is not None:
             self.blocks.append((self.clock() - self._block_start - self._paused) / self._block_updates)
             if self.device.type == "cuda":
                 others = allocated(self.device) - self._own_bytes
                 self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device) - others)
-            for name, loop in self.loops.items():
-                self.seconds[name].append(loop.seconds(self._block_updates, self.clock) / self._block_updates)
+            turn = len(self.blocks) % max(len(self.loops), 1)  # none of them always comes right after the script
+            for name in [*self.loops][turn:] + [*self.loops][:turn]:
+                seconds = self.loops[name].seconds(self._block_updates, self.clock)
+                self.seconds[name].append(seconds / self._block_updates)
         elif self.updates == 2 * self._block_updates:  # the first report is over: all that the script needs is there
             self._own_bytes = allocated(self.device)
             self.loops = self._make_loops()
             self.seconds = {name: [] for name in self.loops}
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+        self._others_turn = False
         self._block_start, self._paused = self.clock(), 0.0
 
     def report_seconds(self) -> float:
@@ -301,8 +317,16 @@ def main(parsed: tuple[argparse.Namespace, list[str]]) -> int:
     with shared_folder(num_processes, rank) as folder, planned() as plans:
         shown = " ".join([options.script, *flags])
         args = one_micro_batch(script.parse_args([*flags, "--output_dir", f"{folder}/run", "--max_train_steps", str(updates)]))
+        args.mixed_precision = args.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
         if args.train_batch_size == "auto":
             raise SystemExit("--train_batch_size auto: name a number here")
+        wanted = options.loops if num_processes == 1 else []
+        usual = script.parse_args(["--model_preset", args.model_preset, "--dataset_name", "any"])
+        unknown = [name for name in UNKNOWN_TO_THEM if getattr(args, name, None) != getattr(usual, name, None)]
+        if wanted and unknown:
+            raise SystemExit(f"the other loops do not know --{unknown[0]}: leave it out, or give --loops without a name")
+        if args.compile:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"  # what compiling takes where nothing was compiled
         if args.dataset_name == "synthetic":
             make_data(args, folder, rank)
         intervals = {
@@ -325,7 +349,7 @@ def main(parsed: tuple[argparse.Namespace, list[str]]) -> int:
             device,
             options.block_updates,
             time.process_time if options.cpu_time else time.perf_counter,
-            lambda: comparison_loops(task, args, device, options.loops if num_processes == 1 else []),
+            lambda: comparison_loops(task, args, device, wanted),
         )
         with race.following():
             run_script(script, args)
@@ -348,17 +372,20 @@ def report(race, task, args, intervals, num_processes: int, predicted: int, show
         peak = race.loops[loop].peak_bytes(2) if loop in race.loops else race.peak
         times, low, high = ratio(seconds, real)
         row = f"{loop:14} {1e3 * median:10.2f} {images / median:10.1f} {flops / median / 1e12:9.3f}"
-        row += f" {100 * flops / median / rate:6.1f} % {peak / 2**30:9.2f}"
+        row += f" {100 * flops / median / rate:6.1f} % {gib(peak):>9}"
         print(f"{row}   {times:.3f} ({low:.3f}, {high:.3f})")
     print(f"predicted peak of {task.script}, eager: {predicted / 2**30:.2f} GiB")
-    for loop in race.loops.values():
-        if loop.switches.compile:
-            print(f"compiling, within the first update: {loop.compile_seconds:.1f} s")
+    print(f"the script's first update{', which compiles' if args.compile else ''}: {race.first_update:.1f} s")
     update = statistics.median(real)
     print_additions(race, update, race.report_seconds(), intervals)
     gains = "".join(f", {ratio(seconds, real)[0]:.2f} x {loop}" for loop, seconds in race.seconds.items())
     print(f"=> {shown}: {images / update:.0f} images/s{gains}, {100 * flops / update / rate:.1f} % of", end=" ")
-    print(f"{rate / 1e12:.2f} TFLOP/s, {race.peak / 2**30:.2f} GiB (predicted {predicted / 2**30:.2f})")
+    print(f"{rate / 1e12:.2f} TFLOP/s, {gib(race.peak)} GiB (predicted {gib(predicted)})")
+
+
+def gib(size: int) -> str:
+    """Of bytes; a CPU does not count its peak."""
+    return f"{size / 2**30:.2f}" if size else "-"
 
 
 if __name__ == "__main__":
