@@ -42,6 +42,18 @@ TINY_EDM2_NETWORK = {
 }
 
 
+left_out = []
+
+
+def pytest_deselected(items):
+    left_out.extend(item for item in items if item.get_closest_marker("slow"))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if left_out and config.option.markexpr == "not slow":
+        terminalreporter.write_line(f"left out: {len(left_out)} slow tests; pytest -m slow runs them")
+
+
 @pytest.fixture(scope="session")
 def tiny_flags(tmp_path_factory) -> list[str]:
     """Of train_ddpm.py."""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, logged_scalars, make_tiny_flags, run_script
+from conftest import SCRIPTS, logged_scalars, make_tiny_flags
 from diffusers import DDPMScheduler
 from safetensors.torch import load_file
 from test_sampling import tiny_unet
@@ -34,7 +34,7 @@ def runs(tiny_flags, tmp_path_factory):
     return folder, flags
 
 
-def test_two_processes_log_the_figures_of_one_and_the_training_is_as_without(runs, train, capsys):
+def test_two_processes_log_the_figures_of_one_and_the_training_is_as_without(server, runs, train, capsys):
     folder, flags = runs
     assert train([*flags, "--output_dir", folder / "without"]) == 0
     assert train([*flags, *EVALUATED, "--best_metric", "fd", "--output_dir", folder / "one"]) == 0
@@ -44,8 +44,7 @@ def test_two_processes_log_the_figures_of_one_and_the_training_is_as_without(run
         first, second = (load_file(folder / run / "checkpoint-8" / f"{name}.safetensors") for run in ("without", "one"))
         assert all(torch.equal(first[key], second[key]) for key in first)
 
-    result = run_script("train_ddpm.py", [*flags, *EVALUATED, "--train_batch_size", "4", "--output_dir", folder / "two"], 2)
-    assert result.returncode == 0, result.stderr[-3000:]
+    server.run(["train_ddpm.py", *flags, *EVALUATED, "--train_batch_size", "4", "--output_dir", folder / "two"], 2)
     for tag in ("eval/fd_randconv", "eval/coverage", "eval/variance_ratio"):
         one, two = (logged_scalars(folder / run, tag) for run in ("one", "two"))
         assert sorted(one) == [4, 8]

@@ -7,6 +7,7 @@ version 4 has no loading scripts.
 """
 
 import dataclasses
+import functools
 import glob
 import hashlib
 import io
@@ -28,7 +29,7 @@ _BUILDER_OF_SUFFIX = {
 }
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class OpenedDataset:
     """`dataset` is a `datasets.Dataset`; `key` names its contents; `description` is for people."""
 
@@ -116,6 +117,7 @@ def _open_saved(path: Path, split: str) -> OpenedDataset:
     return OpenedDataset(splits[split], _contents_key(_files_below(path), split), f"{path} (split {split})")
 
 
+@functools.cache
 def _open_digits(split: str) -> OpenedDataset:
     """1,797 scans of handwritten digits, 8x8, values 0..16 (UCI "Optical Recognition of Handwritten Digits")."""
     import datasets

@@ -91,6 +91,13 @@ class ForkServer:
             self._runs.append(runs[-1])
         return runs
 
+    def run(self, command: list, num_processes: int = 1) -> str:
+        """Runs `command` to its end, which must be a good one, and returns what its ranks printed."""
+        runs = self.start(command, num_processes)
+        statuses, printed = [run.wait(300) for run in runs], "\n".join(run.text() for run in runs)
+        assert statuses == [0] * num_processes, printed[-3000:]
+        return printed
+
     def _rank_environment(self, rank: int, num_processes: int) -> dict[str, str]:
         from torch.distributed import TCPStore
 

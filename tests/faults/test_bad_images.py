@@ -91,12 +91,11 @@ def test_fail_is_the_default_and_names_the_file(train_script, flags, tmp_path, c
 
 
 @pytest.fixture(scope="module")
-def replaced(flags, tmp_path_factory, script) -> Path:
-    """A run with a cache, as a user starts it."""
+def replaced(server, flags, tmp_path_factory, script) -> Path:
+    """A run with a cache, in a process of its own."""
     folder = tmp_path_factory.mktemp("replaced")
-    result = run_script(script, [*flags, "--on_bad_image", "replace", "--output_dir", folder])
-    assert result.returncode == 0, result.stderr[-3000:]
-    notes = [line for line in (result.stdout + result.stderr).splitlines() if "cannot be decoded" in line]
+    printed = server.run([script, *flags, "--on_bad_image", "replace", "--output_dir", folder])
+    notes = [line for line in printed.splitlines() if "cannot be decoded" in line]
     assert len(notes) == 1 and "4 images cannot be decoded" in notes[0] and str(folder / "bad_images.json") in notes[0]
     return folder
 
@@ -157,10 +156,9 @@ def test_under_a_launcher_a_bad_image_is_named_once_whoever_meets_it(flags, tmp_
     assert len(lines) == 1 and "--on_bad_image replace" in lines[0], result.stderr
 
 
-def test_two_processes_without_a_cache_replace_alike_and_list_what_either_met(flags, replaced, tmp_path, script):
+def test_two_processes_without_a_cache_replace_alike_and_list_what_either_met(server, flags, replaced, tmp_path, script):
     split = ["--cache_images", "no", "--train_batch_size", "4", "--on_bad_image", "replace", "--output_dir", tmp_path]
-    result = run_script(script, [*flags, *split], num_processes=2)
-    assert result.returncode == 0, result.stderr[-3000:]
+    server.run([script, *flags, *split], 2)
     check_report(tmp_path)
     losses = [logged_scalars(folder, "train/loss") for folder in (tmp_path, replaced)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
