@@ -14,7 +14,7 @@ from utils.checkpoints import list_checkpoints
 TOUCHED = (".lock", "exit_status")  # by a start that is then refused
 INJECT = "tests/faults/inject.py"
 STEPS, IMAGES, BATCH = 24, 40, 8
-WEIGHTS_TOLERANCE = 1e-3  # relative, per tensor; 6e-5 was measured: Adam enlarges rounding where gradients are tiny
+WEIGHTS_TOLERANCE = 1e-3  # relative, per tensor; 1e-4 was measured: Adam enlarges rounding where gradients are tiny
 
 
 @pytest.fixture(scope="module")
