@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
     from utils.export import export_pipeline, model_card, push_to_hub
     from utils.gradients import AdaptiveLimit, FixedLimit, clip_gradients
     from utils.interrupts import EXIT_STOPPED, StopSignal, leave_on_signal
-    from utils.launch import make_accelerator, on_main_process
+    from utils.launch import fix_bucket_order, make_accelerator, on_main_process
     from utils.memory_plan import MemoryPlan
     from utils.milestones import Milestones
     from utils.monitors import Monitors
@@ -174,6 +174,7 @@ def main(args: argparse.Namespace) -> int:
     if args.compile:
         unet.compile()  # in place, so that checkpoints and the EMA keep their clean names
     unet, optimizer = accelerator.prepare(unet, optimizer)
+    fix_bucket_order(unet)
     raw_unet = accelerator.unwrap_model(unet)
     ema, ema_decay = make_ema(raw_unet, **ema_options(args)) if args.use_ema else (None, None)
     averaged = ema.swapped_into_model if ema is not None else nullcontext

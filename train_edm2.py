@@ -117,7 +117,7 @@ def main(args: argparse.Namespace) -> int:
     from utils.export import export_pipeline, model_card, push_to_hub
     from utils.gradients import AdaptiveLimit, FixedLimit, clip_gradients
     from utils.interrupts import EXIT_STOPPED, StopSignal, leave_on_signal
-    from utils.launch import make_accelerator, on_main_process
+    from utils.launch import fix_bucket_order, make_accelerator, on_main_process
     from utils.memory_plan import MemoryPlan
     from utils.milestones import Milestones
     from utils.monitors import Monitors
@@ -187,6 +187,7 @@ def main(args: argparse.Namespace) -> int:
     if args.compile:
         denoiser.unet.compile()  # in place, so that checkpoints and the EMA keep their clean names
     denoiser, optimizer = accelerator.prepare(denoiser, optimizer)
+    fix_bucket_order(denoiser)
     raw_denoiser = accelerator.unwrap_model(denoiser)
     raw_unet = raw_denoiser.unet  # without u(sigma), which is of use in training alone
     ema, ema_decay = make_ema(raw_unet, **ema_options(args)) if args.use_ema else (None, None)

@@ -55,7 +55,7 @@ def test_magnitudes_are_those_of_each_tensor():
         assert layers[name]["activation"] == pytest.approx(output.square().mean().sqrt().item(), rel=1e-5)
     images = seen["images"]
     expected = [figure.item() for figure in (images.min(), images.max(), images.mean(), images.std())]
-    assert [figures[f"data/{name}"] for name in ("min", "max", "mean", "std")] == pytest.approx(expected, rel=1e-5)
+    assert [figures[f"data/{name}"] for name in ("min", "max", "mean", "std")] == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert figures["gradients/parameters_without"] == 0
     assert dynamics.report() == ({}, {})  # once
 

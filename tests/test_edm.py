@@ -109,7 +109,7 @@ def test_training_noise_is_log_normal_and_belongs_to_samples():
     numbers = torch.arange(20_000)
     sigma = training_noise_levels(0, numbers, -0.8, 1.6)
     assert stats.kstest(sigma.log().numpy(), "norm", (-0.8, 1.6)).pvalue > 0.01
-    assert torch.equal(training_noise_levels(0, numbers[500:600], -0.8, 1.6), sigma[500:600])
+    torch.testing.assert_close(training_noise_levels(0, numbers[500:600], -0.8, 1.6), sigma[500:600], rtol=1e-5, atol=0)
     spread = noise_levels_at((torch.arange(1001).double() + 0.5) / 1001, -0.8, 1.6)
     ranks = noise_ranks(sigma, -0.8, 1.6)
     assert (ranks.min(), ranks.max()) >= (0, 990) and ranks.float().mean().item() == pytest.approx(500, abs=10)
@@ -171,8 +171,9 @@ def test_guidance_moves_away_from_the_weak_prediction():
     with torch.no_grad():
         main, free, weak = unet(x, level, labels).sample, unet(x, level).sample, guide(x, level, labels).sample
         assert torch.equal(guided(unet, x, level, labels), main)
-        torch.testing.assert_close(guided(unet, x, level, labels, 2.0), 2 * main - free)
-        torch.testing.assert_close(guided(unet, x, level, labels, 1.5, guide), weak + 1.5 * (main - weak))
+        close = {"rtol": 1e-4, "atol": 1e-4}  # outputs near 1, through some ten layers; a batch twice as large is other kernels
+        torch.testing.assert_close(guided(unet, x, level, labels, 2.0), 2 * main - free, **close)
+        torch.testing.assert_close(guided(unet, x, level, labels, 1.5, guide), weak + 1.5 * (main - weak), **close)
 
 
 def test_pipeline_samples_reproducibly_by_class_and_with_diffusers_own_schedulers():
@@ -232,4 +233,5 @@ def test_pipeline_is_guided_by_another_one():
             scaled = scheduler.scale_model_input(x, timestep)
             main, weak = (p.unet(scaled, timestep, torch.tensor([1, 1])).sample for p in (pipeline, guide))
             x = scheduler.step(weak + 1.5 * (main - weak), timestep, x).prev_sample
-    torch.testing.assert_close(made, x)
+    # Noise of 80 x normal is up to 300, where fp32 goes in steps of 3e-5, and is rounded some ten times on the way.
+    torch.testing.assert_close(made, x, rtol=1e-5, atol=1e-3)

@@ -55,7 +55,8 @@ def test_loads_in_a_fresh_interpreter_elsewhere_and_samples_the_same(folder, tmp
     noise = torch.Generator().manual_seed(0)
     asked = {"class_labels": [0, 2], "guidance_scale": 1.5, "num_inference_steps": 3, "output_type": "np"}
     expected = pipeline(generator=noise, **asked).images
-    np.testing.assert_allclose(np.load(tmp_path / "images.npy"), expected, atol=1e-6)
+    # In [0, 1], and begun at 80 x normal noise, up to 300: fp32 goes in steps of 3e-5 there.
+    np.testing.assert_allclose(np.load(tmp_path / "images.npy"), expected, rtol=0, atol=1e-3)
 
 
 def test_nothing_runs_unless_it_is_trusted(folder):

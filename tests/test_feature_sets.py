@@ -75,8 +75,11 @@ def test_an_uneven_split_gives_the_bits_of_one_process():
         assert torch.equal(features.rows, alone.rows) and torch.equal(shown, images)
     everything = RandomConvolutions(1)(make_images(torch.arange(37)))
     assert len(alone) == 37 and alone.indices.tolist() == evenly(37, 20).tolist()
-    np.testing.assert_allclose(alone.moments.covariance, np.cov(everything.double().numpy(), rowvar=False), atol=1e-7)
-    torch.testing.assert_close(alone.rows, everything[alone.indices])
+    # 37 images at once are another batch than 8, so the features, of three convolutions, agree to float rounding.
+    np.testing.assert_allclose(
+        alone.moments.covariance, np.cov(everything.double().numpy(), rowvar=False), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(alone.rows, everything[alone.indices], rtol=1e-4, atol=1e-5)
     assert torch.equal(images, make_images(evenly(37, 5)))
 
 
@@ -147,7 +150,12 @@ def test_stored_statistics_come_back_or_are_refused(tmp_path):
     digest = save_features(path, features, {"reference": "thirty"})
     found, facts, again = load_features(path)
     assert (facts, again, len(found)) == ({"reference": "thirty"}, digest, 30)
-    assert torch.equal(found.rows, features.rows) and torch.equal(found.moments.covariance, features.moments.covariance)
+    for loaded, saved in (
+        (found.rows, features.rows),
+        (found.moments.mean, features.moments.mean),
+        (found.moments.scatter, features.moments.scatter),
+    ):  # and in fresh memory, not at any place in the mapped file, where some CPUs' kernels would round otherwise
+        assert torch.equal(loaded, saved) and (loaded.data_ptr() - saved.data_ptr()) % 64 == 0
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)

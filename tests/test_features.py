@@ -42,7 +42,7 @@ def test_random_convolutions_are_the_same_everywhere_and_blind_to_the_random_sta
     features = first(images)
     assert features.shape == (5, first.dimensions) and features.dtype == torch.float32
     assert torch.equal(features, second(images))
-    torch.testing.assert_close(first(images[3:4]), features[3:4])
+    torch.testing.assert_close(first(images[3:4]), features[3:4], rtol=1e-4, atol=1e-5)  # another batch, other kernels
 
 
 def test_random_convolutions_are_the_same_with_other_vector_instructions():
@@ -142,7 +142,7 @@ def test_inception_with_a_stand_in_of_its_weights(torch_fidelity, tmp_path):
     torch.save(network.state_dict(), path)
     extractor = Inception(path, hashlib.sha256(path.read_bytes()).hexdigest())
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    assert torch.equal(extractor(images), network(images)[0])
+    torch.testing.assert_close(extractor(images), network(images)[0], rtol=1e-4, atol=1e-5)
     assert extractor(images[:, :1]).shape == (2, 2048)
     assert (extractor.name, extractor.dimensions, extractor.standardised) == ("inception", 2048, False)
 

@@ -75,6 +75,13 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
+def assert_equal_up_to_rounding(actual: np.ndarray, expected: np.ndarray) -> None:
+    """A value between two gray levels may be rounded to either."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype == np.uint8
+    difference = np.abs(actual.astype(int) - expected)
+    assert difference.max() <= 1 and (difference > 0).mean() < 0.1
+
+
 def test_two_processes_make_the_same_files_as_one(pipeline, here, tmp_path, capsys):
     code, output, errors = launch(TORCHRUN, pipeline, tmp_path / "two", *FLAGS)
     assert code == 0, errors
@@ -89,7 +96,7 @@ def test_two_processes_make_the_same_files_as_one(pipeline, here, tmp_path, caps
         run_sample(tiny_unet(), make_sampler("ddim", DDPMScheduler(num_train_timesteps=20)), n=7, steps=4, batch_size=2)
     )
     made = [np.array(Image.open(tmp_path / "one" / f"{i:06d}.png")) for i in range(7)]
-    assert np.array_equal(np.stack(made), expected[:, 0].numpy())
+    assert_equal_up_to_rounding(np.stack(made), expected[:, 0].numpy())
     grid = np.array(Image.open(tmp_path / "one" / "grid.png"))
     assert np.array_equal(grid[2 + 66 + 4 : 2 + 66 + 64 : 8, 2 + 4 : 2 + 64 : 8, 0], made[3])
 
@@ -200,7 +207,7 @@ def test_samplers_and_default_steps(sampler, here, tmp_path):
     scheduler = make_sampler(sampler, DDPMScheduler(num_train_timesteps=100))
     expected = to_uint8(run_sample(tiny_unet(), scheduler, n=2, steps=steps))
     for i in range(2):
-        assert np.array_equal(np.array(Image.open(tmp_path / "out" / f"{i:06d}.png")), expected[i, 0].numpy())
+        assert_equal_up_to_rounding(np.array(Image.open(tmp_path / "out" / f"{i:06d}.png")), expected[i, 0].numpy())
 
 
 def test_rgb_and_oblong_images(here, tmp_path):

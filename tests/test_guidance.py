@@ -109,7 +109,9 @@ def test_loading_runs_no_code_of_the_pipeline(pipelines):
         unet, _ = load_network(str(pipelines / "main"))
     finally:
         code.write_text(text)
-    assert all(torch.equal(tensor, unet.state_dict()[name]) for name, tensor in tiny().state_dict().items())
+    for name, tensor in tiny().state_dict().items():
+        loaded = unet.state_dict()[name]
+        assert torch.equal(tensor, loaded) and (loaded.data_ptr() - tensor.data_ptr()) % 64 == 0  # no place in the mapped file
 
 
 def test_evaluate_measures_them_too(pipelines, tmp_path, capsys):

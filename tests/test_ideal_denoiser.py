@@ -131,7 +131,8 @@ def test_a_single_image_is_known_exactly():
         noisy = scheduler.add_noise(one.expand(3, 1, 4, 4), noise, at)
         prediction = ideal_prediction(scheduler, noisy, at, one)
         target = training_target(scheduler, one.expand(3, 1, 4, 4), noise, at)
-        torch.testing.assert_close(prediction, target.double(), rtol=0, atol=2e-5)
+        # At t = 0 the noise is what is left of x_t over sigma = 0.01, which enlarges fp32's rounding of x_t to 1e-5.
+        torch.testing.assert_close(prediction, target.double(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

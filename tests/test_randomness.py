@@ -102,21 +102,22 @@ def test_seeds_and_purposes_are_independent(other):
 
 
 @pytest.mark.parametrize(
-    "draw",
+    ("draw", "rounding"),
     [
-        lambda numbers: randomness.uniform(3, "p", numbers, 3),
-        lambda numbers: randomness.integers(3, "p", numbers, 77),
-        lambda numbers: randomness.normal(3, "p", numbers, (2, 3)),
-        lambda numbers: randomness.permute(3, "p", numbers // 100, numbers % 100, 100),
+        (lambda numbers: randomness.uniform(3, "p", numbers, 3), 0),
+        (lambda numbers: randomness.integers(3, "p", numbers, 77), 0),
+        (lambda numbers: randomness.normal(3, "p", numbers, (2, 3)), 1e-6),  # logarithm and cosine of a vector and of its tail
+        (lambda numbers: randomness.permute(3, "p", numbers // 100, numbers % 100, 100), 0),
     ],
 )
-def test_values_do_not_depend_on_order_batching_or_torch_state(draw):
+def test_values_do_not_depend_on_order_batching_or_torch_state(draw, rounding):
     together = draw(torch.arange(300))
     torch.manual_seed(1)
     before = torch.get_rng_state()
     shuffled = torch.randperm(300, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(draw(shuffled), together[shuffled])
-    assert torch.equal(torch.cat([draw(part) for part in torch.arange(300).split(7)]), together)
+    parts = torch.cat([draw(part) for part in torch.arange(300).split(7)])
+    torch.testing.assert_close(draw(shuffled), together[shuffled], rtol=rounding, atol=rounding)
+    torch.testing.assert_close(parts, together, rtol=rounding, atol=rounding)
     assert torch.equal(torch.get_rng_state(), before)
 
 

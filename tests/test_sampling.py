@@ -20,6 +20,9 @@ from utils.sampling import full_precision, make_sampler, path_steps, sample, set
 
 REPOSITORY = Path(__file__).parents[1]
 SHAPE = (1, 8, 8)
+# Other kernels (for another batch size, number of threads or place in memory) round otherwise, by some 1e-6 in each prediction.
+# The start of a chain enlarges that by up to 1 / sqrt(abar) = 100; what it adds up to stays far below a gray level, 8e-3.
+CHAIN = 1e-3
 
 
 def tiny_unet(seed: int = 0, **changes) -> UNet2DModel:
@@ -80,7 +83,7 @@ def test_equals_the_pipelines_of_diffusers(sampler, schedule, monkeypatch):
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     expected = pipeline(batch_size=5, generator=generators, num_inference_steps=10, output_type="np").images
     expected = torch.from_numpy(expected).permute(0, 3, 1, 2) * 2 - 1
-    torch.testing.assert_close(images, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(images, expected, rtol=0, atol=CHAIN)
     assert images.std() > 0.1  # not all black, which any loop would equal
 
 
@@ -88,10 +91,9 @@ def test_equals_the_pipelines_of_diffusers(sampler, schedule, monkeypatch):
 def test_an_image_depends_on_its_number_alone(sampler):
     unet, scheduler = tiny_unet(), make_sampler(sampler, DDPMScheduler())
     images = run_sample(unet, scheduler, n=7)
-    # Another batch size is other float rounding, which 1 / sqrt(abar) = 100 at the start of the chain enlarges.
     for batch_size in (1, 3):
-        torch.testing.assert_close(run_sample(unet, scheduler, n=7, batch_size=batch_size), images, rtol=0, atol=1e-3)
-    torch.testing.assert_close(run_sample(unet, scheduler, numbers=[5, 2]), images[[5, 2]], rtol=0, atol=1e-3)
+        torch.testing.assert_close(run_sample(unet, scheduler, n=7, batch_size=batch_size), images, rtol=0, atol=CHAIN)
+    torch.testing.assert_close(run_sample(unet, scheduler, numbers=[5, 2]), images[[5, 2]], rtol=0, atol=CHAIN)
     assert (images[0] - images[1]).abs().max() > 0.1
 
 
@@ -123,12 +125,12 @@ def test_full_precision_under_autocast(bf16_accelerator):
         expected = plain(x, t).sample
     model = bf16_accelerator.prepare(tiny_unet())
     training_output = model.eval()(x, t).sample
-    assert not torch.equal(training_output, expected)  # autocast is on before ...
+    assert (training_output - expected).abs().max() > 1e-3  # autocast is on before ...
     model.train()
     with pytest.raises(KeyboardInterrupt), full_precision(model), bf16_accelerator.autocast():
         raise KeyboardInterrupt
     with bf16_accelerator.autocast(), full_precision(model) as unet:
-        assert torch.equal(unet(x, t).sample, expected)
+        torch.testing.assert_close(unet(x, t).sample, expected, rtol=1e-4, atol=1e-5)  # bf16 is 1e-2 off
     assert model.training
     assert torch.equal(model.eval()(x, t).sample, training_output)  # ... and after
     assert hasattr(model, "_original_forward")
@@ -147,7 +149,7 @@ def test_full_precision_runs_compiled_modules_eagerly_unless_asked():
     unet.compile(backend=backend)
     unet.mid_block.compile(backend=backend)
     with full_precision(unet):
-        assert torch.equal(unet(x, 5).sample, expected)
+        torch.testing.assert_close(unet(x, 5).sample, expected, rtol=1e-4, atol=1e-5)
     assert not graphs
     with full_precision(unet, compiled=True):
         unet(x, 5)
@@ -291,7 +293,7 @@ def test_two_processes_sample_the_same_images(tmp_path):
         results = torch.load(tmp_path / f"{rank}.pt")
         assert torch.equal(results["even"], images)
         assert torch.equal(results["short last chunk"][0], short)
-        torch.testing.assert_close(results["short last chunk"][1], path[:7], rtol=0, atol=1e-5)
+        torch.testing.assert_close(results["short last chunk"][1], path[:7], rtol=0, atol=CHAIN)
         assert torch.equal(results["fewer chunks than processes"], images[:2])
         assert results["one process stops"] is None
 

@@ -74,7 +74,7 @@ def test_another_number_of_processes_continues_the_run(split_runs, name):
     assert logged_scalars(split_runs[name], "train/loss") == pytest.approx(
         {step: loss for step, loss in expected.items() if step > 25}, rel=1e-5
     )
-    # Adam divides by the root of tiny second moments, which enlarges rounding: 5e-5 was measured after 50 updates.
+    # Adam divides by the root of tiny second moments, which enlarges rounding: 1e-4 was measured after 50 updates.
     for file in ("model.safetensors", "ema.safetensors"):
         paths = [split_runs[which] / "checkpoint-50" / file for which in ("1x8", name)]
         assert largest_relative_error(*paths) < 1e-3

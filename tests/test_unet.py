@@ -118,7 +118,7 @@ def test_spectral_norm_makes_the_largest_singular_value_one():
     x, t = torch.randn(2, 1, 16, 16), torch.tensor([10, 500])
     unet.conv_out.reset_parameters()
     copy.conv_out.load_state_dict(unet.conv_out.state_dict())
-    assert torch.allclose(unet.eval()(x, t).sample, copy.eval()(x, t).sample, atol=1e-5)
+    torch.testing.assert_close(unet.eval()(x, t).sample, copy.eval()(x, t).sample, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -139,4 +139,4 @@ def test_channels_last_gives_the_same_output():
     assert turned.mid_block.resnets[0].conv1.weight.stride()[1] == 1
     images, timesteps = torch.randn(2, 1, 16, 16), torch.tensor([3, 700])
     with torch.no_grad():
-        torch.testing.assert_close(plain(images, timesteps).sample, turned(images, timesteps).sample, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(plain(images, timesteps).sample, turned(images, timesteps).sample, rtol=1e-4, atol=1e-4)

@@ -222,7 +222,8 @@ def load_features(path: Path) -> tuple[FeatureSet, dict, str]:
     written."""
     try:
         with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # Cloned into fresh memory: read in place, inside the mapped file, some CPUs' kernels would round otherwise.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
         text, digest = metadata["facts"], metadata["sha256"]
     except FileNotFoundError:

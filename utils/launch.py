@@ -18,6 +18,7 @@ from accelerate.utils import (
     broadcast_object_list,
 )
 from safetensors import SafetensorError
+from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import UserError
 
@@ -92,6 +93,17 @@ def make_accelerator(
     if accelerator.device.type == "cpu":
         torch.set_num_threads(cpu_threads or max(1, usable_cores() // local_processes(accelerator)))
     return accelerator
+
+
+def fix_bucket_order(model: torch.nn.Module) -> None:
+    """Lets DDP on CPUs sort its all-reduce buckets before the first update, by the order of the parameters, instead of after
+    it, by that of their gradients.
+
+    The order in which gloo adds up the gradients of 3 processes or more depends on their places in the buckets. These would
+    be others in the first update after a resume than in the same update of a run that went on.
+    """
+    if isinstance(model, DistributedDataParallel) and model.device_type == "cpu":
+        model.reducer._push_all_rebuilt_params()  # it sorts in the first forward pass, and once only
 
 
 def local_processes(accelerator: Accelerator) -> int:

@@ -41,7 +41,7 @@ def load_unconditional(pipeline: str):
             f"{pipeline} was made for {type(loaded.scheduler).__name__} with prediction_type {prediction_type}; only networks "
             f"for a schedule of betas that predict {', '.join(PREDICTION_TYPES)} are supported"
         )
-    return loaded.unet.float(), config
+    return _in_own_memory(loaded.unet.float()), config
 
 
 def training_scheduler(config: dict):
@@ -107,9 +107,17 @@ def _load_edm2(pipeline: str):
 
     try:
         unet = EDM2UNet.from_pretrained(pipeline, subfolder="unet", use_safetensors=True)
-        return unet.float(), EDMHeunScheduler.load_config(pipeline, subfolder="scheduler")
+        return _in_own_memory(unet.float()), EDMHeunScheduler.load_config(pipeline, subfolder="scheduler")
     except Exception as error:
         raise UserError(f"cannot load a pipeline from {pipeline}: {_first_line(error)}") from error
+
+
+def _in_own_memory(unet):
+    """`unet` with each tensor in fresh memory. safetensors leaves them inside the mapped file, at any multiple of 4 bytes, and
+    kernels of some CPUs round otherwise there: the same weights shall give the same bits whatever file they come from."""
+    for tensor in (*unet.parameters(), *unet.buffers()):
+        tensor.data = tensor.data.clone()
+    return unet
 
 
 def _first_line(error: Exception) -> str:

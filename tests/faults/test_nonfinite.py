@@ -158,7 +158,8 @@ def test_one_bad_sample_changes_nothing_and_is_named(train_script, script_flags,
     assert logged_scalars(tmp_path, "train/skipped_updates") == {4: 1, 8: 1}
     report = json.loads((tmp_path / "nan_report/update-3/report.json").read_text())
     level = trained.level.removesuffix("s")
-    assert [(s["sample_number"], s[level]) for s in report["bad_samples"]] == [(culprit, levels[culprit])]
+    assert [s["sample_number"] for s in report["bad_samples"]] == [culprit]
+    assert report["bad_samples"][0][level] == pytest.approx(levels[culprit].item(), rel=1e-5)
     assert (report["bad_samples"][0]["loss"], report["bad_samples"][0]["loss_again"]) == ("nan", "nan")
     name = trained.trained_as + trained.part
     assert report["first_bad_module"] == {"name": name, "class": trained.part_class, "inputs_finite": True}
@@ -166,8 +167,10 @@ def test_one_bad_sample_changes_nothing_and_is_named(train_script, script_flags,
     assert len(report["samples"]) == 8
     batch = load_file(tmp_path / "nan_report/update-3/rank0.safetensors")
     assert batch["sample_numbers"].tolist() == list(range(16, 24))
-    assert batch[trained.level].tolist() == levels[16:24].tolist()
-    assert torch.equal(batch["noise"], randomness.normal(0, "noise", numbers[16:24], (1, 16, 16)))
+    # Drawn for other numbers of samples than here, so that logarithms and cosines may be rounded otherwise.
+    torch.testing.assert_close(batch[trained.level], levels[16:24], rtol=1e-5, atol=0)
+    noise = randomness.normal(0, "noise", numbers[16:24], (1, 16, 16))
+    torch.testing.assert_close(batch["noise"], noise, rtol=1e-5, atol=1e-6)
     assert (tmp_path / "nan_report/update-3/rank0.png").exists()
     assert not list(tmp_path.glob("nan_report/update-[!3]"))
 

@@ -1,6 +1,7 @@
 """Resuming with other options and on other numbers of processes: refused with a diff, or the same run."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from utils.checkpoints import list_checkpoints
 TOUCHED = (".lock", "exit_status")  # by a start that is then refused
 INJECT = "tests/faults/inject.py"
 STEPS, IMAGES, BATCH = 24, 40, 8
-WEIGHTS_TOLERANCE = 1e-3  # relative, per tensor; 6e-5 was measured: Adam enlarges rounding where gradients are tiny
+WEIGHTS_TOLERANCE = 1e-3  # relative, per tensor; 1e-4 was measured: Adam enlarges rounding where gradients are tiny
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,19 @@ def test_2_then_1_then_4_processes_train_as_1(server, script, script_flags, tmp_
     print("largest relative differences of weights and EMA:", differences)
     assert max(differences) < WEIGHTS_TOLERANCE
     assert not same(whole / last / BYTES[0], elastic / last / BYTES[0])  # it was another summation order
+
+
+def test_three_processes_resume_bit_for_bit(server, script, script_flags, tmp_path):
+    """The sum of three gradients depends on the order, and that on where they lie among what DDP sends at once."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    flags = [*script_flags, "--train_batch_size", 4, "--max_train_steps", 6, "--checkpointing_steps", 3]
+    runs = server.start([script, *flags, "--output_dir", whole], 3)
+    assert [run.wait() for run in runs] == [0, 0, 0], runs[0].text()
+    shutil.copytree(whole / "checkpoint-3", resumed / "checkpoint-3")
+    runs = server.start([script, *flags, "--output_dir", resumed, "--resume_from_checkpoint", "latest"], 3)
+    assert [run.wait() for run in runs] == [0, 0, 0], runs[0].text()
+    for name in BYTES:
+        assert same(resumed / "checkpoint-6" / name, whole / "checkpoint-6" / name), name
 
 
 def images_of_updates(trace: Path) -> list[list[int]]:
