@@ -4,6 +4,8 @@ Notation: x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps with abar = `alphas_cump
 SNR(t) = abar_t / (1 - abar_t).
 """
 
+from collections.abc import Mapping
+
 import torch
 from diffusers import DDPMScheduler
 
@@ -11,6 +13,7 @@ from utils.errors import UserError
 
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
+KNOWN_TO_ALL = ("linear", "scaled_linear", "squaredcos_cap_v2")  # of diffusers' schedulers
 
 
 def make_noise_scheduler(
@@ -43,6 +46,25 @@ def make_noise_scheduler(
         rescale_betas_zero_snr=rescale_betas_zero_snr,
         timestep_spacing="trailing" if rescale_betas_zero_snr else "leading",
     )
+
+
+def config_for_any(config: Mapping) -> dict:
+    """Return the config of a scheduler such that each of diffusers' schedulers can be made from it, and samples the same.
+
+    A schedule that DDPMScheduler alone computes, such as the sigmoid one, gets its betas written out as `trained_betas`. They
+    are those before rescaling to zero terminal SNR, for the scheduler that reads them rescales. Raises UserError for an unknown
+    schedule.
+    """
+    # With this list, from_config would replace what training left at its default by the other class's default, and the
+    # list is not saved: the same model would be sampled differently during training and from its export.
+    config = {name: value for name, value in config.items() if name != "_use_default_values"}
+    schedule = config.get("beta_schedule")
+    if schedule is not None and schedule not in KNOWN_TO_ALL and config.get("trained_betas") is None:
+        try:
+            config["trained_betas"] = DDPMScheduler.from_config(config, rescale_betas_zero_snr=False).betas.tolist()
+        except NotImplementedError:
+            raise UserError(f"the pipeline's scheduler has an unknown beta_schedule {schedule!r}") from None
+    return config
 
 
 def training_target(
