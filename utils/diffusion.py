@@ -85,7 +85,8 @@ def loss_weights(noise_scheduler: DDPMScheduler, snr_gamma: float | None = None)
 
     Without `snr_gamma`: 1 for epsilon and v; max(SNR, 1) for sample (truncated SNR weighting, Salimans & Ho 2022, section 4),
     without which predicting x_0 would neglect the low noise levels. With it: min-SNR-gamma (Hang et al. 2023, section 3.4),
-    min(SNR, gamma) in x_0 space, hence / SNR for epsilon and / (SNR + 1) for v.
+    min(SNR, gamma) in x_0 space, hence / SNR for epsilon and / (SNR + 1) for v. Raises UserError for a gamma that is not
+    positive, and where a timestep would not be trained at all.
     """
     alphas_cumprod = noise_scheduler.alphas_cumprod.double()
     snr = alphas_cumprod / (1.0 - alphas_cumprod)
@@ -97,7 +98,14 @@ def loss_weights(noise_scheduler: DDPMScheduler, snr_gamma: float | None = None)
     else:
         clipped = snr.clamp(max=snr_gamma)
         weights = {"epsilon": clipped / snr, "sample": clipped, "v_prediction": clipped / (snr + 1.0)}[prediction_type]
-    return weights.float()
+    weights = weights.float()
+    if not weights.all():
+        timestep = int((weights == 0).nonzero()[-1])
+        raise UserError(
+            f"--snr_gamma gives timestep {timestep} a weight of 0, because --rescale_betas_zero_snr leaves no signal there: the "
+            "network would never learn the step that sampling starts with; leave one of the two out"
+        )
+    return weights
 
 
 def loss_per_sample(prediction: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
