@@ -102,8 +102,8 @@ def loss_weights(noise_scheduler: DDPMScheduler, snr_gamma: float | None = None)
     if not weights.all():
         timestep = int((weights == 0).nonzero()[-1])
         raise UserError(
-            f"--snr_gamma gives timestep {timestep} a weight of 0, because --rescale_betas_zero_snr leaves no signal there: the "
-            "network would never learn the step that sampling starts with; leave one of the two out"
+            f"--snr_gamma gives timestep {timestep} a weight of 0, because --rescale_betas_zero_snr leaves no signal there: "
+            "the network would never learn the step that sampling starts with; leave one of the two out"
         )
     return weights
 
