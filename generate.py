@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
     from utils.images import is_complete_png, make_grid, save_png, to_pil
     from utils.launch import make_accelerator, on_main_process
     from utils.pipelines import image_shape, load_network
-    from utils.sampling import full_precision, is_edm, make_sampler, sample, sampling_steps, to_uint8
+    from utils.sampling import full_precision, is_edm, make_sampler, sample, sampler_version, sampling_steps, to_uint8
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,
@@ -93,6 +93,7 @@ def main(args: argparse.Namespace) -> None:
         "weights_sha256": weights_hash(unet, scheduler_config),
         "seed": args.seed,
         "sampler": sampler,
+        "sampler_version": sampler_version(sampler, scheduler_config),
         "num_inference_steps": num_inference_steps,
         "batch_size": args.batch_size,
         "mixed_precision": args.mixed_precision,
@@ -174,7 +175,7 @@ def claim_folder(output_dir: Path, settings: dict) -> None:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         names = os.listdir(output_dir)
-        recorded = {"compile": False} | json.loads(record.read_text()) if record.exists() else None
+        recorded = {"compile": False, "sampler_version": 1} | json.loads(record.read_text()) if record.exists() else None
         if recorded is None and any(name.endswith(".png") for name in names):
             raise UserError(f"{output_dir} holds images that generate.py did not make; choose another --output_dir")
         if any(re.fullmatch(r"\d{6,}\.png", name) for name in names):

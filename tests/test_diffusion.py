@@ -46,6 +46,23 @@ def test_min_snr_weights_follow_the_definition(prediction_type):
     torch.testing.assert_close(loss_weights(scheduler, 5.0), expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
+@pytest.mark.parametrize("zero_snr", [False, True])
+@pytest.mark.parametrize("gamma", [None, 5.0])
+@pytest.mark.parametrize("steps", [1000, 7])
+def test_the_timestep_where_sampling_starts_is_trained_or_refused(prediction_type, zero_snr, gamma, steps):
+    if zero_snr and prediction_type == "epsilon":
+        return  # refused for another reason
+    for schedule in ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"):
+        options = {"beta_schedule": schedule, "prediction_type": prediction_type, "num_train_timesteps": steps}
+        scheduler = make_noise_scheduler(**options, rescale_betas_zero_snr=zero_snr)
+        if zero_snr and gamma:
+            with pytest.raises(UserError, match=f"timestep {steps - 1} a weight of 0, because --rescale_betas_zero_snr"):
+                loss_weights(scheduler, gamma)
+        else:
+            assert (loss_weights(scheduler, gamma) > 0).all()
+
+
 def test_weights_without_gamma():
     assert (loss_weights(make_noise_scheduler()) == 1).all()
     assert (loss_weights(make_noise_scheduler(prediction_type="v_prediction")) == 1).all()

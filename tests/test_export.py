@@ -10,11 +10,19 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+from diffusers import (
+    DDIMScheduler,
+    DDPMPipeline,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    UNet2DModel,
+)
 from safetensors.torch import load_file
 
 from tests.test_sampling import CHAIN, tiny_unet
 from utils import export
+from utils.diffusion import BETA_SCHEDULES, make_noise_scheduler
 from utils.errors import UserError
 from utils.export import check_pipeline, export_pipeline, model_card, push_to_hub
 
@@ -55,6 +63,28 @@ def test_loads_in_a_fresh_interpreter_elsewhere_and_samples_the_same(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(output_dir)], cwd=elsewhere, env=environment, check=True, timeout=120)
     from_fresh = torch.from_numpy(np.load(elsewhere / "samples.npy"))
     torch.testing.assert_close(from_fresh, make_samples(DDPMPipeline(unet, scheduler)), rtol=0, atol=CHAIN)
+
+
+@pytest.mark.parametrize("schedule", BETA_SCHEDULES)
+@pytest.mark.parametrize("zero_snr", [False, True])
+def test_schedulers_of_diffusers_load_from_it(schedule, zero_snr, tmp_path):
+    prediction_type = "v_prediction" if zero_snr else "epsilon"
+    options = {"beta_schedule": schedule, "prediction_type": prediction_type, "rescale_betas_zero_snr": zero_snr}
+    training = make_noise_scheduler(**options)
+    export_pipeline(tiny_unet(), training, tmp_path, "")
+    unet = DDPMPipeline.from_pretrained(tmp_path).unet
+    for kind in (DDPMScheduler, DDIMScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler):
+        scheduler = kind.from_pretrained(tmp_path, subfolder="scheduler")
+        torch.testing.assert_close(scheduler.betas, training.betas, rtol=1e-6, atol=0)
+        assert scheduler.config.prediction_type == prediction_type
+        assert scheduler.config.timestep_spacing == training.config.timestep_spacing
+        scheduler.set_timesteps(3)  # and sample
+        x = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * scheduler.init_noise_sigma
+        for timestep in scheduler.timesteps:
+            with torch.no_grad():
+                prediction = unet(scheduler.scale_model_input(x, timestep), timestep).sample
+            x = scheduler.step(prediction, timestep, x, generator=torch.Generator().manual_seed(0)).prev_sample
+        assert x.isfinite().all()
 
 
 @pytest.mark.parametrize("worn", ["bf16 autocast patch", "compiled in place", "bf16 weights, channels last"])

@@ -196,6 +196,19 @@ def test_a_pipeline_that_trained_on_is_refused_and_a_moved_one_is_not(pipeline, 
     assert recorded["pipeline"] == str(moved) and recorded["seed"] == 3 and recorded["sampler"] == "ddim"
 
 
+@pytest.mark.parametrize("sampler", ["ddim", "dpmsolver++"])
+def test_images_of_an_earlier_version_of_a_sampler_are_not_mixed_with_new_ones(sampler, pipeline, here, tmp_path):
+    here(pipeline, tmp_path, "--sampler", sampler)
+    settings = json.loads((tmp_path / "generate.json").read_text())
+    del settings["sampler_version"]  # as it was written before there was another one
+    (tmp_path / "generate.json").write_text(json.dumps(settings))
+    if sampler == "ddim":
+        here(pipeline, tmp_path, "--sampler", sampler)
+        return
+    with pytest.raises(UserError, match=r"another sampler_version \(1, now 2\)"):
+        here(pipeline, tmp_path, "--sampler", sampler)
+
+
 @pytest.mark.parametrize("sampler", ["ddim", "ddpm", "dpmsolver++"])
 def test_samplers_and_default_steps(sampler, here, tmp_path):
     export_pipeline(tiny_unet(), DDPMScheduler(num_train_timesteps=100), tmp_path / "p", "")

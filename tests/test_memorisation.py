@@ -73,6 +73,16 @@ def test_features_tell_copies_too():
     assert feature_memorisation(training[:50] + 0.01, training)["feature_ratio"] < 0.1
 
 
+@pytest.mark.parametrize("offset", [1.0, 1000.0])
+def test_the_nearest_row_of_a_tight_set_is_found(offset):
+    generator = torch.Generator().manual_seed(0)
+    queries, rows = (offset * (1 + 2e-5 * torch.randn(n, 16, generator=generator)) for n in (50, 300))
+    every = (queries[:, None].double() - rows[None].double()).norm(dim=2)
+    found = nearest_rows(queries, rows)
+    assert found.indices.tolist() == every.argmin(1).tolist()
+    torch.testing.assert_close(found.distances.double(), every.amin(1), rtol=1e-5, atol=0)
+
+
 def test_a_near_duplicate_is_measured_by_its_own_contrast():
     images = samples(1)
     assert near_duplicates(images, images).item() == 0

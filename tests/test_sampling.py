@@ -10,9 +10,19 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from diffusers import DDIMPipeline, DDPMPipeline, DDPMScheduler, UNet2DModel
+from diffusers import (
+    DDIMPipeline,
+    DDIMScheduler,
+    DDPMPipeline,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    UNet2DModel,
+)
 from PIL import Image
+from sklearn.datasets import load_digits
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.edm_heun import EDMHeunScheduler
 from utils import randomness
 from utils.errors import UserError
 from utils.images import denoising_path, is_complete_png, make_grid, save_png, side_by_side
@@ -77,11 +87,10 @@ def test_equals_the_pipelines_of_diffusers(sampler, schedule, monkeypatch):
     pipeline = {"ddim": DDIMPipeline, "ddpm": DDPMPipeline}[sampler](unet, noise_scheduler)
     pipeline.set_progress_bar_config(disable=True)
     noise = randomness.normal(3, "sample", torch.arange(5), SHAPE)
-    # The pipeline's start alone is replaced; what the scheduler draws on the way goes through its own module.
     monkeypatch.setattr(sys.modules[type(pipeline).__module__], "randn_tensor", lambda *args, **kwargs: noise.clone())
-    seeds = [randomness.derive_seed(3, "sampling noise", i) for i in range(5)]
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    expected = pipeline(batch_size=5, generator=generators, num_inference_steps=10, output_type="np").images
+    draws = (randomness.normal(3, f"sampling noise/{k}", torch.arange(5), SHAPE) for k in range(10))
+    monkeypatch.setattr(sys.modules[DDPMScheduler.__module__], "randn_tensor", lambda *args, **kwargs: next(draws))
+    expected = pipeline(batch_size=5, num_inference_steps=10, output_type="np").images
     expected = torch.from_numpy(expected).permute(0, 3, 1, 2) * 2 - 1
     torch.testing.assert_close(images, expected, rtol=0, atol=CHAIN)
     assert images.std() > 0.1  # not all black, which any loop would equal
@@ -95,6 +104,70 @@ def test_an_image_depends_on_its_number_alone(sampler):
         torch.testing.assert_close(run_sample(unet, scheduler, n=7, batch_size=batch_size), images, rtol=0, atol=CHAIN)
     torch.testing.assert_close(run_sample(unet, scheduler, numbers=[5, 2]), images[[5, 2]], rtol=0, atol=CHAIN)
     assert (images[0] - images[1]).abs().max() > 0.1
+
+
+def test_ddpm_adds_noise_that_belongs_to_its_image_and_step():
+    """A network whose image is always zero leaves the noise alone, which must be independent and as large as DDPM's."""
+
+    class Zero(torch.nn.Module):
+        def forward(self, images, timestep):
+            return type("Output", (), {"sample": torch.zeros_like(images)})
+
+    noise_scheduler = DDPMScheduler(prediction_type="sample")
+    options = {"num_inference_steps": 100, "shape": (1, 4, 4), "device": "cpu", "batch_size": 500}
+    options |= {"record_timesteps": (40, 30, 20), "sample_numbers": torch.arange(2000)}  # small enough to be shown unclamped
+    path = sample(Zero(), make_sampler("ddpm", noise_scheduler), seed=0, **options)[1].double()
+    assert not torch.equal(path, sample(Zero(), make_sampler("ddpm", noise_scheduler), seed=1, **options)[1])
+
+    def added(step, timestep):
+        """What the step from `timestep` has added, in standard deviations of the posterior (Ho et al. 2020, eq. 7)."""
+        from_, to = noise_scheduler.alphas_cumprod.double()[[timestep, timestep - 10]]
+        mean = (from_ / to).sqrt() * (1 - to) / (1 - from_) * path[:, step]
+        variance = (1 - to) / (1 - from_) * (1 - from_ / to)
+        return ((path[:, step + 1] - mean) / variance.sqrt()).flatten(1)
+
+    first, second = added(0, 40), added(1, 30)
+    count = first.numel()
+    for noise in (first, second):
+        assert noise.mean().abs() < 4 / count**0.5 and (noise.std() - 1).abs() < 4 / (2 * count) ** 0.5
+    # None follows another: of the next step, the next image, the next pixel.
+    pairs = ((first, second), (first[1:], first[:-1]), (first[:, 1:], first[:, :-1]))
+    assert all((one * other).mean().abs() < 4 / one.numel() ** 0.5 for one, other in pairs)
+
+
+class CopiesToDevice(TorchDispatchMode):
+    """Counts the copies from the CPU to the `meta` device, which has no values: reading one would raise."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            source = args[-1] if function is torch.ops.aten.copy_.default else args[0]
+            self.count += source.device.type == "cpu" and result.device.type == "meta"
+        return result
+
+
+@pytest.mark.parametrize("name", ["ddim", "ddpm", "dpmsolver++", "heun"])
+def test_a_step_copies_nothing_to_the_device(name):
+    """Neither timesteps nor noise: each copy makes the host wait for the device."""
+    scheduler = make_sampler(name, EDMHeunScheduler() if name == "heun" else DDPMScheduler())
+    unet, copies = tiny_unet().eval().to("meta"), []
+    for steps in (2, 5):
+        with CopiesToDevice() as log:
+            images = sample(
+                unet,
+                scheduler,
+                num_inference_steps=steps,
+                sample_numbers=torch.arange(3),
+                seed=0,
+                shape=SHAPE,
+                device="meta",
+                batch_size=3,
+            )
+        assert images.shape == (3, *SHAPE)
+        copies.append(log.count)
+    assert copies == [2, 2]  # the image numbers and the timesteps, once
 
 
 def test_leaves_weights_modes_and_global_random_states_alone():
@@ -211,6 +284,122 @@ def test_a_perfect_network_gives_its_image_back():
             batch_size=2,
         )
         torch.testing.assert_close(images, target.expand(3, *SHAPE), rtol=0, atol=1e-3)
+
+
+DIGITS = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1
+
+
+@pytest.fixture(scope="session")
+def trained():
+    """(network that has learned to predict the noise of the digits, roughly; its scheduler). The cosine schedule ends in 1 /
+    sqrt(abar) = 2e4, by which each of its mistakes counts in the denoised image."""
+    scheduler = DDPMScheduler(beta_schedule="squaredcos_cap_v2")
+    unet, generator = tiny_unet(dropout=0.0), torch.Generator().manual_seed(0)
+    optimizer = torch.optim.Adam(unet.parameters(), lr=2e-3)
+    for _ in range(60):
+        images = DIGITS[torch.randint(len(DIGITS), (32,), generator=generator)]
+        noise = torch.randn(images.shape, generator=generator)
+        timesteps = torch.randint(1000, (32,), generator=generator)
+        loss = (unet(scheduler.add_noise(images, noise, timesteps), timesteps).sample - noise).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return unet.eval(), scheduler
+
+
+@torch.no_grad()
+def plain_samples(unet, scheduler, steps, count):
+    """Samples by diffusers alone, from the noise that `sample` starts from."""
+    scheduler.set_timesteps(steps)
+    current, generator = randomness.normal(3, "sample", torch.arange(count), SHAPE), torch.Generator().manual_seed(0)
+    for timestep in scheduler.timesteps:
+        current = scheduler.step(unet(current, timestep).sample, timestep, current, generator=generator).prev_sample
+    return current.clamp(-1, 1)
+
+
+def saturated(images):
+    return (images.abs() > 0.999).float().mean().item()
+
+
+@pytest.mark.parametrize("name", ["ddim", "ddpm", "dpmsolver++"])
+def test_a_trained_network_is_sampled_within_the_range_of_images(name, trained):
+    unet, noise_scheduler = trained
+    images = run_sample(unet, make_sampler(name, noise_scheduler), n=32, steps=20, batch_size=32)
+    # As diffusers' own sampler of that name does, DPM-Solver++ with a threshold that is a clip at 1.
+    config = {key: value for key, value in noise_scheduler.config.items() if not key.startswith("_")}
+    plain = {
+        "ddim": DDIMScheduler.from_config(config),
+        "ddpm": DDPMScheduler.from_config(config),
+        "dpmsolver++": DPMSolverMultistepScheduler.from_config(config, thresholding=True, timestep_spacing="linspace"),
+    }[name]
+    expected = plain_samples(unet, plain, 20, 32)
+    if name != "ddpm":  # which draws other noise on the way
+        torch.testing.assert_close(images, expected, rtol=0, atol=1e-3)
+    assert saturated(images) < saturated(DIGITS) and saturated(images) == pytest.approx(saturated(expected), abs=0.05)
+    assert images.std().item() < 1.15 * DIGITS.std().item()
+    assert images.std().item() == pytest.approx(expected.std().item(), rel=0.1)
+
+
+def test_without_clipping_such_a_network_leaves_the_range(trained):
+    """So that the test above has something to find."""
+    unet, noise_scheduler = trained
+    config = {key: value for key, value in noise_scheduler.config.items() if not key.startswith("_")}
+    images = plain_samples(unet, DPMSolverMultistepScheduler.from_config(config, timestep_spacing="linspace"), 20, 32)
+    assert saturated(images) > 0.9 and images.std().item() > 1.2 * DIGITS.std().item()
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"clip_sample": False},
+        {"clip_sample_range": 0.5},
+        {"clip_sample_range": 2.0},
+        {"thresholding": True, "sample_max_value": 1.5, "dynamic_thresholding_ratio": 0.9},
+        {"thresholding": True, "clip_sample": False},
+    ],
+)
+def test_samplers_keep_the_clipping(settings, prediction_type):
+    """All make the same denoised image of the same prediction: diffusers' DDIM, whose step tells it, is the measure."""
+    training = DDPMScheduler(prediction_type=prediction_type, timestep_spacing="trailing", **settings)
+    prediction, x = torch.randn(2, 3, *SHAPE, generator=torch.Generator().manual_seed(0))
+    measure = DDIMScheduler(prediction_type=prediction_type, timestep_spacing="trailing", **settings)
+    measure.set_timesteps(20)
+    timestep = measure.timesteps[4]
+    expected = measure.step(prediction, timestep, x).pred_original_sample
+    for name in ("ddim", "ddpm", "dpmsolver++"):
+        sampler = make_sampler(name, make_sampler(name, training))  # a sampler's own config may be what is at hand
+        set_timesteps(sampler, 20)
+        assert sampler.timesteps[4] == timestep
+        if name == "dpmsolver++":
+            sampler._init_step_index(timestep)
+            found = sampler.convert_model_output(prediction, sample=x)
+        else:
+            found = sampler.step(prediction, timestep, x, generator=torch.Generator()).pred_original_sample
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("missing", ["clip_sample", "clip_sample_range"])
+def test_samplers_agree_where_a_pipeline_says_nothing_of_clipping(missing, trained):
+    unet, noise_scheduler = trained
+    config = {key: value for key, value in noise_scheduler.config.items() if key not in (missing, "_use_default_values")}
+    for name in ("ddim", "ddpm", "dpmsolver++"):
+        images, expected = (run_sample(unet, make_sampler(name, c), n=4) for c in (config, noise_scheduler.config))
+        assert torch.equal(images, expected)
+
+
+def test_dpmsolver_is_dpmsolver_whichever_relative_made_a_pipeline(trained):
+    unet, noise_scheduler = trained
+    expected = run_sample(unet, make_sampler("dpmsolver++", noise_scheduler), n=4)
+    for relative in ("dpmsolver", "sde-dpmsolver++"):
+        config = dict(noise_scheduler.config) | {"algorithm_type": relative}
+        assert torch.equal(run_sample(unet, make_sampler("dpmsolver++", config), n=4), expected)
+
+
+def test_unknown_schedules_are_named():
+    with pytest.raises(UserError, match="unknown beta_schedule 'own'"):
+        make_sampler("ddim", dict(DDPMScheduler().config) | {"beta_schedule": "own"})
 
 
 def test_denoising_path_is_what_the_network_saw():

@@ -171,11 +171,12 @@ class _Nearest:
             thumbnails.append(grey_thumbnails(torch.from_numpy(pixels), images.max_value))
         self.thumbnails, self.hashes = torch.cat(thumbnails), torch.from_numpy(np.concatenate(hashes).view(np.int64))
         self.found, self.nearest = self.thumbnails.clone(), torch.full((len(sampled),), -1)
-        self.score = torch.full((len(sampled),), math.inf)
+        self.score = torch.full((len(sampled),), math.inf, dtype=torch.float64)
 
     def compare(self, indices: np.ndarray, hashes: np.ndarray, thumbnails: torch.Tensor) -> None:
-        # |a - b|^2 without |a|^2, which is the same for all b.
-        scores = torch.addmm(thumbnails.square().sum(1), self.thumbnails, thumbnails.T, alpha=-2)
+        # |a - b|^2 without |a|^2, which is the same for all b; of faint images a small difference of large numbers.
+        wide = thumbnails.double()
+        scores = torch.addmm(wide.square().sum(1), self.thumbnails.double(), wide.T, alpha=-2)
         hashes = torch.from_numpy(hashes.view(np.int64))
         equal = torch.isin(hashes, self.hashes).nonzero()[:, 0]
         for_equal = scores[:, equal]  # itself and its exact copies are no near-copies
@@ -191,7 +192,7 @@ class _Nearest:
         usable = (contrast > 0) & (self.nearest >= 0)
         if not usable.any():
             return None
-        differences = (self.thumbnails.double() - self.found.double())[usable]  # anew: the scores are rounded
+        differences = (self.thumbnails.double() - self.found.double())[usable]  # anew: the scores are of products
         distances = differences.square().mean(1).sqrt() / contrast[usable]
         closest = int(distances.argmin())
         pair = [int(self.sampled[usable.numpy()][closest]), int(self.nearest[usable][closest])]

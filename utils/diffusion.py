@@ -4,6 +4,8 @@ Notation: x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps with abar = `alphas_cump
 SNR(t) = abar_t / (1 - abar_t).
 """
 
+from collections.abc import Mapping
+
 import torch
 from diffusers import DDPMScheduler
 
@@ -11,6 +13,7 @@ from utils.errors import UserError
 
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
+KNOWN_TO_ALL = ("linear", "scaled_linear", "squaredcos_cap_v2")  # of diffusers' schedulers
 
 
 def make_noise_scheduler(
@@ -45,6 +48,25 @@ def make_noise_scheduler(
     )
 
 
+def config_for_any(config: Mapping) -> dict:
+    """Return the config of a scheduler such that each of diffusers' schedulers can be made from it, and samples the same.
+
+    A schedule that DDPMScheduler alone computes, such as the sigmoid one, gets its betas written out as `trained_betas`. They
+    are those before rescaling to zero terminal SNR, for the scheduler that reads them rescales. Raises UserError for an unknown
+    schedule.
+    """
+    # With this list, from_config would replace what training left at its default by the other class's default, and the
+    # list is not saved: the same model would be sampled differently during training and from its export.
+    config = {name: value for name, value in config.items() if name != "_use_default_values"}
+    schedule = config.get("beta_schedule")
+    if schedule is not None and schedule not in KNOWN_TO_ALL and config.get("trained_betas") is None:
+        try:
+            config["trained_betas"] = DDPMScheduler.from_config(config, rescale_betas_zero_snr=False).betas.tolist()
+        except NotImplementedError:
+            raise UserError(f"the pipeline's scheduler has an unknown beta_schedule {schedule!r}") from None
+    return config
+
+
 def training_target(
     noise_scheduler: DDPMScheduler, clean_images: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
 ) -> torch.Tensor:
@@ -63,7 +85,8 @@ def loss_weights(noise_scheduler: DDPMScheduler, snr_gamma: float | None = None)
 
     Without `snr_gamma`: 1 for epsilon and v; max(SNR, 1) for sample (truncated SNR weighting, Salimans & Ho 2022, section 4),
     without which predicting x_0 would neglect the low noise levels. With it: min-SNR-gamma (Hang et al. 2023, section 3.4),
-    min(SNR, gamma) in x_0 space, hence / SNR for epsilon and / (SNR + 1) for v.
+    min(SNR, gamma) in x_0 space, hence / SNR for epsilon and / (SNR + 1) for v. Raises UserError for a gamma that is not
+    positive, and where a timestep would not be trained at all.
     """
     alphas_cumprod = noise_scheduler.alphas_cumprod.double()
     snr = alphas_cumprod / (1.0 - alphas_cumprod)
@@ -75,7 +98,14 @@ def loss_weights(noise_scheduler: DDPMScheduler, snr_gamma: float | None = None)
     else:
         clipped = snr.clamp(max=snr_gamma)
         weights = {"epsilon": clipped / snr, "sample": clipped, "v_prediction": clipped / (snr + 1.0)}[prediction_type]
-    return weights.float()
+    weights = weights.float()
+    if not weights.all():
+        timestep = int((weights == 0).nonzero()[-1])
+        raise UserError(
+            f"--snr_gamma gives timestep {timestep} a weight of 0, because --rescale_betas_zero_snr leaves no signal there: "
+            "the network would never learn the step that sampling starts with; leave one of the two out"
+        )
+    return weights
 
 
 def loss_per_sample(prediction: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,24 @@ SIGNIFICANCE = 0.05  # of the test of each bin, as in Richardson & Weiss 2018
 
 
 def _blocks(rows: torch.Tensor, others: int) -> tuple[torch.Tensor, ...]:
-    return rows.split(max(1, _BLOCK_BYTES // (4 * max(others, 1))))
+    return rows.split(max(1, _BLOCK_BYTES // (8 * max(others, 1))))
+
+
+def _centered(features: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
+    """float64: small numbers keep their digits in the products that distances are made of."""
+    return features.double() - centre
+
+
+def _distances(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Euclidean, float64 [n, m], of float64 rows that are `_centered`.
+
+    As |a|^2 + |b|^2 - 2 ab, which is quick but leaves the rounding of these sums: about sqrt(D) units in the last place of
+    |a|^2. What is no more than that becomes 0, for repeated images are at a distance of 0 from each other, and their
+    neighbourhoods reach no further. It is 1e-7 of the norm for 120 dimensions: float32 features have no more digits themselves.
+    """
+    distances = torch.cdist(rows, others, compute_mode="use_mm_for_euclid_dist")
+    rounding = (4 * torch.finfo(torch.float64).eps * rows.shape[1] ** 0.5) ** 0.5
+    return distances.masked_fill_(distances <= rounding * rows.norm(dim=1, keepdim=True), 0)
 
 
 def variance_ratio(generated: torch.Tensor, real: torch.Tensor) -> float:
@@ -31,7 +48,8 @@ def _total_variance(features: torch.Tensor) -> torch.Tensor:
 
 def mean_pairwise_distance(features: torch.Tensor) -> float:
     """Mean Euclidean distance of two different rows."""
-    total = sum(torch.cdist(rows, features).sum(dtype=torch.float64) for rows in _blocks(features, len(features)))
+    features = _centered(features, features.mean(0, dtype=torch.float64))
+    total = sum(_distances(rows, features).sum() for rows in _blocks(features, len(features)))
     return (total / (len(features) * (len(features) - 1))).item()
 
 
@@ -73,8 +91,8 @@ def neighbourhoods(generated: torch.Tensor, real: torch.Tensor, k: int = 5) -> N
     """
     if min(len(generated), len(real)) <= k:
         raise ValueError(f"{k} neighbours need more than {k} rows of each set, got {len(generated)} and {len(real)}")
-    centre = real.mean(0)  # small numbers keep their digits in the products that the distances are made of
-    generated, real = generated - centre, real - centre
+    centre = real.mean(0, dtype=torch.float64)
+    generated, real = _centered(generated, centre), _centered(real, centre)
     real_radii, generated_radii = _radii(real, k), _radii(generated, k)
     inside, precise, covered = 0, 0, torch.zeros(len(real), dtype=torch.bool, device=real.device)
     recalled = torch.zeros_like(covered)
@@ -93,13 +111,6 @@ def neighbourhoods(generated: torch.Tensor, real: torch.Tensor, k: int = 5) -> N
         density=inside / (k * len(generated)),
         coverage=covered.double().mean().item(),
     )
-
-
-def _distances(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Euclidean [n, m]. Those that are mere rounding of the products that make them become 0, for repeated images are at a
-    distance of 0 from each other, and their neighbourhoods reach no further."""
-    distances = torch.cdist(rows, others)
-    return distances.masked_fill_(distances <= 2e-3 * rows.norm(dim=1, keepdim=True), 0)
 
 
 def _radii(features: torch.Tensor, k: int) -> torch.Tensor:
@@ -123,7 +134,9 @@ def fit_modes(real: torch.Tensor, modes: int, seed: int) -> torch.Tensor:
 
 def nearest_mode(features: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
     """Index int64 [N] of each row's nearest centre."""
-    return torch.cat([torch.cdist(rows, centres).argmin(1) for rows in _blocks(features, len(centres))])
+    centre = centres.mean(0, dtype=torch.float64)
+    others = _centered(centres, centre)
+    return torch.cat([_distances(_centered(rows, centre), others).argmin(1) for rows in _blocks(features, len(centres))])
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from utils.diffusion import config_for_any
 from utils.errors import UserError
 from utils.unet import plain_state_dict
 
@@ -72,6 +73,7 @@ def _save_pipeline(unet: nn.Module, scheduler, draft: Path) -> None:
     from models.edm2_unet import EDM2UNet
 
     carries_code = isinstance(unet, EDM2UNet)
+    scheduler = type(scheduler).from_config(config_for_any(scheduler.config))
     pipeline = (EDM2Pipeline if carries_code else DDPMPipeline)(unet=unet, scheduler=scheduler)
     pipeline.save_pretrained(draft, max_shard_size="1TB")  # one weights file whatever the size: a single rename replaces it
     if carries_code:

@@ -21,7 +21,7 @@ from utils.images import side_by_side
 SIDE = 16  # pixels: larger images are compared after averaging down to this
 MOST_IMAGES, MOST_BYTES = 1000, 256 * 2**20  # of samples that are looked at
 SHEET_PAIRS = 24
-_CHUNK_BYTES = 16 * 2**20  # of training images at once, as float32
+_CHUNK_BYTES = 16 * 2**20  # of training images at once, as float64
 
 
 @dataclass
@@ -46,8 +46,10 @@ def nearest_rows(queries: torch.Tensor, rows: torch.Tensor, own: torch.Tensor | 
 
 def _nearest(queries: torch.Tensor, chunks: Iterable[tuple[int, torch.Tensor]], own: torch.Tensor | None) -> torch.Tensor:
     """Index int64 [n] of each query's nearest row; `chunks` gives (index of the first row, rows)."""
-    best, indices = torch.full((len(queries),), torch.inf), torch.zeros(len(queries), dtype=torch.int64)
+    queries = queries.double()  # the scores of faint or far-off images are small differences of large numbers
+    best, indices = queries.new_full((len(queries),), torch.inf), torch.zeros(len(queries), dtype=torch.int64)
     for start, rows in chunks:
+        rows = rows.double()
         scores = torch.addmm(rows.square().sum(1), queries, rows.T, alpha=-2)  # |q - r|^2 without |q|^2, the same for all r
         if own is not None:
             here = (own >= start) & (own < start + len(rows))
@@ -105,8 +107,8 @@ def closest(chunks: Callable[[], Iterable[torch.Tensor]], training, own: torch.T
 
 
 def _at_once(values: int) -> int:
-    """How many images or rows of so many float32 values each are held at once."""
-    return max(1, _CHUNK_BYTES // (4 * values))
+    """How many images or rows of so many float64 values each are held at once."""
+    return max(1, _CHUNK_BYTES // (8 * values))
 
 
 class Originals:

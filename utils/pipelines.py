@@ -4,6 +4,7 @@ from pathlib import Path
 
 from utils.diffusion import PREDICTION_TYPES
 from utils.errors import UserError
+from utils.unet import load_plain
 
 
 def load_unconditional(pipeline: str):
@@ -86,7 +87,7 @@ def load_network(pipeline: str):
         weights = next(path / name for name in ("ema.safetensors", "model.safetensors") if (path / name).is_file())
         try:
             tensors = {name.removeprefix("unet."): tensor for name, tensor in load_file(weights).items()}  # beside u(sigma)
-            unet.load_state_dict({name: tensors[name] for name in unet.state_dict()})
+            load_plain(unet, tensors)
         except Exception as error:  # truncated, of another network: each library raises its own kind
             raise UserError(f"cannot load {path}: {_first_line(error)}") from error
     return unet.eval(), scheduler_config

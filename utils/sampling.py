@@ -1,8 +1,8 @@
 """Images from a trained network: diffusers' samplers over starting noise that belongs to image numbers, in whole
 chunks.
 
-Image i is a function of (seed, i): its starting noise comes from `utils.randomness`, and where a sampler adds noise on
-the way it reads a generator of the image's own. What is left of the rest of the batch is float rounding, because other
+Image i is a function of (seed, i): its starting noise comes from `utils.randomness`, and so does the noise that a sampler
+adds on the way. What is left of the rest of the batch is float rounding, because other
 batch sizes run other convolution kernels. Chunks are therefore cut by image number (chunk c holds images c *
 batch_size up to (c + 1) * batch_size) and always computed whole, by whichever process: the arithmetic does not depend
 on how many there are.
@@ -10,11 +10,16 @@ on how many there are.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler, EDMDPMSolverMultistepScheduler
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from models.edm_heun import EDMHeunScheduler
 from utils import randomness
+from utils.diffusion import config_for_any
 from utils.errors import UserError
 
 FINISHED_EDM = -10.0  # ln(sigma) / 4 below that of any step, in place of the finished image's -inf
@@ -56,6 +61,32 @@ def full_precision(model: nn.Module, *, compiled: bool = False) -> Iterator[nn.M
             module.training = mode
 
 
+class ClippingDPMSolver(DPMSolverMultistepScheduler):
+    """DPM-Solver++ that clips the denoised image as DDPM and DDIM do, by `clip_sample` and `clip_sample_range`.
+
+    diffusers' class ignores both. Without them a network that predicts the noise leads it out of the range of images, because
+    what it gets wrong counts 1 / sqrt(abar) times in the denoised image, 157 times at the end of the linear schedule.
+    """
+
+    def convert_model_output(self, model_output: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        denoised = super().convert_model_output(model_output, *args, **kwargs)
+        if self.config.thresholding or not self.config.get("clip_sample", True):  # thresholded already; DDPM's default
+            return denoised
+        limit = self.config.get("clip_sample_range", 1.0)
+        return denoised.clamp(-limit, limit)
+
+
+class NoiseOfSamples(TorchFunctionMode):
+    """Inside it torch.randn, by which diffusers' schedulers draw the noise of a step, gives what `draw` gives."""
+
+    def __init__(self, draw: Callable[[], torch.Tensor]):
+        super().__init__()
+        self._draw = draw
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return self._draw() if function is torch.randn else function(*args, **(kwargs or {}))
+
+
 def make_sampler(name: str, noise_scheduler):
     """A diffusers scheduler that samples what was trained: same betas, prediction type, clipping and spacing of
     timesteps; for the config of an EDM scheduler the same noise levels, with "heun" (Karras et al. 2022) or "dpmsolver++".
@@ -64,27 +95,26 @@ def make_sampler(name: str, noise_scheduler):
     second order). `noise_scheduler` is the training scheduler or its config. With zero terminal SNR the timesteps are
     trailing, so that sampling starts where the noise is pure (Lin et al. 2023, section 3.3). Raises UserError.
     """
-    from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler, EDMDPMSolverMultistepScheduler
-
-    from models.edm_heun import EDMHeunScheduler
-
-    classes = {"ddim": DDIMScheduler, "ddpm": DDPMScheduler, "dpmsolver++": DPMSolverMultistepScheduler}
-    config = dict(noise_scheduler if isinstance(noise_scheduler, Mapping) else noise_scheduler.config)
+    classes = {"ddim": DDIMScheduler, "ddpm": DDPMScheduler, "dpmsolver++": ClippingDPMSolver}
+    config = config_for_any(noise_scheduler if isinstance(noise_scheduler, Mapping) else noise_scheduler.config)
     if is_edm(config):
         classes = {"heun": EDMHeunScheduler, "dpmsolver++": EDMDPMSolverMultistepScheduler}
     if name not in classes:
         raise UserError(f"unknown sampler {name!r}; choose from {', '.join(classes)}")
-    # With this list, from_config would replace what training left at its default by the other class's default, and the
-    # list is not saved: the same model would be sampled differently during training and from its export.
-    config.pop("_use_default_values", None)
-    if config.get("beta_schedule") == "sigmoid" and name != "ddpm":  # known to DDPMScheduler alone
-        config["trained_betas"] = DDPMScheduler.from_config(config, rescale_betas_zero_snr=False).betas.tolist()
+    if name == "dpmsolver++" and not is_edm(config):
+        config["algorithm_type"] = "dpmsolver++"  # a pipeline of others may say which of its relatives made its images
     if config.get("rescale_betas_zero_snr"):
         config["timestep_spacing"] = "trailing"
     elif name == "dpmsolver++" and config.get("timestep_spacing") == "leading":
         # DPM-Solver's notion of leading starts in the middle of the chain when asked for many steps: at 500 of 1000.
         config["timestep_spacing"] = "linspace"
     return classes[name].from_config(config)
+
+
+def sampler_version(name: str, config: Mapping) -> int:
+    """Return a number that goes up when a sampler begins to make other images of the same noise: those of two versions are no
+    one set. 2: "dpmsolver++" clips, and "ddpm" draws the noise of a step from `utils.randomness`."""
+    return 2 if name in ("ddpm", "dpmsolver++") and not is_edm(config) else 1
 
 
 def is_edm(config: Mapping) -> bool:
@@ -132,23 +162,22 @@ def sample(
     for numbers in sample_numbers.split(batch_size):
         set_timesteps(scheduler, num_inference_steps)  # anew for every chunk: multistep solvers keep a history
         record_steps = [k for k, _ in path_steps(scheduler, record_timesteps or ())]
-        # On the CPU, so that the same noise reaches every kind of device.
-        generators = [
-            torch.Generator().manual_seed(randomness.derive_seed(seed, "sampling noise", i)) for i in numbers.tolist()
-        ]
         numbers = numbers.to(device)
         current = randomness.normal(seed, "sample", numbers, shape) * scheduler.init_noise_sigma
         recorded = {}
-        # The timesteps stay on the CPU: indexing the schedule by a device tensor would wait for the device at every
-        # step.
+        # The scheduler's timesteps stay on the CPU, for indexing the schedule by a device tensor would wait for the device
+        # at every step. The network's are copied once: a copy at every step would wait as well.
+        told_to_network = scheduler.timesteps.to(device)
         for k, timestep in enumerate(scheduler.timesteps):
             if should_stop is not None and should_stop():
                 return None
             scaled = scheduler.scale_model_input(current, timestep)  # with EDM; the others leave it as it is
             if k in record_steps:
                 recorded[k] = scaled.clamp(-1.0, 1.0)
-            prediction = (predict(scaled, timestep, numbers) if predict else unet(scaled, timestep).sample).float()
-            current = scheduler.step(prediction, timestep, current, generator=generators).prev_sample
+            at = told_to_network[k]
+            prediction = (predict(scaled, at, numbers) if predict else unet(scaled, at).sample).float()
+            with NoiseOfSamples(partial(randomness.normal, seed, f"sampling noise/{k}", numbers, shape)):
+                current = scheduler.step(prediction, timestep, current).prev_sample
         images.append(current.clamp(-1.0, 1.0))
         if record_timesteps is not None:
             recorded[len(scheduler.timesteps)] = images[-1]

@@ -11,6 +11,7 @@ from utils.randomness import derive_seed
 
 ACTIVATIONS = ("silu", "mish", "gelu", "relu")
 INITIALISATIONS = ("default", "xavier", "he")
+ORIGINAL_WEIGHT = ".parametrizations.weight.original"  # what a layer under spectral norm calls its weight
 UNET_DEFAULT_LEVELS = (224, 448, 672, 896)  # UNet2DModel's own block_out_channels
 
 
@@ -144,6 +145,22 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             state |= {f"{name}.{tensor}": getattr(module, tensor).detach() for tensor in module.parametrizations}
             module.parametrizations.train(training)
     return state
+
+
+def load_plain(unet: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Load into a plain network what a run keeps of the same network, under spectral norm too (see `plain_state_dict`).
+
+    `weights` has the names of `state_dict`; others beside those of the network are left out. Raises RuntimeError or KeyError
+    for the weights of another network.
+    """
+    normalized = [name.removesuffix(ORIGINAL_WEIGHT) for name in weights if name.endswith(ORIGINAL_WEIGHT)]
+    with torch.random.fork_rng(devices=[]):  # the first singular vectors are drawn, and replaced by those of the run
+        for name in normalized:
+            parametrizations.spectral_norm(unet.get_submodule(name))
+    unet.load_state_dict({name: weights[name] for name in unet.state_dict()})
+    unet.eval()  # or removing it would move the power iteration on
+    for name in normalized:
+        parametrize.remove_parametrizations(unet.get_submodule(name), "weight")
 
 
 def use_xformers(unet: UNet2DModel) -> None:
