@@ -33,14 +33,14 @@ from utils.options import (
     optimizer_options,
     sample_options,
 )
-from utils.presets import EDM2_FLAGS
+from utils.presets import EDM2_ABOUT, EDM2_FLAGS
 from utils.script import run_script
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=preset_table(EDM2_FLAGS),
+        epilog=preset_table(EDM2_FLAGS, EDM2_ABOUT),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # or a preset could not tell what was given, nor a secret be kept out of the records
     )

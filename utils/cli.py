@@ -228,9 +228,9 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hub_private_repo", action="store_true")
 
 
-def preset_table(presets: dict[str, dict] = FLAGS) -> str:
-    """The presets as text for `--help`: each with the flags that it changes."""
-    lines = ["model presets (a network and these defaults; your own flags win):"]
+def preset_table(presets: dict[str, dict] = FLAGS, about: str = "") -> str:
+    """The presets as text for `--help`: what is to be said `about` them, and each with the flags that it changes."""
+    lines = ["model presets (a network and these defaults; your own flags win):", *about.splitlines()]
     for name, flags in presets.items():
         words = " ".join(f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in flags.items())
         lines.append(f"  {name}: {words}")
