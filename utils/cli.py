@@ -165,7 +165,7 @@ def add_ema_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ema_snapshot_steps", type=positive_int, help="power: updates between two snapshots (a fortieth of the run)"
     )
-    group.add_argument("--ema_snapshot_dtype", choices=("fp16", "fp32"), default="fp16", help="(fp16)")
+    group.add_argument("--ema_snapshot_dtype", choices=("fp16", "fp32"), default="fp16", help="fp32 for narrow widths (fp16)")
 
 
 def add_report_flags(
