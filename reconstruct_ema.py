@@ -39,7 +39,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
-    from utils.ema_snapshots import list_snapshots, recipe, reconstruct
+    from utils.ema_snapshots import list_snapshots, recipe, reconstruct, reconstruct_with_rounding
     from utils.ema_sweep import make_judge, parse_widths, write_sweep
     from utils.export import export_pipeline, model_card
     from utils.launch import make_accelerator
@@ -65,11 +65,15 @@ def main(args: argparse.Namespace) -> None:
         best = min(values, key=values.get)
         write_sweep(args.output_dir, args.run, args.metric, step, args.num_images, values)
 
-    load_weights(unet, reconstruct(snapshots, best, step), args.run)
+    weights, rounding = reconstruct_with_rounding(snapshots, best, step)
+    load_weights(unet, weights, args.run)
     facts = {"updates": step, "ema_width": best, "pipeline": str(args.output_dir)}
     export_pipeline(unet, scheduler, args.output_dir, model_card(describe(args.run, unet) | facts))
     used, error = recipes[best].snapshots, recipes[best].error
-    print(f"EMA of width {best:g} after {step} updates, from {len(used)} snapshots, profile {error:.1%} off: {args.output_dir}")
+    off = f"profile {error:.1%} off"
+    if rounding:
+        off += f", fp16 snapshots add up to {rounding:.2%} to the weights (none with --ema_snapshot_dtype fp32 in the training)"
+    print(f"EMA of width {best:g} after {step} updates, from {len(used)} snapshots, {off}: {args.output_dir}")
 
 
 if __name__ == "__main__":

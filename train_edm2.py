@@ -33,14 +33,14 @@ from utils.options import (
     optimizer_options,
     sample_options,
 )
-from utils.presets import EDM2_FLAGS
+from utils.presets import EDM2_ABOUT, EDM2_FLAGS
 from utils.script import run_script
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=preset_table(EDM2_FLAGS),
+        epilog=preset_table(EDM2_FLAGS, EDM2_ABOUT),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # or a preset could not tell what was given, nor a secret be kept out of the records
     )
@@ -66,7 +66,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--label_dropout", type=float, default=0.1, help="share of samples trained without label, for guidance (0.1)"
     )
     add_training_flags(parser)
-    add_optimizer_flags(parser)
+    add_optimizer_flags(
+        parser,
+        epsilon_help="as in the reference, where the loss is a sum over channels and pixels; here it is their mean, and "
+        "this is divided by their number (1e-8)",
+    )
     add_ema_flags(parser)
     add_report_flags(parser, ("heun", "dpmsolver++"), "--num_inference_steps", "sampling steps (32)")
     add_output_flags(parser)
@@ -149,7 +153,10 @@ def main(args: argparse.Namespace) -> int:
     device, is_main = accelerator.device, accelerator.is_main_process
     resuming = bool(args.resume_from_checkpoint)
     new_unet = partial(make_edm2_unet, **edm2_unet_options(args, device.type))
-    new_optimizer = partial(make_optimizer, **optimizer_options(args))
+    # The reference sums lambda / exp(u) (D - y)^2 + u over the N channels and pixels of an image, where we take the mean: for
+    # all parameters, those of u too, its gradient is N times ours, and N m / (N sqrt(v) + eps) = m / (sqrt(v) + eps / N).
+    epsilon = args.adam_epsilon / (args.image_channels * args.resolution**2)
+    new_optimizer = partial(make_optimizer, **optimizer_options(args) | {"epsilon": epsilon})
     num_averages = (len(args.ema_widths) if args.ema_type == "power" else 1) if args.use_ema else 0
     plan = MemoryPlan(accelerator, new_unet, new_optimizer, use_ema=num_averages)
     if args.global_batch_size:
@@ -206,6 +213,9 @@ def main(args: argparse.Namespace) -> int:
     )
     attach_state_hooks(accelerator, ema, state)
     notes = [*images.notes, *resume(accelerator, output_dir, args.resume_from_checkpoint, state, args.allow_option_change)]
+    used_epsilon = optimizer.param_groups[0].get("eps")  # the checkpoint's, where there was one; SGD has none
+    if used_epsilon not in (None, epsilon):
+        notes.append(f"the optimizer keeps the checkpoint's epsilon, {used_epsilon:.3g}; a new run would take {epsilon:.3g}")
     resolved = {
         "max_train_steps": max_train_steps,
         "updates_per_epoch": epoch_steps,
@@ -214,6 +224,7 @@ def main(args: argparse.Namespace) -> int:
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "num_processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
+        "optimizer_epsilon": used_epsilon,
         "device": str(device),
         "cpu_threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in raw_unet.parameters()),

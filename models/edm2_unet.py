@@ -26,10 +26,10 @@ PRESETS = {
     "XXS": {"model_channels": 64},
     "XS": {"model_channels": 128},
     "S": {"model_channels": 192},
-    "M": {"model_channels": 256, "dropout": 0.1},
-    "L": {"model_channels": 320, "dropout": 0.1},
-    "XL": {"model_channels": 384, "dropout": 0.1},
-    "XXL": {"model_channels": 448, "dropout": 0.1},
+    "M": {"model_channels": 256},
+    "L": {"model_channels": 320},
+    "XL": {"model_channels": 384},
+    "XXL": {"model_channels": 448},
     # 16x16 images on 2 CPU cores in minutes: few channels at full size, where they cost most.
     "digits16": {
         "model_channels": 16,

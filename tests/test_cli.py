@@ -1,4 +1,5 @@
 import ast
+import math
 import shlex
 import subprocess
 import sys
@@ -6,11 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 
 import train_ddpm
 import train_edm2
+from utils.edm2_network import make_edm2_unet
 from utils.errors import UserError
+from utils.options import edm2_unet_options
 
 # Every flag of diffusers' train_unconditional.py but --local_rank, which torch's launchers no longer pass, with a value.
 DROP_IN = """--dataset_name a/b --dataset_config_name c --model_config_name_or_path m --train_data_dir d --output_dir o
@@ -83,12 +87,39 @@ def test_edm2_s_usual_preset_is_xs_at_the_paper_s_batch():
     args = train_edm2.parse_args(["--dataset_name", "uoft-cs/cifar10", "--resolution", "32"])
     assert (args.model_preset, args.learning_rate, args.lr_decay_steps) == ("XS", 0.0120, 35_000)
     assert (args.global_batch_size, args.train_batch_size, args.max_grad_norm) == (2048, 32, 0.0)
-    assert args.lr_warmup_steps * args.global_batch_size == pytest.approx(10e6, rel=1e-3)  # images
-    assert args.max_train_steps * args.global_batch_size == 2**31
     assert train_edm2.parse_args(["--dataset_name", "digits"]).model_preset == "digits16"
     config = train_edm2.parse_args(["--dataset_name", "x/y", "--model_config_name_or_path", "folder"])
     assert (config.model_preset, config.max_train_steps) == (None, None)
     assert train_ddpm.parse_args(["--dataset_name", "x/y"]).model_preset is None
+
+
+@pytest.mark.parametrize(
+    ("preset", "channels", "learning_rate", "dropout", "mebi_images"),
+    [  # published for pixels (ImageNet-64); the lengths of XXS and XXL for latents, as there are no others
+        ("XXS", 64, 0.0170, 0.0, 2048),
+        ("XS", 128, 0.0120, 0.0, 1024),
+        ("S", 192, 0.0100, 0.0, 1024),
+        ("M", 256, 0.0090, 0.1, 2048),
+        ("L", 320, 0.0080, 0.1, 1024),
+        ("XL", 384, 0.0070, 0.1, 640),
+        ("XXL", 448, 0.0065, 0.1, 896),
+    ],
+)
+def test_edm2_s_presets_are_the_published_settings_for_pixels(preset, channels, learning_rate, dropout, mebi_images):
+    args = train_edm2.parse_args(["--dataset_name", "x/y", "--model_preset", preset])
+    assert (args.optimizer, args.adam_beta1, args.adam_beta2, args.adam_epsilon) == ("adam", 0.9, 0.99, 1e-8)
+    assert (args.adam_weight_decay, args.max_grad_norm, args.lr_scheduler) == (0.0, 0.0, "inverse_sqrt")
+    assert (args.learning_rate, args.lr_decay_steps, args.global_batch_size) == (learning_rate, 35_000, 2048)
+    assert (args.P_mean, args.P_std, args.sigma_data, args.ema_type) == (-0.8, 1.6, 0.5, "power")
+    assert args.max_train_steps * 2048 == mebi_images * 2**20
+    assert args.ema_snapshot_steps * 2048 == 8 * 2**20
+    assert args.lr_warmup_steps == math.ceil(10e6 / 2048)
+    with torch.device("meta"):
+        config = make_edm2_unet(**edm2_unet_options(args, "cpu")).config
+    assert (config.model_channels, config.dropout) == (channels, dropout)
+    other = train_edm2.parse_args(["--dataset_name", "x/y", "--model_preset", preset, "--global_batch_size", "256"])
+    changed = {name for name, value in vars(other).items() if value != getattr(args, name)}
+    assert changed == {"global_batch_size"}  # as the help says
 
 
 def test_a_split_of_the_batch_on_the_command_line_wins_over_the_preset_s_global_batch():
@@ -159,3 +190,6 @@ def test_help_shows_everything_without_importing_torch(script):
     assert "accelerate launch " + script in result.stdout
     if script == "train_ddpm.py":
         assert "cifar10: --resolution 32" in result.stdout
+    if script == "train_edm2.py":
+        assert "settings for pixels (ImageNet-64)" in result.stdout
+        assert "do not follow another --global_batch_size" in result.stdout

@@ -1,5 +1,6 @@
 """The doctor's rules: each fires on its trace and is silent just on the healthy side of it, on made-up records."""
 
+import copy
 import math
 import random
 import time
@@ -33,12 +34,17 @@ from made_up_runs import (
 from utils.catalogue import CATALOGUE
 from utils.diagnostics import RULES, diagnose, examine
 from utils.findings import SEVERITIES, Finding, table
+from utils.nonfinite import advice
 from utils.run_record import RunRecord
 
 
 def codes(record: RunRecord) -> list[str]:
     return [finding.code for finding in diagnose(record)]
 
+
+NOTHING_FINITE = {"train/loss": math.nan, "train/grad_norm": math.nan} | {
+    f"train/loss_timestep_quartile_{i}": math.nan for i in (1, 2, 3, 4)
+}
 
 # code -> (a run that must show it, one that just must not)
 CASES = {
@@ -187,7 +193,23 @@ CASES = {
     "gradients-exploding": [
         (run(lambda n: {"train/grad_norm": 1.6**n}), run(lambda n: {"train/grad_norm": 1.1**n})),
     ],
-    "lr-too-high": [(run(updates(0.5)), run(updates(0.02)))],
+    "lr-too-high": [
+        (run(updates(0.5)), run(updates(0.02))),
+        # Without a single finite figure of an update: all were skipped.
+        (
+            run(lambda n: updates(0.0)(n) | NOTHING_FINITE | {"train/lr": 1e18}, options={"optimizer": "adamw"}),
+            run(lambda n: updates(0.0)(n) | NOTHING_FINITE, options={"optimizer": "adamw"}),
+        ),
+        (
+            run(lambda n: {"layers": layers(weight=1e15, update=0.0)} | NOTHING_FINITE, options={"optimizer": "sgd"}),
+            run(lambda n: {"layers": layers(weight=1.0, update=0.0)} | NOTHING_FINITE, options={"optimizer": "sgd"}),
+        ),
+        # Forced weight normalization keeps the weights at 1; after an explosion Adam's steps are small.
+        (
+            run(lambda n: {"layers": layers(weight=1.0), "train/lr": 5.0}, options={"optimizer": "adam"}),
+            run(lambda n: {"layers": layers(weight=1.0), "train/lr": 0.02}, options={"optimizer": "adam"}),
+        ),
+    ],
     "no-warmup": [(run(updates(0.5), options={"lr_warmup_steps": 0}), run(updates(5e-3), options={"lr_warmup_steps": 0}))],
     "lr-too-low": [(run(updates(1e-6)), run(updates(1e-4)))],
     "overfitting": [
@@ -368,6 +390,70 @@ def test_a_healthy_record_with_holes_is_no_error_and_no_alarm(seed):
     record.history, record.options, record.resolved = map(holes, (record.history, record.options, record.resolved))
     found = diagnose(record)
     assert [finding.line for finding in found if finding.severity != "info"] == []
+
+
+def figures_of(record: dict, names: tuple = ()) -> set[tuple]:
+    """The names under which a record holds figures, at any depth."""
+    found = set()
+    for name, value in record.items():
+        if name not in ("step", "time"):
+            found |= figures_of(value, (*names, name)) if isinstance(value, dict) else {(*names, name)}
+    return found
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_a_figure_that_is_not_finite_is_no_evidence(value):
+    """Each in turn, in all of a healthy run's records, and with all updates but the first skipped: no rule may judge by it."""
+
+    def healthy() -> RunRecord:
+        record = run(evaluated(), validation=(0.5, 0.3, 0.25, 0.26))
+        record.history = copy.deepcopy(record.history)
+        record.history[-1]["train/loss_scale"] = 65536.0
+        return record
+
+    everything = set().union(*(figures_of(line) for line in healthy().history))
+    assert len(everything) > 100
+    for *path, last in everything:
+        record = healthy()
+        for line in record.history:
+            for name in path:
+                line = line.get(name, {})
+            if isinstance(line.get(last), (int, float)):
+                line[last] = value
+        assert diagnose(record) == [], (*path, last)
+
+
+def test_windows_without_a_finite_loss_tell_nothing_of_the_timesteps():
+    """Of a run whose learning rate broke it at update 2; earlier versions recorded zeros."""
+    tags = ["train/timesteps_drawn", *(f"train/timestep_share_{i}" for i in range(1, 11))]
+    for zeros in (False, True):
+        record = run(lambda n: NOTHING_FINITE | {"noise/timestep_order": 0.95, "noise/timestep_mean": 480.0 + n})
+        for line in record.history:
+            if "train/loss" in line and line["step"] > EVERY:
+                line.update(dict.fromkeys(tags, 0.0)) if zeros else [line.pop(tag) for tag in tags]
+        assert codes(record) == []
+        for line in record.history:
+            [line.pop(tag, None) for tag in tags]
+        found, judged = examine(record)
+        assert found == [] and judged.isdisjoint({"timestep-mismatch", "timesteps-uneven"})
+
+
+@pytest.mark.parametrize(("precision", "overflow"), [("fp16", True), ("bf16", False), ("no", False), (None, False)])
+def test_the_first_bad_update_is_named_and_overflow_is_advice_for_fp16_alone(precision, overflow):
+    def change(number):
+        return {"train/skipped_updates": float(number >= 2)} | (
+            {"train/first_skipped_update": EVERY + 3} if number == 2 else {}
+        )
+
+    record = run(change)
+    record.resolved["mixed_precision"] = precision
+    (found,) = diagnose(record)
+    assert found.evidence == f"1 of 1000 updates, the first was update {EVERY + 3}" and found.step == EVERY + 3
+    assert ("overflow" in found.cause, any("bf16" in fix for fix in found.fixes)) == (overflow, overflow)
+    assert ("bf16" in advice(precision)) == overflow
+    for line in record.history:
+        line.pop("train/first_skipped_update", None)  # an earlier version's
+    assert diagnose(record)[0].evidence.endswith(f"the first by update {2 * EVERY}")
 
 
 def test_what_a_whole_run_records_is_enough_to_judge_everything():

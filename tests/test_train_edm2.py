@@ -7,15 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import logged_scalars, make_tiny_flags, same_bytes
+from conftest import TINY_EDM2_NETWORK, logged_scalars, make_tiny_flags, same_bytes
 from safetensors.torch import load_file
 
 import reconstruct_ema
 import train_edm2
+import utils.edm
+import utils.optimization
 from models.edm2_unet import EDM2Block, EDM2UNet, MPConv2d, MPLinear
 from utils.augmentation import to_unit_range
 from utils.data import load_images
-from utils.edm import denoise, training_noise_levels
+from utils.edm import EDM2Denoiser, denoise, training_noise_levels
 from utils.ema_snapshots import list_snapshots, reconstruct
 from utils.errors import UserError
 from utils.pipelines import load_network
@@ -123,7 +125,7 @@ def test_reconstruction_at_an_earlier_update_and_what_it_refuses(long_run, tmp_p
         reconstruct_ema.main(reconstruct_ema.parse_args([str(word) for word in words]))
 
     run(long_run, "--width", "0.1", "--step", "252", "--output_dir", tmp_path / "out")
-    assert "from 63 snapshots, profile 0.0% off" in capsys.readouterr().out
+    assert "from 63 snapshots, profile 0.0% off:" in capsys.readouterr().out  # fp32 snapshots add nothing
     saved = load_file(tmp_path / "out" / WEIGHTS)
     [snapshot] = [s for s in list_snapshots(long_run) if (s.step, s.width) == (252, 0.1)]
     expected = load_file(snapshot.path)
@@ -241,3 +243,82 @@ def test_sweep_finds_the_best_width(long_run, tmp_path, capsys, monkeypatch):
     with pytest.raises(UserError, match="--widths must be FIRST:LAST:STEP"):
         utils.ema_sweep.parse_widths("0.1-0.2")
     assert utils.ema_sweep.parse_widths("0.02:0.25:0.01")[-1] == 0.25
+
+
+def trained_by_hand(calls: list[dict], weights: dict[str, torch.Tensor], epsilon: float) -> dict[str, torch.Tensor]:
+    """`weights` of the tiny denoiser after one update by each of `calls`: torch's own Adam on the loss as the reference has it,
+    the sum over channels and pixels of lambda / exp(u) (D - y)^2 + u, divided by the batch."""
+    unet = EDM2UNet.from_config(TINY_EDM2_NETWORK | {"sample_size": 16, "num_class_embeds": 10})
+    denoiser = EDM2Denoiser(unet, sigma_data=0.5)
+    denoiser.load_state_dict(weights)
+    optimizer = torch.optim.Adam(denoiser.parameters(), lr=0.01, betas=(0.9, 0.99), eps=epsilon)
+    for call in calls:
+        denoised, u = denoiser(call["noisy_images"], call["sigma"], call["labels"])
+        factor, u = ((call["sigma"] ** 2 + 0.25) / (call["sigma"] * 0.5) ** 2)[:, None, None, None], u[:, None, None, None]
+        loss = (factor / u.exp() * (denoised - call["clean_images"]) ** 2 + u).sum() / len(denoised)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for module in denoiser.modules():
+                if isinstance(module, (MPConv2d, MPLinear)):
+                    rows = module.weight.flatten(1).double()
+                    module.weight.copy_((rows / rows.square().mean(1, keepdim=True).sqrt()).view_as(module.weight))
+    return denoiser.state_dict()
+
+
+def test_adam_s_epsilon_is_that_of_a_loss_summed_over_channels_and_pixels(train_edm, flags, tmp_path, monkeypatch):
+    calls: list[dict] = []
+    first_weights: dict[str, torch.Tensor] = {}
+    forward, losses_per_sample = EDM2Denoiser.forward, utils.edm.losses_per_sample
+
+    def see_inputs(self, noisy_images, sigma, labels):
+        if self.training:
+            first_weights.update({} if first_weights else {n: t.clone() for n, t in self.state_dict().items()})
+            calls.append({"noisy_images": noisy_images, "sigma": sigma, "labels": labels})
+        return forward(self, noisy_images, sigma, labels)
+
+    def see_images(denoised, clean_images, *rest):
+        if denoised.requires_grad:
+            calls[-1]["clean_images"] = clean_images
+        return losses_per_sample(denoised, clean_images, *rest)
+
+    monkeypatch.setattr(EDM2Denoiser, "forward", see_inputs)
+    monkeypatch.setattr(utils.edm, "losses_per_sample", see_images)
+    run = ["--learning_rate", "0.01", "--lr_scheduler", "constant", "--max_grad_norm", "0", "--adam_epsilon", "1e-6"]
+    run += ["--checkpointing_steps", "4", "--max_train_steps", "8"]
+    assert train_edm([*flags, *run, "--output_dir", tmp_path]) == 0
+    monkeypatch.undo()
+    trained = load_file(tmp_path / "checkpoint-8/model.safetensors")
+    assert len(calls) == 8
+
+    def distance(epsilon: float) -> float:
+        """From weights trained by hand, relative to the way from the first weights."""
+        by_hand = trained_by_hand(calls, first_weights, epsilon)
+        way = sum((trained[name] - first_weights[name]).square().sum() for name in trained).sqrt()
+        return float(sum((trained[name] - by_hand[name]).square().sum() for name in trained).sqrt() / way)
+
+    assert distance(1e-6) < 1e-3  # rounding is 1e-7 in a gradient; Adam's step has that relative to each weight's own
+    assert distance(256 * 1e-6) > 0.05 and distance(1e-6 / 256) > 5e-3  # one that were not divided, or twice: it is felt here
+    recorded = json.loads((tmp_path / "options.json").read_text())
+    assert (recorded["options"]["adam_epsilon"], recorded["resolved"]["optimizer_epsilon"]) == (1e-6, 1e-6 / 256)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_run_begun_before_epsilon_was_divided_goes_on_as_it_was(train_edm, flags, tmp_path, optimizer, monkeypatch, capsys):
+    run = [*flags, "--optimizer", optimizer, "--max_train_steps", "2", "--checkpointing_steps", "1", "--output_dir", tmp_path]
+    make = utils.optimization.make_optimizer
+
+    def recorded() -> float | None:
+        return json.loads((tmp_path / "options.json").read_text())["resolved"]["optimizer_epsilon"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(utils.optimization, "make_optimizer", lambda *a, **k: make(*a, **k | {"epsilon": 1e-8}))
+        assert train_edm(run) == 0
+    capsys.readouterr()
+    assert train_edm([*run, "--resume_from_checkpoint", "checkpoint-1"]) == 0
+    keeps = "the optimizer keeps the checkpoint's epsilon, 1e-08; a new run would take 3.91e-11"
+    assert (keeps in capsys.readouterr().out) == (optimizer != "sgd")
+    assert recorded() == (None if optimizer == "sgd" else 1e-8)
+    assert train_edm([*run, "--overwrite_output_dir"]) == 0
+    assert recorded() == (None if optimizer == "sgd" else 1e-8 / 256)

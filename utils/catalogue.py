@@ -8,6 +8,7 @@ class Entry:
     title: str
     cause: str
     fixes: tuple[str, ...]
+    in_fp16: tuple[str, str] | None = None  # one more cause and fix, where the run is in fp16
 
 
 CATALOGUE: dict[str, Entry] = {
@@ -150,12 +151,12 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "non-finite": Entry(
         "updates were skipped because a loss or gradient was not finite",
-        "a damaged image, an overflow in half precision, or a learning rate at the edge of divergence",
+        "a damaged image, or a learning rate at the edge of divergence",
         (
             "read nan_report/: it names the samples and the first bad module",
-            "bf16 in place of fp16",
             "a lower --learning_rate or longer --lr_warmup_steps",
         ),
+        in_fp16=("an overflow in fp16", "--mixed_precision bf16"),
     ),
     "fp16-scale-collapse": Entry(
         "the GradScaler's scale has collapsed",

@@ -111,7 +111,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cpu_threads", type=positive_int, help="threads per process on a CPU (cores / processes)")
 
 
-def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
+def add_optimizer_flags(parser: argparse.ArgumentParser, epsilon_help: str = "(1e-8)") -> None:
+    """`epsilon_help` says what --adam_epsilon stands beside."""
     group = parser.add_argument_group("optimizer and learning rate")
     group.add_argument("--optimizer", choices=("adamw", "adam", "rmsprop", "sgd", "adamw8bit"), default="adamw")
     group.add_argument("--learning_rate", type=float, default=1e-4, help="after warm-up (1e-4)")
@@ -134,7 +135,7 @@ def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--adam_beta1", type=float, default=0.95)
     group.add_argument("--adam_beta2", type=float, default=0.999)
     group.add_argument("--adam_weight_decay", type=float, default=1e-6, help="spares biases and norms (1e-6)")
-    group.add_argument("--adam_epsilon", type=float, default=1e-8)
+    group.add_argument("--adam_epsilon", type=float, default=1e-8, help=epsilon_help)
     group.add_argument("--momentum", type=float, default=0.9, help="for sgd and rmsprop (0.9)")
     group.add_argument("--l1_weight", type=float, default=0.0, help="L1 penalty on kernels (0)")
 
@@ -164,7 +165,7 @@ def add_ema_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ema_snapshot_steps", type=positive_int, help="power: updates between two snapshots (a fortieth of the run)"
     )
-    group.add_argument("--ema_snapshot_dtype", choices=("fp16", "fp32"), default="fp16", help="(fp16)")
+    group.add_argument("--ema_snapshot_dtype", choices=("fp16", "fp32"), default="fp16", help="fp32 for narrow widths (fp16)")
 
 
 def add_report_flags(
@@ -227,9 +228,9 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hub_private_repo", action="store_true")
 
 
-def preset_table(presets: dict[str, dict] = FLAGS) -> str:
-    """The presets as text for `--help`: each with the flags that it changes."""
-    lines = ["model presets (a network and these defaults; your own flags win):"]
+def preset_table(presets: dict[str, dict] = FLAGS, about: str = "") -> str:
+    """The presets as text for `--help`: what is to be said `about` them, and each with the flags that it changes."""
+    lines = ["model presets (a network and these defaults; your own flags win):", *about.splitlines()]
     for name, flags in presets.items():
         words = " ".join(f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in flags.items())
         lines.append(f"  {name}: {words}")

@@ -144,23 +144,45 @@ def recipe(snapshots: list[Snapshot], width: float, step: int | None = None) -> 
     return Recipe(used, weights, error)
 
 
-@torch.no_grad()
 def reconstruct(snapshots: list[Snapshot], width: float, step: int | None = None) -> dict[str, torch.Tensor]:
     """Weights of the average that `recipe` is for, float32 on the CPU.
 
     Reads one tensor of one file at a time; the sums are in float64. What EMA copies instead of averaging, counters and singular
     vectors, is the last snapshot's. Raises UserError as `recipe` does.
     """
+    return reconstruct_with_rounding(snapshots, width, step)[0]
+
+
+@torch.no_grad()
+def reconstruct_with_rounding(
+    snapshots: list[Snapshot], width: float, step: int | None = None
+) -> tuple[dict[str, torch.Tensor], float]:
+    """(what `reconstruct` gives, how far off fp16 snapshots make it: an upper estimate, relative to the norm of the weights).
+
+    Narrow averages are made of large weights of both signs, in whose sum the roundings do not cancel as the averages do.
+    """
     made_of = recipe(snapshots, width, step)
     sums: dict[str, torch.Tensor] = {}
+    independent = alike = 0.0  # squares: of roundings that differ from snapshot to snapshot, and of the same in all
     for snapshot, weight in zip(made_of.snapshots, made_of.weights):
         with safe_open(snapshot.path, "pt") as file:
             for name in file.keys():  # noqa: SIM118, it is no dict
                 tensor = file.get_tensor(name)
+                if tensor.dtype == torch.float16:
+                    error = _rounding(tensor)
+                    independent, alike = independent + float(weight) ** 2 * error, alike + float(weight) * error
                 if not tensor.is_floating_point() or name.endswith(UNIT_VECTORS):
                     sums[name] = tensor
                 elif name in sums:
                     sums[name].add_(tensor.double(), alpha=float(weight))
                 else:
                     sums[name] = tensor.double() * float(weight)
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in sums.items()}
+    norm = sum(float(tensor.square().sum()) for tensor in sums.values() if tensor.dtype == torch.float64) ** 0.5
+    rounding = max(independent, alike) ** 0.5 / max(norm, 1e-30)
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in sums.items()}, rounding
+
+
+def _rounding(tensor: torch.Tensor) -> float:
+    """Expected sum of the squared errors of values that were rounded to this float16 `tensor`: spacing^2 / 12 for each."""
+    exponent = torch.frexp(tensor.float()).exponent.clamp(min=-13)  # below are the subnormal numbers, all 2^-24 apart
+    return float(torch.exp2(2.0 * (exponent - 11).double()).sum()) / 12.0

@@ -1,7 +1,7 @@
 """What the doctor found in a run, and how it is shown."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from utils.catalogue import CATALOGUE
 
@@ -16,13 +16,17 @@ class Finding:
     severity: str  # of SEVERITIES
     evidence: str
     step: int | None = None
+    mixed_precision: InitVar[str | None] = None  # of the run, where the advice depends on it
     title: str = field(init=False)
     cause: str = field(init=False)
     fixes: list[str] = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self, mixed_precision: str | None):
         entry = CATALOGUE[self.code]
         self.title, self.cause, self.fixes = entry.title, entry.cause, list(entry.fixes)
+        if entry.in_fp16 and mixed_precision == "fp16":
+            cause, fix = entry.in_fp16
+            self.cause, self.fixes = f"{self.cause}; or {cause}", [*self.fixes, fix]
 
     @property
     def line(self) -> str:
@@ -44,5 +48,8 @@ def described(finding: Finding) -> list[str]:
 def table() -> str:
     """The findings as a Markdown table, in the order in which the doctor ranks them."""
     rows = ["| code | what it says | likely cause | what to try |", "|---|---|---|---|"]
-    rows += [f"| `{code}` | {e.title} | {e.cause} | {'; '.join(e.fixes)} |" for code, e in CATALOGUE.items()]
+    for code, entry in CATALOGUE.items():
+        more = [f"in fp16: {text}" for text in entry.in_fp16 or ()]
+        cause, fixes = "; ".join((entry.cause, *more[:1])), "; ".join((*entry.fixes, *more[1:]))
+        rows.append(f"| `{code}` | {entry.title} | {cause} | {fixes} |")
     return "\n".join(rows) + "\n"

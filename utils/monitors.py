@@ -15,7 +15,7 @@ from utils.gradients import Gradients
 from utils.interrupts import EXIT_DIVERGED
 from utils.launch import from_main_process
 from utils.nan_report import NanReports
-from utils.nonfinite import ADVICE, BadUpdates
+from utils.nonfinite import BadUpdates, advice
 from utils.tracking import ProgressBar, StepStatistics, Stopwatch, Trackers, peak_memory_gib
 
 
@@ -124,7 +124,7 @@ class Monitors:
         if self._bad_updates.row >= self._max_bad_steps:
             self._progress.say(
                 f"stopped: the last {self._bad_updates.row} updates in a row had a loss or gradient that is not finite; "
-                f"weights and EMA are those before them. See nan_report/ and {ADVICE}"
+                f"weights and EMA are those before them. See nan_report/ and {advice(self._accelerator.mixed_precision)}"
             )
             exit_status = EXIT_DIVERGED
         if self._stop_on_critical and from_main_process(critical):

@@ -14,7 +14,7 @@ from torch import nn
 
 from utils.images import make_grid, save_png
 from utils.launch import on_main_process
-from utils.nonfinite import ADVICE, BadUpdate
+from utils.nonfinite import BadUpdate, advice
 from utils.sampling import to_uint8
 from utils.training_samples import TrainingSamples
 
@@ -125,7 +125,7 @@ class NanReports:
             "bad_gradients": {"count": len(bad_names), "of": len(names), "names": bad_names[:MAX_NAMES]},
             "bad_samples": suspects,
             "computed_again": replays,
-            "what_to_try": ADVICE,
+            "what_to_try": advice(self._accelerator.mixed_precision),
             "samples": samples,
         }
 

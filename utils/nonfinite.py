@@ -12,7 +12,11 @@ from torch import nn
 from utils.checkpoints import TrainState
 from utils.gradients import Gradients
 
-ADVICE = "try a lower --learning_rate, a longer --lr_warmup_steps, a smaller --max_grad_norm, bf16 in place of fp16"
+
+def advice(mixed_precision: str) -> str:
+    """What to try against updates that are not finite, in a run of that precision."""
+    general = "try a lower --learning_rate, a longer --lr_warmup_steps, a smaller --max_grad_norm"
+    return general + (", bf16 in place of fp16" if mixed_precision == "fp16" else "")
 
 
 class BadUpdate(NamedTuple):
@@ -83,7 +87,8 @@ class BadUpdates:
         self._first_losses = torch.where(first, losses, kept)
 
     def report(self) -> dict[str, float]:
-        """Counts since the run began and the longest row since the last report; sets `first`. The host waits for the device."""
+        """Counts since the run began, the longest row since the last report, and the number of the first bad update since then,
+        where there was one; sets `first`. The host waits for the device."""
         figures = torch.stack([self._first_step, *self._counts, self._most_in_a_row, self._in_a_row])
         step, *counts, most, self.row = figures.tolist()
         self.first = None
@@ -92,6 +97,8 @@ class BadUpdates:
             self._first_step.fill_(-1)
         self._most_in_a_row = self._in_a_row.clone()
         report = {"train/skipped_updates": counts[0], "train/bad_updates_in_a_row": most}
+        if step >= 0:
+            report["train/first_skipped_update"] = step + 1
         return report | ({"train/scaler_skips": counts[1]} if self._accelerator.scaler is not None else {})
 
     def totals(self) -> tuple[int, int, int]:

@@ -116,15 +116,18 @@ _EDM2 = {
     "max_grad_norm": 0.0,  # the paper clips nothing
     "lr_warmup_steps": 4883,  # 10 M images
     "lr_decay_steps": 35_000,
-    "max_train_steps": 1_048_576,  # 2^31 images
-    "ema_snapshot_steps": 8192,
+    "ema_snapshot_steps": 4096,  # 8 x 2^20 images
     "checkpointing_steps": 4096,
     "save_images_steps": 4096,
     "save_model_steps": 65_536,
     "checkpoints_total_limit": 3,
 }
-# train_edm2.py's. The paper's sizes with its settings for ImageNet-64 (Karras et al. 2024); the learning rates are for a global
-# batch of 2048, and small sets need smaller ones. XXS came later, as a guide, and has the rate of XS.
+# train_edm2.py's. The paper's sizes with its settings (Karras et al. 2024); small sets need smaller learning rates.
+EDM2_ABOUT = """\
+  XXS to XXL have the paper's settings for pixels (ImageNet-64). XXS and XXL, which it trained on latents alone, have the
+  lengths of that. For latents (ImageNet-512) set --lr_decay_steps 70000 --P_mean -0.4 --P_std 1.0, and the length.
+  All counts are updates of 2048 images and do not follow another --global_batch_size: set --max_train_steps,
+  --lr_warmup_steps and --ema_snapshot_steps with it."""
 EDM2_FLAGS = {
     "digits16": {
         "dataset_name": "digits",
@@ -149,13 +152,13 @@ EDM2_FLAGS = {
         "validation_steps": 240,
         "logging_steps": 24,
     },
-    "XXS": {**_EDM2, "learning_rate": 0.0120},
-    "XS": {**_EDM2, "learning_rate": 0.0120},
-    "S": {**_EDM2, "learning_rate": 0.0100},
-    "M": {**_EDM2, "learning_rate": 0.0090},
-    "L": {**_EDM2, "learning_rate": 0.0080},
-    "XL": {**_EDM2, "learning_rate": 0.0070},
-    "XXL": {**_EDM2, "learning_rate": 0.0065},
+    "XXS": {**_EDM2, "max_train_steps": 1_048_576, "learning_rate": 0.0170},  # 2048 x 2^20 images
+    "XS": {**_EDM2, "max_train_steps": 524_288, "learning_rate": 0.0120},  # 1024 x 2^20 images
+    "S": {**_EDM2, "max_train_steps": 524_288, "learning_rate": 0.0100},  # 1024 x 2^20 images
+    "M": {**_EDM2, "max_train_steps": 1_048_576, "learning_rate": 0.0090, "dropout": 0.1},  # 2048 x 2^20 images
+    "L": {**_EDM2, "max_train_steps": 524_288, "learning_rate": 0.0080, "dropout": 0.1},  # 1024 x 2^20 images
+    "XL": {**_EDM2, "max_train_steps": 327_680, "learning_rate": 0.0070, "dropout": 0.1},  # 640 x 2^20 images
+    "XXL": {**_EDM2, "max_train_steps": 458_752, "learning_rate": 0.0065, "dropout": 0.1},  # 896 x 2^20 images
 }
 
 

@@ -17,7 +17,7 @@ def data_range(record: RunRecord) -> Found:
     if _out_of_range(low, high):
         yield Finding("data-range", "critical", seen, steps[-1])
         return
-    checks = record.records("data")
+    checks = record.known("data")
     files = _mean_and_std(checks[0][1]) if checks else None
     _, means = record.finite("data/mean")
     _, stds = record.finite("data/std")
@@ -48,7 +48,7 @@ def _images_seen(record: RunRecord, reports: int) -> int:
 
 def data_changed(record: RunRecord) -> Found:
     """Images that come to the network darker or brighter than they are in the files: inverted, or badly normalised."""
-    checks = record.records("data")
+    checks = record.known("data")
     files = _mean_and_std(checks[0][1]) if checks else None
     steps, means = record.finite("data/mean")
     # The means of single images lie within about one spread of the whole, so that of 100 images has a standard error below a
@@ -71,7 +71,7 @@ def data_stuck(record: RunRecord) -> Found:
     """The figures of one batch again and again, although there are others."""
     seen = [record.finite(f"data/{name}") for name in ("mean", "std")]
     images, batch = record.resolved.get("training_images") or 0, record.resolved.get("global_batch_size") or 0
-    copies = [(data.get("copies") or {}).get("share", 0.0) for _, data in record.records("data")[:1]]
+    copies = [(data.get("copies") or {}).get("share", 0.0) for _, data in record.known("data")[:1]]
     if not batch or images < 2 * batch or max(copies, default=0.0) > 0.5 or any(len(values) < 4 for _, values in seen):
         return
     yield "data-stuck"
@@ -92,7 +92,7 @@ def _mean_and_std(data: dict) -> tuple[float, float] | None:
 
 
 def data_alike(record: RunRecord) -> Found:
-    for step, data in record.records("data")[:1]:
+    for step, data in record.known("data")[:1]:
         copies, near = data.get("copies") or {}, data.get("near_copies") or {}
         if copies:
             yield "data-alike"
@@ -105,7 +105,7 @@ def data_alike(record: RunRecord) -> Found:
 
 
 def data_blank(record: RunRecord) -> Found:
-    for step, data in record.records("data")[:1]:
+    for step, data in record.known("data")[:1]:
         share, rows = data.get("constant_share") or 0.0, data.get("constant_rows") or []
         if data.get("constant_share") is not None:
             yield "data-blank"
@@ -116,7 +116,7 @@ def data_blank(record: RunRecord) -> Found:
 
 
 def data_damaged(record: RunRecord) -> Found:
-    for step, data in record.records("data")[:1]:
+    for step, data in record.known("data")[:1]:
         damaged = data.get("damaged") or {}
         if damaged:
             yield "data-damaged"
@@ -130,7 +130,7 @@ def data_damaged(record: RunRecord) -> Found:
 
 
 def data_enlarged(record: RunRecord) -> Found:
-    for step, data in record.records("data")[:1]:
+    for step, data in record.known("data")[:1]:
         sizes, side = data.get("sizes") or {}, (data.get("shape") or [0])[-1]
         if sizes:
             yield "data-enlarged"
@@ -146,7 +146,7 @@ def _listed(before: str, names: list) -> str:
 
 
 def class_imbalance(record: RunRecord) -> Found:
-    for step, data in record.records("data")[:1]:
+    for step, data in record.known("data")[:1]:
         classes = data.get("classes") or {}
         if classes:
             yield "class-imbalance"

@@ -30,7 +30,7 @@ def overfitting(record: RunRecord) -> Found:
         yield Finding("overfitting", "critical" if held_out[-1] > 1.5 * best else "warning", what, steps[-1])
     elif harder is not None and harder > HELD_OUT_RATIO:  # this sees it before the held-out loss rises
         what = f"held-out images are up to {harder:.2g} times as hard as training images under the same noise"
-        yield Finding("overfitting", "warning", what, record.records("probe")[-1][0])
+        yield Finding("overfitting", "warning", what, record.known("probe")[-1][0])
 
 
 def _held_out_ratio(record: RunRecord) -> float | None:
@@ -38,7 +38,7 @@ def _held_out_ratio(record: RunRecord) -> float | None:
 
     It is the same network under the same noise, so that only the images differ.
     """
-    for _, probe in record.records("probe")[-1:]:
+    for _, probe in record.known("probe")[-1:]:
         # Single images differ by far more than sets of them; by how much 32 do stands at HELD_OUT_RATIO.
         if min(probe.get(name) or 0 for name in ("images", "held_out_images")) < LEAST_IMAGES:
             return None
@@ -52,7 +52,7 @@ def not_learning(record: RunRecord) -> Found:
     """A network that does no better than to answer the same for every image, at every noise level, after a fair chance."""
     reports = [r for r in record.history if "train/loss_timestep_quartile_4" in r]
     reports = reports[-max(1, len(reports) // 4) :]
-    seen = sum(r.get("train/timesteps_drawn", 0) for r in reports)
+    seen = sum(drawn for drawn in (r.get("train/timesteps_drawn") for r in reports) if drawn and math.isfinite(drawn))
     warmup = record.options.get("lr_warmup_steps") or 0
     # 400 are a hundred samples in each quartile.
     if not has_had_a_chance(record) or seen < 400 or reports[-1]["step"] < warmup + 100:
@@ -90,7 +90,7 @@ def errors_of_a_constant(record: RunRecord) -> dict[int, float]:
     the mean image. Quartiles in which the loss is weighted are left out.
     """
     alphas_cumprod, (_, stds) = record.alphas_cumprod, record.finite("data/std")
-    varieties = [data.get("variety") for _, data in record.records("data")[:1]]
+    varieties = [data.get("variety") for _, data in record.known("data")[:1]]
     kind, gamma = record.options.get("prediction_type"), record.options.get("snr_gamma")
     if alphas_cumprod is None or not stds or not varieties or not varieties[0] or kind is None:
         return {}

@@ -6,7 +6,7 @@ from utils.run_record import RunRecord
 
 
 def timestep_ignored(record: RunRecord) -> Found:
-    for step, probe in record.records("probe")[-1:]:
+    for step, probe in record.known("probe")[-1:]:
         response = probe.get("timestep_response")
         # Rounding gives 1e-7; networks that see it gave 1e-2 to 0.8 after as few as 8 updates.
         if response is not None:
@@ -33,9 +33,10 @@ def train_eval_gap(record: RunRecord) -> Found:
     dropout = record.options.get("dropout") or 0.0
     # Published diffusion U-Nets take 0 to 0.3 (Ho et al. 2020, appendix B: 0.1 on CIFAR-10).
     said, last, severity = ([f"--dropout {dropout:g}"] if dropout >= 0.5 else []), None, "warning"
-    for step, probe in record.records("probe")[-1:]:
+    for (step, probe), (_, all_of_it) in list(zip(record.known("probe"), record.records("probe")))[-1:]:
+        levels = list(all_of_it.get("error") or {})
         errors, training = probe.get("error") or {}, probe.get("training_error")
-        middle = errors.get(list(errors)[len(errors) // 2]) if errors else None
+        middle = errors.get(levels[len(levels) // 2]) if levels else None
         if training is not None and middle:
             yield "train-eval-gap"
         # Such dropout adds a tenth or so; what normalises with figures of the batch may also make training look better.
@@ -61,7 +62,7 @@ def _loss_before(record: RunRecord, quartile: int, step: int) -> float | None:
 
 
 def batch_leak(record: RunRecord) -> Found:
-    for step, probe in record.records("probe")[-1:]:
+    for step, probe in record.known("probe")[-1:]:
         response = probe.get("batch_response")
         # Other kernels for another batch size change an output by 1e-6 in float32; where they round to TF32, by 1e-3 at most.
         if response is not None:

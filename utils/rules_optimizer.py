@@ -8,21 +8,24 @@ from utils.run_record import RunRecord
 
 
 def non_finite(record: RunRecord) -> Found:
-    steps, skipped = record.series("train/skipped_updates")
+    steps, skipped = record.finite("train/skipped_updates")
     if not steps:
         return
     yield "non-finite"
     if not skipped[-1] > 0:
         return
-    _, rows = record.series("train/bad_updates_in_a_row")
+    _, rows = record.finite("train/bad_updates_in_a_row")
     often = skipped[-1] > max(2.0, 0.02 * steps[-1]) or max(rows, default=0) >= 3
-    first = next(step for step, value in zip(steps, skipped) if value > 0)
-    what = f"{skipped[-1]:.0f} of {steps[-1]} updates, the first by update {first}"
-    yield Finding("non-finite", "critical" if often else "warning", what, first)
+    reported = next(step for step, value in zip(steps, skipped) if value > 0)
+    exact = dict(zip(*record.finite("train/first_skipped_update"))).get(reported)  # runs of earlier versions have none
+    first = reported if exact is None else int(exact)
+    what = f"{skipped[-1]:.0f} of {steps[-1]} updates, the first {'by update' if exact is None else 'was update'} {first}"
+    precision = record.resolved.get("mixed_precision")
+    yield Finding("non-finite", "critical" if often else "warning", what, first, mixed_precision=precision)
 
 
 def fp16_scale(record: RunRecord) -> Found:
-    steps, scales = record.series("train/loss_scale")
+    steps, scales = record.finite("train/loss_scale")
     if steps:
         yield "fp16-scale-collapse"
     # It starts at 65536 and halves with each overflow; below 1 it would shrink what fp16 can hold instead of lifting it.
@@ -58,7 +61,11 @@ def learning_rate(record: RunRecord) -> Found:
     options = record.options
     warmup = options.get("lr_warmup_steps") or 0
     moves = [(step, move) for step, move in record.derived("layers", typical_update) if move is not None]
+    thrown = _rate_beside_weights(record)
     if not moves:
+        if thrown is not None:
+            yield "lr-too-high"
+            yield Finding("lr-too-high", "critical", thrown[1], thrown[0])
         return
     yield from ("lr-too-high", "no-warmup")
     steps, losses = record.finite("train/loss")
@@ -73,6 +80,8 @@ def learning_rate(record: RunRecord) -> Found:
         if warmup < 10 and top_step <= 0.2 * (record.resolved.get("max_train_steps") or moves[-1][0]):
             yield Finding("no-warmup", "critical", f"--lr_warmup_steps {warmup}; {what}", top_step)
         yield Finding("lr-too-high", "critical", what, top_step)
+    elif thrown is not None:
+        yield Finding("lr-too-high", "critical", thrown[1], thrown[0])
     elif torn:
         yield Finding("loss-unstable", "warning", f"it rose from {min(losses):.3g} to {losses[-1]:.3g}", steps[-1])
     elif spikes := _spikes(record):
@@ -86,6 +95,23 @@ def learning_rate(record: RunRecord) -> Found:
         yield Finding("lr-too-low", "warning", what, moves[-1][0])
 
 
+def _rate_beside_weights(record: RunRecord) -> tuple[int, str] | None:
+    """(when it was seen, what) of a learning rate that is far too high, whatever became of the updates: all skipped, as nothing
+    is finite any more, or tiny, as Adam divides by the gradients of the explosion.
+
+    Adam and RMSprop move each weight by about the learning rate: in healthy runs a tenth of a typical layer's weights at most.
+    Those are 1 in EDM2 and below 0.3 elsewhere to begin with: what has grown to 10 was thrown there.
+    """
+    steps, rates = record.finite("train/lr")
+    peak, sizes = max(rates, default=0.0), [size for _, size in record.derived("layers", typical_weight) if size is not None]
+    size, optimizer = max(sizes, default=1.0), record.options.get("optimizer")
+    if optimizer in ("adam", "adamw", "adamw8bit", "rmsprop") and peak > 0.5 * min(size, 1.0):
+        return steps[-1], f"{optimizer} moves each weight by about the learning rate, {peak:.3g}; a fresh one is 1 at most"
+    if peak > 0 and size > 10.0:
+        return steps[-1], f"the weights of a typical layer have grown to {size:.3g}, with learning rates up to {peak:.3g}"
+    return None
+
+
 # An update of 1e-3 is usual; at 5 % the weights turn over in twenty updates. Below 5e-5 it takes 20,000 in one direction.
 HIGHEST_UPDATE, LOWEST_UPDATE = 0.05, 5e-5
 
@@ -94,6 +120,12 @@ def typical_update(layers: dict) -> float | None:
     """Median over the layers of change over size of the weight; None where nothing moved (the first step of a warm-up)."""
     updates = [update for _, update in _of_matrices(layers, "update") if update > 0]
     return median(updates) if updates else None
+
+
+def typical_weight(layers: dict) -> float | None:
+    """Median over the layers of the size of the weight, its root mean square."""
+    sizes = [size for _, size in _of_matrices(layers, "weight") if size > 0]
+    return median(sizes) if sizes else None
 
 
 LEAST_LOSSES = 8  # of which a quarter is two
@@ -215,7 +247,7 @@ def _of_matrices(layers: dict, figure: str) -> list[tuple[str, float]]:
 
 
 def ema_frozen(record: RunRecord) -> Found:
-    steps, norms = record.series("train/ema_norm")
+    steps, norms = record.finite("train/ema_norm")
     if len(norms) >= 4:
         yield "ema-frozen"
     still = [step for step, norm in zip(steps, norms) if norm == norms[-1]]
@@ -233,7 +265,7 @@ def ema_frozen(record: RunRecord) -> Found:
 
 
 def ema_too_long(record: RunRecord) -> Found:
-    steps, decays = record.series("train/ema_decay")
+    steps, decays = record.finite("train/ema_decay")
     total = record.resolved.get("max_train_steps") or 0
     if len(steps) < 4 or not total:
         return

@@ -23,17 +23,26 @@ def schedule(record: RunRecord) -> Found:
 
 
 def timesteps_uneven(record: RunRecord) -> Found:
-    tags = [f"train/timestep_share_{i}" for i in range(1, 11)]
-    reports = [r for r in record.history if tags[0] in r]
-    seen = sum(r.get("train/timesteps_drawn", 0) for r in reports)
+    shares, seen, last = _timesteps_drawn(record)
     levels = record.options.get("ddpm_num_steps") or 1000
     if seen < 400 or levels < 10:  # of a uniform 400, fewer than 8 fall into a tenth with a probability below 1e-9
         return
     yield "timesteps-uneven"
-    shares = [sum(r[tag] * r.get("train/timesteps_drawn", 0) for r in reports) / seen for tag in tags]
     if min(shares) < 0.02:
         what = "shares of the ten tenths: " + ", ".join(f"{share:.2f}" for share in shares)
-        yield Finding("timesteps-uneven", "critical", what, reports[-1]["step"])
+        yield Finding("timesteps-uneven", "critical", what, last)
+
+
+def _timesteps_drawn(record: RunRecord) -> tuple[list[float], float, int | None]:
+    """(shares of the ten tenths of the timesteps in all reports together, of how many timesteps, the last of these reports)."""
+    tags = ("train/timesteps_drawn", *(f"train/timestep_share_{i}" for i in range(1, 11)))
+    known = [(line["step"], [line.get(tag) for tag in tags]) for line in record.history if tags[0] in line]
+    known = [(step, row) for step, row in known if all(value is not None and math.isfinite(value) for value in row)]
+    seen = sum(drawn for _, (drawn, *_) in known)
+    if not seen > 0:
+        return [], 0.0, None
+    shares = [sum(row[0] * row[i] for _, row in known) / seen for i in range(1, 11)]
+    return shares, seen, known[-1][0]
 
 
 def noise_wrong(record: RunRecord) -> Found:
@@ -65,10 +74,10 @@ def noise_wrong(record: RunRecord) -> Found:
 
 def timestep_mismatch(record: RunRecord) -> Found:
     alphas_cumprod = record.alphas_cumprod
-    if alphas_cumprod is None:
+    shares, seen, _ = _timesteps_drawn(record)
+    if alphas_cumprod is None or not seen:
         return
     steps, orders = record.finite("noise/timestep_order")
-    shares = [median(record.finite(f"train/timestep_share_{i}")[1] or [0.1]) for i in range(1, 11)]
     clear = sum(a > 0.01 for a in alphas_cumprod) / len(alphas_cumprod)
     # Where timesteps come from all of a schedule, half of which leaves something of the image to tell them by, the rank
     # correlation is above 0.8; timesteps of other images give 0, reversed ones -1.
@@ -90,7 +99,7 @@ def timestep_mismatch(record: RunRecord) -> Found:
 
 def sampler_mismatch(record: RunRecord) -> Found:
     compared = ("prediction_type", "beta_schedule", "num_train_timesteps", "rescale_betas_zero_snr")
-    for step, samples in record.records("samples")[-1:]:
+    for step, samples in record.known("samples")[-1:]:
         sampler, trained = samples.get("sampler", {}), samples.get("trained", {})
         known = [name for name in compared if sampler.get(name) is not None and trained.get(name) is not None]
         different = [name for name in known if sampler[name] != trained[name]]
@@ -100,7 +109,7 @@ def sampler_mismatch(record: RunRecord) -> Found:
             what = ", ".join(f"{name} {sampler[name]} instead of {trained[name]}" for name in different)
             yield Finding("sampler-mismatch", "critical", what, step)
             return
-    for step, probe in record.records("probe")[-1:]:
+    for step, probe in record.known("probe")[-1:]:
         errors, claimed = probe.get("errors_as", {}), probe.get("prediction_type")
         others = [(name, by_level) for name, by_level in errors.items() if name != claimed]
         for name, by_level in others if claimed in errors else ():

@@ -21,14 +21,15 @@ _LEAST_VARIED = 100  # images: real sets of 100 gave a variance ratio above 0.74
 
 def evaluated_samples(record: RunRecord) -> Found:
     """The newest evaluation in a run, once half of it is done: before that samples are not meant to be good."""
-    for step, figures in record.records("evaluation")[-1:]:
-        if step >= 0.5 * (record.resolved.get("max_train_steps") or 0):
+    for step, figures in record.known("evaluation")[-1:]:
+        measured = {"variance_ratio", "precision", "rows", "modes"} <= figures.keys()
+        if measured and "precision" in figures.get("floor", {}) and step >= 0.5 * (record.resolved.get("max_train_steps") or 0):
             found = collapse(figures, step)
             # What stands first hides the rest, and is all that was judged.
             codes = {finding.code for finding in found}
             yield "samples-alike"
             if "samples-alike" not in codes:
-                yield from ("samples-unlike-data", *(["samples-copied"] if figures.get("memorisation") else []))
+                yield from ("samples-unlike-data", *(["samples-copied"] if _copies(figures) else []))
             if codes.isdisjoint(("samples-alike", "samples-unlike-data")):
                 yield from ("modes-missing", "mode-dominates")
                 yield from ["samples-lack-variety"] if figures["rows"] >= _LEAST_VARIED else []
@@ -37,12 +38,12 @@ def evaluated_samples(record: RunRecord) -> Found:
 
 def previewed_samples(record: RunRecord) -> Found:
     """The newest preview: a look at few images, which tells whether all are one, grey or not, and nothing finer."""
-    checks, total = record.records("data"), record.resolved.get("max_train_steps") or 0
+    checks, total = record.known("data"), record.resolved.get("max_train_steps") or 0
     data = checks[0][1] if checks else {}
     repeated = max((data.get("copies") or {}).get("share", 0.0), data.get("constant_share") or 0.0)
     if not data.get("pairwise_distance") or repeated > 0.1 or not has_had_a_chance(record):  # a few of such data may be alike
         return
-    for step, samples in record.records("samples")[-1:] if total else ():
+    for step, samples in record.known("samples")[-1:] if total else ():
         distances = {kind: (samples.get(kind) or {}).get("pair_distance") for kind in ("raw", "ema")}
         ratios = {kind: d / data["pairwise_distance"] for kind, d in distances.items() if d is not None and math.isfinite(d)}
         alike = {kind: ratio for kind, ratio in ratios.items() if ratio**2 < ALIKE}
@@ -65,8 +66,13 @@ def collapse(figures: dict, step: int | None = None) -> list[Finding]:
     return [*findings, *_variety(figures, step), *_missing(figures, step), *_dominant(figures, step)]
 
 
+def _copies(figures: dict) -> dict | None:
+    copies = figures.get("memorisation") or {}
+    return copies if {"images", "near_duplicates", "near_duplicates_real"} <= copies.keys() else None
+
+
 def _copied(figures: dict, step: int | None) -> Found:
-    copies = figures.get("memorisation")
+    copies = _copies(figures)
     if copies is None:
         return
     share, real = copies["near_duplicates"], copies["near_duplicates_real"]
@@ -97,11 +103,12 @@ def _variety(figures: dict, step: int | None) -> Found:
 def _bins(figures: dict) -> Iterator[tuple[str, dict]]:
     """Classes, where they are known well enough, and modes, where the images are good enough: what puts an image into a cluster
     may else be its blur or its noise, as in a model after a quarter of its training."""
-    classes = figures.get("classes")
-    if classes is not None and classes["accuracy"] >= LEAST_ACCURACY:
+    complete = {"number", "generated", "real", "different"}
+    classes, modes = figures.get("classes") or {}, figures["modes"]
+    if complete <= classes.keys() and classes.get("accuracy", 0.0) >= LEAST_ACCURACY:
         yield "class", classes
-    if figures["precision"] > 0.9 * figures["floor"]["precision"]:
-        yield "mode", figures["modes"]
+    if complete <= modes.keys() and figures["precision"] > 0.9 * figures["floor"]["precision"]:
+        yield "mode", modes
 
 
 def _shares(bins: dict) -> Iterator[tuple[int, float, float, float]]:

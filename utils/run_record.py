@@ -73,6 +73,10 @@ class RunRecord:
         """(step, record) of one of the kinds that are dicts: "layers", "data", "probe", "samples"; oldest first."""
         return [(record["step"], record[key]) for record in self.history if isinstance(record.get(key), dict)]
 
+    def known(self, key: str) -> list[tuple[int, dict]]:
+        """`records` without what is not finite in them, at any depth: no rule can judge by it."""
+        return [(step, _finite_part(record)) for step, record in self.records(key)]
+
     def derived(self, key: str, function: Callable[[dict], float | None]) -> list[tuple[int, float | None]]:
         """(step, `function` of the record) of each of `records(key)`. Each is computed once: a run's history is only added to,
         and is looked at after every report."""
@@ -80,6 +84,12 @@ class RunRecord:
         known = self._derived.setdefault((key, function), [])
         known += [function(record) for _, record in records[len(known) :]]
         return [(step, value) for (step, _), value in zip(records, known)]
+
+
+def _finite_part(value):
+    if isinstance(value, dict):
+        return {k: _finite_part(v) for k, v in value.items() if not (isinstance(v, float) and not math.isfinite(v))}
+    return value
 
 
 def _whole_lines(path: Path) -> int:

@@ -26,13 +26,15 @@ class StepStatistics:
     """Sums on the device between two reports, so that the training path never waits for the host.
 
     Loss figures are means over samples, over micro steps, updates and (in `report`) processes; samples whose loss is not
-    finite are left out (`nonfinite.BadUpdates` counts them). Quartiles and tenths are of the timestep: 1 is the least noise.
+    finite are left out (`nonfinite.BadUpdates` counts them), but for the shares of timesteps, which are of all that were drawn.
+    Quartiles and tenths are of the timestep: 1 is the least noise.
     """
 
     def __init__(self, device: torch.device, num_train_timesteps: int):
         self._num_timesteps = num_train_timesteps
         self._loss_sum = torch.zeros(BINS, device=device)
         self._loss_count = torch.zeros(BINS, device=device)
+        self._drawn = torch.zeros(BINS, device=device)
         self._norm_sum = torch.zeros((), device=device)
         self._updates = torch.zeros((), device=device)
 
@@ -43,6 +45,7 @@ class StepStatistics:
         bins = timesteps * BINS // self._num_timesteps
         self._loss_sum.index_add_(0, bins, losses.detach().float().where(finite, 0.0))
         self._loss_count.index_add_(0, bins, finite.float())
+        self._drawn.index_add_(0, bins, torch.ones_like(bins, dtype=torch.float32))
 
     @torch.no_grad()
     def add_update(self, gradients: Gradients) -> None:
@@ -51,21 +54,24 @@ class StepStatistics:
         self._updates += gradients.finite
 
     def report(self, accelerator: Accelerator) -> dict[str, float]:
-        """Means since the last report, over all processes; empties the sums. The host waits for the device here only."""
-        losses = accelerator.reduce(torch.cat([self._loss_sum, self._loss_count]), "sum")
+        """Means since the last report, over all processes; empties the sums. The host waits for the device here only.
+
+        Of what there was none there is no figure, except that the loss is NaN.
+        """
+        losses = accelerator.reduce(torch.cat([self._loss_sum, self._loss_count, self._drawn]), "sum")
         values = torch.cat([losses, torch.stack([self._norm_sum, self._updates])]).tolist()
-        sums, counts = values[:BINS], values[BINS : 2 * BINS]
-        norm_sum, updates = values[2 * BINS :]
+        sums, counts, drawn = values[:BINS], values[BINS : 2 * BINS], values[2 * BINS : 3 * BINS]
+        norm_sum, updates = values[3 * BINS :]
         report = {"train/loss": sum(sums) / sum(counts) if sum(counts) else math.nan}
         for i, (loss_sum, count) in enumerate(zip(_joined(sums, QUARTILES), _joined(counts, QUARTILES))):
             if count:
                 report[f"train/loss_timestep_quartile_{i + 1}"] = loss_sum / count
-        report["train/timesteps_drawn"] = sum(counts)
-        tenths = _joined(counts, TENTHS)
-        report |= {f"train/timestep_share_{i + 1}": count / max(sum(counts), 1.0) for i, count in enumerate(tenths)}
+        if sum(counts):  # else nothing was trained
+            report["train/timesteps_drawn"] = sum(drawn)
+            report |= {f"train/timestep_share_{i + 1}": count / sum(drawn) for i, count in enumerate(_joined(drawn, TENTHS))}
         if updates:
             report["train/grad_norm"] = norm_sum / updates
-        for tensor in (self._loss_sum, self._loss_count, self._norm_sum, self._updates):
+        for tensor in (self._loss_sum, self._loss_count, self._drawn, self._norm_sum, self._updates):
             tensor.zero_()
         return report
 
