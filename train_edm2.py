@@ -31,6 +31,7 @@ from utils.options import (
     milestone_options,
     monitor_options,
     optimizer_options,
+    plan_options,
     sample_options,
 )
 from utils.presets import EDM2_FLAGS
@@ -114,11 +115,11 @@ def main(args: argparse.Namespace) -> int:
     from utils.edm_previews import EDM2Previews
     from utils.ema_snapshots import Snapshots, remove_snapshots_beyond
     from utils.errors import explain_out_of_memory
-    from utils.export import export_pipeline, model_card, push_to_hub
+    from utils.export import export_pipeline, model_card, push_to_hub, write_card
     from utils.gradients import AdaptiveLimit, FixedLimit, clip_gradients
     from utils.interrupts import EXIT_STOPPED, StopSignal, leave_on_signal
     from utils.launch import make_accelerator, on_main_process
-    from utils.memory_plan import MemoryPlan
+    from utils.memory_plan import NO_ACTIVATIONS, MemoryPlan
     from utils.milestones import Milestones
     from utils.monitors import Monitors
     from utils.nan_report import NanReports
@@ -150,8 +151,7 @@ def main(args: argparse.Namespace) -> int:
     resuming = bool(args.resume_from_checkpoint)
     new_unet = partial(make_edm2_unet, **edm2_unet_options(args, device.type))
     new_optimizer = partial(make_optimizer, **optimizer_options(args))
-    num_averages = (len(args.ema_widths) if args.ema_type == "power" else 1) if args.use_ema else 0
-    plan = MemoryPlan(accelerator, new_unet, new_optimizer, use_ema=num_averages)
+    plan = MemoryPlan(accelerator, new_unet, new_optimizer, probe_bytes=0, **plan_options(args))
     if args.global_batch_size:
         resumed = output_dir if resuming else None
         split = plan.split(**batch_options(args), resumed=resumed, try_out=not args.dry_run)
@@ -286,12 +286,15 @@ def main(args: argparse.Namespace) -> int:
         gathers=args.on_bad_image == "replace" and args.cache_images == "no",
         say=progress.say,
     )
+    measures_eagerly = plan.measures_eagerly(args.train_batch_size, args.gradient_accumulation_steps)
+    notes += [] if measures_eagerly else [NO_ACTIVATIONS]
     monitors = Monitors(
         accelerator,
         raw_denoiser,
         state,
         total_steps=max_train_steps,
         global_batch_size=global_batch_size,
+        measures_eagerly=measures_eagerly,
         num_noise_levels=NOISE_RANKS,
         checks_noise=False,
         nan_reports=nan_reports,
@@ -333,8 +336,7 @@ def main(args: argparse.Namespace) -> int:
         **evaluation_options(args),
     )
 
-    def export() -> None:
-        """The diffusers pipeline at the top of the run's folder, with its model card."""
+    def card() -> str:
         facts = {
             "title": output_dir.name,
             "data": images.description,
@@ -355,8 +357,12 @@ def main(args: argparse.Namespace) -> int:
             "pipeline": args.hub_model_id or output_dir,
             "grid": previews.newest and previews.newest.relative_to(output_dir),
         }
+        return model_card(facts)
+
+    def export() -> None:
+        """The diffusers pipeline at the top of the run's folder, with its model card."""
         with averaged():
-            on_main_process(accelerator, export_pipeline, raw_unet, noise_scheduler, output_dir, model_card(facts))
+            on_main_process(accelerator, export_pipeline, raw_unet, noise_scheduler, output_dir, card())
 
     milestones = Milestones(
         accelerator,
@@ -370,6 +376,7 @@ def main(args: argparse.Namespace) -> int:
         evaluation=evaluation,
         previews=previews,
         export=export,
+        write_card=lambda: on_main_process(accelerator, write_card, output_dir, card()),
         snapshots=snapshots,
         clipping=clipping,
         stop=stop,

@@ -183,6 +183,7 @@ class SideBySide:
             ("validation", utils.validation, "mean_loss"),
             ("evaluation", utils.training_evaluation.TrainingEvaluation, "make"),
             ("sample grids", utils.previews.Previews, "make"),
+            ("examining it", utils.previews.Previews, "examine"),
             ("export", utils.export, "export_pipeline"),
             ("EMA snapshots", utils.ema_snapshots.Snapshots, "save"),
         )
@@ -335,6 +336,7 @@ def main(parsed: tuple[argparse.Namespace, list[str]]) -> int:
             "validation": args.validation_steps,
             "evaluation": args.eval_steps,
             "sample grids": args.save_images_steps,
+            "examining it": args.save_images_steps,
             "export": args.save_model_steps,
             "EMA snapshots": args.ema_snapshot_steps,
         }
