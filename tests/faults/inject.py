@@ -6,6 +6,7 @@ Updates are counted from 1 in each process. FAULT is one of
     none
     nan            the loss is NaN in update N
     oom            update N runs out of memory
+    oom-between    random numbers for what happens between updates run out of memory: those whose purpose begins as V (V,W)
     signal         the process sends itself signal V (or several: V,W) in update N
     signal-in-setup  the process sends itself signal V before it loads the data
     disk-full      from update N on, for 2 updates, the file system of folder V is full
@@ -30,6 +31,7 @@ from accelerate import Accelerator
 import utils.checkpoints
 import utils.data
 import utils.milestones
+import utils.randomness
 from utils.script import run_script
 
 TOUCHES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
@@ -54,6 +56,17 @@ def oom(step: int, value: str) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines\n")
 
     at_update(step, fail)
+
+
+def oom_between(step: int, purposes: str) -> None:
+    normal = utils.randomness.normal
+
+    def fail(seed, purpose, *arguments):
+        if purpose.startswith(tuple(purposes.split(","))):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines\n")
+        return normal(seed, purpose, *arguments)
+
+    utils.randomness.normal = fail
 
 
 def send_signal(step: int, value: str) -> None:
@@ -155,6 +168,7 @@ FAULTS = {
     "none": None,
     "nan": nan,
     "oom": oom,
+    "oom-between": oom_between,
     "signal": send_signal,
     "signal-in-setup": signal_in_setup,
     "disk-full": disk_full,
