@@ -96,6 +96,7 @@ def main(args: argparse.Namespace) -> int:
     from models.edm_heun import EDMHeunScheduler
     from utils.bad_images import BadImageReport
     from utils.checkpoints import TrainState, attach_state_hooks, resume
+    from utils.compile_check import check_compiled
     from utils.data import content_fingerprint, load_images
     from utils.data_check import check_data
     from utils.dataset_sources import hub_name
@@ -393,6 +394,14 @@ def main(args: argparse.Namespace) -> int:
     bad_images.update()
     denoiser.train()
     parameters = [p for p in raw_denoiser.parameters() if p.requires_grad]
+
+    if args.compile and not milestones.at_end():
+
+        def first_loss() -> torch.Tensor:
+            micro_batch = draw(next(samples.batches(state.step, state.step + 1)))
+            return losses_of(denoiser, state.step, 0, **micro_batch).total.mean()
+
+        check_compiled(accelerator, denoiser, raw_unet, first_loss, progress.say)
 
     # ---- the loop: one turn is one update
     batches = samples.batches(state.step, max_train_steps, args.dataloader_num_workers)
