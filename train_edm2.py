@@ -31,6 +31,7 @@ from utils.options import (
     milestone_options,
     monitor_options,
     optimizer_options,
+    plan_options,
     sample_options,
 )
 from utils.presets import EDM2_ABOUT, EDM2_FLAGS
@@ -99,6 +100,7 @@ def main(args: argparse.Namespace) -> int:
     from models.edm_heun import EDMHeunScheduler
     from utils.bad_images import BadImageReport
     from utils.checkpoints import TrainState, attach_state_hooks, resume
+    from utils.compile_check import check_compiled
     from utils.data import content_fingerprint, load_images
     from utils.data_check import check_data
     from utils.dataset_sources import hub_name
@@ -118,11 +120,11 @@ def main(args: argparse.Namespace) -> int:
     from utils.edm_previews import EDM2Previews
     from utils.ema_snapshots import Snapshots, remove_snapshots_beyond
     from utils.errors import explain_out_of_memory
-    from utils.export import export_pipeline, model_card, push_to_hub
+    from utils.export import export_pipeline, model_card, push_to_hub, write_card
     from utils.gradients import AdaptiveLimit, FixedLimit, clip_gradients
     from utils.interrupts import EXIT_STOPPED, StopSignal, leave_on_signal
     from utils.launch import fix_bucket_order, make_accelerator, on_main_process
-    from utils.memory_plan import MemoryPlan
+    from utils.memory_plan import NO_ACTIVATIONS, MemoryPlan
     from utils.milestones import Milestones
     from utils.monitors import Monitors
     from utils.nan_report import NanReports
@@ -157,8 +159,7 @@ def main(args: argparse.Namespace) -> int:
     # all parameters, those of u too, its gradient is N times ours, and N m / (N sqrt(v) + eps) = m / (sqrt(v) + eps / N).
     epsilon = args.adam_epsilon / (args.image_channels * args.resolution**2)
     new_optimizer = partial(make_optimizer, **optimizer_options(args) | {"epsilon": epsilon})
-    num_averages = (len(args.ema_widths) if args.ema_type == "power" else 1) if args.use_ema else 0
-    plan = MemoryPlan(accelerator, new_unet, new_optimizer, use_ema=num_averages)
+    plan = MemoryPlan(accelerator, new_unet, new_optimizer, probe_bytes=0, **plan_options(args))
     if args.global_batch_size:
         resumed = output_dir if resuming else None
         split = plan.split(**batch_options(args), resumed=resumed, try_out=not args.dry_run)
@@ -298,12 +299,15 @@ def main(args: argparse.Namespace) -> int:
         gathers=args.on_bad_image == "replace" and args.cache_images == "no",
         say=progress.say,
     )
+    measures_eagerly = plan.measures_eagerly(args.train_batch_size, args.gradient_accumulation_steps)
+    notes += [] if measures_eagerly else [NO_ACTIVATIONS]
     monitors = Monitors(
         accelerator,
         raw_denoiser,
         state,
         total_steps=max_train_steps,
         global_batch_size=global_batch_size,
+        measures_eagerly=measures_eagerly,
         num_noise_levels=NOISE_RANKS,
         checks_noise=False,
         nan_reports=nan_reports,
@@ -345,8 +349,7 @@ def main(args: argparse.Namespace) -> int:
         **evaluation_options(args),
     )
 
-    def export() -> None:
-        """The diffusers pipeline at the top of the run's folder, with its model card."""
+    def card() -> str:
         facts = {
             "title": output_dir.name,
             "data": images.description,
@@ -367,8 +370,12 @@ def main(args: argparse.Namespace) -> int:
             "pipeline": args.hub_model_id or output_dir,
             "grid": previews.newest and previews.newest.relative_to(output_dir),
         }
+        return model_card(facts)
+
+    def export() -> None:
+        """The diffusers pipeline at the top of the run's folder, with its model card."""
         with averaged():
-            on_main_process(accelerator, export_pipeline, raw_unet, noise_scheduler, output_dir, model_card(facts))
+            on_main_process(accelerator, export_pipeline, raw_unet, noise_scheduler, output_dir, card())
 
     milestones = Milestones(
         accelerator,
@@ -382,6 +389,7 @@ def main(args: argparse.Namespace) -> int:
         evaluation=evaluation,
         previews=previews,
         export=export,
+        write_card=lambda: on_main_process(accelerator, write_card, output_dir, card()),
         snapshots=snapshots,
         clipping=clipping,
         stop=stop,
@@ -398,6 +406,14 @@ def main(args: argparse.Namespace) -> int:
     bad_images.update()
     denoiser.train()
     parameters = [p for p in raw_denoiser.parameters() if p.requires_grad]
+
+    if args.compile and not milestones.at_end():
+
+        def first_loss() -> torch.Tensor:
+            micro_batch = draw(next(samples.batches(state.step, state.step + 1)))
+            return losses_of(denoiser, state.step, 0, **micro_batch).total.mean()
+
+        check_compiled(accelerator, denoiser, raw_unet, first_loss, progress.say)
 
     # ---- the loop: one turn is one update
     batches = samples.batches(state.step, max_train_steps, args.dataloader_num_workers)

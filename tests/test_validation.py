@@ -33,7 +33,13 @@ def images():
 
 
 def process(rank: int, of: int):
-    return SimpleNamespace(process_index=rank, num_processes=of, device=torch.device("cpu"), reduce=lambda t, how: t)
+    return SimpleNamespace(
+        process_index=rank,
+        num_processes=of,
+        device=torch.device("cpu"),
+        reduce=lambda tensor, how: tensor,
+        gather=lambda tensor: tensor,
+    )
 
 
 def test_split_is_a_partition_that_depends_on_the_seed_alone(images):

@@ -197,7 +197,13 @@ def add_report_flags(
         default="loss",
         help="what makes a checkpoint the best: held-out loss, or a distance of the samples from the data (loss)",
     )
-    group.add_argument("--eval_batch_size", type=positive_int, default=16, help="sample images per grid, and per batch (16)")
+    group.add_argument(
+        "--evaluation_batch_size",
+        type=positive_int,
+        default=64,
+        help="samples at once on each process in an evaluation, in fp32 (64)",
+    )
+    group.add_argument("--eval_batch_size", type=positive_int, default=16, help="sample images in a grid, made in fp32 (16)")
     group.add_argument("--sampler", choices=samplers, default=samplers[0])
     group.add_argument(steps_flag, type=positive_int, help=steps_help)
     group.add_argument("--save_images_epochs", type=positive_int, default=10, help="epochs between two sample grids (10)")

@@ -112,9 +112,9 @@ class Doctor:
     def finish(self) -> None:
         """A last look at the run, and report.html from what its folder holds now; what fails here fails no finished run."""
         if self._enabled:
-            self.examine()
             path = self._record.output_dir / REPORT
             try:
+                self.examine()
                 write_report(RunRecord.read(self._record.output_dir), self.findings, path)
             except Exception as error:
                 self._say(f"{path} was not written: {type(error).__name__}: {error}")

@@ -22,12 +22,14 @@ class Dynamics:
     `report` gives what was measured, once. Between `end` and the next `begin` nothing costs anything.
 
     Args:
+        eager: whether updates that are measured run eagerly where the network is compiled. Where they do not, compiled code
+            calls no hooks, and activations and noise are not measured.
         checks_noise: whether `model(noisy_images, timesteps)` is shown x_t = a x_0 + b eps with a^2 + b^2 = 1, of the images
             that `see_images` was told before: then the noise is looked at too.
     """
 
-    def __init__(self, model: nn.Module, checks_noise: bool = True):
-        self._model, self._checks_noise = model, checks_noise
+    def __init__(self, model: nn.Module, checks_noise: bool = True, eager: bool = True):
+        self._model, self._checks_noise, self._eager = model, checks_noise, eager
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # Frozen ones are shown as without gradient; the random frequencies of a Fourier time embedding are meant to be.
         frozen = (name for name, p in model.named_parameters() if not p.requires_grad)
@@ -46,12 +48,14 @@ class Dynamics:
         self._watching = False
 
     def begin(self, wanted: bool) -> None:
-        """If `wanted`, watches every forward pass until `before_step`; compiled code, which calls no hooks, runs eagerly."""
+        """If `wanted`, watches every forward pass until `before_step`; these run eagerly."""
         if not wanted:
             return
         self._watching, self._activations, self._images, self._noise = True, {}, [], []
         left_over = [p.grad for p in self._parameters.values() if p.grad is not None]
         self._left_over = torch.stack(torch._foreach_norm(left_over)).norm() if left_over else None
+        if not self._eager:
+            return
         if self._checks_noise:
             self._hooks.callback(self._model.register_forward_pre_hook(self._see_inputs).remove)
         for name, module in self._layers:

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
+OUT_OF_MEMORY = "out of memory"
 MEMORY_RAN_OUT = (  # as libraries put it where they raise no OutOfMemoryError
     "can't allocate memory",  # torch's allocator on a CPU
-    "out of memory",
+    OUT_OF_MEMORY,
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
@@ -33,6 +34,13 @@ def out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in MEMORY_RAN_OUT)
+
+
+def memory_problem(error: Exception) -> str | None:
+    """One line about memory that ran out; None for any other error."""
+    if not out_of_memory(error):
+        return None
+    return f"{OUT_OF_MEMORY} ({(str(error).strip() or type(error).__name__).splitlines()[0][:200]})"
 
 
 def explain_out_of_memory(explain: Callable[[], str] | None) -> None:

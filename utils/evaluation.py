@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from utils.classifier import Classifier
-from utils.errors import UserError, one_line
+from utils.errors import UserError, memory_problem, one_line
 from utils.feature_sets import FeatureSet, extract
 from utils.features import Extractor
 from utils.launch import from_main_process, on_main_process
@@ -125,7 +125,8 @@ class Evaluation:
             try:
                 result = self._figures(sets, images)
             except Exception as error:  # numbers that are not finite, no memory: the other processes wait for an answer
-                raise UserError(f"the figures could not be computed: {one_line(error)}") from error
+                problem = memory_problem(error) or one_line(error)
+                raise UserError(f"the figures could not be computed: {problem}") from error
 
         on_main_process(self.accelerator, figures)
         return from_main_process(result[0]), result[1]

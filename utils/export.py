@@ -66,6 +66,16 @@ def export_pipeline(
         shutil.rmtree(draft, ignore_errors=True)
 
 
+def write_card(output_dir: Path, card_text: str) -> None:
+    """Writes README.md anew, complete or not at all. Raises OSError."""
+    draft = output_dir / ".README.md.tmp"
+    try:
+        draft.write_text(card_text)
+        _replace(draft, output_dir / "README.md")
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def _save_pipeline(unet: nn.Module, scheduler, draft: Path) -> None:
     from diffusers import DDPMPipeline
 

@@ -19,12 +19,11 @@ from safetensors.torch import save_file
 
 from utils.data import ImageSet, content_fingerprint
 from utils.distances import Moments
-from utils.errors import UserError, one_line
+from utils.errors import UserError, memory_problem, one_line
 from utils.features import Extractor, eight_bit
-from utils.launch import from_main_process
+from utils.launch import agree, from_main_process
 
 FORMAT = 2
-_MESSAGE_BYTES = 500  # of what one process tells the others of its failure
 SAMPLE_ROWS, REFERENCE_ROWS = 10_000, 50_000  # features kept of generated and of real images; the moments are of all
 
 
@@ -69,8 +68,8 @@ def sharded(
         try:
             made = make(turn[min(accelerator.process_index, len(turn) - 1)])
         except Exception as error:
-            problem = error
-        _agree(accelerator, problem)
+            problem = memory_problem(error) or one_line(error)
+        agree(accelerator, problem)
         if processes == 1:
             yield turn[0], made
             continue
@@ -78,20 +77,6 @@ def sharded(
         gathered = [accelerator.gather(part.contiguous()).unflatten(0, (processes, batch_size)) for part in padded]
         for slot, numbers in enumerate(turn):
             yield numbers, [part[slot, : len(numbers)] for part in gathered]
-
-
-def _agree(accelerator, problem: Exception | None) -> None:
-    """Raises UserError on all processes where one has a problem: the first one's."""
-    if accelerator.num_processes == 1:
-        if problem is not None:
-            raise UserError(one_line(problem)) from problem
-        return
-    text = (one_line(problem) if problem is not None else "").encode()[:_MESSAGE_BYTES]
-    mine = torch.zeros(1, _MESSAGE_BYTES, dtype=torch.uint8)
-    mine[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    for row in accelerator.gather(mine.to(accelerator.device)).cpu():
-        if row.any():
-            raise UserError(bytes(row[row > 0].tolist()).decode(errors="ignore")) from problem
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from accelerate.utils import (
 from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.errors import UserError
+from utils.errors import UserError, memory_problem
 
+_MESSAGE_BYTES = 500  # of what one process tells the others of its failure
 LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -138,7 +140,8 @@ def check_tracker(name: str) -> None:
 
 
 def on_main_process(accelerator: Accelerator, function, *args, **kwargs) -> None:
-    """Calls `function` on the main process alone; a UserError or a failure to write becomes a UserError on every rank."""
+    """Calls `function` on the main process alone; a UserError, a failure to write and memory that runs out become a UserError
+    on every rank."""
     error = None
     if accelerator.is_main_process:
         try:
@@ -149,6 +152,9 @@ def on_main_process(accelerator: Accelerator, function, *args, **kwargs) -> None
             error = f"{exception.strerror or exception}: {exception.filename or function.__name__}"
         except SafetensorError as exception:  # the same, met by its writer
             error = f"{exception}: {function.__name__}"
+        except Exception as exception:
+            if not (error := memory_problem(exception)):
+                raise
     if error := from_main_process(error):
         raise UserError(error)
 
@@ -156,3 +162,31 @@ def on_main_process(accelerator: Accelerator, function, *args, **kwargs) -> None
 def from_main_process(value):
     """The main process's `value`, on all of them."""
     return broadcast_object_list([value])[0]
+
+
+def agree(accelerator, problem: str | None) -> None:
+    """Raises UserError on all processes where one has a problem: the first one's. Every process must call it."""
+    if accelerator.num_processes == 1:
+        if problem is not None:
+            raise UserError(problem)
+        return
+    text = (problem or "").encode()[:_MESSAGE_BYTES]
+    mine = torch.zeros(1, _MESSAGE_BYTES, dtype=torch.uint8)
+    mine[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    for row in accelerator.gather(mine.to(accelerator.device)).cpu():
+        if row.any():
+            raise UserError(bytes(row[row > 0].tolist()).decode(errors="ignore"))
+
+
+@contextlib.contextmanager
+def if_memory_allows(accelerator, what: str, advice: str) -> Iterator[None]:
+    """Around what each process does by itself, without a collective call: where memory runs out on any, `what` is left out on
+    all of them, by a UserError that also says the `advice`. Every process must call it."""
+    problem = None
+    try:
+        yield
+    except Exception as error:
+        if not (problem := memory_problem(error)):
+            raise
+        problem = f"{what}: {problem}; {advice}"
+    agree(accelerator, problem)

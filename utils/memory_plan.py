@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,11 @@ from utils.batch_split import divisors, per_process, split_batch
 from utils.errors import UserError, out_of_memory
 from utils.free_memory import free_memory
 from utils.launch import from_main_process, local_processes
-from utils.memory import GIB, SHARE, MemoryEstimate, TrialStep, estimate_memory, flops_per_image
+from utils.memory import GIB, SHARE, MemoryEstimate, TrialStep, estimate_memory, flops_per_image, forward_peak
+from utils.probe import probe_batch
 
 MIB = 2**20
+NO_ACTIVATIONS = "reports are without activations and noise: they take an eager update, which is predicted not to fit"
 
 
 class MemoryPlan:
@@ -28,6 +31,11 @@ class MemoryPlan:
             `gradient_checkpointing`, and is a `functools.partial` that holds them.
         make_optimizer: builds the optimizer of a network.
         use_ema: the number of averages.
+        samples: images of a preview, shared out over the processes; 0 for none.
+        evaluation_batch_size: samples at once on each process in an evaluation; 0 for none.
+        validates: whether a micro batch of held-out images is ever looked at.
+        probe_bytes: what examining the network takes beside its pass over a micro batch; None where nobody does.
+        compiles: whether the network is compiled; the update of a report runs eagerly all the same.
     """
 
     def __init__(
@@ -37,6 +45,11 @@ class MemoryPlan:
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         *,
         use_ema: bool | int,
+        samples: int = 0,
+        evaluation_batch_size: int = 0,
+        validates: bool = False,
+        probe_bytes: int | None = None,
+        compiles: bool = False,
     ):
         self._accelerator, self._make_network, self._make_optimizer = accelerator, make_network, make_optimizer
         options = make_network.keywords
@@ -47,6 +60,10 @@ class MemoryPlan:
         self._sharing = local_processes(accelerator) if accelerator.device.type == "cpu" else 1
         self.free = free_memory(accelerator.device, self._sharing)  # before anything is there
         self._untried = False
+        self._samples = math.ceil(samples / accelerator.num_processes)
+        self._evaluation_batch_size, self._validates, self._probe_bytes = evaluation_batch_size, validates, probe_bytes
+        self._compiles = compiles
+        self._passes: dict[int, int] = {}  # batch size -> bytes of a forward pass
 
     def estimate(
         self,
@@ -71,7 +88,51 @@ class MemoryPlan:
         )
 
     def fits(self, estimate: MemoryEstimate) -> bool:
-        return estimate.peak <= SHARE * self.free
+        """Whether updates do, and what looks at a micro batch between them."""
+        between = self._of_a_micro_batch(estimate).values()
+        return max(estimate.peak, *between, 0) <= SHARE * self.free
+
+    def between_updates(self, estimate: MemoryEstimate) -> dict[str, int]:
+        """What happens between updates, in fp32 whatever the precision of these -> bytes at its worst moment, all that stays
+        from one update to the next included."""
+        found = {}
+        if self._samples:
+            of_all = self._samples * self._accelerator.num_processes
+            # Of each image the way from noise to it is kept (see `previews`): of all while the second weights are sampled,
+            # of those of this process while they are recorded, joined and gathered, and what a step of the sampler makes.
+            kept = 8 * of_all + 30 * self._samples
+            found[f"samples of {self._samples}"] = self._with_pass(estimate, self._samples, kept)
+        if self._evaluation_batch_size:
+            size = self._evaluation_batch_size
+            found[f"evaluation of {size}"] = self._with_pass(estimate, size, 8 * size)
+        return found | self._of_a_micro_batch(estimate)
+
+    def _of_a_micro_batch(self, estimate: MemoryEstimate) -> dict[str, int]:
+        """The part of `between_updates` that grows with the micro batch."""
+        size, found = estimate.micro_batch_size, {}
+        if self._validates:
+            found[f"validation of {size}"] = self._with_pass(estimate, size, 8 * size)
+        if self._probe_bytes is not None:
+            size = probe_batch(size)
+            found[f"probe of {size}"] = self._with_pass(estimate, size, 16 * size) + self._probe_bytes
+        return found
+
+    def _with_pass(self, estimate: MemoryEstimate, batch_size: int, images: int) -> int:
+        """Bytes between two updates with a forward pass, and so many images in fp32 beside it."""
+        if batch_size not in self._passes:
+            options = {"image_shape": self._image_shape, "batch_size": batch_size, "device": self._accelerator.device}
+            self._passes[batch_size] = forward_peak(self._make_network, **options)
+        return estimate.between_updates + self._passes[batch_size] + 4 * images * math.prod(self._image_shape)
+
+    def measures_eagerly(self, micro_batch_size: int, accumulation: int) -> bool:
+        """Whether the updates of reports may run eagerly, which measures activations; all processes must call it.
+
+        A batch that fits the compiled network alone would end the run at the first report.
+        """
+        if not self._compiles:
+            return True
+        self.free = min(self._gathered(self.free))
+        return self.estimate(micro_batch_size, accumulation).peak <= SHARE * self.free
 
     def table(self, micro_batch_size: int, accumulation: int) -> str:
         """The estimate in lines to print, with the verdict and, where it does not fit, what to set."""
@@ -95,20 +156,45 @@ class MemoryPlan:
             "predicted peak": "at the worst moment of an update: not the sum, gradients come while activations go",
         }
         lines = [self.asked(micro_batch_size, accumulation)]
-        lines += [f"{name:16} {size / MIB:12,.1f} MiB  {notes.get(name, '')}".rstrip() for name, size in rows if size]
-        lines.append(f"{'FLOPs per image':16} {flops / 1e9:12,.2f} G    forward and backward pass")
-        share = f"{100 * estimate.peak / self.free:.0f} % of the {self.free / GIB:.1f} GiB that are free"
+        lines += [f"{name:18} {size / MIB:12,.1f} MiB  {notes.get(name, '')}".rstrip() for name, size in rows if size]
+        between = self.between_updates(estimate)
+        lines += [f"{name:18} {size / MIB:12,.1f} MiB  in fp32, between two updates" for name, size in between.items()]
+        lines.append(f"{'FLOPs per image':18} {flops / 1e9:12,.2f} G    forward and backward pass")
+        worst = max(estimate.peak, *between.values(), 0)
+        share = f"{100 * worst / self.free:.0f} % of the {self.free / GIB:.1f} GiB that are free"
         if self._sharing > 1:
             share += f" to each of {self._sharing} processes"
         if self._untried:
             lines.append(
                 "auto: the largest micro batch that is predicted to fit; a run tries it out and may take a smaller one"
             )
-        if self.fits(estimate):
-            lines.append(f"fits: {share}")
-        else:
+        if self._compiles:
+            lines.append(
+                "--compile: the update of each report runs eagerly and needs that; where it does not fit, activations are not "
+                "reported. The others usually need less"
+            )
+        if not self.fits(estimate):
             lines.append(f"does not fit: {share}; {self.advice(micro_batch_size, accumulation)}")
+        elif worst > SHARE * self.free:
+            lines.append(f"updates fit, but not all between them: {share}; {self._advice_between(estimate)}")
+        else:
+            lines.append(f"fits: {share}")
         return "\n".join(lines)
+
+    def _advice_between(self, estimate: MemoryEstimate) -> str:
+        """What to set so that samples and evaluations fit, where updates do; what does not fit is left out of the run."""
+        processes, room, advice = self._accelerator.num_processes, SHARE * self.free, []
+        for flag, size, images, together in (
+            ("--eval_batch_size", self._samples, 8 * processes + 30, processes),
+            ("--evaluation_batch_size", self._evaluation_batch_size, 8, 1),
+        ):
+            sizes = list(range(size, 0, -1))
+            fits = largest_that_fits(sizes, lambda size, images=images: self._with_pass(estimate, size, images * size) <= room)
+            if fits is None and size:
+                advice.append(f"not even one image of {flag} does, and they will be left out")
+            elif fits != (size or None):
+                advice.append(f"set {flag} {fits * together}")
+        return ", ".join(advice)
 
     def show(self, micro_batch_size: int, accumulation: int) -> None:
         """Prints `table`."""
@@ -203,9 +289,9 @@ class MemoryPlan:
             clear_device_cache()
         return True
 
-    def _gathered(self, value: float) -> list[float]:
-        """The `value` of every process."""
-        own = torch.tensor([float(value)], dtype=torch.float64, device=self._accelerator.device)
+    def _gathered(self, value: int) -> list[int]:
+        """The whole number `value` of every process."""
+        own = torch.tensor([int(value)], device=self._accelerator.device)  # not every device has float64
         return self._accelerator.gather(own).tolist()
 
 

@@ -28,8 +28,10 @@ class Milestones:
         state: of the run.
         total_steps, epoch_steps: updates of the whole run, and of one pass over the images.
         averaged: gives a context in which the network has the averaged weights, where there are any.
-        validate: gives the loss on held-out images, asked in that context and in full precision; None without such images.
+        validate: gives the loss on held-out images, asked in that context and in full precision, and raises UserError on all
+            processes when memory runs out; None without such images.
         export: writes the pipeline; raises UserError when the disk does not take it.
+        write_card: writes its model card again, which shows the newest picture; the same.
         validation_steps, checkpointing_steps, save_images_steps, save_model_steps: updates from one to the next. Where the
             latter two are None, pictures and pipelines come after every save_images_epochs and save_model_epochs.
         checkpoints_total_limit: see `checkpoints.save_checkpoint`.
@@ -51,6 +53,7 @@ class Milestones:
         evaluation: TrainingEvaluation,
         previews: Previews,
         export: Callable[[], None],
+        write_card: Callable[[], None],
         snapshots: Snapshots,
         clipping: AdaptiveLimit | FixedLimit,
         stop: StopSignal,
@@ -70,7 +73,8 @@ class Milestones:
     ):
         self._accelerator, self._unet, self._state, self._output_dir = accelerator, unet, state, output_dir
         self._total_steps, self._epoch_steps, self._averaged = total_steps, epoch_steps, averaged
-        self._validate, self._evaluation, self._previews, self._export = validate, evaluation, previews, export
+        self._validate, self._evaluation, self._previews = validate, evaluation, previews
+        self._export, self._write_card = export, write_card
         self._snapshots, self._clipping, self._stop, self._monitors = snapshots, clipping, stop, monitors
         self._progress, self._trackers, self._doctor = progress, trackers, doctor
         self._validation_steps, self._checkpointing_steps = validation_steps, checkpointing_steps
@@ -100,12 +104,12 @@ class Milestones:
         with self._monitors.paused():
             improved = False
             if self._validate and (state.step % self._validation_steps == 0 or state.step == self._total_steps):
-                improved = self._validated()
+                improved = progress.attempt(self._validation) and state.best_step == state.step
             if self._evaluation.due(state, self._total_steps):
                 with self._judging():
                     improved |= self._evaluation.make(state)
             if self._is_due(**self._save_images):
-                progress.attempt(self._previews.make, state.step)
+                self._preview()
             if self._is_due(**self._save_model):
                 progress.attempt(self._export)
             if self._snapshots.due(state.step):
@@ -120,23 +124,31 @@ class Milestones:
         return exit_status
 
     def finish(self, exit_status: int) -> int:
-        """The last pictures and the pipeline of a run that has come to its end. Returns the exit status."""
+        """The pipeline and the last pictures of a run that has come to its end, in this order: no picture may cost it the
+        pipeline. Returns the exit status."""
         self._monitors.close()
         if exit_status == 0:
-            if self._previews.newest_step != self._state.step:
-                self._progress.attempt(self._previews.make, self._state.step)
             if not self._progress.attempt(self._export):
                 self._save()
                 return 1
+            if self._previews.newest_step != self._state.step:
+                self._preview()
+                if self._previews.newest_step == self._state.step:
+                    self._progress.attempt(self._write_card)
         return exit_status
 
-    def _validated(self) -> bool:
-        """Whether that makes these weights the best ones."""
+    def _preview(self) -> None:
+        """Pictures and a look at the network; each may fail alone."""
+        self._progress.attempt(self._previews.make, self._state.step)
+        self._progress.attempt(self._previews.examine, self._state.step)
+
+    def _validation(self) -> None:
+        """One that fails is as if it had not been due: it neither is the best nor counts as one without a gain."""
         with self._judging():
             value = self._validate()
         self._trackers.log({"validation/loss": value}, step=self._state.step)
         self._doctor.record(self._state.step, {"validation/loss": value})
-        return self._state.record("validation loss", value, decides=self._best_metric == "loss")
+        self._state.record("validation loss", value, decides=self._best_metric == "loss")
 
     def _save(self) -> bool:
         """Whether a checkpoint was published; why not is said."""

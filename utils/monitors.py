@@ -28,7 +28,7 @@ class Monitors:
         every, total_steps: updates from one report to the next, and of the whole run, whose last one is reported as well.
         global_batch_size: samples of an update, over all processes.
         num_noise_levels: noise levels are integers from 0, the least noise, to one less than this.
-        checks_noise: see `Dynamics`.
+        checks_noise, measures_eagerly: see `Dynamics`.
         max_bad_steps: a run ends after so many updates in a row that were not finite, when a report sees them.
         stop_on_critical: whether it ends when the doctor finds something critical.
     """
@@ -44,6 +44,7 @@ class Monitors:
         global_batch_size: int,
         num_noise_levels: int,
         checks_noise: bool,
+        measures_eagerly: bool,
         max_bad_steps: int,
         stop_on_critical: bool,
         nan_reports: NanReports,
@@ -59,7 +60,7 @@ class Monitors:
         self._progress, self._trackers, self._doctor = progress, trackers, doctor
         self._stopwatch = Stopwatch(state.step)
         self._statistics = StepStatistics(accelerator.device, num_noise_levels)
-        self._dynamics = Dynamics(model, checks_noise)
+        self._dynamics = Dynamics(model, checks_noise, measures_eagerly)
         self._bad_updates = BadUpdates.of_run(accelerator, model, state)
         self.due = False  # whether the update under way is reported
 

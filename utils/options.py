@@ -37,6 +37,18 @@ def batch_options(args: argparse.Namespace) -> dict:
     }
 
 
+def plan_options(args: argparse.Namespace) -> dict:
+    """The arguments of `memory_plan.MemoryPlan` that are flags."""
+    averages = len(args.ema_widths) if args.ema_type == "power" else 1
+    return {
+        "use_ema": averages if args.use_ema else 0,
+        "samples": args.eval_batch_size,
+        "evaluation_batch_size": args.evaluation_batch_size if args.eval_steps else 0,
+        "validates": args.validation_images > 0,
+        "compiles": args.compile,
+    }
+
+
 def sample_options(args: argparse.Namespace) -> dict:
     """The arguments of `training_samples.TrainingSamples` that are flags."""
     return {
@@ -108,7 +120,7 @@ def evaluation_options(args: argparse.Namespace) -> dict:
         "every": args.eval_steps,
         "best_metric": args.best_metric,
         "num_images": args.eval_images,
-        "batch_size": args.eval_batch_size,
+        "batch_size": args.evaluation_batch_size,
         "sampler": args.sampler,
         "seed": args.seed,
         "cache_dir": args.cache_dir,

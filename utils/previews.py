@@ -12,7 +12,7 @@ from utils.data import ImageSet
 from utils.doctor import Doctor
 from utils.ema import EMA
 from utils.images import denoising_path, save_png, side_by_side
-from utils.launch import on_main_process
+from utils.launch import if_memory_allows, on_main_process
 from utils.probe import examine_network, sample_statistics
 from utils.sampling import full_precision, make_sampler, path_steps, sample_sharded, to_uint8
 from utils.tracking import Trackers
@@ -29,7 +29,7 @@ PROCESS = (
 
 
 class Previews:
-    """Makes the pictures of a run, and has the network examined along with them.
+    """Makes the pictures of a run, and examines its network.
 
     What is particular to DDPM stands in the methods that `edm_previews.EDM2Previews` replaces.
 
@@ -73,8 +73,8 @@ class Previews:
     def make(self, step: int) -> None:
         """Writes samples/<step>.png (raw | EMA from the same noise) and samples/<step>-path.png, and logs both.
 
-        Records what they and the network are like. Every process must call it. Raises UserError when the disk does not take
-        the pictures.
+        Records what they are like. Every process must call it. Raises UserError when the disk does not take the pictures or
+        memory runs out.
         """
         averaged = self._ema.swapped_into_model if self._ema is not None else None
         results = [self._sample(weights) for weights in (nullcontext, averaged) if weights is not None]
@@ -82,10 +82,15 @@ class Previews:
             path = self._folder / f"{step:07d}.png"
             on_main_process(self._accelerator, self._write, path, step, raw=results[0], ema=results[-1])
             self.newest, self.newest_step = path, step
-        if self._accelerator.is_main_process:
-            with full_precision(self._unet):
-                found = self._examine()
-            self._doctor.record(step, {"probe": found})
+
+    def examine(self, step: int) -> None:
+        """Records what the network is like. Every process must call it. Raises UserError when memory runs out."""
+        advice = "set a smaller --train_batch_size, by which the images are shared out"
+        with if_memory_allows(self._accelerator, "examining the network", advice):
+            if self._accelerator.is_main_process:
+                with full_precision(self._unet):
+                    found = self._examine()
+                self._doctor.record(step, {"probe": found})
 
     predict = None  # what the sampler asks in place of the network, see `sampling.sample`
 

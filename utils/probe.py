@@ -23,6 +23,11 @@ def probe_timesteps(num_train_timesteps: int) -> list[int]:
     return [round(t * (num_train_timesteps - 1) / 999) for t in TIMESTEPS]
 
 
+def probe_batch(micro_batch_size: int) -> int:
+    """Images that go through the network at once when a run of this micro batch is examined."""
+    return min(max(2, micro_batch_size), PROBE_IMAGES)
+
+
 @torch.no_grad()
 def probe_network(
     unet: nn.Module,
@@ -30,9 +35,12 @@ def probe_network(
     clean_images: torch.Tensor,
     seed: int = 0,
     held_out_images: torch.Tensor | None = None,
+    batch_size: int | None = None,
 ) -> dict:
     """Figures about `unet` (unwrapped, in full precision) on `clean_images` float32 [B, C, H, W] in [-1, 1].
 
+    The network sees `batch_size` images at once, all of them where that is None; at least 2, or it could not be told whether it
+    mixes them. Only these are on its device: the rest of the arithmetic is done where `clean_images` are.
     The noise is a function of `seed` and the image's place, so that figures of different updates can be compared. Gives
 
         images, held_out_images: how many were looked at
@@ -49,6 +57,13 @@ def probe_network(
             rms of the output; 0 but for rounding
         training_error: `error` at the middle timestep in training mode, with dropout and the like
     """
+    device = next((parameter.device for parameter in unet.parameters()), clean_images.device)
+    batch_size = max(2, batch_size or len(clean_images))
+
+    def predict(noisy_images: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        parts = zip(noisy_images.to(device).split(batch_size), timesteps.to(device).split(batch_size))
+        return torch.cat([unet(*part).sample.float().to(noisy_images.device) for part in parts])
+
     numbers = torch.arange(len(clean_images), device=clean_images.device)
     steps = probe_timesteps(noise_scheduler.config.num_train_timesteps)
     variance = clean_images.var().item()
@@ -69,7 +84,7 @@ def probe_network(
         timesteps = torch.full_like(numbers, step)
         noisy_images = noise_scheduler.add_noise(clean_images, noise, timesteps)
         target = training_target(noise_scheduler, clean_images, noise, timesteps)
-        prediction = unet(noisy_images, timesteps).sample.float()
+        prediction = predict(noisy_images, timesteps)
         found["error"][str(step)] = (prediction - target).square().mean().item()
         found["linear_error"][str(step)] = _linear_error(alphas_cumprod[step], variance, noise_scheduler.config.prediction_type)
         found["output_std"][str(step)] = prediction.std().item()
@@ -79,7 +94,7 @@ def probe_network(
             others, noise_of_others, their_steps = held_out_images[:count], noise[:count], timesteps[:count]
             noisy_others = noise_scheduler.add_noise(others, noise_of_others, their_steps)
             wanted = training_target(noise_scheduler, others, noise_of_others, their_steps)
-            error = unet(noisy_others, their_steps).sample.float() - wanted
+            error = predict(noisy_others, their_steps) - wanted
             found["held_out_error"][str(step)] = error.square().mean().item()
         velocity = noise_scheduler.get_velocity(clean_images, noise, timesteps)
         for name, other in zip(PREDICTION_TYPES, (noise, clean_images, velocity)):
@@ -88,26 +103,28 @@ def probe_network(
         if place == MIDDLE:
             scale = prediction.square().mean().sqrt()
             changes = [
-                (unet(noisy_images, torch.full_like(timesteps, round(t * (steps[-1]) / 999))).sample.float() - prediction)
+                predict(noisy_images, torch.full_like(timesteps, round(t * (steps[-1]) / 999))) - prediction
                 for t in OTHER_TIMES
             ]
             change = torch.stack(changes).square().mean().sqrt()
             found["timestep_response"] = (change / scale).item() if scale > 0 else None
-            alone = unet(noisy_images[:1], timesteps[:1]).sample.float() - prediction[:1]
+            alone = predict(noisy_images[:1], timesteps[:1]) - prediction[:1]
             found["batch_response"] = (alone.square().mean().sqrt() / scale).item() if scale > 0 else None
-            with _training_mode(unet, noisy_images.device):
-                found["training_error"] = (unet(noisy_images, timesteps).sample.float() - target).square().mean().item()
+            with _training_mode(unet, device):
+                found["training_error"] = (predict(noisy_images, timesteps) - target).square().mean().item()
     return found
 
 
 def examine_network(unet: nn.Module, noise_scheduler: DDPMScheduler, samples: TrainingSamples, held_out: ImageSet) -> dict:
     """`probe_network` on a run's first images, and how far the network is from the best denoiser that there can be for its set.
 
-    The figures that need float64 are left out on a device without it (mps).
+    However many are looked at, a micro batch at once goes through the network: what trains can be examined. The figures that
+    need float64 are left out on a device without it (mps).
     """
-    clean_images = samples.first_images(PROBE_IMAGES)
-    others = held_out_images(held_out, PROBE_IMAGES, samples.device)
-    found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others)
+    clean_images = samples.first_images(PROBE_IMAGES).cpu()
+    others = held_out_images(held_out, PROBE_IMAGES, clean_images.device)
+    batch_size = probe_batch(samples.micro_batch_size)
+    found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size)
     if samples.device.type != "mps":
         gap = denoiser_gap(
             unet,
@@ -118,6 +135,7 @@ def examine_network(unet: nn.Module, noise_scheduler: DDPMScheduler, samples: Tr
             seed=samples.seed,
             device=samples.device,
             images_per_timestep=PROBE_IMAGES,
+            batch_size=batch_size,
             random_flip=samples.random_flip,
         )
         found |= gap_by_timestep(gap)

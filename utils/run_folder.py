@@ -39,7 +39,7 @@ HARMLESS = {
     ),
     *("ddpm_num_inference_steps", "save_images_epochs", "save_images_steps", "save_model_epochs", "save_model_steps"),
     *("checkpointing_steps", "checkpoints_total_limit", "validation_steps", "early_stopping_patience"),
-    *("eval_steps", "eval_images", "best_metric"),
+    *("eval_steps", "eval_images", "evaluation_batch_size", "best_metric"),
     "model_config_name_or_path",  # what it says is compared instead
     *("ema_snapshot_steps", "ema_snapshot_dtype", "num_inference_steps"),
     *("push_to_hub", "hub_token", "hub_model_id", "hub_private_repo"),

@@ -21,6 +21,7 @@ from models.edm_heun import EDMHeunScheduler
 from utils import randomness
 from utils.diffusion import config_for_any
 from utils.errors import UserError
+from utils.launch import if_memory_allows
 
 FINISHED_EDM = -10.0  # ln(sigma) / 4 below that of any step, in place of the finished image's -inf
 
@@ -235,34 +236,38 @@ def sample_sharded(
     """`sample` of images 0 ... num_images - 1 over all processes, in order, on every process.
 
     Chunk c goes to process c modulo their number, so `batch_size` decides how many processes have work. Every process
-    must call it. `should_stop` may answer differently on each: if any stopped, all return None.
+    must call it. `should_stop` may answer differently on each: if any stopped, all return None. Raises UserError on all where
+    memory runs out on any.
     """
     chunks = torch.arange(num_images).split(batch_size)
     rounds = -(-len(chunks) // accelerator.num_processes)
     slots = 1 + len(record_timesteps or ())  # the image and its path travel together
-    gathered = torch.zeros(rounds, batch_size, slots, *shape, device=accelerator.device)
     stopped = torch.zeros(1, device=accelerator.device)
-    for turn, numbers in enumerate(chunks[accelerator.process_index :: accelerator.num_processes]):
-        result = sample(
-            unet,
-            scheduler,
-            num_inference_steps=num_inference_steps,
-            sample_numbers=numbers,
-            seed=seed,
-            shape=shape,
-            device=accelerator.device,
-            batch_size=batch_size,
-            should_stop=should_stop,
-            record_timesteps=record_timesteps,
-            predict=predict,
-        )
-        if result is None:
-            stopped.fill_(1)
-            break
-        images, path = (result, None) if record_timesteps is None else result
-        gathered[turn, : len(numbers), 0] = images
-        if path is not None:
-            gathered[turn, : len(numbers), 1:] = path
+    with if_memory_allows(accelerator, f"a preview of {num_images} samples", "set a smaller --eval_batch_size"):
+        gathered = torch.zeros(rounds, batch_size, slots, *shape, device=accelerator.device)
+        for turn, numbers in enumerate(chunks[accelerator.process_index :: accelerator.num_processes]):
+            result = sample(
+                unet,
+                scheduler,
+                num_inference_steps=num_inference_steps,
+                sample_numbers=numbers,
+                seed=seed,
+                shape=shape,
+                device=accelerator.device,
+                batch_size=batch_size,
+                should_stop=should_stop,
+                record_timesteps=record_timesteps,
+                predict=predict,
+            )
+            if result is None:
+                stopped.fill_(1)
+                break
+            images, path = (result, None) if record_timesteps is None else result
+            gathered[turn, : len(numbers), 0] = images
+            if path is not None:
+                gathered[turn, : len(numbers), 1:] = path
+        # What the gather will need must be had now, when all can still leave it out together; the allocator keeps it.
+        gathered.new_empty(accelerator.num_processes, *gathered.shape)
     if accelerator.gather(stopped).any():
         return None
     # [process, round, ...] -> [round, process, ...] is the order of the chunks; only the last one is short, so that

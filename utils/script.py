@@ -4,9 +4,7 @@ import os
 import sys
 import traceback
 
-from utils.errors import UserError, memory_advice, out_of_memory
-
-OUT_OF_MEMORY = "out of memory"
+from utils.errors import OUT_OF_MEMORY, UserError, memory_advice, out_of_memory
 
 
 def run_script(main, parse_args, crash_status: int = 1) -> None:

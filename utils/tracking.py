@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
 from PIL import Image
 from tqdm import tqdm
 
@@ -219,13 +220,16 @@ class ProgressBar:
             tqdm.write(message)
 
     def attempt(self, action: Callable, *arguments) -> bool:
-        """Calls `action` on every rank; a UserError (a full disk, say) becomes a line above the bar. Whether there was none."""
+        """Calls `action` on every rank; a UserError (a full disk, memory that ran out) becomes a line above the bar. Whether
+        there was none."""
         try:
             action(*arguments)
+            return True
         except UserError as error:
-            self.say(f"left out: {error}")
-            return False
-        return True
+            problem = str(error)
+        clear_device_cache(garbage_collection=True)  # what the failed action held, for the updates to come
+        self.say(f"left out: {problem}")
+        return False
 
     def close(self) -> None:
         self._bar.close()

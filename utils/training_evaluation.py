@@ -6,17 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 
 from utils.checkpoints import TrainState
 from utils.data import ImageSet, cache_root
 from utils.doctor import Doctor
-from utils.errors import UserError
+from utils.errors import OUT_OF_MEMORY, UserError
 from utils.evaluation import Evaluation
 from utils.feature_sets import REFERENCE_ROWS, FeatureSet, evenly, reference_features
 from utils.features import make_extractor
 from utils.images import save_png
-from utils.launch import on_main_process
+from utils.launch import if_memory_allows, on_main_process
 from utils.memorisation import MOST_IMAGES, Originals
 from utils.quality import LEAST_IMAGES
 from utils.sampling import make_sampler, sample, to_uint8
@@ -24,6 +25,7 @@ from utils.tracking import Trackers
 
 FEATURES = "randconv"  # needs no labels, no file and no training
 MOST_COMPARED_BYTES, MOST_DECODED = 512 * 2**20, 2048  # of training images that may be copied: packed ones, files
+ADVICE = "set a smaller --evaluation_batch_size"
 LOGGED = ("precision", "recall", "density", "coverage", "variance_ratio", "distance_ratio", "vendi")
 
 
@@ -95,14 +97,18 @@ class TrainingEvaluation:
         """
         step = state.step
         start = time.perf_counter()
-        self._stopped = False
+        self._stopped, problem = False, None
         try:
             if self._evaluation is None:
                 self._evaluation = self._prepare()
             prepared = time.perf_counter()
             figures, sheet = self._evaluation.measure(self._sample, self._num_images, cancelled=lambda: self._stopped)
         except UserError as error:  # on all processes alike: no memory for it, say
-            self._say(f"left out: the evaluation after {step} updates: {error}")
+            problem = str(error)
+        if problem is not None:
+            clear_device_cache(garbage_collection=True)  # what it held, for the updates to come
+            advice = f"; {ADVICE}" if OUT_OF_MEMORY in problem and ADVICE not in problem else ""
+            self._say(f"left out: the evaluation after {step} updates: {problem}{advice}")
             state.evaluated_step = step  # to no avail, but it would fail again
             return False
         if figures is None:
@@ -130,7 +136,8 @@ class TrainingEvaluation:
 
     def _prepare(self) -> Evaluation:
         real = _some(self._training, REFERENCE_ROWS)
-        extractor = make_extractor(FEATURES, real).to(self._accelerator.device)
+        with if_memory_allows(self._accelerator, "the extractor", ADVICE):
+            extractor = make_extractor(FEATURES, real).to(self._accelerator.device)
 
         def features(images: ImageSet) -> FeatureSet:
             cache = cache_root(self._cache_dir) / "steady_diffusion"

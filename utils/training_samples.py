@@ -39,6 +39,7 @@ class TrainingSamples:
         if balanced and images.labels is None:
             raise UserError("--balanced_sampling needs class labels; name their column with --label_column")
         self.images, self.seed, self.device = images, seed, accelerator.device
+        self.micro_batch_size = train_batch_size
         self.random_flip, self._color_jitter = random_flip, color_jitter
         self._order = SampleOrder(len(images), seed, images.labels if balanced else None)
         self._split = {

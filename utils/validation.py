@@ -12,6 +12,7 @@ from utils import randomness
 from utils.augmentation import to_unit_range
 from utils.diffusion import loss_per_sample, training_target
 from utils.errors import UserError
+from utils.launch import if_memory_allows
 
 
 def split_validation(images, count: int, seed: int):
@@ -76,13 +77,15 @@ def mean_loss(
     """Mean of `losses_of(clean_images, noise, places, labels)` [B] over `draws` noisings of each of the held-out `images`.
 
     `places` float64 [B], on the CPU, is where in the distribution of noise levels a noising lies, in (0, 1): they are the
-    middles of len(images) x draws equal slices. `labels` int64 [B] are the images' classes, -1 where they have none.
+    middles of len(images) x draws equal slices. `labels` int64 [B] are the images' classes, -1 where they have none. Raises
+    UserError on all processes where memory runs out on any.
     """
     total = len(images) * draws
     device = accelerator.device
     loss_sum = torch.zeros((), dtype=torch.float64, device="cpu")
-    chunks = range(0, total, batch_size)
-    for first in list(chunks)[accelerator.process_index :: accelerator.num_processes]:
+    chunks = list(range(0, total, batch_size))[accelerator.process_index :: accelerator.num_processes]
+
+    def summed(first: int) -> torch.Tensor:
         numbers = torch.arange(first, min(first + batch_size, total))
         rows = (numbers % len(images)).numpy()
         clean_images = images.fetch(rows, np.full((len(numbers), 2), 0.5, np.float32))
@@ -92,5 +95,9 @@ def mean_loss(
         noise = randomness.normal(seed, "validation noise", numbers.to(device), images.shape)
         labels = torch.full_like(numbers, -1) if images.labels is None else torch.from_numpy(images.labels[images.shown(rows)])
         losses = losses_of(clean_images, noise, (slices.double() + 0.5) / total, labels.to(device))
-        loss_sum += losses.sum().double().cpu()
+        return losses.sum().cpu().double()  # in this order: not every device has float64
+
+    with if_memory_allows(accelerator, "a validation", "set a smaller --train_batch_size, by which it is shared out"):
+        for first in chunks:
+            loss_sum += summed(first)
     return accelerator.reduce(loss_sum.float().to(device), "sum").item() / total

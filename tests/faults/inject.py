@@ -6,6 +6,8 @@ Updates are counted from 1 in each process. FAULT is one of
     none
     nan            the loss is NaN in update N
     oom            update N runs out of memory
+    oom-between    random numbers for what happens between updates run out of memory: those whose purpose begins as V (V,W)
+    wrong-compiler  --compile compiles to code that runs, with a backward pass whose gradients are V times too large
     signal         the process sends itself signal V (or several: V,W) in update N
     signal-in-setup  the process sends itself signal V before it loads the data
     disk-full      from update N on, for 2 updates, the file system of folder V is full
@@ -30,6 +32,7 @@ from accelerate import Accelerator
 import utils.checkpoints
 import utils.data
 import utils.milestones
+import utils.randomness
 from utils.script import run_script
 
 TOUCHES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
@@ -54,6 +57,30 @@ def oom(step: int, value: str) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines\n")
 
     at_update(step, fail)
+
+
+def oom_between(step: int, purposes: str) -> None:
+    normal = utils.randomness.normal
+
+    def fail(seed, purpose, *arguments):
+        if purpose.startswith(tuple(purposes.split(","))):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines\n")
+        return normal(seed, purpose, *arguments)
+
+    utils.randomness.normal = fail
+
+
+def wrong_compiler(step: int, factor: str) -> None:
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def backward(graph, inputs):
+        scaled = lambda *values: [g if g is None else g * float(factor) for g in graph(*values)]  # noqa: E731
+        return make_boxed_func(scaled)
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=backward)
+    compile_module = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda module: compile_module(module, backend=backend)
 
 
 def send_signal(step: int, value: str) -> None:
@@ -155,6 +182,8 @@ FAULTS = {
     "none": None,
     "nan": nan,
     "oom": oom,
+    "oom-between": oom_between,
+    "wrong-compiler": wrong_compiler,
     "signal": send_signal,
     "signal-in-setup": signal_in_setup,
     "disk-full": disk_full,
