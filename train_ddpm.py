@@ -414,7 +414,7 @@ def main(args: argparse.Namespace) -> int:
         progress.update()
 
         if monitors.due:  # here alone the host waits for the device
-            figures = {"train/lr": learning_rate, "train/clip_value": float(clip_value)}
+            figures = {"train/lr": learning_rate, "train/clip_value": clip_value}
             if ema is not None:
                 figures |= {"train/ema_decay": decay} | ema.report()
             exit_status = monitors.report(figures)

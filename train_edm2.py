@@ -241,12 +241,11 @@ def main(args: argparse.Namespace) -> int:
     # ---- what is trained: the denoised image, by noise levels that weigh alike (Karras et al. 2024, section 2 and eq. 14)
     def draw(batch: dict) -> dict[str, torch.Tensor]:
         sample_numbers, clean_images, noise = samples.on_device(batch)
-        labels = torch.full_like(sample_numbers, -1) if batch["labels"] is None else batch["labels"].to(device)
         return {
             "clean_images": clean_images,
             "noise": noise,
             "sigmas": training_noise_levels(args.seed, sample_numbers, args.P_mean, args.P_std),
-            "labels": training_labels(args.seed, sample_numbers, labels, args.label_dropout),
+            "labels": training_labels(args.seed, sample_numbers, samples.labels(batch), args.label_dropout),
         }
 
     def losses_of(network, step: int, micro_step: int, clean_images, noise, sigmas, labels) -> Losses:
@@ -451,7 +450,7 @@ def main(args: argparse.Namespace) -> int:
         progress.update()
 
         if monitors.due:  # here alone the host waits for the device
-            figures = {"train/lr": learning_rate, "train/clip_value": float(clip_value)}
+            figures = {"train/lr": learning_rate, "train/clip_value": clip_value}
             if ema is not None:
                 figures |= {"train/ema_decay": decay} | ema.report()
             exit_status = monitors.report(figures)

@@ -161,7 +161,7 @@ def train_script(train, script):
     return functools.partial(train, script=importlib.import_module(Path(script).stem))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def train():
     """Runs train_ddpm.main in this process (an import of diffusers cheaper than a launch); returns its exit status."""
     import train_ddpm
@@ -177,6 +177,20 @@ def train():
             AcceleratorState._reset_state(reset_partial_state=True)
             for number, handler in handlers.items():  # a script keeps its own to the end of its process
                 signal.signal(number, handler)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def rehearse(train):
+    """Runs a script's main on the device of tests/rehearsal.py; returns that device, which noted all that crossed."""
+    from rehearsal import Device, stand_ins
+
+    def run(flags: list, script) -> Device:
+        with pytest.MonkeyPatch.context() as monkeypatch, Device() as device:
+            stand_ins(device, monkeypatch)
+            assert train(flags, script=script) == 0
+        return device
 
     return run
 

@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState
 from conftest import logged_scalars
 
 from utils.gradients import Gradients
-from utils.tracking import BINS, StepStatistics, Stopwatch, Trackers
+from utils.tracking import BINS, StepStatistics, Stopwatch, Trackers, read_together
 
 ALONE = SimpleNamespace(reduce=lambda tensor, reduction: tensor)
 
@@ -117,3 +117,15 @@ def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on():
         trackers.log({"train/loss": 1.0}, step)
     assert Working.seen == [1, 2]
     assert said == ["nothing more goes to broken: no space left"]
+
+
+def test_values_read_together_are_exact():
+    tensors = [
+        torch.tensor([0.1, torch.inf, -0.0]),
+        torch.tensor(2**53 + 1),  # no float holds it
+        torch.zeros(0),
+        torch.tensor([[True, False], [False, True]]),
+        torch.tensor(0.1, dtype=torch.float64, requires_grad=True),
+        torch.arange(6, dtype=torch.int64).view(2, 3).T,
+    ]
+    assert read_together(tensors) == [tensor.flatten().tolist() for tensor in tensors]

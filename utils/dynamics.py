@@ -34,7 +34,8 @@ class Dynamics:
         # Frozen ones are shown as without gradient; the random frequencies of a Fourier time embedding are meant to be.
         frozen = (name for name, p in model.named_parameters() if not p.requires_grad)
         self._frozen = [name for name in frozen if not name.startswith("time_proj.")]
-        self._sizes = torch.tensor([float(p.numel()) for p in self._parameters.values()])
+        device = next(model.parameters()).device
+        self._sizes = torch.tensor([float(p.numel()) for p in self._parameters.values()], device=device)
         self._layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MEASURED)]
         self._hooks = ExitStack()
         self._activations: dict[str, list[torch.Tensor]] = {}
@@ -104,7 +105,7 @@ class Dynamics:
         torch._foreach_sub_(self._before, [p.detach() for p in self._parameters.values()])
         updates = torch.stack(torch._foreach_norm(self._before))
         self._before = None
-        sizes = self._sizes.to(weights.device).sqrt()
+        sizes = self._sizes.sqrt()
         squares = [torch.stack(values).mean() for values in self._activations.values()]
         activations = torch.stack(squares).sqrt() if squares else weights.new_zeros(0)
         ratios = updates / weights.clamp(min=1e-12)
@@ -117,8 +118,13 @@ class Dynamics:
         seen = torch.cat([images, noise, left_over[None]])
         self._measured = torch.cat([seen, weights / sizes, gradients.norms / sizes, ratios, activations])
 
-    def report(self) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-        """(figures to log, magnitudes by layer) of the update that was measured; empty where none was. The host waits.
+    def measured(self) -> torch.Tensor:
+        """What a report is made of, on the device; empty where no update was measured."""
+        return self._sizes.new_zeros(0) if self._measured is None else self._measured
+
+    def report(self, values: list[float] | None = None) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+        """(figures to log, magnitudes by layer) of the update that was measured; empty where none was. `values` are those of
+        `measured`, where they were read along with others; else the host waits for the device.
 
         The layers: name of each parameter -> {"weight", "gradient": rms, "update": change over weight}, and "activation":
         rms of its layer's output where it is a layer's weight. The figures: data/min, max, mean, std of this process's
@@ -127,7 +133,7 @@ class Dynamics:
         """
         if self._measured is None:
             return {}, {}
-        measured, self._measured = self._measured.tolist(), None
+        measured, self._measured = self._measured.tolist() if values is None else values, None
         seen, values = measured[: len(SEEN)], measured[len(SEEN) :]
         count = len(self._parameters)
         names = list(self._parameters)

@@ -43,7 +43,7 @@ class EDM2Previews(Previews):
         batch = next(self._samples.batches(0, 1))
         clean_images = self._samples.on_device(batch)[1][:PROBE_IMAGES]
         numbers = torch.arange(len(clean_images), device=clean_images.device)
-        labels = torch.full_like(numbers, -1) if batch["labels"] is None else batch["labels"][: len(numbers)].to(numbers.device)
+        labels = self._samples.labels(batch)[: len(numbers)]
         found: dict = {"weighted_loss": {}, "exp_u": {}}
         for place, level in enumerate(PROBE_SIGMAS):
             sigma = torch.full((len(numbers),), level, device=clean_images.device)

@@ -85,10 +85,9 @@ class EMA:
         """L2 norm of the averages, a 0-dim tensor on the device."""
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self._averages)))
 
-    def report(self) -> dict[str, float]:
-        """Figures to log. The host waits for the device."""
-        distance, norm = torch.stack([self.distance(), self.norm()]).tolist()
-        return {"train/ema_distance": distance, "train/ema_norm": norm}
+    def report(self) -> dict[str, torch.Tensor]:
+        """Figures to log, 0-dim tensors on the device."""
+        return {"train/ema_distance": self.distance(), "train/ema_norm": self.norm()}
 
     @torch.no_grad()
     def restart(self) -> None:

@@ -79,7 +79,8 @@ def clip_gradients(accelerator: Accelerator, parameters: Sequence[nn.Parameter],
     if clips and norm.device.type == "cpu":  # the norm is at hand: saves a pass over all gradients that multiplies them by 1
         clips = bool(norm + 1e-6 > max_norm)  # else torch's factor max_norm / (norm + 1e-6) is at least 1
     if clips:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        # As torch's clip_grads_with_norm_ to the last bit, but that it takes a limit on the device by float(), which waits.
+        torch._foreach_mul_(gradients, ((norm + 1e-6).reciprocal() * max_norm).clamp(max=1.0))
     if len(gradients) < len(parameters):
         known, none = iter(norms), norms.new_zeros(())  # an index would be copied to the device, and waited for
         norms = torch.stack([none if p.grad is None else next(known) for p in parameters])

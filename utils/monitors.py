@@ -16,7 +16,7 @@ from utils.interrupts import EXIT_DIVERGED
 from utils.launch import from_main_process
 from utils.nan_report import NanReports
 from utils.nonfinite import BadUpdates, advice
-from utils.tracking import ProgressBar, StepStatistics, Stopwatch, Trackers, peak_memory_gib
+from utils.tracking import ProgressBar, StepStatistics, Stopwatch, Trackers, peak_memory_gib, read_together
 
 
 class Monitors:
@@ -96,20 +96,26 @@ class Monitors:
         """Around what is no part of an update: its time is left out of the images per second."""
         return self._stopwatch.paused()
 
-    def report(self, figures: dict[str, float]) -> int:
+    def report(self, figures: dict[str, float | torch.Tensor]) -> int:
         """Logs what was seen since the last report, with the `figures` of the loop ("train/lr" among them), and has the doctor
         look at it.
 
-        Returns 0, or EXIT_DIVERGED where the run must end. The host waits for the device.
+        Returns 0, or EXIT_DIVERGED where the run must end. The host waits for the device, once: whatever lies there, figures
+        of the loop included, is read in one copy.
         """
         accelerator, step = self._accelerator, self._state.step
-        report = self._statistics.report(accelerator) | self._bad_updates.report()
+        if accelerator.scaler is not None:
+            scale = accelerator.scaler._scale  # None before its first update; get_scale() would wait a second time
+            figures = figures | {"train/loss_scale": accelerator.scaler.get_scale() if scale is None else scale}
+        on_device = {name: value for name, value in figures.items() if isinstance(value, torch.Tensor)}
+        parts = [self._statistics.sums(accelerator), self._bad_updates.counts(), self._dynamics.measured()]
+        sums, counts, measured, *values = read_together([*parts, *on_device.values()])
+        figures = figures | {name: value for name, (value,) in zip(on_device, values)}
+        report = self._statistics.report(accelerator, sums) | self._bad_updates.report(counts)
         report |= self._stopwatch.report(step, self._global_batch_size) | self._bad_images.update() | figures
         report["train/samples_seen"] = step * self._global_batch_size
         report["perf/peak_memory_gib"] = peak_memory_gib(accelerator.device)
-        if accelerator.scaler is not None:
-            report["train/loss_scale"] = accelerator.scaler.get_scale()
-        seen, layers = self._dynamics.report()
+        seen, layers = self._dynamics.report(measured)
         report |= seen
         self._trackers.log(report, step=step)
         critical = self._doctor.record_report(step, report, layers)

@@ -35,7 +35,7 @@ def noise_figures(
     rest = noisy - gains[:, None] * clean
     power = rest.square().mean(1)
     noise = rest / power.sqrt().clamp(min=1e-12)[:, None]  # of mean square 1, image by image
-    unknown = noise.new_tensor(torch.nan)
+    unknown = noise.new_full((), torch.nan)  # new_tensor would copy it to the device, and wait
     count = len(noise)
     squares = gains.square() - power / brightness.clamp(min=1e-12)  # of a; that of an estimate has its variance
     known = brightness >= LEAST_POWER

@@ -86,11 +86,15 @@ class BadUpdates:
         kept = torch.zeros_like(losses) if self._first_losses is None else self._first_losses
         self._first_losses = torch.where(first, losses, kept)
 
-    def report(self) -> dict[str, float]:
+    def counts(self) -> torch.Tensor:
+        """What a report is made of, on the device."""
+        return torch.stack([self._first_step, *self._counts, self._most_in_a_row, self._in_a_row])
+
+    def report(self, values: list[int] | None = None) -> dict[str, float]:
         """Counts since the run began, the longest row since the last report, and the number of the first bad update since then,
-        where there was one; sets `first`. The host waits for the device."""
-        figures = torch.stack([self._first_step, *self._counts, self._most_in_a_row, self._in_a_row])
-        step, *counts, most, self.row = figures.tolist()
+        where there was one; sets `first`. `values` are those of `counts`, where they were read along with others; else the
+        host waits for the device."""
+        step, *counts, most, self.row = self.counts().tolist() if values is None else values
         self.first = None
         if step >= 0:
             self.first = BadUpdate(step, self._first_losses.clone(), self._first_norms.clone())

@@ -5,7 +5,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,13 +54,18 @@ class StepStatistics:
         self._norm_sum += gradients.norm.where(gradients.finite, 0.0)
         self._updates += gradients.finite
 
-    def report(self, accelerator: Accelerator) -> dict[str, float]:
-        """Means since the last report, over all processes; empties the sums. The host waits for the device here only.
+    def sums(self, accelerator: Accelerator) -> torch.Tensor:
+        """What a report is made of, over all processes, on the device."""
+        losses = accelerator.reduce(torch.cat([self._loss_sum, self._loss_count, self._drawn]), "sum")
+        return torch.cat([losses, torch.stack([self._norm_sum, self._updates])])
+
+    def report(self, accelerator: Accelerator, values: list[float] | None = None) -> dict[str, float]:
+        """Means since the last report, over all processes; empties the sums. `values` are those of `sums`, where they were read
+        along with others; else the host waits for the device.
 
         Of what there was none there is no figure, except that the loss is NaN.
         """
-        losses = accelerator.reduce(torch.cat([self._loss_sum, self._loss_count, self._drawn]), "sum")
-        values = torch.cat([losses, torch.stack([self._norm_sum, self._updates])]).tolist()
+        values = self.sums(accelerator).tolist() if values is None else values
         sums, counts, drawn = values[:BINS], values[BINS : 2 * BINS], values[2 * BINS : 3 * BINS]
         norm_sum, updates = values[3 * BINS :]
         report = {"train/loss": sum(sums) / sum(counts) if sum(counts) else math.nan}
@@ -75,6 +80,13 @@ class StepStatistics:
         for tensor in (self._loss_sum, self._loss_count, self._drawn, self._norm_sum, self._updates):
             tensor.zero_()
         return report
+
+
+def read_together(tensors: Sequence[torch.Tensor]) -> list[list]:
+    """The values of each tensor, flattened, exact whatever their dtypes: in one copy, so that the host waits once."""
+    packed = torch.cat([tensor.detach().flatten().view(torch.uint8) for tensor in tensors]).cpu()
+    parts = packed.split([tensor.numel() * tensor.element_size() for tensor in tensors])
+    return [part.clone().view(tensor.dtype).tolist() for part, tensor in zip(parts, tensors)]
 
 
 def _joined(bins: list[float], parts: int) -> list[float]:

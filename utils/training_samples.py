@@ -47,7 +47,7 @@ class TrainingSamples:
             "gradient_accumulation_steps": gradient_accumulation_steps,
             "process_index": accelerator.process_index,
             "num_processes": accelerator.num_processes,
-            "pin_memory": accelerator.device.type == "cuda",
+            "pin_memory": accelerator.device.type not in ("cpu", "mps"),  # else a copy to the device waits for all before it
             "center_crop": center_crop,
         }
 
@@ -75,6 +75,12 @@ class TrainingSamples:
             color_jitter=self._color_jitter,
         )
         return sample_numbers, clean_images, randomness.normal(self.seed, "noise", sample_numbers, self.images.shape)
+
+    def labels(self, batch: dict) -> torch.Tensor:
+        """Classes of the images, int64 [B] on the device; -1 where they have none."""
+        if batch["labels"] is None:
+            return torch.full((len(batch["sample_numbers"]),), -1, device=self.device)
+        return batch["labels"].to(self.device, non_blocking=True)
 
     def seed_dropout(self, step: int, micro_step: int) -> None:
         """Dropout is the exception: it depends on the rank, so it repeats at the same number of processes only."""
