@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import diagnosis
@@ -21,6 +23,7 @@ HEALTHY = 3
 SHORT = {"max_train_steps": 96, "validation_steps": 96, "save_images_steps": 96}
 
 
+@pytest.mark.slow
 def test_the_doctor_names_the_faults_and_finds_none_in_healthy_runs():
     """The seed, which is the fault's variant, and the data set differ from one fault to the next."""
     chosen = []

@@ -163,6 +163,7 @@ def in_this_process(monkeypatch):
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", TASKS)
 def test_predictions_hold_for_the_real_script(script, tmp_path, capsys, in_this_process):
     """Within 5 % of what its forward pass keeps; and the whole peak is more than the activations."""
@@ -178,6 +179,7 @@ def test_predictions_hold_for_the_real_script(script, tmp_path, capsys, in_this_
 TINY = "--blocks 2 --block_updates 1 --eval_batch_size 1 --validation_images 8 --cpu_threads 1"
 
 
+@pytest.mark.slow
 def test_throughput_of_edm2_beside_bare_loops(capsys, in_this_process, monkeypatch):
     flags, races, report = f"{TINY} --script train_edm2.py --num_inference_steps 2", [], throughput.report
     monkeypatch.setattr(throughput, "report", lambda race, *rest: (races.append(race), report(race, *rest)))
@@ -197,6 +199,7 @@ def test_what_the_other_loops_do_not_do_is_refused(flags):
         throughput.main(throughput.parse_args([*TINY.split(), *flags.split()]))
 
 
+@pytest.mark.slow
 def test_throughput_of_two_processes():
     flags = f"{TINY} --ddpm_num_inference_steps 2".split()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -208,6 +208,7 @@ def test_a_dry_run_leaves_a_run_that_is_there_alone(train_script, script_flags, 
     assert [path.name for path in tmp_path.iterdir()] == ["options.json"]
 
 
+@pytest.mark.slow
 def test_an_automatic_batch_size_resumes_as_the_same_run(train, tiny_flags, tmp_path, monkeypatch):
     """Found with little memory, kept with much; the weights are those of a run that was given the same split."""
     most = [2]

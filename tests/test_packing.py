@@ -81,6 +81,7 @@ def result(process: subprocess.Popen):
     return json.loads(output.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_pack_once_and_later_ones_reuse_it(load, tmp_path):
     together = [result(process) for process in [start_loading(tmp_path) for _ in range(3)]]
     assert sum(packed for _, packed, _ in together) == 1
@@ -275,6 +276,7 @@ def test_fetching_from_a_large_cache_keeps_memory_small(tmp_path):
     assert resident_bytes() - before < 64 * 2**20
 
 
+@pytest.mark.slow
 def test_packing_memory_does_not_grow_with_the_number_of_images(tmp_path):
     import io
 

@@ -323,6 +323,7 @@ def test_power_averages_do_not_begin_on_the_way(train, tiny_flags, tmp_path):
             train([*flags, tmp_path / name, *change])
 
 
+@pytest.mark.slow
 def test_reconstruction_of_a_real_run_is_what_it_would_have_tracked(train, tiny_flags, tmp_path, capsys):
     flags = [*tiny_flags, "--ema_type", "power", "--max_train_steps", "120", "--output_dir", tmp_path, "--logging_steps", "60"]
     assert train([*flags, "--ema_widths", "0.05", "0.1", "0.15", "--checkpointing_steps", "120"]) == 0

@@ -57,7 +57,7 @@ class World:
         return [finding["code"] for finding in figures["findings"]]
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2])
+@pytest.fixture(scope="module", params=[0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def world(request, digits):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("utils.classifier._STEPS", 200)

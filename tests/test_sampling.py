@@ -454,6 +454,7 @@ def test_unknown_sampler():
         make_sampler("euler", DDPMScheduler())
 
 
+@pytest.mark.slow
 def test_two_processes_sample_the_same_images(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -10,17 +9,15 @@ import pytest
 import torch
 from conftest import (
     ROOT,
-    end_group,
     logged_scalars,
     run_command,
     run_script,
     same_bytes,
     script_environment,
-    start_script,
 )
 from safetensors.torch import load_file
 
-from utils.checkpoints import list_checkpoints, verify_checkpoint
+from utils.checkpoints import list_checkpoints
 from utils.errors import UserError
 from utils.launch import usable_cores
 
@@ -41,17 +38,17 @@ def largest_relative_error(first: Path, second: Path) -> float:
 
 @pytest.fixture(scope="module")
 def split_runs(server, tiny_flags, tmp_path_factory) -> dict[str, Path]:
-    """50 updates of the same run, split in three ways; the second half is also continued by another number of processes."""
+    """20 updates of the same run, split in three ways; the second half is also continued by another number of processes."""
     folder = tmp_path_factory.mktemp("split")
-    flags = [*tiny_flags, "--max_train_steps", "50", "--checkpointing_steps", "25", "--validation_images", "16"]
-    flags += ["--random_flip", "--color_jitter", "0.1", "--validation_steps", "25"]
+    flags = [*tiny_flags, "--max_train_steps", "20", "--checkpointing_steps", "10", "--validation_images", "16"]
+    flags += ["--random_flip", "--color_jitter", "0.1", "--validation_steps", "10"]
     splits = {"1x8": (1, 8, 1), "1x4x2": (1, 4, 2), "2x4": (2, 4, 1)}
     for name, (processes, batch, accumulation) in splits.items():
         split = ["--train_batch_size", batch, "--gradient_accumulation_steps", accumulation, "--output_dir", folder / name]
         server.run(["train_ddpm.py", *flags, *split], processes)
     for name, source, processes, batch in (("2->1", "2x4", 1, 8), ("1->2", "1x8", 2, 4)):
         (folder / name).mkdir()
-        shutil.copytree(folder / source / "checkpoint-25", folder / name / "checkpoint-25")
+        shutil.copytree(folder / source / "checkpoint-10", folder / name / "checkpoint-10")
         split = ["--train_batch_size", batch, "--output_dir", folder / name, "--resume_from_checkpoint", "latest"]
         server.run(["train_ddpm.py", *flags, *split], processes)
     return {name: folder / name for name in (*splits, "2->1", "1->2")}
@@ -60,7 +57,7 @@ def split_runs(server, tiny_flags, tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.parametrize("split", ["1x4x2", "2x4"])
 def test_splits_of_a_batch_train_alike(split_runs, split):
     expected, actual = (logged_scalars(split_runs[name], "train/loss") for name in ("1x8", split))
-    assert len(expected) == 50
+    assert len(expected) == 20
     assert actual == pytest.approx(expected, rel=1e-5)
     for tag in ("train/lr", "train/ema_decay", "train/samples_seen"):
         assert logged_scalars(split_runs["1x8"], tag) == logged_scalars(split_runs[split], tag)
@@ -72,11 +69,11 @@ def test_splits_of_a_batch_train_alike(split_runs, split):
 def test_another_number_of_processes_continues_the_run(split_runs, name):
     expected = logged_scalars(split_runs["1x8"], "train/loss")
     assert logged_scalars(split_runs[name], "train/loss") == pytest.approx(
-        {step: loss for step, loss in expected.items() if step > 25}, rel=1e-5
+        {step: loss for step, loss in expected.items() if step > 10}, rel=1e-5
     )
     # Adam divides by the root of tiny second moments, which enlarges rounding: 1e-4 was measured after 50 updates.
     for file in ("model.safetensors", "ema.safetensors"):
-        paths = [split_runs[which] / "checkpoint-50" / file for which in ("1x8", name)]
+        paths = [split_runs[which] / "checkpoint-20" / file for which in ("1x8", name)]
         assert largest_relative_error(*paths) < 1e-3
 
 
@@ -120,14 +117,24 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(train, tiny_flags, 
 
 
 def test_sampling_and_validating_leave_the_training_untouched(train, tiny_flags, tmp_path):
-    flags = [*tiny_flags, "--dropout", "0.2", "--checkpointing_steps", "8", "--validation_images", "16"]
+    flags = [
+        *tiny_flags,
+        "--dropout",
+        "0.2",
+        "--max_train_steps",
+        "4",
+        "--checkpointing_steps",
+        "4",
+        "--validation_images",
+        "16",
+    ]
     quiet = ["--output_dir", tmp_path / "quiet", "--validation_steps", "100"]
     busy = ["--output_dir", tmp_path / "busy", "--validation_steps", "1", "--save_images_steps", "1", "--save_model_steps", "2"]
     train([*flags, *quiet])
     train([*flags, *busy])
-    assert len(list((tmp_path / "busy" / "samples").glob("*.png"))) == 16
+    assert len(list((tmp_path / "busy" / "samples").glob("*.png"))) == 8
     for file in CHECKPOINT_FILES:
-        assert same_bytes(tmp_path / "quiet/checkpoint-8" / file, tmp_path / "busy/checkpoint-8" / file)
+        assert same_bytes(tmp_path / "quiet/checkpoint-4" / file, tmp_path / "busy/checkpoint-4" / file)
 
 
 def test_changed_options_are_refused_with_a_diff_unless_allowed(train, tiny_flags, tmp_path):
@@ -164,44 +171,6 @@ def test_existing_run_is_refused_or_replaced(train, tiny_flags, tmp_path):
 # ---- stopping
 
 
-@pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
-def test_a_signal_stops_all_ranks_after_one_save(tiny_flags, tmp_path, number, processes):
-    flags = [*tiny_flags, "--train_batch_size", 8 // processes, "--output_dir", tmp_path, "--logging_steps", "100"]
-    flags += ["--max_train_steps", "100000", "--checkpointing_steps", "20", "--dataloader_num_workers", "1"]
-    process = start_script("train_ddpm.py", flags, processes)
-    try:
-        while not list_checkpoints(tmp_path):  # the loop is running
-            assert process.poll() is None, process.communicate()
-        process.send_signal(number)
-        output, errors = process.communicate(timeout=120)
-    finally:
-        end_group(process)
-    if processes == 1:
-        assert process.returncode == 75, errors
-        assert "continue with --resume_from_checkpoint latest" in output + errors
-    assert all(verify_checkpoint(path) is None for path in list_checkpoints(tmp_path))
-
-
-def test_kill_9_loses_nothing_but_the_updates_since_the_last_checkpoint(train, tiny_flags, tmp_path):
-    flags = [*tiny_flags, "--max_train_steps", "200", "--checkpointing_steps", "10"]
-    assert train([*flags, "--output_dir", tmp_path / "whole"]) == 0
-    killed = tmp_path / "killed"
-    process = start_script("train_ddpm.py", [*flags, "--output_dir", killed])
-    try:
-        while not list_checkpoints(killed):
-            assert process.poll() is None, process.communicate()
-    finally:
-        end_group(process)  # SIGKILL
-    assert (killed / "checkpoint-10").exists() and not (killed / "model_index.json").exists()
-    result = run_script("train_ddpm.py", [*flags, "--output_dir", killed, "--resume_from_checkpoint", "latest"])
-    assert result.returncode == 0, result.stderr[-3000:]
-    for file in CHECKPOINT_FILES:
-        paths = [folder / "checkpoint-200" / file for folder in (tmp_path / "whole", killed)]
-        assert same_bytes(paths[0], paths[1]), file
-    expected, actual = (logged_scalars(folder, "train/loss") for folder in (tmp_path / "whole", killed))
-    assert actual == expected
-
-
 def test_early_stopping_keeps_the_best_checkpoint(train, tiny_flags, tmp_path):
     """With a learning rate of practically nothing the validation loss stands still, and only the first one counts."""
     flags = [*tiny_flags, "--output_dir", tmp_path, "--learning_rate", "1e-30", "--max_train_steps", "40"]
@@ -233,7 +202,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_with_one_value_per
     assert len(json.loads((tmp_path / "options.json").read_text())["earlier_starts"]) == 1
 
 
-@pytest.mark.parametrize(("config", "processes"), [("cpu.yaml", 1), ("multi_cpu.yaml", 2)])
+@pytest.mark.parametrize(("config", "processes"), [pytest.param("cpu.yaml", 1, marks=pytest.mark.slow), ("multi_cpu.yaml", 2)])
 def test_launch_configs_start_connected_processes_on_all_cores(tiny_flags, tmp_path, config, processes):
     threads = tiny_flags.index("--cpu_threads")
     flags = tiny_flags[:threads] + tiny_flags[threads + 2 :]
@@ -314,7 +283,7 @@ def test_a_mistake_does_not_cost_the_run_that_was_to_be_overwritten(train, tiny_
     assert names(tmp_path) == ["checkpoint-8"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_error_is_one_line_and_status_2(tiny_flags, tmp_path, processes):
     result = run_script("train_ddpm.py", [*tiny_flags, "--output_dir", tmp_path, "--label_column", "digit"], processes)
     assert result.returncode == (2 if processes == 1 else 1)  # torchrun has its own

@@ -49,6 +49,7 @@ def long_run(flags, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_magnitudes_do_not_drift(long_run, flags):
     """Every weight vector has unit variance. Of the blocks' outputs the median, and each in the encoder, is from 0.5 to 1.5.
 
@@ -89,6 +90,7 @@ def test_magnitudes_do_not_drift(long_run, flags):
     assert all(seen[name] < 1.1 * halfway[name] for name in seen), (halfway, seen)
 
 
+@pytest.mark.slow
 def test_it_learns(long_run):
     losses = logged_scalars(long_run, "train/loss")
     assert losses[500] < 0.5 * losses[50]
@@ -96,6 +98,7 @@ def test_it_learns(long_run):
     assert 0.5 * losses[500] < validation[500] < 2 * losses[500] and validation[500] < validation[250]
 
 
+@pytest.mark.slow
 def test_the_exported_network_is_the_first_average(long_run):
     averaged, exported = load_file(long_run / "checkpoint-500/ema.safetensors"), load_file(long_run / WEIGHTS)
     assert exported.keys() == {name for name in averaged if "/" not in name}
@@ -105,6 +108,7 @@ def test_the_exported_network_is_the_first_average(long_run):
     assert "| EMA width (relative) | 0.05 |" in card and "| Classes | 10 |" in card and "trust_remote_code" in card
 
 
+@pytest.mark.slow
 def test_reconstruction_is_the_average_that_was_tracked(long_run, tmp_path):
     snapshots = [snapshot for snapshot in list_snapshots(long_run) if snapshot.width != 0.15]
     made = reconstruct(snapshots, 0.15)
@@ -120,6 +124,7 @@ def test_reconstruction_is_the_average_that_was_tracked(long_run, tmp_path):
     assert "| EMA width (relative) | 0.15 |" in (tmp_path / "out/README.md").read_text()
 
 
+@pytest.mark.slow
 def test_reconstruction_at_an_earlier_update_and_what_it_refuses(long_run, tmp_path, capsys):
     def run(*words) -> None:
         reconstruct_ema.main(reconstruct_ema.parse_args([str(word) for word in words]))
@@ -223,6 +228,7 @@ def test_another_network_s_config_is_refused(train_edm, flags, tiny_flags, tmp_p
         train_edm([*other, "--output_dir", tmp_path / "run"])
 
 
+@pytest.mark.slow
 def test_sweep_finds_the_best_width(long_run, tmp_path, capsys, monkeypatch):
     """With the true distance, and with one that is known to have its minimum at 0.1."""
     import utils.ema_sweep

@@ -99,6 +99,7 @@ def test_an_evaluation_that_a_stop_left_out_is_made_on_resume(runs, train, monke
     assert evaluated(output_dir) == [4, 8]  # once
 
 
+@pytest.mark.slow
 def test_an_evaluation_made_on_resume_can_stop_the_run_early(runs, train, monkeypatch, script_of_evaluation):
     folder, _ = runs
     flags, script = script_of_evaluation

@@ -148,6 +148,7 @@ def test_more_bad_images_than_the_cap_end_the_run_in_one_line(train_script, flag
     assert status == 2 and "images cannot be decoded, more than --max_bad_images 2 (" in line and ".png" in line
 
 
+@pytest.mark.slow
 def test_under_a_launcher_a_bad_image_is_named_once_whoever_meets_it(flags, tmp_path, script):
     split = ["--train_batch_size", "4", "--output_dir", tmp_path / "run", "--cache_dir", tmp_path / "cache"]
     result = run_script(script, [*flags, *split], num_processes=2)

@@ -71,8 +71,8 @@ def test_out_of_memory_in_one_process(server, script, script_flags, tmp_path):
 @pytest.mark.parametrize(
     ("number", "rank", "workers"),
     [
-        *(("SIGTERM", 0, 2), ("SIGTERM", 1, 0), ("SIGINT", 0, 0)),
-        *(("SIGINT", 1, 2), ("SIGUSR1", 0, 2), ("SIGUSR1", 1, 0)),
+        *(("SIGTERM", 1, 0), ("SIGINT", 0, 0), ("SIGUSR1", 0, 2)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("SIGTERM", 0, 2), ("SIGINT", 1, 2), ("SIGUSR1", 1, 0))),
     ],
 )
 def test_a_signal_to_any_rank_stops_all_at_the_same_update(server, script, script_flags, tmp_path, number, rank, workers):
@@ -95,6 +95,7 @@ def test_a_signal_to_one_process(server, script, script_flags, tmp_path, number,
     flags = [*script_flags, "--max_train_steps", 1000, "--output_dir", tmp_path, "--dataloader_num_workers", workers]
     [run] = server.start([INJECT, script, "signal", "--value", number, "--step", 5, "--", *flags])
     assert run.wait() == 75, run.text()
+    assert "stopped after 5 updates; continue with --resume_from_checkpoint latest" in run.text()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-5"] and all_valid(tmp_path)
 
 
@@ -150,6 +151,7 @@ def wait_until(condition, seconds: float, process: subprocess.Popen | None = Non
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_under_torchrun(script, script_flags, tmp_path):
     fault = ["signal", "--value", "SIGSTOP", "--rank", 1, "--step", 5]
     flags = [*script_flags, *HALVES, "--checkpointing_steps", 2]
@@ -162,6 +164,7 @@ def test_a_rank_that_hangs_under_torchrun(script, script_flags, tmp_path):
         assert not members(tmp_path) and all_valid(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [(TORCHRUN, "SIGKILL"), (ACCELERATE, "SIGKILL"), (ACCELERATE, "SIGTERM"), (TORCHRUN, "SIGTERM")],
@@ -181,6 +184,7 @@ def test_a_launcher_that_ends_leaves_no_process_and_a_checkpoint(script, script_
         assert not list(tmp_path.glob(".tmp-checkpoint*"))
 
 
+@pytest.mark.slow
 def test_an_automatic_batch_size_is_the_same_on_all_ranks(server, script, script_flags, tmp_path):
     flags = [*script_flags, "--train_batch_size", "auto", "--global_batch_size", 24, "--max_train_steps", 2]
     runs = server.start([script, *flags, "--output_dir", tmp_path], 2)
