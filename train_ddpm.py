@@ -130,6 +130,8 @@ def main(args: argparse.Namespace) -> int:
         cpu_threads=args.cpu_threads,
         collective_timeout=args.collective_timeout,
         tf32=args.tf32,
+        cudnn_benchmark=args.cudnn_benchmark,
+        broadcast_buffers=args.spectral_norm,  # whose power iteration moves them; the others are constants
     )
     device, is_main = accelerator.device, accelerator.is_main_process
     resuming = bool(args.resume_from_checkpoint)

@@ -151,6 +151,7 @@ def main(args: argparse.Namespace) -> int:
         cpu_threads=args.cpu_threads,
         collective_timeout=args.collective_timeout,
         tf32=args.tf32,
+        cudnn_benchmark=args.cudnn_benchmark,
     )
     device, is_main = accelerator.device, accelerator.is_main_process
     resuming = bool(args.resume_from_checkpoint)

@@ -23,6 +23,7 @@ class Switches:
 
     mixed_precision: str = "no"
     tf32: bool = False
+    cudnn_benchmark: bool = False
     channels_last: bool = False
     sdpa: bool = False
     compile: bool = False
@@ -38,7 +39,7 @@ class Switches:
 
 # What diffusers' train_unconditional.py does by default: attention has been SDPA since torch 2.
 UNCONDITIONAL = Switches(sdpa=True, ema="diffusers", item=True)
-ALL = Switches(mixed_precision="bf16", tf32=True, channels_last=True, sdpa=True, compile=True, fused=True)
+ALL = Switches(mixed_precision="bf16", tf32=True, cudnn_benchmark=True, channels_last=True, sdpa=True, compile=True, fused=True)
 
 
 class BareLoop:
@@ -76,7 +77,7 @@ class BareLoop:
         return clock() - start
 
     def run(self, updates: int) -> None:
-        with tf32(self.switches.tf32):
+        with tf32(self.switches.tf32, self.switches.cudnn_benchmark):
             for _ in range(updates):
                 self._update()
 
@@ -156,19 +157,21 @@ class PeakMemory:
 
 
 @contextmanager
-def tf32(enabled: bool):
-    """On a GPU, matrix products and convolutions in TF32 or in plain fp32, whatever stood before; afterwards that again."""
+def tf32(enabled: bool, cudnn_benchmark: bool = False):
+    """On a GPU, matrix products and convolutions in TF32 or in plain fp32, the latter the quickest of several or cuDNN's guess,
+    whatever stood before; afterwards that again."""
     if not torch.cuda.is_available():
         yield
         return
-    precision, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    cudnn = torch.backends.cudnn
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
     torch.set_float32_matmul_precision("high" if enabled else "highest")
-    torch.backends.cudnn.allow_tf32 = enabled
+    cudnn.allow_tf32, cudnn.benchmark = enabled, cudnn_benchmark
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = convolutions
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.allow_tf32, cudnn.benchmark = before[1:]
 
 
 def interleaved(loops: dict, blocks: int, updates: int, clock: Callable[[], float]) -> dict[str, list[float]]:

@@ -70,13 +70,30 @@ def run(command: str, log: Path, limit: float) -> int | None:
             process.wait()
 
 
-def main() -> None:
+def found_in(log: Path, status: int | None) -> list[str]:
+    """The lines of a part's log that its row in the table shows; why it ended early, where it did."""
+    lines = log.read_text(errors="replace").splitlines()
+    found = [line[3:] for line in lines if line.startswith("=> ")]
+    found += [line for line in lines if line.startswith(("done: ", "fits: ", "updates fit, ", "does not fit: ", "--compile"))]
+    if status != 0:
+        reason = "time was up" if status is None else f"exit status {status}"
+        found.append(f"{reason}: {(lines or ['no output'])[-1][-200:]}")
+    return found or ["nothing to say"]
+
+
+def table(rows: list[tuple[str, float, list[str]]]) -> str:
+    """Of (part, seconds, what was found), in lines."""
+    head = f"{'part':22} {'s':>5}  found"
+    return "\n".join([head, *(f"{name:22} {seconds:5.0f}  " + f"\n{'':30}".join(found) for name, seconds, found in rows)])
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("gpu-results"))
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--list", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     folder = options.output_dir.resolve()
     parts = {name: (PARTS[name][0], PARTS[name][1].format(folder=folder)) for name in options.only}
     if options.list:
@@ -84,26 +101,18 @@ def main() -> None:
             print(f"{name} ({seconds} s at most): python {command}")
         return
     folder.mkdir(parents=True, exist_ok=True)
-    deadline, table = time.monotonic() + 60 * options.minutes, []
+    deadline, rows = time.monotonic() + 60 * options.minutes, []
     for name, (seconds, command) in parts.items():
         left = deadline - time.monotonic()
         if left < seconds / 3:
-            table.append((name, 0.0, ["left out: no time"]))
+            rows.append((name, 0.0, ["left out: no time"]))
             continue
         start, log = time.monotonic(), folder / f"{name.replace(' ', '-')}.log"
         status = run(command, log, min(seconds, left))
-        lines = log.read_text(errors="replace").splitlines()
-        found = [line[3:] for line in lines if line.startswith("=> ")]
-        found += [line for line in lines if line.startswith(("done: ", "fits: ", "does not fit: "))]
-        if status != 0:
-            found.append(
-                f"{'time was up' if status is None else f'exit status {status}'}: {(lines or ['no output'])[-1][-200:]}"
-            )
-        table.append((name, time.monotonic() - start, found))
+        rows.append((name, time.monotonic() - start, found_in(log, status)))
         print(f"{name}: {time.monotonic() - start:.0f} s, {log}", flush=True)
-    print()
-    for name, seconds, found in table:
-        print(f"{name:20} {seconds:5.0f} s  " + f"\n{'':29}".join(found))
+        (folder / "table.txt").write_text(table(rows) + "\n")  # at once: what comes next may take the machine along
+    print(f"\n{table(rows)}")
 
 
 if __name__ == "__main__":

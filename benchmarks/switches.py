@@ -36,6 +36,7 @@ SWITCHES = {
     "item": {"item": True},
     "checkpointing": {"checkpointing": True},
     "tf32": {"tf32": True},
+    "cudnn_benchmark": {"cudnn_benchmark": True},
     "force_weight_norm": {"force_weight_norm": True},
 }
 
@@ -46,7 +47,7 @@ def without(switches: Switches, name: str) -> Switches:
 
 def has(name: str, device: torch.device, script: str) -> bool:
     """Whether the switch means anything there."""
-    if name == "tf32":
+    if name in ("tf32", "cudnn_benchmark"):
         return device.type == "cuda"
     return {"force_weight_norm": "train_edm2.py", "sdpa": "train_ddpm.py"}.get(name, script) == script  # EDM2 has only SDPA
 

@@ -73,6 +73,7 @@ def comparison_loops(task: DDPM, args: argparse.Namespace, device: torch.device,
     switches = {
         "mixed_precision": precision,
         "tf32": args.tf32,
+        "cudnn_benchmark": args.cudnn_benchmark,
         "channels_last": options(args, device.type)["channels_last"],
         "sdpa": True,
         "compile": args.compile,

@@ -1,7 +1,9 @@
 """The benchmarks, many of which wait for a GPU: that each command can be started, and that they measure what they say."""
 
+import functools
 import importlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -11,12 +13,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bare_loop, gpu_all, memory_prediction, throughput
-from benchmarks.bare_tasks import TASKS, make_task
-from models.edm2_unet import MPConv2d, MPLinear
+from benchmarks import (
+    bare_loop,
+    gpu_all,
+    gradient_checkpointing,
+    memory_prediction,
+    real_script,
+    sampling_speed,
+    throughput,
+)
+from benchmarks.bare_tasks import SIZES, TASKS, make_task
+from models.edm2_unet import PRESETS, MPConv2d, MPLinear
 from utils.edm import EDM2Denoiser
 from utils.edm2_network import make_edm2_unet
 from utils.interrupts import STOP_SIGNALS
+from utils.presets import EDM2_FLAGS, FLAGS, NETWORKS
 from utils.unet import make_unet
 
 
@@ -43,6 +54,80 @@ def test_a_part_that_hangs_is_ended(tmp_path):
     assert gpu_all.run("-c 'import time; time.sleep(60)'", tmp_path / "log", limit=0.5) is None
     assert gpu_all.run("-c 'print(1); raise SystemExit(3)'", tmp_path / "log", limit=30) == 3
     assert (tmp_path / "log").read_text() == "1\n"
+
+
+def test_the_table_comes_last_and_names_what_failed(tmp_path, monkeypatch, capsys):
+    parts = {
+        "good": (60, '-c \'print("noise"); print("=> 12 images/s")\''),
+        "bad": (60, "-c 'raise SystemExit(\"no such GPU\")'"),
+        "late": (10**6, "-c 'print(1)'"),
+    }
+    monkeypatch.setattr(gpu_all, "PARTS", parts)
+    gpu_all.main(["--output_dir", str(tmp_path), "--minutes", "5"])
+    said = capsys.readouterr().out
+    table = said[said.index("part  ") :].splitlines()
+    assert [line.split()[0] for line in table] == ["part", "good", "bad", "late"]
+    assert table[1].endswith("12 images/s") and table[2].endswith("exit status 1: no such GPU") and "no time" in table[3]
+    assert (tmp_path / "table.txt").read_text().startswith("part  ")
+
+
+SMALLER = {
+    **{"train_batch_size": 2, "batch_size": 2, "global_batch_size": 4, "eval_batch_size": 1, "resolution": 16},
+    **{"blocks": 2, "block_updates": 1, "turns": 1, "max_train_steps": 2},
+}
+
+
+def smaller(command: str) -> str:
+    """The same flags with small numbers, and without what a CPU does not have."""
+    for flag, value in SMALLER.items():
+        command = re.sub(rf"--{flag} \d+", f"--{flag} {value}", command)
+    return command.replace("fp16", "bf16")
+
+
+@pytest.fixture
+def small_world(monkeypatch, in_this_process):
+    """Every preset is a tiny network for small images, and what is compiled is traced but not lowered."""
+    for name, network in NETWORKS.items():
+        levels = len(network["block_out_channels"])
+        tiny = {"block_out_channels": (8,) * levels, "layers_per_block": 1, "norm_num_groups": 4, "attention_head_dim": 8}
+        monkeypatch.setitem(NETWORKS, name, network | tiny)
+        small = {"resolution": 32, "ddpm_num_inference_steps": 2, "eval_batch_size": 1}
+        monkeypatch.setitem(FLAGS, name, FLAGS[name] | small)
+        monkeypatch.setitem(SIZES, name, (32, SIZES[name][1]))
+    tiny = {"model_channels": 8, "channel_multipliers": (1, 2), "layers_per_block": 1, "attention_head_dim": 8}
+    for name in PRESETS:
+        monkeypatch.setitem(PRESETS, name, tiny | {"attention_resolutions": (8,)})
+        monkeypatch.setitem(EDM2_FLAGS, name, EDM2_FLAGS[name] | {"num_inference_steps": 2})
+    few = functools.partial(real_script.synthetic_dataset, count=160)
+    monkeypatch.setattr(throughput, "synthetic_dataset", few)
+    monkeypatch.setattr(sampling_speed, "SAMPLERS", (("ddim", 2), ("dpmsolver++", 2)))
+    rows = [smaller(row) for row in memory_prediction.ON_A_GPU]
+    monkeypatch.setattr(memory_prediction, "ON_A_CPU", tuple(dict.fromkeys(rows))[:4])
+    rows = [(script, preset, 16, 2, switches) for script, preset, *_, switches in gradient_checkpointing.ON_A_GPU]
+    monkeypatch.setattr(gradient_checkpointing, "ON_A_CPU", tuple(dict.fromkeys(rows))[:4])
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_module(module, backend="eager"))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_FORCE_DISABLE_CACHES"):
+        monkeypatch.setenv(name, "")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", gpu_all.PARTS)
+def test_each_part_runs_in_small(name, tmp_path, small_world, monkeypatch, capsys):
+    """The commands of gpu_all.py, with the networks, images and numbers of a rehearsal, to the row of its table."""
+    script, *flags = shlex.split(smaller(gpu_all.PARTS[name][1].format(folder=tmp_path)))
+    flags += ["--batch_size", "2"] if "precision" in script else []
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    monkeypatch.setattr(sys, "argv", [script, *flags])
+    takes_options = "throughput" in script or script.startswith("train_")
+    assert not (module.main(module.parse_args(flags)) if takes_options else module.main())
+    (tmp_path / "log").write_text(capsys.readouterr().out)
+    found = gpu_all.found_in(tmp_path / "log", 0)
+    assert found != ["nothing to say"] and not any("left out" in line for line in found)
 
 
 @pytest.mark.parametrize("configurations", [memory_prediction.ON_A_CPU, memory_prediction.ON_A_GPU])

@@ -85,7 +85,11 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="arithmetic of the training step (what `accelerate launch` was given, else no)",
     )
     group.add_argument("--gradient_checkpointing", action="store_true", help="less memory, more time")
-    group.add_argument("--compile", action="store_true", help="torch.compile the network")
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        help="torch.compile the network; off again where its gradients differ from the eager ones",
+    )
     group.add_argument(
         "--channels_last",
         action=argparse.BooleanOptionalAction,
@@ -94,7 +98,17 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tf32", action=argparse.BooleanOptionalAction, default=True, help="fp32 products on a GPU in TF32 (on)"
     )
-    group.add_argument("--dry_run", action="store_true", help="print the memory and FLOPs that this run needs, and end")
+    group.add_argument(
+        "--cudnn_benchmark",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="take the quickest convolution of a GPU for each shape; off, starts repeat each other more exactly (on)",
+    )
+    group.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="print the memory of updates, samples, evaluation and validation, and the FLOPs, and end",
+    )
     group.add_argument("--max_grad_norm", type=float, default=1.0, help="clip the gradient's L2 norm to this, 0 = off (1)")
     group.add_argument(
         "--adaptive_clipping", action="store_true", help="clip to 2x the running mean of the norm, within [0.1, 10], instead"

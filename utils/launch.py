@@ -51,6 +51,8 @@ def make_accelerator(
     cpu_threads: int | None = None,
     collective_timeout: float = 600.0,
     tf32: bool = True,
+    cudnn_benchmark: bool = False,
+    broadcast_buffers: bool = False,
 ) -> Accelerator:
     """An Accelerator for one process or DDP.
 
@@ -58,6 +60,9 @@ def make_accelerator(
     processes but leaves each alone. There it also undoes `accelerate launch`'s OMP_NUM_THREADS=1, which would leave all
     cores but one idle: `cpu_threads` threads per process, by default the usable cores over the processes of this machine.
     `tf32`: fp32 convolutions and matrix products round their factors to 10 bits of mantissa on GPUs that are faster so.
+    `cudnn_benchmark`: convolutions on a GPU take the algorithm that is quickest when their shape is first seen, which may be
+    another one in the next process. `broadcast_buffers`: DDP copies the main process's buffers to the others before each
+    forward pass, for networks whose training changes them; constants need no copies.
     `collective_timeout` is what a lost or hanging peer costs, in seconds, before every process gives up (gloo's own: 1800).
 
     Raises UserError for fp16 on a CPU, an unusable tracker, and for launches other than plain and DDP
@@ -79,7 +84,7 @@ def make_accelerator(
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=collective_timeout)),
             # Reduced gradients live in the all-reduce buckets: one copy of them less in memory.
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=broadcast_buffers),
         ],
     )
     if accelerator.distributed_type not in SUPPORTED_LAUNCHES:
@@ -92,6 +97,7 @@ def make_accelerator(
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
+        torch.backends.cudnn.benchmark = cudnn_benchmark
     if accelerator.device.type == "cpu":
         torch.set_num_threads(cpu_threads or max(1, usable_cores() // local_processes(accelerator)))
     return accelerator

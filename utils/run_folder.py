@@ -45,7 +45,7 @@ HARMLESS = {
     *("push_to_hub", "hub_token", "hub_model_id", "hub_private_repo"),
     # Their product is compared instead, as global_batch_size: the split over processes may change.
     *("train_batch_size", "gradient_accumulation_steps"),
-    *("channels_last", "tf32", "dry_run"),
+    *("channels_last", "tf32", "cudnn_benchmark", "dry_run"),
     # A run may be made longer or shorter; a note says that the learning rate then follows the new curve.
     *("num_epochs", "max_train_steps"),
 }
