@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.edm2_unet import (
     PRESETS,
@@ -151,6 +152,56 @@ def test_a_skipped_update_leaves_the_weights_bit_for_bit():
     before = copy.deepcopy(unet.state_dict())
     force_weight_norm(unet, torch.tensor(False))
     assert all(torch.equal(before[name], value) for name, value in unet.state_dict().items())
+
+
+class OnDevice(torch.Tensor):
+    """A flag that the host must not read, as one on a GPU."""
+
+    device = torch.device("cuda")
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __bool__(self):
+        raise AssertionError("the host waits for the device")
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("finite", [None, True, False])
+def test_forced_weights_against_the_formula(memory_format, finite):
+    unet = tiny().to(memory_format=memory_format)
+    with torch.no_grad():
+        for module in unet.modules():
+            if isinstance(module, (MPConv2d, MPLinear)):
+                module.weight *= 10 ** torch.randn(len(module.weight)).view(-1, *[1] * (module.weight.ndim - 1))
+    before = copy.deepcopy(unet.state_dict())
+    force_weight_norm(unet, finite if finite is None else torch.tensor(finite).as_subclass(OnDevice))
+    forced = {f"{n}.weight" for n, module in unet.named_modules() if isinstance(module, (MPConv2d, MPLinear))}
+    for name, weight in unet.state_dict().items():
+        assert weight.stride() == before[name].stride()
+        if finite is False or name not in forced:
+            assert torch.equal(weight, before[name]), name
+        else:
+            rows = before[name].flatten(1).double()
+            expected = (rows / rows.square().mean(1, keepdim=True).sqrt()).view(weight.shape).float()
+            torch.testing.assert_close(weight, expected, rtol=1e-5, atol=0.0)
+
+
+def test_forced_weights_take_few_launches():
+    """Operations that compute something, on a network without values. Seven for each weight would be 1,127."""
+
+    class Operations(TorchDispatchMode):
+        computing = 0
+
+        def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+            result = operation(*arguments, **(options or {}))
+            self.computing += not operation.is_view
+            return result
+
+    with torch.device("meta"):
+        unet, finite = EDM2UNet(num_class_embeds=1000, **PRESETS["XS"]), torch.tensor(True)
+    weights = sum(isinstance(module, (MPConv2d, MPLinear)) for module in unet.modules())
+    with Operations() as operations:
+        force_weight_norm(unet, finite)
+    assert weights == 161 and operations.computing < weights + 20
 
 
 def test_classes_and_noise_level_are_seen_and_minus_one_is_no_class():
