@@ -117,17 +117,8 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(train, tiny_flags, 
 
 
 def test_sampling_and_validating_leave_the_training_untouched(train, tiny_flags, tmp_path):
-    flags = [
-        *tiny_flags,
-        "--dropout",
-        "0.2",
-        "--max_train_steps",
-        "4",
-        "--checkpointing_steps",
-        "4",
-        "--validation_images",
-        "16",
-    ]
+    flags = [*tiny_flags, "--dropout", "0.2", "--validation_images", "16"]
+    flags += ["--max_train_steps", "4", "--checkpointing_steps", "4"]
     quiet = ["--output_dir", tmp_path / "quiet", "--validation_steps", "100"]
     busy = ["--output_dir", tmp_path / "busy", "--validation_steps", "1", "--save_images_steps", "1", "--save_model_steps", "2"]
     train([*flags, *quiet])
