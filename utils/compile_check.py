@@ -16,7 +16,7 @@ from torch import nn
 from utils.errors import UserError, one_line, out_of_memory
 from utils.launch import agree, if_memory_allows
 
-# Of a layer's gradient, relative and in the L2 norm. Two orders of the same sums differ by roundings (2^-24, 2^-11, 2^-9), which
+# Of a layer's gradient, relative and in the L2 norm. Two orders of the same sums differ by roundings (2^-24, 2^-11, 2^-9) that
 # add up over the layers there and back: in the worst layer of digits16, cifar10 and EDM2's digits16 other kernels differ by
 # 1.2e-5 in fp32 and 0.07 in bf16 (a CPU, batches of 1 and 8), 200 and 35 roundings. A wrong kernel is off by a large share.
 TOLERANCES = {"no": 1e-4, "tf32": 0.06, "fp16": 0.06, "bf16": 0.25}

@@ -206,6 +206,8 @@ if __name__ == "__main__":
     script = importlib.import_module(Path(options.script).stem)
     if FAULTS[options.fault] and options.rank == int(os.environ.get("RANK", 0)):
         FAULTS[options.fault](options.step, options.value)
+    elif options.fault == "wrong-compiler":  # on the other ranks a right one, as quick
+        wrong_compiler(options.step, "1")
     if options.record:
         record(options.record)
     run_script(script.main, script.parse_args)
