@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
     from utils.doctor import Doctor
     from utils.ema_snapshots import Snapshots, remove_snapshots_beyond
     from utils.errors import explain_out_of_memory
-    from utils.export import export_pipeline, model_card, push_to_hub
+    from utils.export import check_export, export_pipeline, model_card, push_to_hub
     from utils.gradients import AdaptiveLimit, FixedLimit, clip_gradients
     from utils.interrupts import EXIT_STOPPED, StopSignal, leave_on_signal
     from utils.launch import make_accelerator, on_main_process
@@ -175,6 +175,7 @@ def main(args: argparse.Namespace) -> int:
         unet.compile()  # in place, so that checkpoints and the EMA keep their clean names
     unet, optimizer = accelerator.prepare(unet, optimizer)
     raw_unet = accelerator.unwrap_model(unet)
+    on_main_process(accelerator, check_export, raw_unet, noise_scheduler, output_dir)
     ema, ema_decay = make_ema(raw_unet, **ema_options(args)) if args.use_ema else (None, None)
     averaged = ema.swapped_into_model if ema is not None else nullcontext
 
