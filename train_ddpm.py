@@ -68,7 +68,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="squaredcos_cap_v2 is the cosine schedule (linear)",
     )
     group.add_argument("--rescale_betas_zero_snr", action="store_true", help="no signal left at the last timestep")
-    group.add_argument("--snr_gamma", type=float, help="min-SNR weighting of the loss, 5 in the paper (off)")
+    group.add_argument(
+        "--snr_gamma",
+        type=float,
+        help="min-SNR weighting of the loss, 5 in the paper; not with --rescale_betas_zero_snr (off)",
+    )
     add_training_flags(parser)
     add_optimizer_flags(parser)
     add_ema_flags(parser)

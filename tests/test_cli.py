@@ -159,3 +159,10 @@ def test_help_shows_everything_without_importing_torch(script):
     assert "accelerate launch " + script in result.stdout
     if script == "train_ddpm.py":
         assert "cifar10: --resolution 32" in result.stdout
+
+
+def test_the_preset_s_weighting_gives_way_to_zero_snr():
+    """Together they would not train the timestep that sampling starts with; given by hand they are refused."""
+    assert train_ddpm.parse_args([]).snr_gamma == 5.0
+    assert train_ddpm.parse_args(["--rescale_betas_zero_snr"]).snr_gamma is None
+    assert train_ddpm.parse_args(["--rescale_betas_zero_snr", "--snr_gamma", "5"]).snr_gamma == 5.0
