@@ -69,7 +69,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="squaredcos_cap_v2 is the cosine schedule (linear)",
     )
     group.add_argument("--rescale_betas_zero_snr", action="store_true", help="no signal left at the last timestep")
-    group.add_argument("--snr_gamma", type=float, help="min-SNR weighting of the loss, 5 in the paper (off)")
+    group.add_argument(
+        "--snr_gamma",
+        type=float,
+        help="min-SNR weighting of the loss, 5 in the paper; not with --rescale_betas_zero_snr (off)",
+    )
     add_training_flags(parser)
     add_optimizer_flags(parser)
     add_ema_flags(parser)
@@ -97,7 +101,7 @@ def main(args: argparse.Namespace) -> int:
     from utils.doctor import Doctor
     from utils.ema_snapshots import Snapshots, remove_snapshots_beyond
     from utils.errors import explain_out_of_memory
-    from utils.export import export_pipeline, model_card, push_to_hub, write_card
+    from utils.export import check_export, export_pipeline, model_card, push_to_hub, write_card
     from utils.gradients import AdaptiveLimit, FixedLimit, clip_gradients
     from utils.ideal_denoiser import bytes_for_gap
     from utils.interrupts import EXIT_STOPPED, StopSignal, leave_on_signal
@@ -183,6 +187,7 @@ def main(args: argparse.Namespace) -> int:
     unet, optimizer = accelerator.prepare(unet, optimizer)
     fix_bucket_order(unet)
     raw_unet = accelerator.unwrap_model(unet)
+    on_main_process(accelerator, check_export, raw_unet, noise_scheduler, output_dir)
     ema, ema_decay = make_ema(raw_unet, **ema_options(args)) if args.use_ema else (None, None)
     averaged = ema.swapped_into_model if ema is not None else nullcontext
 

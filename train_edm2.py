@@ -120,7 +120,7 @@ def main(args: argparse.Namespace) -> int:
     from utils.edm_previews import EDM2Previews
     from utils.ema_snapshots import Snapshots, remove_snapshots_beyond
     from utils.errors import explain_out_of_memory
-    from utils.export import export_pipeline, model_card, push_to_hub, write_card
+    from utils.export import check_export, export_pipeline, model_card, push_to_hub, write_card
     from utils.gradients import AdaptiveLimit, FixedLimit, clip_gradients
     from utils.interrupts import EXIT_STOPPED, StopSignal, leave_on_signal
     from utils.launch import fix_bucket_order, make_accelerator, on_main_process
@@ -199,6 +199,7 @@ def main(args: argparse.Namespace) -> int:
     fix_bucket_order(denoiser)
     raw_denoiser = accelerator.unwrap_model(denoiser)
     raw_unet = raw_denoiser.unet  # without u(sigma), which is of use in training alone
+    on_main_process(accelerator, check_export, raw_unet, noise_scheduler, output_dir)
     ema, ema_decay = make_ema(raw_unet, **ema_options(args)) if args.use_ema else (None, None)
     averaged = ema.swapped_into_model if ema is not None else nullcontext
 

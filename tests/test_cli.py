@@ -193,3 +193,10 @@ def test_help_shows_everything_without_importing_torch(script):
     if script == "train_edm2.py":
         assert "settings for pixels (ImageNet-64)" in result.stdout
         assert "do not follow another --global_batch_size" in result.stdout
+
+
+def test_the_preset_s_weighting_gives_way_to_zero_snr():
+    """Together they would not train the timestep that sampling starts with; given by hand they are refused."""
+    assert train_ddpm.parse_args([]).snr_gamma == 5.0
+    assert train_ddpm.parse_args(["--rescale_betas_zero_snr"]).snr_gamma is None
+    assert train_ddpm.parse_args(["--rescale_betas_zero_snr", "--snr_gamma", "5"]).snr_gamma == 5.0

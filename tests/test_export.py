@@ -1,4 +1,6 @@
+import importlib
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from conftest import make_tiny_flags
 from diffusers import (
     DDIMScheduler,
     DDPMPipeline,
@@ -20,11 +23,15 @@ from diffusers import (
 )
 from safetensors.torch import load_file
 
+from models.edm2_unet import EDM2UNet
+from models.edm_heun import EDMHeunScheduler
+from tests.test_edm2_unet import TINY as TINY_EDM2
 from tests.test_sampling import CHAIN, tiny_unet
 from utils import export
 from utils.diffusion import BETA_SCHEDULES, make_noise_scheduler
 from utils.errors import UserError
-from utils.export import check_pipeline, export_pipeline, model_card, push_to_hub
+from utils.export import check_export, check_pipeline, export_pipeline, model_card, push_to_hub
+from utils.unet import normalise_spectra
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 
@@ -259,3 +266,77 @@ def test_model_card():
     assert yaml.safe_load(model_card({"license": "mit"}).split("---\n")[1])["license"] == "mit"
     with pytest.raises(ValueError, match="unknown facts for the model card: updatez"):
         model_card({"updatez": 3})
+
+
+def add_batch_norm(network):
+    network.conv_out = torch.nn.Sequential(torch.nn.BatchNorm2d(network.conv_out.weight.shape[1]), network.conv_out)
+    return network
+
+
+@pytest.mark.parametrize("script", ["train_ddpm", "train_edm2"])
+def test_a_network_that_cannot_be_exported_is_refused_before_the_first_update(script, train, monkeypatch, tmp_path):
+    make = {"train_ddpm": "utils.unet.make_unet", "train_edm2": "utils.edm2_network.make_edm2_unet"}[script]
+    module, name = make.rsplit(".", 1)
+    plain = getattr(sys.modules.get(module) or importlib.import_module(module), name)
+    flags = [*make_tiny_flags(tmp_path, f"{script}.py"), "--max_train_steps", "2", "--output_dir", tmp_path / "run"]
+    assert train(flags, script=importlib.import_module(script)) == 0
+    first_run = (tmp_path / "run" / "options.json").read_bytes()
+    monkeypatch.setattr(make, lambda **options: add_batch_norm(plain(**options)))
+    with pytest.raises(UserError, match=r"could not leave a pipeline that others can load: .*conv_out") as refused:
+        train([*flags, "--overwrite_output_dir"], script=importlib.import_module(script))
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
+    assert (tmp_path / "run" / "options.json").read_bytes() == first_run  # which is not lost
+    assert (tmp_path / "run" / "model_index.json").exists() and not (tmp_path / "run" / ".tmp-export").exists()
+
+
+def worn(kind: str):
+    """(network as training holds it, scheduler)"""
+    if kind == "EDM2":
+        return EDM2UNet(**TINY_EDM2 | {"num_class_embeds": 3}), EDMHeunScheduler()
+    unet = tiny_unet()
+    if kind == "zero output":
+        torch.nn.init.zeros_(unet.conv_out.weight)
+        torch.nn.init.zeros_(unet.conv_out.bias)
+    if kind == "spectral norm":
+        normalise_spectra(unet)
+    if kind == "channels last":
+        unet.to(memory_format=torch.channels_last)
+    if kind == "compiled, bf16":
+        unet.compile(backend="eager")
+        AcceleratorState._reset_state(True)
+        unet = Accelerator(cpu=True, mixed_precision="bf16").prepare(unet)
+        AcceleratorState._reset_state(True)
+    return unet, make_noise_scheduler(beta_schedule="sigmoid")
+
+
+@pytest.mark.parametrize("kind", ["plain", "EDM2", "zero output", "spectral norm", "channels last", "compiled, bf16"])
+def test_checking_an_export_changes_nothing(kind, tmp_path):
+    unet, scheduler = worn(kind)
+    unet.train()
+    before = {name: value.clone() for name, value in unet.state_dict().items()}
+    random_states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    check_export(unet, scheduler, tmp_path)
+    assert torch.equal(torch.get_rng_state(), random_states[0]) and random.getstate() == random_states[2]
+    assert (np.random.get_state()[1] == random_states[1]).all()
+    after = unet.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(value, before[name]) for name, value in after.items())
+    assert all(module.training for module in unet.modules()) and all(p.requires_grad for p in unet.parameters())
+    assert all(p.grad is None for p in unet.parameters())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["plain", "EDM2", "zero output", "spectral norm"])
+def test_a_network_that_would_compute_something_else_once_exported_is_refused(kind, tmp_path):
+    unet, scheduler = worn(kind)
+    block = unet.encoder[0] if kind == "EDM2" else unet.mid_block
+    block.register_forward_hook(lambda module, inputs, output: output.flip(-1))
+    with pytest.raises(UserError, match="its output is another one when it is loaded, though the weights are the same"):
+        check_export(unet, scheduler, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_noise_schedule_that_its_config_does_not_name_is_refused(tmp_path):
+    unet, scheduler = worn("plain")
+    scheduler.alphas_cumprod = scheduler.alphas_cumprod.sqrt()
+    with pytest.raises(UserError, match="the noise schedule is not the one that its config names"):
+        check_export(unet, scheduler, tmp_path)

@@ -11,13 +11,16 @@ import pytest
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler
 from PIL import Image
+from safetensors.torch import save_file
 
 import generate
 from tests.test_sampling import run_sample, tiny_unet
 from utils.errors import UserError
 from utils.export import export_pipeline
 from utils.images import save_png
+from utils.pipelines import load_network
 from utils.sampling import make_sampler, to_uint8
+from utils.unet import normalise_spectra
 
 REPOSITORY = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -194,6 +197,28 @@ def test_a_pipeline_that_trained_on_is_refused_and_a_moved_one_is_not(pipeline, 
     here(moved, made_folder)
     recorded = json.loads((made_folder / "generate.json").read_text())
     assert recorded["pipeline"] == str(moved) and recorded["seed"] == 3 and recorded["sampler"] == "ddim"
+
+
+@pytest.mark.parametrize("weights", ["model", "ema"])
+def test_a_checkpoint_of_a_run_under_spectral_norm_is_sampled(weights, pipeline, here, tmp_path):
+    unet = tiny_unet(1)
+    normalise_spectra(unet)
+    x, timesteps = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([3, 15])
+    for _ in range(3):
+        unet.train()(x, timesteps)  # each moves the power iteration
+    checkpoint = tmp_path / "checkpoint-3"
+    export_pipeline(tiny_unet(2), DDPMScheduler(num_train_timesteps=20), tmp_path, "")
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text("{}")
+    save_file({name: value.contiguous() for name, value in unet.state_dict().items()}, checkpoint / f"{weights}.safetensors")
+    random_state = torch.get_rng_state()
+    loaded, _ = load_network(str(checkpoint))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    with torch.no_grad():
+        expected = unet.eval()(x, timesteps).sample  # torch's own spectral norm
+        torch.testing.assert_close(loaded(x, timesteps).sample, expected, rtol=0, atol=1e-5)
+    here(checkpoint, tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("0*.png"))) == 7
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "dpmsolver++"])

@@ -248,6 +248,10 @@ def test_its_test_suite_s_command_lines(train, tiny_flags, tmp_path):
         (["--model_config_name_or_path", "/nowhere"], "cannot read --model_config_name_or_path /nowhere"),
         (["--output_dir", "/proc/run"], "cannot write to --output_dir /proc/run"),
         (["--rescale_betas_zero_snr"], "v_prediction"),
+        (
+            ["--rescale_betas_zero_snr", "--prediction_type", "v_prediction", "--snr_gamma", "5"],
+            "timestep 999 a weight of 0",
+        ),
         (["--resume_from_checkpoint", "checkpoint-7"], "no checkpoint 'checkpoint-7'"),
         (["--dataset_name", "/no/such/data"], "/no/such/data"),
         (["--mixed_precision", "fp16"], "fp16 needs a GPU"),

@@ -277,6 +277,7 @@ def parse_with_preset(
         overridden = {"--train_data_dir": ["dataset_name"], "--num_epochs": ["max_train_steps"]}
         overridden["--gradient_accumulation_steps"] = ["global_batch_size"]  # the update is what the user's split makes
         overridden |= {f"--save_{what}_epochs": [f"save_{what}_steps"] for what in ("images", "model")}
+        overridden["--rescale_betas_zero_snr"] = ["snr_gamma"]  # which would not train the last timestep
         for flag, preset_flags in overridden.items():
             if flag in given:
                 defaults = {name: value for name, value in defaults.items() if name not in preset_flags}

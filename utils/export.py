@@ -7,14 +7,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from utils import randomness
 from utils.diffusion import config_for_any
-from utils.errors import UserError
+from utils.errors import UserError, one_line, out_of_memory
+from utils.pipelines import load_network, training_scheduler
+from utils.sampling import full_precision
 from utils.unet import plain_state_dict
 
 PIPELINE_INDEX = "model_index.json"
@@ -74,6 +78,66 @@ def write_card(output_dir: Path, card_text: str) -> None:
         _replace(draft, output_dir / "README.md")
     finally:
         draft.unlink(missing_ok=True)
+
+
+def check_export(unet: nn.Module, scheduler, output_dir: Path | str) -> None:
+    """Save the pipeline as `export_pipeline` will, load it as its users will, and compare. Raises UserError where that fails.
+
+    To be called before training, so that a network that was changed in a way its config cannot say does not end without a
+    pipeline, or with one that computes something else. Needs space for the weights in `output_dir`, and the time of a forward
+    pass of one image twice. `unet` is as for `export_pipeline`; it and the random state are left as they were. Raises OSError
+    when the disk does not take the weights.
+    """
+    draft = Path(output_dir) / ".tmp-export"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            saved = _clean_copy(unet)
+            _save_pipeline(saved, scheduler, draft)
+            loaded, config = load_network(str(draft))
+        problem = _difference(unet, saved, loaded)
+        if hasattr(scheduler, "alphas_cumprod") and not torch.equal(
+            training_scheduler(config).alphas_cumprod, scheduler.alphas_cumprod.cpu()
+        ):
+            problem = "the noise schedule is not the one that its config names"
+    except OSError:
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        problem = textwrap.shorten(one_line(error), 300)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    if problem:
+        raise UserError(
+            f"the run could not leave a pipeline that others can load: {problem}. Has the code of the network or of the noise "
+            f"schedule been changed? {type(unet).__name__}.from_config(unet.config) must make the network that is trained"
+        )
+
+
+def _difference(unet: nn.Module, saved: nn.Module, loaded: nn.Module) -> str | None:
+    """What tells `loaded` from `unet`, whose weights are in `saved`."""
+    weights = loaded.state_dict()
+    for name, value in saved.state_dict().items():
+        if name not in weights or not torch.equal(weights[name], value):
+            return f"{name} is another one when it is loaded"
+    config, device = unet.config, next(unet.parameters()).device
+    numbers = torch.ones(1, dtype=torch.int64, device=device)
+    images = randomness.normal(0, "export", numbers, (config.in_channels, config.sample_size, config.sample_size))
+    inputs = (images, numbers)  # timestep 1, or ln(sigma) / 4 = 1
+    if config.num_class_embeds:
+        inputs += (numbers % config.num_class_embeds,)
+    outputs = []
+    for network in (unet, loaded.to(device)):
+        # Layers that start at 0 would hide what comes before them: other weights stand in for theirs.
+        zeros = {name: parameter for name, parameter in network.named_parameters() if not parameter.any()}
+        others = {name: randomness.normal(0, name, numbers, zero.shape)[0].to(zero) for name, zero in zeros.items()}
+        with full_precision(network):
+            outputs.append(torch.func.functional_call(network, others, inputs).sample)
+    trained, exported = outputs
+    # TF32 keeps 10 bits of each factor, and other layouts in memory run other kernels. What was changed shows clearly.
+    if not (exported - trained).norm() <= 0.02 * trained.norm():
+        return "its output is another one when it is loaded, though the weights are the same"
+    return None
 
 
 def _save_pipeline(unet: nn.Module, scheduler, draft: Path) -> None:
