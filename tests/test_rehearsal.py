@@ -22,19 +22,19 @@ UPLOADS = {"train_ddpm.py": 2, "train_edm2.py": 3}  # of a micro step: sample nu
 MADE = {
     "train_ddpm.py": {
         "validate": (5, 17),  # 4 chunks: the loss is read; images, numbers, timesteps and labels are sent. And the sum
-        "TrainingEvaluation._prepare": (32, 28),  # once in a run: the features of 32 + 8 images, 4 at a time, and their hashes
-        "TrainingEvaluation._sample": (0, 12),  # 3 chunks: the numbers, and the timestep of each of 3 steps
-        "Previews._sample": (2, 8),  # raw and EMA: the same, and whether any process was told to stop
+        "TrainingEvaluation._prepare": (8, 12),  # once in a run: the features of 32 + 8 images, and their hashes
+        "TrainingEvaluation._sample": (0, 2),  # the numbers of the images, and the timesteps
+        "Previews._sample": (2, 4),  # raw and EMA: the same, and whether any process was told to stop
         "Previews._write": (48, 0),  # each picture of the grids is read by itself, and each statistic
-        "Previews._examine": (62, 3),  # the doctor's probe, figure by figure
+        "Previews._examine": (76, 31),  # the doctor's probe, figure by figure, in pieces of a micro batch
         "save_checkpoint": (229, 1),  # the tensors of the network and of its EMA
         "export": (114, 0),
     },
     "train_edm2.py": {
         "validate": (5, 17),
-        "TrainingEvaluation._prepare": (32, 28),
-        "TrainingEvaluation._sample": (0, 18),  # Heun's method asks 5 times in 3 steps
-        "Previews._sample": (2, 12),
+        "TrainingEvaluation._prepare": (8, 12),
+        "TrainingEvaluation._sample": (0, 2),
+        "Previews._sample": (2, 4),
         "Previews._write": (48, 0),
         "EDM2Previews._examine": (16, 3),
         "save_snapshots": (108, 0),
