@@ -31,7 +31,8 @@ def test_bad_updates_are_counted_and_the_first_is_kept():
         bad.add_losses(torch.tensor([float(step)]))
         bad.add_losses(torch.tensor([float(step) + 0.5]))
         bad.add(step, gradients(0.5, norm))
-    assert bad.report() == {"train/skipped_updates": 5, "train/bad_updates_in_a_row": 2}
+    counts = {"train/skipped_updates": 5, "train/bad_updates_in_a_row": 2}
+    assert bad.report() == counts | {"train/first_skipped_update": 2}
     assert bad.first.step == 1
     assert bad.first.losses.tolist() == [1.0, 1.5]
     assert bad.first.norms.isfinite().tolist() == [True, False]
@@ -55,7 +56,8 @@ def test_a_scaler_that_looks_for_its_scale_is_told_from_a_nan():
     for step, (loss, norm, scale, _) in enumerate(cases):
         bad.add_losses(torch.tensor([loss]))
         bad.add(step, gradients(norm, loss_scale=scale))
-    assert bad.report() == {"train/skipped_updates": 2, "train/bad_updates_in_a_row": 2, "train/scaler_skips": 2}
+    counts = {"train/skipped_updates": 2, "train/bad_updates_in_a_row": 2, "train/scaler_skips": 2}
+    assert bad.report() == counts | {"train/first_skipped_update": 2}
     assert bad.first.step == 1
 
 
