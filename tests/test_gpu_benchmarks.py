@@ -299,3 +299,15 @@ def test_throughput_of_two_processes():
 def test_flops_of_a_preset_are_those_that_others_counted():
     """6.1 G multiply-adds forward (Fang et al. 2023, Structural Pruning for Diffusion Models, table 1), twice that backward."""
     assert make_task("train_ddpm.py", "cifar10").flops() == pytest.approx(3 * 2 * 6.1e9, rel=0.05)
+
+
+def test_the_grid_of_samplers_is_drawn(tmp_path):
+    from benchmarks import sampler_grid
+
+    process = ["--schedules", "sigmoid", "--prediction_types", "sample", "--updates", "1", "--images", "4"]
+    threads = torch.get_num_threads()
+    sampler_grid.main([*process, "--output_dir", str(tmp_path), "--cache_dir", str(tmp_path)])
+    torch.set_num_threads(threads)
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert len(lines) == 4 and lines[-1].startswith("| sample, sigmoid |") and lines[-1].count(" %, ") == 4
+    assert (tmp_path / "grid.png").stat().st_size > 1000
