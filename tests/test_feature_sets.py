@@ -132,7 +132,7 @@ def test_a_failure_on_one_process_is_told_on_all(failing):
             extract(process, [RandomConvolutions(1)], 64, 8, make)
         return str(error.value)
 
-    told = {0: "MemoryError: no memory left", 1: "cannot decode the image x.png"}[failing]
+    told = {0: "out of memory (no memory)", 1: "cannot decode the image x.png"}[failing]
     assert on_processes(2, work) == [told] * 2
 
 

@@ -88,7 +88,7 @@ def _comparable(raw: nn.Module) -> Iterator[None]:
     with ExitStack() as after:
         for module in raw.modules():
             for name in ("p", "dropout") if isinstance(module, nn.Dropout) else ("dropout",):
-                if isinstance(value := getattr(module, name, None), float) and value > 0:
+                if isinstance(value := vars(module).get(name), float) and value > 0:
                     after.callback(setattr, module, name, value)
                     setattr(module, name, 0.0)
         generator = torch.Generator().manual_seed(0)
