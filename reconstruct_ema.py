@@ -39,7 +39,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(args: argparse.Namespace) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
-    from utils.ema_snapshots import list_snapshots, recipe, reconstruct, reconstruct_with_rounding
+    from utils.ema_snapshots import fp16_error, list_snapshots, recipe, reconstruct
     from utils.ema_sweep import make_judge, parse_widths, write_sweep
     from utils.export import export_pipeline, model_card
     from utils.launch import make_accelerator
@@ -65,7 +65,8 @@ def main(args: argparse.Namespace) -> None:
         best = min(values, key=values.get)
         write_sweep(args.output_dir, args.run, args.metric, step, args.num_images, values)
 
-    weights, rounding = reconstruct_with_rounding(snapshots, best, step)
+    weights = reconstruct(snapshots, best, step)
+    rounding = fp16_error(snapshots, best, step, weights)
     load_weights(unet, weights, args.run)
     facts = {"updates": step, "ema_width": best, "pipeline": str(args.output_dir)}
     export_pipeline(unet, scheduler, args.output_dir, model_card(describe(args.run, unet) | facts))

@@ -69,8 +69,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_training_flags(parser)
     add_optimizer_flags(
         parser,
-        epsilon_help="as in the reference, where the loss is a sum over channels and pixels; here it is their mean, and "
-        "this is divided by their number (1e-8)",
+        epsilon_help="as in the reference, whose loss is a sum over channels and pixels; here it is their mean, so epsilon is "
+        "divided by channels x pixels (1e-8)",
     )
     add_ema_flags(parser)
     add_report_flags(parser, ("heun", "dpmsolver++"), "--num_inference_steps", "sampling steps (32)")

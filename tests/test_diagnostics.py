@@ -209,6 +209,11 @@ CASES = {
             run(lambda n: {"layers": layers(weight=1.0), "train/lr": 5.0}, options={"optimizer": "adam"}),
             run(lambda n: {"layers": layers(weight=1.0), "train/lr": 0.02}, options={"optimizer": "adam"}),
         ),
+        # Layers with many inputs begin with small weights.
+        (
+            run(lambda n: {"layers": layers(weight=0.02), "train/lr": 0.012}, options={"optimizer": "adamw"}),
+            run(lambda n: {"layers": layers(weight=0.02), "train/lr": 0.008}, options={"optimizer": "adamw"}),
+        ),
     ],
     "no-warmup": [(run(updates(0.5), options={"lr_warmup_steps": 0}), run(updates(5e-3), options={"lr_warmup_steps": 0}))],
     "lr-too-low": [(run(updates(1e-6)), run(updates(1e-4)))],

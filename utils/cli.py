@@ -102,7 +102,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--cudnn_benchmark",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="take the quickest convolution of a GPU for each shape; off, starts repeat each other more exactly (on)",
+        help="take the quickest convolution of a GPU for each shape; turn it off for runs that repeat more exactly (on)",
     )
     group.add_argument(
         "--dry_run",

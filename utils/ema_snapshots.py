@@ -6,6 +6,7 @@ One safetensors file per time and width, complete or absent like a checkpoint; i
 import json
 import os
 from bisect import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,45 +145,48 @@ def recipe(snapshots: list[Snapshot], width: float, step: int | None = None) -> 
     return Recipe(used, weights, error)
 
 
+@torch.no_grad()
 def reconstruct(snapshots: list[Snapshot], width: float, step: int | None = None) -> dict[str, torch.Tensor]:
     """Weights of the average that `recipe` is for, float32 on the CPU.
 
     Reads one tensor of one file at a time; the sums are in float64. What EMA copies instead of averaging, counters and singular
     vectors, is the last snapshot's. Raises UserError as `recipe` does.
     """
-    return reconstruct_with_rounding(snapshots, width, step)[0]
+    sums: dict[str, torch.Tensor] = {}
+    for name, tensor, weight in _tensors(recipe(snapshots, width, step)):
+        if not tensor.is_floating_point() or name.endswith(UNIT_VECTORS):
+            sums[name] = tensor
+        elif name in sums:
+            sums[name].add_(tensor.double(), alpha=weight)
+        else:
+            sums[name] = tensor.double() * weight
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in sums.items()}
 
 
-@torch.no_grad()
-def reconstruct_with_rounding(
-    snapshots: list[Snapshot], width: float, step: int | None = None
-) -> tuple[dict[str, torch.Tensor], float]:
-    """(what `reconstruct` gives, how far off fp16 snapshots make it: an upper estimate, relative to the norm of the weights).
+def fp16_error(snapshots: list[Snapshot], width: float, step: int | None, made: dict[str, torch.Tensor]) -> float:
+    """Estimate from above how far snapshots in fp16 put `made`, what `reconstruct` gave, off: relative to its norm.
 
     Narrow averages are made of large weights of both signs, in whose sum the roundings do not cancel as the averages do.
     """
-    made_of = recipe(snapshots, width, step)
-    sums: dict[str, torch.Tensor] = {}
     independent = alike = 0.0  # squares: of roundings that differ from snapshot to snapshot, and of the same in all
+    for _, tensor, weight in _tensors(recipe(snapshots, width, step)):
+        if tensor.dtype == torch.float16:
+            error = _rounding(tensor)
+            independent, alike = independent + weight**2 * error, alike + weight * error
+    norm = sum(float(tensor.double().square().sum()) for tensor in made.values() if tensor.is_floating_point()) ** 0.5
+    return max(independent, alike) ** 0.5 / max(norm, 1e-30)
+
+
+def _tensors(made_of: Recipe) -> Iterator[tuple[str, torch.Tensor, float]]:
+    """Name, tensor and the snapshot's weight, of each tensor of each snapshot."""
     for snapshot, weight in zip(made_of.snapshots, made_of.weights):
         with safe_open(snapshot.path, "pt") as file:
             for name in file.keys():  # noqa: SIM118, it is no dict
-                tensor = file.get_tensor(name)
-                if tensor.dtype == torch.float16:
-                    error = _rounding(tensor)
-                    independent, alike = independent + float(weight) ** 2 * error, alike + float(weight) * error
-                if not tensor.is_floating_point() or name.endswith(UNIT_VECTORS):
-                    sums[name] = tensor
-                elif name in sums:
-                    sums[name].add_(tensor.double(), alpha=float(weight))
-                else:
-                    sums[name] = tensor.double() * float(weight)
-    norm = sum(float(tensor.square().sum()) for tensor in sums.values() if tensor.dtype == torch.float64) ** 0.5
-    rounding = max(independent, alike) ** 0.5 / max(norm, 1e-30)
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in sums.items()}, rounding
+                yield name, file.get_tensor(name), float(weight)
 
 
 def _rounding(tensor: torch.Tensor) -> float:
     """Expected sum of the squared errors of values that were rounded to this float16 `tensor`: spacing^2 / 12 for each."""
     exponent = torch.frexp(tensor.float()).exponent.clamp(min=-13)  # below are the subnormal numbers, all 2^-24 apart
+    exponent = exponent.where(tensor != 0, -13)  # of 0, frexp says 0
     return float(torch.exp2(2.0 * (exponent - 11).double()).sum()) / 12.0

@@ -74,7 +74,7 @@ def write_card(output_dir: Path, card_text: str) -> None:
     """Writes README.md anew, complete or not at all. Raises OSError."""
     draft = output_dir / ".README.md.tmp"
     try:
-        draft.write_text(card_text)
+        draft.write_bytes(card_text.encode())
         _replace(draft, output_dir / "README.md")
     finally:
         draft.unlink(missing_ok=True)
@@ -89,6 +89,7 @@ def check_export(unet: nn.Module, scheduler, output_dir: Path | str) -> None:
     when the disk does not take the weights.
     """
     draft = Path(output_dir) / ".tmp-export"
+    shutil.rmtree(draft, ignore_errors=True)  # what an earlier kill left
     try:
         with torch.random.fork_rng(devices=[]):
             saved = _clean_copy(unet)
@@ -109,8 +110,8 @@ def check_export(unet: nn.Module, scheduler, output_dir: Path | str) -> None:
         shutil.rmtree(draft, ignore_errors=True)
     if problem:
         raise UserError(
-            f"the run could not leave a pipeline that others can load: {problem}. Has the code of the network or of the noise "
-            f"schedule been changed? {type(unet).__name__}.from_config(unet.config) must make the network that is trained"
+            f"the run could not leave a pipeline that others can load: {problem}. "
+            f"{type(unet).__name__}.from_config(unet.config) must make the network that is trained"
         )
 
 

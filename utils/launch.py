@@ -110,7 +110,8 @@ def fix_bucket_order(model: torch.nn.Module) -> None:
     The order in which gloo adds up the gradients of 3 processes or more depends on their places in the buckets. These would
     be others in the first update after a resume than in the same update of a run that went on.
     """
-    if isinstance(model, DistributedDataParallel) and model.device_type == "cpu":
+    ranks = torch.distributed.get_world_size() if isinstance(model, DistributedDataParallel) else 1
+    if ranks > 2 and model.device_type == "cpu":  # of two numbers the sum has no order
         model.reducer._push_all_rebuilt_params()  # it sorts in the first forward pass, and once only
 
 

@@ -191,7 +191,7 @@ class MemoryPlan:
             sizes = list(range(size, 0, -1))
             fits = largest_that_fits(sizes, lambda size, images=images: self._with_pass(estimate, size, images * size) <= room)
             if fits is None and size:
-                advice.append(f"not even one image of {flag} does, and they will be left out")
+                advice.append(f"not even {flag} 1 fits, so they will be left out")
             elif fits != (size or None):
                 advice.append(f"set {flag} {fits * together}")
         return ", ".join(advice)

@@ -104,7 +104,7 @@ class Milestones:
         with self._monitors.paused():
             improved = False
             if self._validate and (state.step % self._validation_steps == 0 or state.step == self._total_steps):
-                improved = progress.attempt(self._validation) and state.best_step == state.step
+                improved = progress.attempt(self._validation) and state.best_step == state.step  # nothing else was judged yet
             if self._evaluation.due(state, self._total_steps):
                 with self._judging():
                     improved |= self._evaluation.make(state)

@@ -106,7 +106,8 @@ def _rate_beside_weights(record: RunRecord) -> tuple[int, str] | None:
     peak, sizes = max(rates, default=0.0), [size for _, size in record.derived("layers", typical_weight) if size is not None]
     size, optimizer = max(sizes, default=1.0), record.options.get("optimizer")
     if optimizer in ("adam", "adamw", "adamw8bit", "rmsprop") and peak > 0.5 * min(size, 1.0):
-        return steps[-1], f"{optimizer} moves each weight by about the learning rate, {peak:.3g}; a fresh one is 1 at most"
+        what = f"{optimizer} moves each weight by about the learning rate, {peak:.3g}, in each update"
+        return steps[-1], f"{what}; the weights of a typical layer are {size:.2g}"
     if peak > 0 and size > 10.0:
         return steps[-1], f"the weights of a typical layer have grown to {size:.3g}, with learning rates up to {peak:.3g}"
     return None

@@ -74,7 +74,7 @@ class RunRecord:
         return [(record["step"], record[key]) for record in self.history if isinstance(record.get(key), dict)]
 
     def known(self, key: str) -> list[tuple[int, dict]]:
-        """`records` without what is not finite in them, at any depth: no rule can judge by it."""
+        """`records` without what is not finite in them and in their parts: no rule can judge by it."""
         return [(step, _finite_part(record)) for step, record in self.records(key)]
 
     def derived(self, key: str, function: Callable[[dict], float | None]) -> list[tuple[int, float | None]]:

@@ -120,7 +120,8 @@ def trained(script):
 
 
 def spoil(monkeypatch, trained, spoils):
-    """Lets a part of the network give NaN for the samples [B] of which `spoils(call, noise levels)` is true."""
+    """Lets a part of the network give NaN for the samples [B] of which `spoils(call, noise levels)` is true; calls that train
+    are counted."""
     module, factory = trained.factory.rsplit(".", 1)
     make, calls, seen = getattr(importlib.import_module(module), factory), [0], {}
 
@@ -128,7 +129,7 @@ def spoil(monkeypatch, trained, spoils):
         network = make(**options)
 
         def note(module, inputs):
-            seen["levels"], calls[0] = trained.shown(inputs[1]), calls[0] + 1
+            seen["levels"], calls[0] = trained.shown(inputs[1]), calls[0] + torch.is_grad_enabled()
 
         def hook(module, inputs, output):
             if not torch.is_grad_enabled():  # samples are left alone
