@@ -72,7 +72,7 @@ def test_the_table_comes_last_and_names_what_failed(tmp_path, monkeypatch, capsy
 
 
 SMALLER = {
-    **{"train_batch_size": 2, "batch_size": 2, "global_batch_size": 4, "eval_batch_size": 1, "resolution": 16},
+    **{"train_batch_size": 8, "batch_size": 2, "global_batch_size": 8, "eval_batch_size": 1, "resolution": 16},
     **{"blocks": 2, "block_updates": 1, "turns": 1, "max_train_steps": 2},
 }
 
@@ -91,9 +91,10 @@ def small_world(monkeypatch, in_this_process):
         levels = len(network["block_out_channels"])
         tiny = {"block_out_channels": (8,) * levels, "layers_per_block": 1, "norm_num_groups": 4, "attention_head_dim": 8}
         monkeypatch.setitem(NETWORKS, name, network | tiny)
-        small = {"resolution": 32, "ddpm_num_inference_steps": 2, "eval_batch_size": 1}
+        side = 2 ** max(levels - 1, 4)
+        small = {"resolution": side, "ddpm_num_inference_steps": 2, "eval_batch_size": 1}
         monkeypatch.setitem(FLAGS, name, FLAGS[name] | small)
-        monkeypatch.setitem(SIZES, name, (32, SIZES[name][1]))
+        monkeypatch.setitem(SIZES, name, (side, SIZES[name][1]))
     tiny = {"model_channels": 8, "channel_multipliers": (1, 2), "layers_per_block": 1, "attention_head_dim": 8}
     for name in PRESETS:
         monkeypatch.setitem(PRESETS, name, tiny | {"attention_resolutions": (8,)})

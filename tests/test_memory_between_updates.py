@@ -42,7 +42,7 @@ class Seen(nn.Module):
 
 @pytest.mark.parametrize(("micro_batch", "most"), [(1, 2), (3, 3), (64, PROBE_IMAGES)])
 def test_the_probe_shows_the_network_no_more_than_a_micro_batch(micro_batch, most):
-    pixels = np.random.default_rng(0).integers(0, 256, (80, 4, 4, 1), dtype=np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 256, (80, 1, 64, 64), dtype=np.uint8)
     samples = TrainingSamples(image_set(pixels), Accelerator(cpu=True), seed=0, train_batch_size=micro_batch)
     network = Seen()
     found = examine_network(network, make_noise_scheduler(), samples, image_set(pixels[:40]))
@@ -89,7 +89,7 @@ def test_the_verdict_is_that_of_the_worst_moment(plan_with):
     free = 1.05 * peak(8, accumulates=False) / SHARE
     assert "\nfits: " in plan_with(free).table(8, 1)
     table = plan_with(free, samples=16, evaluation_batch_size=512, validates=True, probe_bytes=0).table(8, 1)
-    for line in ("samples of 16", "evaluation of 512", "validation of 8", "probe of 8"):
+    for line in ("samples of 16", "evaluation of 512", "validation of 8", "probe of 32"):
         assert f"\n{line}" in table
     assert "\nfits: " not in table and "updates fit, but not all between them" in table
     advised = int(table.split("--evaluation_batch_size ")[1].split()[0])
@@ -99,7 +99,8 @@ def test_the_verdict_is_that_of_the_worst_moment(plan_with):
     assert "\nfits: " in table
 
 
-def test_a_micro_batch_is_sized_for_what_looks_at_one_too(plan_with):
+def test_a_micro_batch_is_sized_for_what_looks_at_one_too(plan_with, monkeypatch):
+    monkeypatch.setattr(utils.memory_plan, "probe_batch", lambda size, image_shape: size)  # these images are small ones
     free = 1.05 * peak(8, accumulates=True) / SHARE
     assert plan_with(free).split(16) == (8, 2)
     between = plan_with(free, probe_bytes=0)

@@ -113,7 +113,7 @@ class MemoryPlan:
         if self._validates:
             found[f"validation of {size}"] = self._with_pass(estimate, size, 8 * size)
         if self._probe_bytes is not None:
-            size = probe_batch(size)
+            size = probe_batch(size, self._image_shape)
             found[f"probe of {size}"] = self._with_pass(estimate, size, 16 * size) + self._probe_bytes
         return found
 

@@ -1,5 +1,6 @@
 """Questions to a network on real images: does it see the timestep, what does it predict, how well at each noise level?"""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from utils.training_samples import TrainingSamples, held_out_images
 
 TIMESTEPS = (0, 100, 500, 900, 999)  # of 1000; spread in the same way over other lengths
 PROBE_IMAGES = 32
+SMALL_PIXELS = 2**13  # that need little memory however small the micro batch is: 32 images of 16x16, 2 of 64x64
 MIDDLE = 2  # of TIMESTEPS: where noise, image and velocity are all far apart
 OTHER_TIMES = (100, 900)  # of 1000, told to the network in place of the middle one
 
@@ -23,9 +25,9 @@ def probe_timesteps(num_train_timesteps: int) -> list[int]:
     return [round(t * (num_train_timesteps - 1) / 999) for t in TIMESTEPS]
 
 
-def probe_batch(micro_batch_size: int) -> int:
-    """Images that go through the network at once when a run of this micro batch is examined."""
-    return min(max(2, micro_batch_size), PROBE_IMAGES)
+def probe_batch(micro_batch_size: int, image_shape: tuple[int, int, int]) -> int:
+    """Images of (C, H, W) that go through the network at once when a run of this micro batch is examined."""
+    return min(max(2, micro_batch_size, SMALL_PIXELS // math.prod(image_shape[1:])), PROBE_IMAGES)
 
 
 @torch.no_grad()
@@ -118,12 +120,12 @@ def probe_network(
 def examine_network(unet: nn.Module, noise_scheduler: DDPMScheduler, samples: TrainingSamples, held_out: ImageSet) -> dict:
     """`probe_network` on a run's first images, and how far the network is from the best denoiser that there can be for its set.
 
-    However many are looked at, a micro batch at once goes through the network: what trains can be examined. The figures that
-    need float64 are left out on a device without it (mps).
+    However many are looked at, a micro batch at once goes through the network, or some small images: what trains can be
+    examined. The figures that need float64 are left out on a device without it (mps).
     """
     clean_images = samples.first_images(PROBE_IMAGES).cpu()
     others = held_out_images(held_out, PROBE_IMAGES, clean_images.device)
-    batch_size = probe_batch(samples.micro_batch_size)
+    batch_size = probe_batch(samples.micro_batch_size, samples.images.shape)
     found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size)
     if samples.device.type != "mps":
         gap = denoiser_gap(
