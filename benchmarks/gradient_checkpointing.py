@@ -63,8 +63,7 @@ def compare(configuration: Row, blocks: int, updates: int) -> None:
     print(f"{name:42} {off:9.1f} {on:9.1f} {times:7.3f} ({low:.3f}, {high:.3f})", end=" ")
     print(f"{activations[0] / GIB:7.3f} {activations[1] / GIB:7.3f} {saved[0]:5.1f} %", end=" ")
     print(f"{peaks[0] / GIB:7.3f} {peaks[1] / GIB:7.3f} {saved[1]:5.1f} %", flush=True)
-    if device.type == "cuda":
-        print(f"=> checkpointing, {name}: {times:.2f} x the time, update's memory -{saved[1]:.0f} %", flush=True)
+    print(f"=> checkpointing, {name}: {times:.2f} x the time, update's memory -{saved[1]:.0f} %", flush=True)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
