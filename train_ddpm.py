@@ -276,7 +276,6 @@ def main(args: argparse.Namespace) -> int:
         say=progress.say,
     )
     measures_eagerly = plan.measures_eagerly(args.train_batch_size, args.gradient_accumulation_steps)
-    notes += [] if measures_eagerly else [NO_ACTIVATIONS]
     monitors = Monitors(
         accelerator,
         raw_unet,
@@ -381,12 +380,15 @@ def main(args: argparse.Namespace) -> int:
     parameters = [p for p in raw_unet.parameters() if p.requires_grad]
 
     if args.compile and not milestones.at_end():
+        micro_batch = draw(next(samples.batches(state.step, state.step + 1)))
 
         def first_loss() -> torch.Tensor:
-            micro_batch = draw(next(samples.batches(state.step, state.step + 1)))
-            return losses_of(unet, state.step, 0, **micro_batch).mean()
+            return losses_of(raw_unet, state.step, 0, **micro_batch).mean()
 
-        check_compiled(accelerator, unet, raw_unet, first_loss, progress.say)
+        if not check_compiled(accelerator, unet, raw_unet, first_loss, progress.say):
+            monitors.measure_eagerly()
+        elif not measures_eagerly:
+            progress.say(NO_ACTIVATIONS)
 
     # ---- the loop: one turn is one update
     batches = samples.batches(state.step, max_train_steps, args.dataloader_num_workers)

@@ -29,7 +29,7 @@ class Dynamics:
     """
 
     def __init__(self, model: nn.Module, checks_noise: bool = True, eager: bool = True):
-        self._model, self._checks_noise, self._eager = model, checks_noise, eager
+        self._model, self._checks_noise, self.eager = model, checks_noise, eager
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # Frozen ones are shown as without gradient; the random frequencies of a Fourier time embedding are meant to be.
         frozen = (name for name, p in model.named_parameters() if not p.requires_grad)
@@ -55,7 +55,7 @@ class Dynamics:
         self._watching, self._activations, self._images, self._noise = True, {}, [], []
         left_over = [p.grad for p in self._parameters.values() if p.grad is not None]
         self._left_over = torch.stack(torch._foreach_norm(left_over)).norm() if left_over else None
-        if not self._eager:
+        if not self.eager:
             return
         if self._checks_noise:
             self._hooks.callback(self._model.register_forward_pre_hook(self._see_inputs).remove)

@@ -64,6 +64,10 @@ class Monitors:
         self._bad_updates = BadUpdates.of_run(accelerator, model, state)
         self.due = False  # whether the update under way is reported
 
+    def measure_eagerly(self) -> None:
+        """From here on the updates of reports run eagerly, as all others do once compiling is given up."""
+        self._dynamics.eager = True
+
     def begin(self, step: int) -> None:
         """Before the update that follows `step` finished ones."""
         self.due = (step + 1) % self._every == 0 or step + 1 == self._total_steps
