@@ -78,8 +78,9 @@ def make_tiny_flags(folder: Path, script: str = "train_ddpm.py") -> list[str]:
     return flags.split()
 
 
-@pytest.fixture(scope="session", params=SCRIPTS)
+@pytest.fixture(scope="session", params=[SCRIPTS[0], pytest.param(SCRIPTS[1], marks=pytest.mark.slow)])
 def script(request) -> str:
+    """Each of the SCRIPTS. Most of what they promise together is the same code: the second one's turn is a slow test."""
     return request.param
 
 
