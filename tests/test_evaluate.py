@@ -306,6 +306,7 @@ def test_one_colour_image_makes_a_folder_of_colour(tmp_path):
     assert folder.source("cpu")(torch.tensor([3]))[0, :, 0, 0].tolist() == [255, 0, 0]
 
 
+@pytest.mark.slow
 def test_what_one_process_cannot_read_is_one_line_of_all(folder, tmp_path):
     shutil.copytree(folder / "first", tmp_path / "cut")
     path = sorted((tmp_path / "cut").iterdir())[12]  # the second process's, of chunks of 8

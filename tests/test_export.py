@@ -166,6 +166,7 @@ def test_there_are_five_moves(tmp_path, monkeypatch):
     assert len(targets) == 5 and targets[-1] == "model_index.json"
 
 
+@pytest.mark.slow
 def test_check_pipeline_names_what_is_broken(tmp_path, monkeypatch):
     (tmp_path / "shadow").mkdir()
     (tmp_path / "shadow" / "diffusers.py").write_text("raise RuntimeError('the repository is on the path')")

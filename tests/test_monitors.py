@@ -27,6 +27,7 @@ def test_the_loss_to_show_and_the_loss_that_is_trained():
         global_batch_size=3,
         num_noise_levels=20,
         checks_noise=False,
+        measures_eagerly=True,
         max_bad_steps=2,
         stop_on_critical=False,
         nan_reports=SimpleNamespace(write=lambda bad, *rest: shown.update(losses=bad.losses.tolist())),

@@ -209,6 +209,7 @@ def test_launch_configs_start_connected_processes_on_all_cores(tiny_flags, tmp_p
 # ---- drop-in for train_unconditional.py
 
 
+@pytest.mark.slow
 def test_its_test_suite_s_command_lines(train, tiny_flags, tmp_path):
     """The three cases of diffusers' own test, on six local images instead of its Hub data set."""
     from PIL import Image
@@ -316,6 +317,7 @@ def test_the_folder_of_a_run(train, tiny_flags, tmp_path):
     assert all(torch.equal(weights[name], exported[name]) for name in weights)
 
 
+@pytest.mark.slow
 def test_a_network_that_was_compiled_keeps_clean_names(train, tiny_flags, tmp_path, monkeypatch):
     """With the graphs captured but not lowered to machine code, which takes minutes on a CPU."""
     from diffusers import UNet2DModel

@@ -87,6 +87,7 @@ def largest_difference(first: Path, second: Path) -> float:
     return max(((first[k] - second[k]).norm() / first[k].norm().clamp(min=1e-6)).item() for k in first)
 
 
+@pytest.mark.slow
 def test_2_then_1_then_4_processes_train_as_1(server, script, script_flags, tmp_path):
     """Each life ends by a signal; almost five passes over 40 images, of which each shows every image once."""
     flags = [*script_flags, "--max_train_steps", STEPS, "--max_train_images", IMAGES, "--checkpointing_steps", STEPS]
