@@ -343,9 +343,3 @@ def test_a_wrong_compiler_is_not_trained_with(server, script, script_flags, tmp_
     assert [run.wait(200) for run in runs] == [0] * processes, runs[0].text()[-3000:]
     wrong, eager = (tmp_path / run / "checkpoint-2" / "model.safetensors" for run in ("wrong", "eager"))
     assert same_bytes(wrong, eager)
-
-
-@pytest.mark.slow
-def test_torchs_own_compiler_passes_in_bf16_with_channels_last():
-    setup = Setup(tiny_unet, "bf16", backend="inductor", size=16, channels_last=True)
-    assert setup.check(), setup.said
