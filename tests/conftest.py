@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the workers share the cores
+
 from utils.interrupts import STOP_SIGNALS
 
 ROOT = Path(__file__).parent.parent
@@ -42,16 +45,32 @@ TINY_EDM2_NETWORK = {
 }
 
 
-left_out = []
+def slow_turns(*values, ids: list[str | None] | None = None) -> list:
+    """These values of a parametrized test, tuples being those of several arguments: each is a slow test."""
+    turns = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*turn, marks=pytest.mark.slow, id=name) for turn, name in zip(turns, ids or [None] * len(turns))]
+
+
+left_out = []  # the counts of slow tests: one, or those of xdist's workers, which all collect the same
 
 
 def pytest_deselected(items):
-    left_out.extend(item for item in items if item.get_closest_marker("slow"))
+    left_out.append(sum(item.get_closest_marker("slow") is not None for item in items))
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = max(left_out, default=0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    left_out.append(getattr(node, "workeroutput", {}).get("left_out", 0))
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if left_out and config.option.markexpr == "not slow":
-        terminalreporter.write_line(f"left out: {len(left_out)} slow tests; pytest -m slow runs them")
+    if any(left_out) and config.option.markexpr == "not slow":
+        terminalreporter.write_line(f"left out: {max(left_out)} slow tests; pytest -m slow runs them")
 
 
 @pytest.fixture(scope="session")

@@ -270,10 +270,12 @@ print("fine")
     assert finished.stdout == "fine\n" and finished.returncode == 0, finished.stderr
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_main_process_is_still_delivered():
     assert run("os.kill(os.getpid(), signal.SIGTERM)\nnext(batches)").returncode == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_worker_that_starts_after_its_main_process_was_killed_ends():
     code = """
 from utils.batches import _start_worker
@@ -287,6 +289,7 @@ batches.close()
     assert run(code).stdout == "0\n1\n"
 
 
+@pytest.mark.slow
 def test_a_crash_of_the_script_ends_at_once_with_its_workers():
     """The traceback keeps the loader alive until Python ends its children by a SIGTERM that they ignore."""
     finished = run(

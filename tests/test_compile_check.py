@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import TINY_EDM2_NETWORK, TINY_NETWORK, same_bytes
+from conftest import TINY_EDM2_NETWORK, TINY_NETWORK, same_bytes, slow_turns
 from diffusers.models.unets.unet_2d import UNet2DOutput
 from functorch.compile import make_boxed_func
 from torch import nn
@@ -109,9 +109,7 @@ def rounding_backend():
     return aot_autograd(fw_compiler=lambda graph, inputs: rounded_anew(graph))
 
 
-@pytest.mark.parametrize(
-    ("make", "size"), [(OneToken, 4), pytest.param(one_token_unet, 2, marks=pytest.mark.slow)], ids=["attention", "unet"]
-)
+@pytest.mark.parametrize(("make", "size"), [(OneToken, 4), *slow_turns((one_token_unet, 2))], ids=["attention", "unet"])
 def test_layers_whose_gradient_is_rounding_alone_are_no_error(make, size):
     """Queries and keys of an attention to one token: the softmax is 1 whatever they are."""
     setup = Setup(make, backend=rounding_backend(), size=size)
@@ -134,7 +132,7 @@ NETWORKS = [
     (tiny_unet, "no", 16, {"spectral_norm": True, "dropout": 0.5}),
     (tiny_edm2_unet, "no", 16, {"dropout": 0.5}),
 ]
-SLOW_NETWORKS = [NETWORKS[0], *(pytest.param(*network, marks=pytest.mark.slow) for network in NETWORKS[1:])]
+SLOW_NETWORKS = [NETWORKS[0], *slow_turns(*NETWORKS[1:])]
 
 
 @pytest.mark.parametrize(("make", "precision", "size", "options"), SLOW_NETWORKS)
@@ -174,7 +172,7 @@ def one_and_a_half_times_too_large(layer: nn.Module, call) -> None:
     layer.forward = wrong
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"zero_init_output": True}])
+@pytest.mark.parametrize("options", [*slow_turns({}), {"zero_init_output": True}])
 def test_a_wrong_gradient_of_one_layer_is_found(options):
     """Also behind an output layer of zeros, where all gradients are 0 at the start."""
     setup = Setup(backend=None, **options)
@@ -218,7 +216,7 @@ def test_without_memory_for_the_comparison_the_network_stays_compiled():
     assert setup.network._compiled_call_impl is not None
 
 
-@pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("value", [math.nan, *slow_turns(math.inf)])
 def test_gradients_that_are_not_finite_are_not_called_compared(value):
     setup = Setup()
     setup.noise[:] = value

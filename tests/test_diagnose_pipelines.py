@@ -115,6 +115,7 @@ def test_weights_lie_in_memory_as_those_of_a_new_network_do(tmp_path):
         assert (loaded.data_ptr() - tensor.data_ptr()) % 64 == 0, name
 
 
+@pytest.mark.slow
 def test_a_name_on_the_hub(cache, tmp_path):
     save(tmp_path / "p", safe_serialization=False)
     as_first_releases_saved(tmp_path / "p")

@@ -493,6 +493,7 @@ def test_a_rule_that_fails_hides_no_other_finding():
     assert codes(record)[0] == "data-range"
 
 
+@pytest.mark.slow
 def test_a_million_updates_are_looked_at_in_a_moment():
     """Up to 200 times in a run, between two updates."""
     record = run()

@@ -42,6 +42,7 @@ def elsewhere(tmp_path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_loads_in_a_fresh_interpreter_elsewhere_and_samples_the_same(folder, tmp_path):
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     code = {"edm2_pipeline.py", "unet/edm2_unet.py", "scheduler/edm_heun.py"}
@@ -66,6 +67,7 @@ def test_nothing_runs_unless_it_is_trusted(folder):
         DiffusionPipeline.from_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_check_pipeline_samples_from_it(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     check_pipeline(folder)

@@ -255,6 +255,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         torch.testing.assert_close(gradients[0][name], gradients[1][name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiles_without_a_graph_break():
     unet = tiny()
     arguments = torch.randn(2, 1, 8, 8), torch.randn(2), torch.tensor([1, -1])

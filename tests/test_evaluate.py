@@ -317,6 +317,7 @@ def test_what_one_process_cannot_read_is_one_line_of_all(folder, tmp_path):
     assert "gloo" not in result.stderr and 'evaluate.py", line' not in result.stderr
 
 
+@pytest.mark.slow
 def test_mistakes_end_with_2(tmp_path):
     result = run_script("evaluate.py", ["--images", tmp_path / "missing", "--dataset_name", "digits"])
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)

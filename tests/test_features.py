@@ -78,6 +78,7 @@ def test_pixels_are_the_principal_components(digits):
     np.testing.assert_allclose(features.var(0).numpy()[::-1], expected.explained_variance_, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_classifier_learns_the_labels_and_is_kept(digits, tmp_path, monkeypatch):
     monkeypatch.setattr("utils.classifier._STEPS", 200)
     state = torch.random.get_rng_state()

@@ -85,6 +85,7 @@ def assert_equal_up_to_rounding(actual: np.ndarray, expected: np.ndarray) -> Non
     assert difference.max() <= 1 and (difference > 0).mean() < 0.1
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_same_files_as_one(pipeline, here, tmp_path, capsys):
     code, output, errors = launch(TORCHRUN, pipeline, tmp_path / "two", *FLAGS)
     assert code == 0, errors
@@ -314,6 +315,7 @@ def test_folders_of_others_and_bad_counts(pipeline, here, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_line_and_status_2(tmp_path):
     code, output, errors = launch([sys.executable], tmp_path / "nothing", tmp_path / "out", *FLAGS)
     assert code == 2 and output == ""

@@ -193,6 +193,7 @@ def test_bare_loops_train_edm2(forced):
         torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_checkpointing_keeps_less():
     task = make_task("train_edm2.py", "digits16")
     off, on = (
@@ -300,11 +301,13 @@ def test_throughput_of_two_processes():
     assert "\nbare" not in done.stdout
 
 
+@pytest.mark.slow
 def test_flops_of_a_preset_are_those_that_others_counted():
     """6.1 G multiply-adds forward (Fang et al. 2023, Structural Pruning for Diffusion Models, table 1), twice that backward."""
     assert make_task("train_ddpm.py", "cifar10").flops() == pytest.approx(3 * 2 * 6.1e9, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_grid_of_samplers_is_drawn(tmp_path):
     from benchmarks import sampler_grid
 

@@ -75,6 +75,7 @@ def test_small_noise_and_many_pixels_neither_overflow_nor_lose_the_rivals():
     assert ideal[0, 0, 0, 0].item() == pytest.approx((y + odds * z) / (1 + odds), abs=1e-8)
 
 
+@pytest.mark.slow
 def test_large_samples_of_a_mixture_of_gaussians_approach_its_true_optimum():
     """x_0 ~ sum_k p_k N(m_k, c^2 I). Then x_t ~ sum_k p_k N(a m_k, (a^2 c^2 + s^2) I), and given k the mean of x_0 is
     m_k + a c^2 / (a^2 c^2 + s^2) (x_t - a m_k)."""

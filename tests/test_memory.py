@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from conftest import slow_turns
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -83,7 +84,10 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+FAST = ["batch 8", "checkpointing, bf16", "dropout"]
+
+
+@pytest.mark.parametrize("name", [*FAST, *slow_turns(*(name for name in CONFIGURATIONS if name not in FAST))])
 def test_activations_are_what_a_real_step_keeps(name):
     make_network, batch, precision = CONFIGURATIONS[name]
     real = bytes_kept(make_network().train(), batch, precision)
@@ -91,7 +95,7 @@ def test_activations_are_what_a_real_step_keeps(name):
     assert estimate(make_network, batch=batch, precision=precision).activations == pytest.approx(real, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "rmsprop", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", *slow_turns("adam", "rmsprop", "sgd")])
 def test_static_parts_are_those_of_the_real_objects(name):
     make = partial(make_optimizer, name=name, learning_rate=1e-4)
     predicted = estimate(make=make)
@@ -129,7 +133,7 @@ def most_allocated(model: nn.Module, batch: int, micro_steps: int = 1) -> int:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("batch", [2, 16])
+@pytest.mark.parametrize("batch", [2, *slow_turns(16)])
 def test_peak_is_that_of_a_real_update(batch, checkpointing):
     make_network = partial(network, checkpointing=checkpointing)
     predicted = estimate(make_network, batch=batch, use_ema=False)
@@ -146,8 +150,8 @@ def process_group():
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("micro_steps", [1, 3])
-@pytest.mark.parametrize("batch", [2, 16])
+@pytest.mark.parametrize("micro_steps", [3, *slow_turns(1)])
+@pytest.mark.parametrize("batch", [2, *slow_turns(16)])
 def test_peak_with_ddp_is_that_of_a_real_update(process_group, batch, micro_steps):
     predicted = estimate(batch=batch, use_ema=False, distributed=True, accumulates=micro_steps > 1)
     model = DistributedDataParallel(network().train(), gradient_as_bucket_view=True)
@@ -158,6 +162,7 @@ def test_peak_with_ddp_is_that_of_a_real_update(process_group, batch, micro_step
     assert predicted.peak - predicted.workspace == pytest.approx(real, rel=0.03)
 
 
+@pytest.mark.slow
 def test_gradients_that_stay_and_buckets_add_to_the_peak_of_a_large_batch():
     plain, accumulating, distributed, both = (
         estimate(batch=16, accumulates=accumulates, distributed=distributed)
@@ -190,6 +195,7 @@ def test_flops_are_those_of_the_closed_form():
     assert flops_per_image(Network, (1, 8, 8), lambda model, images, timesteps: model(images, timesteps)) == expected
 
 
+@pytest.mark.slow
 def test_checkpointing_changes_no_flops_and_prediction_leaves_no_trace():
     state = torch.random.get_rng_state()
     flops = [flops_per_image(partial(network, checkpointing=checkpointing), SHAPE) for checkpointing in (False, True)]

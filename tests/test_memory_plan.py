@@ -124,6 +124,7 @@ def test_processes_on_a_cpu_share_what_is_free(plan_with, monkeypatch):
     assert "that are free to each of 2 processes" in shared.table(8, 1)
 
 
+@pytest.mark.slow
 def test_what_was_recorded_stays_while_it_fits(plan_with, tmp_path):
     resolved = {"micro_batch_size": 2, "global_batch_size": 8, "num_processes": 1}
     (tmp_path / "options.json").write_text(json.dumps({"resolved": resolved}))
@@ -134,6 +135,7 @@ def test_what_was_recorded_stays_while_it_fits(plan_with, tmp_path):
     assert plan_with(1000).split(8, resumed=tmp_path) == (8, 1)
 
 
+@pytest.mark.slow
 def test_advice_fits(plan_with):
     """What is advised is what the estimates allow: smaller micro batches, and checkpointing where one image is too much."""
     free = 1.01 * peak(8, accumulates=True) / SHARE
@@ -167,6 +169,7 @@ def test_which_errors_mean_that_memory_ran_out(error, expected):
 # ---- in the script
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_is_needed_and_touches_nothing(tiny_flags, tmp_path):
     done = run_script("train_ddpm.py", [*tiny_flags, "--dry_run", "--output_dir", tmp_path / "run"])
     assert done.returncode == 0, done.stderr
@@ -175,6 +178,7 @@ def test_a_dry_run_says_what_is_needed_and_touches_nothing(tiny_flags, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_with_an_automatic_batch_size_tries_nothing_out(train_script, script_flags, tried, capsys, tmp_path):
     flags = [*script_flags, "--train_batch_size", "auto", "--global_batch_size", 8, "--output_dir", tmp_path / "run"]
     assert train_script([*flags, "--dry_run"]) == 0
@@ -185,6 +189,7 @@ def test_a_dry_run_with_an_automatic_batch_size_tries_nothing_out(train_script, 
     assert tried == [8, 4]
 
 
+@pytest.mark.slow
 def test_a_given_global_batch_stays_on_another_number_of_processes(server, script, script_flags, tmp_path):
     flags = [*script_flags, "--output_dir", tmp_path, "--train_batch_size", 4, "--global_batch_size", 8]
     steps = ["--lr_scheduler", "constant_with_warmup", "--max_train_steps"]
@@ -201,6 +206,7 @@ def test_a_given_global_batch_stays_on_another_number_of_processes(server, scrip
     assert (resolved["micro_batch_size"], resolved["gradient_accumulation_steps"], resolved["num_processes"]) == (4, 1, 2)
 
 
+@pytest.mark.slow
 def test_a_dry_run_leaves_a_run_that_is_there_alone(train_script, script_flags, tmp_path):
     (tmp_path / "options.json").write_text("{}")
     flags = [*script_flags, "--dry_run", "--overwrite_output_dir", "--channels_last", "--gradient_checkpointing"]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import slow_turns
 
 from utils.checkpoints import TrainState
 from utils.gradients import clip_gradients
@@ -71,7 +72,7 @@ def test_the_first_bad_update_since_the_last_report_is_told():
     assert "train/first_skipped_update" not in report(7, [True])
 
 
-@pytest.mark.parametrize("rate", ["30", "1e18"])
+@pytest.mark.parametrize("rate", [*slow_turns("30"), "1e18"])
 def test_a_learning_rate_that_leaves_nothing_finite_is_named(train, tiny_flags, tmp_path, rate):
     """By a report that comes long after the first bad update, which follows the first or second good one."""
     run = ["--learning_rate", rate, "--max_grad_norm", "0", "--lr_warmup_steps", "0", "--logging_steps", "18"]

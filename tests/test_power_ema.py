@@ -321,6 +321,7 @@ def test_snapshots_of_a_branch_that_was_left_are_gone_when_the_run_goes_on(train
     assert [s.step for s in list_snapshots(tmp_path)] == [2, 2]
 
 
+@pytest.mark.slow
 def test_power_averages_do_not_begin_on_the_way(train, tiny_flags, tmp_path):
     """Neither from a checkpoint without averages nor from one with an exponential average."""
     flags = [*tiny_flags, "--max_train_steps", "2", "--output_dir"]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import slow_turns
 
 from benchmarks.corruptions import add_noise, enlarged_class, halved_variance, shapes
 from utils.classifier import trained_classifier
@@ -57,7 +58,7 @@ class World:
         return [finding["code"] for finding in figures["findings"]]
 
 
-@pytest.fixture(scope="module", params=[0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.fixture(scope="module", params=[0, *slow_turns(1, 2)])
 def world(request, digits):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("utils.classifier._STEPS", 200)
@@ -106,6 +107,7 @@ def test_mirrored_copies_are_named(world):
     assert world.findings(world.real_images[:500].flip(-1), judged=False) == ["samples-copied"]
 
 
+@pytest.mark.slow
 def test_a_missing_class_of_colour_images_without_labels():
     """Eight colours and shapes, without one: the modes alone tell it."""
     images, labels = shapes(3600, seed=0)

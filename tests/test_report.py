@@ -245,6 +245,7 @@ def test_nothing_but_nan(run):
     assert "at 60 points" in page.text
 
 
+@pytest.mark.slow
 def test_ten_thousand_reports_stay_small(tmp_path):
     folder = synthetic_run(tmp_path / "run", reports=10_000, layers=300, layer_records=30)
 

@@ -209,6 +209,7 @@ def test_full_precision_under_autocast(bf16_accelerator):
     assert hasattr(model, "_original_forward")
 
 
+@pytest.mark.slow
 def test_full_precision_runs_compiled_modules_eagerly_unless_asked():
     graphs = []
 

@@ -14,6 +14,7 @@ from conftest import (
     run_script,
     same_bytes,
     script_environment,
+    slow_turns,
 )
 from safetensors.torch import load_file
 
@@ -54,6 +55,7 @@ def split_runs(server, tiny_flags, tmp_path_factory) -> dict[str, Path]:
     return {name: folder / name for name in (*splits, "2->1", "1->2")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["1x4x2", "2x4"])
 def test_splits_of_a_batch_train_alike(split_runs, split):
     expected, actual = (logged_scalars(split_runs[name], "train/loss") for name in ("1x8", split))
@@ -65,6 +67,7 @@ def test_splits_of_a_batch_train_alike(split_runs, split):
     assert validation[0] == pytest.approx(validation[1], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["2->1", "1->2"])
 def test_another_number_of_processes_continues_the_run(split_runs, name):
     expected = logged_scalars(split_runs["1x8"], "train/loss")
@@ -90,13 +93,18 @@ def test_curves_would_notice_other_noise(split_runs, tiny_flags, tmp_path, train
 @pytest.mark.parametrize(
     "options",
     [
-        [],
-        ["--dropout", "0.3", "--optimizer", "rmsprop", "--prediction_type", "v_prediction", "--no-use_ema"],
-        ["--cache_images", "no", "--dataloader_num_workers", "2", "--balanced_sampling", "--snr_gamma", "5"],
-        ["--mixed_precision", "bf16", "--gradient_checkpointing", "--l1_weight", "1e-5", "--zero_init_output"],
-        ["--spectral_norm", "--adaptive_clipping", "--save_model_steps", "3"],
+        pytest.param([], id="plain"),
+        *slow_turns(
+            ["--dropout", "0.3", "--optimizer", "rmsprop", "--prediction_type", "v_prediction", "--no-use_ema"],
+            ["--cache_images", "no", "--dataloader_num_workers", "2", "--balanced_sampling", "--snr_gamma", "5"],
+            ["--spectral_norm", "--adaptive_clipping", "--save_model_steps", "3"],
+            ids=["dropout-rmsprop", "workers-balanced", "spectral-adaptive"],
+        ),
+        pytest.param(
+            ["--mixed_precision", "bf16", "--gradient_checkpointing", "--l1_weight", "1e-5", "--zero_init_output"],
+            id="bf16-checkpointing",
+        ),
     ],
-    ids=["plain", "dropout-rmsprop", "workers-balanced", "bf16-checkpointing", "spectral-adaptive"],
 )
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(train, tiny_flags, tmp_path, options):
     flags = [*tiny_flags, *options, "--checkpointing_steps", "4"]
@@ -139,6 +147,7 @@ def test_changed_options_are_refused_with_a_diff_unless_allowed(train, tiny_flag
     assert train([*resume, "--allow_option_change", "learning_rate", "--logging_steps", "2"]) == 0
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_made_longer(train, tiny_flags, tmp_path):
     flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4"]
     train(flags)
@@ -172,6 +181,7 @@ def test_early_stopping_keeps_the_best_checkpoint(train, tiny_flags, tmp_path):
     assert (tmp_path / "model_index.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_early_stays_stopped(train, tiny_flags, tmp_path):
     flags = [*tiny_flags, "--output_dir", tmp_path, "--learning_rate", "1e-30", "--max_train_steps", "40"]
     flags += ["--validation_images", "8", "--validation_steps", "2", "--early_stopping_patience", "3"]
@@ -193,7 +203,8 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_with_one_value_per
     assert len(json.loads((tmp_path / "options.json").read_text())["earlier_starts"]) == 1
 
 
-@pytest.mark.parametrize(("config", "processes"), [pytest.param("cpu.yaml", 1, marks=pytest.mark.slow), ("multi_cpu.yaml", 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "processes"), [("cpu.yaml", 1), ("multi_cpu.yaml", 2)])
 def test_launch_configs_start_connected_processes_on_all_cores(tiny_flags, tmp_path, config, processes):
     threads = tiny_flags.index("--cpu_threads")
     flags = tiny_flags[:threads] + tiny_flags[threads + 2 :]
@@ -279,7 +290,8 @@ def test_a_mistake_does_not_cost_the_run_that_was_to_be_overwritten(train, tiny_
     assert names(tmp_path) == ["checkpoint-8"]
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_an_error_is_one_line_and_status_2(tiny_flags, tmp_path, processes):
     result = run_script("train_ddpm.py", [*tiny_flags, "--output_dir", tmp_path, "--label_column", "digit"], processes)
     assert result.returncode == (2 if processes == 1 else 1)  # torchrun has its own

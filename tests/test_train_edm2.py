@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY_EDM2_NETWORK, logged_scalars, make_tiny_flags, same_bytes
+from conftest import TINY_EDM2_NETWORK, logged_scalars, make_tiny_flags, same_bytes, slow_turns
 from safetensors.torch import load_file
 
 import reconstruct_ema
@@ -149,6 +149,7 @@ def test_reconstruction_at_an_earlier_update_and_what_it_refuses(long_run, tmp_p
             run(*words)
 
 
+@pytest.mark.slow
 def test_reconstruction_works_for_the_other_script_s_runs(train, tiny_flags, tmp_path):
     from diffusers import DDPMPipeline
 
@@ -163,11 +164,13 @@ def test_reconstruction_works_for_the_other_script_s_runs(train, tiny_flags, tmp
 @pytest.mark.parametrize(
     "options",
     [
-        ["--dropout", "0.2", "--label_dropout", "0.5", "--random_flip"],
-        ["--mixed_precision", "bf16", "--gradient_checkpointing", "--ema_type", "exponential", "--no-class_conditional"],
-        ["--no-force_weight_norm", "--no-use_ema", "--dataloader_num_workers", "1", "--adaptive_clipping"],
+        pytest.param(["--dropout", "0.2", "--label_dropout", "0.5", "--random_flip"], id="dropout"),
+        *slow_turns(
+            ["--mixed_precision", "bf16", "--gradient_checkpointing", "--ema_type", "exponential", "--no-class_conditional"],
+            ["--no-force_weight_norm", "--no-use_ema", "--dataloader_num_workers", "1", "--adaptive_clipping"],
+            ids=["bf16-unconditional", "unforced"],
+        ),
     ],
-    ids=["dropout", "bf16-unconditional", "unforced"],
 )
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(train_edm, flags, tmp_path, options):
     run = [*flags, *options, "--checkpointing_steps", "4"]
@@ -310,7 +313,7 @@ def test_adam_s_epsilon_is_that_of_a_loss_summed_over_channels_and_pixels(train_
     assert (recorded["options"]["adam_epsilon"], recorded["resolved"]["optimizer_epsilon"]) == (1e-6, 1e-6 / 256)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", *slow_turns("sgd")])
 def test_a_run_begun_before_epsilon_was_divided_goes_on_as_it_was(train_edm, flags, tmp_path, optimizer, monkeypatch, capsys):
     run = [*flags, "--optimizer", optimizer, "--max_train_steps", "2", "--checkpointing_steps", "1", "--output_dir", tmp_path]
     make = utils.optimization.make_optimizer

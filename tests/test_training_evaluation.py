@@ -34,6 +34,7 @@ def runs(tiny_flags, tmp_path_factory):
     return folder, flags
 
 
+@pytest.mark.slow
 def test_two_processes_log_the_figures_of_one_and_the_training_is_as_without(server, runs, train, capsys):
     folder, flags = runs
     assert train([*flags, "--output_dir", folder / "without"]) == 0

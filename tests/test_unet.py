@@ -121,7 +121,8 @@ def test_spectral_norm_makes_the_largest_singular_value_one():
     torch.testing.assert_close(unet.eval()(x, t).sample, copy.eval()(x, t).sample, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_network_is_one_graph(checkpointing):
     """As it is trained: with Accelerate's autocast around it, dropout and both kinds of blocks."""
     AcceleratorState._reset_state(reset_partial_state=True)

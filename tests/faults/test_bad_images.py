@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import logged_scalars, run_script, same_bytes
+from conftest import logged_scalars, run_script, same_bytes, slow_turns
 from PIL import Image
 
 import utils.script
@@ -100,7 +100,7 @@ def replaced(server, flags, tmp_path_factory, script) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("cache", "workers"), [("yes", 2), ("no", 0), ("no", 2)])
+@pytest.mark.parametrize(("cache", "workers"), [("yes", 2), *slow_turns(("no", 0), ("no", 2))])
 def test_replacing_trains_the_same_model_by_every_way_to_read(train_script, flags, replaced, tmp_path, cache, workers):
     check_report(replaced)
     options = ["--cache_images", cache, "--dataloader_num_workers", workers, "--output_dir", tmp_path]
@@ -112,6 +112,7 @@ def test_replacing_trains_the_same_model_by_every_way_to_read(train_script, flag
     assert counts[24] in ((4,) if cache == "yes" else (3, 4))  # without a cache the held-out one is met when it is looked at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["yes", "no"])
 def test_a_resumed_run_replaces_alike_and_keeps_what_was_listed(train_script, flags, replaced, tmp_path, cache):
     shutil.copytree(replaced / "checkpoint-8", tmp_path / "checkpoint-8")

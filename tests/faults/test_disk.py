@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import logged_scalars, same_bytes
+from conftest import logged_scalars, same_bytes, slow_turns
 from kills import differences, invalid_checkpoints
 
 from utils.checkpoints import find_checkpoint, list_checkpoints
@@ -60,7 +60,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(server, script, script_f
         assert same_bytes(folder / exported, whole / exported)
 
 
-@pytest.mark.parametrize(("processes", "rank", "limit"), [(1, 0, 20_000), (2, 0, 20_000), (2, 1, 1_000)])
+@pytest.mark.parametrize(("processes", "rank", "limit"), [*slow_turns((1, 0, 20_000), (2, 0, 20_000)), (2, 1, 1_000)])
 def test_a_file_that_cannot_be_written_on_one_rank(server, script, script_flags, tmp_path, processes, rank, limit):
     """20,000 bytes hold all but weights and optimizer; 1,000 not even the random states, which are all that rank 1 writes."""
     fault = ["file-size", "--rank", rank, "--step", 3, "--value", limit]
@@ -74,7 +74,7 @@ def test_a_file_that_cannot_be_written_on_one_rank(server, script, script_flags,
     assert len(logged_scalars(tmp_path, "train/loss")) == 8
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "deleted"])
+@pytest.mark.parametrize("damage", ["truncated", *slow_turns("flipped", "deleted")])
 def test_each_damaged_file_is_noticed_before_anything_is_loaded(server, script, script_flags, whole, tmp_path, damage):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from conftest import slow_turns
 
 from utils.checkpoints import read_state
 
@@ -13,7 +14,9 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize(("processes", "rank", "fails"), [(1, 0, "sample,validation,probe"), (2, 1, "sample,validation")])
+@pytest.mark.parametrize(
+    ("processes", "rank", "fails"), [*slow_turns((1, 0, "sample,validation,probe")), (2, 1, "sample,validation")]
+)
 def test_what_runs_out_of_memory_between_updates_is_left_out_by_all(
     server, script, script_flags, tmp_path, processes, rank, fails
 ):

@@ -47,6 +47,7 @@ def test_a_changed_option_is_refused_with_a_diff(server, script, run_to_resume, 
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
+@pytest.mark.slow
 def test_a_network_that_changed_under_its_name_is_refused(server, script, script_flags, tmp_path):
     named = script_flags.index("--model_config_name_or_path") + 1
     config = json.loads(Path(script_flags[named], "config.json").read_text())
@@ -66,6 +67,7 @@ def test_a_network_that_changed_under_its_name_is_refused(server, script, script
     assert run.wait() == 2 and "network.dropout: 0.0 in the checkpoint, 0.1 now" in run.text(), run.text()
 
 
+@pytest.mark.slow
 def test_harmless_options_pass_and_others_when_allowed(server, script, run_to_resume):
     flags, folder = run_to_resume
     weights = {name: (folder / "checkpoint-8" / name).read_bytes() for name in BYTES}

@@ -24,6 +24,7 @@ class Malicious:
         return os.system, (f"touch {self.sentinel}",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["pickle", "torch"])
 def test_code_hidden_in_any_file_of_a_checkpoint_is_not_run(server, script, script_flags, tmp_path, form):
     """The manifest is made to fit, so that only the way of loading stands in between."""
