@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, logged_scalars, make_tiny_flags
+from conftest import SCRIPTS, logged_scalars, make_tiny_flags, slow_turns
 from diffusers import DDPMScheduler
 from safetensors.torch import load_file
 from test_sampling import tiny_unet
@@ -123,7 +123,7 @@ def test_an_evaluation_made_on_resume_can_stop_the_run_early(runs, train, monkey
     assert (state.step, state.evaluated_step, state.best_step) == (8, 8, 4)
 
 
-@pytest.fixture(params=SCRIPTS)
+@pytest.fixture(params=[SCRIPTS[0], *slow_turns(SCRIPTS[1])])
 def script_of_evaluation(request, tmp_path_factory):
     flags = make_tiny_flags(tmp_path_factory.mktemp("tiny"), request.param)
     return [*flags, "--max_train_steps", "8", "--checkpointing_steps", "4"], importlib.import_module(Path(request.param).stem)

@@ -1,0 +1,38 @@
+"""The training scripts compute what they computed when tests/bits.py was last run."""
+
+import json
+
+import pytest
+from bits import FOLDER, RUNS, SMALL, STEPS, canary, fingerprint, flags_of, resumed
+from conftest import slow_turns
+
+RECORDED = json.loads((FOLDER / "bits.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def same_kernels() -> bool:
+    return canary() == RECORDED["canary"]
+
+
+def compare(found: dict, expected: dict, same_kernels: bool) -> None:
+    if same_kernels:
+        assert found == expected
+    else:  # a few updates of rounding
+        assert found.keys() == expected.keys()
+        for file, print_ in expected.items():
+            assert found[file]["size"] == pytest.approx(print_["size"], rel=1e-2), file
+
+
+@pytest.mark.parametrize("name", ["fp32", "accumulation", *slow_turns("bf16", "two processes", "preset")])
+@pytest.mark.parametrize("script_of_bits", SMALL)
+def test_updates_give_the_recorded_bits(server, tmp_path, same_kernels, script_of_bits, name):
+    processes = RUNS[name][1]
+    flags = flags_of(name, script_of_bits, tmp_path)
+    runs = server.start([script_of_bits, *flags, "--output_dir", tmp_path / "run"], processes)
+    assert [run.wait(300) for run in runs] == [0] * processes, runs[0].text()
+    compare(fingerprint(tmp_path / "run" / f"checkpoint-{STEPS}"), RECORDED["runs"][script_of_bits][name], same_kernels)
+
+
+@pytest.mark.parametrize("script_of_bits", SMALL)
+def test_a_checkpoint_of_an_earlier_commit_resumes(server, tmp_path, same_kernels, script_of_bits):
+    compare(resumed(server, script_of_bits, tmp_path), RECORDED["resumed"][script_of_bits], same_kernels)
