@@ -1,9 +1,9 @@
 """What a change of the code's shape may not change: the bits that the training scripts compute, and what they make of flags.
 
-    python tests/bits.py        # records bits.json and the checkpoints beside it anew: only for a change that is meant to change bits
+    python tests/bits.py        # records tests/recorded anew: only for a change that is meant to change bits
 
-tests/test_bits.py compares. Other processors and other versions round otherwise: `canary` is a hash of arithmetic that calls nothing of
-this project, and only where it is the recorded one are bits asked for; elsewhere values close to them.
+tests/test_bits.py compares. Other processors and other versions round otherwise: `canary` is a hash of arithmetic that calls
+nothing of this project, and only where it is the recorded one are bits asked for; elsewhere values close to them.
 """
 
 import hashlib
@@ -89,7 +89,7 @@ def fingerprint(checkpoint: Path) -> dict[str, dict]:
     from safetensors.torch import load_file
 
     prints = {}
-    for file in sorted(checkpoint.glob("*.safetensors")) + [checkpoint / "optimizer.bin"]:
+    for file in [*sorted(checkpoint.glob("*.safetensors")), checkpoint / "optimizer.bin"]:
         content = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
         digest, squares = hashlib.sha256(), 0.0
         for name, value in sorted(tensors(content).items()):

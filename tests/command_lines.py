@@ -1,4 +1,4 @@
-"""What each script makes of command lines, and what each of its flags is: recorded, so that no rewrite of the parser changes it.
+"""What each script makes of command lines, and what each of its flags is: recorded, so that no rewrite changes it.
 
     python tests/command_lines.py      # records tests/recorded/command_lines.json anew: only for a change that is meant
 
@@ -84,7 +84,8 @@ LINES = {
         "--model_preset 256 --dataset_name d --train_batch_size auto",
         "--model_preset cifar10 --dataset_name d --rescale_betas_zero_snr --snr_gamma 5",
         "--model_preset digits16 --rescale_betas_zero_snr --prediction_type v_prediction",
-        "--dataset_name d --ddpm_num_steps 100 --ddpm_beta_schedule squaredcos_cap_v2 --ddpm_num_inference_steps 10 --sampler ddpm",
+        "--dataset_name d --ddpm_num_steps 100 --ddpm_beta_schedule squaredcos_cap_v2",
+        "--dataset_name d --ddpm_num_inference_steps 10 --sampler ddpm",
         "--dataset_name d --activation mish --initialisation he --zero_init_output --spectral_norm",
         "--dataset_name d --spectral_norm --gradient_checkpointing",
         "--dataset_name d --enable_xformers_memory_efficient_attention",
