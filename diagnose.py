@@ -7,42 +7,29 @@
 Exit status: 0 nothing found, 1 findings, 2 it could not run. Findings that are only for information do not count.
 """
 
-import argparse
 import json
 import os
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
-from utils.cli import add_data_flags, positive_int
-from utils.errors import UserError
-from utils.script import run_script
+from utils.core.entrypoint import run_script
+from utils.core.errors import UserError
+from utils.options.flags import DiagnoseOptions
+from utils.options.parser import parse_options
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("run", nargs="?", type=Path, help="output_dir of a run")
-    parser.add_argument("--pipeline", help="folder or Hub name of an unconditional diffusers pipeline")
-    parser.add_argument("--probe_images", type=positive_int, default=64, help="real images that a pipeline is asked about (64)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--no_report", action="store_true", help="leave the run's report.html and diagnosis.json as they are")
-    parser.add_argument("--seed", type=int, default=0)
-    add_data_flags(parser)
-    args = parser.parse_args(argv)
-    named = [args.run is not None, args.pipeline is not None, bool(args.dataset_name or args.train_data_dir)]
-    if named not in ([True, False, False], [False, True, True], [False, False, True]):
-        raise UserError("name a run, or --pipeline with --dataset_name or --train_data_dir, or a dataset alone")
-    return args
+def parse_args(argv: list[str] | None = None) -> DiagnoseOptions:
+    return parse_options(DiagnoseOptions, __doc__, argv)
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: DiagnoseOptions) -> int:
     # Imported here because torch takes seconds, which --help and a mistyped flag should not pay for.
-    from utils import diagnostics
-    from utils.doctor import DIAGNOSIS, REPORT, write_diagnosis
-    from utils.report import write_report
-    from utils.run_record import RunRecord
+    from utils.diagnostics import diagnose as diagnostics
+    from utils.diagnostics.report.report import write_report
+    from utils.runs.record import RunRecord
+    from utils.training.doctor import DIAGNOSIS, REPORT, write_diagnosis
 
     if args.run is not None:
         record = RunRecord.read(args.run)
@@ -66,9 +53,9 @@ def main(args: argparse.Namespace) -> int:
     return 1 if any(finding.severity != "info" for finding in findings) else 0
 
 
-def examine(args: argparse.Namespace) -> dict:
+def examine(args: DiagnoseOptions) -> dict:
     """The records (as in history.jsonl) that can be made of a dataset, and of a pipeline on it."""
-    from utils.data_check import check_data
+    from utils.diagnostics.data_check import check_data
 
     if args.pipeline is None:
         return {"data": check_data(load(args, args.resolution, args.image_channels), seed=args.seed)}
@@ -76,11 +63,11 @@ def examine(args: argparse.Namespace) -> dict:
     import numpy as np
     import torch
 
-    from utils.augmentation import to_unit_range
-    from utils.diffusion import describe_schedule
-    from utils.ideal_denoiser import denoiser_gap, gap_by_timestep
-    from utils.pipelines import image_shape, load_unconditional, training_scheduler
-    from utils.probe import probe_network, probe_timesteps
+    from utils.data.augmentation import to_unit_range
+    from utils.diagnostics.probe import probe_network, probe_timesteps
+    from utils.diffusion.ddpm import describe_schedule
+    from utils.diffusion.ideal_denoiser import denoiser_gap, gap_by_timestep
+    from utils.diffusion.pipelines import image_shape, load_unconditional, training_scheduler
 
     unet, scheduler_config = load_unconditional(args.pipeline)
     channels, height, width = image_shape(unet)
@@ -110,37 +97,20 @@ def examine(args: argparse.Namespace) -> dict:
     }
 
 
-def load(args: argparse.Namespace, resolution: int, image_channels: int):
-    from utils.data import load_images
-    from utils.tracking import PackingBar
+def load(args: DiagnoseOptions, resolution: int, image_channels: int):
+    from utils.data.dataset import load_images
+    from utils.training.progress import PackingBar
 
-    return load_images(
-        dataset_name=args.dataset_name,
-        dataset_config_name=args.dataset_config_name,
-        dataset_split=args.dataset_split,
-        dataset_revision=args.dataset_revision,
-        train_data_dir=args.train_data_dir,
-        cache_dir=args.cache_dir,
-        image_column=args.image_column,
-        label_column=args.label_column,
-        resolution=resolution,
-        image_channels=image_channels,
-        center_crop=args.center_crop,
-        background=args.background,
-        preserve_input_precision=args.preserve_input_precision,
-        cache_images=args.cache_images == "yes",
-        max_images=args.max_train_images,
-        on_bad_image="replace",  # the doctor counts them, however many
-        max_bad_images=sys.maxsize,
-        progress=PackingBar(),
-    )
+    size = {"resolution": resolution, "image_channels": image_channels}
+    counts_bad_ones = {"on_bad_image": "replace", "max_bad_images": sys.maxsize}  # the doctor counts them, however many
+    return load_images(replace(args, **size, **counts_bad_ones), PackingBar())
 
 
 def show(record, findings: list, judged: set[str], as_json: bool) -> None:
     """What could be judged, FAIL, WARN or OK, with cause and fixes; then the figures of a dataset or a probe."""
-    from utils.catalogue import CATALOGUE
-    from utils.findings import described
-    from utils.history import to_json
+    from utils.diagnostics.catalog import CATALOGUE
+    from utils.diagnostics.findings import described
+    from utils.runs.history import to_json
 
     found = {finding.code for finding in findings}
     healthy = judged - found
@@ -167,7 +137,7 @@ def show(record, findings: list, judged: set[str], as_json: bool) -> None:
 
 def _run_lines(record) -> list[str]:
     """How far the run is, and what the doctor could not see of it."""
-    from utils.report import run_state, updates_done
+    from utils.diagnostics.report.report import run_state, updates_done
 
     done, total = updates_done(record), record.resolved.get("max_train_steps") or 0
     reports = len(record.series("train/loss")[0])
@@ -180,7 +150,7 @@ def _run_lines(record) -> list[str]:
 
 
 def _figure_lines(figures: dict) -> list[str]:
-    from utils.report_tables import cell, flatten
+    from utils.diagnostics.report.tables import cell, flatten
 
     return [f"  {key.replace('_', ' '):<30} {cell(value)}" for key, value in flatten(figures).items()]
 

@@ -15,90 +15,39 @@ Stopped before the end? The same command starts again; what it computed of the r
 evaluated, whatever was found; 2 a mistake in the command or the data.
 """
 
-import argparse
 import json
 import os
+from dataclasses import fields, replace
 from pathlib import Path
 
-from utils.cli import add_data_flags, positive_int
-from utils.errors import UserError
-from utils.options import data_options
-from utils.script import run_script
+from utils.core.entrypoint import run_script
+from utils.core.errors import UserError
+from utils.options.flags import DataOptions, EvaluateOptions
+from utils.options.parser import parse_options
 
 # Options of the data that decide neither which images there are nor in which rows, nor their labels.
-HOW_IT_IS_READ = {"cache_dir", "cache_images", "preserve_input_precision", "max_bad_images"}
+HOW_IT_IS_READ = {"cache_dir", "cache_images", "preserve_input_precision", "max_bad_images", "random_flip", "color_jitter"}
+HOW_IT_IS_READ |= {"balanced_sampling", "dataloader_num_workers", "validation_images"}
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("command", nargs="?", choices=("make-reference",), help="store the statistics of real images")
-    group = parser.add_argument_group("what is evaluated")
-    group.add_argument(
-        "--pipeline", nargs="+", default=[], help="diffusers pipelines: folders, Hub names, checkpoints of a run"
-    )
-    group.add_argument("--images", nargs="+", type=Path, default=[], help="folders of finished images, all of one size")
-    group.add_argument(
-        "--compare", nargs="+", type=Path, default=[], help="evaluation.json of earlier calls, into the same table"
-    )
-    group.add_argument("--num_images", type=positive_int, help="per pipeline and seed (as many as the reference, up to 10,000)")
-    group.add_argument("--seeds", nargs="+", type=int, default=[0], help="a set of images for each (0)")
-    group.add_argument(
-        "--sampler", choices=("ddim", "ddpm", "dpmsolver++", "heun"), help="(ddim; heun for EDM2, or dpmsolver++)"
-    )
-    group.add_argument(
-        "--num_inference_steps", type=positive_int, help="denoising steps (50; with ddpm all that were trained; 32 for EDM2)"
-    )
-    group.add_argument("--class_labels", type=int, nargs="+", help="EDM2: classes to make in turn (all)")
-    group.add_argument("--guidance", type=float, default=1.0, help="EDM2: above 1 moves away from the guide (1, off)")
-    group.add_argument("--guide_pipeline", help="EDM2: a weaker pipeline of the same data (the model without classes)")
-    group.add_argument("--batch_size", type=positive_int, default=64, help="images at once per process (64)")
-    group.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), default="no", help="of the sampled network (no)")
-    group.add_argument("--cpu_threads", type=positive_int, default=1, help="on a CPU, threads per process (1)")
-    group = parser.add_argument_group("what it is measured with")
-    group.add_argument("--reference", type=Path, help="folder of real images, or a file of make-reference")
-    group.add_argument(
-        "--features", choices=("randconv", "classifier", "pixels", "inception", "dinov2"), default="randconv", help="(randconv)"
-    )
-    group.add_argument("--feature_weights", type=Path, help="local weights of inception (a file) or dinov2 (a folder)")
-    group.add_argument("--feature_weights_sha256", help="what their SHA-256 must begin with (inception: 6726825d)")
-    group.add_argument("--no_classes", action="store_true", help="no class balance: trains no classifier of the labels")
-    group = parser.add_argument_group("output")
-    group.add_argument("--output", type=Path, help="make-reference: the file to write")
-    group.add_argument("--output_dir", type=Path, help="for evaluation.json and nearest.png (evaluation/ of the run evaluated)")
-    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    add_data_flags(parser)
-    args = parser.parse_args(argv)
-    named = bool(args.dataset_name or args.train_data_dir)
-    if named and args.reference:
-        raise UserError("name the real images once: --dataset_name, --train_data_dir or --reference")
-    if not named and not args.reference:
-        raise UserError(
-            "name the real images: --dataset_name, --train_data_dir or --reference (a folder, or of make-reference)"
-        )
-    if args.command == "make-reference":
-        if args.output is None or args.pipeline or args.images:
-            raise UserError("make-reference needs --output FILE and real images alone, without --pipeline or --images")
-    elif not args.pipeline and not args.images:
-        raise UserError("name what to evaluate: --pipeline or --images")
-    return args
+def parse_args(argv: list[str] | None = None) -> EvaluateOptions:
+    return parse_options(EvaluateOptions, __doc__, argv)
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: EvaluateOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
     from tqdm import tqdm
 
-    from utils.evaluation import Evaluation, pipeline_images
-    from utils.evaluation_table import header, lines, read_results, refuse_to_compare, sentences
-    from utils.feature_sets import load_features, reference_features, save_features, sync_weights
-    from utils.features import make_extractor
-    from utils.findings import Finding, described
-    from utils.guidance import make_guided_prediction
-    from utils.image_folder import ImageFolder
-    from utils.launch import make_accelerator, on_main_process
-    from utils.pipelines import image_shape, load_network
-    from utils.sampling import full_precision, is_edm, make_sampler, sampling_steps
+    from utils.core.distributed import make_accelerator, on_main_process
+    from utils.diagnostics.findings import Finding, described
+    from utils.diffusion.guidance import make_guided_prediction
+    from utils.diffusion.pipelines import image_shape, load_network
+    from utils.diffusion.sampling import full_precision, is_edm, make_sampler, sampling_steps
+    from utils.evaluation.evaluator import Evaluation, pipeline_images
+    from utils.evaluation.extractors import make_extractor
+    from utils.evaluation.feature_sets import load_features, reference_features, save_features, sync_weights
+    from utils.evaluation.image_folder import ImageFolder
+    from utils.evaluation.table import header, lines, read_results, refuse_to_compare, sentences
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,
@@ -249,13 +198,12 @@ def same_shape(shapes: dict[str, tuple[int, int, int]]) -> tuple[int, int, int]:
     return shape
 
 
-def load_reference(args: argparse.Namespace, shape: tuple[int, int, int]):
+def load_reference(args: EvaluateOptions, shape: tuple[int, int, int]):
     """(the real images as an ImageSet of this shape, the folder where what is computed of them is kept)."""
-    from utils.data import cache_root, load_images
-    from utils.tracking import PackingBar
+    from utils.data.dataset import cache_root, load_images
+    from utils.training.progress import PackingBar
 
-    options = data_options(args) | {"resolution": shape[1], "image_channels": shape[0]}
-    images = load_images(**options, progress=PackingBar())
+    images = load_images(replace(args, resolution=shape[1], image_channels=shape[0]), PackingBar())
     return images, cache_root(args.cache_dir) / "steady_diffusion"
 
 
@@ -268,7 +216,7 @@ def reference_facts(images, extractor, features) -> dict:
     }
 
 
-def check_reference(args: argparse.Namespace, facts: dict, extractor, shape: tuple[int, int, int]) -> None:
+def check_reference(args: EvaluateOptions, facts: dict, extractor, shape: tuple[int, int, int]) -> None:
     """Raises UserError where stored statistics are of another extractor or image size than what is evaluated."""
     wanted = extractor.identity() | {"image_shape": list(shape)}
     for key, value in wanted.items():
@@ -279,9 +227,9 @@ def check_reference(args: argparse.Namespace, facts: dict, extractor, shape: tup
             )
 
 
-def make_classifier(args: argparse.Namespace, images, extractor, cache_dir):
+def make_classifier(args: EvaluateOptions, images, extractor, cache_dir):
     """The judge of classes where labels allow one; None otherwise."""
-    from utils.classifier import Classifier, trained_classifier
+    from utils.evaluation.classifier import Classifier, trained_classifier
 
     if isinstance(extractor, Classifier):
         return extractor
@@ -301,8 +249,8 @@ def originals_of(images, stored, split: tuple[int, int] | None):
     """What samples may be copies of, with `split` into training and held-out images; None: all of them, it is not known."""
     import torch
 
-    from utils.memorisation import Originals
-    from utils.validation import split_validation
+    from utils.data.split import split_validation
+    from utils.evaluation.memorization import Originals
 
     if split is None:
         return Originals(images, rows=stored.rows)
@@ -312,33 +260,34 @@ def originals_of(images, stored, split: tuple[int, int] | None):
     return Originals(training, held_out, stored.rows[~is_held_out], stored.rows[is_held_out])
 
 
-def known_split(args: argparse.Namespace, images, source: str) -> tuple[int, int] | None:
+def known_split(args: EvaluateOptions, images, source: str) -> tuple[int, int] | None:
     """(held-out images, seed) of the run that `source` is, or a checkpoint of; None where it is none, or of other images.
 
     The same images are those of all the same options of the data: the split is a choice of row numbers. --validation_images
     says it for what is no run.
     """
-    given = data_options(args) | {"resolution": images.shape[1], "image_channels": images.shape[0]}
+    given = replace(args, resolution=images.shape[1], image_channels=images.shape[0])
+    names = {each.name for each in fields(DataOptions)} - HOW_IT_IS_READ
     for folder in (Path(source), Path(source).parent):
         try:
             options = json.loads((folder / "options.json").read_text())["options"]
-            trained_on = data_options(argparse.Namespace(**options))
+            trained_on = DataOptions.from_record(options)
             split = (options["validation_images"], options["seed"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no run, or not one of this version
             continue
-        return split if all(trained_on[name] == given[name] for name in given.keys() - HOW_IT_IS_READ) else None
+        return split if all(getattr(trained_on, name) == getattr(given, name) for name in names) else None
     return (args.validation_images, 0) if args.validation_images else None
 
 
-def folder_of(args: argparse.Namespace, result: dict) -> Path | None:
+def folder_of(args: EvaluateOptions, result: dict) -> Path | None:
     """Where a result goes: --output_dir, or evaluation/ of the run that was evaluated; None for what is neither."""
     run = Path(result["name"])
     return args.output_dir or (run / "evaluation" if (run / "options.json").is_file() else None)
 
 
-def write_result(args: argparse.Namespace, results: list[dict], sheet) -> None:
+def write_result(args: EvaluateOptions, results: list[dict], sheet) -> None:
     """The last of the results, and the sheet of its closest pairs, beside those before it of the same folder."""
-    from utils.images import save_png
+    from utils.core.images import save_png
 
     folder = folder_of(args, results[-1])
     if folder is None:
@@ -359,10 +308,10 @@ def write_result(args: argparse.Namespace, results: list[dict], sheet) -> None:
 
 def refresh_report(run: Path) -> None:
     """The run's report.html, with this evaluation. Raises OSError where the disk does not take it."""
-    from utils.diagnostics import diagnose
-    from utils.doctor import REPORT
-    from utils.report import write_report
-    from utils.run_record import RunRecord
+    from utils.diagnostics.diagnose import diagnose
+    from utils.diagnostics.report.report import write_report
+    from utils.runs.record import RunRecord
+    from utils.training.doctor import REPORT
 
     record = RunRecord.read(run)
     write_report(record, diagnose(record), run / REPORT)

@@ -15,60 +15,34 @@ threads. That is 1 unless
 --cpu_threads says otherwise: use the cores by starting more processes (accelerate_configs/multi_cpu.yaml).
 """
 
-import argparse
 import hashlib
 import json
 import os
 import re
 from pathlib import Path
 
-from utils.cli import positive_int
-from utils.errors import UserError
-from utils.script import run_script
+from utils.core.entrypoint import run_script
+from utils.core.errors import UserError
+from utils.options.flags import GenerateOptions
+from utils.options.parser import parse_options
 
 GRID_IMAGES = 64
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pipeline", required=True, help="folder or Hub name of an unconditional diffusers pipeline")
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder for the images")
-    parser.add_argument("--num_images", type=positive_int, required=True, help="images 0 ... N-1 are made")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives another set of images (default: 0)")
-    parser.add_argument("--batch_size", type=positive_int, default=64, help="images at once per process (default: 64)")
-    parser.add_argument(
-        "--sampler", choices=("ddim", "ddpm", "dpmsolver++", "heun"), help="default: ddim; heun for EDM2 (or dpmsolver++)"
-    )
-    parser.add_argument(
-        "--num_inference_steps",
-        type=positive_int,
-        help="denoising steps (default: 50; with ddpm all that were trained; 32 for EDM2)",
-    )
-    parser.add_argument("--class_labels", type=int, nargs="+", help="classes to make in turn (default: all)")
-    parser.add_argument("--guidance", type=float, default=1.0, help="above 1 moves away from the guide (default: 1, off)")
-    parser.add_argument(
-        "--guide_pipeline", help="a smaller or less trained pipeline of the same data (default: the model without classes)"
-    )
-    parser.add_argument(
-        "--mixed_precision", choices=("no", "bf16", "fp16"), default="no", help="precision of the network (default: no)"
-    )
-    parser.add_argument(
-        "--compile", action="store_true", help="torch.compile the network: a minute at first, pays for thousands of images"
-    )
-    parser.add_argument("--cpu_threads", type=positive_int, default=1, help="on a CPU, threads per process (default: 1)")
-    return parser.parse_args(argv)
+def parse_args(argv: list[str] | None = None) -> GenerateOptions:
+    return parse_options(GenerateOptions, __doc__, argv)
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: GenerateOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
     import torch
     from tqdm import tqdm
 
-    from utils.guidance import make_guided_prediction
-    from utils.images import is_complete_png, make_grid, save_png, to_pil
-    from utils.launch import make_accelerator, on_main_process
-    from utils.pipelines import image_shape, load_network
-    from utils.sampling import full_precision, is_edm, make_sampler, sample, sampler_version, sampling_steps, to_uint8
+    from utils.core.distributed import make_accelerator, on_main_process
+    from utils.core.images import is_complete_png, make_grid, save_png, to_pil
+    from utils.diffusion.guidance import make_guided_prediction
+    from utils.diffusion.pipelines import image_shape, load_network
+    from utils.diffusion.sampling import full_precision, is_edm, make_sampler, sample, sampler_version, sampling_steps, to_uint8
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,

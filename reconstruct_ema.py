@@ -9,41 +9,22 @@ out/sweep.json, and makes the pipeline of the best. The same command again does 
 train_edm2.py. Reads the snapshots one after the other: memory for a few networks is enough, however many there are.
 """
 
-import argparse
-from pathlib import Path
-
-from utils.cli import positive_int
-from utils.script import run_script
+from utils.core.entrypoint import run_script
+from utils.options.flags import ReconstructionOptions
+from utils.options.parser import parse_options
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder of the run, with its exported pipeline and ema_snapshots/")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--width", type=float, help="relative width, 0.02 to 0.25 of 40 snapshots; 0.05 to 0.15 is usual")
-    which.add_argument("--widths", metavar="FIRST:LAST:STEP", help="widths to try, and take the best of")
-    parser.add_argument(
-        "--metric",
-        choices=("fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels"),
-        default="fd_randconv",
-        help="what --widths are judged by: Frechet or kernel distance of features (fd_randconv)",
-    )
-    parser.add_argument("--num_images", type=positive_int, default=1000, help="samples for each of --widths (1000)")
-    parser.add_argument("--batch_size", type=positive_int, default=64, help="images at once (64)")
-    parser.add_argument("--seed", type=int, default=0, help="of the samples: the same noise for each width (0)")
-    parser.add_argument("--cpu_threads", type=positive_int, help="on a CPU (all cores)")
-    parser.add_argument("--step", type=positive_int, help="updates done, where there are snapshots (default: at the last)")
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder for the pipeline")
-    return parser.parse_args(argv)
+def parse_args(argv: list[str] | None = None) -> ReconstructionOptions:
+    return parse_options(ReconstructionOptions, __doc__, argv)
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: ReconstructionOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
-    from utils.ema_snapshots import fp16_error, list_snapshots, recipe, reconstruct
-    from utils.ema_sweep import make_judge, parse_widths, write_sweep
-    from utils.export import export_pipeline, model_card
-    from utils.launch import make_accelerator
-    from utils.reconstruction import check_output, describe, load_run, load_weights
+    from utils.core.distributed import make_accelerator
+    from utils.diffusion.export import export_pipeline, model_card
+    from utils.evaluation.ema_reconstruction import check_output, describe, load_run, load_weights
+    from utils.evaluation.ema_sweep import make_judge, parse_widths, write_sweep
+    from utils.runs.ema_snapshots import fp16_error, list_snapshots, recipe, reconstruct
 
     widths = [args.width] if args.width is not None else parse_widths(args.widths)
     snapshots = list_snapshots(args.run)

@@ -18,25 +18,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SYNTHETIC = "--dataset_name synthetic --eval_batch_size 16"
-DDPM = f"benchmarks/throughput.py --blocks 8 --block_updates 10 {SYNTHETIC}"
-EDM2 = f"benchmarks/throughput.py --script train_edm2.py --blocks 8 --block_updates 10 {SYNTHETIC}"
+DDPM = f"benchmarks/speed/throughput.py --blocks 8 --block_updates 10 {SYNTHETIC}"
+EDM2 = f"benchmarks/speed/throughput.py --script train_edm2.py --blocks 8 --block_updates 10 {SYNTHETIC}"
 FAST = "--mixed_precision bf16 --compile"
 RUN = "train_ddpm.py --max_train_steps 300 --overwrite_output_dir --output_dir {folder}"
-FORCED = "benchmarks/switches.py --script train_edm2.py --only force_weight_norm --base last --block_updates 2 --blocks 20"
+FORCED = "benchmarks/speed/switches.py --script train_edm2.py --only force_weight_norm --base last --blocks 20"
 PARTS = {  # name: (seconds at most, command)
     "cifar10 256": (280, f"{DDPM} --model_preset cifar10 --train_batch_size 256 {FAST}"),
-    "memory prediction": (280, "benchmarks/memory_prediction.py"),
+    "memory prediction": (280, "benchmarks/memory/prediction.py"),
     "EDM2 XS 64x64 64": (280, f"{EDM2} --model_preset XS --resolution 64 --train_batch_size 64 {FAST}"),
-    "sampling cifar10": (150, "benchmarks/sampling_speed.py --model_preset cifar10 --batch_size 256 --turns 3"),
-    "checkpointing": (240, "benchmarks/gradient_checkpointing.py --blocks 5 --block_updates 3"),
-    "forced norm XS": (120, f"{FORCED} --model_preset XS --resolution 64 --batch_size 64"),
-    "precision": (100, "benchmarks/precision.py --model_preset digits16 cifar10"),
+    "sampling cifar10": (150, "benchmarks/speed/sampling.py --model_preset cifar10 --batch_size 256 --turns 3"),
+    "checkpointing": (240, "benchmarks/memory/gradient_checkpointing.py --blocks 5 --block_updates 3"),
+    "forced norm XS": (120, f"{FORCED} --block_updates 2 --model_preset XS --resolution 64 --batch_size 64"),
+    "precision": (100, "benchmarks/speed/precision.py --model_preset digits16 cifar10"),
     "celeba64 64": (200, f"{DDPM} --model_preset celeba64 --train_batch_size 64 {FAST}"),
     "cifar10 512": (160, f"{DDPM} --model_preset cifar10 --train_batch_size 512 {FAST}"),
     "fp16 run": (60, f"{RUN}/fp16 --mixed_precision fp16"),
     "bf16 compiled run": (100, f"{RUN}/bf16 {FAST}"),
     "256 16": (240, f"{DDPM} --model_preset 256 --train_batch_size 16 {FAST}"),
-    "switches cifar10": (240, "benchmarks/switches.py --model_preset cifar10 --batch_size 256 --blocks 6 --base last"),
+    "switches cifar10": (240, "benchmarks/speed/switches.py --model_preset cifar10 --batch_size 256 --blocks 6 --base last"),
     "cifar10 128 eager": (90, f"{DDPM} --model_preset cifar10 --train_batch_size 128 --mixed_precision bf16"),
     "digits16 512": (90, f"{DDPM.replace('synthetic', 'digits')} --model_preset digits16 --train_batch_size 512 {FAST}"),
     "EDM2 S 64x64 32 eager": (

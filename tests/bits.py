@@ -2,7 +2,7 @@
 
     python tests/bits.py        # records tests/recorded anew: only for a change that is meant to change bits
 
-tests/test_bits.py compares. Other processors and other versions round otherwise: `canary` is a hash of arithmetic that calls
+tests/scripts/test_bits.py compares. Other processors and versions round otherwise: `canary` is a hash of arithmetic that calls
 nothing of this project, and only where it is the recorded one are bits asked for; elsewhere values close to them.
 """
 

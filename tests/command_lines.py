@@ -2,7 +2,7 @@
 
     python tests/command_lines.py      # records tests/recorded/command_lines.json anew: only for a change that is meant
 
-tests/test_command_lines.py compares.
+tests/options/test_command_lines.py compares.
 """
 
 import argparse
@@ -154,7 +154,7 @@ LINES = {
 
 def outcome(script: str, line: str) -> dict:
     """{"options": the values} or {"refused": the last line that a user reads}."""
-    from utils.errors import UserError
+    from utils.core.errors import UserError
 
     errors = io.StringIO()
     try:

@@ -15,7 +15,7 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the workers share the cores
 
-from utils.interrupts import STOP_SIGNALS
+from utils.core.signals import STOP_SIGNALS
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ["train_ddpm.py", "train_edm2.py"]  # the training scripts, all of which pass the tests in tests/faults

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from utils.run_record import RunRecord
+from utils.runs.record import RunRecord
 
 REPORTS, EVERY = 20, 50
 LAYER_NAMES = ("conv_in.weight", "mid_block.weight", "conv_out.weight")

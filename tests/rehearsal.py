@@ -45,7 +45,7 @@ CAST_DOWN = (
 )
 
 
-MILESTONES = {"Milestones.catch_up", "Milestones.after_update", "Milestones.finish"}
+PERIODIC = {"Periodic.catch_up", "Periodic.after_update", "Periodic.finish"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,7 +62,7 @@ class Event:
     @property
     def milestone(self) -> bool:
         """Whether it is of what a run makes between two updates: validation, pictures, checkpoints ..."""
-        return not MILESTONES.isdisjoint(self.calls)
+        return not PERIODIC.isdisjoint(self.calls) and "Monitor.report" not in self.calls
 
     def __repr__(self) -> str:
         update = "outside of the loop" if self.step is None else f"update {self.step + 1}"
@@ -279,11 +279,11 @@ class _Loader(torch.utils.data.DataLoader):
 
 def stand_ins(device: Device, monkeypatch) -> None:
     """Makes the scripts train on `device`, and fills in what torch and accelerate lack on it."""
-    import utils.batches
-    import utils.launch
+    import utils.core.distributed
+    import utils.data.loader
 
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
-    monkeypatch.setattr(utils.launch, "Accelerator", _Accelerator)
+    monkeypatch.setattr(utils.core.distributed, "Accelerator", _Accelerator)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # or fp16 would be refused
     # As `torch.cuda` is: what the scripts ask of a device's own module.
     monkeypatch.setattr(torch, "meta", SimpleNamespace(manual_seed=torch.default_generator.manual_seed), raising=False)
@@ -301,4 +301,4 @@ def stand_ins(device: Device, monkeypatch) -> None:
         return real_autocast(device_type, dtype=dtype, enabled=enabled, **options)
 
     monkeypatch.setattr(torch, "autocast", autocast)
-    monkeypatch.setattr(utils.batches, "DataLoader", type("Loader", (_Loader,), {"device": device}))
+    monkeypatch.setattr(utils.data.loader, "DataLoader", type("Loader", (_Loader,), {"device": device}))

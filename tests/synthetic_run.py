@@ -6,7 +6,7 @@ import random
 import shutil
 from pathlib import Path
 
-from utils.history import History
+from utils.runs.history import History
 
 PICTURES = Path(__file__).parent.parent / "docs"
 BLOCKS = ("conv_in", "time_embedding", "down_blocks.0", "down_blocks.1", "mid_block", "up_blocks.0", "up_blocks.1", "conv_out")

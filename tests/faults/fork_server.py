@@ -171,8 +171,9 @@ def import_everything() -> None:
     sys.path.insert(1, str(ROOT))
     import utils
 
-    for module in pkgutil.iter_modules(utils.__path__):
-        importlib.import_module(f"utils.{module.name}")
+    for module in pkgutil.walk_packages(utils.__path__, "utils."):
+        importlib.import_module(module.name)
+    assert "utils.training.run" in sys.modules
     for name in ("accelerate.tracking", "datasets", "sklearn.datasets", "torch.utils.tensorboard"):
         importlib.import_module(name)
     from diffusers import DDIMScheduler, DDPMPipeline, DDPMScheduler, UNet2DModel  # noqa: F401 (imported when first named)

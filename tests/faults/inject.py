@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 import torch
 from accelerate import Accelerator
 
-import utils.checkpoints
-import utils.data
-import utils.milestones
-import utils.randomness
-from utils.script import run_script
+import utils.core.randomness
+import utils.data.dataset
+import utils.runs.checkpoints
+from benchmarks.shared.replace import check_fired, replace_everywhere
+from utils.core.entrypoint import run_script
 
 TOUCHES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
@@ -60,14 +60,14 @@ def oom(step: int, value: str) -> None:
 
 
 def oom_between(step: int, purposes: str) -> None:
-    normal = utils.randomness.normal
+    normal = utils.core.randomness.normal
 
     def fail(seed, purpose, *arguments):
         if purpose.startswith(tuple(purposes.split(","))):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore lines\n")
         return normal(seed, purpose, *arguments)
 
-    utils.randomness.normal = fail
+    replace_everywhere("utils.core.randomness.normal", fail)
 
 
 def wrong_compiler(step: int, factor: str) -> None:
@@ -122,7 +122,7 @@ def file_size(step: int, limit: str) -> None:
 
 
 def kill_in_save(step: int, moment: str) -> None:
-    save, remaining, saving = utils.milestones.save_checkpoint, int(moment), False
+    save, remaining, saving = utils.runs.checkpoints.save_checkpoint, int(moment), False
 
     def touch() -> None:
         nonlocal remaining
@@ -148,13 +148,13 @@ def kill_in_save(step: int, moment: str) -> None:
 
     sys.addaudithook(watch)
     os.fsync, torch.save = before(os.fsync), before(torch.save)  # neither is announced to audit hooks
-    utils.checkpoints.save_file = before(utils.checkpoints.save_file)
-    utils.milestones.save_checkpoint = watched_save
+    utils.runs.checkpoints.save_file = before(utils.runs.checkpoints.save_file)
+    replace_everywhere("utils.runs.checkpoints.save_checkpoint", watched_save)
 
 
 def record(path: str) -> None:
     """Appends a line for each micro-batch that is trained on: the rank and the images in it."""
-    fetch, file = utils.data.ImageSet.fetch, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    fetch, file = utils.data.dataset.ImageSet.fetch, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     backward, fetched = Accelerator.backward, []
 
     def noted(images, indices, *arguments):
@@ -165,17 +165,17 @@ def record(path: str) -> None:
         os.write(file, f"{os.environ.get('RANK', 0)} {' '.join(map(str, fetched))}\n".encode())
         return backward(*arguments)
 
-    utils.data.ImageSet.fetch, Accelerator.backward = noted, recorded
+    utils.data.dataset.ImageSet.fetch, Accelerator.backward = noted, recorded
 
 
 def signal_in_setup(step: int, value: str) -> None:
-    load_images = utils.data.load_images
+    load_images = utils.data.dataset.load_images
 
     def interrupted(*arguments, **keywords):
         os.kill(os.getpid(), getattr(signal, value))
         return load_images(*arguments, **keywords)
 
-    utils.data.load_images = interrupted
+    replace_everywhere("utils.data.dataset.load_images", interrupted)
 
 
 FAULTS = {
@@ -210,4 +210,4 @@ if __name__ == "__main__":
         wrong_compiler(options.step, "1")
     if options.record:
         record(options.record)
-    run_script(script.main, script.parse_args)
+    run_script(check_fired(script.main), script.parse_args)

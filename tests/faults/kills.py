@@ -1,6 +1,6 @@
 """Kills a training run at random moments, again and again, and compares what is left with a run that nobody disturbed.
 
-Shared by the tests and by benchmarks/chaos.py.
+Shared by the tests and by benchmarks/reliability/chaos.py.
 """
 
 import random
@@ -11,7 +11,7 @@ from pathlib import Path
 from conftest import logged_scalars, same_bytes
 from fork_server import ForkServer, Run
 
-from utils.checkpoints import list_checkpoints, verify_checkpoint
+from utils.runs.checkpoints import list_checkpoints, verify_checkpoint
 
 BYTES = ("model.safetensors", "ema.safetensors", "optimizer.bin")
 EXPORTED = "unet/diffusion_pytorch_model.safetensors"

@@ -10,8 +10,8 @@ import pytest
 from conftest import logged_scalars, run_script, same_bytes, slow_turns
 from PIL import Image
 
-import utils.script
-from utils.errors import UserError
+import utils.core.entrypoint
+from utils.core.errors import UserError
 
 # Row -> file, and the row in its place. None is among the images that the script looks at before it trains. With
 # --validation_images 6 and seed 0, rows 105 and 118 are held out: 105 is replaced by 118, and 117 is not.
@@ -52,7 +52,7 @@ def flags(script_flags, photos, tmp_path_factory) -> list[str]:
 def end_of(train_script, flags, capsys) -> tuple[int, str]:
     """Exit status and the one line of the error, as the command line shows them."""
     with pytest.raises(SystemExit) as caught:
-        utils.script.run_script(train_script, lambda: flags)
+        utils.core.entrypoint.run_script(train_script, lambda: flags)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     return caught.value.code, line
 
@@ -131,9 +131,7 @@ def test_a_resumed_run_replaces_alike_and_keeps_what_was_listed(train_script, fl
 
 def test_what_replaces_an_image_is_an_option_of_the_run_and_how_often_is_not(flags, script):
     train_module = importlib.import_module(Path(script).stem)
-    from utils.run_folder import shaping_options
-
-    options = shaping_options(train_module.parse_args([str(flag) for flag in flags]))
+    options = train_module.parse_args([str(flag) for flag in flags]).shaping()
     assert options["on_bad_image"] == "fail" and "max_bad_images" not in options
 
 

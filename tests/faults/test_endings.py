@@ -6,7 +6,9 @@ import signal
 
 import pytest
 
-from utils.checkpoints import read_state, verify_checkpoint
+from benchmarks.shared.replace import replace_everywhere
+from utils.runs.checkpoints import verify_checkpoint
+from utils.runs.state import read_state
 
 
 def full_disk(*arguments, **keywords):
@@ -26,18 +28,18 @@ def test_a_signal_before_the_first_update_is_a_stop_and_no_crash(server, script,
 
 
 def test_a_stop_that_could_not_save_is_no_stop_to_run_again(train_script, script_flags, tmp_path, monkeypatch, capsys):
-    import utils.checkpoints
-    import utils.tracking
+    import utils.runs.checkpoints
+    import utils.training.progress
 
-    update, done = utils.tracking.ProgressBar.update, []
+    update, done = utils.training.progress.ProgressBar.update, []
 
     def stop_after_three(bar):
         done.append(update(bar))
         if len(done) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(utils.tracking.ProgressBar, "update", stop_after_three)
-    monkeypatch.setattr(utils.checkpoints, "_publish", full_disk)
+    monkeypatch.setattr(utils.training.progress.ProgressBar, "update", stop_after_three)
+    monkeypatch.setattr(utils.runs.checkpoints, "_publish", full_disk)
     assert train_script([*script_flags, "--output_dir", tmp_path]) == 1
     said = capsys.readouterr()
     assert "checkpoint-3 was not saved" in said.out + said.err
@@ -45,9 +47,9 @@ def test_a_stop_that_could_not_save_is_no_stop_to_run_again(train_script, script
 
 
 def test_a_finished_run_without_its_last_picture_is_finished(train_script, script_flags, tmp_path, monkeypatch, capsys):
-    import utils.previews
+    import utils.training.samples
 
-    monkeypatch.setattr(utils.previews, "save_png", full_disk)
+    monkeypatch.setattr(utils.training.samples, "save_png", full_disk)
     assert train_script([*script_flags, "--output_dir", tmp_path]) == 0
     said = capsys.readouterr()
     assert "left out: No space left on device" in said.out + said.err
@@ -55,9 +57,7 @@ def test_a_finished_run_without_its_last_picture_is_finished(train_script, scrip
 
 
 def test_a_pipeline_that_cannot_be_written_costs_no_update(train_script, script_flags, tmp_path, monkeypatch):
-    import utils.export
-
-    monkeypatch.setattr(utils.export, "export_pipeline", full_disk)
+    replace_everywhere("utils.diffusion.export.export_pipeline", full_disk, monkeypatch)
     assert train_script([*script_flags, "--adaptive_clipping", "--output_dir", tmp_path]) == 1
     assert verify_checkpoint(tmp_path / "checkpoint-8") is None and exit_status(tmp_path) == 1
     assert read_state(tmp_path / "checkpoint-8").grad_norm_mean > 0

@@ -7,7 +7,7 @@ import pytest
 from conftest import end_group, slow_turns, start_script
 from kills import differences, invalid_checkpoints, kill_at_random, newest
 
-from utils.checkpoints import find_checkpoint, list_checkpoints
+from utils.runs.checkpoints import find_checkpoint, list_checkpoints
 
 FREQUENT = ["--max_train_steps", 24, "--checkpointing_steps", 3]
 

@@ -10,10 +10,12 @@ import torch
 from conftest import logged_scalars, same_bytes, slow_turns
 from safetensors.torch import load_file
 
-from utils import randomness
-from utils.edm import Losses, training_noise_levels
-from utils.gradients import Gradients
-from utils.nonfinite import BadUpdates
+from benchmarks.shared.replace import replace_everywhere
+from utils.core import randomness
+from utils.diffusion.edm2 import training_noise_levels
+from utils.diffusion.objective import Losses
+from utils.optim.clipping import Gradients
+from utils.optim.nonfinite import BadUpdates
 
 ONE = SimpleNamespace(device=torch.device("cpu"), num_processes=1, scaler=None)
 CHECKPOINT_FILES = ("model.safetensors", "ema.safetensors", "optimizer.bin")
@@ -80,8 +82,8 @@ def assert_unchanged(before: Path, after: Path) -> None:
 class OfDDPM:
     """Where train_ddpm.py takes its network from, a part of it, and what tells its samples' noise levels apart."""
 
-    factory, part, part_class = "utils.unet.make_unet", "mid_block.resnets.0", "ResnetBlock2D"
-    level, losses, trained_as = "timesteps", "utils.diffusion.loss_per_sample", ""
+    factory, part, part_class = "utils.diffusion.unet.make_unet", "mid_block.resnets.0", "ResnetBlock2D"
+    level, losses, trained_as = "timesteps", "utils.diffusion.ddpm.loss_per_sample", ""
 
     @staticmethod
     def levels(numbers: torch.Tensor) -> torch.Tensor:
@@ -98,8 +100,8 @@ class OfDDPM:
 
 
 class OfEDM2:
-    factory, part, part_class = "utils.edm2_network.make_edm2_unet", "decoder.0", "EDM2Block"
-    level, losses, trained_as = "sigmas", "utils.edm.losses_per_sample", "unet."
+    factory, part, part_class = "utils.diffusion.edm2_unet.make_edm2_unet", "decoder.0", "EDM2Block"
+    level, losses, trained_as = "sigmas", "utils.diffusion.edm2.losses_per_sample", "unet."
 
     @staticmethod
     def levels(numbers: torch.Tensor) -> torch.Tensor:
@@ -111,7 +113,7 @@ class OfEDM2:
 
     @staticmethod
     def plus(losses: Losses, number: float):
-        return losses._replace(total=losses.total + number)
+        return losses._replace(trained=losses.trained + number)
 
 
 @pytest.fixture
@@ -125,8 +127,8 @@ def spoil(monkeypatch, trained, spoils):
     module, factory = trained.factory.rsplit(".", 1)
     make, calls, seen = getattr(importlib.import_module(module), factory), [0], {}
 
-    def spoiled_network(**options):
-        network = make(**options)
+    def spoiled_network(*arguments, **options):
+        network = make(*arguments, **options)
 
         def note(module, inputs):
             seen["levels"], calls[0] = trained.shown(inputs[1]), calls[0] + torch.is_grad_enabled()
@@ -141,7 +143,7 @@ def spoil(monkeypatch, trained, spoils):
         network.get_submodule(trained.part).register_forward_hook(hook)
         return network
 
-    monkeypatch.setattr(trained.factory, spoiled_network)
+    replace_everywhere(trained.factory, spoiled_network, monkeypatch)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -215,19 +217,19 @@ def test_a_loss_that_is_not_finite_is_skipped_even_if_its_gradient_is(
         calls[0] += 1
         return trained.plus(original(*arguments), float("inf") if calls[0] == 3 else 0.0)
 
-    monkeypatch.setattr(trained.losses, infinite)
+    replace_everywhere(trained.losses, infinite, monkeypatch)
     assert train_script([*script_flags, "--output_dir", tmp_path, "--checkpointing_steps", "1"]) == 0
     assert_unchanged(tmp_path / "checkpoint-2", tmp_path / "checkpoint-3")
     assert logged_scalars(tmp_path, "train/skipped_updates")[8] == 1
 
 
 def test_a_report_that_fails_does_not_end_the_run(train_script, script_flags, trained, tmp_path, monkeypatch, capsys):
-    import utils.nan_report
+    import utils.training.nan_report
 
     def fails(*arguments):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(utils.nan_report, "find_first_bad_module", fails)
+    monkeypatch.setattr(utils.training.nan_report, "find_first_bad_module", fails)
     spoil(monkeypatch, trained, lambda call, level: torch.full_like(level, call == 3, dtype=torch.bool))
     assert train_script([*script_flags, "--output_dir", tmp_path]) == 0
     said = capsys.readouterr()

@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import slow_turns
 
-from utils.checkpoints import read_state
+from utils.runs.state import read_state
 
 LEFT_OUT = {
     "sample": ("a preview of 4 samples", "--eval_batch_size", 2),

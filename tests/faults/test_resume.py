@@ -9,7 +9,7 @@ from conftest import logged_scalars, same_bytes
 from kills import BYTES, newest, same
 from safetensors.torch import load_file
 
-from utils.checkpoints import list_checkpoints
+from utils.runs.checkpoints import list_checkpoints
 
 TOUCHED = (".lock", "exit_status")  # by a start that is then refused
 INJECT = "tests/faults/inject.py"

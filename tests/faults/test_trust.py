@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from utils.checkpoints import verify_checkpoint
+from utils.runs.checkpoints import verify_checkpoint
 
 
 class Malicious:
@@ -63,7 +63,7 @@ def test_the_planted_code_would_run(tmp_path):
 def test_no_source_asks_for_code_to_be_run():
     """No unrestricted loading anywhere in the scripts: not by torch, numpy, pickle, datasets or diffusers."""
     unsafe = {("weights_only", False), ("trust_remote_code", True), ("allow_pickle", True)}
-    files = [*ROOT.glob("*.py"), *(ROOT / "utils").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    files = [*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     assert len(files) > 30
     found = []
     for file in files:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 from diffusers import DDPMScheduler
+from test_sampling import tiny_unet
 
-from tests.test_sampling import tiny_unet
-from utils.launch import make_accelerator
-from utils.sampling import full_precision, make_sampler, sample_sharded
+from utils.core.distributed import make_accelerator
+from utils.diffusion.sampling import full_precision, make_sampler, sample_sharded
 
 accelerator = make_accelerator(cpu_threads=1)
 unet = tiny_unet()

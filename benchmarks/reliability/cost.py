@@ -1,0 +1,154 @@
+"""What health costs: the checks of every update, the report every so many, and a verified checkpoint.
+
+    python benchmarks/reliability/cost.py updates                                    # digits16, on this machine's device
+    ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node=2 benchmarks/reliability/cost.py updates
+    python benchmarks/reliability/cost.py checkpoints --presets digits16 cifar10
+
+`updates` runs the real `train_ddpm.py` and times, inside it, what asks whether the update may be made and whether to stop
+("together"), the EMA, and the sums for the next report: on a CPU that is all of their cost; on a GPU it is the host's part,
+while the work itself is a few small kernels. Other flags
+go to the script. A report is everything that happens every --logging_steps: magnitudes by layer, figures to the trackers, the
+doctor's look at all that was recorded. `checkpoints` publishes checkpoints of a preset's network, EMA and AdamW state and, in
+turns, writes the same tensors with safetensors, with and without waiting for the disk.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import save_file
+
+import train_ddpm
+import utils.core.signals
+import utils.optim.ema
+import utils.optim.nonfinite
+import utils.training.progress
+from benchmarks.shared.measuring import default_device, describe
+from utils.diffusion.unet import make_unet
+from utils.optim.ema import EMA
+from utils.optim.optimizers import make_optimizer
+from utils.options.flags import DDPMOptions
+from utils.options.presets import FLAGS
+from utils.runs.checkpoints import attach_state_hooks, save_checkpoint, verify_checkpoint
+from utils.runs.state import TrainState
+
+CHECKS = ("BadUpdates.add_losses", "BadUpdates.add", "StopSignal.agreed")
+REPORT_EVERY = 10  # updates; the cost is told for the default of 50
+
+
+def time_updates(updates: int, flags: list[str]) -> None:
+    seconds: dict[str, list[float]] = {}
+    ends: list[float] = []
+
+    def timed(cls, name):
+        function = getattr(cls, name)
+
+        def wrapper(*arguments):
+            start = time.perf_counter()
+            result = function(*arguments)
+            seconds.setdefault(f"{cls.__name__}.{name}", []).append(time.perf_counter() - start)
+            return result
+
+        setattr(cls, name, wrapper)
+
+    timed(utils.optim.nonfinite.BadUpdates, "add_losses")
+    timed(utils.optim.nonfinite.BadUpdates, "add")
+    timed(utils.core.signals.StopSignal, "agreed")
+    timed(utils.optim.ema.EMA, "update")
+    timed(utils.training.progress.StepStatistics, "add_losses")
+    timed(utils.training.progress.StepStatistics, "add_update")
+    update = utils.training.progress.ProgressBar.update
+    utils.training.progress.ProgressBar.update = lambda bar: (ends.append(time.perf_counter()), update(bar))
+    with tempfile.TemporaryDirectory() as folder:
+        shared = Path(tempfile.gettempdir(), f"reliability-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}")
+        never = str(updates + 1)
+        quiet = ["--max_train_steps", str(updates), "--validation_images", "0", "--save_images_steps", never]
+        quiet += ["--save_model_steps", never, "--checkpointing_steps", never, "--ddpm_num_inference_steps", "2"]
+        quiet += ["--logging_steps", str(REPORT_EVERY)]
+        args = train_ddpm.parse_args([*flags, *quiet, "--output_dir", f"{shared if 'RANK' in os.environ else folder}/run"])
+        args.overwrite_output_dir = True
+        train_ddpm.main(args)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    update_ms = 1e3 * statistics.median(b - a for a, b in pairwise(ends[5:]))
+    print(f"\n{describe(default_device())}")
+    print(f"{'update':24} {update_ms:8.3f} ms (median of {len(ends) - 6})")
+    total = 0.0
+    for name, values in seconds.items():
+        cost = 1e3 * statistics.median(values[5:])
+        total += cost if name in CHECKS else 0.0
+        print(f"{name:24} {cost:8.3f} ms  {100 * cost / update_ms:.2f} %")
+    print(f"{'together':24} {total:8.3f} ms  {100 * total / update_ms:.2f} %")
+    # An update that is measured for a report takes longer, and so does the one after it, in whose time the report is made.
+    spans = [1e3 * (b - a) for a, b in pairwise(ends)]  # of updates 2, 3, ...
+    plain = statistics.median(span for update, span in enumerate(spans, start=2) if update % REPORT_EVERY > 1)
+    measured = range(2 * REPORT_EVERY - 2, len(spans) - 1, REPORT_EVERY)
+    extra = statistics.median(spans[i] + spans[i + 1] - 2 * plain for i in measured)
+    print(f"{'a report':24} {extra:8.3f} ms  {100 * extra / (50 * plain):.2f} % of 50 updates")
+
+
+def time_checkpoints(presets: list[str], repeats: int) -> None:
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    print(f"{describe(default_device())}; median of {repeats}, in turns")
+    print(f"{'preset':10} {'MiB':>8} {'checkpoint':>11} {'verify':>8} {'safetensors':>12} {'flushed':>8}   seconds")
+    for preset in presets:
+        flags = FLAGS[preset]
+        resolution, channels = flags.get("resolution", 64), flags.get("image_channels", 3)
+        unet = make_unet(DDPMOptions(resolution=resolution, image_channels=channels, model_preset=preset))
+        optimizer = make_optimizer(unet, DDPMOptions())
+        unet, optimizer = accelerator.prepare(unet, optimizer)
+        for parameter in unet.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        ema, state = EMA(unet), TrainState()
+        accelerator._save_model_state_pre_hook.clear()
+        attach_state_hooks(accelerator, ema, state)
+        moments = {f"{i}.{k}": v for i, s in enumerate(optimizer.state.values()) for k, v in s.items() if v.ndim}
+        tensors = {**unet.state_dict(), **{f"ema.{k}": v for k, v in ema.state_dict().items()}, **moments}
+        tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        times: dict[str, list[float]] = {"save": [], "verify": [], "plain": [], "flushed": []}
+        with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", ".")) as folder:
+            for state.step in range(1, repeats + 1):
+                start = time.perf_counter()
+                assert save_checkpoint(accelerator, Path(folder), state, total_limit=2) is None
+                saved = time.perf_counter()
+                assert verify_checkpoint(Path(folder, f"checkpoint-{state.step}")) is None
+                times["save"].append(saved - start)
+                times["verify"].append(time.perf_counter() - saved)
+                start = time.perf_counter()
+                save_file(tensors, Path(folder, "plain.safetensors"))
+                times["plain"].append(time.perf_counter() - start)
+                with open(Path(folder, "plain.safetensors"), "rb") as file:
+                    os.fsync(file.fileno())
+                times["flushed"].append(time.perf_counter() - start)
+                Path(folder, "plain.safetensors").unlink()
+            size = sum(p.stat().st_size for p in Path(folder, f"checkpoint-{state.step}").iterdir()) / 2**20
+        row = {name: statistics.median(values) for name, values in times.items()}
+        print(f"{preset:10} {size:8.1f} {row['save']:11.3f} {row['verify']:8.3f} {row['plain']:12.3f} {row['flushed']:8.3f}")
+        accelerator.free_memory()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("updates", "checkpoints"))
+    parser.add_argument("--updates", type=int, default=150)
+    parser.add_argument("--presets", nargs="+", default=["digits16", "cifar10"])
+    parser.add_argument("--repeats", type=int, default=7)
+    options, flags = parser.parse_known_args()
+    if options.what == "updates":
+        time_updates(options.updates, flags)
+    else:
+        time_checkpoints(options.presets, options.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""The packed cache: reused when nothing changed, made again when something did, whole or absent, and small in memory."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from filelock import FileLock, Timeout
+from PIL import Image
+
+from utils.core.errors import UserError
+from utils.data import cache as packing
+from utils.data.cache import PackedImages, pack_once
+from utils.data.dataset import load_images
+from utils.data.decode import ImageFile, ImagePreparation
+from utils.options.flags import DataOptions
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PREPARE = ImagePreparation(4, 3, False, "white", 255)
+
+
+def write_images(folder: Path, count=5, height=6) -> Path:
+    folder.mkdir(exist_ok=True)
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        pixels = generator.integers(0, 256, (height, 4 + number, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    return folder
+
+
+def reader(folder: Path):
+    paths = sorted(map(str, folder.iterdir()))
+    return lambda start, stop: [ImageFile(None, path, path) for path in paths[start:stop]]
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load_with_cache(**options):
+        folder, cache = str(tmp_path / "images"), str(tmp_path / "cache")
+        return load_images(DataOptions(**{"train_data_dir": folder, "cache_dir": cache, "resolution": 4, **options}))
+
+    write_images(tmp_path / "images")
+    return load_with_cache
+
+
+def caches(tmp_path) -> set[str]:
+    return {path.parent.name for path in (tmp_path / "cache" / "steady_diffusion").glob("*/meta.json")}
+
+
+LOAD_CODE = """
+import json, sys
+from utils.data import cache as packing
+from utils.data.dataset import load_images
+from utils.options.flags import DataOptions
+packed = []
+write = packing._write
+packing._write = lambda *arguments: packed.append(1) or write(*arguments)
+images = load_images(DataOptions(train_data_dir=sys.argv[1], cache_dir=sys.argv[2], resolution=4))
+print(json.dumps([images.fingerprint, len(packed), images.fetch(range(len(images))).tolist()]))
+"""
+
+
+def start_loading(tmp_path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", LOAD_CODE, tmp_path / "images", tmp_path / "cache"],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def result(process: subprocess.Popen):
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_processes_that_start_together_pack_once_and_later_ones_reuse_it(load, tmp_path):
+    together = [result(process) for process in [start_loading(tmp_path) for _ in range(3)]]
+    assert sum(packed for _, packed, _ in together) == 1
+    assert len({fingerprint for fingerprint, _, _ in together}) == 1
+    images = load()
+    assert images.fingerprint == together[0][0] and caches(tmp_path) == {images.fingerprint}
+    for _, _, pixels in together:
+        assert np.array_equal(pixels, images.fetch(range(5)))
+    assert result(start_loading(tmp_path))[1] == 0
+
+
+def test_options_and_files_that_matter_give_another_cache(load, tmp_path):
+    names = [load(**options).fingerprint for options in OPTIONS]
+    assert len(set(names)) == len(OPTIONS) and caches(tmp_path) == set(names)
+    changed = tmp_path / "images" / "2.png"
+    status = changed.stat()
+    pixels = np.zeros((6, 4, 3), np.uint8)
+    Image.fromarray(pixels).save(changed)
+    os.utime(changed, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+    after = load(resolution=4)
+    assert after.fingerprint not in names and not after.fetch([2]).any()
+    (tmp_path / "images" / "7.png").write_bytes((tmp_path / "images" / "0.png").read_bytes())
+    assert len(load()) == 6
+    (tmp_path / "images" / "7.png").unlink()
+    assert load().fingerprint == after.fingerprint
+
+
+OPTIONS = [
+    {},
+    {"resolution": 5},
+    {"image_channels": 1},
+    {"center_crop": True},
+    {"background": "black"},
+    {"preserve_input_precision": True},
+    {"max_train_images": 3},
+]
+
+
+def test_a_cache_moved_in_time_only_is_reused(load, monkeypatch):
+    first = load(background="white")
+    monkeypatch.setattr(packing, "_write", lambda *arguments: pytest.fail("packed again"))
+    assert load(background="#ffffff").fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("name", ["pixels.bin", "sizes.bin", "offsets.bin", "meta.json"])
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_a_damaged_cache_is_made_again(name, damage, load, tmp_path):
+    first = load()
+    pixels = first.fetch(range(5)).copy()
+    file = tmp_path / "cache" / "steady_diffusion" / first.fingerprint / name
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        file.unlink()
+    assert np.array_equal(load().fetch(range(5)), pixels)
+
+
+KILL_CODE = """
+import os, signal, sys
+from pathlib import Path
+from test_packing import PREPARE, reader
+from utils.data.cache import pack_once
+folder = Path(sys.argv[2])
+def progress(done, count):
+    if done == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+pack_once(folder, 5, reader(Path(sys.argv[1])), PREPARE, progress)
+"""
+
+
+def test_a_killed_packer_leaves_nothing_that_blocks_or_is_taken_for_a_cache(tmp_path):
+    images = write_images(tmp_path / "images")
+    folder = tmp_path / "cache" / "abc"
+    killed = subprocess.run([sys.executable, "-c", KILL_CODE, images, folder], cwd=REPOSITORY, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert not folder.exists() and folder.with_name("abc.tmp").exists()
+    packed = pack_once(folder, 5, reader(images), PREPARE)
+    assert len(packed) == 5 and packed.fetch(np.arange(5), None).shape == (5, 3, 4, 4)
+    assert sorted(path.name for path in folder.parent.iterdir()) in (["abc"], ["abc", "abc.lock"])
+
+
+def test_a_failed_packing_leaves_no_cache(tmp_path):
+    images = write_images(tmp_path / "images")
+    (images / "4.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"4\.png"):
+        pack_once(tmp_path / "cache" / "abc", 5, reader(images), PREPARE)
+    assert not (tmp_path / "cache" / "abc").exists() and not (tmp_path / "cache" / "abc.tmp").exists()
+
+
+def test_a_cache_remembers_its_bad_images_and_serves_those_who_allow_them(load, tmp_path, monkeypatch):
+    (tmp_path / "images" / "2.png").write_bytes(b"")
+    with pytest.raises(UserError, match=r"2\.png \(row 2.*--on_bad_image replace"):
+        load()
+    assert not caches(tmp_path)
+    images = load(on_bad_image="replace")
+    meta = json.loads((tmp_path / "cache" / "steady_diffusion" / images.fingerprint / "meta.json").read_text())
+    (bad,) = meta["bad_images"]
+    assert bad["row"] == 2 and bad["file"] == str(tmp_path / "images" / "2.png") and bad["reason"].startswith("not an image")
+    monkeypatch.setattr(packing, "_write", lambda *arguments: pytest.fail("packed again"))
+    assert np.array_equal(load(on_bad_image="replace", max_bad_images=1).fetch([2]), images.fetch([3]))
+    with pytest.raises(UserError, match=r"2\.png \(row 2.*--on_bad_image replace"):
+        load()
+    assert caches(tmp_path) == {images.fingerprint}  # whoever allows them still finds it
+
+
+def test_a_cache_without_bad_images_serves_everyone(load, tmp_path, monkeypatch):
+    images = load(on_bad_image="replace")
+    path = tmp_path / "cache" / "steady_diffusion" / images.fingerprint / "meta.json"
+    monkeypatch.setattr(packing, "_write", lambda *arguments: pytest.fail("packed again"))
+    assert load().fingerprint == images.fingerprint
+    meta = json.loads(path.read_text())
+    assert meta.pop("bad_images") == []  # as caches were before
+    path.write_text(json.dumps(meta))
+    assert np.array_equal(load(on_bad_image="replace").fetch(range(5)), images.fetch(range(5)))
+
+
+def test_no_room_and_no_permission_are_one_clear_line(tmp_path, monkeypatch):
+    images = write_images(tmp_path / "images")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--cache_dir"):
+        pack_once(tmp_path / "file" / "abc", 5, reader(images), PREPARE)
+    with monkeypatch.context() as patch:
+        patch.setattr(packing.shutil, "disk_usage", lambda folder: packing.shutil._ntuple_diskusage(9, 9, 0))
+        with pytest.raises(UserError, match=r"0\.0 GB free.*--cache_images no"):
+            pack_once(tmp_path / "abc", 5, reader(images), PREPARE)
+    assert not (tmp_path / "abc").exists()
+
+
+def test_the_lock_is_held_while_packing_and_free_afterwards(tmp_path):
+    held = []
+
+    def progress(done, count):
+        with pytest.raises(Timeout):
+            FileLock(tmp_path / "abc.lock").acquire(timeout=0)
+        held.append(done)
+
+    pack_once(tmp_path / "abc", 5, reader(write_images(tmp_path / "images")), PREPARE, progress)
+    assert held == [1, 2, 3, 4, 5]
+    FileLock(tmp_path / "abc.lock").acquire(timeout=0).lock.release()
+
+
+def test_progress_counts_every_image(tmp_path):
+    seen = []
+    images = write_images(tmp_path / "images")
+    pack_once(tmp_path / "abc", 5, reader(images), PREPARE, lambda done, count: seen.append((done, count)))
+    assert seen == [(done, 5) for done in range(1, 6)]
+
+
+def test_order_is_kept_over_many_chunks(tmp_path):
+    import io
+
+    def read_files(start, stop):
+        files = []
+        for value in range(start, stop):
+            file = io.BytesIO()
+            Image.new("L", (4, 4), value % 251).save(file, "PNG")
+            files.append(ImageFile(file.getvalue(), None, str(value)))
+        return files
+
+    packed = pack_once(tmp_path / "abc", 1000, read_files, PREPARE)
+    rows = np.random.default_rng(0).permutation(1000)
+    assert np.array_equal(packed.fetch(rows, None)[:, 0, 0, 0], rows % 251)
+
+
+def make_cache(folder: Path, count: int) -> PackedImages:
+    """A cache of `count` 32x32 images, sparse on disk: all black but for the first value of each, its number mod 256."""
+    folder.mkdir()
+    with open(folder / "pixels.bin", "wb") as file:
+        file.truncate(count * 3072)
+    (np.arange(count, dtype=np.int64) * 3072).tofile(folder / "offsets.bin")
+    np.full((count, 2), 32, np.int32).tofile(folder / "sizes.bin")
+    sizes = {name: (folder / name).stat().st_size for name in ("pixels.bin", "offsets.bin", "sizes.bin")}
+    meta = {"length": count, "resolution": 32, "channels": 3, "max_value": 255, "uniform": True, "remarks": {}}
+    (folder / "meta.json").write_text(json.dumps({**meta, "file_sizes": sizes}))
+    return PackedImages(folder)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_fetching_from_a_large_cache_keeps_memory_small(tmp_path):
+    count = 300_000  # 0.9 GB
+    packed = make_cache(tmp_path / "large", count)
+    assert len(pickle.dumps(packed)) < 2000
+    packed.fetch(np.arange(128), None)
+    assert len(pickle.dumps(packed)) < 2000  # still, with the file mapped
+    before = resident_bytes()
+    for start in range(0, count, 128 * 4):  # touches every fourth image, hence almost every page
+        packed.fetch(np.arange(start, min(start + 512, count), 4), None)
+    assert resident_bytes() - before < 64 * 2**20
+
+
+@pytest.mark.slow
+def test_packing_memory_does_not_grow_with_the_number_of_images(tmp_path):
+    import io
+
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(file, "PNG")
+    prepare = ImagePreparation(64, 3, False, "white", 255)
+    peaks = []
+    for count in (200, 2000):
+        tracemalloc.start()
+        packed = pack_once(
+            tmp_path / str(count),
+            count,
+            lambda start, stop: [ImageFile(file.getvalue(), None, "x")] * (stop - start),
+            prepare,
+        )
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert len(packed) == count
+    assert peaks[1] < 1.5 * peaks[0] and peaks[1] < 2000 * 64 * 64 * 3 / 2

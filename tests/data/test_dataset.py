@@ -1,0 +1,470 @@
+"""Loading by every kind of source; columns; resizing and cropping; one clear line for what is wrong."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hub_stand_in import hub_stand_in
+from PIL import Image
+
+from utils.core.errors import UserError
+from utils.data.bad_images import UndecodableImage
+from utils.data.dataset import content_fingerprint, load_images
+from utils.options.flags import DataOptions
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GENERATOR = np.random.default_rng(0)
+PIXELS = GENERATOR.integers(0, 256, (6, 8, 8, 3), dtype=np.uint8)
+LABELS = [0, 1, 2, 0, 1, 2]
+
+
+def encoded(pixels, image_format="PNG", **options) -> bytes:
+    file = io.BytesIO()
+    (pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)).save(file, image_format, **options)
+    return file.getvalue()
+
+
+def make_dataset(columns=None, features=None):
+    import datasets
+
+    if columns is None:
+        columns = {"picture": [{"bytes": encoded(image), "path": None} for image in PIXELS], "kind": LABELS}
+        features = {"picture": datasets.Image(), "kind": datasets.ClassLabel(names=["ant", "bee", "cow"])}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features) if features else None)
+
+
+def image_folder(folder: Path, names=("ant", "bee")) -> Path:
+    for number, image in enumerate(PIXELS):
+        path = folder / names[number % len(names)] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(image))
+    return folder
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load_with_cache(dataset_name=None, **options):
+        options = {"resolution": 8, "cache_dir": str(tmp_path / "cache"), **options}
+        return load_images(DataOptions(dataset_name=dataset_name, **options))
+
+    return load_with_cache
+
+
+def in_new_process(code: str, **environment) -> dict:
+    """Runs code that ends by printing JSON."""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "0", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def expected_pixels():
+    return PIXELS.transpose(0, 3, 1, 2)
+
+
+def test_digits(load):
+    from sklearn.datasets import load_digits
+
+    scans, labels = load_digits(return_X_y=True)
+    images = load("digits", image_channels=1)
+    assert len(images) == 1797 and images.shape == (1, 8, 8) and images.max_value == 255
+    assert images.class_names == list("0123456789")
+    assert images.labels.dtype == np.int64 and np.array_equal(images.labels, labels)
+    pixels = images.fetch(np.arange(1797))
+    assert pixels.dtype == np.uint8 and pixels.shape == (1797, 1, 8, 8)
+    assert np.array_equal(pixels.reshape(-1, 64), np.floor(scans * 255 / 16 + 0.5))
+    assert "1,797 images, 8x8, 1 channel, 10 classes" in images.description
+    assert images.notes == []
+
+
+@pytest.mark.parametrize("kind", ["saved", "saved_splits", "parquet", "parquet_folder", "arrow"])
+def test_local_datasets(kind, load, tmp_path):
+    import datasets
+
+    dataset, path = make_dataset(), tmp_path / "data"
+    path.mkdir()
+    if kind == "saved":
+        dataset.save_to_disk(path)
+    elif kind == "saved_splits":
+        datasets.DatasetDict(train=dataset, test=dataset.select([0])).save_to_disk(path)
+    elif kind == "arrow":
+        dataset.save_to_disk(path)
+        path = next(path.glob("*.arrow"))
+    else:
+        dataset.to_parquet(path / "train.parquet")
+        path = path / "train.parquet" if kind == "parquet" else path
+    images = load(str(path))
+    assert np.array_equal(images.fetch(range(6)), expected_pixels())
+    assert images.labels.tolist() == LABELS and images.class_names == ["ant", "bee", "cow"]
+    if kind == "saved_splits":
+        assert len(load(str(path), dataset_split="test")) == 1
+
+
+def test_image_folder_with_classes(load, tmp_path):
+    folder = image_folder(tmp_path / "photos [2]")  # brackets mean something in a glob pattern
+    images = load(train_data_dir=str(folder))
+    assert images.class_names == ["ant", "bee"] and images.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert np.array_equal(images.fetch(range(6)), expected_pixels()[[0, 2, 4, 1, 3, 5]])
+    both = load("digits", train_data_dir=str(folder), image_channels=1)
+    assert len(both) == 1797 and "ignored" in both.notes[0]
+
+
+def test_words_in_file_names_do_not_split_an_image_folder(load, tmp_path):
+    for name in ("test_1", "train_2", "valid"):
+        (tmp_path / f"{name}.png").write_bytes(encoded(PIXELS[0]))
+    images = load(train_data_dir=str(tmp_path))
+    assert len(images) == 3 and images.labels is None and images.class_names is None
+
+
+HUB_CODE = """
+import json
+from utils.data.bad_images import UndecodableImage
+from utils.data.dataset import content_fingerprint, load_images
+from utils.options.flags import DataOptions
+options = DataOptions(dataset_name="someone/pictures", dataset_config_name="default", dataset_revision="main", resolution=8)
+images = load_images(options)
+print(json.dumps([images.fetch(range(6)).tolist(), images.labels.tolist(), images.fingerprint, images.description]))
+"""
+
+
+def test_hub_name_downloads_once_and_then_works_offline(tmp_path):
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    make_dataset().to_parquet(repository / "train.parquet")
+    environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    with hub_stand_in("someone/pictures", repository) as (address, requests):
+        first = in_new_process(HUB_CODE, HF_ENDPOINT=address, **environment)
+        assert sum(path.endswith("/train.parquet") for path in requests) >= 1
+    assert np.array_equal(first[0], expected_pixels()) and first[1] == LABELS
+    assert "someone/pictures (config default, split train, revision main): 6 images" in first[3]
+    packed = list((tmp_path / "home" / "datasets" / "steady_diffusion").glob("*/pixels.bin"))
+    assert [path.parent.name for path in packed] == [first[2]]
+    again = in_new_process(HUB_CODE, HF_ENDPOINT=address, HF_HUB_OFFLINE="1", **environment)
+    assert again == first
+
+
+def test_unknown_hub_name_is_one_line(tmp_path):
+    code = """
+import json
+from utils.data.bad_images import UndecodableImage
+from utils.data.dataset import content_fingerprint, load_images
+from utils.core.errors import UserError
+from utils.options.flags import DataOptions
+try:
+    load_images(DataOptions(dataset_name="someone/nothing", resolution=8))
+except UserError as error:
+    print(json.dumps(str(error)))
+"""
+    with hub_stand_in("someone/pictures", tmp_path) as (address, _):
+        message = in_new_process(code, HF_ENDPOINT=address, HF_HOME=str(tmp_path / "home"))
+    assert "someone/nothing" in message and "doesn't exist on the Hub" in message and "\n" not in message
+
+
+def test_split_slices_and_max_images(load, tmp_path):
+    path = tmp_path / "a.parquet"
+    make_dataset().to_parquet(path)
+    half = load(str(path), dataset_split="train[3:]")
+    assert np.array_equal(half.fetch(range(3)), expected_pixels()[3:]) and half.labels.tolist() == LABELS[3:]
+    first = load(str(path), max_train_images=2)
+    assert np.array_equal(first.fetch([1, 0]), expected_pixels()[[1, 0]]) and first.labels.tolist() == LABELS[:2]
+
+
+def test_subset(load, tmp_path):
+    path = tmp_path / "a.parquet"
+    make_dataset().to_parquet(path)
+    images = load(str(path))
+    part = images.subset([4, 1, 5]).subset([2, 0])
+    assert len(part) == 2 and part.labels.tolist() == [LABELS[5], LABELS[4]]
+    assert np.array_equal(part.fetch([0, 1]), expected_pixels()[[5, 4]])
+    assert part.fingerprint not in (images.fingerprint, images.subset([5]).fingerprint)
+    for bad in ([2], [-1]):
+        with pytest.raises(IndexError, match=r"\[0, 2\)"):
+            part.fetch(bad)
+
+
+def test_columns_are_found_named_and_listed(load, tmp_path):
+    import datasets
+
+    files = [encoded(image) for image in PIXELS]
+    columns = {
+        "thumbnail": [{"bytes": encoded(image // 2), "path": None} for image in PIXELS],
+        "jpg": [{"bytes": file, "path": None} for file in files],
+        "fine_label": [5, 4, 3, 2, 1, 0],
+        "coarse": ["b", "a", "c", "a", "b", "c"],
+        "unknown": [-1] * 6,
+    }
+    features = {
+        "thumbnail": datasets.Image(),
+        "jpg": datasets.Image(),
+        "fine_label": datasets.Value("int32"),
+        "coarse": datasets.Value("string"),
+        "unknown": datasets.Value("int64"),
+    }
+    path = str(tmp_path / "a.parquet")
+    make_dataset(columns, features).to_parquet(path)
+    images = load(path)
+    assert np.array_equal(images.fetch(range(6)), expected_pixels() // 2)
+    assert images.notes == ["image columns thumbnail, jpg: thumbnail is used (--image_column chooses)"]
+    assert images.labels.tolist() == [5, 4, 3, 2, 1, 0] and images.class_names is None
+    named = load(path, image_column="jpg", label_column="coarse")
+    assert np.array_equal(named.fetch(range(6)), expected_pixels()) and named.notes == []
+    assert named.labels.tolist() == [1, 0, 2, 0, 1, 2] and named.class_names == ["a", "b", "c"]
+    listed = r"thumbnail \(Image\), jpg \(Image\), fine_label \(int32\), coarse \(string\), unknown \(int64\)"
+    for option in ({"image_column": "picture"}, {"image_column": "coarse_"}, {"label_column": "label"}):
+        with pytest.raises(UserError, match=rf"no column '{next(iter(option.values()))}'.*{listed}"):
+            load(path, **option)
+    with pytest.raises(UserError, match=rf"'fine_label' holds no images.*{listed}"):
+        load(path, image_column="fine_label")
+    with pytest.raises(UserError, match="'unknown': 6 rows have a negative label"):
+        load(path, label_column="unknown")
+    with pytest.raises(UserError, match="'jpg': Image values are no labels"):
+        load(path, label_column="jpg")
+
+
+@pytest.mark.parametrize("kind", ["binary", "struct", "text"])
+def test_image_columns_without_the_image_type(kind, load, tmp_path):
+    files = [encoded(image) for image in PIXELS]
+    if kind == "binary":
+        columns = {"note": [b"x"] * 6, "img": files}
+    elif kind == "struct":
+        columns = {"anything": [{"bytes": file, "path": f"{n}.png"} for n, file in enumerate(files)]}
+    else:
+        for number, file in enumerate(files):
+            (tmp_path / f"{number}.png").write_bytes(file)
+        columns = {"caption": ["a"] * 6, "image": [str(tmp_path / f"{number}.png") for number in range(6)]}
+    make_dataset(columns).save_to_disk(tmp_path / "saved")
+    assert np.array_equal(load(str(tmp_path / "saved")).fetch(range(6)), expected_pixels())
+
+
+def test_unlabelled_rows_switch_labels_off_with_a_note(load, tmp_path):
+    import datasets
+
+    columns = {"image": [{"bytes": encoded(PIXELS[0]), "path": None}] * 2, "label": [-1, 0]}
+    make_dataset(columns, {"image": datasets.Image(), "label": datasets.Value("int64")}).save_to_disk(tmp_path / "a")
+    images = load(str(tmp_path / "a"))
+    assert images.labels is None and "1 rows have a negative label" in images.notes[0]
+
+
+def test_wrong_sources_are_one_clear_line(load, tmp_path):
+    make_dataset().save_to_disk(tmp_path / "saved")
+    make_dataset().select([]).to_parquet(tmp_path / "empty.parquet")
+    make_dataset({"text": ["a"], "number": [1]}).save_to_disk(tmp_path / "text")
+    make_dataset().to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "notes.md").write_text("no images here")
+    (tmp_path / "a.xyz").write_text("")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 but not really")
+    cases = [
+        ({}, "no dataset: give --dataset_name"),
+        ({"dataset_name": str(tmp_path / "saved"), "dataset_split": "test"}, "no split 'test'; it has 'train'"),
+        ({"dataset_name": str(tmp_path / "a.parquet"), "dataset_split": "tset"}, 'Unknown split "tset".*train'),
+        ({"dataset_name": "digits", "dataset_split": "test"}, "no split 'test'; it has 'train'"),
+        ({"dataset_name": str(tmp_path / "empty.parquet")}, "corresponds to no data"),
+        ({"dataset_name": "digits", "max_train_images": 0}, "has no images"),
+        ({"dataset_name": str(tmp_path / "text")}, r"no image column.*text \(string\), number \(int64\)"),
+        ({"dataset_name": str(tmp_path / "nothing")}, "cannot load the dataset"),
+        ({"train_data_dir": str(tmp_path / "nothing")}, "no images in it"),
+        ({"train_data_dir": str(tmp_path / "absent")}, "no such folder"),
+        ({"dataset_name": str(tmp_path / "a.xyz")}, r"must end in one of .*\.parquet"),
+        ({"dataset_name": str(tmp_path / "broken.parquet")}, "cannot load the dataset"),
+        ({"dataset_name": "digits", "background": "transparent"}, "transparent"),
+    ]
+    for options, message in cases:
+        with pytest.raises(UserError, match=message) as caught:
+            load(**options)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_dataset_s_own_code_is_not_run(load, tmp_path):
+    """A loading script, and an EPS image, which is a program that Pillow would hand to Ghostscript."""
+    folder = tmp_path / "scripted"
+    folder.mkdir()
+    marker = tmp_path / "ran"
+    (folder / "scripted.py").write_text(f"open({str(marker)!r}, 'w').write('x')\n")
+    with pytest.raises(UserError):
+        load(str(folder))
+    assert not marker.exists()
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    (pictures / "a.eps").write_bytes(eps)
+    with pytest.raises(UserError, match=r"a\.eps.*not an image"):
+        load(train_data_dir=str(pictures))
+
+
+@pytest.mark.parametrize(("height", "width"), [(30, 38), (38, 30), (16, 16), (9, 100), (200, 31)])
+@pytest.mark.parametrize("cache_images", ["yes", "no"])
+def test_resize_and_crop_follow_torchvision(height, width, cache_images, load, tmp_path):
+    """torchvision.transforms.Resize(12), CenterCrop(12) and RandomCrop(12), written out."""
+    pixels = GENERATOR.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    short, long = sorted((height, width))
+    size = (12, int(12 * long / short)) if height == short else (int(12 * long / short), 12)
+    resized = np.asarray(Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+
+    options = {"train_data_dir": str(tmp_path), "resolution": 12, "cache_images": cache_images}
+    images = load(**options)
+    centre = resized[:, round((size[0] - 12) / 2.0) :, round((size[1] - 12) / 2.0) :][:, :12, :12]
+    assert np.array_equal(load(**options, center_crop=True).fetch([0])[0], centre)
+    assert np.array_equal(images.fetch([0])[0], centre)
+    positions = (size[0] - 11) * (size[1] - 11)
+    uniforms = np.stack(
+        np.meshgrid((np.arange(size[0] - 11) + 0.5) / (size[0] - 11), np.arange(size[1] - 11) / (size[1] - 11), indexing="ij"),
+        -1,
+    )
+    crops = images.fetch(np.zeros(positions, int), uniforms.reshape(-1, 2).astype(np.float32) + np.float32(1e-6))
+    windows = np.lib.stride_tricks.sliding_window_view(resized, (12, 12), axis=(1, 2))
+    assert np.array_equal(crops, windows.transpose(1, 2, 0, 3, 4).reshape(-1, 3, 12, 12))
+    last = np.full((1, 2), np.nextafter(np.float32(1), np.float32(0)), np.float32)
+    assert np.array_equal(images.fetch([0], last)[0], windows[:, -1, -1])
+
+
+def every_kind_of_file(folder: Path) -> Path:
+    """Sizes, modes, an animation and a turned photo."""
+    folder.mkdir()
+    generator = np.random.default_rng(1)
+    for number, (height, width) in enumerate([(20, 30), (31, 17), (16, 16)]):
+        pixels = generator.integers(0, 256, (height, width, 4), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"rgba{number}.png")
+        Image.fromarray(pixels[..., :3]).save(folder / f"rgb{number}.jpg")
+        Image.fromarray(pixels[..., 0].astype(np.uint16) * 200).save(folder / f"deep{number}.png")
+    frames = [Image.fromarray(generator.integers(0, 256, (20, 20, 3), dtype=np.uint8)) for _ in range(3)]
+    frames[0].save(folder / "animated.png", save_all=True, append_images=frames[1:])
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
+    frames[1].save(folder / "turned.png", exif=exif)
+    return folder
+
+
+@pytest.mark.parametrize("options", [{}, {"center_crop": True}, {"image_channels": 1}, {"preserve_input_precision": True}])
+def test_decoding_without_a_cache_gives_the_same_pixels(options, load, tmp_path):
+    folder = str(every_kind_of_file(tmp_path / "files"))
+    packed = load(train_data_dir=folder, **options)
+    decoded = load(train_data_dir=folder, cache_images="no", **options)
+    indices = np.random.default_rng(0).permutation(len(packed))
+    crop = np.random.default_rng(0).random((len(packed), 2), dtype=np.float32)
+    assert len(packed) == len(decoded) == 11
+    first, second = packed.fetch(indices, crop), decoded.fetch(indices, crop)
+    assert first.dtype == second.dtype and np.array_equal(first, second)
+    assert packed.fingerprint == decoded.fingerprint
+
+
+def test_conversions_are_told_and_done(load, tmp_path):
+    folder = every_kind_of_file(tmp_path / "files")
+    images = load(train_data_dir=str(folder), resolution=20)
+    counts = {note.split(":")[0] for note in images.notes}
+    assert counts == {
+        "1 images with several frames (animated or paged)",
+        "3 images with more than 8 bits per channel",
+        "3 images with transparency",
+        "1 images turned upright by their EXIF orientation",
+    }
+    names = sorted(path.name for path in folder.iterdir())
+    with Image.open(folder / "animated.png") as animation:
+        first_frame = np.asarray(animation.convert("RGB")).transpose(2, 0, 1)
+    assert np.array_equal(images.fetch([names.index("animated.png")])[0], first_frame)
+    with Image.open(folder / "turned.png") as stored:
+        upright = np.rot90(np.asarray(stored), k=-1).transpose(2, 0, 1)
+    assert np.array_equal(images.fetch([names.index("turned.png")])[0], upright)
+
+
+def test_16_bit_precision_is_kept_on_request(load, tmp_path):
+    deep = np.random.default_rng(0).integers(0, 65536, (8, 8)).astype(np.uint16)
+    Image.fromarray(deep).save(tmp_path / "a.png")
+    Image.fromarray(PIXELS[0]).save(tmp_path / "b.png")
+    kept = load(train_data_dir=str(tmp_path), preserve_input_precision=True)
+    assert kept.max_value == 65535 and kept.fetch([0]).dtype == np.uint16
+    assert np.array_equal(kept.fetch([0])[0], np.stack([deep] * 3))
+    assert np.array_equal(kept.fetch([1])[0], PIXELS[0].transpose(2, 0, 1).astype(np.uint16) * 257)
+    small = load(train_data_dir=str(tmp_path), preserve_input_precision=True, resolution=4)
+    exact = np.asarray(Image.fromarray(deep.astype(np.float32)).resize((4, 4), Image.Resampling.BILINEAR))
+    assert np.array_equal(small.fetch([0])[0, 0], np.rint(exact))
+
+
+@pytest.mark.parametrize("cache_images", ["yes", "no"])
+def test_an_undecodable_image_is_named(cache_images, load, tmp_path):
+    folder = image_folder(tmp_path / "photos")
+    whole = (folder / "bee" / "3.png").read_bytes()
+    (folder / "bee" / "3.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"bee/3\.png \(row 4, column 'image'\)") as caught:
+        load(train_data_dir=str(folder), cache_images=cache_images).fetch(range(6))
+    assert "\n" not in str(caught.value)
+    rows = [{"bytes": encoded(PIXELS[0]), "path": None}, {"bytes": b"not an image", "path": None}]
+    for bad, message in [
+        (rows, "row 1, column 'image': not an image"),
+        ([rows[0], None], "row 1, column 'image': the row holds no image"),
+    ]:
+        import datasets
+
+        path = tmp_path / f"saved{len(message)}"
+        make_dataset({"image": bad}, {"image": datasets.Image()}).save_to_disk(path)
+        with pytest.raises(UserError, match=message):
+            load(str(path), cache_images=cache_images).fetch(range(2))
+
+
+def test_floats_out_of_range_name_file_and_range(load, tmp_path):
+    Image.fromarray(np.array([[0.0, 200.0]], np.float32)).save(tmp_path / "a.tiff")
+    with pytest.raises(UserError, match=r"a\.tiff.*from 0\.0 to 200\.0.*\[0, 1\]"):
+        load(train_data_dir=str(tmp_path))
+
+
+def test_a_machine_that_fails_is_not_the_image_s_fault(load, tmp_path, monkeypatch):
+    """What may be read tomorrow must not be replaced today, least of all in a cache."""
+    folder = image_folder(tmp_path / "photos")
+    for error in (OSError(5, "Input/output error"), MemoryError()):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot read the image") as caught:
+            patch.setattr(Image.Image, "getexif", lambda image, error=error: (_ for _ in ()).throw(error))
+            load(train_data_dir=str(folder), on_bad_image="replace")
+        assert not isinstance(caught.value, UndecodableImage)
+    assert len(load(train_data_dir=str(folder)).bad_images) == 0
+
+
+def with_bad_rows(path: Path, bad=(1, 2, 5)) -> str:
+    columns = {"image": [{"bytes": encoded(image), "path": f"{row}.png"} for row, image in enumerate(PIXELS)]}
+    for row in bad:
+        columns["image"][row]["bytes"] = b"no image"
+    make_dataset({**columns, "label": LABELS}).save_to_disk(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("cache_images", ["yes", "no"])
+def test_the_next_image_of_the_set_replaces_an_undecodable_one(cache_images, load, tmp_path):
+    images = load(with_bad_rows(tmp_path / "a"), cache_images=cache_images, on_bad_image="replace")
+    assert np.array_equal(images.fetch([5, 1, 0, 2, 3, 1]), expected_pixels()[[0, 3, 0, 3, 3, 3]])
+    assert images.shown([5, 1, 0, 2, 3, 1]).tolist() == [0, 3, 0, 3, 3, 3]
+    assert sorted(images.bad_images) == [1, 2, 5] and images.replacements() == {1: 3, 2: 3, 5: 0}
+    assert images.bad_images[1].file == "1.png" and images.bad_images[1].reason == "not an image that Pillow can read"
+    part = images.subset([4, 2, 1, 0])  # what is held out of a set does not come back into it
+    assert np.array_equal(part.fetch([0, 1, 2, 3]), expected_pixels()[[4, 0, 0, 0]])
+    assert part.shown([1, 2]).tolist() == [3, 3] and part.replacements() == {2: 0, 1: 0}
+    assert np.array_equal(images.subset([4, 5]).fetch([1]), expected_pixels()[[4]])  # around the end
+    with pytest.raises(UserError, match=r"none of the 2 images can be decoded, such as 2\.png \(row 2.*Pillow"):
+        images.subset([2, 1]).fetch([0])
+    assert content_fingerprint(images) == content_fingerprint(load(str(tmp_path / "a"), on_bad_image="replace"))
+
+
+@pytest.mark.parametrize("cache_images", ["yes", "no"])
+def test_more_bad_images_than_allowed_and_nothing_else_are_one_clear_line(cache_images, load, tmp_path):
+    path, options = with_bad_rows(tmp_path / "a"), {"cache_images": cache_images, "on_bad_image": "replace"}
+    load(path, max_bad_images=3, **options).fetch(range(6))
+    nothing = with_bad_rows(tmp_path / "b", range(6))
+    cases = [
+        (path, 2, r"at least 3 images cannot be decoded, more than --max_bad_images 2 \(1\.png .*2\.png .*5\.png "),
+        (nothing, 6, r"none of the 6 images can be decoded, such as 0\.png"),
+        (nothing, 4, r"at least [56] images .* 2\.png .*; \.\.\.\); mend"),
+    ]
+    for path, limit, message in cases:
+        with pytest.raises(UserError, match=message) as caught:
+            load(path, max_bad_images=limit, **options).fetch(range(6))
+        assert "\n" not in str(caught.value)

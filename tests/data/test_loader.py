@@ -1,0 +1,303 @@
+"""The order of the samples, and the loader: the same samples however an update is split, resumed or fetched."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from utils.core import randomness
+from utils.core.errors import UserError
+from utils.data.dataset import load_images
+from utils.data.loader import SampleOrder, training_batches
+from utils.options.flags import DataOptions
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def index_of(order: SampleOrder, start: int, stop: int) -> np.ndarray:
+    return order.indices(torch.arange(start, stop)).numpy()
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 100])
+def test_each_pass_shows_every_image_once_in_a_new_order(length):
+    order = SampleOrder(length, seed=0)
+    passes = index_of(order, 0, 5 * length).reshape(5, length)
+    assert (np.sort(passes, axis=1) == np.arange(length)).all()
+    if length == 100:
+        assert len({tuple(row) for row in passes}) == 5
+        assert not np.array_equal(passes[0], index_of(SampleOrder(length, seed=1), 0, length))
+    far = 10**12 * length
+    assert sorted(index_of(order, far, far + length)) == list(range(length))
+
+
+LABELS = np.array([3] * 50 + [7] * 5 + [1] * 1 + [4] * 13)[np.random.default_rng(0).permutation(69)]
+
+
+def test_balanced_order_shows_every_class_once_per_block():
+    shown = LABELS[index_of(SampleOrder(69, 0, LABELS), 0, 4 * 1000)].reshape(1000, 4)
+    assert (np.sort(shown, axis=1) == [1, 3, 4, 7]).all()
+    positions = np.array([(shown == label).mean(axis=0) for label in (1, 3, 4, 7)])
+    assert np.abs(positions - 0.25).max() < 4 * (0.25 * 0.75 / 1000) ** 0.5  # no class prefers a place in the block
+
+
+def test_balanced_order_exhausts_a_class_before_it_repeats_and_shuffles_anew():
+    sequence = index_of(SampleOrder(69, 0, LABELS), 0, 4 * 1000)
+    for label, size in zip(*np.unique(LABELS, return_counts=True)):
+        visits = sequence[LABELS[sequence] == label]
+        passes = visits[: len(visits) // size * size].reshape(-1, size)
+        assert (np.sort(passes, axis=1) == np.flatnonzero(label == LABELS)).all()
+        if size >= 13:  # 13! orders: none should come twice
+            assert len({tuple(row) for row in passes}) == len(passes)
+
+
+def test_classes_of_one_size_are_not_shuffled_alike():
+    labels = np.repeat([0, 1], 50)
+    sequence = index_of(SampleOrder(100, 0, labels), 0, 100)
+    first, second = sequence[sequence < 50], sequence[sequence >= 50] - 50
+    assert (first == second).sum() < 8
+
+
+@pytest.mark.parametrize("labels", [None, LABELS])
+def test_order_is_a_function_of_the_sample_number_alone(labels):
+    order = SampleOrder(69, 5, labels)
+    together = order.indices(torch.arange(500))
+    shuffled = torch.randperm(500, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(order.indices(shuffled), together[shuffled])
+    assert torch.equal(pickle.loads(pickle.dumps(order)).indices(torch.arange(500)), together)
+
+
+def test_order_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="positive"):
+        SampleOrder(0, 0)
+    with pytest.raises(ValueError, match="3 labels for 4 images"):
+        SampleOrder(4, 0, np.zeros(3, int))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    generator = np.random.default_rng(0)
+    for number in range(20):
+        (folder / "images" / str(number % 2)).mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 256, (8, 8 + number, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "images" / str(number % 2) / f"{number:02}.png")
+    return load_images(DataOptions(train_data_dir=str(folder / "images"), cache_dir=str(folder / "cache"), resolution=8))
+
+
+def micro_batches(images, **options):
+    defaults = {"seed": 0, "first_step": 0, "max_train_steps": 6, "train_batch_size": 8}
+    order = options.pop("order", None) or SampleOrder(len(images), 0)
+    return list(training_batches(images, order, **{**defaults, **options}))
+
+
+def updates(images, processes=1, accumulation=1, **options):
+    """Everything that each update sees, over all ranks and micro steps, in the order of the sample numbers."""
+    ranks = [
+        micro_batches(
+            images,
+            train_batch_size=8 // processes // accumulation,
+            gradient_accumulation_steps=accumulation,
+            process_index=rank,
+            num_processes=processes,
+            **options,
+        )
+        for rank in range(processes)
+    ]
+    result = []
+    for step in range(len(ranks[0]) // accumulation):
+        parts = [rank[step * accumulation + micro] for micro in range(accumulation) for rank in ranks]
+        result.append({key: torch.cat([part[key] for part in parts]) for key in parts[0]})
+    return result
+
+
+def assert_same(first, second):
+    assert len(first) == len(second)
+    for left, right in zip(first, second):
+        for key in ("images", "labels", "sample_numbers"):
+            assert torch.equal(left[key], right[key]), key
+
+
+def test_a_batch_is_what_it_says(images):
+    batches = micro_batches(images)
+    assert len(batches) == 6
+    numbers = torch.cat([batch["sample_numbers"] for batch in batches])
+    assert torch.equal(numbers, torch.arange(48))
+    indices = SampleOrder(20, 0).indices(numbers)
+    labels = torch.cat([batch["labels"] for batch in batches])
+    assert labels.dtype == torch.int64 and np.array_equal(labels, images.labels[indices])
+    pixels = torch.cat([batch["images"] for batch in batches])
+    assert pixels.dtype == torch.uint8 and pixels.shape == (48, 3, 8, 8)
+    centred = torch.cat([batch["images"] for batch in micro_batches(images, center_crop=True)])
+    assert np.array_equal(centred, images.fetch(indices))
+    assert not torch.equal(pixels, centred)  # crops are random,
+    again = [pixels[(indices == index).nonzero()[:2, 0]] for index in range(20) if images.fetch([index]).any()]
+    assert any(not torch.equal(pair[0], pair[1]) for pair in again)  # and other ones in the next pass
+
+
+@pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (1, 2), (2, 2), (8, 1), (1, 8)])
+def test_an_update_has_the_same_samples_however_it_is_split(images, processes, accumulation):
+    assert_same(updates(images, processes, accumulation), updates(images))
+
+
+def test_resuming_continues_where_the_run_stopped(images):
+    assert_same(updates(images)[4:], updates(images, processes=2, first_step=4))
+    assert micro_batches(images, first_step=6) == []
+
+
+def test_workers_bring_the_same_batches_and_leave_the_global_random_state(images):
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    assert_same(micro_batches(images, num_workers=2), micro_batches(images))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_labels(images):
+    import copy
+
+    unlabelled = copy.copy(images)
+    unlabelled.labels = None
+    assert micro_batches(unlabelled)[0]["labels"] is None
+    assert micro_batches(unlabelled, num_workers=1, max_train_steps=1)[0]["labels"] is None
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_undecodable_image_arrives_as_one_line_with_its_name(num_workers, tmp_path):
+    for number in range(4):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.png")
+    (tmp_path / "2.png").write_bytes(b"damaged")
+    images = load_images(
+        DataOptions(train_data_dir=str(tmp_path), resolution=8, cache_images="no", cache_dir=str(tmp_path / "c"))
+    )
+    with pytest.raises(UserError, match=r"2\.png \(row 2, column 'image'\): not an image") as caught:
+        micro_batches(images, num_workers=num_workers, train_batch_size=4)
+    assert "\n" not in str(caught.value)
+    assert not multiprocessing.active_children()  # ended at once, though the traceback is still held
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory):
+    """Opens 20 images in four classes, of which 3 cannot be decoded."""
+    folder = tmp_path_factory.mktemp("damaged")
+    generator = np.random.default_rng(0)
+    for number in range(20):
+        (folder / "images" / str(number // 5)).mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 256, (8, 8 + number, 3), dtype=np.uint8)
+        path = folder / "images" / str(number // 5) / f"{number:02}.png"
+        Image.fromarray(pixels).save(path)
+        if number in (4, 5, 19):
+            path.write_bytes(path.read_bytes()[:100])
+    options = {"train_data_dir": str(folder / "images"), "cache_dir": str(folder / "cache"), "resolution": 8}
+    return lambda **more: load_images(DataOptions(**options, on_bad_image="replace", **more))
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_replaced_images_are_the_same_for_all_who_fetch_and_bring_their_labels(damaged, balanced):
+    packed = damaged()
+    order = {"order": SampleOrder(20, 0, packed.labels if balanced else None)}
+    expected = updates(packed, **order)
+    pixels, labels = (torch.cat([update[key] for update in expected]) for key in ("images", "labels"))
+    indices = order["order"].indices(torch.arange(48)).numpy()
+    assert {4, 5, 19} <= set(indices)
+    stand_ins = np.where(np.isin(indices, [4, 5]), 6, np.where(indices == 19, 0, indices))
+    assert np.array_equal(labels, packed.labels[stand_ins])
+    crop = randomness.uniform(0, "crop", torch.arange(48), 2).numpy()
+    assert np.array_equal(pixels, packed.fetch(stand_ins, crop))
+    variants = [
+        (packed, {"num_workers": 2}),
+        (damaged(cache_images="no"), {}),
+        (damaged(cache_images="no"), {"num_workers": 2}),
+        (damaged(cache_images="no"), {"processes": 2, "accumulation": 2}),
+    ]
+    for images, options in variants:
+        assert_same(updates(images, **order, **options), expected)
+        assert images.bad_images == packed.bad_images and sorted(images.bad_images) == [4, 5, 19]
+    assert_same(updates(damaged(cache_images="no"), first_step=3, **order), expected[3:])
+
+
+def test_workers_that_together_meet_too_many_bad_images_end_with_one_line(damaged):
+    with pytest.raises(UserError, match=r"at least 3 images .* --max_bad_images 2") as caught:
+        micro_batches(damaged(cache_images="no", max_bad_images=2), num_workers=2, train_batch_size=1, max_train_steps=40)
+    assert "\n" not in str(caught.value)
+    assert not multiprocessing.active_children()
+
+
+LAUNCHER = """
+import multiprocessing, os, signal, sys
+import numpy as np
+import torch
+from utils.data.loader import SampleOrder, training_batches
+
+class Images:
+    uniform = True
+    bad_images = {}
+    labels = None
+    def fetch(self, indices, crop):
+        return np.zeros((len(indices), 1, 2, 2), np.uint8)
+
+batches = training_batches(Images(), SampleOrder(10, 0), seed=0, first_step=0, max_train_steps=10**6,
+                           train_batch_size=2, num_workers=2)
+next(batches)
+workers = multiprocessing.active_children()
+assert len(workers) == 2
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LAUNCHER + code]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_workers_survive_the_signals_that_a_launcher_sends():
+    code = """
+for worker in workers:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(worker.pid, number)
+for _ in range(200):
+    next(batches)
+assert all(worker.is_alive() for worker in workers)
+batches.close()
+assert not multiprocessing.active_children()
+assert signal.pthread_sigmask(signal.SIG_BLOCK, set()) == set()
+print("fine")
+"""
+    finished = run(code)
+    assert finished.stdout == "fine\n" and finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_main_process_is_still_delivered():
+    assert run("os.kill(os.getpid(), signal.SIGTERM)\nnext(batches)").returncode == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_worker_that_starts_after_its_main_process_was_killed_ends():
+    code = """
+from utils.data.loader import _start_worker
+for main_process in (os.getpid(), os.getpid() + 1):
+    worker = multiprocessing.get_context("fork").Process(target=_start_worker, args=(0, main_process))
+    worker.start()
+    worker.join()
+    print(worker.exitcode)
+batches.close()
+"""
+    assert run(code).stdout == "0\n1\n"
+
+
+@pytest.mark.slow
+def test_a_crash_of_the_script_ends_at_once_with_its_workers():
+    """The traceback keeps the loader alive until Python ends its children by a SIGTERM that they ignore."""
+    finished = run(
+        "print(*(worker.pid for worker in workers))\ndef crash(held):\n    raise RuntimeError('crash')\ncrash(batches)"
+    )
+    assert finished.returncode == 1 and "RuntimeError: crash" in finished.stderr
+    for pid in finished.stdout.split():
+        assert not Path(f"/proc/{pid}/cmdline").exists() or b"python" not in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -1,0 +1,172 @@
+"""diagnose.py and the doctor in the loop, on runs that the training script made."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, logged_scalars, run_command, run_script, script_command, script_environment
+from PIL import Image
+from synthetic_run import synthetic_run
+
+import diagnose
+import utils.diagnostics.probe
+import utils.training.doctor
+from benchmarks.shared.replace import replace_everywhere
+from utils.core.errors import UserError
+from utils.diagnostics.findings import table
+from utils.runs.history import HISTORY, read_history
+from utils.runs.record import RunRecord
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_flags) -> list[str]:
+    return [
+        *tiny_flags,
+        "--max_train_steps",
+        "60",
+        "--logging_steps",
+        "10",
+        "--lr_warmup_steps",
+        "10",
+        "--train_batch_size",
+        "16",
+    ]
+
+
+def codes(folder: Path) -> list[str]:
+    return [finding["code"] for finding in json.loads((folder / "diagnosis.json").read_text())]
+
+
+@pytest.fixture
+def healthy(train, flags, tmp_path) -> Path:
+    assert train([*flags, "--output_dir", tmp_path / "healthy", "--checkpointing_steps", "30"]) == 0
+    return tmp_path / "healthy"
+
+
+def run_doctor(capsys, *arguments) -> tuple[int, str]:
+    capsys.readouterr()
+    status = diagnose.main(diagnose.parse_args([str(argument) for argument in arguments]))
+    return status, capsys.readouterr().out
+
+
+def test_a_healthy_run_has_no_findings_and_a_report(healthy, train, flags, capsys):
+    assert codes(healthy) == ["data-enlarged"]  # the digits are scans of 8x8, shown at 16x16: for information alone
+    assert "data-enlarged" not in "".join(capsys.readouterr())
+    assert "<svg" in (healthy / "report.html").read_text()
+    status, output = run_doctor(capsys, healthy)
+    assert status == 0
+    assert "OK    data-range" in output and "FAIL" not in output and "WARN" not in output
+    # A pipeline that this project's training did not record, on the data that it was made from.
+    cache = flags[flags.index("--cache_dir") + 1]
+    status, output = run_doctor(capsys, "--pipeline", healthy, "--dataset_name", "digits", "--cache_dir", cache, "--json")
+    found = json.loads(output)
+    assert status == 0 and "timestep-ignored" in found["healthy"]
+    assert found["probe"]["ideal_denoiser_gap"].keys() == found["probe"]["error"].keys()
+    assert found["data"]["images"] == 1797
+    # Resuming halfway repeats nothing in the record.
+    resume = [*flags, "--output_dir", healthy, "--resume_from_checkpoint", "checkpoint-30"]
+    assert train(resume) == 0
+    steps = [record["step"] for record in read_history(healthy / HISTORY) if "train/loss" in record]
+    assert steps == [10, 20, 30, 40, 50, 60]
+    assert sum("data" in record for record in read_history(healthy / HISTORY)) == 1
+
+
+def test_a_fault_is_said_once_recorded_and_can_end_the_run(train, flags, tmp_path, monkeypatch, capsys):
+    import utils.data.augmentation
+
+    monkeypatch.setattr(
+        utils.data.augmentation, "to_unit_range", lambda images, max_value: images.to(torch.float32).div_(max_value / 255)
+    )
+    assert train([*flags, "--output_dir", tmp_path / "on"]) == 0
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("critical: data-range") == 1
+    assert codes(tmp_path / "on")[0] == "data-range"
+    assert logged_scalars(tmp_path / "on", "diagnosis/data-range") == {10: 2.0}
+    status, output = run_doctor(capsys, tmp_path / "on", "--no_report")
+    assert status == 1 and output.splitlines()[2].startswith("FAIL  data-range")
+    assert output.startswith(f"{tmp_path / 'on'}: finished, 60 of 60 updates, 6 reports")
+    assert train([*flags, "--output_dir", tmp_path / "off", "--stop_on", "critical", "--checkpointing_steps", "50"]) == 3
+    assert (tmp_path / "off" / "checkpoint-10").is_dir() and not (tmp_path / "off" / "model_index.json").exists()
+
+
+def test_what_only_the_last_look_finds_is_said_even_where_the_report_fails(train, flags, tmp_path, monkeypatch, capsys):
+    plain = utils.diagnostics.probe.examine_network
+    blind = {"timestep_response": 0.0}
+    replace_everywhere("utils.diagnostics.probe.examine_network", lambda *arguments: plain(*arguments) | blind, monkeypatch)
+    monkeypatch.setattr(utils.training.doctor, "write_report", lambda *arguments: {}["no such figure"])
+    assert train([*flags, "--output_dir", tmp_path / "run", "--max_train_steps", "20"]) == 0
+    said = "".join(capsys.readouterr())
+    assert said.count("critical: timestep-ignored") == 1
+    assert "report.html was not written: KeyError: 'no such figure'" in said
+    (tmp_path / "run" / "scheduler" / "scheduler_config.json").write_text('{"num_train_')
+    assert RunRecord.read(tmp_path / "run").scheduler == {}
+
+
+def test_damaged_lines_of_the_history_are_counted_and_left_out(tmp_path, capsys):
+    history = synthetic_run(tmp_path / "run", reports=20, samples=0) / HISTORY
+    lines = history.read_text().splitlines()
+    history.write_text("\n".join([*lines[:3], lines[3][:50], "\0" * 20, *lines[4:]]) + '\n{"step": 70, "train/lo')
+    _, output = run_doctor(capsys, tmp_path / "run")
+    assert output.splitlines()[1] == "2 damaged lines of history.jsonl are left out"
+
+
+def test_json_is_valid_whatever_the_figures(tmp_path, capsys):
+    with open(synthetic_run(tmp_path / "run", reports=3, samples=0) / HISTORY, "a") as file:
+        file.write('{"step": 150, "probe": {"error": {"0": 1.0, "500": "inf"}}}\n')
+    _, output = run_doctor(capsys, tmp_path / "run", "--json")
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    assert json.loads(output, parse_constant=refuse)["probe"]["error"]["500"] == "inf"
+
+
+def test_the_doctor_looks_at_data_alone(train, flags, capsys, tmp_path):
+    cache = flags[flags.index("--cache_dir") + 1]
+    common = ["--dataset_name", "digits", "--resolution", "16", "--image_channels", "1", "--cache_dir", cache]
+    status, output = run_doctor(capsys, *common, "--json")
+    assert status == 0 and json.loads(output)["healthy"] == ["class-imbalance", "data-alike", "data-blank", "data-damaged"]
+
+
+@pytest.mark.parametrize("cache_images", ["yes", "no"])
+def test_damaged_blank_and_small_files_of_a_folder_are_named(capsys, tmp_path, cache_images):
+    chance = np.random.default_rng(0)
+    for number in range(40):
+        side = 8 if number == 5 else 16
+        Image.fromarray(chance.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(tmp_path / f"{number:02d}.png")
+    Image.new("RGB", (16, 16), "white").save(tmp_path / "20.png")
+    for name in ("07.png", "31.png"):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:300])
+    (tmp_path / "32.png").write_text("no picture")
+    flags = ["--train_data_dir", tmp_path, "--resolution", "16", "--cache_dir", tmp_path / "cache", "--max_bad_images", "1"]
+    status, output = run_doctor(capsys, *flags, "--cache_images", cache_images, "--json")
+    found = {finding["code"]: finding for finding in json.loads(output)["findings"]}
+    assert status == 1 and set(found) == {"data-damaged", "data-blank", "data-enlarged"}
+    assert all(name in found["data-damaged"]["evidence"] for name in ("3 of them, 7.50%", "07.png", "31.png", "32.png"))
+    assert found["data-blank"]["severity"] == "warning" and "2.50% of the images, rows 20" in found["data-blank"]["evidence"]
+    assert found["data-enlarged"]["severity"] == "info" and "the least 8" in found["data-enlarged"]["evidence"]
+    assert "data-alike" in json.loads(output)["healthy"]  # stand-ins are no copies
+
+
+def test_what_cannot_be_diagnosed_ends_with_status_2(tmp_path):
+    for arguments in ([], ["somewhere", "--dataset_name", "digits"], ["--pipeline", "x"]):
+        with pytest.raises(UserError, match="name a run"):
+            diagnose.parse_args(arguments)
+    result = run_script("diagnose.py", [tmp_path / "nothing"])
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "holds no run" in result.stderr
+    with pytest.raises(UserError, match="recorded nothing yet"):
+        diagnose.main(diagnose.parse_args([str(synthetic_run(tmp_path / "run", reports=0, samples=0))]))
+
+
+def test_a_reader_that_has_seen_enough_is_no_crash(tmp_path):
+    run = synthetic_run(tmp_path / "run", reports=20, samples=0)
+    command = [*script_command("diagnose.py", [run]), "|", "head", "-1", ";", "exit", "${PIPESTATUS[0]}"]
+    result = run_command(["bash", "-c", " ".join(command)], script_environment())
+    assert result.returncode in (0, 1) and result.stderr == "", result.stderr
+
+
+def test_every_finding_is_documented():
+    assert table() in (ROOT / "docs" / "findings.md").read_text()

@@ -1,0 +1,467 @@
+import base64
+import io
+import json
+import math
+import os
+import re
+import shutil
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import same_bytes
+from PIL import Image
+from synthetic_run import synthetic_run
+
+from utils.diagnostics.report.plots import Axis, Curve, block_of, heat_map, number, plot, smooth, thin, value_axis
+from utils.diagnostics.report.report import run_state, seconds_spent, updates_done, write_report
+from utils.diagnostics.report.samples import picture
+from utils.runs.record import RunRecord
+
+VOID = {"meta", "link", "img", "br", "hr", "input", "wbr", "path"}
+
+
+@dataclass
+class Finding:
+    code: str = "lr-too-high"
+    severity: str = "critical"
+    title: str = "The learning rate is too high"
+    evidence: str = "The gradient norm rose from 0.2 to 4.8."
+    cause: str = "Updates overshoot."
+    fixes: list = field(default_factory=lambda: ["--learning_rate 5e-4"])
+    step: int | None = 100
+
+
+class Page(HTMLParser):
+    """Parses a page, insisting that every tag is closed where it should be; keeps its titles, its text and its addresses."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open, self.ids, self.titles, self.words, self.addresses, self.tags = [], [], [], [], [], []
+        self.feed(html)
+        self.close()
+        assert not self.open, self.open
+        assert len(set(self.ids)) == len(self.ids)
+        self.text = " ".join(self.words)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.tags.append(tag)
+        self.addresses += [attributes[name] for name in ("src", "href", "action", "data") if attributes.get(name)]
+        if "id" in attributes:
+            self.ids.append(attributes["id"])
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag in VOID:
+            return
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] in ("style", "script"):
+            return
+        self.words.append(data)
+        if self.open[-1] in ("h1", "h2", "h3"):
+            self.titles.append(data)
+
+
+def report_of(folder: Path, findings=()) -> tuple[str, Page]:
+    write_report(RunRecord.read(folder), list(findings), folder / "report.html")
+    html = (folder / "report.html").read_text()
+    return html, Page(html)
+
+
+def rewrite(folder: Path, change) -> None:
+    """`change` gets each line of the history and gives what takes its place, None for nothing."""
+    path = folder / "history.jsonl"
+    lines = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines if line is not None))
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return synthetic_run(tmp_path / "run", reports=60)
+
+
+ALL_TITLES = (
+    *(
+        "Findings",
+        "Loss",
+        "Training and validation loss",
+        "Loss by timestep",
+        "Gradient norm",
+        "Learning rate",
+        "Activations",
+        "Weights",
+        "Gradients",
+    ),
+    *(
+        "Updates",
+        "Distance from raw to EMA weights",
+        "EMA decay",
+        "Speed",
+        "Images per second",
+        "Waiting for data",
+        "After 3,000 updates",
+    ),
+    *("Over time", "From noise to image", "Figures of the samples after 3,000 updates", "Gap to the ideal denoiser"),
+    *("Checks on a real batch", "Check of the data at the start", "Pixels that the network is trained on", "Timesteps drawn"),
+    *("Set for this run", "What followed from them"),
+)
+
+
+def test_a_full_run_has_every_section_in_order(run):
+    html, page = report_of(run, [Finding()])
+    positions = [page.titles.index(title) for title in ALL_TITLES]
+    assert positions == sorted(positions)
+    for words in ("run", "3,000 of 3,000 updates", "Finished", "720k parameters", "bf16", "cuda:0", "1.25 GiB", "4 min 0 s"):
+        assert words in page.text
+    for words in ("The learning rate is too high", "rose from 0.2", "Updates overshoot.", "--learning_rate", "critical"):
+        assert words in page.text
+    assert html.count('class="mark"') == 1  # the finding's update in the plot of the loss
+    assert "train_ddpm.py --learning_rate 2e-3 --dataset_name digits" in page.text
+    assert re.search(r"<th>training data</th>.*?mean</td>(<td[^>]*>-0.42</td>){2}<td[^>]*>0.31</td>", html, re.S)
+    # what was set by whom, and the rest in the fold
+    assert re.search(r"--learning_rate</code></td><td[^>]*>0.002</td><td[^>]*>command line", html)
+    assert re.search(r"--resolution</code></td><td[^>]*>16</td><td[^>]*>preset digits16", html)
+    assert html.index("All other flags") < html.index("--seed</code>")
+    # every plot says what healthy is, names its unit and its horizontal axis
+    assert html.count('class="frame"') == 18
+    for figure in re.findall(r'<figure class="plot">.*?</figure>', html, re.S):
+        if 'class="frame"' in figure:
+            assert "Healthy:" in figure and 'class="y-label"' in figure and 'class="x-label"' in figure
+
+
+SERIES = {
+    "Loss by timestep": "train/loss_timestep_quartile",
+    "Gradient norm": "train/grad_norm",
+    "Learning rate": "train/lr",
+    "EMA decay": "train/ema_decay",
+    "Distance from raw to EMA weights": "train/ema_distance",
+    "Waiting for data": "perf/data_wait",
+    "Pixels that the network is trained on": "data/",
+    "Timesteps drawn": "train/timestep_share",
+    "Noise that the network is shown": "noise/",
+    "Activations": "layers",
+    "Gap to the ideal denoiser": "probe",
+    "Check of the data at the start": "data",
+}
+
+
+def test_what_was_not_recorded_is_left_out(run):
+    prefixes = tuple(SERIES.values())
+    rewrite(run, lambda line: {key: value for key, value in line.items() if not key.startswith(prefixes)})
+    shutil.rmtree(run / "samples")
+    html, page = report_of(run)
+    assert not set(SERIES) & set(page.titles)
+    assert {"Layers", "EMA", "Data", "Checks of the network", "From noise to image"}.isdisjoint(page.titles)
+    assert html.count('class="frame"') == 2  # loss and speed
+
+
+@pytest.mark.parametrize("title", SERIES)
+def test_each_series_alone_makes_its_plot(title, run):
+    def keep(line):
+        return {key: value for key, value in line.items() if key in ("step", "time") or key.startswith(SERIES[title])}
+
+    rewrite(run, keep)
+    _, page = report_of(run)
+    assert title in page.titles
+
+
+@pytest.mark.parametrize("reports", [0, 1, 2])
+def test_very_short_runs(reports, tmp_path):
+    folder = synthetic_run(tmp_path / "run", reports=reports, samples=min(reports, 1))
+    html, page = report_of(folder)
+    assert ("Loss" in page.titles) == (reports > 0)
+    assert "nan%" not in html
+    if reports == 0:
+        assert "Nothing was recorded" in page.text and "Not finished" in page.text and "<svg" not in html
+    else:
+        assert "Nothing found." in page.text
+
+
+def test_text_is_escaped(tmp_path):
+    evil = "<script>alert('1')</script>"
+    folder = synthetic_run(tmp_path / "<script>", reports=3, layers=1)
+    options = json.loads((folder / "options.json").read_text())
+    options |= {"command": f"train_ddpm.py --dataset_name {evil}", "git_commit": evil, "versions": {evil: evil}}
+    options["options"]["dataset_name"] = options["options"][evil] = options["resolved"]["device"] = evil
+    (folder / "options.json").write_text(json.dumps(options))
+
+    def spoil(line):
+        for key in ("layers", "probe", "data", "samples"):
+            if key in line:
+                line[key] = {evil: next(iter(line[key].values()))} if key == "layers" else {evil: evil, "raw": {evil: evil}}
+        return line
+
+    rewrite(folder, spoil)
+    finding = Finding(code=evil, severity=evil, title=evil, evidence=evil, cause=evil, fixes=[evil])
+    html, page = report_of(folder, [finding])
+    assert page.tags.count("script") == 1
+    assert evil not in html and page.text.count(evil) > 10
+
+
+def test_what_is_not_finite_is_marked(run):
+    def spoil(line):
+        if "train/loss" in line and 1000 <= line["step"] <= 1200:
+            line |= {"train/loss": "nan", "train/grad_norm": "inf", "train/loss_timestep_quartile_2": "-inf"}
+        if "layers" in line and line["step"] > 2000:
+            names = list(line["layers"])
+            line["layers"][names[3]]["activation"] = "nan"
+            line["layers"][names[4]]["gradient"] = 0.0
+        if "probe" in line:
+            line["probe"]["ideal_denoiser_gap"]["300"] = "nan"
+        return line
+
+    rewrite(run, spoil)
+    html, page = report_of(run)
+    loss = re.search(r"<h3>Training and validation loss</h3>.*?</figure>", html, re.S)[0]
+    assert "not finite</b><span>at 5 points" in loss
+    assert 'class="bad"' in loss
+    smoothed = re.search(r'class="line s1" data-label="smoothed" d="([^"]*)"', loss)[1]
+    assert smoothed.count("M") == 2  # the line breaks where there is no value
+    assert "1 of 60 layers are not finite in the newest record: conv_in.resnets.3.conv1" in page.text
+    assert "1 of 60 layers are at zero in the newest record: conv_in.resnets.4.conv1" in page.text
+    drawn = "".join(re.findall(r' d="([^"]*)"', html))
+    assert "nan" not in drawn and "inf" not in drawn
+
+
+def test_nothing_but_nan(run):
+    def spoil(line):
+        line = {key: "nan" if isinstance(value, float) and key != "time" else value for key, value in line.items()}
+        return {key: {} if isinstance(value, dict) else value for key, value in line.items()}
+
+    rewrite(run, spoil)
+    _, page = report_of(run)
+    assert "at 60 points" in page.text
+
+
+@pytest.mark.slow
+def test_ten_thousand_reports_stay_small(tmp_path):
+    folder = synthetic_run(tmp_path / "run", reports=10_000, layers=300, layer_records=30)
+
+    def spike(line):
+        return line | {"train/loss": 7.7} if line["step"] == 250_050 else line
+
+    rewrite(folder, spike)
+    html, _ = report_of(folder)
+    assert len(html) < 3_000_000
+    raw = re.search(r'class="line raw dense" data-label="each report" d="([^"]*)"', html)[1]
+    points = [tuple(map(float, pair)) for pair in re.findall(r"([\d.]+) ([\d.]+)", raw)]
+    assert len(points) < 1600
+    highest = min(points, key=lambda point: point[1])
+    assert highest[0] == pytest.approx(500, abs=1)  # the spike in the middle of the run is there
+
+
+def test_no_clipping_draws_no_line(run):
+    assert "clipped to" in report_of(run)[1].text
+    rewrite(run, lambda line: line | {"train/clip_value": 0.0} if "train/loss" in line else line)
+    assert "clipped to" not in report_of(run)[1].text
+
+
+def test_the_largest_floats_do_not_overflow(run):
+    def spoil(line):
+        return (
+            line | {"train/loss": math.copysign(1.7e308, line["step"] - 1500), "train/lr": 5e-324}
+            if "train/loss" in line
+            else line
+        )
+
+    rewrite(run, spoil)
+    drawn = "".join(re.findall(r' d="([^"]*)"', report_of(run)[0]))
+    assert "nan" not in drawn and "inf" not in drawn
+
+
+def test_large_pictures_become_small_ones(run):
+    noise = io.BytesIO()
+    Image.effect_noise((2400, 1500), 60).convert("RGB").save(noise, "PNG", compress_level=1)
+    for path in (run / "samples").glob("*.png"):
+        path.write_bytes(noise.getvalue())
+    (run / "samples" / "0009999.png").write_bytes(b"\x89PNG broken")
+    assert (run / "samples" / "0003000.png").stat().st_size > 2_000_000
+    html, page = report_of(run)
+    assert 500_000 < len(html) < 5_000_000
+    assert any(address.startswith("data:image/jpeg") for address in page.addresses)
+
+
+def test_a_picture_keeps_within_its_bytes(tmp_path):
+    Image.effect_noise((900, 300), 90).save(tmp_path / "a.png")
+    html = picture(tmp_path / "a.png", "noise", (20_000, 600))
+    content = base64.b64decode(re.search(r"base64,([^\"]*)", html)[1])
+    assert len(content) <= 20_000
+    width, height = Image.open(io.BytesIO(content)).size
+    assert 100 < width < 600 and width / height == pytest.approx(3, rel=0.05)
+
+
+def test_small_pictures_are_kept_as_they_are(run):
+    _, page = report_of(run)
+    grid = base64.b64encode((run / "samples" / "0003000.png").read_bytes()).decode()
+    assert sum(address.endswith(grid) for address in page.addresses) == 7  # the newest and a strip of six
+
+
+def test_nothing_is_loaded_from_elsewhere(run):
+    html, page = report_of(run, [Finding()])
+    assert page.addresses and all(address.startswith(("#", "data:")) for address in page.addresses)
+    assert "http://" not in html and "https://" not in html and "@import" not in html and "url(" not in html
+    assert {address[1:] for address in page.addresses if address.startswith("#")} == set(page.ids)
+    assert "default-src 'none'" in html
+
+
+def test_the_page_is_complete_or_absent(run, monkeypatch):
+    report_of(run)
+    before = (run / "report.html").read_bytes()
+
+    def full_disk(draft, target):
+        assert Path(draft).parent == run and Path(target) == run / "report.html"
+        Page(Path(draft).read_text())  # whole before it takes its name
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        write_report(RunRecord.read(run), [Finding()], run / "report.html")
+    assert same_bytes(run / "report.html", before)
+    assert not list(run.glob(".report*"))
+
+
+# ---- facts of the run
+
+
+def test_time_spent_leaves_out_the_pauses():
+    day = 86_400.0
+    starts = ["2026-03-01T00:00:00+00:00", "2026-03-03T00:00:00+00:00"]
+    first = 1_772_323_200.0
+    times = [first + 100, first + 200, first + 2 * day + 50, first + 2 * day + 80]
+    record = RunRecord(Path("."), starts=starts, history=[{"step": i, "time": time} for i, time in enumerate(times)])
+    assert seconds_spent(record) == 280
+    assert seconds_spent(RunRecord(Path("."))) is None
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "done", "words"),
+    [
+        (None, 50, "Not finished"),
+        (None, 100, "Finished"),
+        (0, 50, "Finished early"),
+        (75, 50, "Stopped, can be resumed"),
+        (3, 50, "Stopped: gradients not finite"),
+        (1, 50, "Ended with exit status 1"),
+    ],
+)
+def test_state(exit_status, done, words):
+    assert run_state(RunRecord(Path("."), exit_status=exit_status), done, 100)[0] == words
+
+
+def test_updates_done_of_a_run_without_history(tmp_path):
+    for name in ("checkpoint-300", "checkpoint-1200", "samples/0001500.png", "samples/0001500-path.png"):
+        (tmp_path / name).mkdir(parents=True)
+    assert updates_done(RunRecord(tmp_path)) == 1500
+
+
+def test_record_reads_how_the_run_was_started(run):
+    (run / "exit_status").write_text("75\n")
+    record = RunRecord.read(run)
+    assert record.command.startswith("train_ddpm.py --learning_rate") and record.exit_status == 75
+    assert record.starts == ["2026-03-01T10:00:00+00:00"] and record.git_commit == "0123abcd"
+
+
+# ---- plots
+
+
+def test_thinning_keeps_extremes_ends_and_gaps():
+    values = np.random.default_rng(0).normal(size=10_000)
+    values[[1234, 5678, 7777]] = 50.0, -50.0, math.nan
+    steps, kept = thin(range(10_000), values, buckets=100)
+    assert len(kept) <= 302
+    assert (steps[0], steps[-1]) == (0, 9999) and np.all(np.diff(steps) > 0)
+    assert kept[steps == 1234] == 50 and kept[steps == 5678] == -50 and np.isnan(kept[steps == 7777]).all()
+    assert kept[steps == 1234].size == kept[steps == 7777].size == 1
+    assert np.nanmax(values[2000:2100]) in kept  # of every bucket
+    assert np.array_equal(thin(range(5), [1, 2, 3, 2, 1])[1], [1, 2, 3, 2, 1])
+
+
+def test_smoothing_neither_lags_nor_spreads_a_spike():
+    line = np.linspace(5, 1, 400)
+    smoothed = smooth(line, 20)
+    assert np.allclose(smoothed[30:-30], line[30:-30])
+    spoiled = line.copy()
+    spoiled[200], spoiled[100] = 1e30, math.nan
+    smoothed = smooth(spoiled, 20)
+    assert smoothed[200] == pytest.approx(line[200], abs=0.02) and math.isnan(smoothed[100])
+    assert len(smooth([], 3)) == 0 and smooth([2.0], 3) == [2.0]
+
+
+def test_axes():
+    assert [label for _, label in Axis(0, 0.002).ticks()] == ["0", "0.0005", "0.0010", "0.0015", "0.0020"]
+    assert [label for _, label in Axis(0.01, 1000, log=True).ticks()] == ["0.01", "0.1", "1", "10", "100", "1k"]
+    assert Axis(1, 100, log=True).position([1, 10, 100]).tolist() == [0, 0.5, 1]
+    assert np.isnan(Axis(1, 100, log=True).position([0, -1])).all()
+    rng = np.random.default_rng(0)
+    for _ in range(500):  # whatever the data, an axis has a few distinct, increasing ticks within it
+        values = rng.normal(size=4) * 10.0 ** rng.integers(-30, 30) + rng.integers(-1, 2)
+        axis = value_axis(values, str(rng.choice(["linear", "zero", "log", "auto"])))
+        ticks = axis.ticks()
+        places = axis.position([value for value, _ in ticks])
+        assert 2 <= len(ticks) <= 12 and np.all(np.diff(places) > 0), (axis, ticks)
+        assert places.min() > -0.01 and places.max() < 1.01
+    for constant in (0.0, 3.0, -2e-9, 1e200):
+        assert len(value_axis(np.array([constant]), "auto").ticks()) >= 2
+
+
+def test_a_rare_spike_does_not_flatten_the_rest():
+    values = [1.0 + 0.1 * math.sin(i) for i in range(200)]
+    values[50] = 1e30
+    html = plot("T", [Curve("c", range(200), values)], unit="u", reading="Healthy: flat.")
+    assert "beyond this axis, up to</b><span>1e30" in html and 'class="high"' in html
+    assert float(re.search(r'data-y="([^"]*)"', html)[1].split()[1]) < 100
+    heights = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", re.search(r' d="(M[^"]*L[^"]*)"', html)[1])]
+    assert min(heights) == 0  # drawn to the edge, not out of the plot
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0208, "0.0208"),
+        (2e-5, "2e-5"),
+        (1.25e-12, "1.25e-12"),
+        (0, "0"),
+        (-0.5, "-0.5"),
+        (999.9, "1k"),
+        (1500, "1.5k"),
+        (35_700_000, "35.7M"),
+        (1e30, "1e30"),
+        (math.nan, "nan"),
+    ],
+)
+def test_numbers(value, text):
+    assert number(value) == text
+
+
+def test_plots_without_points_are_no_plots():
+    assert plot("T", [Curve("c", [], [])], unit="u", reading="r") == ""
+    assert plot("T", [Curve("limit", [1, 2], [1.0, 1.0], "limit")], unit="u", reading="r") == ""
+    assert heat_map([1, 2], ["a"], np.full((2, 1), np.nan), unit="u") == ""
+
+
+def test_heat_map_places_each_value():
+    values = np.array([[1.0, 100.0], [1.0, math.inf], [math.nan, 10.0]])
+    html = heat_map([10, 20, 30], ["down_blocks.0.a", "mid_block.b"], values, unit="size")
+    picture = Image.open(io.BytesIO(base64.b64decode(re.search(r"base64,([^\"]*)", html)[1])))
+    pixels = np.asarray(picture.convert("RGBA"))
+    assert pixels.shape == (2, 3, 4)  # layers by time
+    assert pixels[0, 0].tolist() == [0x00, 0x22, 0x4E, 255] and pixels[1, 0].tolist() == [0xFE, 0xE8, 0x38, 255]
+    assert pixels[0, 2, 3] == 0 and pixels[1, 1, :3].tolist() == [0xE0, 0x21, 0x8A]
+    assert "down_blocks.0" in html and "mid_block" in html and "not finite" in html
+
+
+def test_blocks():
+    names = ["conv_in", "down_blocks.0.resnets.1.conv1", "time_embedding.linear_1", "mid_block.attentions.0.to_q"]
+    assert [block_of(name) for name in names] == ["conv_in", "down_blocks.0", "time_embedding", "mid_block"]

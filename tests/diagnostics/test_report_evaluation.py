@@ -1,0 +1,102 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from synthetic_run import synthetic_run
+
+from utils.diagnostics.report.evaluation import evaluation_plots, evaluation_rows, newest_figures
+from utils.diagnostics.report.report import write_report
+from utils.evaluation.feature_sets import FeatureSet
+from utils.evaluation.quality import class_figures, compare, real_floor
+from utils.runs.record import RunRecord
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict:
+    generator = torch.Generator().manual_seed(0)
+    real = FeatureSet.of(torch.randn(400, 5, generator=generator))
+    found = compare(FeatureSet.of(torch.randn(300, 5, generator=generator)), real, standardised=True, seed=0)
+    found["floor"] = real_floor(real, 300, standardised=True, seed=0)
+    seen = torch.nn.functional.one_hot(torch.tensor([0] * 225 + [1] * 75)).float()
+    found["classes"] = class_figures(seen, torch.tensor([0, 1] * 200).numpy(), ["cats & dogs", "horses"], 0.97)
+    found["memorisation"] = {"near_duplicates": 0.02, "near_duplicates_real": 0.01}
+    return found
+
+
+def page(run: Path) -> str:
+    record = RunRecord.read(run)
+    write_report(record, [], run / "report.html")
+    return (run / "report.html").read_text()
+
+
+def test_the_report_shows_evaluations_of_the_training(figures, tmp_path):
+    run = synthetic_run(tmp_path / "run", reports=4)
+    assert "Evaluation" not in page(run)
+    with open(run / "history.jsonl", "a") as file:
+        for step, fd in ((100, 30.0), (200, 12.5)):
+            entry = {"step": step, "eval/fd_randconv": fd, "eval/kd_randconv": fd / 100, "eval/precision": 0.9}
+            file.write(json.dumps(entry | {"eval/recall": 0.8, "eval/coverage": 0.7, "evaluation": figures}) + "\n")
+    html = page(run)
+    assert "Fréchet distance of the samples" in html and "fd_randconv" in html and "real/real floor" in html
+    assert "Figures (update 200: 300 samples)" in html
+    assert "Closest pairs" not in html
+    (run / "evaluation").mkdir()
+    Image.new("RGB", (40, 20)).save(run / "evaluation" / "nearest.png")
+    assert 'alt="samples beside their nearest training images"' in page(run)
+
+
+def test_evaluate_py_is_shown_where_it_was_run(figures, tmp_path):
+    run = synthetic_run(tmp_path / "run", reports=4)
+    (run / "evaluation").mkdir()
+    result = {"images": 300, "features": "pixels", "sampler": "ddim", "num_inference_steps": 50, "figures": figures}
+    (run / "evaluation" / "evaluation.json").write_text(json.dumps({"results": [result]}))
+    assert "Figures (evaluate.py: 300 samples, pixels, ddim 50 steps)" in page(run)
+    (run / "evaluation" / "evaluation.json").write_text("{")
+    assert newest_figures(RunRecord.read(run)) is None  # damaged: as if it were not there
+    assert "Evaluation" not in page(run)
+
+
+def test_the_newest_evaluation_is_shown_and_the_curves_keep_their_own_floor(figures, tmp_path):
+    run = synthetic_run(tmp_path / "run", reports=4)
+    with open(run / "history.jsonl", "a") as file:
+        for step in (100, 200):
+            entry = {"step": step, "time": 1000.0 + step, "eval/fd_randconv": 30.0, "eval/kd_randconv": 0.3}
+            file.write(json.dumps(entry | {"evaluation": figures}) + "\n")
+    other = figures | {"floor": figures["floor"] | {"fd": 8765.0, "kd": 4321.0}}
+    result = {"images": 300, "features": "pixels", "sampler": "ddim", "num_inference_steps": 50, "figures": other}
+    path = run / "evaluation" / "evaluation.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"results": [result]}))
+    for written, title, shown in (
+        (1150, "update 200: 300 samples", figures),
+        (1250, "evaluate.py: 300 samples, pixels", other),
+    ):
+        os.utime(path, (written, written))
+        record = RunRecord.read(run)
+        what, found = newest_figures(record)
+        assert what.startswith(title) and found == shown
+        curves = evaluation_plots(record, found)
+        assert "real/real floor" in curves and curves == evaluation_plots(record, figures)
+        assert f"Figures ({title}" in page(run)
+
+
+def test_bars_are_shares_in_per_cent_of_the_real_shares(figures):
+    html = evaluation_plots(RunRecord(Path()), figures)
+    assert "Coverage per class" in html and "Coverage per cluster" in html
+    assert "cats &amp; dogs</span>" in html and ">150.0<" in html and ">50.0<" in html  # 75 % and 25 % against 50 % each
+    assert "Fréchet distance of the samples" not in html  # nothing was evaluated in training
+
+
+def test_of_very_many_classes_the_least_covered_are_shown(figures):
+    many = {"number": 90, "generated": [10] * 89 + [0], "real": [10] * 90, "names": [f"c{i}" for i in range(90)]}
+    html = evaluation_plots(RunRecord(Path()), figures | {"classes": many})
+    assert "50 more are not shown" in html and ">c89<" in html
+
+
+def test_rows_stand_beside_real_images(figures):
+    rows = {row[0]: row[1:] for row in evaluation_rows(figures)}
+    assert rows["near-duplicates of training images"] == ["2 %", "1 %"]
+    assert rows["precision"][0] == f"{figures['precision']:.3g}"

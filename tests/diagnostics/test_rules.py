@@ -1,0 +1,518 @@
+"""The doctor's rules: each fires on its trace and is silent just on the healthy side of it, on made-up records."""
+
+import copy
+import math
+import random
+import time
+from pathlib import Path
+
+import pytest
+from made_up_runs import (
+    BAD_FILE,
+    EVERY,
+    LAYER_NAMES,
+    bins,
+    by_level,
+    copies,
+    distance,
+    evaluated,
+    jumps,
+    layers,
+    linear_schedule,
+    moving,
+    noise,
+    polynomial,
+    quartile_losses,
+    report,
+    rise,
+    run,
+    shares,
+    sizes,
+    updates,
+)
+
+from utils.diagnostics.catalog import CATALOGUE
+from utils.diagnostics.diagnose import RULES, diagnose, examine
+from utils.diagnostics.findings import SEVERITIES, Finding, table
+from utils.optim.nonfinite import advice
+from utils.runs.record import RunRecord
+
+
+def codes(record: RunRecord) -> list[str]:
+    return [finding.code for finding in diagnose(record)]
+
+
+NOTHING_FINITE = {"train/loss": math.nan, "train/grad_norm": math.nan} | {
+    f"train/loss_timestep_quartile_{i}": math.nan for i in (1, 2, 3, 4)
+}
+
+# code -> (a run that must show it, one that just must not)
+CASES = {
+    "data-range": [
+        (run(lambda n: {"data/max": 255.0}), run(lambda n: {"data/max": 1.01})),
+        (run(lambda n: {"data/min": -3.0}), run(lambda n: {"data/min": -1.01})),
+        (run(lambda n: {"data/min": 0.0, "data/std": 0.35}), run(lambda n: {"data/min": 0.0, "data/std": 0.5})),
+        (run(lambda n: {"data/mean": -1.0, "data/std": 0.005}), run(lambda n: {"data/mean": -0.3, "data/std": 0.8})),
+    ],
+    "data-alike": [
+        (run(data={"copies": {"share": 0.9}}), run(data={"copies": {"share": 0.09}})),
+        (run(data={"near_copies": {"share": 0.4}}), run(data={"near_copies": {"share": 0.29}})),
+        (run(data={"near_copies": {"share": 0.4}}), run(data={"near_copies": None})),
+    ],
+    "data-blank": [(run(data={"constant_share": 0.001, "constant_rows": [7]}), run())],
+    "data-damaged": [(run(data={"damaged": {"images": 1, "share": 0.001, "files": [BAD_FILE]}}), run())],
+    "data-enlarged": [(run(data={"sizes": {"enlarged_share": 0.01, "shorter_side_min": 8}}), run(data={"sizes": None}))],
+    "class-imbalance": [
+        (
+            run(data={"classes": {"number": 10, "largest_share": 0.95}}),
+            run(data={"classes": {"number": 10, "largest_share": 0.7}}),
+        ),
+        (
+            run(data={"classes": {"number": 2, "largest_share": 190 / 200}}),
+            run(data={"classes": {"number": 2, "largest_share": 0.94}}),
+        ),
+        (
+            run(data={"classes": {"number": 10, "largest_share": 0.95}}),
+            run(data={"classes": {"number": 10, "largest_share": 0.95}}, options={"balanced_sampling": True}),
+        ),
+    ],
+    "schedule-leaves-signal": [(run(schedule=linear_schedule(2.0)), run(schedule=linear_schedule(5.0)))],
+    "schedule-destroys-early": [(run(schedule=linear_schedule(100.0)), run(schedule=linear_schedule(15.0)))],
+    "timesteps-uneven": [(run(shares(0.01)), run(shares(0.03)))],
+    "sampler-mismatch": [
+        (
+            run(samples={"sampler": {"beta_schedule": "scaled_linear"}}),
+            run(samples={"sampler": {"beta_schedule": "linear"}}),
+        ),
+        (
+            run(probe={"errors_as": {"epsilon": by_level(0.9, 1.2), "v_prediction": by_level(0.9, 0.3)}}),
+            run(probe={"errors_as": {"epsilon": by_level(0.5, 1.2), "v_prediction": by_level(0.9, 0.3)}}),
+        ),
+    ],
+    "timestep-ignored": [(run(probe={"timestep_response": 0.0}), run(probe={"timestep_response": 1e-3}))],
+    "data-changed": [
+        (run(lambda n: {"data/mean": 0.4}), run(lambda n: {"data/mean": -0.1})),
+        (run(lambda n: {"data/mean": 0.4}), run(lambda n: {"data/mean": 0.4}, options={"balanced_sampling": True})),
+        (run(lambda n: {"data/mean": -0.9}), run(lambda n: {"data/mean": -0.9}, options={"color_jitter": 0.5})),
+        (run(lambda n: {"data/mean": 0.4}), run(lambda n: {"data/mean": 0.4, "data/max": 255.0})),
+    ],
+    "data-stuck": [
+        (run(lambda n: {"data/mean": -0.4}), run(lambda n: {"data/mean": -0.4 + 1e-4 * n})),
+        (run(lambda n: {"data/mean": -0.4}), run(lambda n: {"data/mean": -0.4}, data={"copies": {"share": 0.9}})),
+    ],
+    "noise-wrong": [
+        (run(noise("variance", 0.25)), run(noise("variance", 0.9))),
+        (run(noise("variance", 4.0)), run(noise("variance", 1.1))),
+        (run(noise("kurtosis", 1.8)), run(noise("kurtosis", 2.7))),
+        (run(noise("between_images", 1.0)), run(noise("between_images", 0.05))),
+        (run(noise("within_images", 0.6)), run(noise("within_images", 0.1))),
+        (run(noise("repeated", 1.0)), run(noise("repeated", -0.2))),
+        (run(noise("variance", 4.0)), run(noise("variance", 4.0), schedule={"alphas_cumprod": None})),
+    ],
+    "timestep-mismatch": [
+        (run(noise("timestep_order", -1.0)), run(noise("timestep_order", 0.7))),
+        (run(noise("timestep_mean", 0.5)), run(noise("timestep_mean", 350.0))),
+        (run(noise("timestep_order", 0.1)), run(noise("timestep_order", 0.1), schedule={"alphas_cumprod": [0.005] * 101})),
+    ],
+    "gradients-not-cleared": [
+        (run(lambda n: {"gradients/left_over": 2.0}), run(lambda n: {"gradients/left_over": 2.0 * (n < 19)}))
+    ],
+    "not-updated": [
+        (run(moving("conv_in.weight", "mid_block.weight")), run(moving(*LAYER_NAMES))),
+        (run(moving()), run(moving(lr=0.0))),
+        (run(moving(rounding=LAYER_NAMES[1])), run(moving(LAYER_NAMES[0], LAYER_NAMES[2], rounding=LAYER_NAMES[1]))),
+        (run(moving()), run(lambda n: moving()(n) | {"train/scaler_skips": n + 1.0})),
+        (
+            run(lambda n: moving()(n) | {"train/scaler_skips": 4.0}),
+            run(lambda n: moving()(n) | {"train/scaler_skips": 0.5 * n}),
+        ),
+        (run(moving("conv_in.weight")), run(lambda n: moving("conv_in.weight")(n) | {"train/skipped_updates": 3.0})),
+    ],
+    "weights-shrinking": [(run(sizes(0.01)), run(sizes(0.05)))],
+    "loss-unstable": [
+        (run(jumps(4)), run(jumps(15))),
+        (run(jumps(4)), run(jumps(4, factor=2.5))),
+        (run(jumps(4)), run(jumps(4, quartiles=(1,)))),
+        (run(rise(4.0)), run(rise(2.5))),
+        (run(rise(4.0, quartiles=(1, 2, 4))), run(rise(4.0, quartiles=(1, 2)))),
+    ],
+    "lr-ended-early": [
+        (run(lambda n: {"train/lr": 1e-3 * (n < 15)}), run(lambda n: {"train/lr": 1e-3 * (n < 19)})),
+        (run(lambda n: {"train/lr": 1e-3 * (n < 15)}), run(lambda n: {"train/lr": 1e-3 if n < 15 else 2e-6})),
+        (run(polynomial(4.0)), run(polynomial(4.0), options={"lr_scheduler": "polynomial", "lr_power": 4.0})),
+        (run(polynomial(4.0)), run(polynomial(1.0), options={"lr_scheduler": "polynomial"})),
+        (
+            run(lambda n: {"train/lr": 1e-3 * (n < 9)}, options={"lr_scheduler": "polynomial", "lr_power": 4.0}),
+            run(polynomial(4.0), options={"lr_scheduler": "polynomial", "lr_power": 4.0}),
+        ),
+    ],
+    "not-learning": [
+        (run(quartile_losses(1.1, 1.0, 0.97, 1.0)), run(quartile_losses(1.1, 1.0, 0.7, 1.0))),
+        (
+            run(quartile_losses(1.0, 1.0, 1.0, 1.0)),
+            run(lambda n: quartile_losses(1, 1, 1, 1)(n) | {"layers": layers(update=6e-5)}),
+        ),
+        # V is 0.8^2 x 0.7^2 = 0.31; where the SNR is above 1, in the first quartile, the loss is weighted
+        (
+            run(quartile_losses(99, 0.3, 0.3, 0.3), options={"prediction_type": "sample"}),
+            run(quartile_losses(99, 0.2, 0.3, 0.3), options={"prediction_type": "sample"}),
+        ),
+        # and for v the error falls from 1 to V with the noise
+        (
+            run(quartile_losses(0.9, 0.6, 0.4, 0.3), options={"prediction_type": "v_prediction"}),
+            run(quartile_losses(0.9, 0.6, 0.25, 0.3), options={"prediction_type": "v_prediction"}),
+        ),
+        (
+            run(quartile_losses(1, 1, 1, 1)),
+            run(quartile_losses(1, 1, 1, 1), options={"prediction_type": "v_prediction", "snr_gamma": 5.0}),
+        ),
+    ],
+    "train-eval-gap": [
+        (run(probe={"training_error": 0.3}), run(probe={"training_error": 0.15})),
+        (run(probe={"training_error": 0.04}), run(probe={"training_error": 0.09})),
+        (run(options={"dropout": 0.9}), run(options={"dropout": 0.3})),
+        (run(quartile_losses(0.1, 0.05, 0.06, 0.1)), run(quartile_losses(0.1, 0.1, 0.05, 0.1))),
+        (
+            run(quartile_losses(0.1, 0.05, 0.06, 0.1)),
+            run(quartile_losses(0.1, 0.05, 0.06, 0.1), options={"snr_gamma": 5.0, "prediction_type": "sample"}),
+        ),
+    ],
+    "batch-leak": [(run(probe={"batch_response": 0.3}), run(probe={"batch_response": 1e-3}))],
+    "no-gradient": [
+        (
+            run(lambda n: {"layers": layers() | {"mid_block.weight": {"weight": 0.1, "gradient": 0.0, "update": 0.0}}}),
+            run(lambda n: {"layers": layers() | {"mid_block.weight": {"weight": 0.1, "gradient": 1e-9, "update": 1e-3}}}),
+        )
+    ],
+    "non-finite": [
+        (run(lambda n: {"train/skipped_updates": float(n > 5)}), run()),
+        (run(lambda n: {"train/skipped_updates": 40.0 * n, "train/bad_updates_in_a_row": 9.0}), run()),
+    ],
+    "fp16-scale-collapse": [(run(lambda n: {"train/loss_scale": 2.0 ** (16 - n)}), run(lambda n: {"train/loss_scale": 64.0}))],
+    "clip-too-tight": [(run(lambda n: {"train/clip_value": 1e-3}), run(lambda n: {"train/clip_value": 0.01}))],
+    "gradients-exploding": [
+        (run(lambda n: {"train/grad_norm": 1.6**n}), run(lambda n: {"train/grad_norm": 1.1**n})),
+    ],
+    "lr-too-high": [
+        (run(updates(0.5)), run(updates(0.02))),
+        # Without a single finite figure of an update: all were skipped.
+        (
+            run(lambda n: updates(0.0)(n) | NOTHING_FINITE | {"train/lr": 1e18}, options={"optimizer": "adamw"}),
+            run(lambda n: updates(0.0)(n) | NOTHING_FINITE, options={"optimizer": "adamw"}),
+        ),
+        (
+            run(lambda n: {"layers": layers(weight=1e15, update=0.0)} | NOTHING_FINITE, options={"optimizer": "sgd"}),
+            run(lambda n: {"layers": layers(weight=1.0, update=0.0)} | NOTHING_FINITE, options={"optimizer": "sgd"}),
+        ),
+        # Forced weight normalization keeps the weights at 1; after an explosion Adam's steps are small.
+        (
+            run(lambda n: {"layers": layers(weight=1.0), "train/lr": 5.0}, options={"optimizer": "adam"}),
+            run(lambda n: {"layers": layers(weight=1.0), "train/lr": 0.02}, options={"optimizer": "adam"}),
+        ),
+        # Layers with many inputs begin with small weights.
+        (
+            run(lambda n: {"layers": layers(weight=0.02), "train/lr": 0.012}, options={"optimizer": "adamw"}),
+            run(lambda n: {"layers": layers(weight=0.02), "train/lr": 0.008}, options={"optimizer": "adamw"}),
+        ),
+    ],
+    "no-warmup": [(run(updates(0.5), options={"lr_warmup_steps": 0}), run(updates(5e-3), options={"lr_warmup_steps": 0}))],
+    "lr-too-low": [(run(updates(1e-6)), run(updates(1e-4)))],
+    "overfitting": [
+        (run(validation=(0.5, 0.3, 0.25, 0.3, 0.4)), run(validation=(0.5, 0.3, 0.25, 0.252, 0.255))),
+        (
+            run(validation=(0.5, 0.3, 0.25, 0.3, 0.4)),
+            run(validation=(0.5, 0.3, 0.25, 0.3, 0.4), probe={"held_out_error": {"100": 0.2, "500": 0.1, "900": 0.05}}),
+        ),
+        (run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}}), run(probe={"held_out_error": {}})),
+        (
+            run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "images": 16}),
+            run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "held_out_images": 15}),
+        ),
+        (
+            run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "held_out_images": 16}),
+            run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "images": 1}),
+        ),
+    ],
+    "ema-frozen": [
+        (run(lambda n: {"train/ema_norm": 10.0}), run(lambda n: {"train/ema_norm": 10 + 1e-6 * n})),
+        (run(lambda n: {"train/ema_norm": 10.0}), run(lambda n: {"train/ema_norm": 10.0, "layers": layers(update=0.0)})),
+    ],
+    "ema-too-long": [(run(lambda n: {"train/ema_decay": 0.9999}), run(lambda n: {"train/ema_decay": 0.99}))],
+    "samples-alike": [
+        (run(evaluated(variance_ratio=1e-3)), run(evaluated(variance_ratio=0.9))),
+        (run(samples=distance("raw", 0.1)), run(samples=distance("raw", 0.13))),
+        (run(samples=distance("ema", 0.1)), run(updates(1e-4), samples=distance("ema", 0.1))),  # that hardly moved
+        (run(samples=distance("raw", 0.0)), run(samples=distance("raw", 0.0), data={"constant_share": 0.2})),
+    ],
+    "samples-copied": [
+        (run(evaluated(memorisation=copies(0.2, 0.01))), run(evaluated(memorisation=copies(0.03, 0.0)))),
+        (run(evaluated(memorisation=copies(0.6, 0.1))), run(evaluated(memorisation=copies(0.2, 0.1)))),  # data full of copies
+    ],
+    "samples-unlike-data": [(run(evaluated(precision=0.2)), run(evaluated(precision=0.6)))],
+    "samples-lack-variety": [(run(evaluated(variance_ratio=0.5)), run(evaluated(variance_ratio=0.8)))],
+    "modes-missing": [
+        (run(evaluated(modes=bins([0, 120, 120, 160]))), run(evaluated(modes=bins([60, 120, 120, 100])))),
+        (run(evaluated(classes=bins([0, 120, 120, 160], 0.9))), run(evaluated(classes=bins([0, 120, 120, 160], 0.5)))),
+    ],
+    "mode-dominates": [
+        (run(evaluated(modes=bins([280, 40, 40, 40]))), run(evaluated(modes=bins([130, 90, 90, 90])))),
+        (run(evaluated(modes=bins([130, 90, 90, 90]) | {"number": 20, "different": 10})), run(evaluated())),
+    ],
+    "rule-failed": [(run(schedule={"alphas_cumprod": ["?"]}), run())],
+    "data-starved": [(run(lambda n: {"perf/data_wait": 0.7}), run(lambda n: {"perf/data_wait": 0.15}))],
+}
+
+
+def test_batches_of_one_image_are_judged_together_and_not_too_few_of_them():
+    """Images of one grey each, which lie as far apart as the files' pixels, and none apart."""
+    greys = run(lambda n: {"data/mean": -0.4 + 0.7 * (-1) ** n, "data/std": 0.0})
+    same = run(lambda n: {"data/mean": -0.4 + 0.01 * (-1) ** n, "data/std": 0.0})
+    for record in (greys, same):
+        record.resolved["global_batch_size"] = 2
+    assert codes(greys) == [] and codes(same) == ["data-range"]
+    same.resolved["global_batch_size"] = 1  # 20 images in all
+    assert codes(same) == []
+
+
+@pytest.mark.parametrize(("weights", "found"), [(1e-3, []), (1e-6, ["lr-too-low"])])
+def test_the_learning_rate_is_judged_by_weights_and_not_by_norms(weights, found):
+    """Of a network under spectral norm, whose weights have the names that torch's parametrizations give them."""
+    size = {"weight": 0.1, "gradient": 1e-3}
+    named = {f"{name}.parametrizations.weight.original": size | {"update": weights} for name in ("conv_in", "mid_block")}
+    named |= {f"mid_block.{name}.weight": size | {"update": 1e-3 * 1e-6 / weights} for name in ("norm1", "norm2", "norm3")}
+    assert codes(run(lambda n: {"layers": named | {"conv_in.weight": {"activation": 1.0}}})) == found
+
+
+@pytest.mark.parametrize(("device", "wait", "found"), [("cpu", 0.4, True), ("cuda:0", 0.7, False), ("cuda:0", 0.9, True)])
+def test_a_host_that_waits_while_a_gpu_works_is_no_starved_device(device, wait, found):
+    record = run(lambda n: {"perf/data_wait": wait})
+    record.resolved["device"] = device
+    assert codes(record) == ["data-starved"] * found
+
+
+def test_early_samples_are_not_judged():
+    late = run(evaluated(precision=0.0))
+    assert codes(late) == ["samples-unlike-data"]
+    late.history[:] = [record for record in late.history if record["step"] < 0.4 * late.resolved["max_train_steps"]]
+    assert codes(late) == []
+
+
+def test_previews_of_the_first_half_are_not_judged():
+    early = run(samples=distance("raw", 0.01))
+    assert codes(early) == ["samples-alike"]
+    (preview,) = (record for record in early.history if "samples" in record)
+    preview["step"] = int(0.49 * early.resolved["max_train_steps"])
+    assert codes(early) == []
+
+
+def test_a_healthy_run_has_no_finding():
+    assert diagnose(run()) == []
+
+
+@pytest.mark.parametrize(("code", "number"), [(code, i) for code, pairs in CASES.items() for i in range(len(pairs))])
+def test_a_rule_fires_on_its_trace_and_not_beside_it(code, number):
+    sick, healthy = CASES[code][number]
+    assert code in codes(sick)[:2]
+    assert code not in codes(healthy)
+
+
+def test_every_finding_of_the_catalogue_can_be_made():
+    assert set(CASES) == set(CATALOGUE)
+    assert all(f"`{code}`" in table() for code in CASES)
+
+
+def test_findings_come_the_most_severe_first():
+    sick = run(lambda n: {"perf/data_wait": 0.9, "data/max": 255.0}, data={"copies": {"share": 0.2}})
+    severities = [SEVERITIES.index(finding.severity) for finding in diagnose(sick)]
+    assert severities == sorted(severities)
+    assert codes(sick)[0] == "data-range"
+
+
+def test_causes_come_before_what_follows_from_them():
+    torn = run(lambda n: {"train/grad_norm": 1.6**n, "layers": layers(update=0.5)})
+    assert codes(torn).index("lr-too-high") < codes(torn).index("gradients-exploding")
+
+
+def test_blanks_weigh_by_their_share():
+    shares = (0.009, 0.011, 0.6)
+    found = [diagnose(run(data={"constant_share": share, "constant_rows": [7, 9]}))[0] for share in shares]
+    assert [finding.severity for finding in found] == ["info", "warning", "critical"]
+    assert "rows 7, 9" in found[0].evidence
+
+
+@pytest.mark.parametrize(("choice", "share", "severity"), [("fail", 0.01, "warning"), ("replace", 0.01, "info")])
+def test_damaged_images_are_named_and_no_warning_where_the_user_had_them_replaced(choice, share, severity):
+    damaged = {"images": 9, "share": share, "files": [BAD_FILE] * 5}
+    (found,) = diagnose(run(data={"damaged": damaged}, options={"on_bad_image": choice}))
+    assert found.severity == severity and found.evidence.count("cats/3.png: image file is truncated") == 3
+    (found,) = diagnose(run(data={"damaged": damaged | {"share": 0.06}}, options={"on_bad_image": choice}))
+    assert found.severity == "warning"
+
+
+def test_growing_gradients_are_not_a_tight_limit():
+    assert codes(run(lambda n: {"train/grad_norm": 2.0**n})) == ["gradients-exploding"]
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_a_record_of_next_to_nothing_gives_nothing(length):
+    healthy = run()
+    assert diagnose(RunRecord(Path("run"), history=[r for r in healthy.history if "train/loss" in r][:length])) == []
+    assert diagnose(RunRecord(Path("run"), {}, {}, {}, [{"step": 1}] * length)) == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0])
+def test_no_value_of_a_figure_makes_the_rules_fail(value):
+    def broken(item):
+        if isinstance(item, dict):
+            return {key: broken(inner) if key != "step" else inner for key, inner in item.items()}
+        if isinstance(item, list):
+            return [broken(inner) for inner in item]
+        return value if isinstance(item, float) else item
+
+    record = run(validation=(0.5, 0.3, 0.25, 0.3, 0.4))
+    record.history = [broken(line) for line in record.history]
+    for finding in diagnose(record):
+        assert isinstance(finding, Finding) and finding.line
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_healthy_record_with_holes_is_no_error_and_no_alarm(seed):
+    """As an older version, a full disk or another writer may leave it."""
+    chance = random.Random(seed)
+
+    def holes(item):
+        if isinstance(item, list):
+            return [holes(inner) for inner in item]
+        if not isinstance(item, dict):
+            return None if chance.random() < 0.05 else item
+        return {
+            key: holes(value) if key != "step" else value
+            for key, value in item.items()
+            if chance.random() > 0.05 or key == "step"
+        }
+
+    record = run(validation=(0.5, 0.3, 0.25, 0.26))
+    record.history, record.options, record.resolved = map(holes, (record.history, record.options, record.resolved))
+    found = diagnose(record)
+    assert [finding.line for finding in found if finding.severity != "info"] == []
+
+
+def figures_of(record: dict, names: tuple = ()) -> set[tuple]:
+    """The names under which a record holds figures, at any depth."""
+    found = set()
+    for name, value in record.items():
+        if name not in ("step", "time"):
+            found |= figures_of(value, (*names, name)) if isinstance(value, dict) else {(*names, name)}
+    return found
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_a_figure_that_is_not_finite_is_no_evidence(value):
+    """Each in turn, in all of a healthy run's records, and with all updates but the first skipped: no rule may judge by it."""
+
+    def healthy() -> RunRecord:
+        record = run(evaluated(), validation=(0.5, 0.3, 0.25, 0.26))
+        record.history = copy.deepcopy(record.history)
+        record.history[-1]["train/loss_scale"] = 65536.0
+        return record
+
+    everything = set().union(*(figures_of(line) for line in healthy().history))
+    assert len(everything) > 100
+    for *path, last in everything:
+        record = healthy()
+        for line in record.history:
+            for name in path:
+                line = line.get(name, {})
+            if isinstance(line.get(last), (int, float)):
+                line[last] = value
+        assert diagnose(record) == [], (*path, last)
+
+
+def test_windows_without_a_finite_loss_tell_nothing_of_the_timesteps():
+    """Of a run whose learning rate broke it at update 2; earlier versions recorded zeros."""
+    tags = ["train/timesteps_drawn", *(f"train/timestep_share_{i}" for i in range(1, 11))]
+    for zeros in (False, True):
+        record = run(lambda n: NOTHING_FINITE | {"noise/timestep_order": 0.95, "noise/timestep_mean": 480.0 + n})
+        for line in record.history:
+            if "train/loss" in line and line["step"] > EVERY:
+                line.update(dict.fromkeys(tags, 0.0)) if zeros else [line.pop(tag) for tag in tags]
+        assert codes(record) == []
+        for line in record.history:
+            [line.pop(tag, None) for tag in tags]
+        found, judged = examine(record)
+        assert found == [] and judged.isdisjoint({"timestep-mismatch", "timesteps-uneven"})
+
+
+@pytest.mark.parametrize(("precision", "overflow"), [("fp16", True), ("bf16", False), ("no", False), (None, False)])
+def test_the_first_bad_update_is_named_and_overflow_is_advice_for_fp16_alone(precision, overflow):
+    def change(number):
+        return {"train/skipped_updates": float(number >= 2)} | (
+            {"train/first_skipped_update": EVERY + 3} if number == 2 else {}
+        )
+
+    record = run(change)
+    record.resolved["mixed_precision"] = precision
+    (found,) = diagnose(record)
+    assert found.evidence == f"1 of 1000 updates, the first was update {EVERY + 3}" and found.step == EVERY + 3
+    assert ("overflow" in found.cause, any("bf16" in fix for fix in found.fixes)) == (overflow, overflow)
+    assert ("bf16" in advice(precision)) == overflow
+    for line in record.history:
+        line.pop("train/first_skipped_update", None)  # an earlier version's
+    assert diagnose(record)[0].evidence.endswith(f"the first by update {2 * EVERY}")
+
+
+def test_what_a_whole_run_records_is_enough_to_judge_everything():
+    record = run(evaluated(), validation=(0.5, 0.3, 0.25, 0.26))
+    record.history[-1]["train/loss_scale"] = 65536.0
+    assert examine(record) == ([], set(CATALOGUE) - {"rule-failed"})
+
+
+def test_too_little_is_not_enough_to_call_a_run_healthy():
+    """Two reports, and a learning rate, a loss and a data loader of which nothing can be said yet."""
+    record = run()
+    record.history = [line for line in record.history if line["step"] <= 2 * EVERY]
+    found, judged = examine(record)
+    assert found == [] and {"data-alike", "schedule-leaves-signal", "non-finite", "lr-too-high"} <= judged
+    late = {"data-starved", "not-learning", "lr-too-low", "loss-unstable", "not-updated", "no-gradient", "overfitting"}
+    assert judged.isdisjoint(late | {"samples-alike", "ema-frozen", "timestep-ignored"})
+
+
+def test_few_samples_are_not_judged_by_their_variety():
+    few = run(evaluated(variance_ratio=0.5, rows=20))
+    found, judged = examine(few)
+    assert found == [] and "samples-lack-variety" not in judged and "modes-missing" in judged
+
+
+def test_a_rule_that_fails_is_not_said_to_have_judged():
+    _, judged = examine(run(schedule={"alphas_cumprod": ["?"]}))
+    assert judged.isdisjoint({"schedule-leaves-signal", "noise-wrong"}) and "data-alike" in judged
+
+
+def test_a_rule_that_fails_hides_no_other_finding():
+    record = run(lambda n: {"data/max": 255.0}, schedule={"alphas_cumprod": ["?"]})
+    assert codes(record)[0] == "data-range"
+
+
+@pytest.mark.slow
+def test_a_million_updates_are_looked_at_in_a_moment():
+    """Up to 200 times in a run, between two updates."""
+    record = run()
+    record.history = [report(number) for number in range(1, 20_001)]
+    for number, line in enumerate(record.history):
+        if number % 100:  # as the doctor records it
+            line.pop("layers")
+    start = time.process_time()
+    diagnose(record)
+    assert time.process_time() - start < 4  # 0.6 s on a quiet core; every window of every series took minutes
+
+
+def test_a_nan_in_some_reports_hides_nothing_in_the_others():
+    def change(number):
+        return {"data/min": math.nan, "data/max": math.nan} if number % 2 else {"data/max": 255.0}
+
+    assert codes(run(change)) == ["data-range"]
+
+
+def test_each_rule_works_alone_on_a_record_without_its_figures():
+    for rule in RULES:
+        assert list(rule(RunRecord(Path("run")))) == []

@@ -1,0 +1,344 @@
+import importlib
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from conftest import make_tiny_flags
+from diffusers import (
+    DDIMScheduler,
+    DDPMPipeline,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    UNet2DModel,
+)
+from safetensors.torch import load_file
+from test_edm2_unet import TINY as TINY_EDM2
+from test_sampling import CHAIN, tiny_unet
+
+from benchmarks.shared.replace import replace_everywhere
+from models.edm2_unet import EDM2UNet
+from models.edm_heun import EDMHeunScheduler
+from utils.core.errors import UserError
+from utils.diffusion import export
+from utils.diffusion.ddpm import BETA_SCHEDULES, make_noise_scheduler
+from utils.diffusion.export import check_export, check_pipeline, export_pipeline, model_card, push_to_hub
+from utils.diffusion.unet import normalise_spectra
+
+WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
+
+
+def make_samples(pipeline) -> torch.Tensor:
+    pipeline.set_progress_bar_config(disable=True)
+    images = pipeline(batch_size=2, generator=torch.Generator().manual_seed(0), num_inference_steps=3, output_type="np").images
+    return torch.from_numpy(images)
+
+
+def same_weights(folder: Path, unet: UNet2DModel) -> bool:
+    loaded = DDPMPipeline.from_pretrained(folder).unet.state_dict()
+    return all(torch.equal(loaded[name], value) for name, value in unet.state_dict().items())
+
+
+def test_loads_in_a_fresh_interpreter_elsewhere_and_samples_the_same(tmp_path):
+    unet, scheduler = tiny_unet().eval(), DDPMScheduler(num_train_timesteps=100, beta_schedule="sigmoid")
+    output_dir = tmp_path / "run"
+    (output_dir / "checkpoint-5").mkdir(parents=True)
+    (output_dir / "checkpoint-5" / "state.bin").write_bytes(b"kept")
+    export_pipeline(unet, scheduler, output_dir, "card", {"samples/note.txt": "grid", "notes.bin": b"\x00"})
+    found = {str(path.relative_to(output_dir)) for path in output_dir.rglob("*") if path.is_file()}
+    pipeline_files = {"model_index.json", "unet/config.json", WEIGHTS, "scheduler/scheduler_config.json", "README.md"}
+    assert found == pipeline_files | {"checkpoint-5/state.bin", "samples/note.txt", "notes.bin"}
+    assert (output_dir / "README.md").read_text() == "card" and (output_dir / "notes.bin").read_bytes() == b"\x00"
+
+    code = (
+        "import sys, numpy, torch\nfrom diffusers import DDPMPipeline\n"
+        "p = DDPMPipeline.from_pretrained(sys.argv[1]); p.set_progress_bar_config(disable=True)\n"
+        "numpy.save('samples.npy', p(batch_size=2, generator=torch.Generator().manual_seed(0),"
+        " num_inference_steps=3, output_type='np').images)"
+    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code, str(output_dir)], cwd=elsewhere, env=environment, check=True, timeout=120)
+    from_fresh = torch.from_numpy(np.load(elsewhere / "samples.npy"))
+    torch.testing.assert_close(from_fresh, make_samples(DDPMPipeline(unet, scheduler)), rtol=0, atol=CHAIN)
+
+
+@pytest.mark.parametrize("schedule", BETA_SCHEDULES)
+@pytest.mark.parametrize("zero_snr", [False, True])
+def test_schedulers_of_diffusers_load_from_it(schedule, zero_snr, tmp_path):
+    prediction_type = "v_prediction" if zero_snr else "epsilon"
+    options = {"beta_schedule": schedule, "prediction_type": prediction_type, "rescale_betas_zero_snr": zero_snr}
+    training = make_noise_scheduler(**options)
+    export_pipeline(tiny_unet(), training, tmp_path, "")
+    unet = DDPMPipeline.from_pretrained(tmp_path).unet
+    for kind in (DDPMScheduler, DDIMScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler):
+        scheduler = kind.from_pretrained(tmp_path, subfolder="scheduler")
+        torch.testing.assert_close(scheduler.betas, training.betas, rtol=1e-6, atol=0)
+        assert scheduler.config.prediction_type == prediction_type
+        assert scheduler.config.timestep_spacing == training.config.timestep_spacing
+        scheduler.set_timesteps(3)  # and sample
+        x = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * scheduler.init_noise_sigma
+        for timestep in scheduler.timesteps:
+            with torch.no_grad():
+                prediction = unet(scheduler.scale_model_input(x, timestep), timestep).sample
+            x = scheduler.step(prediction, timestep, x, generator=torch.Generator().manual_seed(0)).prev_sample
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("worn", ["bf16 autocast patch", "compiled in place", "bf16 weights, channels last"])
+def test_what_is_saved_is_clean_fp32(worn, tmp_path):
+    unet, plain = tiny_unet(), tiny_unet()
+    random_state = torch.get_rng_state()
+    if worn == "bf16 autocast patch":
+        AcceleratorState._reset_state(True)
+        unet = Accelerator(cpu=True, mixed_precision="bf16").prepare(unet)
+        AcceleratorState._reset_state(True)
+    elif worn == "compiled in place":
+        unet.compile(backend="eager")
+        unet.mid_block.compile(backend="eager")
+    else:
+        unet.to(torch.bfloat16).to(memory_format=torch.channels_last)
+        plain.to(torch.bfloat16).float()
+    export_pipeline(unet, DDPMScheduler(), tmp_path, "")
+    saved, expected = load_file(tmp_path / WEIGHTS), plain.state_dict()
+    assert saved.keys() == expected.keys()
+    assert all(value.dtype == torch.float32 and torch.equal(value, expected[name]) for name, value in saved.items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert hasattr(unet, "_original_forward") == (worn == "bf16 autocast patch")  # training goes on as it was
+
+
+def kill_at(move: int, monkeypatch):
+    """The process dies before its `move`-th rename: no clean-up runs either."""
+    moves, real_replace = [], os.replace
+
+    def replace(source, target):
+        moves.append(target)
+        if len(moves) == move:
+            raise KeyboardInterrupt
+        real_replace(source, target)
+
+    monkeypatch.setattr(export.os, "replace", replace)
+    monkeypatch.setattr(export.shutil, "rmtree", lambda *args, **kwargs: None)
+
+
+@pytest.mark.parametrize("move", range(1, 6))
+def test_killed_in_the_middle_stays_loadable(move, tmp_path, monkeypatch):
+    old, new = tiny_unet(0), tiny_unet(1)
+    export_pipeline(old, DDPMScheduler(), tmp_path, "old")
+    with monkeypatch.context() as patch:
+        kill_at(move, patch)
+        with pytest.raises(KeyboardInterrupt):
+            export_pipeline(new, DDPMScheduler(), tmp_path, "new")
+    assert same_weights(tmp_path, old) or same_weights(tmp_path, new)
+    assert (tmp_path / ".tmp-export").exists()
+    export_pipeline(new, DDPMScheduler(), tmp_path, "new")
+    assert same_weights(tmp_path, new) and not (tmp_path / ".tmp-export").exists()
+
+
+@pytest.mark.parametrize("move", range(1, 6))
+def test_killed_in_the_middle_never_mixes_two_models(move, tmp_path, monkeypatch):
+    old, new = tiny_unet(0), tiny_unet(1)
+    export_pipeline(old, DDPMScheduler(), tmp_path, "old")
+    with monkeypatch.context() as patch:
+        kill_at(move, patch)
+        with pytest.raises(KeyboardInterrupt):
+            export_pipeline(new, DDPMScheduler(prediction_type="v_prediction"), tmp_path, "new")
+    with pytest.raises(OSError, match="model_index"):
+        DDPMPipeline.from_pretrained(tmp_path)
+    export_pipeline(new, DDPMScheduler(prediction_type="v_prediction"), tmp_path, "new")
+    assert same_weights(tmp_path, new)
+
+
+def test_there_are_five_moves(tmp_path, monkeypatch):
+    """So that the two tests above stop at each of them, model_index.json being the last."""
+    targets, real_replace = [], os.replace
+    monkeypatch.setattr(export.os, "replace", lambda s, t: (targets.append(Path(t).name), real_replace(s, t)))
+    export_pipeline(tiny_unet(), DDPMScheduler(), tmp_path, "")
+    assert len(targets) == 5 and targets[-1] == "model_index.json"
+
+
+@pytest.mark.slow
+def test_check_pipeline_names_what_is_broken(tmp_path, monkeypatch):
+    (tmp_path / "shadow").mkdir()
+    (tmp_path / "shadow" / "diffusers.py").write_text("raise RuntimeError('the repository is on the path')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "shadow"))
+    folder = tmp_path / "run"
+    export_pipeline(tiny_unet(), DDPMScheduler(num_train_timesteps=10), folder, "")
+    check_pipeline(folder)
+    unet = tiny_unet()
+    unet.conv_out.bias.data.fill_(float("nan"))
+    export_pipeline(unet, DDPMScheduler(num_train_timesteps=10), folder, "")
+    with pytest.raises(RuntimeError, match=r"run does not work: .*not finite"):
+        check_pipeline(folder)
+
+
+class FakeApi:
+    def __init__(self, calls, token):
+        self.calls = calls
+        self.calls.append(("token", token))
+
+    def create_repo(self, repo_id, private=None, exist_ok=False):
+        self.calls.append(("create_repo", repo_id, private, exist_ok))
+        if repo_id == "nobody/refused":
+            raise OSError("401 Unauthorized\nmore")
+        return huggingface_hub.RepoUrl(f"https://huggingface.co/someone/{repo_id}")
+
+    def upload_folder(self, repo_id, folder_path, allow_patterns):
+        files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+        files = huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow_patterns)
+        self.calls.append(("upload", repo_id, sorted(files)))
+
+
+def test_push_sends_the_pipeline_and_nothing_else(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda token=None: FakeApi(calls, token))
+    monkeypatch.setattr(export, "check_pipeline", lambda folder: calls.append(("check", folder)))
+    folder = tmp_path / "cats"
+    export_pipeline(tiny_unet(), DDPMScheduler(num_train_timesteps=10), folder, "card")
+    for name in (
+        "options.json",
+        "checkpoint-3/unet/model.safetensors",
+        "logs/events",
+        "samples/1.png",
+        "samples/x.npy",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+    address = push_to_hub(folder, None, token="hf_secret", private=True)
+    published = [
+        "README.md",
+        "model_index.json",
+        "samples/1.png",
+        "scheduler/scheduler_config.json",
+        "unet/config.json",
+    ]
+    assert calls == [
+        ("check", folder),
+        ("token", "hf_secret"),
+        ("create_repo", "cats", True, True),
+        ("upload", "someone/cats", [*published, WEIGHTS]),
+    ]
+    assert address == "https://huggingface.co/someone/cats"
+    with pytest.raises(UserError, match=r"push to nobody/refused failed, .*: 401 Unauthorized$"):
+        push_to_hub(folder, "nobody/refused")
+
+
+def test_model_card():
+    card = model_card(
+        {
+            "title": "cats",
+            "data": "a folder | of cats",
+            "hub_dataset": "someone/cats: 2",
+            "command": "train_ddpm.py --hub_token=abc123 --seed 3 --hub_token abc123 --x hf_abcdefghijklmnopqrstuvwx",
+            "updates": 3000,
+            "samples_seen": 192000,
+            "ema_decay": 0.9999,
+            "sampler": "ddim",
+            "sampler_steps": 50,
+            "metrics": {"validation loss": 0.0123456789},
+            "grid": "samples/0003000.png",
+            "pipeline": "someone/cats",
+        }
+    )
+    _, header, body = card.split("---\n", 2)
+    header = yaml.safe_load(header)
+    assert header == {
+        "library_name": "diffusers",
+        "tags": ["diffusers", "unconditional-image-generation", "ddpm"],
+        "datasets": ["someone/cats: 2"],
+    }
+    for row in ("| Updates | 3,000 |", "| Samples seen | 192,000 |", "| EMA decay | 0.9999 |", "| Sampler | ddim |"):
+        assert row in body
+    assert "| validation loss | 0.0123457 |" in body and "a folder \\| of cats" in body
+    assert "![Samples](samples/0003000.png)" in body and 'from_pretrained("someone/cats")' in body
+    assert "abc123" not in card and "hf_abc" not in card and "--seed 3" in card
+
+    bare = model_card({})
+    assert "datasets" not in bare and "license" not in bare and "Metric" not in bare and "command" not in bare
+    assert yaml.safe_load(model_card({"license": "mit"}).split("---\n")[1])["license"] == "mit"
+    with pytest.raises(ValueError, match="unknown facts for the model card: updatez"):
+        model_card({"updatez": 3})
+
+
+def add_batch_norm(network):
+    network.conv_out = torch.nn.Sequential(torch.nn.BatchNorm2d(network.conv_out.weight.shape[1]), network.conv_out)
+    return network
+
+
+@pytest.mark.parametrize("script", ["train_ddpm", "train_edm2"])
+def test_a_network_that_cannot_be_exported_is_refused_before_the_first_update(script, train, monkeypatch, tmp_path):
+    make = {"train_ddpm": "utils.diffusion.unet.make_unet", "train_edm2": "utils.diffusion.edm2_unet.make_edm2_unet"}[script]
+    module, name = make.rsplit(".", 1)
+    plain = getattr(sys.modules.get(module) or importlib.import_module(module), name)
+    flags = [*make_tiny_flags(tmp_path, f"{script}.py"), "--max_train_steps", "2", "--output_dir", tmp_path / "run"]
+    assert train(flags, script=importlib.import_module(script)) == 0
+    first_run = (tmp_path / "run" / "options.json").read_bytes()
+    replace_everywhere(make, lambda *arguments, **options: add_batch_norm(plain(*arguments, **options)), monkeypatch)
+    with pytest.raises(UserError, match=r"could not leave a pipeline that others can load: .*conv_out") as refused:
+        train([*flags, "--overwrite_output_dir"], script=importlib.import_module(script))
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
+    assert (tmp_path / "run" / "options.json").read_bytes() == first_run  # which is not lost
+    assert (tmp_path / "run" / "model_index.json").exists() and not (tmp_path / "run" / ".tmp-export").exists()
+
+
+def worn(kind: str):
+    """(network as training holds it, scheduler)"""
+    if kind == "EDM2":
+        return EDM2UNet(**TINY_EDM2 | {"num_class_embeds": 3}), EDMHeunScheduler()
+    unet = tiny_unet()
+    if kind == "zero output":
+        torch.nn.init.zeros_(unet.conv_out.weight)
+        torch.nn.init.zeros_(unet.conv_out.bias)
+    if kind == "spectral norm":
+        normalise_spectra(unet)
+    if kind == "channels last":
+        unet.to(memory_format=torch.channels_last)
+    if kind == "compiled, bf16":
+        unet.compile(backend="eager")
+        AcceleratorState._reset_state(True)
+        unet = Accelerator(cpu=True, mixed_precision="bf16").prepare(unet)
+        AcceleratorState._reset_state(True)
+    return unet, make_noise_scheduler(beta_schedule="sigmoid")
+
+
+@pytest.mark.parametrize("kind", ["plain", "EDM2", "zero output", "spectral norm", "channels last", "compiled, bf16"])
+def test_checking_an_export_changes_nothing(kind, tmp_path):
+    unet, scheduler = worn(kind)
+    unet.train()
+    before = {name: value.clone() for name, value in unet.state_dict().items()}
+    random_states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    check_export(unet, scheduler, tmp_path)
+    assert torch.equal(torch.get_rng_state(), random_states[0]) and random.getstate() == random_states[2]
+    assert (np.random.get_state()[1] == random_states[1]).all()
+    after = unet.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(value, before[name]) for name, value in after.items())
+    assert all(module.training for module in unet.modules()) and all(p.requires_grad for p in unet.parameters())
+    assert all(p.grad is None for p in unet.parameters())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["plain", "EDM2", "zero output", "spectral norm"])
+def test_a_network_that_would_compute_something_else_once_exported_is_refused(kind, tmp_path):
+    unet, scheduler = worn(kind)
+    block = unet.encoder[0] if kind == "EDM2" else unet.mid_block
+    block.register_forward_hook(lambda module, inputs, output: output.flip(-1))
+    with pytest.raises(UserError, match="its output is another one when it is loaded, though the weights are the same"):
+        check_export(unet, scheduler, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_noise_schedule_that_its_config_does_not_name_is_refused(tmp_path):
+    unet, scheduler = worn("plain")
+    scheduler.alphas_cumprod = scheduler.alphas_cumprod.sqrt()
+    with pytest.raises(UserError, match="the noise schedule is not the one that its config names"):
+        check_export(unet, scheduler, tmp_path)

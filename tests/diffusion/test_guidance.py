@@ -1,0 +1,124 @@
+"""Classes and guidance in generate.py."""
+
+import json
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from test_edm2_unet import tiny
+
+import generate
+from models.edm2_pipeline import guided
+from models.edm_heun import EDMHeunScheduler
+from utils.core.errors import UserError
+from utils.core.images import is_complete_png
+from utils.diffusion.export import export_pipeline
+from utils.diffusion.guidance import make_guided_prediction
+from utils.diffusion.pipelines import load_network
+
+CONFIG = EDMHeunScheduler().config
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory):
+    """A pipeline, a guide for it, and one of other data."""
+    folder = tmp_path_factory.mktemp("pipelines")
+    for name, unet in (
+        ("main", tiny()),
+        ("guide", tiny(model_channels=4, attention_head_dim=4)),
+        ("other", tiny(sample_size=16)),
+    ):
+        export_pipeline(unet, EDMHeunScheduler(), folder / name, "")
+    return folder
+
+
+def run(*words) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    generate.main(generate.parse_args([str(word) for word in words]))
+
+
+def make(pipelines, output_dir, *words) -> list[bytes]:
+    run("--pipeline", pipelines / "main", "--num_images", 6, "--num_inference_steps", 3, "--output_dir", output_dir, *words)
+    return [(output_dir / f"{i:06d}.png").read_bytes() for i in range(6)]
+
+
+def test_images_are_of_the_classes_asked_for(pipelines, tmp_path):
+    in_turn = make(pipelines, tmp_path / "all")
+    assert is_complete_png(tmp_path / "all/000005.png", (8, 8))
+    named = make(pipelines, tmp_path / "named", "--class_labels", 0, 1, 2)
+    assert named == in_turn
+    other = make(pipelines, tmp_path / "other", "--class_labels", 0, 2)
+    assert other[0] == in_turn[0] and other[1] != in_turn[1] and other[2] != in_turn[2]
+    settings = json.loads((tmp_path / "other/generate.json").read_text())
+    assert settings["class_labels"] == [0, 2] and settings["sampler"] == "heun"
+    with pytest.raises(UserError, match="images of another class_labels"):
+        make(pipelines, tmp_path / "other")
+
+
+def test_guidance_changes_the_images_and_is_on_record(pipelines, tmp_path):
+    plain = make(pipelines, tmp_path / "plain")
+    free = make(pipelines, tmp_path / "free", "--guidance", 2)
+    guided_ = make(pipelines, tmp_path / "guided", "--guidance", 2, "--guide_pipeline", pipelines / "guide")
+    assert all(a != b and b != c and a != c for a, b, c in zip(plain, free, guided_))
+    settings = json.loads((tmp_path / "guided/generate.json").read_text())
+    assert settings["guidance"] == 2.0 and len(settings["guide_sha256"]) == 64
+
+
+def test_prediction_is_guided_by_class():
+    unet, guide = tiny().eval(), tiny(model_channels=4, attention_head_dim=4).eval()
+    x, numbers = torch.randn(4, 1, 8, 8), torch.arange(4, 8)
+    level = torch.tensor(0.3)
+    with torch.no_grad():
+        predict = make_guided_prediction(unet, CONFIG, [2, 0, 1], 1.5, guide, CONFIG)
+        expected = guided(unet, x, level, torch.tensor([0, 1, 2, 0]), 1.5, guide)  # numbers 4 ... 7 modulo 3
+        assert torch.equal(predict(x, level, numbers), expected)
+        unconditional = tiny(num_class_embeds=0).eval()
+        predict = make_guided_prediction(unconditional, CONFIG)
+        assert torch.equal(predict(x, level, numbers), unconditional(x, level).sample)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--class_labels", "3"], "the pipeline's classes are from 0 to 2"),
+        (["--guide_pipeline", "guide"], "does nothing without --guidance"),
+        (["--guide_pipeline", "other", "--guidance", "2"], "is of other data"),
+        (["--sampler", "ddim"], "unknown sampler 'ddim'; choose from heun, dpmsolver"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_named(pipelines, tmp_path, words, message):
+    words = [pipelines / word if word in ("guide", "other") else word for word in words]
+    with pytest.raises(UserError, match=message):
+        make(pipelines, tmp_path / "out", *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_pipelines_of_the_other_kind_take_no_classes():
+    with pytest.raises(UserError, match=r"need a pipeline of train_edm2\.py"):
+        make_guided_prediction(torch.nn.Identity(), {"beta_schedule": "linear"}, guidance=2.0)
+    assert make_guided_prediction(torch.nn.Identity(), {"beta_schedule": "linear"}) is None
+    with pytest.raises(UserError, match="without classes needs --guide_pipeline"):
+        make_guided_prediction(tiny(num_class_embeds=0), CONFIG, guidance=2.0)
+
+
+def test_loading_runs_no_code_of_the_pipeline(pipelines):
+    code = pipelines / "main/unet/edm2_unet.py"
+    text = code.read_text()
+    code.write_text("raise SystemExit('run')\n")
+    try:
+        unet, _ = load_network(str(pipelines / "main"))
+    finally:
+        code.write_text(text)
+    for name, tensor in tiny().state_dict().items():
+        loaded = unet.state_dict()[name]
+        assert torch.equal(tensor, loaded) and (loaded.data_ptr() - tensor.data_ptr()) % 64 == 0  # no place in the mapped file
+
+
+def test_evaluate_measures_them_too(pipelines, tmp_path, capsys):
+    import evaluate
+
+    words = ["--pipeline", pipelines / "main", "--dataset_name", "digits", "--resolution", "8", "--image_channels", "1"]
+    words += ["--num_images", "16", "--num_inference_steps", "2", "--no_classes", "--json", "--output_dir", tmp_path]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    evaluate.main(evaluate.parse_args([str(word) for word in (*words, "--cache_dir", tmp_path / "cache")]))
+    assert '"sampler": "heun"' in capsys.readouterr().out

@@ -1,0 +1,157 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import utils.evaluation.diversity
+from utils.evaluation.diversity import (
+    coverage_of_bins,
+    different_bins,
+    fit_modes,
+    mean_pairwise_distance,
+    nearest_mode,
+    neighbourhoods,
+    variance_ratio,
+    vendi_score,
+)
+
+
+@pytest.fixture
+def sets():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(90, 5, generator=generator) * 0.8 + 0.4, torch.randn(120, 5, generator=generator)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(utils.evaluation.diversity, "_BLOCK_BYTES", 8 * 120 * 7)  # 7 rows at once
+
+
+def distances(first, second):
+    return np.linalg.norm(first.numpy()[:, None].astype(np.float64) - second.numpy()[None], axis=2)
+
+
+def test_variance_and_distance_agree_with_numpy(sets, small_blocks):
+    generated, real = sets
+    expected = generated.numpy().var(0, ddof=1).sum() / real.numpy().var(0, ddof=1).sum()
+    assert variance_ratio(generated, real) == pytest.approx(expected, rel=1e-5)
+    assert mean_pairwise_distance(real) == pytest.approx(distances(real, real).sum() / (120 * 119), rel=1e-5)
+
+
+def test_vendi_score_is_that_of_the_similarity_matrix(sets):
+    _, real = sets
+    unit = real.double() / real.double().norm(dim=1, keepdim=True)
+    values = np.linalg.eigvalsh((unit @ unit.T / len(unit)).numpy()).clip(1e-300)
+    assert vendi_score(real) == pytest.approx(math.exp(-(values * np.log(values)).sum()), rel=1e-6)
+    assert vendi_score(torch.eye(8)) == pytest.approx(8)
+    assert vendi_score(torch.ones(8, 8)) == pytest.approx(1)
+    assert vendi_score(torch.zeros(8, 3)) == 1
+
+
+def test_neighbourhoods_agree_with_brute_force(sets, small_blocks):
+    generated, real = sets
+    k, cross = 4, distances(generated, real)
+    real_radii = np.sort(distances(real, real), 1)[:, k]
+    generated_radii = np.sort(distances(generated, generated), 1)[:, k]
+    found = neighbourhoods(generated, real, k)
+    assert found.precision == pytest.approx(np.mean([(cross[i] < real_radii).any() for i in range(90)]))
+    assert found.recall == pytest.approx(np.mean([(cross[:, j] < generated_radii).any() for j in range(120)]))
+    assert found.density == pytest.approx(np.sum(cross < real_radii) / (k * 90))
+    assert found.coverage == pytest.approx(np.mean(cross.min(0) < real_radii))
+    with pytest.raises(ValueError, match="more than 90 rows"):
+        neighbourhoods(generated, real, 90)
+
+
+def test_neighbourhoods_of_equal_distributions():
+    generator = torch.Generator().manual_seed(3)
+    found = neighbourhoods(torch.randn(2000, 4, generator=generator), torch.randn(2000, 4, generator=generator))
+    assert found.density == pytest.approx(1, abs=0.05)
+    assert found.coverage == pytest.approx(1 - 2**-5, abs=0.02)  # Naeem et al. 2020, equation 11, for N = M
+
+
+@pytest.fixture(params=[0.0, 300.0], ids=["centered", "far from 0"])
+def tight_sets(request):
+    """Real rows in two tight groups far from each other, and generated ones whose groups are three times as wide."""
+    generator = torch.Generator().manual_seed(2)
+    place = torch.tensor([[1.0], [-1.0]]).repeat(60, 1) + request.param
+    real, generated = (place + spread * torch.randn(120, 6, generator=generator) for spread in (3e-4, 1e-3))
+    return generated, real
+
+
+def test_figures_of_tight_sets_agree_with_brute_force(tight_sets, small_blocks):
+    """Their neighbours are 0.1 % of their norm apart, or 0.0001 %."""
+    generated, real = tight_sets
+    k, cross = 3, distances(generated, real)
+    real_radii = np.sort(distances(real, real), 1)[:, k]
+    generated_radii = np.sort(distances(generated, generated), 1)[:, k]
+    found = neighbourhoods(generated, real, k)
+    assert found.precision == pytest.approx(np.mean([(cross[i] <= real_radii).any() for i in range(120)]))
+    assert found.recall == pytest.approx(np.mean([(cross[:, j] <= generated_radii).any() for j in range(120)]))
+    assert found.density == pytest.approx(np.sum(cross <= real_radii) / (k * 120))
+    assert found.coverage == pytest.approx(np.mean(cross.min(0) <= real_radii))
+    assert found.precision < 0.5  # what there is to find
+    group = real[::2]
+    assert mean_pairwise_distance(group) == pytest.approx(distances(group, group).sum() / (60 * 59), rel=1e-6)
+    assert nearest_mode(real, group[:20]).tolist() == distances(real, group[:20]).argmin(1).tolist()
+
+
+def test_modes_are_those_of_the_real_images():
+    generator = torch.Generator().manual_seed(1)
+    places = torch.tensor([[0.0, 0], [10, 0], [0, 10], [10, 10]])
+    real = places.repeat(50, 1) + torch.randn(200, 2, generator=generator) * 0.3
+    centres = fit_modes(real, 4, seed=0)
+    assert torch.equal(centres, fit_modes(real, 4, seed=0))
+    assert torch.cdist(places, centres).min(1).values.max() < 0.2
+    generated = places[[1]].repeat(30, 1)
+    found = coverage_of_bins(nearest_mode(generated, centres), nearest_mode(real, centres), 4)
+    assert found.hit == 0.25 and found.real == [50] * 4 and sorted(found.generated) == [0, 0, 0, 30]
+    assert (found.largest_share, found.largest_real_share) == (1.0, 0.25)
+    assert found.different == 4
+
+
+def test_number_of_different_bins_on_a_simulated_multinomial():
+    """Of equal distributions 5 % of the bins differ by the test's own level; of others those that were moved."""
+    generator = np.random.default_rng(0)
+    shares = generator.dirichlet(np.full(100, 5.0))
+    draw = lambda n, p: torch.from_numpy(generator.multinomial(n, p)).double()  # noqa: E731
+    found = [different_bins(draw(20_000, shares), draw(10_000, shares)).sum().item() for _ in range(200)]
+    assert np.mean(found) == pytest.approx(5, abs=0.5)
+    moved = shares.copy()
+    moved[:10], moved[10:] = 0, shares[10:] / shares[10:].sum()
+    moved_bins = different_bins(draw(20_000, moved), draw(10_000, shares))
+    assert moved_bins[:10].all() and moved_bins[10:].double().mean() < 0.5
+
+
+def test_the_test_of_a_bin_is_that_of_two_proportions():
+    # 30 of 100 against 45 of 100: pooled 0.375, z = 0.15 / sqrt(0.375 x 0.625 x 0.02) = 2.19, p = 0.028 (two-sided).
+    counts, others = torch.tensor([30.0, 70], dtype=torch.float64), torch.tensor([45.0, 55], dtype=torch.float64)
+    assert different_bins(counts, others, 0.029).all() and not different_bins(counts, others, 0.028).any()
+    assert not different_bins(torch.tensor([5.0, 0]), torch.tensor([9.0, 0])).any()  # a bin that nobody uses
+
+
+def test_no_more_than_a_block_of_distances_is_held(monkeypatch):
+    largest, cdist = 0, torch.cdist
+
+    def watched(rows, others, **options):
+        nonlocal largest
+        largest = max(largest, len(rows) * len(others) * rows.element_size())
+        return cdist(rows, others, **options)
+
+    monkeypatch.setattr(torch, "cdist", watched)
+    monkeypatch.setattr(utils.evaluation.diversity, "_BLOCK_BYTES", 2**20)
+    rows = torch.randn(3000, 2, generator=torch.Generator().manual_seed(0))
+    neighbourhoods(rows[:2000], rows)
+    mean_pairwise_distance(rows)
+    nearest_mode(rows, fit_modes(rows, 3, seed=0))
+    assert 0 < largest <= 2**20
+
+
+@pytest.mark.parametrize("dimensions", [3, 120, 2048])
+def test_repeated_images_lie_in_their_own_neighbourhoods(dimensions):
+    """Each of them is repeated more often than there are neighbours, so that all radii are 0."""
+    distinct = 5 * torch.randn(40, dimensions, generator=torch.Generator().manual_seed(0)) + 3
+    found = neighbourhoods(distinct.repeat(8, 1), distinct.repeat(8, 1), 5)
+    assert (found.precision, found.recall, found.coverage) == (1, 1, 1)
+    half = neighbourhoods(distinct[:20].repeat(16, 1), distinct.repeat(8, 1), 5)
+    assert (half.precision, half.recall, half.coverage) == (1, 0.5, 0.5)

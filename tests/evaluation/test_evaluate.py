@@ -1,0 +1,324 @@
+"""evaluate.py as its users run it: pipelines and folders, stored references, two processes, bad input."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_script, same_bytes
+from diffusers import DDPMScheduler
+from PIL import Image
+from safetensors.torch import save_file
+from test_edm2_unet import tiny as tiny_edm2
+from test_sampling import tiny_unet
+
+import evaluate
+from models.edm_heun import EDMHeunScheduler
+from utils.core.errors import UserError
+from utils.core.images import save_png, to_pil
+from utils.data.dataset import load_images
+from utils.diffusion.export import export_pipeline
+from utils.evaluation.evaluator import Evaluation, metric_name
+from utils.evaluation.image_folder import ImageFolder
+from utils.evaluation.pretrained import INCEPTION_SHA256
+from utils.evaluation.table import read_results
+from utils.options.flags import DataOptions
+
+SAMPLING = ["--num_images", "37", "--batch_size", "8", "--num_inference_steps", "3"]
+
+
+def write_options(run, *flags):
+    """As train_ddpm.py would have written them, with a split of its own."""
+    import train_ddpm
+
+    data = [
+        "--dataset_name",
+        "digits",
+        "--resolution",
+        "8",
+        "--image_channels",
+        "1",
+        "--validation_images",
+        "50",
+        "--seed",
+        "3",
+    ]
+    options = vars(train_ddpm.parse_args([*data, "--output_dir", str(run), *map(str, flags)]))
+    (run / "options.json").write_text(json.dumps({"options": options}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A pipeline, a checkpoint of it, and two folders of real digits."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    run = folder / "run"
+    export_pipeline(tiny_unet(), DDPMScheduler(num_train_timesteps=20), run, "")
+    (run / "checkpoint-5").mkdir()
+    (run / "checkpoint-5" / "state.json").write_text("{}")
+    save_file(dict(tiny_unet(seed=1).state_dict()), run / "checkpoint-5" / "model.safetensors")
+    save_file(dict(tiny_unet(seed=0).state_dict()), run / "checkpoint-5" / "ema.safetensors")
+    write_options(run)
+    digits = load_images(DataOptions(dataset_name="digits", resolution=8, image_channels=1, cache_dir=str(folder / "cache")))
+    order = np.random.default_rng(0).permutation(len(digits))
+    for name, rows in (("first", order[:300]), ("second", order[300:700])):
+        for number, pixels in enumerate(digits.fetch(rows)):
+            save_png(to_pil(torch.from_numpy(pixels)), folder / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture
+def call(folder, monkeypatch, capsys):
+    """evaluate.py in this process; what it printed."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    threads = torch.get_num_threads()
+
+    def run(*flags) -> str:
+        capsys.readouterr()
+        evaluate.main(evaluate.parse_args([*map(str, flags), "--cache_dir", str(folder / "cache")]))
+        return capsys.readouterr().out
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+def results(output: str) -> list[dict]:
+    return json.loads(output)["results"]
+
+
+def test_two_processes_with_an_uneven_split_give_the_figures_of_one(server, folder, call, tmp_path):
+    flags = ["--pipeline", folder / "run", "--dataset_name", "digits", *SAMPLING, "--no_classes", "--json"]
+    (alone,) = results(call(*flags))
+    server.run(["evaluate.py", *flags, "--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "out"], 2)
+    # To the last bit, reference features included: its cache was empty.
+    assert results((tmp_path / "out" / "evaluation.json").read_text()) == [alone]
+    with Image.open(tmp_path / "out" / "nearest.png") as sheet:
+        assert sheet.width > 600
+    # What is said of how it was made.
+    assert (alone["images"], alone["reference_images"], alone["seed"], alone["sampler"]) == (37, 1797, 0, "ddim")
+    assert (alone["features"], alone["num_inference_steps"], alone["image_shape"]) == ("randconv", 3, [1, 8, 8])
+    assert len(alone["extractor_sha256"]) == 64 and alone["resize"]
+    assert alone["figures"]["memorisation"]["compared_with"] == "held-out images"  # as the run's options.json split them
+    assert alone["figures"]["memorisation"]["training_images"] == 1747
+    assert (folder / "run" / "evaluation" / "evaluation.json").exists()
+
+
+def test_a_pipeline_a_checkpoint_and_generated_files_are_the_same_images(folder, call, monkeypatch, tmp_path):
+    import generate
+
+    generate.main(generate.parse_args(["--pipeline", str(folder / "run"), "--output_dir", str(tmp_path / "out"), *SAMPLING]))
+    flags = ["--pipeline", folder / "run", folder / "run" / "checkpoint-5", "--images", tmp_path / "out", *SAMPLING]
+    output = call(*flags, "--dataset_name", "digits", "--no_classes", "--json", "--output_dir", tmp_path / "figures")
+    files, pipeline, checkpoint = (result["figures"] for result in results(output))
+    assert files == pipeline == checkpoint  # the checkpoint's averaged weights are those that were exported
+    table = call("--images", tmp_path / "out", "--dataset_name", "digits", "--no_classes")
+    assert "fd_randconv = " in table and "(real/real floor " in table and "N 37 against 1797)" in table
+    assert f"note: {tmp_path / 'out'}: the figures are kept nowhere; --output_dir keeps them" in table
+    assert "37 images for 120 feature dimensions: the covariance is singular" in table
+    assert "FAIL  samples-unlike-data" in table and "likely cause:" in table and "try:" in table
+    assert "fid" not in table
+
+
+def test_the_split_is_the_run_s_own_or_unknown(folder, call, tmp_path):
+    runs = {"plain": (), "first": ("--max_train_images", 900), "cropped": ("--center_crop",), "seeded": ("--seed", 4)}
+    for name, flags in runs.items():
+        shutil.copytree(folder / "run", tmp_path / name)
+        write_options(tmp_path / name, *flags)
+    pipelines = [tmp_path / name for name in runs]
+    flags = ["--pipeline", *pipelines, "--dataset_name", "digits", *SAMPLING, "--no_classes", "--output_dir", tmp_path / "out"]
+    output = call(*flags)
+    found = {Path(result["name"]).name: result for result in read_results(tmp_path / "out" / "evaluation.json")}
+    splits = {name: result["validation_split"] for name, result in found.items()}
+    assert splits == {"plain": [50, 3], "first": "unknown", "cropped": "unknown", "seeded": [50, 4]}
+    copies = {name: result["figures"]["memorisation"] for name, result in found.items()}
+    assert [copies[name]["training_images"] for name in runs] == [1747, 1797, 1797, 1747]
+    assert copies["plain"]["features_compared_with"] == "held-out images"
+    assert copies["first"]["features_compared_with"] == copies["first"]["compared_with"] == "other training images"
+    assert copies["plain"]["pixel_distance_real"] != copies["seeded"]["pixel_distance_real"]  # of other held-out images
+    assert copies["plain"]["feature_distance_real"] != copies["seeded"]["feature_distance_real"]
+    assert output.count(": unknown split") == 2
+
+
+def test_edm2_with_classes_and_guidance_is_evaluated_as_it_is_generated(folder, call, tmp_path):
+    import generate
+
+    export_pipeline(tiny_edm2(), EDMHeunScheduler(sigma_data=0.5), tmp_path / "edm2", "")
+    sampling = [*SAMPLING, "--class_labels", 2, 0, "--guidance", 1.5]
+    flags = ["--pipeline", tmp_path / "edm2", "--output_dir", tmp_path / "out", *sampling]
+    generate.main(generate.parse_args([str(flag) for flag in flags]))
+    flags = ["--pipeline", tmp_path / "edm2", "--images", tmp_path / "out", *sampling, "--output_dir", tmp_path / "figures"]
+    files, made = results(call(*flags, "--dataset_name", "digits", "--no_classes", "--json"))
+    assert (made["sampler"], made["guidance"], made["class_labels"]) == ("heun", 1.5, [2, 0])
+    assert made["figures"] == files["figures"]
+
+
+def test_several_seeds_are_all_shown_with_mean_and_minimum(folder, call):
+    flags = ["--pipeline", folder / "run", "--dataset_name", "digits", *SAMPLING, "--no_classes", "--seeds", 0, 1]
+    first, second = (result["figures"]["fd"] for result in results(call(*flags, "--json")))
+    assert first != second
+    sheets = {name: (folder / "run" / "evaluation" / name).read_bytes() for name in ("nearest.png", "nearest-1.png")}
+    call(*[*flags[:-2], 0])
+    assert same_bytes(folder / "run" / "evaluation" / "nearest.png", sheets["nearest.png"])
+    assert not same_bytes(folder / "run" / "evaluation" / "nearest.png", sheets["nearest-1.png"])
+    output = call(*flags)
+    assert "kept nowhere" not in output
+    assert f"fd_randconv over 2 seeds: mean {(first + second) / 2:.4g}, minimum {min(first, second):.4g}" in output
+
+
+def test_real_images_against_real_images_find_nothing(folder, call, monkeypatch):
+    monkeypatch.setattr("utils.evaluation.classifier._STEPS", 150)
+    output = call("--images", folder / "first", "--dataset_name", "digits", "--json")
+    (result,) = results(output)
+    figures = result["figures"]
+    assert figures["classes"]["number"] == 10 and figures["classes"]["hit"] == 1
+    assert figures["memorisation"]["near_duplicates"] == 1  # they are in the data set
+    assert [finding["code"] for finding in figures["findings"]] == ["samples-copied"]
+    output = call("--images", folder / "first", "--reference", folder / "second")
+    assert "the Frechet distance is within 5 times its floor" in output
+    assert "nothing found that looks like a collapse" in output and "classes hit" not in output
+
+
+def test_stored_reference_statistics_serve_like_the_images(folder, call, tmp_path):
+    path = tmp_path / "digits.safetensors"
+    common = ["--dataset_name", "digits", "--resolution", 8, "--image_channels", 1]
+    said = call("make-reference", *common, "--output", path)
+    assert "1,797 images, randconv, SHA-256 " in said
+    (direct,) = results(call("--images", folder / "first", "--dataset_name", "digits", "--no_classes", "--json"))
+    (stored,) = results(call("--images", folder / "first", "--reference", path, "--json"))
+    for key in ("fd", "kd", "recall", "coverage", "modes", "floor"):
+        assert stored["figures"][key] == direct["figures"][key]
+    assert stored["reference_fingerprint"] == direct["reference_fingerprint"]
+    with pytest.raises(UserError, match="its image_shape is"):
+        make_images(tmp_path / "large", [16] * 20)
+        call("--images", tmp_path / "large", "--reference", path)
+    with pytest.raises(UserError, match="fitted to the reference images"):
+        call("--images", folder / "first", "--reference", path, "--features", "pixels")
+
+
+def test_only_what_was_made_alike_is_compared(folder, call, tmp_path, monkeypatch):
+    flags = ["--images", folder / "first", "--dataset_name", "digits", "--no_classes"]
+    call(*flags, "--output_dir", tmp_path / "a")
+    output = call(*flags, "--compare", tmp_path / "a" / "evaluation.json", "--json")
+    assert len(results(output)) == 2
+    call(*flags, "--features", "pixels", "--output_dir", tmp_path / "pixels")
+    with pytest.raises(UserError, match=r"cannot be compared: another extractor \(randconv, pixels\)"):
+        call(*flags, "--compare", tmp_path / "pixels" / "evaluation.json")
+    measured = []
+    monkeypatch.setattr(Evaluation, "measure", lambda *args, **options: measured.append(args))
+    with pytest.raises(UserError, match=r"another number of images \(300, 400\)"):
+        call("--images", folder / "first", folder / "second", "--dataset_name", "digits", "--no_classes")
+    with pytest.raises(UserError, match=r"another reference images|another number of reference images"):
+        call(*flags, "--max_train_images", 1000, "--compare", tmp_path / "a" / "evaluation.json")
+    assert measured == []  # told before anything was made
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(UserError, match=r"holds no results of evaluate\.py"):
+        call(*flags, "--compare", tmp_path / "other.json")
+
+
+def test_only_inception_s_own_weights_make_a_fid():
+    known = {"features": "inception", "extractor_sha256": INCEPTION_SHA256, "images": 50_000}
+    assert (metric_name("fd", known), metric_name("kd", known)) == ("fid", "kid")
+    assert metric_name("fd", known | {"images": 10_000}) == "fid_10k"
+    other = known | {"extractor_sha256": INCEPTION_SHA256[:8] + 56 * "0"}  # --feature_weights_sha256 of another file
+    assert (metric_name("fd", other), metric_name("kd", other)) == ("fd_inception", "kd_inception")
+    assert metric_name("fd", known | {"features": "randconv"}) == "fd_randconv"
+
+
+def test_a_result_is_kept_as_soon_as_it_is_made(folder, call, tmp_path, monkeypatch):
+    measure, calls = Evaluation.measure, []
+
+    def second_fails(self, *args, **options):
+        calls.append(args)
+        if len(calls) > 1:
+            raise UserError("the disk is gone")
+        return measure(self, *args, **options)
+
+    monkeypatch.setattr(Evaluation, "measure", second_fails)
+    flags = ["--pipeline", folder / "run", "--dataset_name", "digits", *SAMPLING, "--no_classes", "--seeds", 0, 1]
+    with pytest.raises(UserError, match="the disk is gone"):
+        call(*flags, "--output_dir", tmp_path / "out")
+    assert [result["seed"] for result in read_results(tmp_path / "out" / "evaluation.json")] == [0]
+    assert (tmp_path / "out" / "nearest.png").exists()
+
+
+def make_images(folder, sides):
+    for number, side in enumerate(sides):
+        pixels = np.random.default_rng(number).integers(0, 256, (side, side), dtype=np.uint8)
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+
+
+def test_bad_input_is_one_line(folder, call, tmp_path):
+    (tmp_path / "wide").mkdir()
+    (tmp_path / "nothing").mkdir()
+    make_images(tmp_path / "mixed", [8, 8, 9])
+    make_images(tmp_path / "few", [8] * 5)
+    make_images(tmp_path / "large", [16] * 20)
+    Image.new("L", (8, 4)).save(tmp_path / "wide" / "wide.png")
+    shutil.copytree(tmp_path / "few", tmp_path / "broken")
+    (tmp_path / "broken" / "9.png").write_bytes(b"no image")
+    (tmp_path / "noise").mkdir()
+    for number in range(20):
+        (tmp_path / "noise" / f"{number}.png").write_bytes(b"no image")
+    digits = ["--dataset_name", "digits"]
+    cases = [
+        (["--images", tmp_path / "missing", *digits], "no such folder"),
+        (["--images", tmp_path / "nothing", *digits], "no images in it"),
+        (["--images", tmp_path / "wide", *digits], "holds images of 4x8; only square ones"),
+        (["--images", tmp_path / "mixed", *digits], r"different sizes: 0.png 8x8, 2.png 9x9"),
+        (["--images", tmp_path / "broken", *digits], "9.png cannot be decoded"),
+        (["--images", tmp_path / "noise", *digits], r"0\.png cannot be decoded"),
+        (["--images", tmp_path / "few", *digits, "--no_classes"], "5 samples against 1797 reference images"),
+        (["--images", folder / "first", tmp_path / "large", *digits], "different sizes cannot be compared"),
+        (["--images", folder / "first", "--reference", folder / "second", "--features", "classifier"], "--label_column"),
+        (["--images", folder / "first", *digits, "--features", "inception"], "needs --feature_weights weights-inception"),
+        (["--images", folder / "first", *digits, "--features", "dinov2"], "needs --feature_weights FOLDER"),
+        (["--images", folder / "first", "--reference", tmp_path / "absent"], "no such folder"),
+        (["--pipeline", tmp_path, *digits], "cannot load a pipeline"),
+        (["--pipeline", folder / "run", *digits, "--num_inference_steps", 21], "from 1 to 20"),
+        ([*digits], "name what to evaluate"),
+        (["--images", folder / "first"], "name the real images"),
+        (["--images", folder / "first", *digits, "--reference", folder], "name the real images once"),
+        (["make-reference", *digits], "needs --output"),
+    ]
+    for flags, message in cases:
+        with pytest.raises(UserError, match=message) as error:
+            call(*flags)
+        assert "\n" not in str(error.value), message
+    wrong = tmp_path / "weights.pth"
+    wrong.write_bytes(b"others")
+    with pytest.raises(UserError, match="has the SHA-256"):
+        call("--images", folder / "first", *digits, "--features", "inception", "--feature_weights", wrong)
+
+
+def test_a_checkpoint_needs_what_an_export_leaves(folder, call, tmp_path):
+    shutil.copytree(folder / "run" / "checkpoint-5", tmp_path / "bare" / "checkpoint-5")
+    with pytest.raises(UserError, match="that an export leaves"):
+        call("--pipeline", tmp_path / "bare" / "checkpoint-5", "--dataset_name", "digits")
+
+
+def test_one_colour_image_makes_a_folder_of_colour(tmp_path):
+    make_images(tmp_path / "mixed", [8] * 3)
+    assert ImageFolder(tmp_path / "mixed").shape == (1, 8, 8)
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "mixed" / "9.png")
+    folder = ImageFolder(tmp_path / "mixed")
+    assert folder.shape == (3, 8, 8)
+    assert folder.source("cpu")(torch.tensor([3]))[0, :, 0, 0].tolist() == [255, 0, 0]
+
+
+@pytest.mark.slow
+def test_what_one_process_cannot_read_is_one_line_of_all(folder, tmp_path):
+    shutil.copytree(folder / "first", tmp_path / "cut")
+    path = sorted((tmp_path / "cut").iterdir())[12]  # the second process's, of chunks of 8
+    path.write_bytes(path.read_bytes()[:60])
+    flags = ["--images", tmp_path / "cut", "--dataset_name", "digits", "--no_classes", "--batch_size", 8]
+    result = run_script("evaluate.py", [*flags, "--cache_dir", folder / "cache"], 2)
+    assert result.stderr.count("error: ") == 1 and f"error: cannot decode the image {path}: " in result.stderr
+    assert "gloo" not in result.stderr and 'evaluate.py", line' not in result.stderr
+
+
+@pytest.mark.slow
+def test_mistakes_end_with_2(tmp_path):
+    result = run_script("evaluate.py", ["--images", tmp_path / "missing", "--dataset_name", "digits"])
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)

@@ -1,0 +1,351 @@
+"""Power-function EMA and its reconstruction, against numerical integration and averages computed directly."""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import same_bytes
+from safetensors.torch import load_file, save_file
+from scipy.integrate import quad
+from torch import nn
+
+import reconstruct_ema
+from utils.core.errors import UserError
+from utils.optim.ema import EMA
+from utils.optim.power_ema import (
+    PowerEMA,
+    exponent_of_width,
+    inner_products,
+    make_ema,
+    power_decay,
+    reconstruction_weights,
+    width_of_exponent,
+)
+from utils.options.flags import EMAOptions
+from utils.runs.ema_snapshots import FOLDER, _rounding, fp16_error, list_snapshots, reconstruct, save_snapshots
+from utils.runs.state import TrainState
+
+FINITE = torch.tensor(True)
+
+
+def profile(t, exponent: float, end: float):
+    return (exponent + 1) * (t / end) ** exponent / end * (t <= end)
+
+
+@pytest.mark.parametrize(("exponent", "end"), [(16.97, 1.0), (6.94, 3000.0), (0.3, 7.0)])
+def test_width_is_the_profile_s_standard_deviation_over_its_length(exponent, end):
+    mean = quad(lambda t: t * profile(t, exponent, end), 0, end)[0]
+    square = quad(lambda t: t**2 * profile(t, exponent, end), 0, end)[0]
+    assert width_of_exponent(exponent) == pytest.approx((square - mean**2) ** 0.5 / end, rel=1e-5)
+
+
+def test_exponents_and_widths_are_each_other_s_inverse():
+    assert exponent_of_width(0.05) == pytest.approx(16.97, abs=0.005)
+    assert exponent_of_width(0.10) == pytest.approx(6.94, abs=0.005)
+    for width in np.linspace(0.005, 0.285, 29):
+        assert width_of_exponent(exponent_of_width(width)) == pytest.approx(width, rel=1e-9)
+    for width in (0.0, -0.1, 0.2887, 5.0):
+        with pytest.raises(UserError, match=r"between 0 and 0\.2887"):
+            exponent_of_width(width)
+
+
+def test_inner_products_against_numerical_integration():
+    steps, exponents = [100, 250, 400], [16.97, 6.94, 2.5]
+    actual = inner_products(steps, exponents, steps, exponents)
+    for a in range(3):
+        for b in range(3):
+            shorter = min(steps[a], steps[b])
+            product = quad(lambda t: profile(t, exponents[a], steps[a]) * profile(t, exponents[b], steps[b]), 0, shorter)  # noqa: B023
+            assert actual[a, b] == pytest.approx(product[0], rel=1e-6)
+
+
+def test_decay_gives_the_profile():
+    """The weight that the average of n updates gives to update t, for the plain mean and for a power."""
+    for exponent in (0.0, 6.94):
+        weights = []
+        for step in range(1, 2001):
+            decay = power_decay(step, exponent)
+            weights = [w * decay for w in weights] + [1 - decay] if step > 1 else [1.0]
+        assert sum(weights) == pytest.approx(1.0)
+        expected = [quad(profile, t - 1, t, (exponent, 2000.0))[0] for t in (500, 1000, 1999)]
+        assert [weights[t - 1] for t in (500, 1000, 1999)] == pytest.approx(expected, rel=1e-6)
+
+
+def trajectory(updates: int = 10_000, size: int = 20) -> np.ndarray:
+    steps = np.random.default_rng(0).normal(size=(updates, size))
+    return 1.0 + 0.01 * steps.cumsum(0)
+
+
+def averages(path: np.ndarray, width: float, every: int) -> dict[int, np.ndarray]:
+    """The average of `width` after each `every` updates, computed directly."""
+    exponent, mean, kept = exponent_of_width(width), np.zeros(path.shape[1]), {}
+    for step, weights in enumerate(path, 1):
+        decay = (1 - 1 / step) ** (exponent + 1)
+        mean = decay * mean + (1 - decay) * weights
+        if step % every == 0:
+            kept[step] = mean
+    return kept
+
+
+def test_reconstruction_of_10_000_updates_against_averages_computed_directly():
+    path = trajectory()
+    snapshots = [(step, w, mean) for w in (0.05, 0.10) for step, mean in averages(path, w, 250).items()]
+    assert len(snapshots) == 80
+    for width in (0.03, 0.05, 0.08, 0.15, 0.20):
+        direct = averages(path, width, 2500)
+        for step in (5000, 10_000):
+            used = [s for s in snapshots if s[0] <= step]
+            weights, _ = reconstruction_weights([s[0] for s in used], [s[1] for s in used], step, width)
+            assert weights.dtype == np.float64 and weights.sum() == pytest.approx(1.0, abs=1e-12)
+            made = sum(weight * mean for weight, (_, _, mean) in zip(weights, used))
+            assert np.linalg.norm(made - direct[step]) <= 1e-3 * np.linalg.norm(direct[step]), (width, step)
+
+
+@pytest.mark.parametrize(("step", "width"), [(400, 0.15), (400, 0.01), (415, 0.1), (40, 0.15)])
+def test_error_of_the_profile_against_numerical_integration(step, width):
+    """At a snapshot, for a width that is too narrow, between two snapshots, and from a single time."""
+    steps, widths = zip(*((s, w) for s in range(40, step + 1, 40) for w in (0.05, 0.10)))
+    weights, error = reconstruction_weights(steps, widths, step, width)
+    t = (np.arange(400_000) + 0.5) * step / 400_000
+    made = sum(x * profile(t, exponent_of_width(w), s) for x, s, w in zip(weights, steps, widths))
+    wanted = profile(t, exponent_of_width(width), step)
+    assert error == pytest.approx(np.sqrt(((made - wanted) ** 2).sum() / (wanted**2).sum()), rel=1e-3)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
+
+
+def walk(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+        model[1].num_batches_tracked += 1
+
+
+def tracked(model: nn.Module, updates: int, widths=(0.05, 0.10), skip=(), folder=None, every=10, dtype="fp32") -> PowerEMA:
+    ema, decay_at = make_ema(model, EMAOptions(ema_type="power", ema_widths=list(widths)))
+    for step in range(1, updates + 1):
+        walk(model, step)
+        ema.update(decay_at(step), torch.tensor(step not in skip))
+        if folder is not None and step % every == 0:
+            save_snapshots(ema, folder, step, fingerprint="abc", dtype=dtype)
+    return ema
+
+
+def test_several_widths_are_tracked_at_once():
+    ema = tracked(network(), 50)
+    for width in (0.05, 0.10):
+        model, expected = network(), None
+        for step in range(1, 51):
+            walk(model, step)
+            decay = (1 - 1 / step) ** (exponent_of_width(width) + 1)
+            weight = model[0].weight.detach().double()
+            expected = weight if expected is None else decay * expected + (1 - decay) * weight
+        torch.testing.assert_close(ema.averages[width].shadow["0.weight"].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_skipped_updates_change_none_of_them():
+    model = network()
+    ema, decay_at = make_ema(model, EMAOptions(ema_type="power"))
+    before = {name: tensor.clone() for name, tensor in ema.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.data += 1
+    ema.update(decay_at(7), torch.tensor(False))
+    assert all(torch.equal(before[name], tensor) for name, tensor in ema.state_dict().items())
+
+
+def test_the_first_width_is_the_one_that_is_swapped_in_and_stored_under_the_model_s_names():
+    model = network()
+    ema = tracked(model, 30)
+    state = ema.state_dict()
+    assert model.state_dict().keys() <= state.keys() and "0.1/0.weight" in state
+    average = state["0.weight"].clone()
+    with ema.swapped_into_model():
+        assert torch.equal(model[0].weight, average)
+
+
+def test_state_comes_back_and_other_widths_are_refused(tmp_path):
+    ema = tracked(network(), 30)
+    save_file({name: tensor.contiguous() for name, tensor in ema.state_dict().items()}, tmp_path / "ema.safetensors")
+    state = load_file(tmp_path / "ema.safetensors")
+    other = PowerEMA(network(), (0.05, 0.10))
+    other.load_state_dict(state)
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in state.items())
+    for widths, message in (((0.05, 0.2), r"0\.05 0\.1, not 0\.05 0\.2"), ((0.2, 0.1), r"0\.05 0\.1, not 0\.2 0\.1")):
+        with pytest.raises(UserError, match=f"of --ema_widths {message}"):
+            PowerEMA(network(), widths).load_state_dict(state)
+    with pytest.raises(UserError, match=r"of --ema_widths none, not 0\.05"):
+        PowerEMA(network(), (0.05,)).load_state_dict(EMA(network()).state_dict())
+    with pytest.raises(UserError, match="once"):
+        PowerEMA(network(), (0.05, 0.05))
+
+
+def test_exponential_ema_is_as_before():
+    ema, decay_at = make_ema(network(), EMAOptions(ema_max_decay=0.9, ema_inv_gamma=2.0, ema_power=0.6))
+    assert type(ema) is EMA
+    assert decay_at(10) == pytest.approx(1 - (1 + 9 / 2) ** -0.6) and decay_at(100_000) == 0.9
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("fp16", 1e-3)])
+def test_snapshots_on_disk_make_an_average_that_was_never_tracked(tmp_path, dtype, tolerance):
+    tracked(network(), 400, folder=tmp_path, dtype=dtype)
+    snapshots = list_snapshots(tmp_path)
+    assert [(s.step, s.width) for s in snapshots] == [(step, w) for step in range(10, 401, 10) for w in (0.05, 0.1)]
+    for snapshot in snapshots:
+        tensors = load_file(snapshot.path)
+        assert tensors["0.weight"].dtype == {"fp32": torch.float32, "fp16": torch.float16}[dtype]
+        assert tensors["1.running_mean"].dtype == torch.float32  # a buffer
+    for step in (200, 400):
+        direct = tracked(network(), step, widths=(0.07,))
+        made = reconstruct(snapshots, 0.07, step)
+        assert made.keys() == direct.shadow.keys()
+        for name in ("0.weight", "1.weight"):
+            assert (made[name] - direct.shadow[name]).norm() < tolerance * direct.shadow[name].norm(), name
+        assert made["1.num_batches_tracked"] == step
+    assert torch.equal(reconstruct(snapshots, 0.07)["0.weight"], made["0.weight"])  # the end, where no step is given
+    with pytest.raises(UserError, match="--step must be from 10 to 400"):
+        reconstruct(snapshots, 0.07, 5)
+
+
+@pytest.mark.parametrize("width", [0.02, 0.03, 0.05, 0.1, 0.2])
+def test_what_fp16_snapshots_add_against_the_same_sum_of_fp32_ones(tmp_path, width):
+    """Of the same averages, stored in both, and added up in float64."""
+    sums = {}
+    for dtype in ("fp32", "fp16"):
+        tracked(network(), 400, folder=tmp_path / dtype, dtype=dtype)
+        snapshots = list_snapshots(tmp_path / dtype)
+        weights, _ = reconstruction_weights([s.step for s in snapshots], [s.width for s in snapshots], 400, width)
+        names = ("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var")
+        stored = [torch.cat([load_file(s.path)[name].double().flatten() for name in names]) for s in snapshots]
+        sums[dtype] = sum(weight * values for weight, values in zip(weights, stored))
+    difference = float((sums["fp16"] - sums["fp32"]).norm() / sums["fp32"].norm())
+    made = reconstruct(snapshots, width)
+    rounding = fp16_error(snapshots, width, None, made)
+    # An estimate from above, of wide averages, in which the roundings cancel, more so. It is of 50 values, by chance.
+    assert 0.5 * difference < rounding < (1.5 if width < 0.05 else 4) * difference
+    if width == 0.02:
+        assert difference > 1e-3  # what it is there for
+    assert made["0.weight"].shape == (4, 1, 3, 3)
+    assert fp16_error(list_snapshots(tmp_path / "fp32"), width, None, made) == 0.0
+
+
+def test_zeros_are_stored_exactly():
+    """Nothing is as far from its fp16 neighbors as a number near 1; of 0 they are 2^-24 away."""
+    assert _rounding(torch.zeros(12, dtype=torch.float16)) == 2.0**-48
+    assert _rounding(torch.ones(12, dtype=torch.float16)) == 2.0**-20
+
+
+@pytest.mark.parametrize(
+    ("step", "width", "message"),
+    [
+        (205, 0.07, r"step 205 lies between the snapshots at 200 and 210, take one of these"),
+        (400, 0.01, r"profile would be 13 % off; take a --width nearer to those that were tracked \(0\.05 and 0\.1\)"),
+        (10, 0.15, r"from 2 snapshots: its profile would be 25 % off"),
+    ],
+)
+def test_an_average_that_the_snapshots_do_not_add_up_to_is_refused(tmp_path, step, width, message):
+    tracked(network(), 400, folder=tmp_path)
+    with pytest.raises(UserError, match=message):
+        reconstruct(list_snapshots(tmp_path), width, step)
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
+    ema = tracked(network(), 20, folder=tmp_path)
+    before = {s.path: s.path.read_bytes() for s in list_snapshots(tmp_path)}
+
+    def half(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr("utils.runs.ema_snapshots.save_file", half)
+    with pytest.raises(OSError):
+        save_snapshots(ema, tmp_path, 20, fingerprint="abc", dtype="fp32")
+    assert [s.path for s in list_snapshots(tmp_path)] == list(before)
+    assert all(same_bytes(path, content) for path, content in before.items())
+
+
+def test_what_does_not_belong_together_is_named(tmp_path):
+    with pytest.raises(UserError, match="no EMA snapshots; train with --ema_type power"):
+        list_snapshots(tmp_path)
+    ema = tracked(network(), 20, folder=tmp_path)
+    save_snapshots(ema, tmp_path, 30, fingerprint="of another run", dtype="fp32")
+    with pytest.raises(UserError, match="several runs"):
+        list_snapshots(tmp_path)
+    (tmp_path / FOLDER / "00000040-0.05.safetensors").write_bytes(b"not a snapshot at all")
+    with pytest.raises(UserError, match=r"00000040-0\.05\.safetensors is damaged"):
+        list_snapshots(tmp_path)
+
+
+def test_runs_of_other_options_have_other_fingerprints():
+    first, second = (TrainState(options={"seed": seed}).fingerprint for seed in (0, 1))
+    assert first != second and TrainState(options={"seed": 0}).fingerprint == first
+    assert TrainState(options={"seed": 1}, fingerprint=first).fingerprint == first  # resumed with another option, as allowed
+
+
+# ---- in a run
+
+
+def test_a_run_s_snapshots_survive_a_resume_and_are_the_same(train, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--ema_type", "power", "--ema_snapshot_steps", "3", "--checkpointing_steps", "4"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert train([*flags, "--output_dir", whole]) == 0
+    assert train([*flags, "--output_dir", resumed]) == 0
+    (resumed / "checkpoint-8/MANIFEST.json").unlink()
+    assert train([*flags, "--output_dir", resumed, "--resume_from_checkpoint", "latest"]) == 0
+    snapshots = list_snapshots(resumed)
+    assert [(s.step, s.width) for s in snapshots] == [(step, w) for step in (3, 6, 8) for w in (0.05, 0.1)]
+    for snapshot in snapshots:
+        assert same_bytes(snapshot.path, whole / FOLDER / snapshot.path.name)
+    for file in ("model.safetensors", "ema.safetensors"):
+        assert same_bytes(whole / "checkpoint-8" / file, resumed / "checkpoint-8" / file)
+    exported, averaged = (
+        load_file(resumed / p) for p in ("unet/diffusion_pytorch_model.safetensors", "checkpoint-8/ema.safetensors")
+    )
+    assert all(torch.equal(averaged[name], tensor) for name, tensor in exported.items())
+
+
+def test_snapshots_of_a_branch_that_was_left_are_gone_when_the_run_goes_on(train_script, script_flags, tmp_path):
+    """Even where the new branch takes its own at other steps, or there is no checkpoint to go on from."""
+    flags = [*script_flags, "--ema_type", "power", "--checkpointing_steps", "4", "--output_dir", tmp_path]
+    assert train_script([*flags, "--ema_snapshot_steps", "3"]) == 0
+    resume = [*flags, "--ema_snapshot_steps", "5", "--resume_from_checkpoint"]
+    assert train_script([*resume, "checkpoint-4", "--max_train_steps", "6"]) == 0
+    assert [s.step for s in list_snapshots(tmp_path)] == [3, 3, 5, 5, 6, 6]
+    for checkpoint in tmp_path.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    assert train_script([*resume, "latest", "--max_train_steps", "2"]) == 0
+    assert [s.step for s in list_snapshots(tmp_path)] == [2, 2]
+
+
+@pytest.mark.slow
+def test_power_averages_do_not_begin_on_the_way(train, tiny_flags, tmp_path):
+    """Neither from a checkpoint without averages nor from one with an exponential average."""
+    flags = [*tiny_flags, "--max_train_steps", "2", "--output_dir"]
+    change = ["--ema_type", "power", "--resume_from_checkpoint", "latest", "--allow_option_change", "ema_type", "use_ema"]
+    for name, options, message in (("none", ["--no-use_ema"], "has no EMA"), ("exponential", [], "widths none, not")):
+        assert train([*flags, tmp_path / name, *options, "--checkpointing_steps", "2"]) == 0
+        with pytest.raises(UserError, match=message):
+            train([*flags, tmp_path / name, *change])
+
+
+@pytest.mark.slow
+def test_reconstruction_of_a_real_run_is_what_it_would_have_tracked(train, tiny_flags, tmp_path, capsys):
+    flags = [*tiny_flags, "--ema_type", "power", "--max_train_steps", "120", "--output_dir", tmp_path, "--logging_steps", "60"]
+    assert train([*flags, "--ema_widths", "0.05", "0.1", "0.15", "--checkpointing_steps", "120"]) == 0
+    snapshots = [s for s in list_snapshots(tmp_path) if s.width != 0.15]
+    assert len(snapshots) == 80
+    made = reconstruct(snapshots, 0.15)
+    tracked = load_file(tmp_path / "checkpoint-120/ema.safetensors")
+    difference = sum((made[name] - tracked[f"0.15/{name}"]).square().sum() for name in made)
+    assert difference.sqrt() < 0.001 * sum(tensor.square().sum() for tensor in made.values()).sqrt()
+    unmoved = sum((made[name] - tracked[name]).square().sum() for name in made)  # the average of 0.05
+    assert difference < 0.01 * unmoved  # a tenth of the way, and that is the rounding of fp16
+    capsys.readouterr()
+    reconstruct_ema.main(reconstruct_ema.parse_args([str(tmp_path), "--width", "0.03", "--output_dir", str(tmp_path / "out")]))
+    said = re.search(r"profile (.*)% off, fp16 snapshots add up to (.*)% to the weights", capsys.readouterr().out)
+    assert float(said[1]) < 5 and 0.03 < float(said[2]) < 3  # of three widths: nearer, but of larger weights

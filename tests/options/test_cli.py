@@ -1,0 +1,202 @@
+import ast
+import math
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+import train_ddpm
+import train_edm2
+from utils.core.errors import UserError
+from utils.diffusion.edm2_unet import make_edm2_unet
+
+# Every flag of diffusers' train_unconditional.py but --local_rank, which torch's launchers no longer pass, with a value.
+DROP_IN = """--dataset_name a/b --dataset_config_name c --model_config_name_or_path m --train_data_dir d --output_dir o
+    --overwrite_output_dir --cache_dir k --resolution 64 --center_crop --random_flip --train_batch_size 2 --eval_batch_size 3
+    --dataloader_num_workers 1 --num_epochs 4 --save_images_epochs 5 --save_model_epochs 6 --gradient_accumulation_steps 7
+    --learning_rate 1e-3 --lr_scheduler linear --lr_warmup_steps 8 --adam_beta1 0.9 --adam_beta2 0.99
+    --adam_weight_decay 1e-4 --adam_epsilon 1e-7 --use_ema --ema_inv_gamma 2 --ema_power 0.6 --ema_max_decay 0.99
+    --push_to_hub --hub_token t --hub_model_id i --hub_private_repo --logger wandb --logging_dir l --mixed_precision bf16
+    --prediction_type sample --ddpm_num_steps 500 --ddpm_num_inference_steps 100 --ddpm_beta_schedule linear
+    --checkpointing_steps 9 --checkpoints_total_limit 10 --resume_from_checkpoint latest --preserve_input_precision
+    --enable_xformers_memory_efficient_attention"""
+
+# Its defaults, as far as both have them.
+DEFAULTS = {
+    "output_dir": "ddpm-model-64",
+    "resolution": 64,
+    "train_batch_size": 16,
+    "eval_batch_size": 16,
+    "num_epochs": 100,
+    "save_images_epochs": 10,
+    "save_model_epochs": 10,
+    "learning_rate": 1e-4,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 500,
+    "adam_beta1": 0.95,
+    "adam_beta2": 0.999,
+    "adam_weight_decay": 1e-6,
+    "adam_epsilon": 1e-8,
+    "ema_inv_gamma": 1.0,
+    "ema_power": 0.75,
+    "ema_max_decay": 0.9999,
+    "logger": "tensorboard",
+    "logging_dir": "logs",
+    "prediction_type": "epsilon",
+    "ddpm_num_steps": 1000,
+    "ddpm_beta_schedule": "linear",
+    "checkpointing_steps": 500,
+    "checkpoints_total_limit": None,
+    "resume_from_checkpoint": None,
+}
+
+
+def test_every_flag_of_train_unconditional_is_understood():
+    args = vars(train_ddpm.parse_args(shlex.split(DROP_IN)))
+    words = shlex.split(DROP_IN)
+    for word, value in zip(words, [*words[1:], "--"]):
+        if word.startswith("--"):
+            expected = True if value.startswith("--") else value
+            assert args[word[2:]] == (type(args[word[2:]])(expected)), word
+
+
+def test_defaults_are_those_of_train_unconditional():
+    args = vars(train_ddpm.parse_args(["--dataset_name", "a/b"]))
+    assert {name: args[name] for name in DEFAULTS} == DEFAULTS
+    assert args["model_preset"] is None
+
+
+def test_no_arguments_mean_the_digits():
+    args = train_ddpm.parse_args([])
+    assert (args.dataset_name, args.model_preset, args.output_dir) == ("digits", "digits16", "runs/digits")
+
+
+def test_command_line_wins_over_the_preset():
+    args = train_ddpm.parse_args(["--dataset_name", "x/y", "--model_preset", "cifar10", "--learning_rate", "3e-4"])
+    assert (args.learning_rate, args.train_batch_size, args.dataset_name) == (3e-4, 128, "x/y")
+    assert train_ddpm.parse_args(["--train_data_dir", "photos", "--model_preset", "digits16"]).dataset_name is None
+
+
+def test_edm2_s_usual_preset_is_xs_at_the_paper_s_batch():
+    args = train_edm2.parse_args(["--dataset_name", "uoft-cs/cifar10", "--resolution", "32"])
+    assert (args.model_preset, args.learning_rate, args.lr_decay_steps) == ("XS", 0.0120, 35_000)
+    assert (args.global_batch_size, args.train_batch_size, args.max_grad_norm) == (2048, 32, 0.0)
+    assert train_edm2.parse_args(["--dataset_name", "digits"]).model_preset == "digits16"
+    config = train_edm2.parse_args(["--dataset_name", "x/y", "--model_config_name_or_path", "folder"])
+    assert (config.model_preset, config.max_train_steps) == (None, None)
+    assert train_ddpm.parse_args(["--dataset_name", "x/y"]).model_preset is None
+
+
+@pytest.mark.parametrize(
+    ("preset", "channels", "learning_rate", "dropout", "mebi_images"),
+    [  # published for pixels (ImageNet-64); the lengths of XXS and XXL for latents, as there are no others
+        ("XXS", 64, 0.0170, 0.0, 2048),
+        ("XS", 128, 0.0120, 0.0, 1024),
+        ("S", 192, 0.0100, 0.0, 1024),
+        ("M", 256, 0.0090, 0.1, 2048),
+        ("L", 320, 0.0080, 0.1, 1024),
+        ("XL", 384, 0.0070, 0.1, 640),
+        ("XXL", 448, 0.0065, 0.1, 896),
+    ],
+)
+def test_edm2_s_presets_are_the_published_settings_for_pixels(preset, channels, learning_rate, dropout, mebi_images):
+    args = train_edm2.parse_args(["--dataset_name", "x/y", "--model_preset", preset])
+    assert (args.optimizer, args.adam_beta1, args.adam_beta2, args.adam_epsilon) == ("adam", 0.9, 0.99, 1e-8)
+    assert (args.adam_weight_decay, args.max_grad_norm, args.lr_scheduler) == (0.0, 0.0, "inverse_sqrt")
+    assert (args.learning_rate, args.lr_decay_steps, args.global_batch_size) == (learning_rate, 35_000, 2048)
+    assert (args.P_mean, args.P_std, args.sigma_data, args.ema_type) == (-0.8, 1.6, 0.5, "power")
+    assert args.max_train_steps * 2048 == mebi_images * 2**20
+    assert args.ema_snapshot_steps * 2048 == 8 * 2**20
+    assert args.lr_warmup_steps == math.ceil(10e6 / 2048)
+    with torch.device("meta"):
+        config = make_edm2_unet(args).config
+    assert (config.model_channels, config.dropout) == (channels, dropout)
+    other = train_edm2.parse_args(["--dataset_name", "x/y", "--model_preset", preset, "--global_batch_size", "256"])
+    changed = {name for name, value in vars(other).items() if value != getattr(args, name)}
+    assert changed == {"global_batch_size"}  # as the help says
+
+
+def test_a_split_of_the_batch_on_the_command_line_wins_over_the_preset_s_global_batch():
+    flags = ["--dataset_name", "x/y", "--model_preset", "S", "--gradient_accumulation_steps", "4"]
+    args = train_edm2.parse_args([*flags, "--train_batch_size", "64"])
+    assert (args.global_batch_size, args.train_batch_size, args.gradient_accumulation_steps) == (None, 64, 4)
+    args = train_edm2.parse_args(flags)
+    assert (args.global_batch_size, args.train_batch_size, args.gradient_accumulation_steps) == (None, 32, 4)
+    args = train_edm2.parse_args(["--dataset_name", "x/y", "--model_preset", "S", "--train_batch_size", "64"])
+    assert (args.global_batch_size, args.train_batch_size) == (2048, 64)
+
+
+def test_epochs_on_the_command_line_win_over_a_presets_updates():
+    flags = ["--dataset_name", "x/y", "--model_preset", "cifar10", "--num_epochs", "3", "--save_images_epochs=2"]
+    args = train_ddpm.parse_args(flags)
+    assert (args.max_train_steps, args.num_epochs, args.save_images_steps, args.save_images_epochs) == (None, 3, None, 2)
+
+
+READERS = {"args", "options", "self", "self.options", "self._options", "run.options", "self._run.options"}  # names of options
+
+
+@pytest.mark.parametrize("module", [train_ddpm, train_edm2], ids=["ddpm", "edm2"])
+def test_every_flag_is_read(module):
+    paths = [path for path in (ROOT / "utils").rglob("*.py") if path.name != "flags.py"]
+    nodes = [node for path in (Path(module.__file__), *paths) for node in ast.walk(ast.parse(path.read_text()))]
+    nodes += ast.walk(ast.parse((ROOT / "utils/options/flags.py").read_text()))  # where flags are compared with one another
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in READERS}
+    assert set(vars(module.parse_args([]))) - read == set()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model_preset cifar", "unknown --model_preset 'cifar'"),
+        ("--model_preset cifar10", "name the data"),
+        ("--checkpoint_steps 3", "unknown flag --checkpoint_steps; did you mean --checkpointing_steps"),
+        ("--hub_tok secret", "unknown flag --hub_tok; did you mean --hub_token"),
+        ("--train_batch_size 0", "--train_batch_size must be at least 1, got 0"),
+        ("--learning_rate 0", "--learning_rate must be above 0, got 0"),
+        ("--ema_max_decay 1.0", "--ema_max_decay"),
+        ("--max_grad_norm -1", "--max_grad_norm"),
+        ("--dropout 2", "--dropout"),
+        ("--color_jitter 3", "--color_jitter"),
+        ("--ema_inv_gamma 0", "--ema_inv_gamma"),
+        ("--early_stopping_patience 3 --validation_images 0", "set --validation_images"),
+    ],
+)
+def test_values_that_no_run_can_use_are_refused(flags, message):
+    with pytest.raises(UserError, match=message):
+        train_ddpm.parse_args(flags.split())
+
+
+@pytest.mark.parametrize("flags", ["--train_batch_size some", "--ddpm_beta_schedule cosinus", "--lr_scheduler none"])
+def test_argparse_refuses_the_rest(flags, capsys):
+    with pytest.raises(SystemExit):
+        train_ddpm.parse_args(flags.split())
+    assert flags.split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["train_ddpm.py", "train_edm2.py", "generate.py"])
+def test_help_shows_everything_without_importing_torch(script):
+    code = f"import sys, runpy; sys.argv = ['{script}', '--help']\n"
+    code += f"try: runpy.run_path('{ROOT / script}', run_name='__main__')\n"
+    code += "except SystemExit: assert 'torch' not in sys.modules and 'diffusers' not in sys.modules"
+    start = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert time.perf_counter() - start < 30
+    assert "accelerate launch " + script in result.stdout
+    if script == "train_ddpm.py":
+        assert "cifar10: --resolution 32" in result.stdout
+    if script == "train_edm2.py":
+        assert "settings for pixels (ImageNet-64)" in result.stdout
+        assert "do not follow another --global_batch_size" in result.stdout
+
+
+def test_the_preset_s_weighting_gives_way_to_zero_snr():
+    """Together they would not train the timestep that sampling starts with; given by hand they are refused."""
+    assert train_ddpm.parse_args([]).snr_gamma == 5.0
+    assert train_ddpm.parse_args(["--rescale_betas_zero_snr"]).snr_gamma is None
+    assert train_ddpm.parse_args(["--rescale_betas_zero_snr", "--snr_gamma", "5"]).snr_gamma == 5.0

@@ -1,0 +1,67 @@
+"""The run's own record: whole after kills, cut back on resume, readable with NaN in it."""
+
+import json
+import math
+
+import pytest
+
+from utils.core.errors import UserError
+from utils.runs.history import HISTORY, History, read_history
+from utils.runs.record import RunRecord
+from utils.training.doctor import Doctor
+
+
+def test_records_come_back_with_what_json_has_no_word_for(tmp_path):
+    history = History(tmp_path, first_step=0)
+    history.add(1, {"train/loss": math.nan, "layers": {"a": {"gradient": math.inf, "update": -math.inf}}})
+    history.add(2, {"train/loss": 0.5})
+    for line in (tmp_path / HISTORY).read_text().splitlines():
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    first, second = read_history(tmp_path / HISTORY)
+    assert math.isnan(first["train/loss"])
+    assert first["layers"]["a"] == {"gradient": math.inf, "update": -math.inf}
+    assert (second["step"], second["train/loss"]) == (2, 0.5)
+
+
+def test_a_resumed_run_drops_what_it_does_again(tmp_path):
+    history = History(tmp_path, first_step=0)
+    for step in (10, 20, 30):
+        history.add(step, {"train/loss": float(step)})
+    with open(tmp_path / HISTORY, "a") as file:
+        file.write('{"step": 40, "train/lo')  # killed while it wrote
+    history = History(tmp_path, first_step=20)
+    history.add(30, {"train/loss": 31.0})
+    record = RunRecord(tmp_path, history=read_history(tmp_path / HISTORY))
+    assert record.series("train/loss") == ([10, 20, 30], [10.0, 20.0, 31.0])
+    assert record.series("absent") == ([], [])
+
+
+def test_a_line_that_a_kill_cut_short_does_not_spoil_the_next(tmp_path):
+    (tmp_path / HISTORY).write_text('{"step": 1, "a": 1}\n{"step": 2, "a')
+    History(tmp_path, first_step=5).add(6, {"a": 6})
+    assert [record["step"] for record in read_history(tmp_path / HISTORY)] == [1, 6]
+
+
+def test_other_processes_write_nothing(tmp_path):
+    History(tmp_path, first_step=0, enabled=False).add(1, {"a": 1})
+    assert not (tmp_path / HISTORY).exists()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match="holds no run"):
+        RunRecord.read(tmp_path)
+
+
+def test_a_long_run_records_its_layers_now_and_then(tmp_path):
+    def start(first_step: int) -> Doctor:
+        options = {"options": {}, "resolved": {}, "expected_reports": 1000, "enabled": True, "say": print}
+        return Doctor(tmp_path, first_step=first_step, **options)
+
+    doctor = start(0)
+    for step in range(1, 1001):
+        if step == 501:
+            doctor = start(500)  # resumed
+        doctor.record_report(step, {"train/loss": 1.0}, {"a.weight": {"update": 1e-3}})
+    records = read_history(tmp_path / HISTORY)
+    assert len(records) == 1000
+    assert [record["step"] for record in records if "layers" in record] == list(range(1, 1001, 5))

@@ -1,0 +1,344 @@
+"""The training script as its users run it: equal launches, resuming, stopping, bad input, the exported pipeline."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    ROOT,
+    logged_scalars,
+    run_command,
+    run_script,
+    same_bytes,
+    script_environment,
+    slow_turns,
+)
+from safetensors.torch import load_file
+
+from utils.core.distributed import usable_cores
+from utils.core.errors import UserError
+from utils.runs.checkpoints import list_checkpoints
+
+CHECKPOINT_FILES = ("model.safetensors", "ema.safetensors", "optimizer.bin")
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in list_checkpoints(folder)]
+
+
+def largest_relative_error(first: Path, second: Path) -> float:
+    first, second = load_file(first), load_file(second)
+    return max(((first[k] - second[k]).norm() / first[k].norm().clamp(min=1e-6)).item() for k in first)
+
+
+# ---- one process, two processes, accumulation: the same training
+
+
+@pytest.fixture(scope="module")
+def split_runs(server, tiny_flags, tmp_path_factory) -> dict[str, Path]:
+    """20 updates of the same run, split in three ways; the second half is also continued by another number of processes."""
+    folder = tmp_path_factory.mktemp("split")
+    flags = [*tiny_flags, "--max_train_steps", "20", "--checkpointing_steps", "10", "--validation_images", "16"]
+    flags += ["--random_flip", "--color_jitter", "0.1", "--validation_steps", "10"]
+    splits = {"1x8": (1, 8, 1), "1x4x2": (1, 4, 2), "2x4": (2, 4, 1)}
+    for name, (processes, batch, accumulation) in splits.items():
+        split = ["--train_batch_size", batch, "--gradient_accumulation_steps", accumulation, "--output_dir", folder / name]
+        server.run(["train_ddpm.py", *flags, *split], processes)
+    for name, source, processes, batch in (("2->1", "2x4", 1, 8), ("1->2", "1x8", 2, 4)):
+        (folder / name).mkdir()
+        shutil.copytree(folder / source / "checkpoint-10", folder / name / "checkpoint-10")
+        split = ["--train_batch_size", batch, "--output_dir", folder / name, "--resume_from_checkpoint", "latest"]
+        server.run(["train_ddpm.py", *flags, *split], processes)
+    return {name: folder / name for name in (*splits, "2->1", "1->2")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["1x4x2", "2x4"])
+def test_splits_of_a_batch_train_alike(split_runs, split):
+    expected, actual = (logged_scalars(split_runs[name], "train/loss") for name in ("1x8", split))
+    assert len(expected) == 20
+    assert actual == pytest.approx(expected, rel=1e-5)
+    for tag in ("train/lr", "train/ema_decay", "train/samples_seen"):
+        assert logged_scalars(split_runs["1x8"], tag) == logged_scalars(split_runs[split], tag)
+    validation = [logged_scalars(split_runs[name], "validation/loss") for name in ("1x8", split)]
+    assert validation[0] == pytest.approx(validation[1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["2->1", "1->2"])
+def test_another_number_of_processes_continues_the_run(split_runs, name):
+    expected = logged_scalars(split_runs["1x8"], "train/loss")
+    assert logged_scalars(split_runs[name], "train/loss") == pytest.approx(
+        {step: loss for step, loss in expected.items() if step > 10}, rel=1e-5
+    )
+    # Adam divides by the root of tiny second moments, which enlarges rounding: 1e-4 was measured after 50 updates.
+    for file in ("model.safetensors", "ema.safetensors"):
+        paths = [split_runs[which] / "checkpoint-20" / file for which in ("1x8", name)]
+        assert largest_relative_error(*paths) < 1e-3
+
+
+@pytest.mark.slow
+def test_curves_would_notice_other_noise(split_runs, tiny_flags, tmp_path, train):
+    flags = ["--max_train_steps", "5", "--seed", "1", "--validation_images", "16", "--output_dir", tmp_path]
+    train([*tiny_flags, *flags])
+    other, expected = logged_scalars(tmp_path, "train/loss"), logged_scalars(split_runs["1x8"], "train/loss")
+    assert abs(other[3] - expected[3]) > 1e-3 * expected[3]
+
+
+# ---- resuming
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="plain"),
+        *slow_turns(
+            ["--dropout", "0.3", "--optimizer", "rmsprop", "--prediction_type", "v_prediction", "--no-use_ema"],
+            ["--cache_images", "no", "--dataloader_num_workers", "2", "--balanced_sampling", "--snr_gamma", "5"],
+            ["--spectral_norm", "--adaptive_clipping", "--save_model_steps", "3"],
+            ids=["dropout-rmsprop", "workers-balanced", "spectral-adaptive"],
+        ),
+        pytest.param(
+            ["--mixed_precision", "bf16", "--gradient_checkpointing", "--l1_weight", "1e-5", "--zero_init_output"],
+            id="bf16-checkpointing",
+        ),
+    ],
+)
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(train, tiny_flags, tmp_path, options):
+    flags = [*tiny_flags, *options, "--checkpointing_steps", "4"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert train([*flags, "--output_dir", whole]) == 0
+    resumed.mkdir()
+    shutil.copytree(whole / "checkpoint-4", resumed / "checkpoint-4")
+    assert train([*flags, "--output_dir", resumed, "--resume_from_checkpoint", "checkpoint-4"]) == 0
+    for file in CHECKPOINT_FILES:
+        paths = [folder / "checkpoint-8" / file for folder in (whole, resumed)]
+        if paths[0].exists() or file != "ema.safetensors":
+            assert same_bytes(paths[0], paths[1]), file
+    exported = [folder / "unet" / "diffusion_pytorch_model.safetensors" for folder in (whole, resumed)]
+    assert same_bytes(exported[0], exported[1])
+    states = [json.loads((folder / "checkpoint-8" / "state.json").read_text()) for folder in (whole, resumed)]
+    assert states[0] == states[1] and states[0]["step"] == 8
+    assert (states[0]["grad_norm_mean"] is None) == ("--adaptive_clipping" not in options)
+
+
+def test_sampling_and_validating_leave_the_training_untouched(train, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--dropout", "0.2", "--validation_images", "16"]
+    flags += ["--max_train_steps", "4", "--checkpointing_steps", "4"]
+    quiet = ["--output_dir", tmp_path / "quiet", "--validation_steps", "100"]
+    busy = ["--output_dir", tmp_path / "busy", "--validation_steps", "1", "--save_images_steps", "1", "--save_model_steps", "2"]
+    train([*flags, *quiet])
+    train([*flags, *busy])
+    assert len(list((tmp_path / "busy" / "samples").glob("*.png"))) == 8
+    for file in CHECKPOINT_FILES:
+        assert same_bytes(tmp_path / "quiet/checkpoint-4" / file, tmp_path / "busy/checkpoint-4" / file)
+
+
+def test_changed_options_are_refused_with_a_diff_unless_allowed(train, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4"]
+    train(flags)
+    resume = [*flags, "--resume_from_checkpoint", "checkpoint-4", "--learning_rate", "2e-3"]
+    with pytest.raises(UserError, match=r"learning_rate: 0\.001 in the checkpoint, 0\.002 now"):
+        train(resume)
+    with pytest.raises(UserError, match="global_batch_size: 8 in the checkpoint, 4 now"):
+        train([*flags, "--resume_from_checkpoint", "latest", "--train_batch_size", "4"])
+    assert train([*resume, "--allow_option_change", "learning_rate", "--logging_steps", "2"]) == 0
+
+
+@pytest.mark.slow
+def test_a_finished_run_can_be_made_longer(train, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4"]
+    train(flags)
+    assert train([*flags, "--resume_from_checkpoint", "latest", "--max_train_steps", "12"]) == 0
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-8", "checkpoint-12"]
+    assert sorted(logged_scalars(tmp_path, "train/loss")) == list(range(1, 13))
+
+
+def test_existing_run_is_refused_or_replaced(train, tiny_flags, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4"]
+    train(flags)
+    with pytest.raises(UserError, match="already holds a run"):
+        train(flags)
+    assert train([*flags, "--overwrite_output_dir", "--max_train_steps", "4"]) == 0
+    assert names(tmp_path) == ["checkpoint-4"]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert sorted(logged_scalars(tmp_path, "train/loss")) == [1, 2, 3, 4]
+
+
+# ---- stopping
+
+
+def test_early_stopping_keeps_the_best_checkpoint(train, tiny_flags, tmp_path):
+    """With a learning rate of practically nothing the validation loss stands still, and only the first one counts."""
+    flags = [*tiny_flags, "--output_dir", tmp_path, "--learning_rate", "1e-30", "--max_train_steps", "40"]
+    flags += ["--validation_images", "8", "--validation_steps", "2", "--early_stopping_patience", "3"]
+    assert train([*flags, "--checkpoints_total_limit", "2"]) == 0
+    assert max(logged_scalars(tmp_path, "train/loss")) == 8  # best at 2, then 4, 6 and 8 brought no gain
+    assert names(tmp_path) == ["checkpoint-2"]
+    assert (tmp_path / "model_index.json").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_stopped_early_stays_stopped(train, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--output_dir", tmp_path, "--learning_rate", "1e-30", "--max_train_steps", "40"]
+    flags += ["--validation_images", "8", "--validation_steps", "2", "--early_stopping_patience", "3"]
+    flags += ["--checkpointing_steps", "8"]
+    train(flags)
+    exported = (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").read_bytes()
+    train([*flags, "--resume_from_checkpoint", "latest"])
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-8"]
+    assert same_bytes(tmp_path / "unet" / "diffusion_pytorch_model.safetensors", exported)
+    train([*flags, "--resume_from_checkpoint", "latest", "--early_stopping_patience", "6"])
+    assert max(logged_scalars(tmp_path, "train/loss")) == 14
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew_with_one_value_per_step(train, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--output_dir", tmp_path, "--resume_from_checkpoint", "latest"]
+    for _ in range(2):
+        train(flags)
+    assert sorted(logged_scalars(tmp_path, "train/loss")) == list(range(1, 9))
+    assert len(json.loads((tmp_path / "options.json").read_text())["earlier_starts"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "processes"), [("cpu.yaml", 1), ("multi_cpu.yaml", 2)])
+def test_launch_configs_start_connected_processes_on_all_cores(tiny_flags, tmp_path, config, processes):
+    threads = tiny_flags.index("--cpu_threads")
+    flags = tiny_flags[:threads] + tiny_flags[threads + 2 :]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", ROOT / "accelerate_configs" / config]
+    command += [ROOT / "train_ddpm.py", *flags, "--max_train_steps", "2", "--output_dir", tmp_path]
+    result = run_command(command, script_environment())
+    assert result.returncode == 0, result.stderr[-3000:]
+    resolved = json.loads((tmp_path / "options.json").read_text())["resolved"]
+    assert (resolved["num_processes"], resolved["global_batch_size"]) == (processes, 8 * processes)
+    assert resolved["cpu_threads"] == max(1, usable_cores() // processes)
+
+
+# ---- drop-in for train_unconditional.py
+
+
+@pytest.mark.slow
+def test_its_test_suite_s_command_lines(train, tiny_flags, tmp_path):
+    """The three cases of diffusers' own test, on six local images instead of its Hub data set."""
+    from PIL import Image
+
+    images = tmp_path / "images"
+    images.mkdir()
+    for i in range(6):
+        Image.effect_noise((40, 32), 60 + i).convert("RGB").save(images / f"{i}.png")
+    config = tmp_path / "config"
+    config.mkdir()
+    network = json.loads((Path(tiny_flags[3]) / "config.json").read_text()) | {"in_channels": 3, "out_channels": 3}
+    (config / "config.json").write_text(json.dumps(network))
+    output_dir = tmp_path / "run"
+    common = f"""--train_data_dir {images} --model_config_name_or_path {config} --resolution 16 --output_dir {output_dir}
+        --cache_dir {tmp_path / "cache"} --gradient_accumulation_steps 1 --ddpm_num_inference_steps 2 --learning_rate 1e-3
+        --lr_warmup_steps 5 --eval_batch_size 2 --train_batch_size 1 --checkpointing_steps=2""".split()
+    assert train([*common, "--num_epochs", "1", "--checkpoints_total_limit=2"]) == 0
+    assert names(output_dir) == ["checkpoint-4", "checkpoint-6"]
+    assert (output_dir / "unet" / "diffusion_pytorch_model.safetensors").is_file()
+    assert (output_dir / "scheduler" / "scheduler_config.json").is_file()
+    resume = ["--num_epochs", "2", "--resume_from_checkpoint=checkpoint-6", "--checkpoints_total_limit=2"]
+    assert train([*common, *resume]) == 0
+    assert names(output_dir) == ["checkpoint-10", "checkpoint-12"]
+
+
+# ---- bad input ends before the first update, in one line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--image_column", "picture"], "picture"),
+        (["--max_train_images", "5"], "5 training images are fewer than one global batch of 8"),
+        (["--validation_images", "5000"], "leaves none of the 1797 images"),
+        (["--resolution", "15"], "--resolution 15 does not divide by 2"),
+        (["--image_channels", "3"], "in/out channels 1/1, the images have 3"),
+        (["--model_config_name_or_path", "/nowhere"], "cannot read --model_config_name_or_path /nowhere"),
+        (["--output_dir", "/proc/run"], "cannot write to --output_dir /proc/run"),
+        (["--rescale_betas_zero_snr"], "v_prediction"),
+        (
+            ["--rescale_betas_zero_snr", "--prediction_type", "v_prediction", "--snr_gamma", "5"],
+            "timestep 999 a weight of 0",
+        ),
+        (["--resume_from_checkpoint", "checkpoint-7"], "no checkpoint 'checkpoint-7'"),
+        (["--dataset_name", "/no/such/data"], "/no/such/data"),
+        (["--mixed_precision", "fp16"], "fp16 needs a GPU"),
+        (["--ddpm_num_inference_steps", "5000"], "5000 sampling steps asked for"),
+        (["--optimizer", "adamw8bit"], "bitsandbytes"),
+        (["--logger", "wandbb"], "unknown --logger 'wandbb'"),
+        (["--logger", "aim"], "pip install aim"),
+        (["--enable_xformers_memory_efficient_attention"], "leave it out"),
+    ],
+)
+def test_bad_input_is_named(train, tiny_flags, tmp_path, flags, message):
+    with pytest.raises(UserError) as error:
+        train([*tiny_flags, "--output_dir", tmp_path / "run", *flags])
+    assert message in str(error.value)
+    assert "Traceback" not in str(error.value) and len(str(error.value)) < 600
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_mistake_does_not_cost_the_run_that_was_to_be_overwritten(train, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "8"]
+    train(flags)
+    with pytest.raises(UserError):
+        train([*flags, "--overwrite_output_dir", "--image_column", "picture"])
+    assert names(tmp_path) == ["checkpoint-8"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_error_is_one_line_and_status_2(tiny_flags, tmp_path, processes):
+    result = run_script("train_ddpm.py", [*tiny_flags, "--output_dir", tmp_path, "--label_column", "digit"], processes)
+    assert result.returncode == (2 if processes == 1 else 1)  # torchrun has its own
+    errors = [line for line in result.stderr.splitlines() if "'digit'" in line]
+    assert len(errors) == 1 and errors[0].startswith("error: ")
+
+
+# ---- what a run leaves
+
+
+def test_the_folder_of_a_run(train, tiny_flags, tmp_path):
+    secret = ["--hub_token", "hf_abcdefghijklmnopqrstuvwxyz"]
+    flags = [*tiny_flags, *secret, "--output_dir", tmp_path, "--checkpointing_steps", "4", "--validation_images", "8"]
+    assert train(flags) == 0
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left >= {"model_index.json", "unet", "scheduler", "README.md", "options.json", "samples", "logs", "checkpoint-8"}
+    assert {name for name in left if name.startswith(".")} == {".lock"}
+    assert (tmp_path / "exit_status").read_text() == "0\n"
+    options = json.loads((tmp_path / "options.json").read_text())
+    assert options["options"]["learning_rate"] == 1e-3
+    assert options["resolved"]["training_images"] == 1789
+    assert set(options["versions"]) >= {"torch", "accelerate", "diffusers"}
+    assert {path.name for path in (tmp_path / "samples").iterdir()} == {"0000008.png", "0000008-path.png"}
+    card = (tmp_path / "README.md").read_text()
+    assert "64" in card and "digits" in card and "samples/0000008.png" in card
+    for file in (tmp_path / "options.json", tmp_path / "README.md", *tmp_path.glob("checkpoint-*/state.json")):
+        assert "hf_abc" not in file.read_text(), file
+    tags = ("train/loss", "train/grad_norm", "train/lr", "train/ema_decay", "train/ema_distance", "train/clip_value")
+    for tag in (*tags, "train/skipped_updates", "perf/images_per_second", "perf/data_wait", "perf/peak_memory_gib"):
+        assert sorted(logged_scalars(tmp_path, tag)) == list(range(1, 9)), tag
+    from diffusers import DDPMPipeline
+
+    weights = load_file(tmp_path / "checkpoint-8" / "ema.safetensors")
+    exported = DDPMPipeline.from_pretrained(tmp_path).unet.state_dict()
+    assert all(torch.equal(weights[name], exported[name]) for name in weights)
+
+
+@pytest.mark.slow
+def test_a_network_that_was_compiled_keeps_clean_names(train, tiny_flags, tmp_path, monkeypatch):
+    """With the graphs captured but not lowered to machine code, which takes minutes on a CPU."""
+    from diffusers import UNet2DModel
+
+    monkeypatch.setattr(UNet2DModel, "compile", lambda self: torch.nn.Module.compile(self, backend="aot_eager"))
+    flags = [*tiny_flags, "--max_train_steps", "2", "--checkpointing_steps", "2"]
+    assert train([*flags, "--compile", "--output_dir", tmp_path / "compiled"]) == 0
+    assert train([*flags, "--output_dir", tmp_path / "eager"]) == 0
+    files = [tmp_path / which / "checkpoint-2" / "model.safetensors" for which in ("compiled", "eager")]
+    assert load_file(files[0]).keys() == load_file(files[1]).keys()
+    assert largest_relative_error(*files) < 1e-3

@@ -1,0 +1,67 @@
+"""What the documentation names exists: files, headings, flags and modules. Its commands are understood."""
+
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from command_lines import RECORDED
+from conftest import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+SCRIPTS = json.loads(RECORDED.read_text())
+FLAGS = {flag: about for script in SCRIPTS.values() for flag, about in script["flags"].items()}
+OTHERS = {  # of launchers and tools
+    *("--config_file", "--num_processes", "--machine_rank", "--main_process_ip", "--cpu", "--standalone", "--nproc_per_node"),
+    *("--help", "--local_rank", "--logdir", "--nodes", "--signal", "--time", "--check", "--wait"),
+    *("--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"),
+}
+of_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@of_pages
+def test_links_lead_somewhere(page):
+    text = page.read_text()
+    labels = dict(re.findall(r"^\[([^]]+)\]: (\S+)$", text, re.MULTILINE))
+    assert set(re.findall(r"\]\[([^]]+)\]", text)) <= labels.keys()
+    for target in [*re.findall(r"\]\(([^)\s]+)\)", text), *labels.values()]:
+        path, _, anchor = target.partition("#")
+        if not target.startswith("http"):
+            file = page.parent / path if path else page
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file), target
+
+
+@of_pages
+def test_flags_exist(page):
+    of_benchmarks = {flag for file in ROOT.glob("benchmarks/**/*.py") for flag in re.findall(r'"(--[\w-]+)"', file.read_text())}
+    negated = {"--no-" + flag[2:] for flag, about in FLAGS.items() if about["negated"]}
+    named = set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", page.read_text()))
+    assert named - FLAGS.keys() - negated - OTHERS - of_benchmarks == set()
+
+
+@of_pages
+def test_files_exist(page):
+    folders = "utils|tests|benchmarks|accelerate_configs|models|docs"
+    named = re.findall(rf"(?<![\w/.])(?:{folders})/[\w/]*\w\.\w+", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@of_pages
+def test_commands_are_understood(page):
+    text = page.read_text().replace("\\\n", " ")
+    for line in re.findall(r"(?:accelerate launch|python) [^\n|`<]*\.py[^\n|`<]*", text):
+        words = [word for word in shlex.split(line, comments=True) if word != "..."]
+        script = next(word for word in words if word.endswith(".py"))
+        if Path(script).stem in SCRIPTS and "--help" not in words:
+            with patch("sys.argv", [script]):
+                importlib.import_module(Path(script).stem).parse_args(words[words.index(script) + 1 :])

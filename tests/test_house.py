@@ -1,0 +1,41 @@
+"""The house keeps its plan: arrows between the rooms of utils/ go up only, and no module imports itself by way of others."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from conftest import ROOT
+
+FLOORS = ["core", "options", "data optim", "diffusion runs", "diagnostics", "evaluation", "training"]
+FLOORS = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "utils").rglob("*.py")}
+IMPORTS = {name: set() for name in MODULES}
+for _name, _path in MODULES.items():
+    for _node in ast.walk(ast.parse(_path.read_text())):
+        if isinstance(_node, ast.ImportFrom) and _node.module:
+            IMPORTS[_name] |= {_node.module, *(f"{_node.module}.{part.name}" for part in _node.names)} & MODULES.keys()
+        elif isinstance(_node, ast.Import):
+            IMPORTS[_name] |= {part.name for part in _node.names} & MODULES.keys()
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_arrows_go_up_only():
+    inside = {name: imported for name, imported in IMPORTS.items() if name.count(".") > 1}
+    assert {room(name) for name in inside} == FLOORS.keys() and sum(map(len, inside.values())) > 200
+    between = {(name, other) for name, imported in inside.items() for other in imported if room(name) != room(other)}
+    assert [pair for pair in between if FLOORS[room(pair[1])] >= FLOORS[room(pair[0])]] == []
+
+
+def test_there_is_no_circle():
+    assert len(list(TopologicalSorter(IMPORTS).static_order())) == len(MODULES)  # raises where there is one
+
+
+def test_packages_are_empty_and_no_utility_imports_a_script():
+    assert all(path.read_text() == "" for path in MODULES.values() if path.name == "__init__.py")
+    scripts = {path.stem for path in Path(ROOT).glob("*.py")}
+    for name, path in MODULES.items():
+        words = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
+        assert not words & scripts, name

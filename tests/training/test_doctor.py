@@ -1,0 +1,66 @@
+"""The doctor in the loop: when it looks, what it says and records, and when it has a run stopped."""
+
+from pathlib import Path
+
+import pytest
+from made_up_runs import DATA, EVERY, REPORTS, SCHEDULE, report, run
+
+from utils.training.doctor import Doctor
+
+TOTAL = REPORTS * EVERY
+
+
+def doctor(folder: Path, first_step: int = 0, reports: int = REPORTS, said: list | None = None) -> Doctor:
+    healthy = run()
+    return Doctor(
+        folder,
+        options=healthy.options,
+        resolved=healthy.resolved | {"max_train_steps": reports * EVERY},
+        first_step=first_step,
+        expected_reports=reports,
+        enabled=True,
+        say=(said if said is not None else []).append,
+    )
+
+
+def tell(watching: Doctor, number: int, **changes) -> bool:
+    """The `number`-th report. Whether anything is critical."""
+    figures = report(number) | changes
+    return watching.record_report(figures.pop("step"), figures, figures.pop("layers"))
+
+
+@pytest.mark.parametrize("fault", [{"data/max": 255.0}, {"train/skipped_updates": 40.0}])
+def test_a_fault_that_was_mended_does_not_stop_the_resumed_run(tmp_path, fault):
+    first = doctor(tmp_path)
+    first.record(0, {"data": DATA | {"copies": {"share": 0.9}}, "schedule": SCHEDULE})
+    assert all(tell(first, number, **fault) for number in range(1, 9))
+    # The count of skipped updates goes on from that of the checkpoint; that the data is full of copies is accepted.
+    counted = {name: value for name, value in fault.items() if name == "train/skipped_updates"}
+    resumed = doctor(tmp_path, first_step=8 * EVERY)
+    assert not any(tell(resumed, number, **counted) for number in range(9, 15))
+    worse = fault if not counted else {"train/skipped_updates": 80.0}
+    assert tell(resumed, 15, **worse)
+    assert {"data-range" if not counted else "non-finite"} <= {finding.code for finding in resumed.findings}
+
+
+def test_the_beginning_of_a_long_run_is_examined_at_every_report(tmp_path):
+    said: list[str] = []
+    watching = doctor(tmp_path, reports=20_000, said=said)
+    watching.record(0, {"data": DATA, "schedule": SCHEDULE})
+    assert not tell(watching, 1)
+    assert tell(watching, 2, **{"data/max": 255.0}) and "data-range" in said[0]
+    layers = [number for number, record in enumerate(watching._history.records) if "layers" in record]
+    assert layers == [1]  # what fills the disk stays thinned
+
+
+@pytest.mark.parametrize("fault", [{"probe": {"timestep_response": 0.0}}, {"validation/loss": 9.0}])
+def test_a_probe_or_validation_late_in_a_long_run_is_examined_at_once(tmp_path, monkeypatch, fault):
+    monkeypatch.setattr("utils.training.doctor.FIRST_REPORTS", 2)
+    said: list[str] = []
+    watching = doctor(tmp_path, reports=20_000, said=said)
+    for number in range(1, 12):
+        watching.record(number * EVERY, {"validation/loss": 0.5})
+        assert not tell(watching, number)
+    watching.record(11 * EVERY + 1, fault)
+    watching.record(11 * EVERY + 2, fault)
+    assert len(said) == 1 and tell(watching, 12)  # which is not examined by itself

@@ -1,0 +1,252 @@
+"""Finding what fits, and saying what to set, with memory that is told to be small."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import run_script
+from safetensors.torch import load_file
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
+
+import utils.training.memory_plan
+from utils.core.errors import UserError, out_of_memory
+from utils.optim.optimizers import make_optimizer
+from utils.options.flags import DDPMOptions
+from utils.training.batch_split import divisors
+from utils.training.memory import SHARE, TrialStep, estimate_memory
+from utils.training.memory_plan import MemoryPlan, largest_that_fits
+
+MIB = 2**20
+SHAPE = (1, 16, 16)
+
+
+class Network(nn.Module):
+    """Six blocks of two convolutions, each checkpointed when asked, with the output of a UNet2DModel."""
+
+    def __init__(self, image_channels: int, resolution: int, gradient_checkpointing: bool):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(image_channels, 8, 3, padding=1), nn.Conv2d(8, image_channels, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(layer for _ in range(2) for layer in (nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1)))) for _ in range(6)
+        )
+        self.gradient_checkpointing = gradient_checkpointing
+
+    def forward(self, images, timesteps):
+        hidden = self.first(images)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.gradient_checkpointing else block(hidden)
+        return SimpleNamespace(sample=self.last(hidden))
+
+
+OPTIONS = DDPMOptions(image_channels=1, resolution=16, train_batch_size="auto", eval_batch_size=0)  # no samples to plan for
+OPTIMIZER = partial(make_optimizer, options=OPTIONS)
+
+
+def make_network(options: DDPMOptions) -> Network:
+    return Network(options.image_channels, options.resolution, options.gradient_checkpointing)
+
+
+@pytest.fixture
+def plan_with(monkeypatch):
+    """A plan for a device with so many MiB free, of what the options say."""
+
+    def make(mib: float, probe_bytes: int | None = None, **options) -> MemoryPlan:
+        monkeypatch.setattr(
+            utils.training.memory_plan, "free_memory", lambda device, local_processes: mib * MIB // local_processes
+        )
+        return MemoryPlan(Accelerator(cpu=True), replace(OPTIONS, **options), make_network, OPTIMIZER, probe_bytes)
+
+    return make
+
+
+def peak(batch: int, accumulates: bool, **options) -> float:
+    network = partial(make_network, replace(OPTIONS, **options))
+    estimate = estimate_memory(
+        network, OPTIMIZER, image_shape=SHAPE, micro_batch_size=batch, device="cpu", accumulates=accumulates
+    )
+    return estimate.peak / MIB
+
+
+def test_the_largest_that_fits_is_that_of_a_search_through_all():
+    for count in (1, 2, 12, 60, 97):
+        sizes = divisors(count)
+        for limit in range(count + 2):
+            expected = max((size for size in sizes if size <= limit), default=None)
+            assert largest_that_fits(sizes, lambda size, limit=limit: size <= limit) == expected
+
+
+def test_auto_takes_the_largest_divisor_that_fits_and_keeps_the_global_batch(plan_with):
+    peaks = {batch: peak(batch, accumulates=batch < 24) for batch in (24, 12, 8, 6)}
+    free = (peaks[8] + peaks[12]) / 2 / SHARE
+    assert plan_with(free, global_batch_size=24).split() == (8, 3)
+    assert plan_with(1.01 * peaks[24] / SHARE, global_batch_size=24).split() == (24, 1)
+    with pytest.raises(UserError, match="no --train_batch_size fits"):
+        plan_with(0.01, global_batch_size=24).split()
+
+
+@pytest.fixture
+def tried(monkeypatch) -> list[int]:
+    """The micro batches of real updates, which run out of memory with more than four images."""
+    sizes, run = [], TrialStep.run
+
+    def limited(step, image_shape, micro_batch_size, *arguments):
+        if not isinstance(step.parameters[0], FakeTensor):
+            sizes.append(micro_batch_size)
+            if micro_batch_size > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return run(step, image_shape, micro_batch_size, *arguments)
+
+    monkeypatch.setattr(TrialStep, "run", limited)
+    return sizes
+
+
+def test_a_trial_that_runs_out_of_memory_gives_way_to_the_next_smaller(plan_with, tried):
+    state = torch.random.get_rng_state()
+    plan = plan_with(1000, global_batch_size=12)
+    assert plan.split() == (4, 3)
+    assert tried == [12, 6, 4]
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert "tries it out" not in plan.table(4, 3)
+
+
+def test_without_trials_the_prediction_decides_and_the_table_says_so(plan_with, tried):
+    plan = plan_with(1000, global_batch_size=12, dry_run=True)
+    assert plan.split() == (12, 1)
+    assert tried == []
+    assert "predicted to fit; a run tries it out" in plan.table(12, 1)
+
+
+def test_processes_on_a_cpu_share_what_is_free(plan_with, monkeypatch):
+    free = 1.01 * peak(8, accumulates=False) / SHARE
+    alone = plan_with(free)
+    assert alone.fits(alone.estimate(8, 1)) and "processes" not in alone.table(8, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    shared = plan_with(free)
+    assert shared.free == alone.free // 2 and not shared.fits(shared.estimate(8, 1))
+    assert "that are free to each of 2 processes" in shared.table(8, 1)
+
+
+@pytest.mark.slow
+def test_what_was_recorded_stays_while_it_fits(plan_with, tmp_path):
+    resolved = {"micro_batch_size": 2, "global_batch_size": 8, "num_processes": 1}
+    (tmp_path / "options.json").write_text(json.dumps({"resolved": resolved}))
+    assert plan_with(1000, global_batch_size=8).split(tmp_path) == (2, 4)
+    assert plan_with(1000, global_batch_size=16).split(tmp_path) == (16, 1)  # another run
+    assert plan_with(1000, global_batch_size=8).split() == (8, 1)
+    (tmp_path / "options.json").write_text("{")
+    assert plan_with(1000, global_batch_size=8).split(tmp_path) == (8, 1)
+
+
+@pytest.mark.slow
+def test_advice_fits(plan_with):
+    """What is advised is what the estimates allow: smaller micro batches, and checkpointing where one image is too much."""
+    free = 1.01 * peak(8, accumulates=True) / SHARE
+    table = plan_with(free).table(32, 1)
+    assert "does not fit" in table and "set --train_batch_size 8 --gradient_accumulation_steps 4" in table
+    assert "\nfits: " in plan_with(1.01 * peak(32, False) / SHARE).table(32, 1)
+    checkpointed = peak(1, accumulates=True, gradient_checkpointing=True)
+    assert checkpointed < 0.98 * peak(1, accumulates=True)
+    advice = plan_with(1.01 * checkpointed / SHARE).advice(8, 1)
+    assert advice == "set --train_batch_size 1 --gradient_accumulation_steps 8 --gradient_checkpointing"
+    assert plan_with(0.01).advice(8, 1).startswith("not even one image fits")
+    explained = plan_with(free).explain(32, 1)
+    assert "asked: 32 images of 1x16x16" in explained and f"predicted: {peak(32, False) / 1024:.2f} GiB" in explained
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("shapes do not match"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_which_errors_mean_that_memory_ran_out(error, expected):
+    assert out_of_memory(error) == expected
+
+
+# ---- in the script
+
+
+@pytest.mark.slow
+def test_a_dry_run_says_what_is_needed_and_touches_nothing(tiny_flags, tmp_path):
+    done = run_script("train_ddpm.py", [*tiny_flags, "--dry_run", "--output_dir", tmp_path / "run"])
+    assert done.returncode == 0, done.stderr
+    for word in ("parameters", "gradients", "optimizer", "EMA", "activations", "predicted peak", "FLOPs per image", "\nfits: "):
+        assert word in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_dry_run_with_an_automatic_batch_size_tries_nothing_out(train_script, script_flags, tried, capsys, tmp_path):
+    flags = [*script_flags, "--train_batch_size", "auto", "--global_batch_size", 8, "--output_dir", tmp_path / "run"]
+    assert train_script([*flags, "--dry_run"]) == 0
+    assert tried == []
+    printed = capsys.readouterr().out
+    assert "8 images of 1x16x16 in each of 1 micro steps" in printed and "a run tries it out" in printed
+    assert train_script([*flags, "--max_train_steps", 1]) == 0
+    assert tried == [8, 4]
+
+
+@pytest.mark.slow
+def test_a_given_global_batch_stays_on_another_number_of_processes(server, script, script_flags, tmp_path):
+    flags = [*script_flags, "--output_dir", tmp_path, "--train_batch_size", 4, "--global_batch_size", 8]
+    steps = ["--lr_scheduler", "constant_with_warmup", "--max_train_steps"]
+    [run] = server.start([script, *flags, *steps, 1], 1)
+    assert run.wait() == 0, run.text()
+    flags += ["--resume_from_checkpoint", "latest", *steps, 2]
+    runs = server.start([script, *flags, "--gradient_accumulation_steps", 2], 2)
+    assert [run.wait() for run in runs] == [2, 2]
+    said = [line for run in runs for line in run.text().splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and "8 is not 2 processes x --train_batch_size 4 x --gradient_accumulation_steps 2 = 16" in said[0]
+    runs = server.start([script, *flags], 2)
+    assert [run.wait() for run in runs] == [0, 0], runs[0].text()
+    resolved = json.loads((tmp_path / "options.json").read_text())["resolved"]
+    assert (resolved["micro_batch_size"], resolved["gradient_accumulation_steps"], resolved["num_processes"]) == (4, 1, 2)
+
+
+@pytest.mark.slow
+def test_a_dry_run_leaves_a_run_that_is_there_alone(train_script, script_flags, tmp_path):
+    (tmp_path / "options.json").write_text("{}")
+    flags = [*script_flags, "--dry_run", "--overwrite_output_dir", "--channels_last", "--gradient_checkpointing"]
+    assert train_script([*flags, "--output_dir", tmp_path]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["options.json"]
+
+
+@pytest.mark.slow
+def test_an_automatic_batch_size_resumes_as_the_same_run(train, tiny_flags, tmp_path, monkeypatch):
+    """Found with little memory, kept with much; the weights are those of a run that was given the same split."""
+    most = [2]
+    monkeypatch.setattr(MemoryPlan, "fits", lambda plan, found: found.micro_batch_size <= most[0])
+    common = [*tiny_flags, "--lr_scheduler", "constant_with_warmup", "--checkpointing_steps", 4]
+    flags = [*common, "--train_batch_size", "auto", "--global_batch_size", 8, "--output_dir", tmp_path / "auto"]
+    assert train([*flags, "--max_train_steps", 4]) == 0
+    most[0] = 8
+    assert train([*flags, "--resume_from_checkpoint", "latest"]) == 0
+    resolved = json.loads((tmp_path / "auto/options.json").read_text())["resolved"]
+    assert (resolved["micro_batch_size"], resolved["gradient_accumulation_steps"]) == (2, 4)
+    plain = ["--train_batch_size", 2, "--gradient_accumulation_steps", 4, "--output_dir", tmp_path / "plain"]
+    assert train([*common, *plain]) == 0
+    auto, plain = (load_file(tmp_path / name / "checkpoint-8/model.safetensors") for name in ("auto", "plain"))
+    assert all(torch.equal(auto[name], plain[name]) for name in plain)
+
+
+def test_a_run_goes_on_with_another_layout_in_memory(train, tiny_flags, tmp_path):
+    """Same training to float rounding: kernels of fused optimizers take state and weights in the order of memory."""
+    common = [*tiny_flags, "--lr_scheduler", "constant_with_warmup", "--checkpointing_steps", 4]
+    assert train([*common, "--output_dir", tmp_path / "plain"]) == 0
+    mixed = [*common, "--output_dir", tmp_path / "mixed"]
+    assert train([*mixed, "--channels_last", "--max_train_steps", 4]) == 0
+    assert train([*mixed, "--no-channels_last", "--resume_from_checkpoint", "latest"]) == 0
+    plain, mixed = (load_file(tmp_path / name / "checkpoint-8/model.safetensors") for name in ("plain", "mixed"))
+    for name, weights in plain.items():
+        assert (weights - mixed[name]).norm() <= 1e-3 * weights.norm() + 1e-5, name

@@ -1,0 +1,131 @@
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from conftest import logged_scalars
+
+from utils.optim.clipping import Gradients
+from utils.training.progress import BINS, StepStatistics, Stopwatch, Trackers, read_together
+
+ALONE = SimpleNamespace(reduce=lambda tensor, reduction: tensor)
+
+
+def gradients(norm: float) -> Gradients:
+    norm = torch.tensor(norm)
+    return Gradients(norm, torch.isfinite(norm), norm[None], None)
+
+
+def test_means_are_over_samples_by_quartile_of_the_timestep():
+    statistics = StepStatistics(torch.device("cpu"), 1000)
+    statistics.add_losses(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 249, 250]))
+    statistics.add_losses(torch.tensor([9.0]), torch.tensor([999]))
+    statistics.add_update(gradients(3.0))
+    statistics.add_update(gradients(5.0))
+    report = statistics.report(ALONE)
+    assert report["train/loss"] == 4.0
+    assert [report.get(f"train/loss_timestep_quartile_{i}") for i in (1, 2, 3, 4)] == [1.5, 4.0, None, 9.0]
+    assert [report[f"train/timestep_share_{i}"] for i in range(1, 11)] == [0.25, 0, 0.5, 0, 0, 0, 0, 0, 0, 0.25]
+    assert report["train/grad_norm"] == 4.0
+    statistics.add_losses(torch.tensor([7.0]), torch.tensor([600]))
+    assert statistics.report(ALONE)["train/loss"] == 7.0  # the sums were emptied
+
+
+def test_a_window_without_a_finite_loss_records_no_shares():
+    statistics = StepStatistics(torch.device("cpu"), 1000)
+    statistics.add_losses(torch.tensor([float("nan"), float("inf")]), torch.tensor([3, 950]))
+    statistics.add_update(gradients(float("nan")))
+    report = statistics.report(ALONE)
+    assert report.keys() == {"train/loss"} and math.isnan(report["train/loss"])
+
+
+def test_shares_are_of_all_timesteps_that_were_drawn():
+    """Or a loss that overflows at one end of the schedule would look like timesteps that are never drawn there."""
+    statistics = StepStatistics(torch.device("cpu"), 1000)
+    statistics.add_losses(torch.tensor([1.0, 2.0, 3.0, float("inf")]), torch.tensor([0, 150, 250, 999]))
+    report = statistics.report(ALONE)
+    assert [report[f"train/timestep_share_{i}"] for i in range(1, 11)] == [0.25, 0.25, 0.25, 0, 0, 0, 0, 0, 0, 0.25]
+    assert (report["train/loss"], report["train/timesteps_drawn"]) == (2.0, 4)
+
+
+def test_two_processes_report_the_mean_of_all_samples():
+    statistics = StepStatistics(torch.device("cpu"), 4)
+    statistics.add_losses(torch.tensor([1.0, 3.0]), torch.tensor([0, 1]))
+    other = torch.zeros(3 * BINS)
+    other[0], other[BINS], other[2 * BINS] = 5.0, 1.0, 1.0  # one sample of loss 5 in the first quartile
+    report = statistics.report(SimpleNamespace(reduce=lambda tensor, reduction: tensor + other))
+    assert report["train/loss"] == 3.0
+    assert report["train/loss_timestep_quartile_1"] == 3.0
+
+
+def test_bad_updates_stay_out_of_the_means():
+    statistics = StepStatistics(torch.device("cpu"), 1000)
+    for ok in (False, True, False):
+        statistics.add_losses(torch.tensor([1.0 if ok else float("nan")]), torch.tensor([3]))
+        statistics.add_update(gradients(2.0 if ok else float("inf")))
+    report = statistics.report(ALONE)
+    assert (report["train/loss"], report["train/grad_norm"]) == (1.0, 2.0)
+
+
+def test_stopwatch_leaves_out_pauses_and_counts_waiting(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    stopwatch = Stopwatch(step=10)
+    with stopwatch.waiting_for_data():
+        now += 1.0
+    now += 3.0
+    with stopwatch.paused():
+        now += 100.0
+    assert stopwatch.report(step=12, global_batch_size=8) == {"perf/images_per_second": 4.0, "perf/data_wait": 0.25}
+    now += 2.0
+    assert stopwatch.report(step=13, global_batch_size=8)["perf/images_per_second"] == 4.0
+
+
+def test_after_a_crash_and_a_resume_each_step_has_one_value(tmp_path):
+    """The crashed run logged up to 30 and was resumed from 20 with other values."""
+    for first_step, last_step, value in ((0, 30, 1.0), (20, 40, 2.0)):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path / "logs"))
+        trackers = Trackers(accelerator, "train_ddpm", "tensorboard", first_step=first_step, say=print)
+        for step in range(first_step + 10, last_step + 1, 10):
+            trackers.log({"train/loss": value}, step=step)
+        trackers.close()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert logged_scalars(tmp_path, "train/loss") == pytest.approx({10: 1.0, 20: 1.0, 30: 2.0, 40: 2.0})
+
+
+def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on():
+    class Broken:
+        name = "broken"
+
+        def log(self, values, step):
+            raise OSError("no space left")
+
+    class Working:
+        name, seen = "working", []
+
+        def log(self, values, step):
+            self.seen.append(step)
+
+    said = []
+    accelerator = SimpleNamespace(is_main_process=True, trackers=[], init_trackers=lambda *a, **k: None)
+    trackers = Trackers(accelerator, "run", "wandb", first_step=0, say=said.append)
+    accelerator.trackers += [Broken(), Working()]
+    for step in (1, 2):
+        trackers.log({"train/loss": 1.0}, step)
+    assert Working.seen == [1, 2]
+    assert said == ["nothing more goes to broken: no space left"]
+
+
+def test_values_read_together_are_exact():
+    tensors = [
+        torch.tensor([0.1, torch.inf, -0.0]),
+        torch.tensor(2**53 + 1),  # no float holds it
+        torch.zeros(0),
+        torch.tensor([[True, False], [False, True]]),
+        torch.tensor(0.1, dtype=torch.float64, requires_grad=True),
+        torch.arange(6, dtype=torch.int64).view(2, 3).T,
+    ]
+    assert read_together(tensors) == [tensor.flatten().tolist() for tensor in tensors]

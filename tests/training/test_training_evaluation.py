@@ -1,0 +1,225 @@
+"""Evaluation in the training loop: the same figures on two processes, no trace in the training, the best checkpoint by it."""
+
+import importlib
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import SCRIPTS, logged_scalars, make_tiny_flags, slow_turns
+from diffusers import DDPMScheduler
+from safetensors.torch import load_file
+from test_sampling import tiny_unet
+
+from utils.core.errors import UserError
+from utils.core.signals import EXIT_STOPPED
+from utils.data.dataset import load_images
+from utils.evaluation.extractors import RandomConvolutions
+from utils.evaluation.feature_sets import evenly
+from utils.options.flags import DataOptions, DDPMOptions
+from utils.runs.checkpoints import list_checkpoints
+from utils.runs.history import HISTORY, read_history
+from utils.runs.state import TrainState, read_state
+from utils.training.evaluation import SampleEvaluation
+from utils.training.length import RunLength
+
+EVALUATED = ["--eval_steps", "4", "--eval_images", "30", "--eval_batch_size", "8"]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_flags, tmp_path_factory):
+    """The same training without evaluation, with it, and with it on two processes of half the batch."""
+    folder = tmp_path_factory.mktemp("runs")
+    flags = [*tiny_flags, "--max_train_steps", "8", "--checkpointing_steps", "8"]
+    return folder, flags
+
+
+@pytest.mark.slow
+def test_two_processes_log_the_figures_of_one_and_the_training_is_as_without(server, runs, train, capsys):
+    folder, flags = runs
+    assert train([*flags, "--output_dir", folder / "without"]) == 0
+    assert train([*flags, *EVALUATED, "--best_metric", "fd", "--output_dir", folder / "one"]) == 0
+    said = capsys.readouterr()
+    assert "evaluation after 4 updates: fd_randconv " in said.out + said.err and "it took " in said.out + said.err
+    for name in ("model", "ema"):
+        first, second = (load_file(folder / run / "checkpoint-8" / f"{name}.safetensors") for run in ("without", "one"))
+        assert all(torch.equal(first[key], second[key]) for key in first)
+
+    server.run(["train_ddpm.py", *flags, *EVALUATED, "--train_batch_size", "4", "--output_dir", folder / "two"], 2)
+    for tag in ("eval/fd_randconv", "eval/coverage", "eval/variance_ratio"):
+        one, two = (logged_scalars(folder / run, tag) for run in ("one", "two"))
+        assert sorted(one) == [4, 8]
+        # The weights agree to rounding (Adam enlarges it), and so do the samples.
+        np.testing.assert_allclose(list(one.values()), list(two.values()), rtol=0.01)
+
+    # What the record keeps, and the best checkpoint.
+    records = [record for record in read_history(folder / "one" / HISTORY) if "evaluation" in record]
+    assert [record["step"] for record in records] == [4, 8]
+    figures = records[-1]["evaluation"]
+    assert figures["images"] == 30 and figures["reference_images"] == 1797 and figures["floor"]["images"] == 30
+    assert (folder / "one" / "evaluation" / "nearest.png").stat().st_size > 1000
+    state = read_state(list_checkpoints(folder / "one")[-1])
+    best = min(records, key=lambda record: record["evaluation"]["fd"])
+    assert (state.best_metric, state.best_step) == ("fd_randconv", best["step"])
+    assert state.best_value == best["evaluation"]["fd"] and state.metrics["kd_randconv"] == figures["kd"]
+
+
+def test_mistakes_are_told_before_the_first_update(train, tiny_flags, tmp_path):
+    for flags, message in (
+        (["--best_metric", "fd"], "set --eval_steps"),
+        (["--eval_steps", "4", "--eval_images", "9"], "--eval_images must be at least 10"),
+        (["--eval_steps", "0"], "--eval_steps must be at least 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train([*tiny_flags, *flags, "--output_dir", tmp_path / "run"])
+    assert not list(tmp_path.glob("run/checkpoint-*"))
+
+
+def test_an_evaluation_that_a_stop_left_out_is_made_on_resume(runs, train, monkeypatch, script_of_evaluation):
+    folder, _ = runs
+    flags, script = script_of_evaluation
+    flags = [*flags, *EVALUATED, "--best_metric", "fd", "--output_dir", folder / f"stopped-{script.__name__}"]
+    output_dir, sampled = flags[-1], SampleEvaluation._sample
+
+    def stopped_at_the_end(self, numbers):
+        if len(checkpoints(output_dir)) > 0:  # the one of update 4 is made after its evaluation
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sampled(self, numbers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SampleEvaluation, "_sample", stopped_at_the_end)
+        assert train(flags, script) == EXIT_STOPPED
+        assert read_state(checkpoints(output_dir)[-1]).evaluated_step == 4
+        assert train([*flags, "--resume_from_checkpoint", "latest"], script) == EXIT_STOPPED  # and again
+    assert evaluated(output_dir) == [4]
+    assert train([*flags, "--resume_from_checkpoint", "latest"], script) == 0
+    assert evaluated(output_dir) == [4, 8]
+    state = read_state(checkpoints(output_dir)[-1])
+    assert (state.step, state.evaluated_step, state.best_metric) == (8, 8, "fd_randconv")
+    assert train([*flags, "--resume_from_checkpoint", "latest"], script) == 0
+    assert evaluated(output_dir) == [4, 8]  # once
+
+
+@pytest.mark.slow
+def test_an_evaluation_made_on_resume_can_stop_the_run_early(runs, train, monkeypatch, script_of_evaluation):
+    folder, _ = runs
+    flags, script = script_of_evaluation
+    flags = [*flags, *EVALUATED, "--best_metric", "fd", "--early_stopping_patience", "1", "--max_train_steps", "12"]
+    flags += ["--output_dir", folder / f"early-{script.__name__}"]
+    output_dir = flags[-1]
+
+    def ever_worse(self):
+        state = self._run.state
+        if state.step == 8 and not stopped:
+            stopped.append(os.kill(os.getpid(), signal.SIGTERM))
+            return False
+        state.evaluated_step = state.step
+        return state.record("fd_randconv", float(state.step), decides=True)
+
+    stopped = []
+    monkeypatch.setattr(SampleEvaluation, "make", ever_worse)
+    assert train(flags, script) == EXIT_STOPPED
+    assert train([*flags, "--resume_from_checkpoint", "latest"], script) == 0
+    state = read_state(checkpoints(output_dir)[-1])
+    assert (state.step, state.evaluated_step, state.best_step) == (8, 8, 4)
+
+
+@pytest.fixture(params=[SCRIPTS[0], *slow_turns(SCRIPTS[1])])
+def script_of_evaluation(request, tmp_path_factory):
+    flags = make_tiny_flags(tmp_path_factory.mktemp("tiny"), request.param)
+    return [*flags, "--max_train_steps", "8", "--checkpointing_steps", "4"], importlib.import_module(Path(request.param).stem)
+
+
+def checkpoints(output_dir):
+    return list_checkpoints(Path(output_dir))
+
+
+def evaluated(output_dir) -> list[int]:
+    return [record["step"] for record in read_history(Path(output_dir, HISTORY)) if "evaluation" in record]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    return load_images(
+        DataOptions(dataset_name="digits", resolution=8, image_channels=1, cache_dir=str(tmp_path_factory.mktemp("cache")))
+    )
+
+
+@pytest.fixture
+def evaluate_in(tmp_path):
+    """A SampleEvaluation of one process, and the lists of what it recorded and said."""
+
+    def make(training, held_out, stopping=lambda: False, seed=0):
+        process = SimpleNamespace(
+            process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True, gather=lambda tensor: tensor
+        )
+        recorded, said = [], []
+        options = DDPMOptions(eval_steps=5, eval_images=40, best_metric="fd", evaluation_batch_size=10, seed=seed)
+        options.cache_dir, options.ddpm_num_inference_steps = str(tmp_path), 3
+        run = SimpleNamespace(
+            options=options,
+            accelerator=process,
+            output_dir=tmp_path,
+            data=SimpleNamespace(training=training, held_out=held_out),
+            objective=SimpleNamespace(
+                exported=tiny_unet().eval(), noise_scheduler=DDPMScheduler(num_train_timesteps=20), predict=None
+            ),
+            state=TrainState(step=5),
+            length=RunLength(8, 1, 12),
+            trackers=SimpleNamespace(log=lambda *args, **kwargs: None),
+            doctor=SimpleNamespace(record=lambda *args: recorded.append(args)),
+            stopping=stopping,
+            say=said.append,
+        )
+        return SampleEvaluation(run), recorded, said
+
+    return make
+
+
+def test_a_stop_leaves_the_evaluation_out(digits, evaluate_in, tmp_path):
+    asked = []
+    should_stop = lambda: asked.append(0) or len(asked) > 4  # noqa: E731  in the second chunk
+    evaluation, recorded, said = evaluate_in(digits, digits.subset([]), stopping=should_stop)
+    due = []
+    for evaluation._run.state.step in range(13):
+        due += [evaluation._run.state.step] * evaluation.due()
+    assert due == [5, 10, 12]
+    evaluation._run.state.step = 5
+    assert not evaluation.make() and evaluation.due()
+    assert len(asked) == 5 and recorded == said == [] and list(tmp_path.glob("evaluation/*")) == []
+
+
+def test_held_out_images_are_what_copies_are_judged_by_in_pixels_and_features(digits, evaluate_in, monkeypatch):
+    monkeypatch.setattr("utils.training.evaluation.MAX_COMPARED_BYTES", 500 * 64)
+    evaluation, recorded, _ = evaluate_in(digits.subset(range(1500)), digits.subset(range(1500, 1797)))
+    evaluation.make()
+    ((_, record),) = recorded
+    found = record["evaluation"]["memorisation"]
+    assert found["compared_with"] == found["features_compared_with"] == "held-out images"
+    assert found["training_images"] == 500  # of 1,500: as much as the others have patience for
+    rows = RandomConvolutions(1)(torch.from_numpy(digits.fetch(range(1797))))
+    spread = rows[:1500].std(0)
+    rows = rows / spread.clamp(min=0.1 * spread.median())
+    nearest = torch.cdist(rows[1500:][evenly(297, 40)], rows[:1500]).min(1).values.median()
+    assert found["feature_distance_real"] == pytest.approx(nearest.item(), rel=1e-3)
+
+
+def test_any_seed_will_do(digits, evaluate_in):
+    evaluation, recorded, said = evaluate_in(digits, digits.subset([]), seed=-1)
+    evaluation.make()
+    assert len(recorded) == 1 and not any("left out" in line for line in said)
+
+
+@pytest.mark.parametrize("fails", ["utils.evaluation.evaluator.compare", "utils.training.evaluation.to_uint8"])
+def test_what_fails_costs_the_evaluation_and_not_the_training(digits, evaluate_in, monkeypatch, fails):
+    def fail(*args, **kwargs):
+        raise torch.linalg.LinAlgError("the algorithm failed to converge")
+
+    monkeypatch.setattr(fails, fail)
+    evaluation, recorded, said = evaluate_in(digits, digits.subset([]))
+    assert not evaluation.make() and not evaluation.due()
+    assert recorded == [] and len(said) == 1
+    assert said[0].startswith("left out: the evaluation after 5 updates: ") and "LinAlgError: the algorithm failed" in said[0]

@@ -1,0 +1,199 @@
+"""How a script becomes a set of connected processes: the Accelerator, CPU threads, and refused launches."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    DynamoBackend,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+)
+from safetensors import SafetensorError
+from torch.nn.parallel import DistributedDataParallel
+
+from utils.core.errors import UserError, memory_problem
+
+_MESSAGE_BYTES = 500  # of what one process tells the others of its failure
+LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run")
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+SUPPORTED_LAUNCHES = {
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_NPU,
+    DistributedType.MULTI_XPU,
+    DistributedType.MULTI_MLU,
+}
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, which a container or `taskset` can make fewer than the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def make_accelerator(
+    *,
+    mixed_precision: str | None = None,
+    gradient_accumulation_steps: int = 1,
+    log_with=None,
+    project_dir: str | None = None,
+    cpu_threads: int | None = None,
+    collective_timeout: float = 600.0,
+    tf32: bool = True,
+    cudnn_benchmark: bool = False,
+    broadcast_buffers: bool = False,
+) -> Accelerator:
+    """An Accelerator for one process or DDP.
+
+    On a machine without an accelerator it asks for the CPU itself, because `use_cpu: true` in a config file starts several
+    processes but leaves each alone. There it also undoes `accelerate launch`'s OMP_NUM_THREADS=1, which would leave all
+    cores but one idle: `cpu_threads` threads per process, by default the usable cores over the processes of this machine.
+    `tf32`: fp32 convolutions and matrix products round their factors to 10 bits of mantissa on GPUs that are faster so.
+    `cudnn_benchmark`: convolutions on a GPU take the algorithm that is quickest when their shape is first seen, which may be
+    another one in the next process. `broadcast_buffers`: DDP copies the main process's buffers to the others before each
+    forward pass, for networks whose training changes them; constants need no copies.
+    `collective_timeout` is what a lost or hanging peer costs, in seconds, before every process gives up (gloo's own: 1800).
+
+    Raises UserError for fp16 on a CPU, an unusable tracker, and for launches other than plain and DDP
+    (FSDP, DeepSpeed, Megatron, TPU).
+    """
+    stop_with_launcher()
+    on_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+    mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")  # what `accelerate launch` was given
+    if on_cpu and mixed_precision == "fp16":
+        raise UserError("--mixed_precision fp16 needs a GPU; on a CPU use no or bf16")
+    if log_with is not None:
+        check_tracker(log_with)
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision=mixed_precision,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        log_with=log_with,
+        project_dir=project_dir,
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(seconds=collective_timeout)),
+            # Reduced gradients live in the all-reduce buckets: one copy of them less in memory.
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=broadcast_buffers),
+        ],
+    )
+    if accelerator.distributed_type not in SUPPORTED_LAUNCHES:
+        raise UserError(
+            f"launched with {accelerator.distributed_type.value}, but exact EMA and checkpoints here are for one process "
+            "or DDP; launch with --multi_gpu or without a distributed config"
+        )
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise UserError("leave the launcher's dynamo_backend at no and use --compile: it keeps the names of the weights clean")
+    if accelerator.device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
+        torch.backends.cudnn.benchmark = cudnn_benchmark
+    if accelerator.device.type == "cpu":
+        torch.set_num_threads(cpu_threads or max(1, usable_cores() // local_processes(accelerator)))
+    return accelerator
+
+
+def fix_bucket_order(model: torch.nn.Module) -> None:
+    """Lets DDP on CPUs sort its all-reduce buckets before the first update, by the order of the parameters, instead of after
+    it, by that of their gradients.
+
+    The order in which gloo adds up the gradients of 3 processes or more depends on their places in the buckets. These would
+    be others in the first update after a resume than in the same update of a run that went on.
+    """
+    ranks = torch.distributed.get_world_size() if isinstance(model, DistributedDataParallel) else 1
+    if ranks > 2 and model.device_type == "cpu":  # of two numbers the sum has no order
+        model.reducer._push_all_rebuilt_params()  # it sorts in the first forward pass, and once only
+
+
+def local_processes(accelerator: Accelerator) -> int:
+    """Processes of this launch on this machine; where the launcher does not say, all of them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+
+
+def stop_with_launcher() -> None:
+    """Asks Linux for a SIGTERM when the launcher that started this process dies, for `accelerate launch` and torchrun do not
+    pass on every signal: without it their training processes would train on, alone. A shell or srun is no launcher here."""
+    parent = os.getppid()
+    try:
+        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+    except OSError:  # not Linux, or gone
+        return
+    if {Path(word.decode(errors="replace")).name for word in words[:4]}.isdisjoint(LAUNCHERS):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before we asked
+        sys.exit(128 + signal.SIGTERM)
+
+
+def check_tracker(name: str) -> None:
+    """Raises UserError for a tracker that Accelerate does not know, or would silently leave out for want of its package."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    if name not in LOGGER_TYPE_TO_CLASS:
+        raise UserError(f"unknown --logger {name!r}; choose from {', '.join(sorted(map(str, LOGGER_TYPE_TO_CLASS)))}")
+    if name not in [str(tracker) for tracker in get_available_trackers()]:
+        raise UserError(f"--logger {name} needs its package: pip install {name}")
+
+
+def on_main_process(accelerator: Accelerator, function, *args, **kwargs) -> None:
+    """Calls `function` on the main process alone; a UserError, a failure to write and memory that runs out become a UserError
+    on every rank."""
+    error = None
+    if accelerator.is_main_process:
+        try:
+            function(*args, **kwargs)
+        except UserError as exception:
+            error = str(exception)
+        except OSError as exception:  # a full disk, say
+            error = f"{exception.strerror or exception}: {exception.filename or function.__name__}"
+        except SafetensorError as exception:  # the same, met by its writer
+            error = f"{exception}: {function.__name__}"
+        except Exception as exception:
+            if not (error := memory_problem(exception)):
+                raise
+    if error := from_main_process(error):
+        raise UserError(error)
+
+
+def from_main_process(value):
+    """The main process's `value`, on all of them."""
+    return broadcast_object_list([value])[0]
+
+
+def agree(accelerator, problem: str | None) -> None:
+    """Raises UserError on all processes where one has a problem: the first one's. Every process must call it."""
+    if accelerator.num_processes == 1:
+        if problem is not None:
+            raise UserError(problem)
+        return
+    text = (problem or "").encode()[:_MESSAGE_BYTES]
+    mine = torch.zeros(1, _MESSAGE_BYTES, dtype=torch.uint8)
+    mine[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    for row in accelerator.gather(mine.to(accelerator.device)).cpu():
+        if row.any():
+            raise UserError(bytes(row[row > 0].tolist()).decode(errors="ignore"))
+
+
+@contextlib.contextmanager
+def if_memory_allows(accelerator, what: str, advice: str) -> Iterator[None]:
+    """Around what each process does by itself, without a collective call: where memory runs out on any, `what` is left out on
+    all of them, by a UserError that also says the `advice`. Every process must call it."""
+    problem = None
+    try:
+        yield
+    except Exception as error:
+        if not (problem := memory_problem(error)):
+            raise
+        problem = f"{what}: {problem}; {advice}"
+    agree(accelerator, problem)

@@ -1,0 +1,89 @@
+"""How a script's process ends: its exit status, and what is said, once, of what went wrong."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+from utils.core.errors import OUT_OF_MEMORY, UserError, memory_advice, out_of_memory
+
+T = TypeVar("T")
+
+
+def run_script(main, parse_args, crash_status: int = 1) -> None:
+    """Calls `main(parse_args())` and ends the process with its status.
+
+    A UserError becomes one line on stderr and status 2. Any other exception ends with `crash_status`: memory that ran out with
+    one message of the first rank that met it, the rest with their traceback.
+    """
+    try:
+        status = main(parse_args())
+    except UserError as error:
+        status = _tell(error)
+    except Exception as error:
+        status = crash_status
+        if out_of_memory(error):
+            if _first_to_say(OUT_OF_MEMORY):
+                what = (str(error) or type(error).__name__).splitlines()[0]
+                rank = os.environ.get("RANK", "0")
+                _say_last(f"error: {OUT_OF_MEMORY} on rank {rank}: {what}\n{memory_advice()}\ncheckpoints are whole")
+        elif not _was_said(OUT_OF_MEMORY):  # else that is why this rank lost its peer
+            traceback.print_exc()
+    _leave(status)
+
+
+def parse_early(parse_args: Callable[[], T]) -> T:
+    """The options of this process's command line, for a script that asks for them above its heavy imports: neither `--help` nor
+    a mistake in the command should wait for these."""
+    try:
+        return parse_args()
+    except UserError as error:
+        _leave(_tell(error))
+        raise
+
+
+def _tell(error: UserError) -> int:
+    """Says it, once among all ranks. Returns the exit status."""
+    if _first_to_say(str(error)):
+        _say_last(f"error: {error}")
+    return 2
+
+
+def _leave(status: int | None) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Without ceremony: freeing a process group joins threads that may wait for Python's lock, which is held meanwhile, or
+        # for a peer that is gone. torch's registry keeps the groups alive up to here, because nobody destroys them.
+        os._exit(status or 0)
+    sys.exit(status)
+
+
+def _first_to_say(message: str) -> bool:
+    """Whether no other rank has said this. Whoever meets an error first says it: the launcher ends the others soon after."""
+    said = _times_said(message, adding=1)
+    return os.environ.get("LOCAL_RANK", "0") == "0" if said is None else said <= 1
+
+
+def _was_said(message: str) -> bool:
+    return bool(_times_said(message, adding=0))
+
+
+def _times_said(message: str, adding: int) -> int | None:
+    """By all ranks together; None where they are not connected, 0 where whoever kept the count is gone."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    try:
+        return dist.distributed_c10d._get_default_store().add(f"said: {message}", adding)
+    except Exception:
+        return 0
+
+
+def _say_last(message: str) -> None:
+    from tqdm import tqdm
+
+    for bar in list(getattr(tqdm, "_instances", ())):  # else the message stands behind a bar
+        bar.close()
+    print(message, file=sys.stderr, flush=True)

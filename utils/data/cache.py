@@ -1,0 +1,222 @@
+"""A packed cache: every image decoded once into one flat file that later runs map into memory.
+
+    <folder>/pixels.bin     uint8 or uint16, image after image, each [channels, height, width]
+    <folder>/offsets.bin    int64 [images], the first value of each image in pixels.bin
+    <folder>/sizes.bin      int32 [images, 2], height and width
+    <folder>/meta.json      shape, remarks, images that cannot be decoded, and the size of each file; written last
+
+The folder appears under its name complete or not at all (written aside, then renamed), and one whose files do not
+have the sizes that meta.json states is made again. A file lock, which the system frees when its holder dies, lets one
+process pack while the others wait. While packing, memory holds a few images per core, however many there are.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from utils.core.errors import UserError
+from utils.data.bad_images import BadImage, BadImages, UndecodableImage
+from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
+
+PACKING_VERSION = 1  # part of a cache's fingerprint: raise it when the same options give other files
+_KEEP_MAPPED_BYTES = 256 * 2**20  # resident memory of a larger file stays that of one batch
+_CHUNK = 16  # images per task of the thread pool
+
+
+class _MappedArray:
+    """A file as a read-only array, mapped when first used; a pickled copy maps the file again instead of carrying
+    it."""
+
+    def __init__(self, path: Path, dtype: type, shape: tuple[int, ...]):
+        self.path, self.dtype, self.shape = path, np.dtype(dtype), shape
+        self._array = None
+
+    @property
+    def array(self) -> np.ndarray:
+        if self._array is None:
+            with open(self.path, "rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._array = np.frombuffer(self._map, self.dtype).reshape(self.shape)
+        return self._array
+
+    def forget_pages(self) -> None:
+        """Drops the pages of a large file from this process, not from the system's cache, so that they do not add up."""
+        if len(self._map) > _KEEP_MAPPED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def __getstate__(self) -> dict:
+        return {"path": self.path, "dtype": self.dtype, "shape": self.shape, "_array": None}
+
+
+class PackedImages:
+    """The images of one cache folder.
+
+    Args:
+        folder: what `pack_once` returned.
+        max_bad_images: see `BadImages`.
+
+    Attributes:
+        bad_images: all that cannot be decoded; their rows hold blank images, which are not to be shown.
+
+    Raises:
+        OSError, ValueError, KeyError: the folder is missing, incomplete or damaged.
+        UserError: more images than `max_bad_images` cannot be decoded.
+    """
+
+    def __init__(self, folder: Path, max_bad_images: int = 0):
+        meta = json.loads((folder / "meta.json").read_text())
+        for name, size in meta["file_sizes"].items():
+            if (folder / name).stat().st_size != size:
+                raise ValueError(f"{folder / name} has {(folder / name).stat().st_size} bytes instead of {size}")
+        self.length: int = meta["length"]
+        self.remarks: dict[str, int] = meta["remarks"]
+        self.resolution: int = meta["resolution"]
+        self.channels: int = meta["channels"]
+        self.uniform: bool = meta["uniform"]
+        self.bad_images = BadImages(max_bad_images)
+        self.bad_images.learn(BadImage(**bad) for bad in meta.get("bad_images", ()))  # older caches have none
+        dtype = np.uint8 if meta["max_value"] == 255 else np.uint16
+        shape = (self.length, self.channels, self.resolution, self.resolution) if self.uniform else (-1,)
+        self.pixels = _MappedArray(folder / "pixels.bin", dtype, shape)
+        self.offsets = _MappedArray(folder / "offsets.bin", np.int64, (self.length,))
+        self.sizes = _MappedArray(folder / "sizes.bin", np.int32, (self.length, 2))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray:
+        """Pixels [batch, channels, resolution, resolution] of `rows` int64 [batch]; `crop` as in `crop_offsets`."""
+        if self.uniform:
+            batch = self.pixels.array[rows]
+        else:
+            sizes = self.sizes.array[rows]
+            tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.resolution, crop)
+            batch = np.empty((len(rows), self.channels, self.resolution, self.resolution), self.pixels.dtype)
+            for image, start, (height, width), top, left in zip(batch, self.offsets.array[rows], sizes, tops, lefts):
+                whole = self.pixels.array[start : start + self.channels * int(height) * int(width)]
+                whole = whole.reshape(self.channels, height, width)
+                image[:] = whole[:, top : top + self.resolution, left : left + self.resolution]
+        self.pixels.forget_pages()
+        return batch
+
+
+def pack_once(
+    folder: Path,
+    count: int,
+    read_files: Callable[[int, int], list[ImageFile]],
+    prepare: ImagePreparation,
+    progress: Callable[[int, int], None] | None = None,
+    max_bad_images: int = 0,
+) -> PackedImages:
+    """The cache at `folder`, made first if it is missing or damaged.
+
+    Args:
+        folder: final place of the cache; its name must determine data and options.
+        count: number of images.
+        read_files: gives the files of rows [start, stop).
+        prepare: turns a file into pixels; called in threads (Pillow frees Python's lock while it decodes).
+        progress: called with (done, count) while packing.
+        max_bad_images: how many images may be impossible to decode. A cache without such images serves any limit.
+
+    Raises:
+        UserError: an image that cannot be decoded, or more than may be; a disk that is full or not writable.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return PackedImages(folder, max_bad_images)
+    try:
+        return _pack_under_lock(folder, count, read_files, prepare, progress, max_bad_images)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the packed image cache {folder}: {error.strerror or error}; "
+            "choose another disk with --cache_dir, or decode while training with --cache_images no"
+        ) from error
+
+
+def _pack_under_lock(folder, count, read_files, prepare, progress, max_bad_images) -> PackedImages:
+    from filelock import FileLock
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return PackedImages(folder, max_bad_images)  # another process made it while this one waited
+        unfinished = folder.with_name(f"{folder.name}.tmp")  # ours alone under the lock; a killed packer may have left it
+        for leftover in (unfinished, folder):
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            unfinished.mkdir()
+            _write(unfinished, count, read_files, prepare, progress, max_bad_images)
+            os.rename(unfinished, folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return PackedImages(folder, max_bad_images)
+
+
+def _write(folder, count, read_files, prepare, progress, max_bad_images) -> None:
+    needed = count * prepare.channels * prepare.resolution**2 * (1 if prepare.max_value == 255 else 2)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(f"{needed / 1e9:.1f} GB needed at least, {free / 1e9:.1f} GB free")
+    remarks, values, uniform, bad_images = collections.Counter(), 0, True, BadImages(max_bad_images)
+    names = ("pixels.bin", "offsets.bin", "sizes.bin")
+    with contextlib.ExitStack() as stack:
+        pixels_file, offsets_file, sizes_file = (stack.enter_context(open(folder / name, "wb")) for name in names)
+        for done, (pixels, found, error) in enumerate(_prepared_in_order(count, read_files, prepare), start=1):
+            if error is not None:
+                bad_images.learn([BadImage(done - 1, *error.args)])
+            height, width = pixels.shape[1:]
+            uniform &= height == width == prepare.resolution
+            pixels_file.write(pixels.data)
+            offsets_file.write(np.int64(values).tobytes())
+            sizes_file.write(np.array([height, width], np.int32).tobytes())
+            values += math.prod(pixels.shape)
+            remarks.update(found)
+            if progress is not None:
+                progress(done, count)
+        for file in (pixels_file, offsets_file, sizes_file):
+            file.flush()
+            os.fsync(file.fileno())
+    meta = {
+        "length": count,
+        "resolution": prepare.resolution,
+        "channels": prepare.channels,
+        "max_value": prepare.max_value,
+        "uniform": bool(uniform),
+        "remarks": remarks,
+        "bad_images": [dataclasses.asdict(bad) for bad in bad_images.values()],
+        "file_sizes": {name: (folder / name).stat().st_size for name in names},
+    }
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def _prepared_in_order(count, read_files, prepare) -> Iterator[tuple[np.ndarray, list[str], UndecodableImage | None]]:
+    """Results of `prepare`, or a blank image and the error, in the order of the rows; the chunks under way are few."""
+
+    def attempt(file: ImageFile):
+        try:
+            return *prepare(file), None
+        except UndecodableImage as error:
+            return prepare.blank(), [], error
+
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with ThreadPoolExecutor(workers) as pool:
+        chunks = (read_files(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK))
+        running = collections.deque()
+        try:
+            for chunk in chunks:
+                running.append(pool.submit(lambda files: [attempt(file) for file in files], chunk))
+                if len(running) > 2 * workers:
+                    yield from running.popleft().result()
+            for future in running:
+                yield from future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)

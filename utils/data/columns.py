@@ -1,0 +1,149 @@
+"""Finds the image and the label column of a `datasets.Dataset` from its features, and reads them without decoding."""
+
+import numpy as np
+
+from utils.core.errors import UserError
+from utils.data.decode import ImageFile
+
+_IMAGE_NAMES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp")
+_LABEL_NAMES = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "target", "category")
+
+
+def describe_columns(dataset) -> str:
+    """ "image (Image), label (ClassLabel of 10)", for error messages."""
+    return ", ".join(f"{name} ({_type_name(feature)})" for name, feature in dataset.features.items())
+
+
+def _type_name(feature) -> str:
+    import datasets
+
+    if isinstance(feature, datasets.ClassLabel):
+        return f"ClassLabel of {feature.num_classes}"
+    if isinstance(feature, datasets.Value):
+        return feature.dtype
+    return type(feature).__name__
+
+
+def _holds_files(feature) -> bool:
+    """Whether values are encoded images as bytes, or as a struct of bytes and path."""
+    import datasets
+
+    if isinstance(feature, datasets.Value):
+        return feature.dtype in ("binary", "large_binary")
+    return isinstance(feature, dict) and set(feature) == {"bytes", "path"}
+
+
+def find_image_column(dataset, requested: str | None = None) -> tuple[str, list[str]]:
+    """The name of the image column, and notes on the choice.
+
+    A column of the type `Image` comes first, then one that holds encoded bytes, then one of strings (paths) with a
+    usual name. Any of these may be requested by name.
+
+    Raises:
+        UserError: no such column, or none that can hold images; it lists the columns with their types.
+    """
+    import datasets
+
+    def is_text(feature) -> bool:
+        return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
+
+    features = dataset.features
+    if requested is not None:
+        if requested not in features:
+            raise UserError(f"no column {requested!r} in the dataset; its columns are {describe_columns(dataset)}")
+        feature = features[requested]
+        if not (isinstance(feature, datasets.Image) or _holds_files(feature) or is_text(feature)):
+            raise UserError(f"the column {requested!r} holds no images; the columns are {describe_columns(dataset)}")
+        return requested, []
+    found = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    if not found:
+        found = [name for name, feature in features.items() if _holds_files(feature)]
+        found.sort(key=lambda name: name.lower() not in _IMAGE_NAMES)
+    if not found:
+        found = [name for name, feature in features.items() if name.lower() in _IMAGE_NAMES and is_text(feature)]
+    if not found:
+        raise UserError(f"found no image column; name one by --image_column. Columns: {describe_columns(dataset)}")
+    if len(found) == 1:
+        return found[0], []
+    return found[0], [f"image columns {', '.join(found)}: {found[0]} is used (--image_column chooses)"]
+
+
+def find_labels(dataset, requested: str | None = None) -> tuple[np.ndarray | None, list[str] | None, list[str]]:
+    """Labels int64 [rows] or None, names of the classes or None, and notes.
+
+    Without a request a `ClassLabel` column is taken, else an integer column with a usual name. A requested column may
+    also hold strings or booleans, whose sorted distinct values become the classes.
+
+    Raises:
+        UserError: no such column, or a requested one that has no usable labels.
+    """
+    import datasets
+
+    features = dataset.features
+
+    def is_integer(feature) -> bool:
+        return isinstance(feature, datasets.Value) and "int" in feature.dtype
+
+    if requested is not None:
+        if requested not in features:
+            raise UserError(f"no column {requested!r} in the dataset; its columns are {describe_columns(dataset)}")
+        found = [requested]
+    else:
+        found = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
+        found = found or [name for name in _LABEL_NAMES if name in features and is_integer(features[name])]
+        if not found:
+            return None, None, []
+    name, notes = found[0], []
+    if len(found) > 1:
+        notes.append(f"label columns {', '.join(found)}: {name} is used (--label_column chooses)")
+    feature = features[name]
+    column = dataset.select_columns([name]).with_format("arrow")[:].column(name)
+    problem = None
+    if column.null_count:
+        problem = f"{column.null_count} rows have no label"
+    elif isinstance(feature, datasets.ClassLabel) or is_integer(feature):
+        labels = column.to_numpy().astype(np.int64)
+        class_names = list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
+        if labels.min() < 0:
+            problem = f"{(labels < 0).sum()} rows have a negative label"
+    elif isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string", "bool"):
+        distinct, labels = np.unique(np.array(column.to_pylist()), return_inverse=True)
+        class_names = [str(value) for value in distinct]
+    else:
+        problem = f"{_type_name(feature)} values are no labels (integers, strings and booleans are)"
+    if problem is None:
+        return labels, class_names, notes
+    if requested is not None:
+        raise UserError(f"label column {name!r}: {problem}; the columns are {describe_columns(dataset)}")
+    return None, None, [*notes, f"label column {name!r} is not used: {problem}"]
+
+
+class EncodedImages:
+    """The encoded files of one column, read by row and never decoded here."""
+
+    def __init__(self, dataset, column: str):
+        self.column = column
+        self.table = dataset.select_columns([column]).with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def between(self, start: int, stop: int) -> list[ImageFile]:
+        """The files of rows [start, stop)."""
+        return self._files(range(start, stop), self.table[start:stop])
+
+    def at(self, rows: list[int]) -> list[ImageFile]:
+        """The files of any rows, in that order."""
+        return self._files(rows, self.table[rows])
+
+    def _files(self, rows, table) -> list[ImageFile]:
+        files = []
+        for row, value in zip(rows, table.column(self.column).to_pylist()):
+            if isinstance(value, str):
+                value = {"bytes": None, "path": value}
+            elif not isinstance(value, dict):
+                value = {"bytes": value, "path": None}
+            place = f"row {row}, column {self.column!r}"
+            name = f"{value['path']} ({place})" if value["path"] else f"at {place}"
+            files.append(ImageFile(value["bytes"], value["path"], name))
+        return files

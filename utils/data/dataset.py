@@ -1,0 +1,272 @@
+"""A dataset as an `ImageSet`: fixed-size integer images by index, and labels, whatever the source.
+
+images = load_images("uoft-cs/cifar10", resolution=32, image_channels=3)
+images.fetch(np.array([5, 0, 7]))     # uint8 [3, 3, 32, 32]
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from utils.core.errors import UserError
+from utils.data.bad_images import BadImage, BadImages, UndecodableImage
+from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
+from utils.data.color_modes import background_colour
+from utils.data.columns import EncodedImages, find_image_column, find_labels
+from utils.data.decode import ImagePreparation, crop_offsets, describe_remarks, size_from_header
+from utils.data.sources import open_dataset
+from utils.options.flags import DataOptions
+
+
+class DecodedImages:
+    """The counterpart of `PackedImages` without a cache: each fetch decodes its images; the same pixels."""
+
+    uniform = False  # unknown before they are decoded
+
+    def __init__(self, files: EncodedImages, prepare: ImagePreparation, max_bad_images: int = 0):
+        self.files, self.prepare = files, prepare
+        self.bad_images = BadImages(max_bad_images)  # those met so far
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray | None:
+        """Pixels [batch, channels, resolution, resolution] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
+
+        None when some of them cannot be decoded: `bad_images` has them now.
+
+        Raises:
+            UserError: naming a file that cannot be decoded, once there are more than may be.
+        """
+        whole, met = [], []
+        for row, file in zip(rows.tolist(), self.files.at(rows.tolist())):
+            try:
+                whole.append(self.prepare(file)[0])
+            except UndecodableImage as error:
+                met.append(BadImage(row, *error.args))
+        if met:
+            self.bad_images.learn(met)
+            return None
+        sizes = np.array([pixels.shape[1:] for pixels in whole])
+        side = self.prepare.resolution
+        tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], side, crop)
+        return np.stack([pixels[:, top : top + side, left : left + side] for pixels, top, left in zip(whole, tops, lefts)])
+
+
+class ImageSet:
+    """Images and labels by index. Holds no pixels itself, so that a pickled copy is small.
+
+    In the place of an image that cannot be decoded, where that is allowed, stands the next one of the set that can be
+    (after the last comes the first). So it is the same one whoever fetches, and a held-out image is never trained on.
+
+    Attributes:
+        shape: (channels, resolution, resolution).
+        max_value: 255 (uint8) or 65535 (uint16), the value of white.
+        labels: int64 numpy [images], or None.
+        class_names: list of strings, or None.
+        fingerprint: hex string that changes with the data or with an option that alters pixels.
+        notes: sentences on choices and conversions that a user should see once.
+        description: the source and the size, for the model card.
+    """
+
+    def __init__(
+        self,
+        store: PackedImages | DecodedImages,
+        shape: tuple[int, int, int],
+        max_value: int,
+        labels: np.ndarray | None,
+        class_names: list[str] | None,
+        fingerprint: str,
+        notes: list[str],
+        source: str,
+        rows: np.ndarray | None = None,
+        files: EncodedImages | None = None,
+    ):
+        self.store, self.shape, self.max_value = store, shape, max_value
+        self.labels, self.class_names = labels, class_names
+        self.fingerprint, self.notes, self.source = fingerprint, notes, source
+        self.rows = rows  # of the store; None means all of them
+        self.files = files  # what the pixels were made from, where it is known
+
+    def __getstate__(self) -> dict:
+        """A copy in another process does without the files: a dataset in memory would travel with them."""
+        return {**self.__dict__, "files": None}
+
+    def __len__(self) -> int:
+        return len(self.store) if self.rows is None else len(self.rows)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every image is known to be stored at the final size, so that nothing is cut off."""
+        return self.store.uniform
+
+    @property
+    def bad_images(self) -> BadImages:
+        """Those of the whole store that are known: all of them with a packed cache, else those met so far."""
+        return self.store.bad_images
+
+    @property
+    def cached(self) -> bool:
+        """Whether fetching reads ready pixels; else it decodes files, which is far slower."""
+        return isinstance(self.store, PackedImages)
+
+    @property
+    def description(self) -> str:
+        channels, height, width = self.shape
+        classes = f", {len(self.class_names)} classes" if self.class_names else ""
+        return f"{self.source}: {len(self):,} images, {height}x{width}, {channels} channel{'s'[: channels - 1]}{classes}"
+
+    def fetch(self, indices: Sequence[int], crop: np.ndarray | None = None) -> np.ndarray:
+        """Images uint8 or uint16 [batch, channels, resolution, resolution].
+
+        Args:
+            indices: int64 [batch] in [0, len(self)).
+            crop: float32 [batch, 2] in [0, 1), where to cut images that are not square (top, left); None cuts the
+            centre.
+
+        Raises:
+            IndexError: an index outside the set.
+            UserError: without a cache, naming an image that cannot be decoded, once there are more than may be; or
+            there is no image in the set that can be.
+        """
+        indices = np.asarray(indices, dtype=np.int64)
+        if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
+            raise IndexError(f"indices must lie in [0, {len(self)}), got {indices.min()} to {indices.max()}")
+        while (pixels := self.store.fetch(self._rows(self.shown(indices)), crop)) is None:
+            pass  # the store met images that it had not known to be bad; now others take their places
+        return pixels
+
+    def shown(self, indices: np.ndarray) -> np.ndarray:
+        """The indices int64 [batch] whose images stand at `indices`: others where an image is known not to decode.
+
+        Final for indices that were fetched. Raises UserError when the set has no image that can be decoded.
+        """
+        if not self.bad_images:
+            return indices
+        indices = np.asarray(indices, dtype=np.int64)
+        shown = indices.copy()
+        for position in np.flatnonzero(np.isin(self._rows(indices), list(self.bad_images))):
+            followers = (np.arange(len(self.bad_images)) + 1 + indices[position]) % len(self)
+            good = followers[~np.isin(self._rows(followers), list(self.bad_images))]
+            if len(good) == 0:
+                bad = self.bad_images[int(self._rows(indices[position]))]
+                raise UserError(f"none of the {len(self)} images can be decoded, such as {bad.name}: {bad.reason}")
+            shown[position] = good[0]
+        return shown
+
+    def replacements(self) -> dict[int, int]:
+        """Row of each image of the set that is known not to decode -> row of the image in its place."""
+        rows = list(self.bad_images)
+        indices = np.array(rows, np.int64) if self.rows is None else np.flatnonzero(np.isin(self.rows, rows))
+        return dict(zip(self._rows(indices).tolist(), self._rows(self.shown(indices)).tolist()))
+
+    def _rows(self, indices: np.ndarray) -> np.ndarray:
+        return indices if self.rows is None else self.rows[indices]
+
+    def original_sizes(self, indices: Sequence[int], max_bytes: int = 64 * 2**20) -> np.ndarray | None:
+        """Height and width, int64 [images, 2], of the files of `indices` before they were resized, from their headers.
+
+        Stops once files of `max_bytes` have been read, and leaves out those that are no longer there. None where the
+        set does not know its files, as in a pickled copy.
+        """
+        if self.files is None:
+            return None
+        sizes, read = [], 0
+        for row in self._rows(np.asarray(indices, dtype=np.int64)).tolist():
+            (file,) = self.files.at([row])  # one at a time, because photographs are large
+            read += len(file.data or b"")
+            if (size := size_from_header(file)) is not None:
+                sizes.append(size)
+            if read >= max_bytes:
+                break
+        return np.array(sizes, np.int64).reshape(-1, 2)
+
+    def dataset_rows(self, indices: Sequence[int]) -> torch.Tensor:
+        """Rows of the dataset, int64 [batch], that the images at `indices` int64 [batch] came from."""
+        return torch.from_numpy(self._rows(np.asarray(indices, dtype=np.int64)))
+
+    def subset(self, indices: Sequence[int]) -> "ImageSet":
+        """The images at `indices`, in that order; shares the pixels."""
+        indices = np.asarray(indices, dtype=np.int64)
+        return ImageSet(
+            self.store,
+            self.shape,
+            self.max_value,
+            None if self.labels is None else self.labels[indices],
+            self.class_names,
+            hashlib.sha256(self.fingerprint.encode() + indices.tobytes()).hexdigest()[:32],
+            self.notes,
+            self.source,
+            self._rows(indices),
+            self.files,
+        )
+
+
+def load_images(options: DataOptions, progress: Callable[[int, int], None] | None = None) -> ImageSet:
+    """Opens a dataset (see `sources`), and packs its images once (see `cache`) unless `cache_images` is "no".
+
+    Images that are not square are cut at the center with `center_crop`, else where `fetch` is told to; those that cannot be
+    decoded end it, or are replaced as `ImageSet` says. `progress` is called with (done, total) while images are packed.
+
+    Raises:
+        UserError: anything about the data that a user can mend, in one line.
+    """
+    resolution, image_channels = options.resolution, options.image_channels
+    try:
+        colour = background_colour(options.background)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    allowed = options.max_bad_images if options.on_bad_image == "replace" else 0
+    opened = open_dataset(options)
+    dataset = opened.dataset
+    if options.max_train_images is not None:
+        dataset = dataset.select(range(min(options.max_train_images, len(dataset))))
+    if len(dataset) == 0:
+        raise UserError(f"the dataset {opened.description} has no images")
+    column, notes = find_image_column(dataset, options.image_column)
+    labels, class_names, label_notes = find_labels(dataset, options.label_column)
+    notes += label_notes
+    if options.dataset_name is not None and options.train_data_dir is not None:
+        notes.append("train_data_dir is ignored because dataset_name is given")
+
+    max_value = 65535 if options.preserve_input_precision else 255
+    prepare = ImagePreparation(resolution, image_channels, options.center_crop, options.background, max_value)
+    shaping = [PACKING_VERSION, column, len(dataset), resolution, image_channels, options.center_crop, colour, max_value]
+    fingerprint = hashlib.sha256(json.dumps([opened.key, shaping]).encode()).hexdigest()[:32]
+    files = EncodedImages(dataset, column)
+    if options.cache_images == "yes":
+        folder = cache_root(options.cache_dir) / "steady_diffusion" / fingerprint
+        store = pack_once(folder, len(files), files.between, prepare, progress, allowed)
+        notes += describe_remarks(store.remarks)
+    else:
+        store = DecodedImages(files, prepare, allowed)
+    shape = (image_channels, resolution, resolution)
+    images = ImageSet(store, shape, max_value, labels, class_names, fingerprint, notes, opened.description, files=files)
+    images.fetch([0])  # a format that nobody can read is told now, not in a worker
+    return images
+
+
+def cache_root(cache_dir: str | None) -> Path:
+    """`cache_dir`, or that of Hugging Face's datasets: packed images and what is computed of them go below it."""
+    if cache_dir is not None:
+        return Path(cache_dir)
+    import datasets
+
+    return Path(datasets.config.HF_DATASETS_CACHE)
+
+
+def content_fingerprint(images: ImageSet, sample: int = 64) -> str:
+    """Hex string of the images' number, shape, labels and the pixels of `sample` of them, spread over the set.
+
+    Unlike `fingerprint`, which guards the cache, it is the same wherever and whenever the same data is stored.
+    """
+    indices = np.linspace(0, len(images) - 1, min(sample, len(images))).astype(np.int64)
+    digest = hashlib.sha256(repr((len(images), images.shape, images.max_value)).encode())
+    digest.update(np.ascontiguousarray(images.fetch(indices)).tobytes())
+    if images.labels is not None:
+        digest.update(images.labels.tobytes())
+    return digest.hexdigest()[:32]

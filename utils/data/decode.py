@@ -1,0 +1,145 @@
+"""One image file -> pixels at the training resolution: decode, turn upright, convert, resize, crop.
+
+Resizing is that of diffusers' `train_unconditional.py` (torchvision's `Resize` on a Pillow image): the shorter side
+becomes `resolution`, the longer one `int(resolution * long / short)`, by Pillow's antialiased bilinear filter.
+"""
+
+import dataclasses
+import errno
+import functools
+import io
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from utils.core.errors import UserError
+from utils.data.bad_images import UndecodableImage
+from utils.data.color_modes import background_colour, is_deep, stack_planes, to_planes
+
+# What is worth telling once about a dataset; {n} is the number of images.
+REMARKS = {
+    "frames": "{n} images with several frames (animated or paged): the first frame is used",
+    "deep": "{n} images with more than 8 bits per channel: scaled to 8 bits (--preserve_input_precision keeps 16)",
+    "transparent": "{n} images with transparency: composited on the background colour",
+    "rotated": "{n} images turned upright by their EXIF orientation",
+}
+_EXIF_ORIENTATION = 0x0112
+
+
+@functools.cache
+def _readable_formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in Image.ID if name != "EPS")  # EPS is a program that Ghostscript would run
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageFile:
+    """An encoded image: its bytes or, where those are None, a path; `name` is what an error message calls it."""
+
+    data: bytes | None
+    path: str | None
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ImagePreparation:
+    """Options that turn an `ImageFile` into pixels; calling it gives the pixels.
+
+    `channels` is 1 or 3, `max_value` 255 (uint8) or 65535 (uint16), `background` any opaque Pillow colour.
+    """
+
+    resolution: int
+    channels: int
+    center_crop: bool
+    background: str
+    max_value: int
+
+    def __call__(self, file: ImageFile) -> tuple[np.ndarray, list[str]]:
+        """Pixels [channels, height, width], the shorter side equal to `resolution`, and the keys of `REMARKS` that
+        apply.
+
+        Raises:
+            UndecodableImage: the file cannot be decoded or converted, and never will.
+            UserError: naming the file, when the machine fails to read it: memory, permissions, a disk.
+        """
+        if file.data is None and file.path is None:
+            raise UndecodableImage(file.name, None, "the row holds no image")
+        try:
+            return self._prepare(file)
+        except UnidentifiedImageError:
+            raise UndecodableImage(file.name, file.path, "not an image that Pillow can read") from None
+        except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
+            reason = " ".join(str(error).split()) or type(error).__name__
+            # Tomorrow the same file may be read: to replace it today would make another run of it.
+            if isinstance(error, MemoryError) or getattr(error, "errno", None) not in (None, errno.ENOENT):
+                raise UserError(f"cannot read the image {file.name}: {reason}") from error
+            raise UndecodableImage(file.name, file.path, reason) from error
+
+    def blank(self) -> np.ndarray:
+        """Pixels [channels, resolution, resolution] that keep the place of an image that cannot be decoded."""
+        return np.zeros((self.channels, self.resolution, self.resolution), np.uint8 if self.max_value == 255 else np.uint16)
+
+    def _prepare(self, file: ImageFile) -> tuple[np.ndarray, list[str]]:
+        source = file.path if file.data is None else io.BytesIO(file.data)
+        with Image.open(source, formats=_readable_formats()) as image:
+            remarks = ["frames"] if getattr(image, "is_animated", False) else []
+            image.load()
+            if image.getexif().get(_EXIF_ORIENTATION, 1) != 1:
+                image = ImageOps.exif_transpose(image)
+                remarks.append("rotated")
+            if is_deep(image) and self.max_value == 255:
+                remarks.append("deep")
+            if image.has_transparency_data:
+                remarks.append("transparent")
+            planes = to_planes(image, self.channels, background_colour(self.background), self.max_value)
+        height, width = resized_size(image.height, image.width, self.resolution)
+        planes = [plane.resize((width, height), Image.Resampling.BILINEAR) for plane in planes]
+        pixels = stack_planes(planes, self.channels, self.max_value)
+        if self.center_crop:
+            (top,), (left,) = crop_offsets(np.array([height]), np.array([width]), self.resolution, None)
+            pixels = pixels[:, top : top + self.resolution, left : left + self.resolution]
+        return np.ascontiguousarray(pixels), remarks
+
+
+def header_of(file: ImageFile) -> tuple[str, int, int] | None:
+    """Pillow's mode, height and width as stored (not yet turned by EXIF), without decoding; None where the file cannot be
+    opened."""
+    source = file.path if file.data is None else io.BytesIO(file.data)
+    try:
+        with Image.open(source, formats=_readable_formats()) as image:
+            return image.mode, image.height, image.width
+    except Exception:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
+        return None
+
+
+def size_from_header(file: ImageFile) -> tuple[int, int] | None:
+    """Height and width of `header_of`."""
+    header = header_of(file)
+    return header and header[1:]
+
+
+def resized_size(height: int, width: int, resolution: int) -> tuple[int, int]:
+    """Height and width once the shorter side is `resolution`, as torchvision's `Resize(resolution)` has them."""
+    if height <= width:
+        return resolution, int(resolution * width / height)
+    return int(resolution * height / width), resolution
+
+
+def crop_offsets(
+    heights: np.ndarray, widths: np.ndarray, resolution: int, crop: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Top and left [batch] of a square crop from images of the given sizes [batch].
+
+    `crop` [batch, 2] in [0, 1) chooses uniformly among all positions; None takes the centre, rounded as torchvision
+    does.
+    """
+    room = np.stack([heights, widths], axis=1).astype(np.int64) - resolution
+    # Half to even, like torchvision's Python round. In float32, u * (room + 1) could round up to room + 1.
+    offsets = np.rint(room / 2) if crop is None else np.floor(np.asarray(crop, np.float64) * (room + 1))
+    top, left = offsets.astype(np.int64).T
+    return top, left
+
+
+def describe_remarks(counts: dict[str, int]) -> list[str]:
+    """One sentence per remark that was made, in the order of `REMARKS`."""
+    return [text.format(n=counts[key]) for key, text in REMARKS.items() if counts.get(key)]

@@ -1,0 +1,226 @@
+"""Which image each sample number is, and the loader that brings micro-batches of them.
+
+Sample numbers count through the whole run: update s takes [s * G, (s + 1) * G) with G = batch x processes x
+accumulation, and micro step a on rank r takes the `train_batch_size` numbers from s * G + (a * processes + r) *
+train_batch_size on. So the samples of an update do not depend on how it is split, and a run resumes at any update
+without reading what came before.
+"""
+
+import atexit
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from utils.core import randomness
+from utils.core.errors import UserError
+from utils.core.signals import STOP_SIGNALS
+from utils.data.dataset import ImageSet
+
+_BLOCK = 4096  # samples
+
+
+class SampleOrder:
+    """The image that each sample number shows: a function of (seed, sample number), without state.
+
+    Plain: pass after pass over all images, each pass shuffled anew, each image once in it.
+    With `labels` int [length], balanced: every class once in each block of as many samples as there are classes, and
+    each class in shuffled passes over its own images, so that none repeats before the others of its class were seen.
+    """
+
+    def __init__(self, length: int, seed: int, labels: np.ndarray | None = None):
+        if length < 1:
+            raise ValueError(f"length must be positive, got {length}")
+        self.length, self.seed = length, seed
+        self.balanced = labels is not None
+        if self.balanced:
+            if len(labels) != length:
+                raise ValueError(f"{len(labels)} labels for {length} images")
+            _, counts = np.unique(labels, return_counts=True)
+            self.members = torch.from_numpy(np.argsort(labels, kind="stable"))  # images, class after class
+            self.class_sizes = torch.from_numpy(counts)
+            self.class_starts = self.class_sizes.cumsum(0) - self.class_sizes
+
+    def indices(self, sample_numbers: torch.Tensor) -> torch.Tensor:
+        """Image indices int64 [batch] in [0, length) of sample numbers int64 [batch]."""
+        if self.balanced:
+            return self._balanced_indices(sample_numbers)
+        epochs = sample_numbers // self.length
+        return randomness.permute(self.seed, "order", epochs, sample_numbers % self.length, self.length)
+
+    def _balanced_indices(self, sample_numbers: torch.Tensor) -> torch.Tensor:
+        classes = len(self.class_sizes)
+        visits = sample_numbers // classes  # how often the sample's class was seen before
+        chosen = randomness.permute(self.seed, "class_order", visits, sample_numbers % classes, classes)
+        sizes = self.class_sizes[chosen]
+        positions = torch.empty_like(visits)
+        for size in sizes.unique().tolist():  # a permutation has one length: classes of one size go together
+            same = sizes == size
+            passes = (visits[same] // size) * classes + chosen[same]  # its own shuffle for each class and pass
+            positions[same] = randomness.permute(self.seed, "within_class", passes, visits[same] % size, size)
+        return self.members[self.class_starts[chosen] + positions]
+
+
+class _MicroBatches(Sampler):
+    """The sample numbers of each micro-batch of one rank, as ranges: nothing grows with the length of the run."""
+
+    def __init__(self, first_step, max_train_steps, batch_size, accumulation_steps, process_index, num_processes):
+        self.steps = range(first_step, max_train_steps)
+        self.batch_size, self.accumulation_steps = batch_size, accumulation_steps
+        self.process_index, self.num_processes = process_index, num_processes
+
+    def __len__(self) -> int:
+        return len(self.steps) * self.accumulation_steps
+
+    def __iter__(self) -> Iterator[range]:
+        for step in self.steps:
+            for micro_step in range(self.accumulation_steps):
+                micro_batch = (step * self.accumulation_steps + micro_step) * self.num_processes + self.process_index
+                yield range(micro_batch * self.batch_size, (micro_batch + 1) * self.batch_size)
+
+
+class _Samples(Dataset):
+    """Sample numbers -> a micro-batch. Runs in the workers, where the order is computed too."""
+
+    def __init__(self, images: ImageSet, order: SampleOrder, seed: int, center_crop: bool):
+        self.images, self.order, self.seed, self.center_crop = images, order, seed, center_crop
+        self._block = None, None  # (its number, its indices): the order is computed for many samples at once
+
+    def __getitems__(self, sample_numbers: range) -> dict | UserError:
+        sample_numbers = torch.arange(sample_numbers.start, sample_numbers.stop)
+        indices = self._indices(sample_numbers)
+        # Numbers for a crop that has no choice would cost more than the batch's pixels.
+        fixed = self.center_crop or self.images.uniform
+        crop = None if fixed else randomness.uniform(self.seed, "crop", sample_numbers, 2).numpy()
+        known = len(self.images.bad_images)
+        try:
+            images = self.images.fetch(indices, crop)
+        except UserError as error:
+            return error  # raised by training_batches: the loader would wrap it in a worker's traceback
+        labels = None if self.images.labels is None else torch.from_numpy(self.images.labels[self.images.shown(indices)])
+        batch = {"images": torch.from_numpy(images), "labels": labels, "sample_numbers": sample_numbers}
+        if len(self.images.bad_images) > known:
+            batch["bad_images"] = list(self.images.bad_images.values())[known:]
+        return batch
+
+    def _indices(self, sample_numbers: torch.Tensor) -> np.ndarray:
+        """`order.indices`, whose many small operations would cost a short batch more than its pixels do."""
+        first, last = sample_numbers[0].item(), sample_numbers[-1].item()
+        if first // _BLOCK != last // _BLOCK:
+            return self.order.indices(sample_numbers).numpy()
+        number = first // _BLOCK
+        if self._block[0] != number:
+            self._block = number, self.order.indices(torch.arange(number * _BLOCK, (number + 1) * _BLOCK)).numpy()
+        return self._block[1][sample_numbers.numpy() % _BLOCK]
+
+
+def training_batches(
+    images: ImageSet,
+    order: SampleOrder,
+    *,
+    seed: int,
+    first_step: int,
+    max_train_steps: int,
+    train_batch_size: int,
+    gradient_accumulation_steps: int = 1,
+    process_index: int = 0,
+    num_processes: int = 1,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    center_crop: bool = False,
+) -> Iterator[dict]:
+    """The micro-batches of one process, from update `first_step` up to `max_train_steps`,
+    `gradient_accumulation_steps` each.
+
+    Each is a dict of `images` uint8 or uint16 [batch, channels, resolution, resolution], `labels` int64 [batch] or
+    None, and `sample_numbers` int64 [batch]. Images that are not square are cut at random, by sample number, or at
+    the centre. The labels are those of the images that are shown, where some stand for others that cannot be decoded;
+    what the workers learn of such images is added to `images.bad_images` with the batch.
+
+    The workers ignore SIGTERM, SIGINT and SIGUSR1, which launchers send to the whole process group: the main process
+    decides when to stop. They end with the iterator or with the process. The global random state of torch is not
+    touched.
+
+    Raises:
+        UserError: from the iterator, naming an image that cannot be decoded, once there are more than may be.
+    """
+    loader = DataLoader(
+        _Samples(images, order, seed, center_crop),
+        batch_sampler=_MicroBatches(
+            first_step,
+            max_train_steps,
+            train_batch_size,
+            gradient_accumulation_steps,
+            process_index,
+            num_processes,
+        ),
+        collate_fn=_as_is,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        worker_init_fn=functools.partial(_start_worker, main_process=os.getpid()),
+        generator=torch.Generator(),  # else the workers' seed is drawn from the global random state
+    )
+    return _iterate(loader, images)
+
+
+def _iterate(loader: DataLoader, images: ImageSet) -> Iterator[dict]:
+    others = set(multiprocessing.active_children())
+    with _stop_signals_held():
+        iterator = iter(loader)
+    workers = [weakref.ref(child) for child in multiprocessing.active_children() if child not in others]
+    if workers:
+        # At exit Python ends its children by SIGTERM, which ours ignore, and waits for them for ever.
+        atexit.register(_kill, workers)
+    try:
+        for batch in iterator:
+            if isinstance(batch, UserError):
+                raise batch
+            if "bad_images" in batch:
+                images.bad_images.learn(batch.pop("bad_images"))
+            yield batch
+    finally:
+        # Ends the workers now. In a cycle with a traceback, the garbage collector would first finalise the queues that
+        # bring them the news, and then wait for them.
+        del iterator
+
+
+def _as_is(batch):
+    return batch
+
+
+def _start_worker(worker_id: int, main_process: int) -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # The loader's own watchdog starts after this and takes whoever is the parent then for the main process: a worker
+    # whose main process was killed while it started would wait for ever. (A fork server's children have another parent.)
+    if multiprocessing.get_start_method() != "forkserver" and os.getppid() != main_process:
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _stop_signals_held():
+    """Delays signals until the block ends; processes started in it begin with them blocked, so that no gap is left."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _kill(workers: list[weakref.ref]) -> None:
+    # The loader's handler raises for a worker that was killed: that would leave the next one alive.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for reference in workers:
+        worker = reference()
+        if worker is not None and worker.is_alive():
+            worker.kill()

@@ -1,0 +1,27 @@
+"""Which images are held out of training, and a look at all of them before it."""
+
+import numpy as np
+import torch
+
+from utils.core import randomness
+from utils.core.errors import UserError
+
+
+def split_validation(images, count: int, seed: int):
+    """(training images, held-out images): `count` of `images` (an ImageSet) are held out, chosen by `seed`; may be 0."""
+    if count >= len(images):
+        raise UserError(f"--validation_images {count} leaves none of the {len(images)} images to train on")
+    if count == 0:
+        return images, images.subset([])  # no list of row numbers, which would grow with the set
+    positions = torch.arange(len(images))
+    shuffled = randomness.permute(seed, "validation split", torch.zeros_like(positions), positions, len(images)).numpy()
+    held_out = images.subset(np.sort(shuffled[:count]))
+    held_out.fetch([0])  # that none of them can be decoded is told now, not at the first validation
+    return images.subset(np.sort(shuffled[count:])), held_out
+
+
+def check_images(images, sample: int = 64) -> None:
+    """Looks at images from all over the set. Raises UserError when every one of them is of the same single value."""
+    pixels = images.fetch(np.linspace(0, len(images) - 1, min(sample, len(images))).astype(np.int64))
+    if pixels.min() == pixels.max():
+        raise UserError(f"the {len(pixels)} images looked at are all of one value ({pixels.min()}); check the image column")

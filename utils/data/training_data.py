@@ -1,0 +1,141 @@
+"""What a training learns from, by sample number: batches of images, their place in the dataset, and their noise."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from utils.core import randomness
+from utils.core.errors import UserError
+from utils.data.augmentation import augment, to_unit_range
+from utils.data.dataset import ImageSet, load_images
+from utils.data.loader import SampleOrder, training_batches
+from utils.data.split import check_images, split_validation
+from utils.options.flags import RunOptions
+
+
+class Batch(NamedTuple):
+    """Samples on the device, of one process."""
+
+    sample_numbers: torch.Tensor  # int64 [B]
+    clean_images: torch.Tensor  # float32 [B, C, H, W] in [-1, 1]
+    noise: torch.Tensor  # of the same shape, unit variance
+    labels: torch.Tensor | None  # the images' classes, int64 [B], still on the host; None where they have none
+
+    def classes(self) -> torch.Tensor:
+        """The labels on the device, -1 where there are none."""
+        if self.labels is None:
+            return torch.full((len(self.sample_numbers),), -1, device=self.clean_images.device)
+        return self.labels.to(self.clean_images.device, non_blocking=True)
+
+
+class TrainingSamples:
+    """The training's samples, counted through all of its updates.
+
+    Every random number belongs to its sample: order, crop, flip, jitter and noise are functions of `seed` and the sample
+    number, whichever process and micro step trains on it, before or after a resume.
+
+    Raises UserError for `balanced_sampling` (every class equally often) without class labels.
+    """
+
+    def __init__(
+        self,
+        images: ImageSet,
+        accelerator: Accelerator,
+        options: RunOptions,
+    ):
+        if options.balanced_sampling and images.labels is None:
+            raise UserError("--balanced_sampling needs class labels; name their column with --label_column")
+        self.images, self.seed, self.device = images, options.seed, accelerator.device
+        self.micro_batch_size = options.train_batch_size
+        self.random_flip, self._color_jitter = options.random_flip, options.color_jitter
+        self._order = SampleOrder(len(images), options.seed, images.labels if options.balanced_sampling else None)
+        self._split = {
+            "train_batch_size": options.train_batch_size,
+            "gradient_accumulation_steps": options.gradient_accumulation_steps,
+            "process_index": accelerator.process_index,
+            "num_processes": accelerator.num_processes,
+            "pin_memory": accelerator.device.type not in ("cpu", "mps"),  # else a copy to the device waits for all before it
+            "center_crop": options.center_crop,
+        }
+
+    def batches(self, first_step: int, last_step: int, num_workers: int = 0) -> Iterator[dict]:
+        """The micro-batches of this process for the updates from `first_step` up to `last_step`; see `training_batches`."""
+        return training_batches(
+            self.images,
+            self._order,
+            seed=self.seed,
+            first_step=first_step,
+            max_train_steps=last_step,
+            num_workers=num_workers,
+            **self._split,
+        )
+
+    def on_device(self, batch: dict) -> Batch:
+        sample_numbers = batch["sample_numbers"].to(self.device, non_blocking=True)
+        clean_images = augment(
+            batch["images"].to(self.device, non_blocking=True),
+            sample_numbers,
+            seed=self.seed,
+            max_value=self.images.max_value,
+            random_flip=self.random_flip,
+            color_jitter=self._color_jitter,
+        )
+        noise = randomness.normal(self.seed, "noise", sample_numbers, self.images.shape)
+        return Batch(sample_numbers, clean_images, noise, batch["labels"])
+
+    def seed_dropout(self, step: int, micro_step: int) -> None:
+        """Dropout is the exception: it depends on the rank, so it repeats at the same number of processes only."""
+        seed = randomness.derive_seed(self.seed, "dropout", step, micro_step, self._split["process_index"])
+        randomness.seed_generator(self.device, seed)
+
+    def dataset_rows(self, sample_numbers: torch.Tensor) -> torch.Tensor:
+        """Rows of the dataset, int64 [B], that the samples int64 [B] show."""
+        return self.images.dataset_rows(self.images.shown(self._order.indices(sample_numbers.cpu()).numpy()))
+
+    def first_images(self, count: int) -> torch.Tensor:
+        """The first clean images of this process, at most `count`, as the network is shown them: those of one pass over the
+        data, so that none comes twice unless the sampling is balanced."""
+        of_update = self._split["train_batch_size"] * self._split["gradient_accumulation_steps"]
+        of_a_pass = len(self.images) // (of_update * self._split["num_processes"])
+        updates = max(1, min(math.ceil(count / of_update), of_a_pass))
+        return torch.cat([self.on_device(batch).clean_images for batch in self.batches(0, updates)])[:count]
+
+
+class TrainingData:
+    """The images that --dataset_name or --train_data_dir name, split into those to train on and those held out.
+
+    Attributes:
+        images: all of them; training, held_out: parts of them, the second of which may be empty.
+        samples: the training images in the order of the training.
+
+    Raises UserError for anything about the data that a user can mend.
+    """
+
+    def __init__(self, options: RunOptions, accelerator: Accelerator, progress: Callable[[int, int], None] | None = None):
+        self.images = load_images(options, progress)
+        check_images(self.images)
+        self.training, self.held_out = split_validation(self.images, options.validation_images, options.seed)
+        self.samples = TrainingSamples(self.training, accelerator, options)
+
+    def held_out_batch(self, numbers: torch.Tensor) -> Batch:
+        """Samples int64 [B] of a validation: image i modulo their number, cut in the middle, with noise of its own."""
+        device, rows = self.samples.device, (numbers % len(self.held_out)).numpy()
+        images = self.held_out.fetch(rows, np.full((len(numbers), 2), 0.5, np.float32))
+        clean_images = to_unit_range(torch.from_numpy(images).to(device), self.held_out.max_value)
+        noise = randomness.normal(self.samples.seed, "validation noise", numbers.to(device), self.held_out.shape)
+        known = self.held_out.labels
+        labels = None if known is None else torch.from_numpy(known[self.held_out.shown(rows)])
+        return Batch(numbers, clean_images, noise, labels)
+
+
+def held_out_images(images: ImageSet, count: int, device: torch.device) -> torch.Tensor | None:
+    """The first `count` of the held-out `images`, float32 [B, C, H, W] in [-1, 1], as the validation shows them, or None."""
+    if len(images) == 0:
+        return None
+    count = min(len(images), count)
+    pixels = images.fetch(np.arange(count), np.full((count, 2), 0.5, np.float32))
+    return to_unit_range(torch.from_numpy(pixels).to(device), images.max_value)

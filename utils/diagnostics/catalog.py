@@ -1,0 +1,361 @@
+"""What the doctor can find: each finding's code, its likely cause and what to try. docs/findings.md is made from this table."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    title: str
+    cause: str
+    fixes: tuple[str, ...]
+    in_fp16: tuple[str, str] | None = None  # one more cause and fix, where the run is in fp16
+
+
+CATALOGUE: dict[str, Entry] = {
+    "data-range": Entry(
+        "the images that the network sees are not in [-1, 1]",
+        "they were scaled twice, or not at all, or to [0, 1]; the noise schedule assumes [-1, 1]",
+        (
+            "scale uint8 by x / 127.5 - 1, once",
+            "look at one batch: its min, max and mean are in the report",
+        ),
+    ),
+    "data-changed": Entry(
+        "the images that the network sees are darker or brighter than the files",
+        "they are inverted, normalized with the figures of another data set, or changed too much by augmentation",
+        (
+            "look at a batch as the network gets it",
+            "leave out augmentation that changes brightness",
+        ),
+    ),
+    "data-stuck": Entry(
+        "the same images come in every update",
+        "an iterator that is made anew for each update, or an order that does not depend on the update",
+        (
+            "make the iterator once, outside the loop",
+            "check how the sampler is seeded",
+        ),
+    ),
+    "data-alike": Entry(
+        "the images are copies of a few, or nearly so",
+        "duplicated rows, a broken decoder that gives one image, or a data set made by repeating a small one",
+        (
+            "remove the duplicates",
+            "check the image column and the decoder: look at a grid of the data",
+        ),
+    ),
+    "data-blank": Entry(
+        "some of the images are of one single value",
+        "failed scans or downloads, empty tiles, or a decoder that gives blanks; the network learns to make them",
+        (
+            "remove them: the data check names rows",
+            "open one of the files: is it blank, or only read as blank (transparency, 16 bits)?",
+        ),
+    ),
+    "data-damaged": Entry(
+        "some of the images cannot be decoded",
+        "downloads or copies that were cut short, or files that are no images",
+        (
+            "mend or remove the files named",
+            "--on_bad_image replace trains on the next image in their places",
+        ),
+    ),
+    "data-enlarged": Entry(
+        "images are smaller than the resolution, and enlarged",
+        "--resolution is above that of the files: samples will look as soft as the enlarged images",
+        (
+            "a lower --resolution",
+            "leave the small images out",
+        ),
+    ),
+    "class-imbalance": Entry(
+        "one class is most of the data",
+        "the classes were collected unevenly; rare ones will hardly be generated",
+        (
+            "--balanced_sampling",
+            "collect or weight the rare classes",
+        ),
+    ),
+    "overfitting": Entry(
+        "held-out images are much harder than training images, or become so",
+        "the network memorizes: too many passes over too few images for its size",
+        (
+            "stop at the best checkpoint (--resume_from_checkpoint best, --early_stopping_patience 3)",
+            "more images",
+            "--random_flip",
+            "--dropout 0.1",
+            "a smaller network",
+        ),
+    ),
+    "schedule-leaves-signal": Entry(
+        "the last timestep still shows the image",
+        "the betas are too small for the number of steps: sampling starts from pure noise, which the network never saw",
+        (
+            "--ddpm_num_steps 1000 with the linear schedule",
+            "--ddpm_beta_schedule squaredcos_cap_v2",
+            "--rescale_betas_zero_snr with --prediction_type v_prediction",
+        ),
+    ),
+    "schedule-destroys-early": Entry(
+        "most timesteps are pure noise",
+        "the betas are too large for the number of steps: the network spends its training where nothing is to be seen",
+        (
+            "--ddpm_beta_schedule squaredcos_cap_v2",
+            "smaller betas or fewer steps",
+        ),
+    ),
+    "timesteps-uneven": Entry(
+        "parts of the noise schedule are hardly trained",
+        "timesteps are not drawn uniformly from the whole range",
+        (
+            "draw timesteps with torch.randint(0, num_train_timesteps, ...)",
+            "check the upper bound: it is exclusive",
+        ),
+    ),
+    "noise-wrong": Entry(
+        "the noise is not independent standard normal noise",
+        "it is scaled, of another distribution, broadcast over pixels or images, or its generator is seeded anew each time",
+        (
+            "noise = torch.randn_like(clean_images), in every update",
+            "leave the seeding of generators out of the loop",
+        ),
+    ),
+    "timestep-mismatch": Entry(
+        "the network is told other timesteps than the images were noised with",
+        "timesteps are drawn, shuffled or reversed between add_noise and the network",
+        ("pass one tensor to both: add_noise(clean_images, noise, timesteps), unet(noisy_images, timesteps)",),
+    ),
+    "sampler-mismatch": Entry(
+        "samples are drawn with another process than was trained",
+        "the sampling scheduler's prediction type or noise schedule is not the training's",
+        (
+            "build the sampler from the training scheduler's config",
+            "export the scheduler with the model",
+        ),
+    ),
+    "batch-leak": Entry(
+        "an image's prediction depends on the other images of its batch",
+        "a layer normalizes or averages over the batch dimension",
+        (
+            "GroupNorm or LayerNorm in place of what looks at the batch",
+            "check the dimensions that means, softmax and reshapes run over",
+        ),
+    ),
+    "timestep-ignored": Entry(
+        "the network does not see the timestep",
+        "the time embedding is not connected, is scaled to nothing, or is the same for all steps",
+        (
+            "check that timesteps are passed on and reach every block",
+            "pass integer timesteps, not fractions",
+        ),
+    ),
+    "non-finite": Entry(
+        "updates were skipped because a loss or gradient was not finite",
+        "a damaged image, or a learning rate at the edge of divergence",
+        (
+            "read nan_report/: it names the samples and the first bad module",
+            "a lower --learning_rate or longer --lr_warmup_steps",
+        ),
+        in_fp16=("an overflow in fp16", "--mixed_precision bf16"),
+    ),
+    "fp16-scale-collapse": Entry(
+        "the GradScaler's scale has collapsed",
+        "fp16 gradients overflow again and again, so the scale falls until small gradients vanish",
+        (
+            "--mixed_precision bf16",
+            "a lower --learning_rate",
+            "find the overflow: nan_report/ names the module",
+        ),
+    ),
+    "no-gradient": Entry(
+        "part of the network gets no gradient",
+        "it is detached, frozen, multiplied by zero, or not on the way from input to loss",
+        (
+            "look for .detach(), requires_grad_(False) or a zero gate in the layers named",
+            "leave them out of the network if they are not needed",
+        ),
+    ),
+    "gradients-not-cleared": Entry(
+        "updates begin with the gradients of the one before",
+        "zero_grad is not called, or on another optimizer or model: each update follows the sum of all gradients so far",
+        ("optimizer.zero_grad() after every step, not only at the start",),
+    ),
+    "not-updated": Entry(
+        "parameters have gradients and are never changed",
+        "the optimizer was made without them, or for a copy of the network, or its step is never taken",
+        (
+            "make the optimizer from unet.parameters() after the network has its final form",
+            "call optimizer.step() once per update",
+        ),
+    ),
+    "gradients-exploding": Entry(
+        "gradients grow without end",
+        "an unstable network or loss: no normalization on some path, a loss weight that grows, a learning rate near its limit",
+        (
+            "--max_grad_norm 1",
+            "--adaptive_clipping",
+            "learning rate / 2 to / 5",
+            "look at the layers whose gradients grow first",
+        ),
+    ),
+    "clip-too-tight": Entry(
+        "nearly all of every gradient is clipped away",
+        "--max_grad_norm is far below the gradients' usual norm; with Adam, epsilon then rules the step",
+        (
+            "--max_grad_norm 1",
+            "--adaptive_clipping",
+        ),
+    ),
+    "no-warmup": Entry(
+        "a high learning rate starts without warm-up",
+        "Adam's second moments are empty in the first updates, so each is a full-size step in every direction",
+        (
+            "--lr_warmup_steps 500 (5-10 k on long runs)",
+            "learning rate / 2 to / 5",
+        ),
+    ),
+    "lr-too-high": Entry(
+        "the learning rate is too high",
+        "each update changes the weights by more than the loss surface bears",
+        (
+            "learning rate / 2 to / 5",
+            "longer --lr_warmup_steps",
+            "a larger batch",
+        ),
+    ),
+    "loss-unstable": Entry(
+        "the loss jumps up or rises again",
+        "the learning rate is at the edge of what the loss surface bears, or some batches are unlike the rest",
+        (
+            "learning rate / 2 to / 5",
+            "longer --lr_warmup_steps",
+            "--adaptive_clipping",
+            "a larger batch",
+        ),
+    ),
+    "lr-too-low": Entry(
+        "the learning rate is too low",
+        "the weights hardly move: at this pace the run ends before it has learned",
+        (
+            "learning rate x 10",
+            "check the unit: 1e-4 is usual for a U-Net with Adam, 1e-3 for a small one",
+        ),
+    ),
+    "lr-ended-early": Entry(
+        "the learning rate ended long before the run",
+        "its schedule is laid out for fewer updates, or stepped more than once per update, as once per process",
+        (
+            "lay the schedule out for --max_train_steps, and step it once per update",
+            "--lr_floor 0.1",
+        ),
+    ),
+    "weights-shrinking": Entry(
+        "the weights shrink away",
+        "the weight decay outweighs what is learned",
+        ("--adam_weight_decay 0.01 or less",),
+    ),
+    "not-learning": Entry(
+        "the network does no better than the same answer for every image",
+        "the target is not of what the network is shown (noise drawn twice, another order), or the input is lost on the way",
+        (
+            "the noise that is added must be the noise that is predicted: draw it once",
+            "overfit one batch first: the loss must fall to nearly nothing",
+        ),
+    ),
+    "train-eval-gap": Entry(
+        "the network does something else in training than in sampling",
+        "heavy dropout, a normalization with figures of the batch, or a loop that feeds it otherwise than the sampler",
+        (
+            "--dropout 0.1 or less",
+            "GroupNorm in place of BatchNorm",
+            "compare the loop with the sampler: timesteps as integers, the sign and kind of the target, the scale of the noise",
+        ),
+    ),
+    "ema-frozen": Entry(
+        "the averaged weights do not follow the raw ones",
+        "the EMA is not updated, or updated before the step, or on a copy of the model that is not trained",
+        (
+            "update the EMA after every optimizer step, from the unwrapped model",
+            "check that ema_decay is below 1",
+        ),
+    ),
+    "ema-too-long": Entry(
+        "the average still holds much of the run's beginning",
+        "the EMA's decay is too high for a run of this length",
+        (
+            "--ema_max_decay 0.999 (or 1 - 10 / updates)",
+            "keep the warm-up: --ema_inv_gamma 1 --ema_power 0.75",
+            "train longer",
+        ),
+    ),
+    "samples-alike": Entry(
+        "all samples are alike",
+        "the weights have diverged or the sampler ends in one image, whatever noise it starts from",
+        (
+            "go back to the last checkpoint whose samples differ (--resume_from_checkpoint)",
+            "learning rate / 2 to / 5",
+            "check that the sampler draws new starting noise for each image",
+        ),
+    ),
+    "samples-copied": Entry(
+        "samples are copies of training images",
+        "the network has learned its training images by heart: too few of them for its size, or too many passes over them",
+        (
+            "more images",
+            "an earlier checkpoint (--best_metric fd with held-out images in view)",
+            "--random_flip, --dropout 0.1, or a smaller network",
+            "look at the nearest-neighbour sheet: duplicates in the data are copied first",
+        ),
+    ),
+    "samples-unlike-data": Entry(
+        "the samples do not look like the data",
+        "too little training, a sampler that does not fit the training, or images prepared in another way than the reference",
+        (
+            "train longer",
+            "more sampling steps (--num_inference_steps)",
+            "check that resolution, channels and background are those of the reference",
+        ),
+    ),
+    "samples-lack-variety": Entry(
+        "the samples vary less than the data",
+        "an average over too many different weights or images: an EMA that is too long, too little training, too few steps",
+        (
+            "train longer",
+            "--ema_max_decay 0.999 on a short run",
+            "more sampling steps, or --sampler ddpm, whose noise keeps the variance",
+            "--rescale_betas_zero_snr with --prediction_type v_prediction if brightness is what varies too little",
+        ),
+    ),
+    "modes-missing": Entry(
+        "whole parts of the data are never generated",
+        "rare classes, or modes that the training has not reached",
+        (
+            "--balanced_sampling where labels exist",
+            "train longer or with a larger network",
+            "check that the data still holds them: look at the class counts of diagnose.py",
+        ),
+    ),
+    "mode-dominates": Entry(
+        "part of the data is generated far too often",
+        "duplicates or an imbalance in the data that was trained on, or a network that falls into its easiest mode",
+        (
+            "remove duplicates from the data (diagnose.py --dataset_name ... counts them)",
+            "--balanced_sampling where labels exist",
+            "--sampler ddpm, or more sampling steps",
+        ),
+    ),
+    "data-starved": Entry(
+        "the device waits for data",
+        "decoding or the disk is slower than training",
+        (
+            "--cache_images yes (decode once)",
+            "--dataloader_num_workers 4",
+            "--cache_dir on a local disk",
+        ),
+    ),
+    "rule-failed": Entry(
+        "a rule of the doctor failed, so that what it looks for was not judged",
+        "a record that is damaged or from another version, or a mistake in the rule",
+        ("look at history.jsonl for the figures that the rule reads",),
+    ),
+}

@@ -1,0 +1,250 @@
+"""Figures of a dataset that tell before training what will go wrong: scaling, blanks, copies, balance, enlargement.
+
+figures = check_data(images, seed=0)      # images: an ImageSet; the result can be written as JSON
+
+Figures only, no verdicts. Pixels are meant after scaling to [-1, 1]. Memory holds one chunk of images, whatever the size
+of the set, and what is read is bounded, so that a million images cost as much as two hundred thousand.
+"""
+
+import hashlib
+import math
+
+import numpy as np
+import torch
+from torch.nn.functional import adaptive_avg_pool2d
+
+from utils.core import randomness
+from utils.data.augmentation import to_unit_range
+
+# An image is a near-copy of another when their 8 x 8 grey thumbnails differ, in root mean square, by less than this share
+# of the contrast (standard deviation over the thumbnail) of the image itself; at equal brightness that is a correlation
+# above 1 - 0.05^2 / 2 = 0.9987. Measured: JPEG at quality 75 moves images of 32 x 32 by 0.02, and by 0.01 when they were
+# larger; resizing there and back by 0.03. Between different images the closest two of 1,797 digits differ by 0.09, of 520
+# patches of photographs, plain sky among them, by 0.12, of noise by 0.9. The scale is the image's own contrast and not the
+# spread of the set: two clear skies are close in a varied set, but what differs between them is as large as what either
+# shows. The price is that copies of nearly plain images, whose contrast is a few of 255 levels, are missed.
+NEAR_COPY_DISTANCE = 0.05
+
+_THUMBNAIL = 8  # pixels
+_LUMA = torch.tensor([0.299, 0.587, 0.114])  # ITU-R BT.601, which JPEG keeps better than the colours
+_CHUNK_BYTES = 2**20  # of pixels; eight times as much as float64
+_SIZES_SAMPLE = 256
+_MAX_COUNTS = 1000  # classes whose counts are listed
+_NAMED = 5  # images of a kind whose rows or files are listed
+
+
+def check_data(images, *, seed: int, sample: int = 2048, max_images: int = 200_000, max_bytes: int = 512 * 2**20) -> dict:
+    """Looks at `images` (an ImageSet), the same way for the same seed.
+
+    Args:
+        sample: images for which near-copies are searched among all that are read; without a cache, where reading means
+            decoding, also the number of images read.
+        max_images, max_bytes: bounds on the images read and on their bytes as integers; a random choice of a larger set.
+
+    Returns:
+        A dict of numbers, strings, lists and dicts; shares lie in [0, 1]; rows are those of the dataset:
+        images, shape, max_value: of the whole set.
+        images_read: what the figures from here to `near_copies` are about.
+        min, max: floats in [-1, 1]. mean, std: lists with a float per channel.
+        constant_share, constant_rows: images of one single value; some rows of them.
+        pairwise_distance: root mean square difference of the pixels of two different images; None for one image.
+        variety: that distance / (sqrt(2) x the standard deviation of all pixels): about 0 when all images are alike, 1
+            when no pixel has a mean of its own; None where nothing varies.
+        copies: {share, largest_group, rows}: images that repeat an earlier one pixel for pixel, 1 - distinct / read; the
+            number of images in the largest group of equal ones; two rows of that group. Of a set that is read in part,
+            the share is too low: a copy is seen only when its original is read too.
+        near_copies: {images, share, distance_median, threshold, rows} of `images` sampled ones: the share that has
+            another, not equal, image nearer than `threshold` = NEAR_COPY_DISTANCE; the median distance to the nearest
+            other image; the rows of the nearest pair. Constant images have no contrast and are left out. Brightness,
+            flips and shifts are not seen through. None where there is nothing to compare.
+        sizes: {images, enlarged_share, shorter_side_min, shorter_side_median} of the files of a sample before
+            preparation, in pixels; enlarged are those whose shorter side is below the resolution. None if not known.
+        classes: {number, empty, largest, largest_share, smallest_share, entropy, counts} of the whole set's labels;
+            `entropy` is divided by log(number): 1 for balanced classes; `counts` by name, None for more than a thousand
+            classes. None without labels.
+        damaged: {images, share, files} of the images that cannot be decoded, where the set allows them, among all images or,
+            without a cache, those read; `files` has {row, file, reason} of some. Other figures than copies and constant ones
+            count the images in their places.
+
+    Raises:
+        ValueError: there are no images.
+        UserError: without a cache, naming an image that cannot be decoded, once there are more than may be.
+    """
+    if len(images) == 0:
+        raise ValueError("there are no images to look at")
+    image_bytes = math.prod(images.shape) * (1 if images.max_value == 255 else 2)
+    limit = min(max_images, max(1, max_bytes // image_bytes)) if images.cached else sample
+    read = _choose(seed, "data check", len(images), limit)
+    sampled = read[_choose(seed, "data check sample", len(read), sample)]
+    figures = {"images": len(images), "shape": list(images.shape), "max_value": images.max_value, "images_read": len(read)}
+    return {
+        **figures,
+        **_pixel_figures(images, read, sampled, max(1, _CHUNK_BYTES // image_bytes)),
+        "sizes": _size_figures(images, seed),
+        "classes": _class_figures(images),
+        "damaged": _damage_figures(images, len(images) if images.cached else len(read)),
+    }
+
+
+def _choose(seed: int, purpose: str, total: int, count: int) -> np.ndarray:
+    """`count` of range(total), in ascending order, which disks prefer; all of them where there are no more."""
+    if count >= total:
+        return np.arange(total)
+    positions = torch.arange(count)
+    return np.sort(randomness.permute(seed, purpose, torch.zeros_like(positions), positions, total).numpy())
+
+
+def _pixel_figures(images, read: np.ndarray, sampled: np.ndarray, chunk: int) -> dict:
+    nearest = _Nearest(images, sampled, chunk)
+    sums, squares = torch.zeros(2, *images.shape, dtype=torch.float64)
+    hashes, lows, highs = (np.empty(len(read), dtype) for dtype in (np.uint64, np.int64, np.int64))
+    for start in range(0, len(read), chunk):
+        part = slice(start, start + chunk)
+        pixels = images.fetch(read[part])
+        flat = pixels.reshape(len(pixels), -1)
+        lows[part], highs[part], hashes[part] = flat.min(1), flat.max(1), _hashes(flat)
+        # Integers below 65536^2 x 200,000 are exact in float64, so that no variance is lost between large sums.
+        pixels = torch.from_numpy(pixels)
+        values = pixels.double()
+        sums += values.sum(0)
+        squares += values.square_().sum(0)
+        nearest.compare(read[part], hashes[part], grey_thumbnails(pixels, images.max_value))
+
+    whole = images.shown(read) == read  # the others are copies that the set made, in place of images that cannot be decoded
+    constant = read[(lows == highs) & whole]
+    half, count, channels = images.max_value / 2, len(read), images.shape[0]
+    means, mean_squares = sums / count, squares / count
+    channel_means = means.reshape(channels, -1).mean(1)
+    channel_variances = mean_squares.reshape(channels, -1).mean(1) - channel_means.square()
+    variance = float(mean_squares.mean() - means.mean().square())
+    # Mean squared difference of two different images: twice the unbiased variance of each pixel over the images.
+    squared_distance = 2 * float((mean_squares - means.square()).mean()) * count / max(count - 1, 1)
+    distance = math.sqrt(max(squared_distance, 0.0))
+    return {
+        "min": float(lows.min() / half - 1),
+        "max": float(highs.max() / half - 1),
+        "mean": (channel_means / half - 1).tolist(),
+        "std": (channel_variances.clamp(min=0).sqrt() / half).tolist(),
+        "constant_share": len(constant) / count,
+        "constant_rows": _dataset_rows(images, constant[:_NAMED]),
+        "pairwise_distance": distance / half if count > 1 else None,
+        "variety": distance / math.sqrt(2 * variance) if count > 1 and lows.min() < highs.max() else None,
+        "copies": _copy_figures(images, read[whole], hashes[whole]),
+        "near_copies": nearest.figures(),
+    }
+
+
+def _hashes(flat: np.ndarray) -> np.ndarray:
+    """64 bits of BLAKE2b of each row: among 200,000 images two differing ones agree with a probability of 1e-9."""
+    digests = b"".join(hashlib.blake2b(row, digest_size=8).digest() for row in flat)
+    return np.frombuffer(digests, np.uint64)
+
+
+def grey_thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
+    """Grey thumbnails float32 [batch, pixels] in [-1, 1] of integer images [batch, channels, height, width]."""
+    small = to_unit_range(pixels, max_value)
+    if small.shape[-1] > _THUMBNAIL:
+        small = adaptive_avg_pool2d(small, _THUMBNAIL)
+    small = small.flatten(2)
+    return small[:, 0] if small.shape[1] == 1 else _LUMA @ small
+
+
+def _copy_figures(images, read: np.ndarray, hashes: np.ndarray) -> dict:
+    _, groups, sizes = np.unique(hashes, return_inverse=True, return_counts=True)
+    members = read[groups == sizes.argmax()]
+    return {
+        "share": 1 - len(sizes) / len(read),
+        "largest_group": len(members),
+        "rows": _dataset_rows(images, members[:2]) if len(members) > 1 else [],
+    }
+
+
+class _Nearest:
+    """For each sampled image the nearest other one, in thumbnails, among those shown to `compare`."""
+
+    def __init__(self, images, sampled: np.ndarray, chunk: int):
+        self.images, self.sampled = images, sampled
+        thumbnails, hashes = [], []
+        for start in range(0, len(sampled), chunk):
+            pixels = images.fetch(sampled[start : start + chunk])
+            hashes.append(_hashes(pixels.reshape(len(pixels), -1)))
+            thumbnails.append(grey_thumbnails(torch.from_numpy(pixels), images.max_value))
+        self.thumbnails, self.hashes = torch.cat(thumbnails), torch.from_numpy(np.concatenate(hashes).view(np.int64))
+        self.found, self.nearest = self.thumbnails.clone(), torch.full((len(sampled),), -1)
+        self.score = torch.full((len(sampled),), math.inf, dtype=torch.float64)
+
+    def compare(self, indices: np.ndarray, hashes: np.ndarray, thumbnails: torch.Tensor) -> None:
+        # |a - b|^2 without |a|^2, which is the same for all b; of faint images a small difference of large numbers.
+        wide = thumbnails.double()
+        scores = torch.addmm(wide.square().sum(1), self.thumbnails.double(), wide.T, alpha=-2)
+        hashes = torch.from_numpy(hashes.view(np.int64))
+        equal = torch.isin(hashes, self.hashes).nonzero()[:, 0]
+        for_equal = scores[:, equal]  # itself and its exact copies are no near-copies
+        scores[:, equal] = for_equal.masked_fill_(self.hashes[:, None] == hashes[equal], math.inf)
+        score, place = scores.min(1)
+        better = score < self.score
+        self.score[better] = score[better]
+        self.found[better] = thumbnails[place[better]]
+        self.nearest[better] = torch.from_numpy(indices)[place[better]]
+
+    def figures(self) -> dict | None:
+        contrast = self.thumbnails.double().std(1, correction=0)
+        usable = (contrast > 0) & (self.nearest >= 0)
+        if not usable.any():
+            return None
+        differences = (self.thumbnails.double() - self.found.double())[usable]  # anew: the scores are of products
+        distances = differences.square().mean(1).sqrt() / contrast[usable]
+        closest = int(distances.argmin())
+        pair = [int(self.sampled[usable.numpy()][closest]), int(self.nearest[usable][closest])]
+        return {
+            "images": len(distances),
+            "share": float((distances < NEAR_COPY_DISTANCE).double().mean()),
+            "distance_median": float(distances.median()),
+            "threshold": NEAR_COPY_DISTANCE,
+            "rows": _dataset_rows(self.images, pair),
+        }
+
+
+def _dataset_rows(images, indices) -> list[int]:
+    return images.dataset_rows(torch.as_tensor(np.asarray(indices))).tolist()
+
+
+def _size_figures(images, seed: int) -> dict | None:
+    sizes = images.original_sizes(_choose(seed, "data check sizes", len(images), _SIZES_SAMPLE))
+    if sizes is None or len(sizes) == 0:
+        return None
+    shorter = sizes.min(1)
+    return {
+        "images": len(sizes),
+        "enlarged_share": float((shorter < images.shape[-1]).mean()),
+        "shorter_side_min": int(shorter.min()),
+        "shorter_side_median": float(np.median(shorter)),
+    }
+
+
+def _damage_figures(images, looked_at: int) -> dict:
+    rows = sorted(images.replacements())
+    named = [images.bad_images[row] for row in rows[:_NAMED]]
+    files = [{"row": bad.row, "file": bad.file or bad.name, "reason": bad.reason} for bad in named]
+    return {"images": len(rows), "share": len(rows) / looked_at, "files": files}
+
+
+def _class_figures(images) -> dict | None:
+    if images.labels is None:
+        return None
+    classes, counts = np.unique(images.labels, return_counts=True)
+    counts = dict(zip(classes.tolist(), counts.tolist()))
+    if images.class_names is not None:
+        counts = {name: counts.get(label, 0) for label, name in enumerate(images.class_names)}
+    shares = np.array(list(counts.values())) / len(images.labels)
+    present = shares[shares > 0]
+    entropy = max(0.0, -float((present * np.log(present)).sum()))  # not -0.0 for a single class
+    return {
+        "number": len(shares),
+        "empty": int((shares == 0).sum()),
+        "largest": str(list(counts)[shares.argmax()]),
+        "largest_share": float(shares.max()),
+        "smallest_share": float(shares.min()),
+        "entropy": entropy / math.log(len(shares)) if len(shares) > 1 else 1.0,
+        "counts": {str(name): count for name, count in counts.items()} if len(shares) <= _MAX_COUNTS else None,
+    }

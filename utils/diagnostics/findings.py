@@ -1,0 +1,55 @@
+"""What the doctor found in a run, and how it is shown."""
+
+from collections.abc import Iterator
+from dataclasses import InitVar, dataclass, field
+
+from utils.diagnostics.catalog import CATALOGUE
+
+SEVERITIES = ("critical", "warning", "info")
+
+
+@dataclass
+class Finding:
+    """One thing that is wrong in a run: `evidence` has the numbers that say so, `step` the update at which they were seen."""
+
+    code: str
+    severity: str  # of SEVERITIES
+    evidence: str
+    step: int | None = None
+    mixed_precision: InitVar[str | None] = None  # of the run, where the advice depends on it
+    title: str = field(init=False)
+    cause: str = field(init=False)
+    fixes: list[str] = field(init=False)
+
+    def __post_init__(self, mixed_precision: str | None):
+        entry = CATALOGUE[self.code]
+        self.title, self.cause, self.fixes = entry.title, entry.cause, list(entry.fixes)
+        if entry.in_fp16 and mixed_precision == "fp16":
+            cause, fix = entry.in_fp16
+            self.cause, self.fixes = f"{self.cause}; or {cause}", [*self.fixes, fix]
+
+    @property
+    def line(self) -> str:
+        return f"{self.severity}: {self.code}: {self.title} ({self.evidence}). Try: {self.fixes[0]}"
+
+
+# What a rule gives: the code of each finding that there was enough recorded to judge, and the findings.
+Found = Iterator[str | Finding]
+
+
+def described(finding: Finding) -> list[str]:
+    """The finding as the doctor prints it: what, the likely cause, what to try."""
+    at = "" if finding.step is None else f" [update {finding.step}]"
+    word = {"critical": "FAIL", "warning": "WARN", "info": "INFO"}[finding.severity]
+    lines = [f"{word}  {finding.code}: {finding.title} ({finding.evidence}){at}", f"      likely cause: {finding.cause}"]
+    return lines + [f"      try: {fix}" for fix in finding.fixes]
+
+
+def table() -> str:
+    """The findings as a Markdown table, in the order in which the doctor ranks them."""
+    rows = ["| code | what it says | likely cause | what to try |", "|---|---|---|---|"]
+    for code, entry in CATALOGUE.items():
+        more = [f"in fp16: {text}" for text in entry.in_fp16 or ()]
+        cause, fixes = "; ".join((entry.cause, *more[:1])), "; ".join((*entry.fixes, *more[1:]))
+        rows.append(f"| `{code}` | {entry.title} | {cause} | {fixes} |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,184 @@
+"""Questions to a network on real images: does it see the timestep, what does it predict, how well at each noise level?"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from diffusers import DDPMScheduler
+from torch import nn
+
+from utils.core import randomness
+from utils.data.dataset import ImageSet
+from utils.data.training_data import TrainingSamples, held_out_images
+from utils.diffusion.ddpm import PREDICTION_TYPES, training_target
+from utils.diffusion.ideal_denoiser import denoiser_gap, gap_by_timestep
+
+TIMESTEPS = (0, 100, 500, 900, 999)  # of 1000; spread in the same way over other lengths
+PROBE_IMAGES = 32
+SMALL_PIXELS = 2**13  # that need little memory however small the micro batch is: 32 images of 16x16, 2 of 64x64
+MIDDLE = 2  # of TIMESTEPS: where noise, image and velocity are all far apart
+OTHER_TIMES = (100, 900)  # of 1000, told to the network in place of the middle one
+
+
+def probe_timesteps(num_train_timesteps: int) -> list[int]:
+    return [round(t * (num_train_timesteps - 1) / 999) for t in TIMESTEPS]
+
+
+def probe_batch(micro_batch_size: int, image_shape: tuple[int, int, int]) -> int:
+    """Images of (C, H, W) that go through the network at once when a run of this micro batch is examined."""
+    return min(max(2, micro_batch_size, SMALL_PIXELS // math.prod(image_shape[1:])), PROBE_IMAGES)
+
+
+@torch.no_grad()
+def probe_network(
+    unet: nn.Module,
+    noise_scheduler: DDPMScheduler,
+    clean_images: torch.Tensor,
+    seed: int = 0,
+    held_out_images: torch.Tensor | None = None,
+    batch_size: int | None = None,
+) -> dict:
+    """Figures about `unet` (unwrapped, in full precision) on `clean_images` float32 [B, C, H, W] in [-1, 1].
+
+    The network sees `batch_size` images at once, all of them where that is None; at least 2, or it could not be told whether it
+    mixes them. Only these are on its device: the rest of the arithmetic is done where `clean_images` are.
+    The noise is a function of `seed` and the image's place, so that figures of different updates can be compared. Gives
+
+        images, held_out_images: how many were looked at
+        error: timestep -> mean squared error of the prediction, unweighted; for the first timestep, the last and three between
+        held_out_error: the same on `held_out_images` under the same noise, where they are given
+        linear_error: the same of the best predictor that only scales its input (the Wiener gain for white images with the
+            batch's variance); a network at or above it has learned nothing yet at that noise level
+        output_std, target_std: timestep -> standard deviation
+        errors_as: prediction type -> timestep -> mean squared error if that is what the network predicts, over the target's
+            mean square: 1 for a network whose output is zero
+        timestep_response: rms change of the output at the middle timestep when another timestep is told, over the rms of the
+            output; 0 for a network that does not see the timestep, None for one whose output is zero
+        batch_response: rms change of the first image's output at the middle timestep when it is alone in the batch, over the
+            rms of the output; 0 but for rounding
+        training_error: `error` at the middle timestep in training mode, with dropout and the like
+    """
+    device = next((parameter.device for parameter in unet.parameters()), clean_images.device)
+    batch_size = max(2, batch_size or len(clean_images))
+
+    def predict(noisy_images: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        parts = zip(noisy_images.to(device).split(batch_size), timesteps.to(device).split(batch_size))
+        return torch.cat([unet(*part).sample.float().to(noisy_images.device) for part in parts])
+
+    numbers = torch.arange(len(clean_images), device=clean_images.device)
+    steps = probe_timesteps(noise_scheduler.config.num_train_timesteps)
+    variance = clean_images.var().item()
+    alphas_cumprod = noise_scheduler.alphas_cumprod.tolist()
+    found: dict = {
+        "prediction_type": noise_scheduler.config.prediction_type,
+        "images": len(clean_images),
+        "held_out_images": 0 if held_out_images is None else min(len(held_out_images), len(clean_images)),
+        "error": {},
+        "held_out_error": {},
+        "linear_error": {},
+        "output_std": {},
+        "target_std": {},
+        "errors_as": {name: {} for name in PREDICTION_TYPES},
+    }
+    for place, step in enumerate(steps):
+        noise = randomness.normal(seed, f"probe/{place}", numbers, tuple(clean_images.shape[1:]))
+        timesteps = torch.full_like(numbers, step)
+        noisy_images = noise_scheduler.add_noise(clean_images, noise, timesteps)
+        target = training_target(noise_scheduler, clean_images, noise, timesteps)
+        prediction = predict(noisy_images, timesteps)
+        found["error"][str(step)] = (prediction - target).square().mean().item()
+        found["linear_error"][str(step)] = _linear_error(alphas_cumprod[step], variance, noise_scheduler.config.prediction_type)
+        found["output_std"][str(step)] = prediction.std().item()
+        found["target_std"][str(step)] = target.std().item()
+        if held_out_images is not None and len(held_out_images):
+            count = min(len(held_out_images), len(noise))
+            others, noise_of_others, their_steps = held_out_images[:count], noise[:count], timesteps[:count]
+            noisy_others = noise_scheduler.add_noise(others, noise_of_others, their_steps)
+            wanted = training_target(noise_scheduler, others, noise_of_others, their_steps)
+            error = predict(noisy_others, their_steps) - wanted
+            found["held_out_error"][str(step)] = error.square().mean().item()
+        velocity = noise_scheduler.get_velocity(clean_images, noise, timesteps)
+        for name, other in zip(PREDICTION_TYPES, (noise, clean_images, velocity)):
+            error = (prediction - other).square().mean() / other.square().mean().clamp(min=1e-12)
+            found["errors_as"][name][str(step)] = error.item()
+        if place == MIDDLE:
+            scale = prediction.square().mean().sqrt()
+            changes = [
+                predict(noisy_images, torch.full_like(timesteps, round(t * (steps[-1]) / 999))) - prediction
+                for t in OTHER_TIMES
+            ]
+            change = torch.stack(changes).square().mean().sqrt()
+            found["timestep_response"] = (change / scale).item() if scale > 0 else None
+            alone = predict(noisy_images[:1], timesteps[:1]) - prediction[:1]
+            found["batch_response"] = (alone.square().mean().sqrt() / scale).item() if scale > 0 else None
+            with _training_mode(unet, device):
+                found["training_error"] = (predict(noisy_images, timesteps) - target).square().mean().item()
+    return found
+
+
+def examine_network(unet: nn.Module, noise_scheduler: DDPMScheduler, samples: TrainingSamples, held_out: ImageSet) -> dict:
+    """`probe_network` on a run's first images, and how far the network is from the best denoiser that there can be for its set.
+
+    However many are looked at, a micro batch at once goes through the network, or some small images: what trains can be
+    examined. The figures that need float64 are left out on a device without it (mps).
+    """
+    clean_images = samples.first_images(PROBE_IMAGES).cpu()
+    others = held_out_images(held_out, PROBE_IMAGES, clean_images.device)
+    batch_size = probe_batch(samples.micro_batch_size, samples.images.shape)
+    found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size)
+    if samples.device.type != "mps":
+        gap = denoiser_gap(
+            unet,
+            noise_scheduler,
+            samples.images,
+            held_out,
+            timesteps=probe_timesteps(noise_scheduler.config.num_train_timesteps),
+            seed=samples.seed,
+            device=samples.device,
+            images_per_timestep=PROBE_IMAGES,
+            batch_size=batch_size,
+            random_flip=samples.random_flip,
+        )
+        found |= gap_by_timestep(gap)
+    return found
+
+
+@contextmanager
+def _training_mode(unet: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside it `unet` is in training mode; its modes, what it keeps of the batches that it saw, and the random numbers of the
+    device are as before afterwards."""
+    modes = [(module, module.training) for module in unet.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in unet.buffers()]
+    forked = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(forked):
+            unet.train()
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for buffer, kept in buffers:
+            buffer.copy_(kept)
+
+
+def _linear_error(alpha_cumprod: float, variance: float, prediction_type: str) -> float:
+    """Least mean squared error of target ~ gain * x_t for x_t = a x_0 + b eps, with x_0 of this variance and zero mean:
+    Var(target) - Cov(target, x_t)^2 / Var(x_t)."""
+    a, b = alpha_cumprod**0.5, (1.0 - alpha_cumprod) ** 0.5
+    image_part, noise_part = {"epsilon": (0.0, 1.0), "sample": (1.0, 0.0), "v_prediction": (-b, a)}[prediction_type]
+    covariance = image_part * a * variance + noise_part * b
+    spread = a * a * variance + b * b
+    return image_part**2 * variance + noise_part**2 - covariance**2 / max(spread, 1e-12)
+
+
+def sample_statistics(images: torch.Tensor) -> dict[str, float]:
+    """Mean, std, min, max, share of pixels at the ends of the range, and rms distance between pairs, of images [B, C, H, W]."""
+    images = images.float()
+    flat = images.flatten(1)
+    statistics = {"mean": images.mean().item(), "std": images.std().item(), "min": images.min().item()}
+    statistics |= {"max": images.max().item(), "saturated": (images.abs() >= 0.999).float().mean().item()}
+    if len(flat) > 1:
+        # The mean squared distance of distinct pairs is twice the variance over the images, summed over the pixels.
+        statistics["pair_distance"] = (2.0 * flat.var(dim=0)).mean().sqrt().item()
+    return statistics

@@ -1,0 +1,391 @@
+"""Curves and heat maps as HTML fragments: an inline SVG that stretches with the page, its labels ordinary text beside it.
+
+Text in an SVG shrinks with it and would be unreadable on a phone; here only the curves stretch, and strokes and labels keep
+their size. Colours are CSS classes (report.css), so that light and dark mode are the style sheet's concern.
+"""
+
+import base64
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+from PIL import Image
+
+MAX_BUCKETS = 500  # of which each keeps its lowest and its highest point: as fine as the pixels of a plot
+SPIKE = 1e3  # a value so many times beyond 98 % of the others does not stretch the axis over the rest
+DOTS_UP_TO = 24  # a curve of so few points shows them
+DENSE_FROM = 400  # the raw points of a longer curve cover an area, which must not hide the smoothed line
+HUGE = 1e300  # beyond this the axis arithmetic would overflow
+SIZE = 1000  # of the SVG's own coordinates, which the page stretches to the plot's width and height
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a plot. `style`: 1 to 4 (colour and dash differ), "raw" (thin), "median" (heavy), "limit" (dotted)."""
+
+    label: str
+    steps: Sequence[float]
+    values: Sequence[float]
+    style: int | str = 1
+
+
+@dataclass(frozen=True)
+class Band:
+    """The region between two curves, drawn behind them; `low` and `high` share `steps`."""
+
+    label: str
+    steps: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The range [low, high], low < high, on a linear or a logarithmic scale (then low > 0)."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def position(self, values) -> np.ndarray:
+        """0 at `low`, 1 at `high`; NaN where a value has no place on the axis."""
+        values = np.asarray(values, dtype=float)
+        if not self.log:
+            return (values - self.low) / (self.high - self.low)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            exponents = np.log10(np.where(values > 0, values, np.nan))
+        return (exponents - math.log10(self.low)) / (math.log10(self.high) - math.log10(self.low))
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """(value, label) at round values, about five of them."""
+        if self.log:
+            return [(value, number(value)) for value in _log_ticks(self.low, self.high)]
+        step = _round_step((self.high - self.low) / 5)
+        first = math.ceil(self.low / step - 1e-9)
+        count = math.floor(self.high / step + 1e-9) - first + 1
+        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+        values = [(first + i) * step for i in range(count)]
+        if decimals > 4 or step >= 1000:
+            digits = math.ceil(math.log10(max(abs(self.low), abs(self.high)) / step)) + 1  # neighbours get different labels
+            return [(value, number(value, max(3, digits)) if abs(value) > step / 2 else "0") for value in values]
+        return [(value, f"{value:.{decimals}f}" if abs(value) > step / 2 else "0") for value in values]
+
+
+def _round_step(step: float) -> float:
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * 0.999)
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    if last - first >= 2:
+        stride = math.ceil((last - first + 1) / 6)
+        return [10.0**exponent for exponent in range(first, last + 1) if exponent % stride == 0]
+    decades = [10.0**exponent for exponent in range(first - 1, last + 2)]
+    for factors in ((1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+        ticks = [f * decade for decade in decades for f in factors if low <= f * decade * 1.000001 and f * decade <= high]
+        if len(ticks) >= 3:
+            return ticks
+    return [low, math.sqrt(low * high), high]
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A number for people: 0.0208, 2e-5, 1.5k, 35.7M."""
+    if not math.isfinite(value):
+        return str(value)
+    value = float(f"{value:.{digits}g}")
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if limit <= abs(value) < 1000 * limit:
+            return f"{value / limit:.{digits}g}{suffix}"
+    if value == 0 or 1e-3 <= abs(value) < 1000:
+        return f"{value:.{digits}g}"
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    return f"{mantissa}e{int(exponent)}"
+
+
+def spike_limit(values: np.ndarray) -> float:
+    """Where rare values (under 2 %) tower above all others, a limit between the two; else infinity. `values` are finite."""
+    common = float(np.quantile(values, 0.98))
+    return 10 * common if 0 < common * SPIKE < float(values.max()) else math.inf
+
+
+def smooth(values: Sequence[float], window: float) -> np.ndarray:
+    """Weighted mean over about `window` reports around each one, so that it does not lag behind; values that are not finite
+    stay what they are, and like spikes they have no weight."""
+    values = np.asarray(values, dtype=float)
+    if not len(values):
+        return values
+    half = min(max(1, round(window)), max(1, len(values) - 1))
+    kernel = np.hanning(2 * half + 3)[1:-1]
+    good = np.isfinite(values) & (np.abs(values) < HUGE)
+    if good.any():
+        good &= values <= spike_limit(values[good])
+    centre = slice(half, half + len(values))  # "same" would give the kernel's length where that is the longer one
+    total = np.convolve(np.where(good, values, 0.0), kernel)[centre]
+    weight = np.convolve(good.astype(float), kernel)[centre]
+    mean = np.divide(total, weight, out=np.full(len(values), np.nan), where=weight > 1e-9)
+    return np.where(np.isfinite(values), mean, values)
+
+
+def prose(text: str) -> str:
+    """Escaped text in which flags are set as code, so that no line breaks within them."""
+    return re.sub(r"--[a-z]\w*", r"<code>\g<0></code>", escape(text))
+
+
+def thin(steps: Sequence[float], values: Sequence[float], buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
+    """At most 3 x buckets + 2 of the points: first, last, and of each bucket the lowest, the highest and one that is not
+    finite. No spike and no gap is lost."""
+    steps, values = np.asarray(steps, dtype=float), np.array(values, dtype=float)
+    values[np.abs(values) >= HUGE] = np.inf
+    if len(values) <= 2 * buckets:
+        return steps, values
+    kept = {0, len(values) - 1}
+    for bucket in np.array_split(np.arange(len(values)), buckets):
+        finite = np.isfinite(values[bucket])
+        if finite.any():
+            inside = bucket[finite]
+            kept |= {int(inside[np.argmin(values[inside])]), int(inside[np.argmax(values[inside])])}
+        if not finite.all():
+            kept.add(int(bucket[np.argmin(finite)]))
+    order = sorted(kept)
+    return steps[order], values[order]
+
+
+def value_axis(values: np.ndarray, scale: str) -> Axis:
+    """An axis for `values` (finite, at least one). `scale`: "linear", "zero" (linear from 0), "log", or "auto": logarithmic
+    where the values are positive and span more than a factor of 20. Rare values beyond `SPIKE` are left outside."""
+    low, high = float(values.min()), float(values.max())
+    high = min(high, spike_limit(values))
+    if scale == "auto":
+        scale = "log" if low > 0 and high / low > 20 else "linear"
+    if scale == "log":
+        positive = values[values > 0]
+        if len(positive):
+            low, high = float(positive.min()), float(positive.max())
+            margin = max((high / low) ** 0.06, 1.15)
+            return Axis(max(low / margin, 1e-305), high * margin, log=True)
+    if scale == "zero":
+        low = min(low, 0.0)
+    room = (high - low) * 0.06
+    largest = max(abs(low), abs(high))
+    if high - low <= max(1e-4 * largest, 1e-300):  # as good as constant
+        room = 0.1 * largest if largest > 1e-300 else 1.0
+    return Axis(low if scale == "zero" else low - room, high + room)
+
+
+def plot(
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    unit: str,
+    reading: str,
+    scale: str = "auto",
+    band: Band | None = None,
+    marks: Sequence[tuple[float, str]] = (),
+    x_label: str = "update",
+    note: str = "",
+) -> str:
+    """A figure of the curves that have points; "" where none has. `unit` labels the value axis, `reading` says in a sentence
+    what a healthy one looks like, `marks` are (step, text) for vertical lines, `note` is one more sentence."""
+    curves = [curve for curve in curves if len(curve.steps)]
+    if not any(curve.style != "limit" for curve in curves):
+        return ""
+    lines = [(curve, *thin(curve.steps, curve.values)) for curve in curves]
+    drawn = np.concatenate([values for _, _, values in lines] + ([np.asarray(band.low), np.asarray(band.high)] if band else []))
+    finite = drawn[np.isfinite(drawn)]
+    axis = value_axis(finite if len(finite) else np.array([0.0, 1.0]), scale if len(finite) else "linear")
+    all_steps = np.concatenate([steps for _, steps, _ in lines])
+    first, last = float(all_steps.min()), float(all_steps.max())
+    time_axis = Axis(first, last) if last > first else Axis(first - 1, first + 1)
+
+    svg, labels, legend = _grid(axis, time_axis), _tick_labels(axis, time_axis, last > first, first), []
+    for step, text in marks:
+        if time_axis.low <= step <= time_axis.high:
+            x = _coordinate(time_axis.position(step))
+            svg.append(f'<path class="mark" d="M{x} 0V{SIZE}"><title>{escape(text)}</title></path>')
+    if band:
+        svg.append(f'<path class="band" d="{_band_path(band, time_axis, axis)}"/>')
+        legend.append(_legend_item("band", band.label, ""))
+    for curve, steps, values in lines:
+        height = axis.position(np.where(np.isfinite(values), values, np.nan))
+        line, dots = _line_path(time_axis.position(steps), 1 - np.minimum(height, 1.0))
+        kind = f"s{curve.style}" if isinstance(curve.style, int) else curve.style
+        data = "" if kind == "limit" else f' data-label="{escape(curve.label)}"'
+        if dots:
+            svg.append(f'<path class="dots {kind}" d="{dots}"/>')
+        if line:
+            dense = " dense" if len(steps) > DENSE_FROM else ""
+            svg.append(f'<path class="line {kind}{dense}"{data} d="{line}"/>')
+        legend.append(_legend_item(kind, curve.label, number(float(curve.values[-1]))))
+    marked, explained = _outside(lines, axis, time_axis)
+    labels += marked
+    legend += explained
+    scale_words = ", log scale" if axis.log else ""
+    return (
+        f'<figure class="plot"><figcaption><h3>{escape(title)}</h3><p>{prose(reading)}</p>'
+        + (f'<p class="note">{prose(note)}</p>' if note else "")
+        + f'</figcaption><ul class="legend">{"".join(legend)}</ul><div class="y-label">{escape(unit)}{scale_words}</div>'
+        f'<div class="frame" data-x="{time_axis.low:.10g} {time_axis.high:.10g}" data-y="{axis.low:.6g} {axis.high:.6g}"'
+        f' data-log="{int(axis.log)}" data-unit="{escape(x_label)}">'
+        f'<svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
+        f'{"".join(svg)}</svg>{"".join(labels)}</div><div class="x-label">{escape(x_label)}</div></figure>'
+    )
+
+
+def _outside(lines: list[tuple[Curve, np.ndarray, np.ndarray]], axis: Axis, time_axis: Axis) -> tuple[list[str], list[str]]:
+    """Marks at the edge of the plot, and their legend, for the values that have no place inside."""
+    tests = (
+        ("bad", "×", "not finite", lambda values: ~np.isfinite(values)),
+        ("high", "▴", "beyond this axis, up to", lambda values: np.isfinite(values) & (values > axis.high)),
+        ("low", "▾", "zero or less", lambda values: np.isfinite(values) & (values <= 0) & axis.log),
+    )
+    marks, legend = [], []
+    for kind, symbol, words, test in tests:
+        steps = np.unique(np.concatenate([steps[test(values)] for _, steps, values in lines]))
+        if not len(steps):
+            continue
+        places = np.unique(np.round(time_axis.position(steps), 2))  # a hundred at most, however many there are
+        marks += [f'<b class="{kind}" style="left:{100 * x:g}%" aria-hidden="true">{symbol}</b>' for x in places]
+        counts = {
+            float(step)
+            for curve, _, _ in lines
+            for step in np.asarray(curve.steps)[test(np.asarray(curve.values, dtype=float))]
+        }
+        largest = max(float(values[np.isfinite(values)].max(initial=-math.inf)) for _, _, values in lines)
+        legend.append(_legend_item(kind, words, number(largest) if kind == "high" else f"at {len(counts):,} points", symbol))
+    return marks, legend
+
+
+def _coordinate(position: float) -> str:
+    return f"{SIZE * float(position):.1f}".removesuffix(".0")
+
+
+def _grid(axis: Axis, time_axis: Axis) -> list[str]:
+    horizontal = "".join(f"M0 {_coordinate(1 - axis.position(value))}H{SIZE}" for value, _ in axis.ticks())
+    return [f'<path class="grid" d="{horizontal}"/>']
+
+
+def _tick_labels(axis: Axis, time_axis: Axis, several_steps: bool, only_step: float) -> list[str]:
+    labels = [
+        f'<span class="tick y" style="top:{100 * (1 - float(axis.position(value))):.2f}%">{text}</span>'
+        for value, text in axis.ticks()
+    ]
+    ticks = (
+        [tick for tick in time_axis.ticks() if tick[0] == round(tick[0])] if several_steps else [(only_step, number(only_step))]
+    )
+    for value, text in ticks:
+        position = float(time_axis.position(value))
+        edge = " first" if position < 0.02 else " last" if position > 0.97 else ""  # such a label would stick out of the page
+        labels.append(f'<span class="tick x{edge}" style="left:{100 * position:.2f}%">{text}</span>')
+    return labels
+
+
+def _line_path(x: np.ndarray, y: np.ndarray) -> tuple[str, str]:
+    """SVG paths of a line that breaks where y is NaN, and of its dots: all where they are few, else those without neighbour."""
+    pieces: list[list[str]] = [[]]
+    for column, row in zip(x, y):
+        if math.isfinite(row):
+            pieces[-1].append(f"{_coordinate(column)} {_coordinate(row)}")
+        elif pieces[-1]:
+            pieces.append([])
+    few = sum(map(len, pieces)) <= DOTS_UP_TO
+    line = "".join(f"M{piece[0]}" + (f"L{' '.join(piece[1:])}" if piece[1:] else "") for piece in pieces if piece)
+    dots = "".join(f"M{point}h0" for piece in pieces if few or len(piece) == 1 for point in piece)
+    return line, dots
+
+
+def _band_path(band: Band, time_axis: Axis, axis: Axis) -> str:
+    """One closed outline for each stretch where both edges are finite."""
+    x = time_axis.position(band.steps)
+    low, high = (1 - np.minimum(axis.position(edge), 1.0) for edge in (band.low, band.high))
+    good = np.isfinite(low) & np.isfinite(high)
+    outline = ""
+    for stretch in np.split(np.arange(len(x)), np.flatnonzero(np.diff(good.astype(int))) + 1):
+        if len(stretch) and good[stretch[0]]:
+            there = [f"{_coordinate(x[i])} {_coordinate(high[i])}" for i in stretch]
+            back = [f"{_coordinate(x[i])} {_coordinate(low[i])}" for i in stretch[::-1]]
+            outline += f"M{' '.join(there + back)}Z"
+    return outline
+
+
+def _legend_item(kind: str, label: str, value: str, symbol: str = "") -> str:
+    swatch = f'<svg viewBox="0 0 28 10" aria-hidden="true"><path class="line {kind}" d="M1 5H27"/></svg>'
+    label = escape(label).replace(".", ".<wbr>")  # names of layers break between their parts
+    sign = f'<i class="key-{kind}">{symbol}</i>' if symbol else swatch
+    return f"<li>{sign}<b>{label}</b>{f'<span>{value}</span>' if value else ''}</li>"
+
+
+# Cividis (Nuñez et al. 2018) at nine places: even in lightness, the same for colour-blind readers.
+_CIVIDIS = ("00224e", "1d3564", "434e6c", "5f636e", "7b7b78", "958f78", "b8a971", "d8c662", "fee838")
+_LEVELS = 64
+_NOT_FINITE = "e0218a"  # no colour of the scale is like it
+
+
+def heat_map(steps: Sequence[float], names: Sequence[str], values: np.ndarray, *, unit: str) -> str:
+    """A picture of positive `values` [time, names] on a log scale, one row per name, the first on top; NaN is left striped,
+    infinity is marked. Rows of the same block are labelled once."""
+    values = np.asarray(values, dtype=float)
+    good = np.isfinite(values) & (values > 0)
+    if not good.any() or len(steps) < 2:
+        return ""
+    low, high = np.log10(values[good].min()), np.log10(values[good].max())
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = (np.log10(np.where(good, values, 1.0)) - low) / max(high - low, 1e-9)
+    levels = np.where(good, np.round(share * (_LEVELS - 1)), _LEVELS).astype(np.uint8)
+    levels[np.isinf(values)] = _LEVELS + 1
+    picture = Image.fromarray(np.ascontiguousarray(levels.T), mode="P")
+    stops = np.array([[int(colour[i : i + 2], 16) for i in (0, 2, 4)] for colour in _CIVIDIS])
+    places = np.linspace(0, len(stops) - 1, _LEVELS)
+    colours = np.stack([np.interp(places, range(len(stops)), stops[:, i]) for i in range(3)], 1).round().astype(int)
+    picture.putpalette([*colours.flatten().tolist(), 128, 128, 128, *bytes.fromhex(_NOT_FINITE)])
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", optimize=True, transparency=_LEVELS)
+    source = base64.b64encode(buffer.getvalue()).decode()
+
+    time_axis = Axis(float(steps[0]), float(steps[-1]))
+    labels, previous, last_position = [], None, -1.0
+    for row, name in enumerate(names):
+        block = block_of(name)
+        position = row / len(names)
+        if block != previous and position - last_position >= 0.055:
+            labels.append(f'<span class="row" style="top:{100 * position:.2f}%">{escape(block)}</span>')
+            last_position = position
+        previous = block
+    labels += [text for text in _tick_labels(Axis(0, 1), time_axis, True, 0) if 'class="tick x' in text]
+    return (
+        f'<div class="y-label">{escape(unit)}, one row per layer from input to output</div><div class="heat">'
+        f'<img alt="{escape(unit)} of {len(names)} layers over time" src="data:image/png;base64,{source}">'
+        f"{''.join(labels)}</div>"
+        f'<div class="x-label">update</div><div class="colour-key"><span class="scale">{number(10**low)}<i></i>'
+        f"{number(10**high)}, log scale</span>"
+        + ("<span><i></i> zero or not recorded</span>" if (levels == _LEVELS).any() else "")
+        + (f'<span><b style="color:#{_NOT_FINITE}">■</b> not finite</span>' if (levels == _LEVELS + 1).any() else "")
+        + "</div>"
+    )
+
+
+def block_of(name: str) -> str:
+    """The part of the network that a layer belongs to: `down_blocks.0` of down_blocks.0.resnets.1.conv1."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if len(parts) > 2 and parts[1].isdigit() else parts[0]
+
+
+def bars(title: str, names: Sequence[str], values: Sequence[float], *, unit: str, reading: str) -> str:
+    """Horizontal bars from zero, with their values to one decimal; "" where there are none. What is not finite has no bar."""
+    if not names:
+        return ""
+    largest = max((value for value in values if math.isfinite(value)), default=0.0) or 1.0
+    widths = [max(100 * value / largest, 0.0) if math.isfinite(value) else 0.0 for value in values]
+    rows = "".join(
+        f'<li><span>{escape(name)}</span><i><b style="width:{width:.1f}%"></b></i><span>{value:.1f}</span></li>'
+        for name, value, width in zip(names, values, widths)
+    )
+    return (
+        f'<figure class="plot"><figcaption><h3>{escape(title)}</h3><p>{prose(reading)}</p></figcaption>'
+        f'<div class="y-label">{escape(unit)}</div><ol class="bars">{rows}</ol></figure>'
+    )

@@ -1,0 +1,72 @@
+"""Findings about what the network does with its input, and what reaches its layers."""
+
+from utils.diagnostics.findings import Finding, Found
+from utils.diagnostics.rules.loss import errors_of_a_constant
+from utils.runs.record import RunRecord
+
+
+def timestep_ignored(record: RunRecord) -> Found:
+    for step, probe in record.known("probe")[-1:]:
+        response = probe.get("timestep_response")
+        # Rounding gives 1e-7; networks that see it gave 1e-2 to 0.8 after as few as 8 updates.
+        if response is not None:
+            yield "timestep-ignored"
+        if response is not None and response < 1e-4:
+            yield Finding("timestep-ignored", "critical", f"another timestep changes the output by {response:.1e} of it", step)
+
+
+def no_gradient(record: RunRecord) -> Found:
+    records = record.records("layers")
+    if len(records) < 3:  # at update 1 a zero output layer hides all other gradients
+        return
+    yield "no-gradient"
+    newest = records[-3:]
+    weights = [name for name, layer in newest[-1][1].items() if "gradient" in layer]
+    dead = [n for n in weights if all(layers.get(n, {}).get("gradient", 1.0) == 0.0 for _, layers in newest)]
+    if dead:
+        names = ", ".join(dead[:3]) + (f" and {len(dead) - 3} more" if len(dead) > 3 else "")
+        yield Finding("no-gradient", "critical", f"exactly 0 in the last {len(newest)} reports: {names}", newest[-1][0])
+
+
+def train_eval_gap(record: RunRecord) -> Found:
+    """A network that does something else in training mode than when it samples."""
+    dropout = record.options.get("dropout") or 0.0
+    # Published diffusion U-Nets take 0 to 0.3 (Ho et al. 2020, appendix B: 0.1 on CIFAR-10).
+    said, last, severity = ([f"--dropout {dropout:g}"] if dropout >= 0.5 else []), None, "warning"
+    for (step, probe), (_, all_of_it) in list(zip(record.known("probe"), record.records("probe")))[-1:]:
+        levels = list(all_of_it.get("error") or {})
+        errors, training = probe.get("error") or {}, probe.get("training_error")
+        middle = errors.get(levels[len(levels) // 2]) if levels else None
+        if training is not None and middle:
+            yield "train-eval-gap"
+        # Such dropout adds a tenth or so; what normalises with figures of the batch may also make training look better.
+        if training is not None and middle and not 0.5 < training / middle < 2.0:
+            said += [f"the error in training mode is {training / middle:.2g} times that in evaluation mode, on the same images"]
+            last = step
+        losses = [_loss_before(record, quartile, step) for quartile in (2, 3)]
+        # The middle timestep lies between the second and the third quartile, and so does its error: healthy runs had 0.6 to
+        # 1.05 of the larger of their losses, in the same weights on images of the same set.
+        if middle and all(losses) and {2, 3} <= errors_of_a_constant(record).keys() and middle > 1.6 * max(losses):
+            said += [f"the error on real images is {middle / max(losses):.2g} times the training loss of their noise levels"]
+            last = step
+            severity = "critical" if middle > 3.0 * max(losses) else severity
+    if said:
+        yield Finding("train-eval-gap", severity, "; ".join(said), last)
+
+
+def _loss_before(record: RunRecord, quartile: int, step: int) -> float | None:
+    """Mean of the last three reports up to `step`; None for fewer."""
+    steps, losses = record.finite(f"train/loss_timestep_quartile_{quartile}")
+    newest = [loss for when, loss in zip(steps, losses) if when <= step][-3:]
+    return sum(newest) / 3 if len(newest) == 3 else None
+
+
+def batch_leak(record: RunRecord) -> Found:
+    for step, probe in record.known("probe")[-1:]:
+        response = probe.get("batch_response")
+        # Other kernels for another batch size change an output by 1e-6 in float32; where they round to TF32, by 1e-3 at most.
+        if response is not None:
+            yield "batch-leak"
+        if response is not None and response > 3e-3:
+            what = f"alone in the batch, an image's prediction changes by {response:.1%}"
+            yield Finding("batch-leak", "critical", what, step)

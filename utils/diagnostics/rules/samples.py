@@ -1,0 +1,164 @@
+"""Findings about samples: what kind of collapse it is, if any. Pure functions of an evaluation's or a preview's figures (JSON).
+
+The thresholds stand between what planted collapses and held-out real images gave (benchmarks/quality/RESULTS.md). The order is
+that of the explanations: where all samples are alike, missing modes follow from it and are not told as well.
+"""
+
+import math
+from collections.abc import Iterator
+
+from utils.diagnostics.findings import Finding, Found
+from utils.diagnostics.rules.loss import has_had_a_chance
+from utils.runs.record import RunRecord
+
+SIGNIFICANCE = 0.05  # of the test of each bin, as in Richardson & Weiss 2018
+MIN_ACCURACY = 0.7  # of a classifier whose verdict on missing classes is believed
+ALIKE = 0.02  # of the images' variance: differences of a seventh of theirs
+_MIN_EXPECTED = 20  # images: of so many expected, chance leaves fewer than a fifth with a probability of 3e-6
+_CHANCE = 1e-5
+_MIN_VARIED = 100  # images: real sets of 100 gave a variance ratio above 0.74 in 4,000 of 4,000, of 20 below 0.7 in 2 of 100
+
+
+def evaluated_samples(record: RunRecord) -> Found:
+    """The newest evaluation in a run, once half of it is done: before that samples are not meant to be good."""
+    for step, figures in record.known("evaluation")[-1:]:
+        measured = {"variance_ratio", "precision", "rows", "modes"} <= figures.keys()
+        if measured and "precision" in figures.get("floor", {}) and step >= 0.5 * (record.resolved.get("max_train_steps") or 0):
+            found = collapse(figures, step)
+            # What stands first hides the rest, and is all that was judged.
+            codes = {finding.code for finding in found}
+            yield "samples-alike"
+            if "samples-alike" not in codes:
+                yield from ("samples-unlike-data", *(["samples-copied"] if _copies(figures) else []))
+            if codes.isdisjoint(("samples-alike", "samples-unlike-data")):
+                yield from ("modes-missing", "mode-dominates")
+                yield from ["samples-lack-variety"] if figures["rows"] >= _MIN_VARIED else []
+            yield from found
+
+
+def previewed_samples(record: RunRecord) -> Found:
+    """The newest preview: a look at few images, which tells whether all are one, grey or not, and nothing finer."""
+    checks, total = record.known("data"), record.resolved.get("max_train_steps") or 0
+    data = checks[0][1] if checks else {}
+    repeated = max((data.get("copies") or {}).get("share", 0.0), data.get("constant_share") or 0.0)
+    if not data.get("pairwise_distance") or repeated > 0.1 or not has_had_a_chance(record):  # a few of such data may be alike
+        return
+    for step, samples in record.known("samples")[-1:] if total else ():
+        distances = {kind: (samples.get(kind) or {}).get("pair_distance") for kind in ("raw", "ema")}
+        ratios = {kind: d / data["pairwise_distance"] for kind, d in distances.items() if d is not None and math.isfinite(d)}
+        alike = {kind: ratio for kind, ratio in ratios.items() if ratio**2 < ALIKE}
+        if step >= 0.5 * total and ratios:
+            yield "samples-alike"
+        # Before half of the run samples are not meant to be good; healthy ones that were judged after that had 0.7 to 1.3.
+        if step >= 0.5 * total and alike:
+            said = ", ".join(f"{ratio:.2g} ({kind} weights)" for kind, ratio in alike.items())
+            yield Finding("samples-alike", "critical", f"their distance from each other over that of the images: {said}", step)
+
+
+def collapse(figures: dict, step: int | None = None) -> list[Finding]:
+    """Findings about the figures that `Evaluation.measure` gives; what was not measured is not judged."""
+    if figures["variance_ratio"] < ALIKE:
+        what = f"the variance of their features is {figures['variance_ratio']:.2g} of the real images'"
+        return [Finding("samples-alike", "critical", what, step)]
+    findings = [*_copied(figures, step), *_unlike(figures, step)]
+    if any(finding.code == "samples-unlike-data" for finding in findings):
+        return findings  # which modes they are in means nothing
+    return [*findings, *_variety(figures, step), *_missing(figures, step), *_dominant(figures, step)]
+
+
+def _copies(figures: dict) -> dict | None:
+    copies = figures.get("memorisation") or {}
+    return copies if {"images", "near_duplicates", "near_duplicates_real"} <= copies.keys() else None
+
+
+def _copied(figures: dict, step: int | None) -> Found:
+    copies = _copies(figures)
+    if copies is None:
+        return
+    share, real = copies["near_duplicates"], copies["near_duplicates_real"]
+    # Among real images near-duplicates are a few per cent at most, unless the data is full of them.
+    if share > 0.05 + 2 * real:
+        what = (
+            f"{share:.0%} of {copies['images']} samples are near-duplicates of a training image, {real:.1%} of real images are"
+        )
+        yield Finding("samples-copied", "critical" if share > 0.5 else "warning", what, step)
+
+
+def _unlike(figures: dict, step: int | None) -> Found:
+    floor = figures["floor"]["precision"]
+    # Half the variance leaves 0.6, a strong blur 0.2, noise 0.
+    if figures["precision"] < 0.4 * floor:
+        what = f"{figures['precision']:.0%} of them lie among the real images, {floor:.0%} of other real images do"
+        yield Finding("samples-unlike-data", "critical", what, step)
+
+
+def _variety(figures: dict, step: int | None) -> Found:
+    ratio = figures["variance_ratio"]
+    # Real sets of 900 gave 0.95 to 1.07, a mode five times too large 0.82, half the variance in the pixels 0.43 to 0.52.
+    if ratio < 0.7 and figures["rows"] >= _MIN_VARIED:
+        what = f"variance {ratio:.2g} and distances {figures['distance_ratio']:.2g} of those of the real images, in features"
+        yield Finding("samples-lack-variety", "critical" if ratio < 0.3 else "warning", what, step)
+
+
+def _bins(figures: dict) -> Iterator[tuple[str, dict]]:
+    """Classes, where they are known well enough, and modes, where the images are good enough: what puts an image into a cluster
+    may else be its blur or its noise, as in a model after a quarter of its training."""
+    complete = {"number", "generated", "real", "different"}
+    classes, modes = figures.get("classes") or {}, figures["modes"]
+    if complete <= classes.keys() and classes.get("accuracy", 0.0) >= MIN_ACCURACY:
+        yield "class", classes
+    if complete <= modes.keys() and figures["precision"] > 0.9 * figures["floor"]["precision"]:
+        yield "mode", modes
+
+
+def _shares(bins: dict) -> Iterator[tuple[int, float, float, float]]:
+    """(bin, generated images, generated images expected from the real share, real share) of each."""
+    total, real_total = sum(bins["generated"]), sum(bins["real"])
+    for number, (count, real) in enumerate(zip(bins["generated"], bins["real"])):
+        yield number, count, total * real / real_total, real / real_total
+
+
+def _name(kind: str, bins: dict, number: int) -> str:
+    return f"{kind} {bins['names'][number] if 'names' in bins else number}"
+
+
+def _missing(figures: dict, step: int | None) -> Found:
+    for kind, bins in _bins(figures):
+        # Of a class that is gone, a judge still sees the others that it takes for it.
+        limit = 0.2 + 1 - bins.get("accuracy", 1.0)
+        missing = [
+            (number, share)
+            for number, count, wanted, share in _shares(bins)
+            if wanted >= _MIN_EXPECTED and count < limit * wanted
+        ]
+        if missing:
+            names = ", ".join(_name(kind, bins, number) for number, _ in missing[:5]) + (" ..." if len(missing) > 5 else "")
+            share = sum(share for _, share in missing)
+            what = f"absent or nearly so: {names}, {share:.0%} of the real images ({len(missing)} of {bins['number']})"
+            yield Finding("modes-missing", "critical" if share > 0.3 else "warning", what, step)
+            return
+
+
+def _dominant(figures: dict, step: int | None) -> Found:
+    for kind, bins in _bins(figures):
+        excess = [
+            (count / wanted, number, share)
+            for number, count, wanted, share in _shares(bins)
+            if wanted >= _MIN_EXPECTED and count > 2.5 * wanted
+        ]
+        if excess:
+            times, number, share = max(excess)
+            what = f"{_name(kind, bins, number)} is {times:.1f} times as frequent as in the real images ({share:.0%} of them)"
+            yield Finding("mode-dominates", "critical" if times > 5 else "warning", what, step)
+            return
+    for kind, bins in _bins(figures):
+        # Of alike sets each bin differs with the probability of the test.
+        if kind == "mode" and _tail(bins["different"], bins["number"]) < _CHANCE:
+            what = f"{bins['different']} of {bins['number']} modes have another share than in the real images"
+            yield Finding("mode-dominates", "warning", what, step)
+
+
+def _tail(successes: int, trials: int) -> float:
+    """Probability of at least so many of `trials` bins being found different by chance."""
+    terms = range(successes, trials + 1)
+    return sum(math.comb(trials, k) * SIGNIFICANCE**k * (1 - SIGNIFICANCE) ** (trials - k) for k in terms)

@@ -1,0 +1,308 @@
+"""The finished product: a diffusers pipeline at the top of a run's folder, its model card, and its way to the Hub."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from utils.core import randomness
+from utils.core.errors import UserError, one_line, out_of_memory
+from utils.diffusion.ddpm import config_for_any
+from utils.diffusion.pipelines import load_network, training_scheduler
+from utils.diffusion.sampling import full_precision
+from utils.diffusion.unet import plain_state_dict
+
+PIPELINE_INDEX = "model_index.json"
+MODELS = Path(__file__).parents[2] / "models"
+CONFIGS = ("unet/config.json", "scheduler/scheduler_config.json")
+# Nothing else of a run's folder goes to the Hub: no checkpoints, no logs, no options.
+PUBLISHED = (PIPELINE_INDEX, "README.md", "edm2_pipeline.py", "unet/*", "scheduler/*", "samples/*.png")
+# What diffusers does not have goes along as code, next to what it makes: its module, its class, where it stands.
+CODE = {
+    "_class_name": ("edm2_pipeline", "EDM2Pipeline", "."),
+    "unet": ("edm2_unet", "EDM2UNet", "unet"),
+    "scheduler": ("edm_heun", "EDMHeunScheduler", "scheduler"),
+}
+
+
+def export_pipeline(
+    unet: nn.Module,
+    scheduler,
+    output_dir: Path | str,
+    card_text: str,
+    extra_files: Mapping[str, str | bytes] | None = None,
+) -> None:
+    """Writes a pipeline at the top of `output_dir`: model_index.json, unet/, scheduler/, README.md, safetensors only.
+
+    It is a `DDPMPipeline`; for an `EDM2UNet` an `EDM2Pipeline` with the code of models/, which diffusers runs when it
+    loads the folder with trust_remote_code=True. `unet` is the unwrapped network with the weights to publish, on any
+    device, compiled in place or patched by accelerate: what is saved is fp32 under clean names. `extra_files` maps more
+    relative paths to their contents. Everything is written into a hidden folder first and then moved file by file,
+    model_index.json last, so that after a kill at any moment the old or the new weights load. Where an older pipeline of
+    another network or schedule is in the way, it is withdrawn first (its model_index.json goes): weights never stand
+    beside a config that is not theirs. Call it on one process.
+    """
+    output_dir = Path(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    draft = output_dir / ".tmp-export"
+    shutil.rmtree(draft, ignore_errors=True)  # what an earlier kill left
+    try:
+        _save_pipeline(_clean_copy(unet), scheduler, draft)
+        for name, content in {"README.md": card_text, **(extra_files or {})}.items():
+            (draft / name).parent.mkdir(parents=True, exist_ok=True)
+            (draft / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        if any(_settings(output_dir / name) != _settings(draft / name) for name in CONFIGS):
+            (output_dir / PIPELINE_INDEX).unlink(missing_ok=True)
+        files = sorted(path.relative_to(draft) for path in draft.rglob("*") if path.is_file())
+        for name in sorted(files, key=lambda name: str(name) == PIPELINE_INDEX):
+            (output_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            _replace(draft / name, output_dir / name)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_card(output_dir: Path, card_text: str) -> None:
+    """Writes README.md anew, complete or not at all. Raises OSError."""
+    draft = output_dir / ".README.md.tmp"
+    try:
+        draft.write_bytes(card_text.encode())
+        _replace(draft, output_dir / "README.md")
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def check_export(unet: nn.Module, scheduler, output_dir: Path | str) -> None:
+    """Save the pipeline as `export_pipeline` will, load it as its users will, and compare. Raises UserError where that fails.
+
+    To be called before training, so that a network that was changed in a way its config cannot say does not end without a
+    pipeline, or with one that computes something else. Needs space for the weights in `output_dir`, and the time of a forward
+    pass of one image twice. `unet` is as for `export_pipeline`; it and the random state are left as they were. Raises OSError
+    when the disk does not take the weights.
+    """
+    draft = Path(output_dir) / ".tmp-export"
+    shutil.rmtree(draft, ignore_errors=True)  # what an earlier kill left
+    try:
+        with torch.random.fork_rng(devices=[]):
+            saved = _clean_copy(unet)
+            _save_pipeline(saved, scheduler, draft)
+            loaded, config = load_network(str(draft))
+        problem = _difference(unet, saved, loaded)
+        if hasattr(scheduler, "alphas_cumprod") and not torch.equal(
+            training_scheduler(config).alphas_cumprod, scheduler.alphas_cumprod.cpu()
+        ):
+            problem = "the noise schedule is not the one that its config names"
+    except OSError:
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        problem = textwrap.shorten(one_line(error), 300)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    if problem:
+        raise UserError(
+            f"the run could not leave a pipeline that others can load: {problem}. "
+            f"{type(unet).__name__}.from_config(unet.config) must make the network that is trained"
+        )
+
+
+def _difference(unet: nn.Module, saved: nn.Module, loaded: nn.Module) -> str | None:
+    """What tells `loaded` from `unet`, whose weights are in `saved`."""
+    weights = loaded.state_dict()
+    for name, value in saved.state_dict().items():
+        if name not in weights or not torch.equal(weights[name], value):
+            return f"{name} is another one when it is loaded"
+    config, device = unet.config, next(unet.parameters()).device
+    numbers = torch.ones(1, dtype=torch.int64, device=device)
+    images = randomness.normal(0, "export", numbers, (config.in_channels, config.sample_size, config.sample_size))
+    inputs = (images, numbers)  # timestep 1, or ln(sigma) / 4 = 1
+    if config.num_class_embeds:
+        inputs += (numbers % config.num_class_embeds,)
+    outputs = []
+    for network in (unet, loaded.to(device)):
+        # Layers that start at 0 would hide what comes before them: other weights stand in for theirs.
+        zeros = {name: parameter for name, parameter in network.named_parameters() if not parameter.any()}
+        others = {name: randomness.normal(0, name, numbers, zero.shape)[0].to(zero) for name, zero in zeros.items()}
+        with full_precision(network):
+            outputs.append(torch.func.functional_call(network, others, inputs).sample)
+    trained, exported = outputs
+    # TF32 keeps 10 bits of each factor, and other layouts in memory run other kernels. What was changed shows clearly.
+    if not (exported - trained).norm() <= 0.02 * trained.norm():
+        return "its output is another one when it is loaded, though the weights are the same"
+    return None
+
+
+def _save_pipeline(unet: nn.Module, scheduler, draft: Path) -> None:
+    from diffusers import DDPMPipeline
+
+    from models.edm2_pipeline import EDM2Pipeline
+    from models.edm2_unet import EDM2UNet
+
+    carries_code = isinstance(unet, EDM2UNet)
+    scheduler = type(scheduler).from_config(config_for_any(scheduler.config))
+    pipeline = (EDM2Pipeline if carries_code else DDPMPipeline)(unet=unet, scheduler=scheduler)
+    pipeline.save_pretrained(draft, max_shard_size="1TB")  # one weights file whatever the size: a single rename replaces it
+    if carries_code:
+        index = json.loads((draft / PIPELINE_INDEX).read_text())
+        for name, (module, class_name, folder) in CODE.items():
+            index[name] = [module, class_name]
+            shutil.copyfile(MODELS / f"{module}.py", draft / folder / f"{module}.py")
+        (draft / PIPELINE_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _clean_copy(unet: nn.Module) -> nn.Module:
+    """An fp32 copy on the CPU, free of patches and parametrizations.
+
+    It starts on the meta device, so that no random number is drawn.
+    """
+    with torch.device("meta"):
+        copy = type(unet).from_config(unet.config)
+    weights = {
+        name: (value.float() if value.is_floating_point() else value).cpu().contiguous()
+        for name, value in plain_state_dict(unet).items()
+    }
+    copy.load_state_dict(weights, assign=True)
+    return copy
+
+
+def _settings(path: Path) -> dict | None:
+    """A config file's content without diffusers' own notes (its version, the name it was loaded from)."""
+    if not path.exists():
+        return None
+    return {key: value for key, value in json.loads(path.read_text()).items() if not key.startswith("_diffusers")}
+
+
+def _replace(source: Path, target: Path) -> None:
+    with open(source, "rb") as file:
+        os.fsync(file.fileno())  # or a power cut could leave the new name with no content
+    os.replace(source, target)
+
+
+def check_pipeline(output_dir: Path | str, num_inference_steps: int = 2, timeout_seconds: float = 600) -> None:
+    """Loads the pipeline as its users will, in a fresh interpreter in another folder without this repository on the
+    path, and makes one image on the CPU. Raises RuntimeError with the reason if it does not load or its image is not
+    finite."""
+    code = (
+        "import sys, numpy, diffusers\n"
+        "folder = sys.argv[1]\n"
+        "trust = {'trust_remote_code': True} if sys.argv[3] == 'carries code' else {}\n"
+        "pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **trust)\n"
+        "pipeline.set_progress_bar_config(disable=True)\n"
+        "images = pipeline(num_inference_steps=int(sys.argv[2]), output_type='np').images\n"
+        "assert numpy.isfinite(images).all(), 'the image is not finite'\n"
+    )
+    # Only a pipeline class that is a file of the folder needs its code to be run; of those the run has just written that file.
+    pipeline_class = (_settings(Path(output_dir, PIPELINE_INDEX)) or {}).get("_class_name")
+    kind = "carries code" if isinstance(pipeline_class, list) else "diffusers' own"
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONSTARTUP")}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as elsewhere:
+        result = subprocess.run(
+            [sys.executable, "-c", code, str(Path(output_dir).resolve()), str(num_inference_steps), kind],
+            cwd=elsewhere,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+        )
+    if result.returncode != 0:
+        reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
+        raise RuntimeError(f"the pipeline in {output_dir} does not work: {reason}")
+
+
+def push_to_hub(
+    output_dir: Path | str, hub_model_id: str | None = None, token: str | None = None, private: bool | None = None
+) -> str:
+    """Checks the pipeline, then uploads it with its card and samples; returns the repository's address.
+
+    `hub_model_id` defaults to the folder's name. Raises RuntimeError for a pipeline that does not work, UserError when
+    the Hub refuses or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    check_pipeline(output_dir)
+    hub_model_id = hub_model_id or Path(output_dir).resolve().name
+    api = HfApi(token=token)
+    try:
+        repository = api.create_repo(hub_model_id, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repository.repo_id, folder_path=output_dir, allow_patterns=list(PUBLISHED))
+    except (OSError, HFValidationError) as error:  # the Hub's own errors, those of the network, and a missing token
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"push to {hub_model_id} failed, the pipeline is whole in {output_dir}: {reason}") from error
+    return str(repository)
+
+
+FACTS = {
+    "data": "Data",
+    "resolution": "Resolution",
+    "prediction_type": "Prediction type",
+    "updates": "Updates",
+    "samples_seen": "Samples seen",
+    "noise_levels": "ln sigma in training",
+    "classes": "Classes",
+    "label_dropout": "Label dropout",
+    "ema_decay": "EMA decay",
+    "ema_width": "EMA width (relative)",
+    "sampler": "Sampler",
+    "sampler_steps": "Sampling steps",
+}
+OTHER_FACTS = ("title", "license", "hub_dataset", "command", "metrics", "grid", "pipeline", "carries_code")
+
+
+def model_card(facts: Mapping) -> str:
+    """A Hugging Face model card in Markdown, with its YAML header, from what is known of a run; nothing else is stated.
+
+    Keys, all optional: those of `FACTS` (a table row each), "title", "license", "hub_dataset" (its Hub name),
+    "command", "metrics" (a mapping of names to values), "grid" (path of a picture, relative to the card),
+    "pipeline" (the name or path to load from) and "carries_code" (whether loading runs code in it: EDM2). Tokens in the
+    command are masked. Raises ValueError for an unknown key.
+    """
+    unknown = set(facts) - set(FACTS) - set(OTHER_FACTS)
+    if unknown:
+        raise ValueError(f"unknown facts for the model card: {', '.join(sorted(unknown))}")
+    carries_code = bool(facts.get("carries_code"))
+    kind = "class-conditional" if facts.get("classes") else "unconditional"
+    header = ["library_name: diffusers", "tags:", "- diffusers", f"- {kind}-image-generation"]
+    header.append("- edm2" if carries_code else "- ddpm")
+    if facts.get("license"):
+        header.insert(0, f"license: {json.dumps(facts['license'])}")  # a JSON string is a YAML string
+    if facts.get("hub_dataset"):
+        header += ["datasets:", f"- {json.dumps(facts['hub_dataset'])}"]
+    sections = ["\n".join(["---", *header, "---"]), f"# {facts.get('title', 'Denoising diffusion model')}"]
+    if facts.get("grid"):
+        sections.append(f"![Samples]({facts['grid']})")
+    sections.append(_table("Training", {label: facts[key] for key, label in FACTS.items() if facts.get(key) is not None}))
+    if facts.get("metrics"):
+        sections.append("## Metrics\n\n" + _table("Metric", facts["metrics"]))
+    if facts.get("command"):
+        command = re.sub(r"(--hub_token[= ]+)\S+|hf_\w{20,}", lambda match: f"{match[1] or ''}***", facts["command"])
+        sections.append(f"## Training command\n\n```bash\n{command}\n```")
+    name, trust = ("DiffusionPipeline", ", trust_remote_code=True") if carries_code else ("DDPMPipeline", "")
+    load = f"pipeline = {name}.from_pretrained({json.dumps(str(facts.get('pipeline', '.')))}{trust})"
+    call = "pipeline(class_labels=[0], guidance_scale=1.5)" if facts.get("classes") else "pipeline()"
+    lines = [f"from diffusers import {name}", "", load, f"image = {call}.images[0]"]
+    warning = "Loading it runs the Python files of this repository: read them first.\n\n" if carries_code else ""
+    sections.append(f"## Use\n\n{warning}```python\n" + "\n".join(lines) + "\n```")
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _table(heading: str, rows: Mapping) -> str:
+    if not rows:
+        return ""
+    return "\n".join([f"| {heading} | |", "|---|---|", *(f"| {name} | {_shown(value)} |" for name, value in rows.items())])
+
+
+def _shown(value) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", "\\|")

@@ -1,0 +1,143 @@
+"""Exported pipelines, ours or anyone's, and checkpoints of a run: loading them and what they are made for."""
+
+from pathlib import Path
+
+from utils.core.errors import UserError
+from utils.diffusion.ddpm import PREDICTION_TYPES
+from utils.diffusion.unet import load_plain
+
+
+def load_unconditional(pipeline: str):
+    """The U-Net in fp32 and the scheduler's config, of a folder or a name on the Hub.
+
+    Weights may be safetensors or pickled tensors (of which nothing is run), in fp32 or as the variant "fp16"; the parts may lie
+    in folders of their own or, as in the first releases, side by side. Raises UserError for a pipeline of another kind, before
+    its weights are loaded, and for one whose scheduler has no betas, such as EDM's or one for flow matching.
+    """
+    from diffusers import DiffusionPipeline
+    from diffusers.utils import logging
+
+    logging.disable_progress_bar()  # one bar, the script's own
+    try:
+        index = DiffusionPipeline.load_config(pipeline)
+        components = {name for name, value in index.items() if isinstance(value, list) and value[0] is not None}
+        if components != {"unet", "scheduler"} or index["unet"][1] != "UNet2DModel":
+            has = ", ".join(sorted(components)) or "neither"
+            kind = f", the unet of class {index['unet'][1]}" if "unet" in components else ""
+            raise UserError(
+                f"{pipeline} is no unconditional pixel-space pipeline: it needs a UNet2DModel `unet` and a `scheduler` "
+                f"alone, and has {has}{kind}"
+            )
+        loaded = _load_any_variant(DiffusionPipeline, pipeline)
+    except UserError:
+        raise
+    except Exception as error:  # missing, unreachable, truncated or of another shape: each library raises its own kind
+        raise UserError(f"cannot load a pipeline from {pipeline}: {_first_line(error)}") from error
+    config = dict(loaded.scheduler.config)
+    if config.get("predict_epsilon") is False:  # what prediction_type was called until diffusers 0.9
+        config["prediction_type"] = "sample"
+    prediction_type = config.get("prediction_type", "epsilon")
+    if not hasattr(loaded.scheduler, "alphas_cumprod") or prediction_type not in PREDICTION_TYPES:
+        raise UserError(
+            f"{pipeline} was made for {type(loaded.scheduler).__name__} with prediction_type {prediction_type}; only networks "
+            f"for a schedule of betas that predict {', '.join(PREDICTION_TYPES)} are supported"
+        )
+    return _in_own_memory(loaded.unet.float()), config
+
+
+def training_scheduler(config: dict):
+    """The DDPMScheduler of the process that a pipeline's network was trained on. Raises UserError for an unknown schedule."""
+    from diffusers import DDPMScheduler
+
+    # With this list, from_config would replace what another scheduler class has for a default by DDPM's.
+    config = {key: value for key, value in config.items() if key != "_use_default_values"}
+    try:
+        return DDPMScheduler.from_config(config)
+    except NotImplementedError:
+        raise UserError(f"the pipeline's scheduler has an unknown beta_schedule {config.get('beta_schedule')!r}") from None
+
+
+def _load_any_variant(pipeline_class, pipeline: str):
+    try:
+        return pipeline_class.from_pretrained(pipeline)
+    except (OSError, ValueError):
+        try:
+            return pipeline_class.from_pretrained(pipeline, variant="fp16")
+        except (OSError, ValueError):
+            pass
+        raise  # what was wrong with the usual files
+
+
+def load_network(pipeline: str):
+    """The U-Net in fp32 and the scheduler's config of what the scripts here can sample from. Raises UserError.
+
+    An unconditional pipeline as for `load_unconditional`; an EDM2 pipeline, with or without classes, of which no code of its
+    own is run: its network is loaded with the classes of this repository; or `checkpoint-<N>` of a run's folder, with its
+    averaged weights (the raw ones of a run without EMA) in the network that the run has exported.
+    """
+    path = Path(pipeline)
+    is_checkpoint = (path / "state.json").is_file()
+    exported = str(path.parent) if is_checkpoint else pipeline
+    if is_checkpoint and not (path.parent / "model_index.json").is_file():
+        raise UserError(f"cannot load {path}: {path.parent} must hold the pipeline that an export leaves")
+    unet, scheduler_config = _load_edm2(exported) if _is_edm2(exported) else load_unconditional(exported)
+    if is_checkpoint:
+        from safetensors.torch import load_file
+
+        weights = next(path / name for name in ("ema.safetensors", "model.safetensors") if (path / name).is_file())
+        try:
+            tensors = {name.removeprefix("unet."): tensor for name, tensor in load_file(weights).items()}  # beside u(sigma)
+            load_plain(unet, tensors)
+        except Exception as error:  # truncated, of another network: each library raises its own kind
+            raise UserError(f"cannot load {path}: {_first_line(error)}") from error
+    return unet.eval(), scheduler_config
+
+
+def _is_edm2(pipeline: str) -> bool:
+    from diffusers import DiffusionPipeline
+
+    try:
+        return DiffusionPipeline.load_config(pipeline).get("unet", (None, None))[1] == "EDM2UNet"
+    except Exception:  # load_unconditional says why
+        return False
+
+
+def _load_edm2(pipeline: str):
+    from models.edm2_unet import EDM2UNet
+    from models.edm_heun import EDMHeunScheduler
+
+    try:
+        unet = EDM2UNet.from_pretrained(pipeline, subfolder="unet", use_safetensors=True)
+        return _in_own_memory(unet.float()), EDMHeunScheduler.load_config(pipeline, subfolder="scheduler")
+    except Exception as error:
+        raise UserError(f"cannot load a pipeline from {pipeline}: {_first_line(error)}") from error
+
+
+def _in_own_memory(unet):
+    """`unet` with each tensor in fresh memory. safetensors leaves them inside the mapped file, at any multiple of 4 bytes, and
+    kernels of some CPUs round otherwise there: the same weights shall give the same bits whatever file they come from."""
+    for tensor in (*unet.parameters(), *unet.buffers()):
+        tensor.data = tensor.data.clone()
+    return unet
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def image_shape(unet) -> tuple[int, int, int]:
+    """(C, H, W) of the images that `unet` was trained on. Raises UserError where it does not say, or needs more than
+    noise."""
+    config = unet.config
+    is_edm2 = "model_channels" in config
+    if not is_edm2 and (config.num_class_embeds is not None or config.class_embed_type is not None):
+        raise UserError("the pipeline's unet is class-conditional; only unconditional ones and EDM2's are supported")
+    if config.sample_size is None:
+        raise UserError("the pipeline's unet/config.json has no sample_size, so the size of its images is unknown")
+    if config.in_channels not in (1, 3) or config.out_channels != config.in_channels:
+        raise UserError(
+            f"the pipeline's unet maps {config.in_channels} channels to {config.out_channels}; "
+            "only 1 to 1 and 3 to 3 are images"
+        )
+    height, width = (config.sample_size,) * 2 if isinstance(config.sample_size, int) else config.sample_size
+    return config.in_channels, height, width

@@ -1,0 +1,160 @@
+"""The DDPM network: a diffusers UNet2DModel from a preset, a config, or the resolution, and its initialisation."""
+
+import torch
+from diffusers import UNet2DModel
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+from utils.core.errors import UserError
+from utils.core.randomness import derive_seed
+from utils.options.flags import DDPMOptions
+from utils.options.presets import NETWORKS, network_for_resolution
+
+ACTIVATIONS = ("silu", "mish", "gelu", "relu")
+INITIALISATIONS = ("default", "xavier", "he")
+ORIGINAL_WEIGHT = ".parametrizations.weight.original"  # what a layer under spectral norm calls its weight
+UNET_DEFAULT_LEVELS = (224, 448, 672, 896)  # UNet2DModel's own block_out_channels
+
+
+def make_unet(options: DDPMOptions, device_type: str = "cpu") -> UNet2DModel:
+    """A UNet2DModel whose weights are a function of the options (global random state is left as it was).
+
+    `activation` and `dropout` of None keep the network's own. `channels_last` puts the channels of kernels innermost in memory,
+    which those of activations follow. Raises UserError when the config cannot be read, when its channels differ from the
+    images', or when the resolution does not divide by the levels.
+    """
+    resolution, image_channels = options.resolution, options.image_channels
+    config_name_or_path = options.model_config_name_or_path
+    if config_name_or_path is not None:
+        try:
+            config = dict(UNet2DModel.load_config(config_name_or_path, cache_dir=options.cache_dir))
+        except OSError as error:
+            first_line = str(error).strip().splitlines()[0]
+            raise UserError(f"cannot read --model_config_name_or_path {config_name_or_path}: {first_line}") from None
+        channels = (config.get("in_channels", 3), config.get("out_channels", 3))  # 3 is diffusers' default
+        if channels != (image_channels, image_channels):
+            raise UserError(
+                f"the model config has in/out channels {channels[0]}/{channels[1]}, the images have {image_channels}; "
+                "set --image_channels or edit the config"
+            )
+        if config.get("class_embed_type") or config.get("num_class_embeds"):
+            raise UserError("the model config is class-conditional; train_ddpm.py trains without classes")
+        config["sample_size"] = resolution  # the config's own size is that of the run it came from
+    else:
+        name = options.model_preset or network_for_resolution(resolution)
+        if name is None:
+            raise UserError(f"no network fits --resolution {resolution}; use a multiple of 4, or give --model_preset")
+        if name not in NETWORKS:
+            raise UserError(f"unknown --model_preset {name!r}; choose from {', '.join(NETWORKS)}")
+        config = {
+            **NETWORKS[name],
+            "sample_size": resolution,
+            "in_channels": image_channels,
+            "out_channels": image_channels,
+        }
+
+    levels = len(config.get("block_out_channels", UNET_DEFAULT_LEVELS))
+    divisor = 1 << (levels - 1)
+    if resolution % divisor:
+        raise UserError(
+            f"--resolution {resolution} does not divide by {divisor}, which the network's "
+            f"{levels} levels need; use {resolution // divisor * divisor or divisor} "
+            f"or {resolution // divisor * divisor + divisor}"
+        )
+    if options.activation is not None:
+        config["act_fn"] = options.activation
+    if options.dropout is not None:
+        config["dropout"] = options.dropout
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(options.seed, "initial weights"))
+        try:
+            unet = UNet2DModel.from_config(config)
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"diffusers cannot build the network: {str(error).strip().splitlines()[0]}") from None
+        initialise(unet, options.initialisation)
+        if options.zero_init_output:
+            nn.init.zeros_(unet.conv_out.weight)
+            nn.init.zeros_(unet.conv_out.bias)
+        if options.spectral_norm:
+            normalise_spectra(unet)
+    if options.gradient_checkpointing:
+        unet.enable_gradient_checkpointing()
+    if options.uses_channels_last(device_type):
+        to_channels_last(unet)
+    return unet
+
+
+def to_channels_last(model: nn.Module) -> None:
+    """Puts the channels of all kernels innermost in memory; not by Module.to, which fake tensors refuse."""
+    for parameter in model.parameters():
+        if parameter.ndim == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+
+
+def network_options(unet: UNet2DModel) -> dict:
+    """The network's config as options of a run, for comparison on resume: a file may change under its name."""
+    return {f"network.{name}": value for name, value in unet.config.items() if not name.startswith("_")}
+
+
+def initialise(model: nn.Module, name: str) -> None:
+    """Re-initialises every convolution and linear layer in place: `xavier` (Glorot & Bengio 2010, eq. 16), `he` (He et al.
+    2015, eq. 10, fan-in), biases zero; `default` leaves torch's. Raises UserError for another name."""
+    if name not in INITIALISATIONS:
+        raise UserError(f"unknown --initialisation {name!r}; choose from {', '.join(INITIALISATIONS)}")
+    if name == "default":
+        return
+    for module in model.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            if name == "xavier":
+                nn.init.xavier_uniform_(module.weight)
+            else:
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def normalise_spectra(unet: UNet2DModel) -> None:
+    """Divides the weight of every convolution and linear layer by its largest singular value (Miyato et al. 2018, eq. 8), which
+    a power iteration follows in training. Not the last layer, whose scale the output needs and which may start at zero.
+    """
+    for module in list(unet.modules()):
+        if isinstance(module, (nn.Conv2d, nn.Linear)) and module is not unet.conv_out:
+            parametrizations.spectral_norm(module)
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights that `model` computes with, under the names of the same network without parametrizations."""
+    state = model.state_dict()
+    for name, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            state = {key: value for key, value in state.items() if not key.startswith(f"{name}.parametrizations.")}
+            training = module.parametrizations.training
+            module.parametrizations.eval()  # a look in training mode would move the power iteration on
+            state |= {f"{name}.{tensor}": getattr(module, tensor).detach() for tensor in module.parametrizations}
+            module.parametrizations.train(training)
+    return state
+
+
+def load_plain(unet: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Load into a plain network what a run keeps of the same network, under spectral norm too (see `plain_state_dict`).
+
+    `weights` has the names of `state_dict`; others beside those of the network are left out. Raises RuntimeError or KeyError
+    for the weights of another network.
+    """
+    normalized = [name.removesuffix(ORIGINAL_WEIGHT) for name in weights if name.endswith(ORIGINAL_WEIGHT)]
+    with torch.random.fork_rng(devices=[]):  # the first singular vectors are drawn, and replaced by those of the run
+        for name in normalized:
+            parametrizations.spectral_norm(unet.get_submodule(name))
+    unet.load_state_dict({name: weights[name] for name in unet.state_dict()})
+    unet.eval()  # or removing it would move the power iteration on
+    for name in normalized:
+        parametrize.remove_parametrizations(unet.get_submodule(name), "weight")
+
+
+def use_xformers(unet: UNet2DModel) -> None:
+    """Switches attention to xformers. Raises UserError where that cannot work; torch's own attention saves as much memory."""
+    try:
+        unet.enable_xformers_memory_efficient_attention()
+    except (ImportError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(f"--enable_xformers_memory_efficient_attention: {first_line}; leave it out") from None

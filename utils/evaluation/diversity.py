@@ -1,0 +1,181 @@
+"""How varied a set of generated images is beside a set of real ones: pure functions of features [N, D], numbers out.
+
+Nothing holds N x N numbers: distances are computed in blocks of rows, on the device of the features. 50,000 x 2,048 of each
+kind stay within 8 GB.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from utils.core.randomness import derive_seed
+from utils.diagnostics.rules.samples import SIGNIFICANCE
+
+_BLOCK_BYTES = 256 * 2**20  # of a block of distances
+
+
+def _blocks(rows: torch.Tensor, others: int) -> tuple[torch.Tensor, ...]:
+    return rows.split(max(1, _BLOCK_BYTES // (8 * max(others, 1))))
+
+
+def _centered(features: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
+    """float64: small numbers keep their digits in the products that distances are made of."""
+    return features.double() - centre
+
+
+def _distances(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Euclidean, float64 [n, m], of float64 rows that are `_centered`.
+
+    As |a|^2 + |b|^2 - 2 ab, which is quick but leaves the rounding of these sums: about sqrt(D) units in the last place of
+    |a|^2. What is no more than that becomes 0, for repeated images are at a distance of 0 from each other, and their
+    neighbourhoods reach no further. It is 1e-7 of the norm for 120 dimensions: float32 features have no more digits themselves.
+    """
+    distances = torch.cdist(rows, others, compute_mode="use_mm_for_euclid_dist")
+    rounding = (4 * torch.finfo(torch.float64).eps * rows.shape[1] ** 0.5) ** 0.5
+    return distances.masked_fill_(distances <= rounding * rows.norm(dim=1, keepdim=True), 0)
+
+
+def variance_ratio(generated: torch.Tensor, real: torch.Tensor) -> float:
+    """Total variance of the generated features over that of the real ones: 1 healthy, 0 all alike."""
+    return (_total_variance(generated) / _total_variance(real)).item()
+
+
+def _total_variance(features: torch.Tensor) -> torch.Tensor:
+    mean = features.mean(0, dtype=torch.float64)
+    squares = sum((rows - mean).square().sum() for rows in features.split(4096))
+    return squares / (len(features) - 1)
+
+
+def mean_pairwise_distance(features: torch.Tensor) -> float:
+    """Mean Euclidean distance of two different rows."""
+    features = _centered(features, features.mean(0, dtype=torch.float64))
+    total = sum(_distances(rows, features).sum() for rows in _blocks(features, len(features)))
+    return (total / (len(features) * (len(features) - 1))).item()
+
+
+def vendi_score(features: torch.Tensor) -> float:
+    """The effective number of different images (Friedman & Dieng 2023), between 1 and min(N, D).
+
+    The exponential of the entropy of the eigenvalues of K / N, where K is the cosine similarity of the rows. Those of the D x
+    D matrix X'X / N are the same, but for zeros, and do not ask for N x N memory. Centre the features first: rows that share
+    a large offset are all alike to a cosine. Rows of zeros are left out.
+    """
+    gram = torch.zeros(features.shape[1], features.shape[1], dtype=torch.float64, device=features.device)
+    count = 0
+    for rows in features.split(4096):
+        norms = rows.norm(dim=1, dtype=torch.float64)
+        kept = norms > 0
+        unit = rows[kept] / norms[kept, None]
+        gram += unit.T @ unit
+        count += len(unit)
+    if count == 0:
+        return 1.0
+    values = torch.linalg.eigvalsh(gram / count).clamp(min=0)
+    return torch.exp(-torch.special.xlogy(values, values).sum()).item()
+
+
+@dataclass(frozen=True)
+class Neighbourhoods:
+    """Precision and recall (Kynkaanniemi et al. 2019), density and coverage (Naeem et al. 2020)."""
+
+    precision: float  # share of generated images inside the real ones' neighbourhoods
+    recall: float  # share of real images inside the generated ones' neighbourhoods
+    density: float  # how many real neighbourhoods a generated image is in, over k; about 1 for equal distributions
+    coverage: float  # share of real images with a generated one in their neighbourhood; 1 - 2^-k for equal distributions and N
+
+
+def neighbourhoods(generated: torch.Tensor, real: torch.Tensor, k: int = 5) -> Neighbourhoods:
+    """The four figures with neighbourhoods that reach to the k-th nearest other image of the same set.
+
+    Raises ValueError for sets of no more than k rows.
+    """
+    if min(len(generated), len(real)) <= k:
+        raise ValueError(f"{k} neighbours need more than {k} rows of each set, got {len(generated)} and {len(real)}")
+    centre = real.mean(0, dtype=torch.float64)
+    generated, real = _centered(generated, centre), _centered(real, centre)
+    real_radii, generated_radii = _radii(real, k), _radii(generated, k)
+    inside, precise, covered = 0, 0, torch.zeros(len(real), dtype=torch.bool, device=real.device)
+    recalled = torch.zeros_like(covered)
+    start = 0
+    for rows in _blocks(generated, len(real)):
+        distances = _distances(rows, real)
+        hits = distances <= real_radii
+        inside += hits.sum().item()
+        precise += hits.any(1).sum().item()
+        covered |= hits.any(0)
+        recalled |= (distances <= generated_radii[start : start + len(rows), None]).any(0)
+        start += len(rows)
+    return Neighbourhoods(
+        precision=precise / len(generated),
+        recall=recalled.double().mean().item(),
+        density=inside / (k * len(generated)),
+        coverage=covered.double().mean().item(),
+    )
+
+
+def _radii(features: torch.Tensor, k: int) -> torch.Tensor:
+    """Distance of each row to its k-th nearest other one. Itself is the nearest of k + 1."""
+    nearest = [
+        _distances(rows, features).topk(k + 1, dim=1, largest=False).values[:, k] for rows in _blocks(features, len(features))
+    ]
+    return torch.cat(nearest)
+
+
+def fit_modes(real: torch.Tensor, modes: int, seed: int) -> torch.Tensor:
+    """Centres [modes, D] of k-means clusters of REAL features: fitted to generated ones, every mode would be covered.
+
+    Computed by scikit-learn on the CPU, the same for the same seed.
+    """
+    from sklearn.cluster import KMeans
+
+    kmeans = KMeans(modes, n_init=1, random_state=derive_seed(seed, "modes") % 2**32).fit(real.float().cpu().numpy())
+    return torch.from_numpy(kmeans.cluster_centers_).to(real)
+
+
+def nearest_mode(features: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+    """Index int64 [N] of each row's nearest centre."""
+    centre = centres.mean(0, dtype=torch.float64)
+    others = _centered(centres, centre)
+    return torch.cat([_distances(_centered(rows, centre), others).argmin(1) for rows in _blocks(features, len(centres))])
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How two sets spread over the same bins: modes, or classes."""
+
+    generated: list[int]  # counts
+    real: list[int]
+    different: int  # bins whose shares differ by more than chance
+    hit: float  # share of the bins with real images that have a generated one
+    largest: int  # the bin that most exceeds its real share, in generated images beyond it
+    largest_share: float
+    largest_real_share: float
+
+
+def coverage_of_bins(generated: torch.Tensor, real: torch.Tensor, bins: int) -> Coverage:
+    """From bin numbers int64 [n] and [m] in [0, bins). Bins differ by a two-sided z-test of two proportions at the 5 % level
+    each (number of statistically different bins, Richardson & Weiss 2018, section 3.1): of alike sets about 5 % of the bins
+    do."""
+    counts = torch.bincount(generated.cpu(), minlength=bins).double()
+    real_counts = torch.bincount(real.cpu(), minlength=bins).double()
+    shares, real_shares = counts / counts.sum(), real_counts / real_counts.sum()
+    different = different_bins(counts, real_counts)
+    largest = int((shares - real_shares).argmax())
+    return Coverage(
+        generated=[int(count) for count in counts],
+        real=[int(count) for count in real_counts],
+        different=int(different.sum()),
+        hit=((counts > 0) & (real_counts > 0)).sum().item() / max(1, int((real_counts > 0).sum())),
+        largest=largest,
+        largest_share=shares[largest].item(),
+        largest_real_share=real_shares[largest].item(),
+    )
+
+
+def different_bins(counts: torch.Tensor, others: torch.Tensor, significance: float = SIGNIFICANCE) -> torch.Tensor:
+    """bool [bins]: where the share in `counts` float64 [bins] differs from that in `others` by the z-test at `significance`."""
+    n, m = counts.sum(), others.sum()
+    pooled = (counts + others) / (n + m)
+    error = (pooled * (1 - pooled) * (1 / n + 1 / m)).sqrt()
+    z = (counts / n - others / m).abs() / error.clamp(min=1e-300)
+    return torch.special.erfc(z / 2**0.5) < significance

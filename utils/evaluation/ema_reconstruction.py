@@ -1,0 +1,62 @@
+"""A finished run as `reconstruct_ema.py` takes it up: its network, its sampler, and what its model card says."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from models.edm2_unet import EDM2UNet
+from models.edm_heun import EDMHeunScheduler
+from utils.core.errors import UserError
+from utils.diffusion.pipelines import load_network
+from utils.diffusion.sampling import is_edm
+from utils.diffusion.unet import normalise_spectra
+from utils.runs.record import RunRecord
+
+
+def load_run(run: Path):
+    """(network to load averaged weights into, scheduler) of the run's exported pipeline. Raises UserError without one."""
+    from diffusers import DDPMScheduler
+
+    if not (run / "model_index.json").exists():
+        raise UserError(f"{run} has no exported pipeline yet; there is one after --save_model_steps updates, and at the end")
+    unet, config = load_network(str(run))
+    if RunRecord.read(run).options.get("spectral_norm"):
+        normalise_spectra(unet)  # in training the weights stand beside their singular vectors, and so do their averages
+    return unet, (EDMHeunScheduler if is_edm(config) else DDPMScheduler).from_config(config)
+
+
+def load_weights(unet: nn.Module, weights: dict[str, torch.Tensor], run: Path) -> None:
+    """Puts averaged `weights` into `unet`. Raises UserError when they are not of the pipeline that `run` exported."""
+    try:
+        unet.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"the snapshots are not of the pipeline in {run}: {str(error).splitlines()[0]}") from None
+
+
+def check_output(output_dir: Path, run: Path) -> None:
+    """Raises UserError where the pipeline would take the place of a run, or of anything but another pipeline."""
+    if output_dir.resolve() == run.resolve() or (output_dir / "options.json").exists():
+        raise UserError(f"--output_dir {output_dir} holds a run, whose own pipeline stays; choose another folder")
+    if (
+        output_dir.exists()
+        and any(output_dir.iterdir())
+        and not any((output_dir / name).exists() for name in ("model_index.json", "sweep.json"))
+    ):
+        raise UserError(f"--output_dir {output_dir} holds other files; choose another folder")
+
+
+def describe(run: Path, unet: nn.Module) -> dict:
+    """Facts for the model card (see `export.model_card`) from what the run recorded."""
+    record = RunRecord.read(run)
+    classes = unet.config.num_class_embeds or None
+    facts = {
+        "title": f"{run.resolve().name}, EMA reconstructed after training",
+        "data": record.options.get("dataset_name") or record.options.get("train_data_dir"),
+        "command": record.command,
+        "resolution": unet.config.sample_size,
+        "classes": classes,
+        "carries_code": isinstance(unet, EDM2UNet),
+    }
+    return json.loads(json.dumps(facts))

@@ -1,0 +1,106 @@
+"""Which EMA length is best for a run: a distance of its samples from its training images, width after width."""
+
+import json
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from utils.core.errors import UserError
+from utils.data.dataset import cache_root, load_images
+from utils.data.split import split_validation
+from utils.diagnostics.report.page import write_page
+from utils.diagnostics.report.plots import Curve, plot
+from utils.diffusion.guidance import make_guided_prediction
+from utils.diffusion.pipelines import image_shape
+from utils.diffusion.sampling import full_precision, make_sampler, sample, sampling_steps, to_uint8
+from utils.evaluation.extractors import make_extractor
+from utils.evaluation.feature_sets import extract, reference_features
+from utils.evaluation.quality import MIN_IMAGES, compare
+from utils.options.flags import DataOptions
+from utils.runs.record import RunRecord
+
+METRICS = ("fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels")
+
+
+def parse_widths(text: str) -> list[float]:
+    """0.02:0.25:0.01 -> 0.02, 0.03 ... 0.25; without colons the one width. Raises UserError."""
+    try:
+        numbers = [float(part) for part in text.split(":")]
+        if len(numbers) == 1:
+            return numbers
+        first, last, step = numbers
+    except ValueError:
+        raise UserError(f"--widths must be FIRST:LAST:STEP, such as 0.02:0.25:0.01, got {text}") from None
+    if not (step > 0 and first <= last):
+        raise UserError(f"--widths {text} is empty: FIRST must not be above LAST, and STEP must be positive")
+    return [round(first + i * step, 10) for i in range(int((last - first) / step + 1e-6) + 1)]
+
+
+def make_judge(
+    accelerator, run: Path, scheduler, metric: str, *, num_images: int, batch_size: int, seed: int
+) -> Callable[[nn.Module], float]:
+    """A function from a network to the `metric` (of METRICS) of its samples beside the run's training images; the lower the
+    better. The samples are those that generate.py makes with the run's own sampler and `seed`, of all classes in turn.
+
+    Raises UserError for too few images.
+    """
+    kind, features = metric.split("_")
+    record = RunRecord.read(run)
+    options = record.options
+    images = load_images(DataOptions.from_record(options))
+    images, _ = split_validation(images, options["validation_images"], options["seed"])
+    if min(num_images, len(images)) < MIN_IMAGES:
+        raise UserError(f"--num_images {num_images}, training images {len(images)}: at least {MIN_IMAGES} of each are needed")
+    extractor = make_extractor(features, images).to(accelerator.device)
+    cache = cache_root(options["cache_dir"]) / "steady_diffusion"
+    real = reference_features(accelerator, extractor, images, batch_size=batch_size, cache_dir=cache)
+    requested = options.get("num_inference_steps") or options.get("ddpm_num_inference_steps")
+    sampler = make_sampler(options["sampler"], scheduler)
+    num_inference_steps = sampling_steps(options["sampler"], requested, scheduler)
+
+    def judge(unet: nn.Module) -> float:
+        def make_images(numbers: torch.Tensor) -> torch.Tensor:
+            made = sample(
+                unet,
+                sampler,
+                num_inference_steps=num_inference_steps,
+                sample_numbers=numbers,
+                seed=seed,
+                shape=image_shape(unet),
+                device=accelerator.device,
+                batch_size=batch_size,
+                predict=make_guided_prediction(unet, scheduler.config),
+            )
+            return to_uint8(made)
+
+        with full_precision(unet.to(accelerator.device)):
+            (generated,), _ = extract(accelerator, [extractor], num_images, batch_size, make_images)
+        return compare(generated, real, standardised=extractor.standardised, seed=seed)[kind]
+
+    return judge
+
+
+def write_sweep(output_dir: Path, run: Path, metric: str, step: int, num_images: int, values: dict[float, float]) -> None:
+    """sweep.json and sweep.html, from what each width gave. Raises OSError."""
+    best = min(values, key=values.get)
+    found = {"run": str(run), "metric": metric, "step": step, "num_images": num_images, "best_width": best}
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "sweep.json").write_text(
+        json.dumps(found | {"widths": {str(w): v for w, v in values.items()}}, indent=2) + "\n"
+    )
+    widths = sorted(values)
+    curve = Curve(f"{num_images} samples", widths, [values[width] for width in widths])
+    figure = plot(
+        f"{metric} by EMA width",
+        [curve],
+        unit=metric,
+        x_label="relative width",
+        marks=[(best, f"best: {best:g}")],
+        reading=f"The lower the better: best at {best:g}. A flat valley says that the length hardly matters.",
+    )
+    header = f"<header><h1>EMA widths of {escape(run.resolve().name)}</h1><p>after {step} updates</p></header>"
+    sections = [("Widths", figure)]
+    write_page(output_dir / "sweep.html", title="EMA widths", header=header, sections=sections, source=str(run))

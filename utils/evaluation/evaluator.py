@@ -1,0 +1,220 @@
+"""One evaluation: images from anywhere beside reference images, with the floor that real images have, and what is wrong.
+
+    evaluation = Evaluation(accelerator, extractor, reference, seed=0)
+    figures, sheet = evaluation.measure(make_images, 10_000)     # make_images: numbers -> uint8 [n, C, H, W]
+
+evaluate.py measures pipelines and folders with it, and a training run its own samples.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+from PIL import Image
+
+from utils.core.distributed import from_main_process, on_main_process
+from utils.core.errors import UserError, memory_problem, one_line
+from utils.diagnostics.rules.samples import collapse
+from utils.diffusion.sampling import sample, to_uint8
+from utils.evaluation.classifier import Classifier
+from utils.evaluation.extractor import Extractor
+from utils.evaluation.feature_sets import FeatureSet, extract
+from utils.evaluation.memorization import Originals, feature_memorisation, kept_for_memorisation, memorisation
+from utils.evaluation.pretrained import INCEPTION_SHA256
+from utils.evaluation.quality import MIN_IMAGES, class_figures, compare, location_and_spread, real_floor
+
+FID_IMAGES = 50_000  # with fewer of them the number is part of the name
+NEAR_FLOOR = 5  # what benchmarks/quality/extractor_validation.py asks of a corruption that can be relied on to be seen
+
+
+def metric_name(kind: str, result: dict) -> str:
+    """What a figure "fd" or "kd" of a result, as evaluate.py writes it, is called: "fd_randconv", "kd_pixels"; with the very
+    weights that papers use "kid", and "fid" of 50,000 images, "fid_10k" of fewer."""
+    if result["features"] != "inception" or result["extractor_sha256"] != INCEPTION_SHA256:
+        return f"{kind}_{result['features']}"
+    count = result["images"]
+    if kind == "kd":
+        return "kid"
+    if count >= FID_IMAGES:
+        return "fid"
+    return f"fid_{count // 1000}k" if count >= 1000 else f"fid_{count}"
+
+
+class Evaluation:
+    """Made and called on all processes alike; the figures are computed on the main one and given to all.
+
+    Args:
+        extractor: on the CPU; goes to the accelerator's device.
+        reference: features of the real images by this extractor.
+        classifier: of the reference's classes, with `labels` (int64 numpy [images]) and `class_names`, for the class balance.
+        originals: the real images that samples are compared with one by one; may be set anew between two calls of `measure`.
+        batch_size: images at once per process; on a CPU the last bits of the features depend on it.
+    """
+
+    def __init__(
+        self,
+        accelerator,
+        extractor: Extractor,
+        reference: FeatureSet,
+        *,
+        seed: int,
+        batch_size: int = 64,
+        classifier: Classifier | None = None,
+        labels=None,
+        class_names: list[str] | None = None,
+        originals: Originals | None = None,
+    ):
+        self.accelerator, self.extractor, self.reference = accelerator, extractor, reference
+        self.seed, self.batch_size = seed, batch_size
+        self.classifier, self.labels, self.class_names = classifier, labels, class_names
+        self.originals = originals
+        self.extractors = [extractor]
+        if classifier is not None and classifier is not extractor:
+            self.extractors.append(classifier)
+        for module in self.extractors:
+            module.to(accelerator.device)
+        self._floors: dict[int, dict] = {}
+
+    def floor(self, count: int) -> dict:
+        """`compare` of real images with each other, as for `count` samples; made once. On the main process alone."""
+        if count not in self._floors:
+            options = {"standardised": self.extractor.standardised, "seed": self.seed, "device": self._device}
+            self._floors[count] = real_floor(self.reference, count, **options)
+        return self._floors[count]
+
+    @property
+    def _device(self) -> torch.device | str:
+        return self.accelerator.device if self.accelerator.device.type == "cuda" else "cpu"
+
+    def measure(
+        self,
+        make_images: Callable[[torch.Tensor], torch.Tensor],
+        count: int,
+        *,
+        progress: Callable[[int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> tuple[dict | None, Image.Image | None]:
+        """Figures (JSON) of images 0 ... count - 1, with `floor`, `warnings` and `findings`, and on the main process the sheet
+        of closest pairs.
+
+        `make_images` is called with the numbers int64 [n] of a chunk, and gives uint8 [n, C, H, W] on the accelerator's device.
+        `cancelled` is asked once all were made: where any process says True, all return (None, None). Raises UserError for
+        fewer than 10 samples or 20 reference images, and
+        for whatever fails on any process, on every process.
+        """
+        if count < MIN_IMAGES or len(self.reference) < 2 * MIN_IMAGES:
+            raise UserError(
+                f"{count} samples against {len(self.reference)} reference images: no figure without at least {MIN_IMAGES} "
+                f"and {2 * MIN_IMAGES}"
+            )
+        kept = 0
+        if self.originals is not None:
+            kept = kept_for_memorisation(count, math.prod(self.originals.training.shape))
+        sets, images = extract(
+            self.accelerator, self.extractors, count, self.batch_size, make_images, kept_images=kept, progress=progress
+        )
+        if cancelled is not None:
+            told = torch.tensor([int(cancelled())], device=self.accelerator.device)
+            if self.accelerator.gather(told).any():
+                return None, None
+        result = None, None
+
+        def figures() -> None:
+            nonlocal result
+            try:
+                result = self._figures(sets, images)
+            except Exception as error:  # numbers that are not finite, no memory: the other processes wait for an answer
+                problem = memory_problem(error) or one_line(error)
+                raise UserError(f"the figures could not be computed: {problem}") from error
+
+        on_main_process(self.accelerator, figures)
+        return from_main_process(result[0]), result[1]
+
+    def _figures(self, sets: list[FeatureSet], images: torch.Tensor | None) -> tuple[dict, Image.Image | None]:
+        options = {"standardised": self.extractor.standardised, "seed": self.seed, "device": self._device}
+        figures = compare(sets[0], self.reference, **options)
+        figures["floor"] = self.floor(len(sets[0]))
+        if self.classifier is not None:
+            device = self.accelerator.device
+            probabilities = self.classifier.probabilities(sets[-1].rows.to(device)).detach().cpu()
+            figures["classes"] = class_figures(probabilities, self.labels, self.class_names, self.classifier.accuracy)
+        sheet = None
+        if images is not None:
+            figures["memorisation"], sheet = memorisation(images, self.originals)
+            compared = [sets[0].rows, self.originals.rows, self.originals.held_out_rows]
+            if self.extractor.standardised:
+                mean, spread = (x.cpu().float() for x in location_and_spread(self.reference.moments))
+                compared = [rows if rows is None else (rows - mean) / spread for rows in compared]
+            if compared[1] is not None:
+                figures["memorisation"] |= feature_memorisation(*compared)
+        figures["warnings"] = self.warnings(len(sets[0]))
+        fd, floor = figures["fd"], figures["floor"]["fd"]
+        if fd < NEAR_FLOOR * floor:
+            figures["warnings"].append(
+                f"the Frechet distance is within {NEAR_FLOOR} times its floor, where a missing class, duplicates, slight blur "
+                "and noise look alike: read the kernel distance, the classes and the modes"
+            )
+        figures["findings"] = [asdict(finding) for finding in collapse(figures)]
+        return figures, sheet
+
+    def warnings(self, count: int) -> list[str]:
+        """What weakens the figures of so many samples, in sentences."""
+        found, dimensions = [], self.extractor.dimensions
+        fewest = min(count, len(self.reference))
+        if fewest <= dimensions:
+            found.append(
+                f"{fewest} images for {dimensions} feature dimensions: the covariance is singular and the Frechet distance "
+                f"mostly noise; take more than {dimensions}, or read the kernel distance"
+            )
+        elif fewest < 10 * dimensions:
+            found.append(
+                f"{fewest} images for {dimensions} feature dimensions: much of the Frechet distance is its bias; compare it "
+                "with the real/real floor, or read the kernel distance, which has none"
+            )
+        if self.classifier is None:
+            found.append(
+                "without a classifier of labels the modes alone tell what is missing: one class in ten can be absent from a "
+                "thousand images, or five times too frequent, without a finding"
+            )
+        elif self.classifier.accuracy < 0.9:
+            found.append(
+                f"the classifier is right about {self.classifier.accuracy:.0%} of held-out images: class shares are rough"
+            )
+        return found
+
+
+def pipeline_images(
+    accelerator,
+    unet,
+    scheduler,
+    *,
+    name: str,
+    num_inference_steps: int,
+    seed: int,
+    shape: tuple[int, int, int],
+    batch_size: int,
+    predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A source for `Evaluation.measure`: the samples that generate.py makes for these numbers and this batch size, as their
+    PNGs hold them. `unet` is in eval mode, on the accelerator's device. `predict` as in `sampling.sample`. The
+    source raises UserError when pixels are not finite."""
+
+    def make_images(numbers: torch.Tensor) -> torch.Tensor:
+        with accelerator.autocast():
+            images = sample(
+                unet,
+                scheduler,
+                num_inference_steps=num_inference_steps,
+                sample_numbers=numbers,
+                seed=seed,
+                shape=shape,
+                device=accelerator.device,
+                batch_size=batch_size,
+                predict=predict,
+            )
+        if not images.isfinite().all():
+            raise UserError(f"{name} made NaN or infinite pixels; try --mixed_precision no")
+        return to_uint8(images)
+
+    return make_images

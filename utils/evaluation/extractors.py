@@ -1,0 +1,154 @@
+"""Feature extractors: images in, the vectors [N, D] out that quality and diversity are measured on.
+
+Every figure names the extractor that it was made with, because figures of different ones cannot be compared. Nothing is
+downloaded: the default makes its weights from a fixed seed, `classifier` and `pixels` are fitted to the reference data,
+`inception` and `dinov2` read local files.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from utils.core import randomness
+from utils.core.errors import UserError
+from utils.data.augmentation import to_unit_range
+from utils.evaluation.extractor import Extractor, eight_bit, weights_sha256
+
+EXTRACTORS = ("randconv", "classifier", "pixels", "inception", "dinov2")
+
+
+class RandomConvolutions(Extractor):
+    """Two random 3x3 convolutions at each of three scales, pooled over the image: 3 x (16 + 24) = 120 features.
+
+    Random networks rank generators much as trained ones do (Naeem et al. 2020, section 4; Lee et al. 2022). The first layer
+    sees texture, sharpness and colour, the second, at half the size, corners and strokes; the coarser scales whole shapes.
+    What was tried and seen with it is in benchmarks/quality/RESULTS.md. The weights are made by exact arithmetic from a fixed
+    seed, so that they are the same to the last bit everywhere. Larger images are reduced to 64 pixels first, by averaging.
+    """
+
+    name = "randconv"
+    resize = "larger than 64 pixels: averaged down to 64"
+    SCALES, FIRST, HIDDEN, SECOND, LARGEST = 3, 16, 32, 24, 64
+    dimensions = SCALES * (FIRST + SECOND)
+
+    def __init__(self, channels: int):
+        super().__init__()
+        for scale in range(self.SCALES):
+            for layer, (outputs, inputs) in enumerate(((self.HIDDEN, channels), (self.SECOND, self.HIDDEN))):
+                self.register_buffer(f"weight_{scale}_{layer}", _normal_filters(f"randconv {scale} {layer}", outputs, inputs))
+        self.sha256 = weights_sha256(self)
+
+    @torch.no_grad()
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        pixels = to_unit_range(images, 255)
+        if max(pixels.shape[-2:]) > self.LARGEST:
+            pixels = functional.adaptive_avg_pool2d(pixels, tuple(min(side, self.LARGEST) for side in pixels.shape[-2:]))
+        features = []
+        for scale in range(self.SCALES):
+            if scale:
+                pixels = _halve(pixels)
+            first = _convolve(pixels, getattr(self, f"weight_{scale}_0"))
+            second = _convolve(_halve(first), getattr(self, f"weight_{scale}_1"))
+            features += [first[:, : self.FIRST].mean((2, 3)), second.mean((2, 3))]
+        return torch.cat(features, dim=1)
+
+
+_FILTER_SEED = 4  # of 0 to 5: lowest floor, and distances rise with every corruption (benchmarks/quality/RESULTS.md)
+
+
+def _normal_filters(purpose: str, outputs: int, inputs: int) -> torch.Tensor:
+    """float32 [outputs, inputs, 3, 3], nearly normal, each filter of norm sqrt(2), which ReLU keeps the scale with (He et al.
+    2015).
+
+    Sums of the eight bytes of a random word are nearly normal, and integers: nothing is rounded before the last product, as it
+    is, differently on every CPU, by a logarithm or a sum of floats.
+    """
+    words = randomness.random_bits(_FILTER_SEED, purpose, torch.arange(outputs), inputs * 9)
+    sums = sum(words >> shift & 255 for shift in range(0, 64, 8)) * 2 - 8 * 255  # mean 0
+    scales = [math.sqrt(2 / int(squares)) for squares in sums.square().sum(1)]
+    return (sums.double() * torch.tensor(scales, dtype=torch.float64)[:, None]).float().view(outputs, inputs, 3, 3)
+
+
+def _halve(pixels: torch.Tensor) -> torch.Tensor:
+    """Averages of 2 x 2 pixels; a side of one pixel stays."""
+    return functional.avg_pool2d(pixels, tuple(min(2, side) for side in pixels.shape[-2:]))
+
+
+def _convolve(pixels: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return functional.conv2d(functional.pad(pixels, (1, 1, 1, 1), mode="replicate"), weight).relu_()
+
+
+class PrincipalPixels(Extractor):
+    """The principal components of the reference images at 16x16 pixels, at most 64: a sanity check, blind to texture."""
+
+    name = "pixels"
+    resize = "larger than 16 pixels: averaged down to 16"
+    SIDE, MOST, IMAGES = 16, 64, 10_000
+
+    def __init__(self, images):
+        """Fitted to up to 10,000 of `images`, an ImageSet, spread over the set. Raises UserError for fewer than 2."""
+        super().__init__()
+        if len(images) < 2:
+            raise UserError(f"--features pixels needs at least 2 reference images, got {len(images)}")
+        chosen = np.linspace(0, len(images) - 1, min(len(images), self.IMAGES)).astype(np.int64)
+        parts = [eight_bit(images.fetch(part), images.max_value) for part in np.array_split(chosen, len(chosen) // 256 + 1)]
+        pixels = torch.cat([self._flat(part) for part in parts]).double()
+        centred = pixels - pixels.mean(0)
+        values, vectors = torch.linalg.eigh(centred.T @ centred / len(centred))
+        kept = min(self.MOST, len(chosen) - 1, int((values > 1e-6 * values[-1]).sum()))
+        self.register_buffer("mean", pixels.mean(0).float())
+        self.register_buffer("basis", vectors[:, -max(kept, 1) :].float())
+        self.dimensions = self.basis.shape[1]
+        self.sha256 = weights_sha256(self)
+
+    def _flat(self, images: torch.Tensor) -> torch.Tensor:
+        pixels = to_unit_range(images, 255)
+        size = tuple(min(side, self.SIDE) for side in pixels.shape[-2:])
+        return functional.adaptive_avg_pool2d(pixels, size).flatten(1)
+
+    @torch.no_grad()
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return (self._flat(images) - self.mean) @ self.basis
+
+
+def make_extractor(
+    name: str,
+    images,
+    *,
+    weights: Path | None = None,
+    weights_sha256: str | None = None,
+    cache_dir: Path | None = None,
+    channels: int | None = None,
+) -> Extractor:
+    """The extractor `name` of EXTRACTORS, on the CPU, in eval mode.
+
+    Args:
+        images: the reference images (an ImageSet), which `classifier` and `pixels` are fitted to. None where there are only
+            stored statistics; then `channels` says what images will come.
+        weights: local file of `inception`, local folder of `dinov2`.
+        weights_sha256: what the hash of that file must begin with.
+        cache_dir: where a trained classifier is kept.
+
+    Raises:
+        UserError: reference images, labels, a file or a package are missing, or the file has another hash.
+    """
+    if name == "randconv":
+        extractor = RandomConvolutions(images.shape[0] if images is not None else channels)
+    elif name in ("classifier", "pixels") and images is None:
+        raise UserError(f"--features {name} is fitted to the reference images, so stored statistics alone are not enough")
+    elif name == "pixels":
+        extractor = PrincipalPixels(images)
+    elif name == "classifier":
+        from utils.evaluation.classifier import trained_classifier
+
+        extractor = trained_classifier(images, cache_dir)
+    elif name in ("inception", "dinov2"):
+        from utils.evaluation.pretrained import DINOv2, Inception
+
+        extractor = {"inception": Inception, "dinov2": DINOv2}[name](weights, weights_sha256)
+    else:
+        raise UserError(f"unknown --features {name!r}; choose from {', '.join(EXTRACTORS)}")
+    return extractor.eval().requires_grad_(False)

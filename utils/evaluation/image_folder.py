@@ -1,0 +1,76 @@
+"""A folder of finished images, as evaluation takes it: all of one size, read when their turn comes."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from utils.core.errors import UserError
+from utils.data.decode import ImageFile, ImagePreparation, UndecodableImage, header_of
+
+_GREY_MODES = ("1", "L", "LA", "I", "I;16", "F")
+
+
+class ImageFolder:
+    """The images below `folder`, in the order of their names; of a folder of generate.py those that it numbered.
+
+    Attributes:
+        shape: (channels, height, width), read from the headers: 1 channel where all images are grey, else 3.
+
+    Raises UserError where there is no such folder, no image in it, one that cannot be opened, or images of several sizes
+    or not square.
+    """
+
+    def __init__(self, folder: Path):
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder")
+        Image.init()
+        files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in Image.EXTENSION and path.is_file())
+        self.settings = _settings(folder)  # how generate.py made them; empty for other folders
+        if self.settings:
+            files = [path for path in files if re.fullmatch(r"\d{6,}\.png", path.name)]
+        if not files:
+            raise UserError(f"{folder}: no images in it")
+        self.folder, self.files, sizes, channels = folder, files, {}, 1
+        for path in files:
+            header = header_of(ImageFile(None, str(path), str(path)))
+            if header is None:
+                raise UserError(f"{folder}: {path.name} cannot be decoded")
+            mode, *size = header
+            channels = channels if mode in _GREY_MODES else 3
+            sizes.setdefault(tuple(size), path)
+            if len(sizes) > 1:
+                named = ", ".join(f"{path.name} {height}x{width}" for (height, width), path in sizes.items())
+                raise UserError(f"{folder} holds images of different sizes: {named}")
+        ((height, width),) = sizes
+        if height != width:
+            raise UserError(f"{folder} holds images of {height}x{width}; only square ones can be compared with a dataset")
+        self.shape = (channels, height, width)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def source(self, device) -> Callable[[torch.Tensor], torch.Tensor]:
+        """For `Evaluation.measure`. It raises UserError naming an image that cannot be decoded."""
+        prepare = ImagePreparation(self.shape[1], self.shape[0], center_crop=True, background="white", max_value=255)
+
+        def make_images(numbers: torch.Tensor) -> torch.Tensor:
+            images = []
+            for path in (self.files[number] for number in numbers.tolist()):
+                try:
+                    images.append(torch.tensor(prepare(ImageFile(None, str(path), str(path)))[0]))
+                except UndecodableImage as error:
+                    raise UserError(f"cannot decode the image {path}: {error.args[2]}") from None
+            return torch.stack(images).to(device)
+
+        return make_images
+
+
+def _settings(folder: Path) -> dict:
+    try:
+        return json.loads((folder / "generate.json").read_text())
+    except (OSError, ValueError):
+        return {}

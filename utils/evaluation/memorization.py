@@ -1,0 +1,189 @@
+"""Are the samples copies? How near each is to its nearest training image, beside how near other real images are to theirs.
+
+No figure tells memorisation from too little training (Stein et al. 2023), so there is no verdict "free of memorisation":
+there are the distances of samples and of real images, the rate of near-duplicates of both, and the closest pairs for the eye.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch.nn.functional import adaptive_avg_pool2d
+
+from utils.core.images import side_by_side
+from utils.data.augmentation import to_unit_range
+from utils.diagnostics.data_check import NEAR_COPY_DISTANCE, grey_thumbnails
+from utils.evaluation.extractor import eight_bit
+from utils.evaluation.feature_sets import evenly
+
+SIDE = 16  # pixels: larger images are compared after averaging down to this
+MAX_IMAGES, MAX_BYTES = 1000, 256 * 2**20  # of samples that are looked at
+SHEET_PAIRS = 24
+_CHUNK_BYTES = 16 * 2**20  # of training images at once, as float64
+
+
+@dataclass
+class Nearest:
+    """For each query its nearest training image: `distances` float32 [n], `indices` int64 [n] into the training set."""
+
+    distances: torch.Tensor
+    indices: torch.Tensor
+
+
+def kept_for_memorisation(count: int, image_bytes: int) -> int:
+    """How many of `count` samples, of so many bytes each, are compared with the training images."""
+    return max(1, min(count, MAX_IMAGES, MAX_BYTES // max(image_bytes, 1)))
+
+
+def nearest_rows(queries: torch.Tensor, rows: torch.Tensor, own: torch.Tensor | None = None) -> Nearest:
+    """Among `rows` [N, D] by Euclidean distance; `own` int64 [n] is the row that each query must not find: itself."""
+    chunks = torch.arange(len(rows)).split(_at_once(max(len(queries), 1)))
+    indices = _nearest(queries, ((int(chunk[0]), rows[chunk]) for chunk in chunks), own)
+    return Nearest((queries - rows[indices]).norm(dim=1), indices)
+
+
+def _nearest(queries: torch.Tensor, chunks: Iterable[tuple[int, torch.Tensor]], own: torch.Tensor | None) -> torch.Tensor:
+    """Index int64 [n] of each query's nearest row; `chunks` gives (index of the first row, rows)."""
+    queries = queries.double()  # the scores of faint or far-off images are small differences of large numbers
+    best, indices = queries.new_full((len(queries),), torch.inf), torch.zeros(len(queries), dtype=torch.int64)
+    for start, rows in chunks:
+        rows = rows.double()
+        scores = torch.addmm(rows.square().sum(1), queries, rows.T, alpha=-2)  # |q - r|^2 without |q|^2, the same for all r
+        if own is not None:
+            here = (own >= start) & (own < start + len(rows))
+            scores[here.nonzero()[:, 0], own[here] - start] = torch.inf
+        found, places = scores.min(1)
+        better = found < best
+        best[better], indices[better] = found[better], places[better] + start
+    return indices
+
+
+def small_pixels(images: torch.Tensor) -> torch.Tensor:
+    """float32 [n, C x h x w] in [-1, 1] of uint8 [n, C, H, W], averaged down to at most 16 x 16."""
+    return adaptive_avg_pool2d(to_unit_range(images, 255), [min(side, SIDE) for side in images.shape[-2:]]).flatten(1)
+
+
+def near_duplicates(images: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Distances float64 [n] between images and others, both uint8 [n, C, H, W], in units of the contrast of the former's
+    thumbnail; a near-duplicate is below NEAR_COPY_DISTANCE, where what that means was measured. Blank images give infinity."""
+    first, second = grey_thumbnails(images, 255).double(), grey_thumbnails(others, 255).double()
+    contrast = first.std(1, correction=0)
+    distances = (first - second).square().mean(1).sqrt() / contrast.clamp(min=1e-12)
+    return distances.where(contrast > 1e-6, torch.inf)
+
+
+@dataclass
+class Closest:
+    """For each of n images its nearest training image, as it is or mirrored: `pixels` float32 [n] is the root mean square
+    difference in [-1, 1] units at up to 16 x 16, `relative` float64 [n] that of `near_duplicates`, `indices` int64 [n]."""
+
+    pixels: torch.Tensor
+    relative: torch.Tensor
+    indices: torch.Tensor
+
+
+def closest(chunks: Callable[[], Iterable[torch.Tensor]], training, own: torch.Tensor | None = None) -> Closest:
+    """Of the images uint8 [n, C, H, W] that `chunks` gives, twice, among those of `training`; `own` as in `nearest_rows`.
+
+    Both ways, because a model that was trained with random flips mirrors half of its copies.
+    """
+    ways = [(small_pixels(images), small_pixels(images.flip(-1))) for images in chunks()]
+    queries = torch.stack([torch.cat(way) for way in zip(*ways)])
+    count, pixels = queries.shape[1:]
+    parts = torch.arange(len(training)).split(_at_once(max(math.prod(training.shape), pixels, 2 * count)))
+    rows = ((int(part[0]), small_pixels(_fetch(training, part))) for part in parts)
+    indices = _nearest(queries.flatten(0, 1), rows, own if own is None else own.repeat(2)).view(2, count)
+    distances, relative, start = torch.empty(2, count), torch.empty(2, count, dtype=torch.float64), 0
+    for images in chunks():
+        part = slice(start, start + len(images))
+        for way, turned in enumerate((images, images.flip(-1))):
+            found = _fetch(training, indices[way, part])
+            distances[way, part] = (queries[way, part] - small_pixels(found)).square().mean(1).sqrt()
+            relative[way, part] = near_duplicates(turned, found)
+        start += len(images)
+    return Closest(distances.amin(0), relative.amin(0), indices[relative.argmin(0), torch.arange(count)])
+
+
+def _at_once(values: int) -> int:
+    """How many images or rows of so many float64 values each are held at once."""
+    return max(1, _CHUNK_BYTES // (8 * values))
+
+
+class Originals:
+    """The real images that samples may be copies of. How near real images are to them is searched once for each number.
+
+    Args:
+        training: an ImageSet, all of whose images are compared with; memory holds a chunk of them.
+        held_out: an ImageSet of real images that were not trained on. Without it, as many of the training images as there are
+            samples stand in, each compared with all others.
+        rows, held_out_rows: features [n, D] of both, or of some of both; without the first, features are not compared.
+    """
+
+    def __init__(self, training, held_out=None, rows: torch.Tensor | None = None, held_out_rows: torch.Tensor | None = None):
+        self.training, self.real = training, held_out if held_out is not None and len(held_out) else training
+        self.rows, self.held_out_rows = rows, held_out_rows
+        self._real: dict[int, Closest] = {}
+
+    def real_closest(self, count: int) -> Closest:
+        """Of `count` held-out images, or other training images, at most as many as there are."""
+        if count not in self._real:
+            chosen = evenly(len(self.real), count)
+            chunks = chosen.split(_at_once(math.prod(self.training.shape)))
+            own = chosen if self.real is self.training else None
+            self._real[count] = closest(lambda: (_fetch(self.real, part) for part in chunks), self.training, own)
+        return self._real[count]
+
+
+def memorisation(samples: torch.Tensor, originals: Originals) -> tuple[dict, Image.Image]:
+    """Figures (JSON) of samples uint8 [n, C, H, W], on the CPU, and a sheet of the closest pairs.
+
+    Returns:
+        images, training_images: how many were compared; compared_with: "held-out images" or "other training images".
+        pixel_distance, pixel_distance_real: medians of the root mean square difference, in [-1, 1] units, at up to 16 x 16.
+        pixel_ratio: the first over the second: below 1 the samples are nearer to the training images than real ones are.
+        near_duplicates, near_duplicates_real: shares; mirrored ones count.
+    """
+    training, count = originals.training, len(samples)
+    found, real = closest(lambda: samples.split(_at_once(math.prod(training.shape))), training), originals.real_closest(count)
+    typical, typical_real = found.pixels.median().item(), real.pixels.median().item()
+    figures = {
+        "images": count,
+        "training_images": len(training),
+        "compared_with": "other training images" if originals.real is training else "held-out images",
+        "pixel_distance": typical,
+        "pixel_distance_real": typical_real,
+        "pixel_ratio": typical / max(typical_real, 1e-12),
+        "near_duplicates": (found.relative < NEAR_COPY_DISTANCE).double().mean().item(),
+        "near_duplicates_real": (real.relative < NEAR_COPY_DISTANCE).double().mean().item(),
+    }
+    shown = found.relative.argsort()[: min(SHEET_PAIRS, count)]
+    pairs = samples[shown], _fetch(training, found.indices[shown])
+    return figures, side_by_side(*pairs, ("samples", "nearest training images"), columns=6)
+
+
+def _fetch(images, indices: torch.Tensor) -> torch.Tensor:
+    return eight_bit(images.fetch(indices.numpy()), images.max_value)
+
+
+def feature_memorisation(rows: torch.Tensor, training_rows: torch.Tensor, held_out_rows: torch.Tensor | None = None) -> dict:
+    """The same in features: medians of the distance to the nearest training row, their ratio, and what the second is of; JSON.
+
+    Args:
+        rows, training_rows, held_out_rows: [n, D]; without the last, training rows stand in, each compared with all others.
+    """
+    rows = rows[evenly(len(rows), MAX_IMAGES)]
+    held_out = held_out_rows is not None and len(held_out_rows) > 0
+    if held_out:
+        real = nearest_rows(held_out_rows[evenly(len(held_out_rows), len(rows))], training_rows)
+    else:
+        own = evenly(len(training_rows), len(rows))
+        real = nearest_rows(training_rows[own], training_rows, own)
+    typical, typical_real = nearest_rows(rows, training_rows).distances.median().item(), real.distances.median().item()
+    return {
+        "feature_distance": typical,
+        "feature_distance_real": typical_real,
+        "feature_ratio": typical / max(typical_real, 1e-12),
+        "features_compared_with": "held-out images" if held_out else "other training images",
+    }

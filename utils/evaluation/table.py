@@ -1,0 +1,127 @@
+"""What an evaluation says of itself: which figures may stand side by side, and the table of them."""
+
+import json
+from pathlib import Path
+from statistics import mean
+
+from utils.core.errors import UserError
+from utils.evaluation.evaluator import metric_name
+
+# What figures must share to be compared, and what to call it.
+COMPARABLE = {
+    "features": "extractor",
+    "extractor_sha256": "extractor's weights",
+    "resize": "resize",
+    "reference_fingerprint": "reference images",
+    "reference_images": "number of reference images",
+    "images": "number of images",
+    "image_shape": "image size",
+}
+# figure, what the table calls it
+_DIVERSITY = (
+    ("precision", "precision (k 5)"),
+    ("recall", "recall (k 5)"),
+    ("density", "density (k 5)"),
+    ("coverage", "coverage (k 5)"),
+    ("variance_ratio", "variance / real"),
+    ("distance_ratio", "pairwise distance / real"),
+    ("vendi", "Vendi score"),
+)
+
+
+def refuse_to_compare(first: dict, second: dict) -> None:
+    """Raises UserError where two results (as evaluate.py writes them) differ in what makes their figures comparable."""
+    for key, name in COMPARABLE.items():
+        if first.get(key) != second.get(key):
+            raise UserError(
+                f"{first['name']} and {second['name']} cannot be compared: another {name} ({first.get(key)}, {second.get(key)})"
+            )
+
+
+def read_results(path: Path) -> list[dict]:
+    """The results of an evaluation.json. Raises UserError where it holds none."""
+    try:
+        results = json.loads(path.read_text())["results"]
+        if not all(isinstance(result["figures"], dict) and isinstance(result["name"], str) for result in results):
+            raise KeyError("figures")
+        return results
+    except FileNotFoundError:
+        raise UserError(f"no results at {path}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} holds no results of evaluate.py: {error}") from None
+
+
+def header(result: dict) -> list[str]:
+    """What all figures of the table share."""
+    height, width = result["image_shape"][1:]
+    dimensions, fingerprint = result["dimensions"], result["reference_fingerprint"][:12]
+    return [
+        f"reference  {result['reference']} (N {result['reference_images']:,}, fingerprint {fingerprint})",
+        f"features   {result['features']}, {dimensions} dimensions, SHA-256 {result['extractor_sha256'][:16]}, "
+        f"resize: {result['resize']}",
+        f"images     {result['images']:,} of {height}x{width} each",
+    ]
+
+
+def lines(results: list[dict]) -> list[str]:
+    """The table of results that may be compared, with the real/real floor as the last column."""
+    first = results[0]
+    floor = first["figures"]["floor"]
+    rows = [["", *(_title(result) for result in results), f"real/real floor (N {floor['images']:,})"]]
+    rows.append(["samples", *(_made(result) for result in results), ""])
+    for kind in ("fd", "kd"):
+        values = [f"{result['figures'][kind]:.4g}" for result in results]
+        rows.append([metric_name(kind, first), *values, f"{floor[kind]:.4g}"])
+    for key, name in _DIVERSITY:
+        rows.append([name, *(f"{result['figures'][key]:.3g}" for result in results), f"{floor[key]:.3g}"])
+
+    def modes(figures: dict) -> list[str]:
+        found = figures["modes"]
+        largest = f"{found['largest_share']:.1%} / {found['largest_real_share']:.1%}"
+        return [f"{found['hit']:.0%} of {found['number']}", f"{found['different']} of {found['number']}", largest]
+
+    columns = [modes(result["figures"]) for result in results] + [modes(floor)]
+    for i, name in enumerate(("modes hit", "modes of another share", "most enlarged mode / real")):
+        rows.append([name, *(column[i] for column in columns)])
+    if all("classes" in result["figures"] for result in results):
+        classes = [result["figures"]["classes"] for result in results]
+        shown = [f"{found['hit']:.0%} of {found['number']}" for found in classes]
+        rows.append(["classes hit", *shown, f"judge right {classes[0]['accuracy']:.0%}"])
+        rows.append(["is_classifier", *(f"{found['score']:.3g}" for found in classes), ""])
+    if all("memorisation" in result["figures"] for result in results):
+        copies = [result["figures"]["memorisation"] for result in results]
+        against = copies[0]["compared_with"]
+        real = f"{copies[0]['near_duplicates_real']:.2%} ({against})"
+        rows.append(["near-duplicates of training images", *(f"{found['near_duplicates']:.2%}" for found in copies), real])
+        ratios = [f"{found['pixel_ratio']:.2f} / {found['feature_ratio']:.2f}" for found in copies]
+        rows.append(["nearest training image, pixels / features", *ratios, f"1 ({against})"])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def _title(result: dict) -> str:
+    return result["name"] if result.get("seed") is None else f"{result['name']} seed {result['seed']}"
+
+
+def _made(result: dict) -> str:
+    if not result.get("sampler"):
+        return "files"
+    precision = {"no": "fp32"}.get(result["mixed_precision"], result["mixed_precision"])
+    return f"{result['sampler']} {result['num_inference_steps']} steps {precision}"
+
+
+def sentences(results: list[dict]) -> list[str]:
+    """Such as fd_randconv = 3.41 (real/real floor 0.12; N 10000 against 50000), for each result and over its seeds."""
+    found = []
+    for kind in ("fd", "kd"):
+        by_name: dict[str, list[float]] = {}
+        for result in results:
+            figures, floor = result["figures"], result["figures"]["floor"]
+            name = metric_name(kind, result)
+            by_name.setdefault(result["name"], []).append(figures[kind])
+            counts = f"N {result['images']} against {result['reference_images']}"
+            found.append(f"{_title(result)}: {name} = {figures[kind]:.4g} (real/real floor {floor[kind]:.4g}; {counts})")
+        for source, values in by_name.items():
+            if len(values) > 1:
+                found.append(f"{source}: {name} over {len(values)} seeds: mean {mean(values):.4g}, minimum {min(values):.4g}")
+    return found

@@ -1,0 +1,124 @@
+"""Optimizers, the learning rate as a closed form of the update count, and the update that a bad gradient cannot harm."""
+
+import math
+
+import torch
+from torch import nn
+
+from utils.core.errors import UserError
+from utils.options.flags import OptimizerOptions
+
+OPTIMIZERS = ("adamw", "adam", "rmsprop", "sgd", "adamw8bit")
+LR_SCHEDULES = (
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "cyclic",
+    "inverse_sqrt",
+)
+
+
+def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
+    """An optimizer with decoupled weight decay (AdamW) that spares biases and the parameters of norms.
+
+    `adam`, `rmsprop` and `sgd` couple the decay to the gradient, as torch does. `adamw8bit` needs bitsandbytes and a GPU.
+    Raises UserError for an unknown name or a missing package.
+    """
+    name, learning_rate, epsilon = options.optimizer, options.learning_rate, options.adam_epsilon
+    betas, momentum = (options.adam_beta1, options.adam_beta2), options.momentum
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    spared = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": options.adam_weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=True)
+    if name == "adam":
+        return torch.optim.Adam(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=True)
+    if name == "rmsprop":
+        return torch.optim.RMSprop(groups, lr=learning_rate, momentum=momentum, eps=epsilon)
+    if name == "sgd":
+        # Not fused: torch's fused SGD leaves its momentum uninitialised when the very first update is skipped.
+        return torch.optim.SGD(groups, lr=learning_rate, momentum=momentum)
+    if name == "adamw8bit":
+        try:
+            from bitsandbytes.optim import AdamW8bit
+        except ImportError:
+            raise UserError("--optimizer adamw8bit needs bitsandbytes: pip install bitsandbytes") from None
+        return AdamW8bit(groups, lr=learning_rate, betas=betas, eps=epsilon)
+    raise UserError(f"unknown optimizer {name!r}; choose from {', '.join(OPTIMIZERS)}")
+
+
+def match_layouts(optimizer: torch.optim.Optimizer) -> None:
+    """Lays the optimizer's state out in memory as its parameters are, after it was loaded from one with another layout
+    (channels last or not): fused kernels take elements in the order of memory, and would mix them up without a word."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def learning_rate_at(step: int, total_steps: int, options: OptimizerOptions) -> float:
+    """Learning rate of the update that follows `step` finished ones of `total_steps`; a function of its arguments alone.
+
+    Warm-up is linear from 0 to `learning_rate` over `lr_warmup_steps`. Afterwards, with progress in [0, 1] over the remaining
+    updates, `linear`, `polynomial`, `cosine` and `cosine_with_restarts` fall to `lr_floor` times it (floor 0 gives diffusers'
+    curves, but that its polynomial ends at 1e-7); `cyclic` is a triangle between the two, `lr_cycles` times; `inverse_sqrt`
+    falls as 1 / sqrt(max(step / lr_decay_steps, 1)), during the warm-up times its ramp, with `lr_warmup_steps` where that is
+    None (Vaswani et al. 2017, eq. 3, scaled to peak at `learning_rate`; Karras et al. 2024, eq. 67, t_ref = lr_decay_steps).
+    """
+    schedule, base, warmup_steps, floor = options.lr_scheduler, options.learning_rate, options.lr_warmup_steps, options.lr_floor
+    if schedule == "constant":
+        return base
+    ramp = min(step / warmup_steps, 1.0) if warmup_steps else 1.0
+    if schedule == "inverse_sqrt":
+        return base * ramp / math.sqrt(max(step / max(options.lr_decay_steps or warmup_steps, 1), 1.0))
+    if step < warmup_steps or schedule == "constant_with_warmup":
+        return base * ramp
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if schedule == "linear":
+        shape = 1.0 - progress
+    elif schedule == "polynomial":
+        shape = (1.0 - progress) ** options.lr_power
+    elif schedule == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif schedule == "cosine_with_restarts":
+        shape = 0.5 * (1.0 + math.cos(math.pi * (progress * options.lr_cycles % 1.0))) if progress < 1.0 else 0.0
+    elif schedule == "cyclic":
+        shape = abs(1.0 - 2.0 * (progress * options.lr_cycles % 1.0))
+    else:
+        raise UserError(f"unknown --lr_scheduler {schedule!r}; choose from {', '.join(LR_SCHEDULES)}")
+    return base * (floor + (1.0 - floor) * shape)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def l1_norm(model: nn.Module) -> torch.Tensor:
+    """Sum of |w| over matrices and kernels (not biases or norms), 0-dim, differentiable."""
+    return torch.stack([p.abs().sum() for p in model.parameters() if p.requires_grad and p.ndim > 1]).sum()
+
+
+def step_if_finite(optimizer, finite: torch.Tensor) -> None:
+    """One optimizer update, or none at all where `finite` (0-dim bool on the device) is false.
+
+    Fused optimizers (AdamW, Adam) take the decision on the device, through the `found_inf` protocol that torch's
+    GradScaler uses, so the host does not wait. For others, and on a CPU, the host reads the flag. With a GradScaler (fp16)
+    the scaler skips by itself, on the same condition, because the gradients were unscaled when their norm was taken.
+    """
+    scaler = getattr(optimizer, "scaler", None)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if scaler is not None and scaler.is_enabled():
+        optimizer.step()
+    elif not on_cpu(finite) and getattr(inner, "_step_supports_amp_scaling", False):
+        inner.found_inf = (~finite).float()
+        inner.step()  # Accelerate's wrapper has nothing to add here, and takes its time
+    elif finite.item():
+        inner.step()
+
+
+def on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"

@@ -1,0 +1,269 @@
+"""Checkpoints that are complete or absent: saved by all ranks, hashed, published by one rename, verified before loading.
+
+`save_checkpoint` writes `.tmp-checkpoint-<step>` from every rank; then the main process hashes each file, writes
+MANIFEST.json last, flushes everything to the disk, renames the folder to `checkpoint-<step>`, and only then prunes. A kill at
+any moment leaves the earlier checkpoints as they were. Weights, EMA and the run's state are safetensors and JSON with clean
+names, so that any number of processes can load them; the optimizer's state is torch's own file, read with weights_only.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+
+from utils.core.distributed import from_main_process, on_main_process
+from utils.core.errors import UserError
+from utils.optim.ema import EMA
+from utils.optim.optimizers import match_layouts
+from utils.runs.folder import check_options
+from utils.runs.state import STATE, TrainState, read_state
+
+MANIFEST = "MANIFEST.json"
+MODEL_WEIGHTS = "model.safetensors"
+EMA_WEIGHTS = "ema.safetensors"
+REPLACED = ".tmp-replaced-"  # a checkpoint on its way out, while a newer one of its name comes in
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def attach_state_hooks(accelerator: Accelerator, ema: EMA | None, state: TrainState) -> None:
+    """Makes `save_state` / `load_state` handle the model, the EMA and `state` as safetensors and JSON with clean names.
+
+    Accelerate alone would store DDP's `module.` prefix, which another number of processes could not load, and its way to
+    register further objects is a pickle that is loaded without restrictions.
+    """
+
+    def save(models, weights, output_dir):
+        weights.clear()  # tells Accelerate that the models are dealt with
+        if accelerator.is_main_process:
+            model = accelerator.unwrap_model(models[0])
+            save_file(_contiguous(model.state_dict()), Path(output_dir, MODEL_WEIGHTS))
+            if ema is not None:
+                save_file(_contiguous(ema.state_dict()), Path(output_dir, EMA_WEIGHTS))
+            Path(output_dir, STATE).write_text(json.dumps(asdict(state), indent=2))
+
+    def load(models, input_dir):
+        model = accelerator.unwrap_model(models.pop())
+        model.load_state_dict(load_file(Path(input_dir, MODEL_WEIGHTS)))
+        if ema is not None:
+            averaged = Path(input_dir, EMA_WEIGHTS)  # absent if the run so far had none: then it starts from these weights
+            if averaged.exists():
+                ema.load_state_dict(load_file(averaged))
+            else:
+                ema.restart()
+        loaded = read_state(Path(input_dir))
+        for name in (f.name for f in fields(TrainState) if f.name not in ("options", "max_train_steps")):
+            setattr(state, name, getattr(loaded, name))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+def save_checkpoint(
+    accelerator: Accelerator, output_dir: Path, state: TrainState, *, total_limit: int | None = None
+) -> str | None:
+    """Publishes `output_dir/checkpoint-<state.step>`. Call on all ranks; every rank gets the same answer.
+
+    Returns None, or one line that says why nothing was published: a failed save (disk full, say) harms nothing that is there.
+    `total_limit` newest checkpoints and the best one are kept; never fewer than two, since the newest can be lost to a disk.
+    """
+    temporary = output_dir / f".tmp-checkpoint-{state.step}"
+    final = output_dir / f"checkpoint-{state.step}"
+    if accelerator.is_main_process:
+        for leftover in output_dir.glob(".tmp-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    error = ""
+    try:
+        accelerator.save_state(str(temporary))  # makes the folder
+    except Exception as exception:  # a full disk arrives as OSError, RuntimeError or SafetensorError
+        error = f"rank {accelerator.process_index}: {type(exception).__name__}: {exception}"
+    failed = torch.tensor([bool(error)], device=accelerator.device, dtype=torch.int32)
+    failed = bool(accelerator.reduce(failed, "sum").item())
+    if accelerator.is_main_process:
+        if not failed:
+            try:
+                _publish(temporary, final, state.step)
+                with contextlib.suppress(OSError):  # the next save tries again
+                    prune_checkpoints(output_dir, total_limit, newest_step=state.step, keep_step=state.best_step)
+            except Exception as exception:
+                error = f"{type(exception).__name__}: {exception}"
+        if failed or error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            error = error or "another rank could not write its part"
+    return from_main_process(error) or None
+
+
+def _publish(temporary: Path, final: Path, step: int) -> None:
+    files = {}
+    for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
+        files[path.relative_to(temporary).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        _fsync(path)
+    manifest = temporary / MANIFEST
+    manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=2))
+    _fsync(manifest)
+    _fsync(temporary)
+    replaced = final.with_name(REPLACED + final.name)
+    if final.exists():  # a run resumed from an earlier checkpoint comes by again
+        os.rename(final, replaced)  # a kill before the next line: `find_checkpoint` undoes this one
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, final)
+        raise
+    _fsync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def verify_checkpoint(path: Path) -> str | None:
+    """None for a complete checkpoint whose every byte is as it was written; otherwise one line saying what is wrong."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        listed = manifest["files"].items()
+        for name, expected in listed:
+            file = path / name
+            if ".." in Path(name).parts or Path(name).is_absolute():
+                return f"{MANIFEST} names {name}, outside the checkpoint"
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != expected["size"]:
+                return f"{name} has {file.stat().st_size} bytes instead of {expected['size']}"
+            if _sha256(file) != expected["sha256"]:
+                return f"{name} was changed or damaged after it was written (SHA-256 differs)"
+        if missing := {STATE, MODEL_WEIGHTS} - dict(listed).keys():
+            return f"{MANIFEST} does not list {', '.join(sorted(missing))}"
+        read_state(path)
+    except FileNotFoundError:
+        return f"no {MANIFEST}: it was never completed"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"unreadable: {error}"
+    return None
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Folders `checkpoint-<step>` of a run, oldest first, valid or not."""
+    found = [(int(m[1]), p) for p in output_dir.glob("checkpoint-*") if (m := CHECKPOINT_NAME.fullmatch(p.name))]
+    return [path for _, path in sorted(found)]
+
+
+def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[str]]:
+    """The checkpoint meant by `latest`, `best`, `checkpoint-N` or a path, verified, and a line per one passed over.
+
+    `latest` takes the newest valid one, and None where the run has none yet, so that one command line can start a run and
+    continue it. Raises UserError for one that was named and is not valid, and when all of several are damaged.
+    """
+    for replaced in output_dir.glob(f"{REPLACED}checkpoint-*"):
+        if not (final := output_dir / replaced.name.removeprefix(REPLACED)).exists():
+            os.rename(replaced, final)
+    candidates = list_checkpoints(output_dir)
+    if wanted == "latest":
+        skipped = []
+        for path in reversed(candidates):
+            if (problem := verify_checkpoint(path)) is None:
+                return path, skipped
+            skipped.append(f"skipping {path.name}: {problem}")
+        if candidates:
+            raise UserError(f"no valid checkpoint in {output_dir}: " + "; ".join(skipped))
+        return None, []
+    if wanted == "best":
+        steps = [read_state(path).best_step for path in candidates if verify_checkpoint(path) is None]
+        if not steps or steps[-1] is None:
+            raise UserError(
+                f"{output_dir} has no best checkpoint; one is kept with --validation_images, or --eval_steps and --best_metric"
+            )
+        path = output_dir / f"checkpoint-{steps[-1]}"
+    else:
+        path = next((p for p in (output_dir / wanted, Path(wanted)) if p.is_dir()), None)
+        if path is None:
+            there = ", ".join(p.name for p in candidates) or "none"
+            raise UserError(f"no checkpoint {wanted!r}; in {output_dir} there are: {there}")
+    if problem := verify_checkpoint(path):
+        raise UserError(f"{path} cannot be resumed from: {problem}")
+    return path, []
+
+
+def load_checkpoint(accelerator: Accelerator, path: Path) -> None:
+    """Loads a verified checkpoint into everything that was prepared and attached. Call on all ranks."""
+    accelerator.load_state(str(path))
+    for optimizer in accelerator._optimizers:
+        match_layouts(optimizer.optimizer)
+    # Accelerate restores its count of micro steps, which would put another accumulation out of phase; updates are whole here.
+    accelerator.step = 0
+
+
+def prune_checkpoints(output_dir: Path, total_limit: int | None, newest_step: int, keep_step: int | None = None) -> None:
+    """Keeps the newest max(total_limit, 2) checkpoints up to `newest_step` and `checkpoint-<keep_step>`; removes the others.
+
+    Those beyond `newest_step` always go: they are of a branch that was left when the run went on from an earlier checkpoint.
+    """
+    by_step = {int(CHECKPOINT_NAME.fullmatch(path.name)[1]): path for path in list_checkpoints(output_dir)}
+    kept = [step for step in by_step if step <= newest_step]
+    if total_limit is not None:
+        kept = [*kept[-max(total_limit, 2) :], keep_step]
+    for step, path in by_step.items():
+        if step not in kept:
+            _discard(path)
+
+
+def _discard(path: Path) -> None:
+    """Deletes a published checkpoint; renamed first, so that a kill leaves no half of one under its final name."""
+    doomed = path.with_name(f".tmp-discarded-{path.name}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def resume(
+    accelerator: Accelerator, output_dir: Path, wanted: str | None, state: TrainState, allowed_changes: list[str]
+) -> list[str]:
+    """Loads the checkpoint that `wanted` means (see `find_checkpoint`; None: none) into `state` and all that was prepared.
+
+    Returns lines for the user. Raises UserError, on every rank, when there is no such checkpoint or when it was made with
+    options that shape the result and differ from those of `state`, unless they are in `allowed_changes`.
+    """
+    if not wanted:
+        return []
+    found: tuple[Path | None, list[str]] = (None, [])
+
+    def find() -> None:
+        nonlocal found
+        found = find_checkpoint(output_dir, wanted)
+        if found[0] is not None:
+            check_options(read_state(found[0]).options, state.options, allowed_changes)
+
+    on_main_process(accelerator, find)
+    checkpoint, notes = from_main_process(found)
+    if checkpoint is None:
+        return [*notes, f"no checkpoint in {output_dir} yet: starting a new run"]
+    laid_out_for = read_state(checkpoint).max_train_steps
+    load_checkpoint(accelerator, checkpoint)
+    if laid_out_for != state.max_train_steps:
+        notes.append(
+            f"the run was laid out for {laid_out_for} updates and is now for {state.max_train_steps}: "
+            "from here on the learning rate follows the new curve"
+        )
+    return [*notes, f"resumed from {checkpoint.name}: {state.step} of {state.max_train_steps} updates done"]
+
+
+def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}  # safetensors wants plain layouts
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

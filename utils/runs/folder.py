@@ -1,0 +1,155 @@
+"""The folder of a run: who may write into it, what it records of its options, and what may change when it is resumed."""
+
+import contextlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from utils.core.errors import UserError
+from utils.options.parser import HIDDEN, Options
+
+GONE = {"streaming"}  # options of earlier releases that no run could use
+EXIT_STATUS = "exit_status"  # there only once a run has ended by itself or by a signal: not while it goes on, nor after a crash
+RUN_FILES = (
+    "options.json",
+    EXIT_STATUS,
+    "model_index.json",
+    "edm2_pipeline.py",
+    "README.md",
+    "bad_images.json",
+    "history.jsonl",
+    "diagnosis.json",
+    "report.html",
+)
+RUN_FOLDERS = ("unet", "scheduler", "samples", "logs", "nan_report", "ema_snapshots", "evaluation")
+
+
+class RunFolder:
+    """The folder of one run, from the claim on it to its release. The methods are for the main process alone."""
+
+    def __init__(self, output_dir: Path):
+        self.path = output_dir
+        self._lock: FileLock | None = None
+
+    def claim(self, *, resuming: bool, overwrite: bool) -> None:
+        """Makes the folder, proves that it can be written, and keeps other runs out until this process ends, however it does.
+
+        The exit status of an earlier start goes. Raises UserError when the folder cannot be written, when another run trains
+        here, and when it holds a run that is neither resumed nor to be overwritten.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".write-test"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise UserError(f"cannot write to --output_dir {self.path}: {error.strerror or error}") from None
+        self._lock = FileLock(self.path / ".lock", is_singleton=True)  # in one process, as in tests, run may follow on run
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"another run is training in {self.path}; wait for it, stop it, or choose another folder") from None
+        except (NotImplementedError, OSError):  # a file system without locks
+            self._lock = None
+        found = self._items()
+        if found and not resuming and not overwrite:
+            raise UserError(
+                f"{self.path} already holds a run ({found[0].name}); continue it with --resume_from_checkpoint latest, "
+                "replace it with --overwrite_output_dir, or choose another --output_dir"
+            )
+        (self.path / EXIT_STATUS).unlink(missing_ok=True)
+
+    def clear(self, logging_dir: str = "logs") -> None:
+        """Deletes the run in the folder and nothing else. To be called once all that could be mistaken was checked."""
+        items = self._items()
+        logs = (self.path / logging_dir).resolve()
+        if items and logs.is_dir() and self.path.resolve() in logs.parents:
+            shutil.rmtree(logs)
+        for item in (item for item in items if item.exists()):
+            shutil.rmtree(item) if item.is_dir() else item.unlink()
+
+    def _items(self) -> list[Path]:
+        """What a run of ours leaves at the top of its folder; anything else there is the user's."""
+        is_run = (self.path / "options.json").exists() or any(self.path.glob("checkpoint-*"))
+        if not is_run and not (self.path / "model_index.json").exists():
+            return []
+        named = [self.path / name for name in (*RUN_FILES, *RUN_FOLDERS)]
+        return [p for p in (*named, *self.path.glob("checkpoint-*"), *self.path.glob(".tmp-*")) if p.exists()]
+
+    def write_options(self, options: Options, resolved: dict) -> None:
+        """Writes options.json: every flag, what followed from them (`resolved`), versions, git commit and command line.
+
+        What an earlier start of the same run had recorded of itself moves to `earlier_starts`.
+        """
+        path = self.path / "options.json"
+        record = {
+            "options": options.recorded(),
+            "resolved": resolved,
+            "command": command_line(options),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "git_commit": git_commit(),
+            "versions": {name: version(name) for name in ("torch", "accelerate", "diffusers", "datasets")},
+            "python": platform.python_version(),
+            "earlier_starts": [],
+        }
+        with contextlib.suppress(OSError, ValueError):  # not there, or not JSON any more
+            earlier = json.loads(path.read_text())
+            record["earlier_starts"] = [
+                *earlier.get("earlier_starts", []),
+                {k: earlier.get(k) for k in ("command", "started", "git_commit", "versions")},
+            ]
+        draft = path.with_name(".options.json.tmp")
+        draft.write_text(json.dumps(record, indent=2) + "\n")
+        os.replace(draft, path)
+
+    def release(self, exit_status: int) -> None:
+        """Records how the run ended, since launchers return 1 whatever their processes return, and lets others in."""
+        with contextlib.suppress(OSError):  # a full disk does not turn a finished run into a failed one
+            (self.path / EXIT_STATUS).write_text(f"{exit_status}\n")
+        if self._lock is not None:
+            self._lock.release()
+
+
+def command_line(options: Options) -> str:
+    """The command that was given to Python, without secrets."""
+    command = shlex.join(sys.argv)
+    for secret in options.secrets():
+        command = command.replace(secret, HIDDEN)
+    return command
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that runs, with `+changes` when it has uncommitted ones; None outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        describe = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty=+changes", "--exclude=*"]
+        return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def check_options(saved: dict, current: dict, allowed: list[str]) -> None:
+    """Raises UserError with a diff when options that shape the result differ from the checkpoint's and are not `allowed`."""
+    absent = "(absent)"
+    names = sorted((saved.keys() | current.keys()) - GONE)
+    changed = [n for n in names if saved.get(n, absent) != current.get(n, absent) and n not in allowed]
+    if changed:
+        lines = [f"  {n}: {saved.get(n, absent)} in the checkpoint, {current.get(n, absent)} now" for n in changed]
+        hint = ""
+        if "global_batch_size" in changed:
+            hint = "\n  (global batch = processes x --train_batch_size x --gradient_accumulation_steps; keep the product)"
+        raise UserError(
+            "these options would change the run that is resumed:\n"
+            + "\n".join(lines)
+            + hint
+            + f"\nuse the checkpoint's values, or add: --allow_option_change {' '.join(changed)}"
+        )

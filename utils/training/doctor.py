@@ -1,0 +1,130 @@
+"""The doctor in the loop: records what a run shows of itself, tells each finding once, keeps diagnosis.json up to date."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from utils.diagnostics.diagnose import diagnose
+from utils.diagnostics.findings import SEVERITIES, Finding
+from utils.diagnostics.report.report import write_report
+from utils.runs.history import History
+from utils.runs.record import RunRecord
+
+DIAGNOSIS, REPORT = "diagnosis.json", "report.html"
+# That a run of any length records layer by layer, or its history would fill memory and disk; and examines, beside the first
+# ones, in which most faults show, while looking costs little.
+DETAILED_REPORTS, FIRST_REPORTS = 200, 200
+LEVELS = {"warning": 1, "critical": 2}
+TELLING = {"probe", "validation/loss", "evaluation"}  # records that are rare and made at a cost far above that of a look
+
+
+class Doctor:
+    """On the main process alone; the methods do nothing on the others (`enabled` False).
+
+    Args:
+        first_step: updates finished when the run was started or resumed.
+        expected_reports: of the whole run, however it is resumed.
+        say: prints a line for the user.
+        log: takes figures and the step, for the trackers: diagnosis/<code> is 1 for a warning and 2 for what is critical.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        options: dict,
+        resolved: dict,
+        first_step: int,
+        expected_reports: int,
+        enabled: bool,
+        say: Callable[[str], None],
+        log: Callable[[dict, int], None] | None = None,
+    ):
+        self._enabled, self._say, self._log, self._first_step = enabled, say, log, first_step
+        self._history = History(output_dir, first_step=first_step, enabled=enabled)
+        self._record = RunRecord(output_dir, options=options, resolved=resolved, history=self._history.records)
+        self._every = max(1, expected_reports // DETAILED_REPORTS)
+        self._reports = sum("train/loss" in record for record in self._history.records)
+        self._told: dict[str, str] = {}  # code -> severity
+        self._critical = False
+        self.findings: list[Finding] = []
+        if enabled:
+            self.findings = diagnose(self._record)  # what was told before the resume is not told again
+            self._told = {finding.code: finding.severity for finding in self.findings}
+
+    def record(self, step: int, values: dict) -> None:
+        """Records them, and examines the run where they say much of it."""
+        self._history.add(step, values)
+        if not TELLING.isdisjoint(values):
+            self.examine()
+
+    def record_report(self, step: int, report: dict, layers: dict) -> bool:
+        """Records a report's figures, in long runs the `layers` (see `Dynamics.report`) of some alone, and examines the run
+        after those and the first ones.
+
+        Whether anything was critical when the run was examined last.
+        """
+        detailed = self._reports % self._every == 0
+        self._reports += 1
+        self.record(step, report | ({"layers": layers} if detailed else {}))
+        if detailed or self._reports <= FIRST_REPORTS:
+            self.examine()
+        return self._critical
+
+    def knows(self, key: str) -> bool:
+        """Whether a record of this kind was made, now or before a resume."""
+        return any(key in record for record in self._history.records)
+
+    def examine(self) -> None:
+        """Looks at all that is recorded, says what is new or has become more severe, but nothing that is for information alone.
+
+        What is critical after a resume is so by what was recorded since: the cause may have been mended.
+        """
+        if not self._enabled:
+            return
+        self.findings = diagnose(self._record)
+        for finding in self.findings:
+            rank, told = SEVERITIES.index(finding.severity), SEVERITIES.index(self._told.get(finding.code, "info"))
+            if rank < told:
+                self._told[finding.code] = finding.severity
+                self._say(finding.line)
+                if self._log is not None:
+                    self._log({f"diagnosis/{finding.code}": LEVELS[finding.severity]}, self._record.history[-1]["step"])
+        write_diagnosis(self._record.output_dir / DIAGNOSIS, self.findings)
+        self._critical = any(finding.severity == "critical" for finding in self.findings) and self._still_critical()
+
+    def _still_critical(self) -> bool:
+        if not self._first_step:
+            return True
+        # What was found out once, about the data and the schedule, stays known, but is no evidence of now.
+        history, skipped, before = [], "train/skipped_updates", 0.0  # that is counted from the beginning of the run
+        for record in self._record.history:
+            if record["step"] <= self._first_step:
+                before = record.get(skipped) or before
+                history += [record] if "data" in record or "schedule" in record else []
+            else:
+                history.append(record | {skipped: record[skipped] - before} if skipped in record else record)
+        findings = diagnose(replace(self._record, history=history))
+        return any(f.severity == "critical" and f.step is not None and f.step > self._first_step for f in findings)
+
+    def finish(self) -> None:
+        """A last look at the run, and report.html from what its folder holds now; what fails here fails no finished run."""
+        if self._enabled:
+            path = self._record.output_dir / REPORT
+            try:
+                self.examine()
+                write_report(RunRecord.read(self._record.output_dir), self.findings, path)
+            except Exception as error:
+                self._say(f"{path} was not written: {type(error).__name__}: {error}")
+
+
+def write_diagnosis(path: Path, findings: list[Finding]) -> None:
+    """The findings as JSON, complete or not at all; a full disk is no reason to stop."""
+    try:
+        draft = path.with_name(f".{path.name}.tmp")
+        draft.write_text(json.dumps([vars(finding) for finding in findings], indent=2) + "\n")
+        os.replace(draft, path)
+    except OSError:
+        pass

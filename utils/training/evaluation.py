@@ -1,0 +1,144 @@
+"""A run's own samples, evaluated while it trains: the same noise every time, in fp32, sharded over the processes."""
+
+import math
+import time
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+
+from utils.core.distributed import if_memory_allows, on_main_process
+from utils.core.errors import OUT_OF_MEMORY, UserError
+from utils.core.images import save_png
+from utils.data.dataset import ImageSet, cache_root
+from utils.diffusion.sampling import make_sampler, sample, sampling_steps, to_uint8
+from utils.evaluation.evaluator import Evaluation
+from utils.evaluation.extractors import make_extractor
+from utils.evaluation.feature_sets import REFERENCE_ROWS, FeatureSet, evenly, reference_features
+from utils.evaluation.memorization import MAX_IMAGES, Originals
+from utils.evaluation.quality import MIN_IMAGES
+from utils.training.run import Run
+
+FEATURES = "randconv"  # needs no labels, no file and no training
+MAX_COMPARED_BYTES, MAX_DECODED = 512 * 2**20, 2048  # of training images that may be copied: packed ones, files
+ADVICE = "set a smaller --evaluation_batch_size"
+LOGGED = ("precision", "recall", "density", "coverage", "variance_ratio", "distance_ratio", "vendi")
+
+
+class SampleEvaluation:
+    """Figures of the samples against the training images, up to 50,000 of them; their features are computed once and cached.
+
+    Raises UserError for fewer images than figures can be made of.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+        options, training, noise_scheduler = run.options, run.data.training, run.objective.noise_scheduler
+        if options.eval_steps and (options.eval_images < MIN_IMAGES or len(training) < 2 * MIN_IMAGES):
+            raise UserError(
+                f"--eval_steps: {options.eval_images} samples and {len(training)} training images are too few for figures; "
+                f"--eval_images must be at least {MIN_IMAGES}"
+            )
+        self._scheduler = make_sampler(options.sampler, noise_scheduler)
+        self._num_inference_steps = sampling_steps(options.sampler, options.sampling_steps, noise_scheduler)
+        self._evaluation: Evaluation | None = None
+        self._stopped = False
+
+    def due(self) -> bool:
+        """Whether the samples of this update are to be evaluated and were not yet. After a stop they still are."""
+        run, step, every = self._run, self._run.state.step, self._run.options.eval_steps
+        if every is None or step in (0, run.state.evaluated_step):
+            return False
+        return step % every == 0 or step == run.length.max_train_steps
+
+    def make(self) -> bool:
+        """Evaluates, and notes the distances in the state; whether they make this the best checkpoint. False when told to stop.
+
+        Every process must call it, and gets the same; what goes wrong costs the evaluation and not the training. Logs the
+        figures (see `Evaluation.measure`), records them for the doctor and the report, says what they cost, and writes
+        evaluation/nearest.png. The training's weights and random numbers are left as they were.
+        """
+        run, state = self._run, self._run.state
+        step = state.step
+        start = time.perf_counter()
+        self._stopped, problem = False, None
+        try:
+            if self._evaluation is None:
+                self._evaluation = self._prepare()
+            prepared = time.perf_counter()
+            figures, sheet = self._evaluation.measure(self._sample, run.options.eval_images, cancelled=lambda: self._stopped)
+        except UserError as error:  # on all processes alike: no memory for it, say
+            problem = str(error)
+        if problem is not None:
+            clear_device_cache(garbage_collection=True)  # what it held, for the updates to come
+            advice = f"; {ADVICE}" if OUT_OF_MEMORY in problem and ADVICE not in problem else ""
+            run.say(f"left out: the evaluation after {step} updates: {problem}{advice}")
+            state.evaluated_step = step  # to no avail, but it would fail again
+            return False
+        if figures is None:
+            return False
+        state.evaluated_step = step
+        done = time.perf_counter()
+        logged = {f"eval/{kind}_{FEATURES}": figures[kind] for kind in ("fd", "kd")}
+        logged |= {f"eval/{name}": figures[name] for name in LOGGED}
+        logged |= {"eval/modes_hit": figures["modes"]["hit"], "eval/modes_different": figures["modes"]["different"]}
+        logged |= {"eval/near_duplicates": figures["memorisation"]["near_duplicates"], "eval/seconds": done - start}
+        run.trackers.log(logged, step=step)
+        run.doctor.record(step, logged | {"evaluation": figures})
+        try:
+            on_main_process(run.accelerator, lambda: save_png(sheet, run.output_dir / "evaluation" / "nearest.png"))
+        except UserError as error:  # a full disk takes no picture, and the figures are worth having without
+            run.say(f"left out: {error}")
+        floor = figures["floor"]
+        run.say(
+            f"evaluation after {step} updates: fd_{FEATURES} {figures['fd']:.4g} (real/real floor {floor['fd']:.4g}), "
+            f"kd_{FEATURES} {figures['kd']:.4g} ({floor['kd']:.4g}), N {figures['images']}; it took {done - start:.1f} s"
+            + (f", {prepared - start:.1f} s of it for the training images, once" if prepared - start > 0.1 else "")
+        )
+        kinds = [
+            state.record(f"{kind}_{FEATURES}", figures[kind], decides=kind == run.options.best_metric) for kind in ("fd", "kd")
+        ]
+        return any(kinds)
+
+    def _prepare(self) -> Evaluation:
+        run, size = self._run, self._run.options.evaluation_batch_size
+        training, others = run.data.training, run.data.held_out
+        real = _some(training, REFERENCE_ROWS)
+        with if_memory_allows(run.accelerator, "the extractor", ADVICE):
+            extractor = make_extractor(FEATURES, real).to(run.accelerator.device)
+
+        def features(images: ImageSet) -> FeatureSet:
+            cache = cache_root(run.options.cache_dir) / "steady_diffusion"
+            return reference_features(run.accelerator, extractor, images, batch_size=size, cache_dir=cache)
+
+        reference = features(real)
+        held_out = features(_some(others, MAX_IMAGES)).rows if len(others) else None
+        # The other processes wait while the main one looks for copies, so it looks through as many images as check_data does.
+        most = MAX_COMPARED_BYTES // math.prod(real.shape) if real.cached else MAX_DECODED
+        originals = Originals(_some(real, max(1, most)), others, reference.rows, held_out)
+        options = {"seed": run.options.seed, "batch_size": size, "originals": originals}
+        return Evaluation(run.accelerator, extractor, reference, **options)
+
+    def _sample(self, numbers: torch.Tensor) -> torch.Tensor:
+        run, images = self._run, None
+        if not self._stopped:
+            images = sample(
+                run.objective.exported,
+                self._scheduler,
+                num_inference_steps=self._num_inference_steps,
+                sample_numbers=numbers,
+                seed=run.options.seed,
+                shape=run.data.training.shape,
+                device=run.accelerator.device,
+                batch_size=len(numbers),
+                should_stop=run.stopping,
+                predict=run.objective.predict,
+            )
+        if images is None:  # told to stop: the other processes wait for as many images, whatever they show
+            self._stopped = True
+            return torch.zeros(len(numbers), *run.data.training.shape, dtype=torch.uint8, device=run.accelerator.device)
+        return to_uint8(images)
+
+
+def _some(images: ImageSet, most: int) -> ImageSet:
+    """At most so many of the images, spread over the set."""
+    return images if len(images) <= most else images.subset(evenly(len(images), most).numpy())

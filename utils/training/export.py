@@ -1,0 +1,46 @@
+"""The pipeline that a run leaves, with its model card."""
+
+from utils.core.distributed import on_main_process
+from utils.data.sources import hub_name
+from utils.diffusion import export
+from utils.diffusion.sampling import sampling_steps
+from utils.runs.folder import command_line
+from utils.training.run import Run
+from utils.training.samples import SampleGrids
+
+
+class Export:
+    """At the top of the run's folder. Call the methods on every process; UserError where the disk does not take it."""
+
+    def __init__(self, run: Run, grids: SampleGrids):
+        self._run, self._grids = run, grids
+
+    def make(self) -> None:
+        run = self._run
+        network, scheduler = run.objective.exported, run.objective.noise_scheduler
+        with run.averaged():
+            on_main_process(run.accelerator, export.export_pipeline, network, scheduler, run.output_dir, self._card())
+
+    def write_card(self) -> None:
+        """Again, with the newest picture."""
+        on_main_process(self._run.accelerator, export.write_card, self._run.output_dir, self._card())
+
+    def _card(self) -> str:
+        run, options, newest = self._run, self._run.options, self._grids.newest
+        facts = {
+            "title": run.output_dir.name,
+            "data": run.data.images.description,
+            "hub_dataset": hub_name(options.dataset_name),
+            "command": command_line(options),
+            "updates": run.state.step,
+            "samples_seen": run.state.step * run.length.global_batch_size,
+            "resolution": options.resolution,
+            "ema_decay": run.ema_decay(run.state.step) if run.ema else None,
+            "ema_width": options.ema_widths[0] if run.ema and options.ema_type == "power" else None,
+            "sampler": options.sampler,
+            "sampler_steps": sampling_steps(options.sampler, options.sampling_steps, run.objective.noise_scheduler),
+            "metrics": run.state.metrics,
+            "pipeline": options.hub_model_id or run.output_dir,
+            "grid": newest and newest.relative_to(run.output_dir),
+        }
+        return export.model_card(facts | run.objective.card())

@@ -1,0 +1,49 @@
+"""When things happen, counted in updates: the length of a run and what falls due after an update."""
+
+import math
+from typing import NamedTuple
+
+from utils.core.errors import UserError
+from utils.options.flags import RunOptions
+
+
+class RunLength(NamedTuple):
+    global_batch_size: int  # images of an update, over all processes
+    updates_per_epoch: int
+    max_train_steps: int  # updates of the whole run
+
+    @classmethod
+    def of(cls, options: RunOptions, num_images: int, num_processes: int) -> "RunLength":
+        """Raises UserError where there are fewer images than one update takes."""
+        micro_batch, accumulation = options.train_batch_size, options.gradient_accumulation_steps
+        global_batch_size = num_processes * micro_batch * accumulation
+        check_global_batch(num_images, global_batch_size)
+        of_an_epoch = updates_per_epoch(num_images, micro_batch, num_processes, accumulation)
+        return cls(global_batch_size, of_an_epoch, options.max_train_steps or options.num_epochs * of_an_epoch)
+
+
+def updates_per_epoch(num_images: int, train_batch_size: int, num_processes: int, accumulation: int) -> int:
+    """Updates per pass over the data, as diffusers' `train_unconditional.py` counts them: the data loader keeps a last short
+    batch, is split over the processes rounding up, and the last accumulation window may be short."""
+    batches = math.ceil(num_images / train_batch_size)
+    return math.ceil(math.ceil(batches / num_processes) / accumulation)
+
+
+def check_global_batch(num_images: int, global_batch_size: int) -> None:
+    if num_images == 0:
+        raise UserError("there are no training images; check the data and --validation_images")
+    if num_images < global_batch_size:
+        raise UserError(
+            f"{num_images} training images are fewer than one global batch of {global_batch_size} "
+            "(processes x --train_batch_size x --gradient_accumulation_steps); use a smaller batch"
+        )
+
+
+def is_due(step: int, last_step: int, *, steps: int | None, epochs: int, epoch_steps: int) -> bool:
+    """Whether something falls due after `step` finished updates: every `steps` updates, or where that is None at the end of
+    epochs 1, 1 + `epochs`, 1 + 2 `epochs` ... as in diffusers' script. Not after the last update, which has its own block."""
+    if step == last_step:
+        return False
+    if steps is not None:
+        return step % steps == 0
+    return step % epoch_steps == 0 and (step // epoch_steps - 1) % epochs == 0

@@ -1,0 +1,319 @@
+"""Whether a training fits its device, and how to make it fit: predicted first, then tried out."""
+
+import gc
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
+from torch import nn
+
+from utils.core.distributed import from_main_process, local_processes, on_main_process
+from utils.core.errors import UserError, explain_out_of_memory, out_of_memory
+from utils.diagnostics.probe import probe_batch
+from utils.options.flags import RunOptions
+from utils.training.batch_split import divisors, per_process, split_batch
+from utils.training.free_memory import free_memory
+from utils.training.memory import GIB, SHARE, MemoryEstimate, TrialStep, estimate_memory, flops_per_image, forward_peak
+
+MIB = 2**20
+NO_ACTIVATIONS = "reports are without activations and noise: they take an eager update, which is predicted not to fit"
+
+
+class MemoryPlan:
+    """What one process of a training needs.
+
+    Args:
+        make_network: builds the network that options mean, on torch's default device.
+        make_optimizer: builds the optimizer of a network.
+        probe_bytes: what examining the network takes beside its pass over a micro batch; None where nobody does.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        options: RunOptions,
+        make_network: Callable[[RunOptions], nn.Module],
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        probe_bytes: int | None = None,
+    ):
+        self._accelerator, self._options = accelerator, options
+        self._make_network, self._make_optimizer = partial(make_network, options), make_optimizer
+        self._make_network_of = make_network
+        self._image_shape = (options.image_channels, options.resolution, options.resolution)
+        self._averages = (len(options.ema_widths) if options.ema_type == "power" else 1) if options.use_ema else 0
+        self._precision = accelerator.mixed_precision
+        self._distributed = accelerator.num_processes > 1
+        self._sharing = local_processes(accelerator) if accelerator.device.type == "cpu" else 1
+        self.free = free_memory(accelerator.device, self._sharing)  # before anything is there
+        self._untried = False
+        self._samples = math.ceil(options.eval_batch_size / accelerator.num_processes)  # of a preview, on this process
+        self._evaluation_batch_size = options.evaluation_batch_size if options.eval_steps else 0
+        self._probe_bytes = probe_bytes
+        self._passes: dict[int, int] = {}  # batch size -> bytes of a forward pass
+
+    def estimate(
+        self,
+        micro_batch_size: int,
+        accumulation: int,
+        *,
+        gradient_checkpointing: bool | None = None,
+        mixed_precision: str | None = None,
+    ) -> MemoryEstimate:
+        """Of a micro step; what is None is as the plan has it."""
+        options = self._options
+        if gradient_checkpointing is not None:
+            options = replace(options, gradient_checkpointing=gradient_checkpointing)
+        return estimate_memory(
+            partial(self._make_network_of, options),
+            self._make_optimizer,
+            image_shape=self._image_shape,
+            micro_batch_size=micro_batch_size,
+            device=self._accelerator.device,
+            mixed_precision=mixed_precision or self._precision,
+            use_ema=self._averages,
+            accumulates=accumulation > 1,
+            distributed=self._distributed,
+        )
+
+    def fits(self, estimate: MemoryEstimate) -> bool:
+        """Whether updates do, and what looks at a micro batch between them."""
+        between = self._of_a_micro_batch(estimate).values()
+        return max(estimate.peak, *between, 0) <= SHARE * self.free
+
+    def between_updates(self, estimate: MemoryEstimate) -> dict[str, int]:
+        """What happens between updates, in fp32 whatever the precision of these -> bytes at its worst moment, all that stays
+        from one update to the next included."""
+        found = {}
+        if self._samples:
+            of_all = self._samples * self._accelerator.num_processes
+            # Of each image the way from noise to it is kept (see `previews`): of all while the second weights are sampled,
+            # of those of this process while they are recorded, joined and gathered, and what a step of the sampler makes.
+            kept = 8 * of_all + 30 * self._samples
+            found[f"samples of {self._samples}"] = self._with_pass(estimate, self._samples, kept)
+        if self._evaluation_batch_size:
+            size = self._evaluation_batch_size
+            found[f"evaluation of {size}"] = self._with_pass(estimate, size, 8 * size)
+        return found | self._of_a_micro_batch(estimate)
+
+    def _of_a_micro_batch(self, estimate: MemoryEstimate) -> dict[str, int]:
+        """The part of `between_updates` that grows with the micro batch."""
+        size, found = estimate.micro_batch_size, {}
+        if self._options.validation_images:
+            found[f"validation of {size}"] = self._with_pass(estimate, size, 8 * size)
+        if self._probe_bytes is not None:
+            size = probe_batch(size, self._image_shape)
+            found[f"probe of {size}"] = self._with_pass(estimate, size, 16 * size) + self._probe_bytes
+        return found
+
+    def _with_pass(self, estimate: MemoryEstimate, batch_size: int, images: int) -> int:
+        """Bytes between two updates with a forward pass, and so many images in fp32 beside it."""
+        if batch_size not in self._passes:
+            options = {"image_shape": self._image_shape, "batch_size": batch_size, "device": self._accelerator.device}
+            self._passes[batch_size] = forward_peak(self._make_network, **options)
+        return estimate.between_updates + self._passes[batch_size] + 4 * images * math.prod(self._image_shape)
+
+    def settle(self) -> None:
+        """Makes numbers of the options about the batch, on every process, and says what to set when memory runs out later."""
+        options = self._options
+        if options.global_batch_size:
+            resumed = Path(options.output_dir) if options.resume_from_checkpoint else None
+            options.train_batch_size, options.gradient_accumulation_steps = self.split(resumed)
+            self._accelerator.gradient_accumulation_steps = options.gradient_accumulation_steps
+        explain_out_of_memory(partial(self.explain, options.train_batch_size, options.gradient_accumulation_steps))
+
+    def measures_eagerly(self) -> bool:
+        """Whether the updates of reports may run eagerly, which measures activations; all processes must call it.
+
+        A batch that fits the compiled network alone would end the run at the first report.
+        """
+        if not self._options.compile:
+            return True
+        self.free = min(self._gathered(self.free))
+        options = self._options
+        return self.estimate(options.train_batch_size, options.gradient_accumulation_steps).peak <= SHARE * self.free
+
+    def table(self, micro_batch_size: int, accumulation: int) -> str:
+        """The estimate in lines to print, with the verdict and, where it does not fit, what to set."""
+        estimate = self.estimate(micro_batch_size, accumulation)
+        flops = flops_per_image(self._make_network, self._image_shape)
+        rows = [
+            ("parameters", estimate.parameters),
+            ("buffers", estimate.buffers),
+            ("gradients", estimate.gradients),
+            ("DDP's buckets", estimate.buckets),
+            ("optimizer", estimate.optimizer),
+            ("EMA", estimate.ema),
+            ("activations", estimate.activations),
+            ("workspace", estimate.workspace),
+            ("predicted peak", estimate.peak),
+        ]
+        notes = {
+            "DDP's buckets": "where gradients go when they are reduced",
+            "activations": "kept from the forward to the backward pass",
+            "workspace": "of the libraries, an estimate",
+            "predicted peak": "at the worst moment of an update: not the sum, gradients come while activations go",
+        }
+        lines = [self.asked(micro_batch_size, accumulation)]
+        lines += [f"{name:18} {size / MIB:12,.1f} MiB  {notes.get(name, '')}".rstrip() for name, size in rows if size]
+        between = self.between_updates(estimate)
+        lines += [f"{name:18} {size / MIB:12,.1f} MiB  in fp32, between two updates" for name, size in between.items()]
+        lines.append(f"{'FLOPs per image':18} {flops / 1e9:12,.2f} G    forward and backward pass")
+        worst = max(estimate.peak, *between.values(), 0)
+        share = f"{100 * worst / self.free:.0f} % of the {self.free / GIB:.1f} GiB that are free"
+        if self._sharing > 1:
+            share += f" to each of {self._sharing} processes"
+        if self._untried:
+            lines.append(
+                "auto: the largest micro batch that is predicted to fit; a run tries it out and may take a smaller one"
+            )
+        if self._options.compile:
+            lines.append(
+                "--compile: the update of each report runs eagerly and needs that; where it does not fit, activations are not "
+                "reported. The others usually need less"
+            )
+        if not self.fits(estimate):
+            lines.append(f"does not fit: {share}; {self.advice(micro_batch_size, accumulation)}")
+        elif worst > SHARE * self.free:
+            lines.append(f"updates fit, but not all between them: {share}; {self._advice_between(estimate)}")
+        else:
+            lines.append(f"fits: {share}")
+        return "\n".join(lines)
+
+    def _advice_between(self, estimate: MemoryEstimate) -> str:
+        """What to set so that samples and evaluations fit, where updates do; what does not fit is left out of the run."""
+        processes, room, advice = self._accelerator.num_processes, SHARE * self.free, []
+        for flag, size, images, together in (
+            ("--eval_batch_size", self._samples, 8 * processes + 30, processes),
+            ("--evaluation_batch_size", self._evaluation_batch_size, 8, 1),
+        ):
+            sizes = list(range(size, 0, -1))
+            fits = largest_that_fits(sizes, lambda size, images=images: self._with_pass(estimate, size, images * size) <= room)
+            if fits is None and size:
+                advice.append(f"not even {flag} 1 fits, so they will be left out")
+            elif fits != (size or None):
+                advice.append(f"set {flag} {fits * together}")
+        return ", ".join(advice)
+
+    def show(self) -> int:
+        """Prints the table of the options. Returns the exit status."""
+        options = self._options
+
+        def write() -> None:
+            print(self.table(options.train_batch_size, options.gradient_accumulation_steps))
+
+        on_main_process(self._accelerator, write)
+        return 0
+
+    def asked(self, micro_batch_size: int, accumulation: int) -> str:
+        device = self._accelerator.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        checkpointing = "on" if self._options.gradient_checkpointing else "off"
+        return (
+            f"{micro_batch_size} images of {'x'.join(map(str, self._image_shape))} in each of {accumulation} micro steps, "
+            f"precision {self._precision}, gradient checkpointing {checkpointing}, on {name}"
+        )
+
+    def advice(self, micro_batch_size: int, accumulation: int) -> str:
+        """What to set so that it fits: the same update in more micro steps; where not even one image fits, what needs less."""
+        together = micro_batch_size * accumulation
+        smaller = [micro for micro in divisors(together) if micro < micro_batch_size]
+        micro = largest_that_fits(smaller, lambda size: self.fits(self.estimate(size, together // size)))
+        if micro is not None:
+            return f"set --train_batch_size {micro} --gradient_accumulation_steps {together // micro}"
+        for flags, options in (
+            ("--gradient_checkpointing", {"gradient_checkpointing": True}),
+            ("--mixed_precision bf16", {"mixed_precision": "bf16"}),
+            ("--gradient_checkpointing --mixed_precision bf16", {"gradient_checkpointing": True, "mixed_precision": "bf16"}),
+        ):
+            if self.fits(self.estimate(1, together, **options)):
+                return f"set --train_batch_size 1 --gradient_accumulation_steps {together} {flags}"
+        return "not even one image fits: set a smaller network or --resolution"
+
+    def explain(self, micro_batch_size: int, accumulation: int) -> str:
+        """What to say when memory has run out: asked, predicted, and what to set."""
+        predicted = self.estimate(micro_batch_size, accumulation).peak
+        return (
+            f"asked: {self.asked(micro_batch_size, accumulation)}\n"
+            f"predicted: {predicted / GIB:.2f} GiB, when {self.free / GIB:.2f} GiB were free\n"
+            f"{self.advice(micro_batch_size, accumulation)}"
+        )
+
+    def split(self, resumed: Path | None = None) -> tuple[int, int]:
+        """(micro batch, micro steps) that make up `global_batch_size` exactly, on every process, all of which must call it.
+
+        For a number as `train_batch_size` see `batch_split.split_batch`. With "auto" it is the largest micro batch that fits:
+        predicted, then, but for a dry run, tried out by a real update on every process; the next smaller one is taken until
+        all succeed. What the run in the folder `resumed` was trained with stays while it is predicted to fit. Raises UserError
+        when the global batch cannot be split so, or when not even one image fits.
+        """
+        num_processes, global_batch_size = self._accelerator.num_processes, self._options.global_batch_size
+        if self._options.train_batch_size != "auto":
+            return split_batch(self._options, num_processes)
+        together = per_process(global_batch_size, num_processes)
+        sizes = divisors(together)
+        self.free = min(self._gathered(self.free))
+        largest = largest_that_fits(sizes, lambda size: self.fits(self.estimate(size, together // size)))
+        if largest is None:
+            raise UserError(f"no --train_batch_size fits {self.free / GIB:.2f} GiB of memory; {self.advice(1, together)}")
+        recorded = from_main_process(recorded_split(resumed, global_batch_size, num_processes))
+        if recorded in sizes and recorded <= largest:
+            return recorded, together // recorded
+        if self._options.dry_run:
+            self._untried = True
+            return largest, together // largest
+        for size in (size for size in sizes if size <= largest):
+            if all(self._gathered(self._succeeds(size, together // size))):
+                return size, together // size
+        raise UserError(f"out of memory with one image at a time; {self.advice(1, together)}")
+
+    def _succeeds(self, micro_batch_size: int, accumulation: int) -> bool:
+        """Whether a real update does not run out of memory. Random numbers are left as they were."""
+        device = self._accelerator.device
+        try:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+                step = TrialStep(self._make_network, self._make_optimizer, self._averages, self._distributed)
+                step.run(self._image_shape, micro_batch_size, self._precision, min(accumulation, 2))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            return False
+        finally:
+            step = None
+            gc.collect()
+            clear_device_cache()
+        return True
+
+    def _gathered(self, value: int) -> list[int]:
+        """The whole number `value` of every process."""
+        own = torch.tensor([int(value)], device=self._accelerator.device)  # not every device has float64
+        return self._accelerator.gather(own).tolist()
+
+
+def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest of falling `sizes` that `fits`, where all smaller ones do too; None when none does."""
+    low, high = 0, len(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if fits(sizes[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return sizes[low] if low < len(sizes) else None
+
+
+def recorded_split(output_dir: Path | None, global_batch_size: int, num_processes: int) -> int | None:
+    """The micro batch of the run in `output_dir`, if that had as many processes and as large an update; else None."""
+    try:
+        resolved = json.loads((output_dir / "options.json").read_text())["resolved"] if output_dir else {}
+    except (OSError, ValueError, KeyError):  # no run yet
+        return None
+    same = (resolved.get("global_batch_size"), resolved.get("num_processes")) == (global_batch_size, num_processes)
+    return resolved.get("micro_batch_size") if same else None

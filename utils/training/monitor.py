@@ -1,0 +1,136 @@
+"""What watches the updates of a run, from their images to the optimizer's step, and reports on them once in so many."""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from utils.core.distributed import from_main_process
+from utils.core.signals import EXIT_DIVERGED
+from utils.data.bad_images import BadImageReport
+from utils.diagnostics.dynamics import Dynamics
+from utils.diffusion.objective import Losses
+from utils.optim.clipping import Gradients
+from utils.optim.nonfinite import BadUpdates, advice
+from utils.training.nan_report import NanReports
+from utils.training.progress import StepStatistics, Stopwatch, peak_memory_gib, read_together
+from utils.training.run import Run
+
+
+class Monitor:
+    """Its methods are to be called on every process, in the order below; between two reports none makes the host wait."""
+
+    def __init__(self, run: Run, measures_eagerly: bool):
+        """`measures_eagerly`: see `Dynamics`."""
+        self._run, self.measures_eagerly = run, measures_eagerly
+        options, objective, state = run.options, run.objective, run.state
+        device = run.accelerator.device
+        self._stopwatch = Stopwatch(state.step)
+        self._statistics = StepStatistics(device, objective.num_ranks)
+        self._dynamics = Dynamics(objective.network, objective.checks_noise, measures_eagerly)
+        num_parameters = sum(parameter.requires_grad for parameter in objective.network.parameters())
+        counts = state.skipped_updates, state.scaler_skips, state.bad_in_a_row
+        self._bad_updates = BadUpdates(run.accelerator, num_parameters, *counts)
+        self._nan_reports = NanReports(run)
+        self._bad_images = BadImageReport(
+            run.accelerator,
+            run.output_dir / "bad_images.json",
+            (run.data.training, run.data.held_out),
+            gathers=options.on_bad_image == "replace" and options.cache_images == "no",
+            say=run.say,
+        )
+        self._bad_images.update()
+        self.due = False  # whether the update under way is reported
+
+    def measure_eagerly(self) -> None:
+        """From here on the updates of reports run eagerly, as all others do once compiling is given up."""
+        self._dynamics.eager = True
+
+    def begin(self, step: int) -> None:
+        """Before the update that follows `step` finished ones."""
+        self.due = (step + 1) % self._run.options.logging_steps == 0 or step + 1 == self._run.length.max_train_steps
+        self._dynamics.begin(self.due)
+
+    def wait_for(self, batches: Iterator[dict]) -> dict:
+        """The next of the loader's batches, for which the loop waits."""
+        with self._stopwatch.waiting_for_data():
+            return next(batches)
+
+    def add_images(self, clean_images: torch.Tensor) -> None:
+        """What the network is about to be trained on, [B, C, H, W]."""
+        self._dynamics.see_images(clean_images)
+
+    def add(self, losses: Losses, drawn: dict[str, torch.Tensor]) -> None:
+        """Those of a micro step, and what they are of."""
+        self._statistics.add_losses(losses.shown, self._run.objective.ranks(**drawn))
+        self._bad_updates.add_losses(losses.trained)
+
+    @contextmanager
+    def optimizer_step(self, gradients: Gradients) -> Iterator[None]:
+        """Around what makes the weights those of the next update; before the gradients are cleared."""
+        self._bad_updates.add(self._run.state.step, gradients)
+        self._dynamics.before_step()
+        yield
+        self._dynamics.end(gradients)
+        self._statistics.add_update(gradients)
+
+    def paused(self) -> AbstractContextManager:
+        """Around what is no part of an update: its time is left out of the images per second."""
+        return self._stopwatch.paused()
+
+    def report(self, learning_rate: float) -> int:
+        """Logs what was seen since the last report, the last update's `learning_rate` among it, and has the doctor look at it.
+
+        Returns 0, or EXIT_DIVERGED where the run must end. The host waits for the device, once: whatever lies there is read
+        in one copy.
+        """
+        run, accelerator, step = self._run, self._run.accelerator, self._run.state.step
+        global_batch_size = run.length.global_batch_size
+        figures: dict[str, float | torch.Tensor] = {"train/lr": learning_rate, "train/clip_value": run.clipping.value}
+        if run.ema is not None:
+            figures |= {"train/ema_decay": run.ema_decay(step)} | run.ema.report()
+        if accelerator.scaler is not None:
+            scale = accelerator.scaler._scale  # None before its first update; get_scale() would wait a second time
+            figures |= {"train/loss_scale": accelerator.scaler.get_scale() if scale is None else scale}
+        on_device = {name: value for name, value in figures.items() if isinstance(value, torch.Tensor)}
+        parts = [self._statistics.sums(accelerator), self._bad_updates.counts(), self._dynamics.measured()]
+        sums, counts, measured, *values = read_together([*parts, *on_device.values()])
+        figures = figures | {name: value for name, (value,) in zip(on_device, values)}
+        report = self._statistics.report(accelerator, sums) | self._bad_updates.report(counts)
+        report |= self._stopwatch.report(step, global_batch_size) | self._bad_images.update() | figures
+        report["train/samples_seen"] = step * global_batch_size
+        report["perf/peak_memory_gib"] = peak_memory_gib(accelerator.device)
+        seen, layers = self._dynamics.report(measured)
+        report |= seen
+        run.trackers.log(report, step=step)
+        critical = run.doctor.record_report(step, report, layers)
+        run.progress.show(report)
+        if math.isfinite(report["train/loss"]):
+            run.state.metrics["training loss"] = report["train/loss"]
+        if self._bad_updates.first is not None:
+            run.progress.attempt(self._nan_reports.write, self._bad_updates.first, step, report["train/lr"])
+        return self._judge(critical)
+
+    def _judge(self, critical: bool) -> int:
+        run, exit_status = self._run, 0
+        if self._bad_updates.row >= run.options.max_bad_steps:
+            run.say(
+                f"stopped: the last {self._bad_updates.row} updates in a row had a loss or gradient that is not finite; "
+                f"weights and EMA are those before them. See nan_report/ and {advice(run.accelerator.mixed_precision)}"
+            )
+            exit_status = EXIT_DIVERGED
+        if run.options.stop_on == "critical" and from_main_process(critical):
+            run.say("stopped: a critical finding, see diagnosis.json (--stop_on critical)")
+            exit_status = EXIT_DIVERGED
+        return exit_status
+
+    def store(self) -> None:
+        """Notes in the state what a resumed run counts on from."""
+        state = self._run.state
+        state.skipped_updates, state.scaler_skips, state.bad_in_a_row = self._bad_updates.totals()
+        self._bad_images.update()  # what comes after a resume does not list what came before
+
+    def close(self) -> None:
+        """An early end comes between two reports."""
+        self._bad_images.update()

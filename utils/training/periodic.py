@@ -1,0 +1,144 @@
+"""What a run makes between two updates: reports, validation, evaluation, pictures, pipelines, snapshots, checkpoints; its end.
+
+Plain calls in one fixed order, not a list of callbacks: the order matters (a validation decides what the checkpoint is called),
+and every process must make the same collective calls.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from utils.core.distributed import on_main_process
+from utils.core.signals import EXIT_STOPPED
+from utils.diffusion.export import push_to_hub
+from utils.diffusion.sampling import full_precision
+from utils.runs.checkpoints import save_checkpoint
+from utils.runs.ema_snapshots import Snapshots
+from utils.training.evaluation import SampleEvaluation
+from utils.training.export import Export
+from utils.training.length import is_due
+from utils.training.monitor import Monitor
+from utils.training.run import Run
+from utils.training.samples import SampleGrids
+from utils.training.validation import Validation
+
+
+class Periodic:
+    """Its methods are to be called on every process."""
+
+    def __init__(self, run: Run, monitor: Monitor):
+        self._run, self._monitor = run, monitor
+        self._validation, self._evaluation, self._grids = Validation(run), SampleEvaluation(run), SampleGrids(run)
+        self._export = Export(run, self._grids)
+        options, accelerator = run.options, run.accelerator
+        every, dtype = options.ema_snapshot_steps, options.ema_snapshot_dtype
+        self._snapshots = Snapshots(accelerator, run.ema, run.output_dir, run.state, every=every, dtype=dtype)
+        self._exit_status = 0
+
+    def catch_up(self) -> None:
+        """Makes the evaluation that a stop had left out."""
+        if not self._evaluation.due():
+            return
+        with self._monitor.paused(), self._judged_weights():
+            self._evaluation.make()
+        if self._evaluation.due():
+            self._exit_status = EXIT_STOPPED
+        else:
+            self._save()
+
+    def finished(self) -> bool:
+        """Whether the run has all its updates, was stopped early, or must end."""
+        return self._exit_status != 0 or self.at_end()
+
+    def at_end(self) -> bool:
+        """Whether the run has all its updates, or was stopped early."""
+        run = self._run
+        return run.state.step >= run.length.max_train_steps or run.state.stopped_early(run.options.early_stopping_patience)
+
+    def after_update(self, learning_rate: float) -> None:
+        """What is due after `state.step` updates, the last of which was made with that learning rate."""
+        run, state, options = self._run, self._run.state, self._run.options
+        run.progress.update()
+        if self._monitor.due:  # here alone the host waits for the device
+            self._exit_status = self._monitor.report(learning_rate)
+        with self._monitor.paused():
+            improved = False
+            if self._validation.due():
+                with self._judged_weights():
+                    validated = run.progress.attempt(self._validation.make)
+                improved = validated and state.best_step == state.step  # nothing else was judged yet
+            if self._evaluation.due():
+                with self._judged_weights():
+                    improved |= self._evaluation.make()
+            if self._is_due(options.save_images_steps, options.save_images_epochs):
+                self._show()
+            if self._is_due(options.save_model_steps, options.save_model_epochs):
+                run.progress.attempt(self._export.make)
+            if self._snapshots.due(state.step):
+                run.progress.attempt(self._snapshots.save, state.step)
+            # By all ranks, so that they leave at the same update; what a stop leaves of an evaluation is still due.
+            if run.stop.agreed() or self._evaluation.due():
+                self._exit_status = self._exit_status or EXIT_STOPPED
+            if improved or self._exit_status or state.step % options.checkpointing_steps == 0:
+                saved = self._save()
+                if self._exit_status == EXIT_STOPPED and not saved:
+                    self._exit_status = 1  # not "saved, run it again"
+
+    def finish(self) -> int:
+        """The pipeline and the last pictures of a run that has come to its end, in this order: no picture may cost it the
+        pipeline. Closes all that is open. Returns the exit status."""
+        run = self._run
+        self._monitor.close()
+        if self._exit_status == 0:
+            self._finish_well()
+        if self._exit_status == 0:
+            run.say("done: " + run.objective.loader.format(path=str(run.output_dir)))
+        elif self._exit_status == EXIT_STOPPED:
+            run.say(f"stopped after {run.state.step} updates; continue with --resume_from_checkpoint latest")
+        run.progress.close()
+        run.stop.close()
+        on_main_process(run.accelerator, run.folder.release, self._exit_status)
+        run.doctor.finish()
+        run.trackers.close()
+        if run.options.push_to_hub and self._exit_status == 0 and run.accelerator.is_main_process:
+            # Last, so that no process waits for an upload.
+            options = run.options
+            push_to_hub(run.output_dir, options.hub_model_id, options.hub_token, options.hub_private_repo or None)
+        return self._exit_status
+
+    def _finish_well(self) -> None:
+        run = self._run
+        if not run.progress.attempt(self._export.make):
+            self._save()
+            self._exit_status = 1
+        elif self._grids.newest_step != run.state.step:
+            self._show()
+            if self._grids.newest_step == run.state.step:
+                run.progress.attempt(self._export.write_card)
+
+    def _show(self) -> None:
+        """Pictures and a look at the network; each may fail alone."""
+        self._run.progress.attempt(self._grids.make)
+        self._run.progress.attempt(self._grids.examine)
+
+    def _save(self) -> bool:
+        """Whether a checkpoint was published; why not is said."""
+        run = self._run
+        self._monitor.store()
+        run.state.grad_norm_mean = run.clipping.mean
+        limit = run.options.checkpoints_total_limit
+        problem = save_checkpoint(run.accelerator, run.output_dir, run.state, total_limit=limit)
+        if problem:
+            run.say(f"checkpoint-{run.state.step} was not saved, earlier ones are whole: {problem}")
+        return problem is None
+
+    @contextmanager
+    def _judged_weights(self) -> Iterator[None]:
+        """The network as it is judged: averaged weights, full precision."""
+        with self._run.averaged(), full_precision(self._run.objective.network):
+            yield
+
+    def _is_due(self, steps: int | None, epochs: int) -> bool:
+        length = self._run.length
+        return is_due(
+            self._run.state.step, length.max_train_steps, steps=steps, epochs=epochs, epoch_steps=length.updates_per_epoch
+        )

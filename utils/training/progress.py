@@ -1,0 +1,247 @@
+"""What a run reports: figures accumulated on the device, trackers, and the one progress bar."""
+
+import math
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
+from PIL import Image
+from tqdm import tqdm
+
+from utils.core.errors import UserError
+from utils.optim.clipping import Gradients
+
+QUARTILES, TENTHS = 4, 10
+BINS = 20  # of the timesteps: both divide it
+
+
+class StepStatistics:
+    """Sums on the device between two reports, so that the training path never waits for the host.
+
+    Loss figures are means over samples, over micro steps, updates and (in `report`) processes; samples whose loss is not
+    finite are left out (`nonfinite.BadUpdates` counts them), but for the shares of timesteps, which are of all that were drawn.
+    Quartiles and tenths are of the timestep: 1 is the least noise.
+    """
+
+    def __init__(self, device: torch.device, num_train_timesteps: int):
+        self._num_timesteps = num_train_timesteps
+        self._loss_sum = torch.zeros(BINS, device=device)
+        self._loss_count = torch.zeros(BINS, device=device)
+        self._drawn = torch.zeros(BINS, device=device)
+        self._norm_sum = torch.zeros((), device=device)
+        self._updates = torch.zeros((), device=device)
+
+    @torch.no_grad()
+    def add_losses(self, losses: torch.Tensor, timesteps: torch.Tensor) -> None:
+        """Adds one micro batch: `losses` and `timesteps` are [B]."""
+        finite = torch.isfinite(losses)
+        bins = timesteps * BINS // self._num_timesteps
+        self._loss_sum.index_add_(0, bins, losses.detach().float().where(finite, 0.0))
+        self._loss_count.index_add_(0, bins, finite.float())
+        self._drawn.index_add_(0, bins, torch.ones_like(bins, dtype=torch.float32))
+
+    @torch.no_grad()
+    def add_update(self, gradients: Gradients) -> None:
+        """Adds one update: the norm of its gradient before clipping, where that is finite."""
+        self._norm_sum += gradients.norm.where(gradients.finite, 0.0)
+        self._updates += gradients.finite
+
+    def sums(self, accelerator: Accelerator) -> torch.Tensor:
+        """What a report is made of, over all processes, on the device."""
+        losses = accelerator.reduce(torch.cat([self._loss_sum, self._loss_count, self._drawn]), "sum")
+        return torch.cat([losses, torch.stack([self._norm_sum, self._updates])])
+
+    def report(self, accelerator: Accelerator, values: list[float] | None = None) -> dict[str, float]:
+        """Means since the last report, over all processes; empties the sums. `values` are those of `sums`, where they were read
+        along with others; else the host waits for the device.
+
+        Of what there was none there is no figure, except that the loss is NaN.
+        """
+        values = self.sums(accelerator).tolist() if values is None else values
+        sums, counts, drawn = values[:BINS], values[BINS : 2 * BINS], values[2 * BINS : 3 * BINS]
+        norm_sum, updates = values[3 * BINS :]
+        report = {"train/loss": sum(sums) / sum(counts) if sum(counts) else math.nan}
+        for i, (loss_sum, count) in enumerate(zip(_joined(sums, QUARTILES), _joined(counts, QUARTILES))):
+            if count:
+                report[f"train/loss_timestep_quartile_{i + 1}"] = loss_sum / count
+        if sum(counts):  # else nothing was trained
+            report["train/timesteps_drawn"] = sum(drawn)
+            report |= {f"train/timestep_share_{i + 1}": count / sum(drawn) for i, count in enumerate(_joined(drawn, TENTHS))}
+        if updates:
+            report["train/grad_norm"] = norm_sum / updates
+        for tensor in (self._loss_sum, self._loss_count, self._drawn, self._norm_sum, self._updates):
+            tensor.zero_()
+        return report
+
+
+def read_together(tensors: Sequence[torch.Tensor]) -> list[list]:
+    """The values of each tensor, flattened, exact whatever their dtypes: in one copy, so that the host waits once."""
+    packed = torch.cat([tensor.detach().flatten().view(torch.uint8) for tensor in tensors]).cpu()
+    parts = packed.split([tensor.numel() * tensor.element_size() for tensor in tensors])
+    return [part.clone().view(tensor.dtype).tolist() for part, tensor in zip(parts, tensors)]
+
+
+def _joined(bins: list[float], parts: int) -> list[float]:
+    """Sums of neighbouring bins, `parts` of them."""
+    width = len(bins) // parts
+    return [sum(bins[i : i + width]) for i in range(0, len(bins), width)]
+
+
+class Stopwatch:
+    """Wall time since the last report that went into training, and the part of it that the loop waited for data."""
+
+    def __init__(self, step: int):
+        self._restart(step)
+
+    def _restart(self, step: int) -> None:
+        self._step, self._start, self._waited = step, time.perf_counter(), 0.0
+
+    @contextmanager
+    def waiting_for_data(self):
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
+
+    @contextmanager
+    def paused(self):
+        """Leaves out what happens inside: validation, sampling, checkpoints."""
+        start = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - start
+
+    def report(self, step: int, global_batch_size: int) -> dict[str, float]:
+        """Images per second and the share of time spent waiting for data, since the last report."""
+        elapsed_seconds = max(time.perf_counter() - self._start, 1e-9)
+        samples = (step - self._step) * global_batch_size
+        report = {"perf/images_per_second": samples / elapsed_seconds, "perf/data_wait": self._waited / elapsed_seconds}
+        self._restart(step)
+        return report
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory that this process ever held on its device, in GiB; on a CPU its resident memory."""
+    if device.type == "cpu":
+        unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return torch.accelerator.max_memory_allocated(device) / 2**30
+
+
+class Trackers:
+    """Where figures and pictures go. A tracker that fails (a full disk, a lost connection) is given up, not the run.
+
+    `say` gets a line about it. Every method may be called on all ranks; the main process alone writes.
+    """
+
+    def __init__(self, accelerator: Accelerator, run_name: str, logger: str, *, first_step: int, say: Callable[[str], None]):
+        """TensorBoard hides what a killed run had logged after `first_step` updates: one value per tag and step."""
+        self._accelerator, self._say = accelerator, say
+        purge = {"tensorboard": {"purge_step": first_step + 1}} if logger == "tensorboard" else {}
+        if purge and accelerator.is_main_process:
+            _outlive_older_event_files(Path(accelerator.logging_dir, run_name))
+        accelerator.init_trackers(run_name, init_kwargs=purge)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._each(lambda tracker: tracker.log(values, step=step))
+
+    def log_image(self, tag: str, path: Path, step: int) -> None:
+        """Shows the PNG at `path` in every tracker that takes images."""
+        if not self._accelerator.is_main_process:
+            return
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("RGB"))[None]
+
+        def show(tracker) -> None:
+            if tracker.name == "tensorboard":
+                tracker.log_images({tag: pixels}, step=step, dataformats="NHWC")
+            elif hasattr(tracker, "log_images"):
+                tracker.log_images({tag: list(pixels)}, step=step)
+
+        self._each(show)
+
+    def close(self) -> None:
+        """Finishes the trackers. Not the process groups, as Accelerator.end_training does: see `script.run_script`."""
+        self._each(lambda tracker: tracker.finish())
+        self._accelerator.trackers.clear()
+        self._accelerator.wait_for_everyone()
+
+    def _each(self, action: Callable) -> None:
+        for tracker in list(self._accelerator.trackers) if self._accelerator.is_main_process else ():
+            try:
+                action(tracker)
+            except Exception as error:  # each tracker has its own
+                self._accelerator.trackers.remove(tracker)
+                self._say(f"nothing more goes to {tracker.name}: {error}")
+
+
+def _outlive_older_event_files(folder: Path) -> None:
+    """Waits out the second in which an earlier start made its file: TensorBoard reads them in the order of their names, which
+    hold seconds, and what a later file purges must be older."""
+    names = (re.fullmatch(r"events\.out\.tfevents\.(\d+)\..*", path.name) for path in folder.glob("events.out.tfevents.*"))
+    if max((int(match[1]) for match in names if match), default=0) == int(time.time()):
+        time.sleep(1.0 - time.time() % 1.0)
+
+
+class PackingBar:
+    """Shows how far decoding the images has come, in the process that does it; gone when done, unseen when quick."""
+
+    def __init__(self):
+        self._bar = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = tqdm(total=total, unit="image", desc="packing images", delay=2, leave=False, dynamic_ncols=True)
+        self._bar.update(done - self._bar.n)
+        if done == total:
+            self._bar.close()
+
+
+class ProgressBar:
+    """The only bar of a run, on the main process: updates done, speed and ETA by tqdm; loss, LR and images/s when reported."""
+
+    def __init__(self, enabled: bool, first_step: int, total_steps: int):
+        self._enabled = enabled
+        self._bar = tqdm(
+            initial=first_step,
+            total=total_steps,
+            unit="update",
+            disable=not enabled,
+            dynamic_ncols=True,
+            smoothing=0.05,
+        )
+
+    def update(self) -> None:
+        self._bar.update()
+
+    def show(self, report: dict[str, float]) -> None:
+        self._bar.set_postfix_str(
+            f"loss {report['train/loss']:.4f}, lr {report['train/lr']:.2e}, {report['perf/images_per_second']:.0f} images/s",
+            refresh=False,
+        )
+
+    def say(self, message: str) -> None:
+        """Prints a line above the bar, or after it once it is closed, on the main process."""
+        if self._enabled:
+            tqdm.write(message)
+
+    def attempt(self, action: Callable, *arguments) -> bool:
+        """Calls `action` on every rank; a UserError (a full disk, memory that ran out) becomes a line above the bar. Whether
+        there was none."""
+        try:
+            action(*arguments)
+            return True
+        except UserError as error:
+            problem = str(error)
+        clear_device_cache(garbage_collection=True)  # what the failed action held, for the updates to come
+        self.say(f"left out: {problem}")
+        return False
+
+    def close(self) -> None:
+        self._bar.close()

@@ -1,0 +1,170 @@
+"""One training run: what all of its parts share. Only modules of utils/training may import this one."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.optim import Optimizer
+
+from utils.core.distributed import make_accelerator, on_main_process
+from utils.core.signals import StopSignal, leave_on_signal
+from utils.data.dataset import content_fingerprint
+from utils.data.training_data import TrainingData
+from utils.diagnostics.data_check import check_data
+from utils.diffusion.export import check_export
+from utils.diffusion.objective import Objective
+from utils.diffusion.unet import network_options
+from utils.optim.clipping import AdaptiveLimit, FixedLimit
+from utils.optim.ema import EMA
+from utils.optim.power_ema import make_ema
+from utils.options.flags import RunOptions
+from utils.runs.checkpoints import attach_state_hooks, resume
+from utils.runs.ema_snapshots import remove_snapshots_beyond
+from utils.runs.folder import RunFolder
+from utils.runs.state import TrainState
+from utils.training.doctor import Doctor
+from utils.training.length import RunLength
+from utils.training.progress import ProgressBar, Trackers
+
+
+@dataclass(frozen=True)
+class Run:
+    """Made whole by `begin_run`, after the state is loaded; of its parts only `state` changes."""
+
+    options: RunOptions
+    accelerator: Accelerator
+    folder: RunFolder
+    data: TrainingData
+    objective: Objective
+    ema: EMA | None
+    ema_decay: Callable[[int], float] | None  # at the n-th update
+    clipping: AdaptiveLimit | FixedLimit
+    state: TrainState  # its `step` is the number of finished updates, the only clock
+    length: RunLength
+    facts: dict[str, Any]  # what followed from the options: for options.json, the doctor and reports
+    progress: ProgressBar
+    trackers: Trackers
+    doctor: Doctor
+    stop: StopSignal
+
+    @property
+    def output_dir(self) -> Path:
+        return self.folder.path
+
+    def averaged(self) -> AbstractContextManager:
+        """Inside it the network has the averaged weights, where there are any."""
+        return self.ema.swapped_into_model() if self.ema is not None else nullcontext()
+
+    def stopping(self) -> bool:
+        """Whether this process was asked to stop; a look costs nothing."""
+        return self.stop.received is not None
+
+    def say(self, message: str) -> None:
+        self.progress.say(message)
+
+
+def start_processes(options: RunOptions, broadcast_buffers: bool = False) -> Accelerator:
+    """`broadcast_buffers`: whether training moves the network's buffers, which are constants else. Raises UserError for
+    launches, trackers and precisions that no run can use."""
+    leave_on_signal()
+    return make_accelerator(
+        mixed_precision=options.mixed_precision,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        log_with=options.logger,
+        project_dir=str(Path(options.output_dir, options.logging_dir)),
+        cpu_threads=options.cpu_threads,
+        collective_timeout=options.collective_timeout,
+        tf32=options.tf32,
+        cudnn_benchmark=options.cudnn_benchmark,
+        broadcast_buffers=broadcast_buffers,
+    )
+
+
+def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder:
+    """The folder of the run, which no other may use meanwhile. Raises UserError, see `RunFolder.claim`."""
+    folder, resuming = RunFolder(Path(options.output_dir)), bool(options.resume_from_checkpoint)
+    on_main_process(accelerator, folder.claim, resuming=resuming, overwrite=options.overwrite_output_dir)
+    return folder
+
+
+def begin_run(
+    options: RunOptions,
+    accelerator: Accelerator,
+    folder: RunFolder,
+    data: TrainingData,
+    objective: Objective,
+    optimizer: Optimizer,
+) -> Run:
+    """A fresh run, or the one that --resume_from_checkpoint names, ready for its next update. On every process.
+
+    Raises UserError where the checkpoint does not fit the options, or the folder cannot be written.
+    """
+    on_main_process(accelerator, check_export, objective.exported, objective.noise_scheduler, folder.path)
+    length = RunLength.of(options, len(data.training), accelerator.num_processes)
+    ema, ema_decay = make_ema(objective.exported, options)
+    state = TrainState(
+        options=options.shaping(
+            mixed_precision=accelerator.mixed_precision,
+            global_batch_size=length.global_batch_size,
+            data_fingerprint=content_fingerprint(data.images),
+            **network_options(objective.exported),
+        ),
+        max_train_steps=length.max_train_steps,
+    )
+    attach_state_hooks(accelerator, ema, state)
+    asked_epsilon = optimizer.param_groups[0].get("eps")
+    resumed, allowed = options.resume_from_checkpoint, options.allow_option_change
+    notes = [*data.images.notes, *resume(accelerator, folder.path, resumed, state, allowed)]
+    epsilon = optimizer.param_groups[0].get("eps")  # the checkpoint's, where there was one; SGD has none
+    if epsilon != asked_epsilon:
+        notes.append(f"the optimizer keeps the checkpoint's epsilon, {epsilon:.3g}; a new run would take {asked_epsilon:.3g}")
+    facts = {
+        "max_train_steps": length.max_train_steps,
+        "updates_per_epoch": length.updates_per_epoch,
+        "global_batch_size": length.global_batch_size,
+        "micro_batch_size": options.train_batch_size,
+        "gradient_accumulation_steps": options.gradient_accumulation_steps,
+        "num_processes": accelerator.num_processes,
+        "mixed_precision": accelerator.mixed_precision,
+        "optimizer_epsilon": epsilon,
+        "device": str(accelerator.device),
+        "cpu_threads": torch.get_num_threads(),
+        "parameters": sum(p.numel() for p in objective.exported.parameters()),
+        "training_images": len(data.training),
+        "validation_images": len(data.held_out),
+    }
+    if resumed:
+        on_main_process(accelerator, remove_snapshots_beyond, folder.path, state.step)
+    else:
+        on_main_process(accelerator, folder.clear, options.logging_dir)
+    on_main_process(accelerator, folder.write_options, options, facts)
+
+    stop = StopSignal(accelerator.num_processes, options.collective_timeout)
+    progress = ProgressBar(accelerator.is_main_process, state.step, length.max_train_steps)
+    trackers = Trackers(accelerator, options.script, options.logger, first_step=state.step, say=progress.say)
+    doctor = Doctor(
+        folder.path,
+        options=vars(options),
+        resolved=facts,
+        first_step=state.step,
+        expected_reports=length.max_train_steps // options.logging_steps,
+        enabled=accelerator.is_main_process,
+        say=progress.say,
+        log=trackers.log,
+    )
+    clipping = AdaptiveLimit(accelerator.device, state.grad_norm_mean)
+    if not options.adaptive_clipping:
+        clipping = FixedLimit(options.max_grad_norm)
+    for note in (", ".join(f"{name} {value}" for name, value in facts.items()), *notes):
+        progress.say(note)
+    if accelerator.is_main_process and not doctor.knows("data"):
+        schedule = {"schedule": shape} if (shape := objective.schedule()) else {}
+        doctor.record(state.step, {"data": check_data(data.training, seed=options.seed)} | schedule)
+    return Run(
+        *(options, accelerator, folder, data, objective, ema, ema_decay, clipping),
+        *(state, length, facts, progress, trackers, doctor, stop),
+    )

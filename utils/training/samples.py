@@ -1,0 +1,93 @@
+"""What a run shows of itself while it trains: sample grids of raw and EMA weights, and the way from noise to image."""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+from utils.core.distributed import if_memory_allows, on_main_process
+from utils.core.images import denoising_path, save_png, side_by_side
+from utils.diagnostics.probe import sample_statistics
+from utils.diffusion.sampling import full_precision, make_sampler, path_steps, sample_sharded, sampling_steps, to_uint8
+from utils.training.run import Run
+
+PATH_IMAGES = 4
+PROCESS = (
+    "prediction_type",
+    "beta_schedule",
+    "num_train_timesteps",
+    "rescale_betas_zero_snr",
+)  # what training and sampling share
+
+
+class SampleGrids:
+    """Makes the pictures of a run, and examines its network. The training's weights and random numbers are left as they were.
+
+    Attributes:
+        newest: path of the newest grid, None before the first.
+        newest_step: the updates it was made after.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+        options, noise_scheduler = run.options, run.objective.noise_scheduler
+        self._scheduler = make_sampler(options.sampler, noise_scheduler)
+        self._num_inference_steps = sampling_steps(options.sampler, options.sampling_steps, noise_scheduler)
+        self.newest: Path | None = None
+        self.newest_step: int | None = None
+
+    def make(self) -> None:
+        """Writes samples/<step>.png (raw | EMA from the same noise) and samples/<step>-path.png, and logs both.
+
+        Records what they are like. Every process must call it. Raises UserError when the disk does not take the pictures or
+        memory runs out.
+        """
+        run, step = self._run, self._run.state.step
+        results = [self._sample(weights) for weights in (nullcontext, *([run.averaged] if run.ema is not None else []))]
+        if None not in results:  # else told to stop
+            path = run.output_dir / "samples" / f"{step:07d}.png"
+            on_main_process(run.accelerator, self._write, path, step, raw=results[0], ema=results[-1])
+            self.newest, self.newest_step = path, step
+
+    def examine(self) -> None:
+        """Records what the network is like. Every process must call it. Raises UserError when memory runs out."""
+        advice = "set a smaller --train_batch_size, by which the images are shared out"
+        run = self._run
+        with if_memory_allows(run.accelerator, "examining the network", advice):
+            if run.accelerator.is_main_process:
+                with full_precision(run.objective.exported):
+                    found = run.objective.probe(run.data)
+                run.doctor.record(run.state.step, {"probe": found})
+
+    def _sample(self, weights: Callable):
+        """(images, denoising paths) of the main process, from the same noise every time; None when told to stop halfway."""
+        run, count, network = self._run, self._run.options.eval_batch_size, self._run.objective.exported
+        with weights(), full_precision(network):
+            return sample_sharded(
+                run.accelerator,
+                network,
+                self._scheduler,
+                num_images=count,
+                num_inference_steps=self._num_inference_steps,
+                seed=run.options.seed,
+                shape=run.data.training.shape,
+                batch_size=math.ceil(count / run.accelerator.num_processes),
+                should_stop=run.stopping,
+                record_timesteps=run.objective.path(),
+                predict=run.objective.predict,
+            )
+
+    def _write(self, path: Path, step: int, *, raw, ema) -> None:
+        run, objective = self._run, self._run.objective
+        path_png = path.with_name(f"{step:07d}-path.png")
+        # Where the chain really passed: DDIM-50 starts at 980.
+        shown = [objective.caption(timestep) for _, timestep in path_steps(self._scheduler, objective.path())]
+        captions = ("raw weights", "EMA weights" if run.ema is not None else "raw weights")
+        save_png(side_by_side(to_uint8(raw[0]), to_uint8(ema[0]), captions), path)
+        save_png(denoising_path(to_uint8(ema[1][:PATH_IMAGES]), shown), path_png)
+        run.trackers.log_image("samples/raw_and_ema", path, step)
+        run.trackers.log_image("samples/denoising_path", path_png, step)
+        statistics = {"raw": sample_statistics(raw[0]), "ema": sample_statistics(ema[0])}
+        configs = {"sampler": dict(self._scheduler.config), "trained": dict(objective.noise_scheduler.config)}
+        kept = {name: {key: config[key] for key in PROCESS if key in config} for name, config in configs.items()}
+        run.doctor.record(step, {"samples": statistics | kept})

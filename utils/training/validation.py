@@ -1,0 +1,56 @@
+"""The loss on held-out images: the same images, noise and noise levels every time, in fp32, sharded over the processes."""
+
+import torch
+
+from utils.core import randomness
+from utils.core.distributed import if_memory_allows
+from utils.training.run import Run
+
+DRAWS = 4  # noisings of each image
+
+
+class Validation:
+    """Every `validation_steps` updates and after the last, where there are held-out images."""
+
+    def __init__(self, run: Run):
+        self._run = run
+
+    def due(self) -> bool:
+        run, step = self._run, self._run.state.step
+        last = step == run.length.max_train_steps
+        return len(run.data.held_out) > 0 and (last or step % run.options.validation_steps == 0)
+
+    def make(self) -> None:
+        """Logs the loss and notes it in the state. Call it on all processes, with the weights to judge in full precision.
+
+        Raises UserError on all of them where memory runs out: then it is as if it had not been due.
+        """
+        run, loss = self._run, self.mean_loss()
+        run.trackers.log({"validation/loss": loss}, step=run.state.step)
+        run.doctor.record(run.state.step, {"validation/loss": loss})
+        run.state.record("validation loss", loss, decides=run.options.best_metric == "loss")
+
+    @torch.no_grad()
+    def mean_loss(self) -> float:
+        """Mean over DRAWS noisings of each held-out image, equal on all processes.
+
+        The noise levels lie in the middles of as many equal slices of the training's levels, so that the figure moves with the
+        weights and not with the luck of the draw.
+        """
+        run, size = self._run, self._run.options.train_batch_size
+        objective, accelerator, total = run.objective, run.accelerator, len(run.data.held_out) * DRAWS
+        loss_sum = torch.zeros((), dtype=torch.float64, device="cpu")
+
+        def summed(first: int) -> torch.Tensor:
+            numbers = torch.arange(first, min(first + size, total))
+            # A fixed shuffle decides which image gets which slice.
+            slices = randomness.permute(run.options.seed, "validation timesteps", torch.zeros_like(numbers), numbers, total)
+            drawn = objective.draw(run.data.held_out_batch(numbers), (slices.double() + 0.5) / total)
+            losses = objective.losses(objective.network, **drawn).shown
+            return losses.sum().cpu().double()  # in this order: not every device has float64
+
+        advice = "set a smaller --train_batch_size, by which it is shared out"
+        with if_memory_allows(accelerator, "a validation", advice):
+            for first in list(range(0, total, size))[accelerator.process_index :: accelerator.num_processes]:
+                loss_sum += summed(first)
+        return accelerator.reduce(loss_sum.float().to(accelerator.device), "sum").item() / total
