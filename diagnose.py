@@ -33,7 +33,7 @@ def main(args: DiagnoseOptions) -> int:
 
     if args.run is not None:
         record = RunRecord.read(args.run)
-        findings, judged = diagnostics.examine(record)
+        findings, judged = diagnostics.judge(record)
         if not args.no_report:
             try:
                 write_report(record, findings, args.run / REPORT)
@@ -43,8 +43,8 @@ def main(args: DiagnoseOptions) -> int:
         if not record.history:
             raise UserError(f"{args.run} has recorded nothing yet that could be judged (no history.jsonl)")
     else:
-        record = RunRecord(Path(), history=[{"step": 0, **examine(args)}])
-        findings, judged = diagnostics.examine(record)
+        record = RunRecord(Path(), history=[{"step": 0, **records_of(args)}])
+        findings, judged = diagnostics.judge(record)
     try:
         show(record, findings, judged, as_json=args.json)
         sys.stdout.flush()
@@ -53,7 +53,7 @@ def main(args: DiagnoseOptions) -> int:
     return 1 if any(finding.severity != "info" for finding in findings) else 0
 
 
-def examine(args: DiagnoseOptions) -> dict:
+def records_of(args: DiagnoseOptions) -> dict:
     """The records (as in history.jsonl) that can be made of a dataset, and of a pipeline on it."""
     from utils.diagnostics.data_check import check_data
 
@@ -108,7 +108,7 @@ def load(args: DiagnoseOptions, resolution: int, image_channels: int):
 
 def show(record, findings: list, judged: set[str], as_json: bool) -> None:
     """What could be judged, FAIL, WARN or OK, with cause and fixes; then the figures of a dataset or a probe."""
-    from utils.diagnostics.catalog import CATALOGUE
+    from utils.diagnostics.catalog import CATALOG
     from utils.diagnostics.findings import described
     from utils.runs.history import to_json
 
@@ -123,11 +123,9 @@ def show(record, findings: list, judged: set[str], as_json: bool) -> None:
         print(*_run_lines(record), sep="\n", end="\n\n")
     for finding in findings:
         print("\n".join(described(finding)))
-    missing = (
-        CATALOGUE.keys() - judged - found - {"rule-failed"} if record.options else ()
-    )  # of a dataset or a pipeline most is
+    missing = CATALOG.keys() - judged - found - {"rule-failed"} if record.options else ()  # of a dataset or a pipeline most is
     for word, before, codes in (("OK", "", healthy), ("-", "too little recorded to judge: ", missing)):
-        listed = before + ", ".join(code for code in CATALOGUE if code in codes)
+        listed = before + ", ".join(code for code in CATALOG if code in codes)
         if codes:
             print(textwrap.fill(listed, 110, initial_indent=f"{word:<6}", subsequent_indent=" " * 6, break_on_hyphens=False))
     for kind in ("data", "probe"):

@@ -185,7 +185,7 @@ class SideBySide:
             ("validation", utils.training.validation.Validation, "mean_loss"),
             ("evaluation", utils.training.evaluation.SampleEvaluation, "make"),
             ("sample grids", utils.training.samples.SampleGrids, "make"),
-            ("examining it", utils.training.samples.SampleGrids, "examine"),
+            ("examining it", utils.training.samples.SampleGrids, "probe"),
             ("export", utils.diffusion.export, "export_pipeline"),
             ("EMA snapshots", utils.runs.ema_snapshots.Snapshots, "save"),
         )

@@ -28,7 +28,7 @@ def test_bad_images_of_all_processes_and_of_earlier_parts_of_the_run_are_listed(
     monkeypatch.setattr(bad_images, "gather_object", lambda mine: [*mine, bad_image(4), bad_image(2)])
     parts = (Part(known, {0, 1, 2}), Part(known, {3, 4, 5}))
     main, other = SimpleNamespace(is_main_process=True), SimpleNamespace(is_main_process=False)
-    report = BadImageReport(main, path, parts, gathers=True, say=said.append)
+    report = BadImageReport(main, path, parts, gathers=True, print_line=said.append)
     known.learn([bad_image(0)])
     assert report.update() == {"data/bad_images": 4}
     entries = json.loads(path.read_text())
@@ -46,7 +46,7 @@ def test_bad_images_of_all_processes_and_of_earlier_parts_of_the_run_are_listed(
         mine = BadImages(2)
         mine.learn([bad_image(0)])
         with pytest.raises(UserError, match=r"at least 3 images .* more than --max_bad_images 2"):
-            BadImageReport(accelerator, path, (Part(mine, {0}),), gathers=True, say=said.append).update()
+            BadImageReport(accelerator, path, (Part(mine, {0}),), gathers=True, print_line=said.append).update()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -54,6 +54,6 @@ def test_a_list_that_cannot_be_written_is_a_note(tmp_path):
     said, known = [], BadImages(3)
     known.learn([bad_image(0)])
     main = SimpleNamespace(is_main_process=True)
-    report = BadImageReport(main, tmp_path / "absent" / "a.json", (Part(known, {0}),), gathers=False, say=said.append)
+    report = BadImageReport(main, tmp_path / "absent" / "a.json", (Part(known, {0}),), gathers=False, print_line=said.append)
     assert report.update() == {"data/bad_images": 1}
     assert "was not written: No such file" in said[0]

@@ -31,8 +31,8 @@ from made_up_runs import (
     updates,
 )
 
-from utils.diagnostics.catalog import CATALOGUE
-from utils.diagnostics.diagnose import RULES, diagnose, examine
+from utils.diagnostics.catalog import CATALOG
+from utils.diagnostics.diagnose import RULES, diagnose, judge
 from utils.diagnostics.findings import SEVERITIES, Finding, table
 from utils.optim.nonfinite import advice
 from utils.runs.record import RunRecord
@@ -317,7 +317,7 @@ def test_a_rule_fires_on_its_trace_and_not_beside_it(code, number):
 
 
 def test_every_finding_of_the_catalogue_can_be_made():
-    assert set(CASES) == set(CATALOGUE)
+    assert set(CASES) == set(CATALOG)
     assert all(f"`{code}`" in table() for code in CASES)
 
 
@@ -439,7 +439,7 @@ def test_windows_without_a_finite_loss_tell_nothing_of_the_timesteps():
         assert codes(record) == []
         for line in record.history:
             [line.pop(tag, None) for tag in tags]
-        found, judged = examine(record)
+        found, judged = judge(record)
         assert found == [] and judged.isdisjoint({"timestep-mismatch", "timesteps-uneven"})
 
 
@@ -464,14 +464,14 @@ def test_the_first_bad_update_is_named_and_overflow_is_advice_for_fp16_alone(pre
 def test_what_a_whole_run_records_is_enough_to_judge_everything():
     record = run(evaluated(), validation=(0.5, 0.3, 0.25, 0.26))
     record.history[-1]["train/loss_scale"] = 65536.0
-    assert examine(record) == ([], set(CATALOGUE) - {"rule-failed"})
+    assert judge(record) == ([], set(CATALOG) - {"rule-failed"})
 
 
 def test_too_little_is_not_enough_to_call_a_run_healthy():
     """Two reports, and a learning rate, a loss and a data loader of which nothing can be said yet."""
     record = run()
     record.history = [line for line in record.history if line["step"] <= 2 * EVERY]
-    found, judged = examine(record)
+    found, judged = judge(record)
     assert found == [] and {"data-alike", "schedule-leaves-signal", "non-finite", "lr-too-high"} <= judged
     late = {"data-starved", "not-learning", "lr-too-low", "loss-unstable", "not-updated", "no-gradient", "overfitting"}
     assert judged.isdisjoint(late | {"samples-alike", "ema-frozen", "timestep-ignored"})
@@ -479,12 +479,12 @@ def test_too_little_is_not_enough_to_call_a_run_healthy():
 
 def test_few_samples_are_not_judged_by_their_variety():
     few = run(evaluated(variance_ratio=0.5, rows=20))
-    found, judged = examine(few)
+    found, judged = judge(few)
     assert found == [] and "samples-lack-variety" not in judged and "modes-missing" in judged
 
 
 def test_a_rule_that_fails_is_not_said_to_have_judged():
-    _, judged = examine(run(schedule={"alphas_cumprod": ["?"]}))
+    _, judged = judge(run(schedule={"alphas_cumprod": ["?"]}))
     assert judged.isdisjoint({"schedule-leaves-signal", "noise-wrong"}) and "data-alike" in judged
 
 

@@ -54,7 +54,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 def test_a_long_run_records_its_layers_now_and_then(tmp_path):
     def start(first_step: int) -> Doctor:
-        options = {"options": {}, "resolved": {}, "expected_reports": 1000, "enabled": True, "say": print}
+        options = {"options": {}, "resolved": {}, "expected_reports": 1000, "enabled": True, "print_line": print}
         return Doctor(tmp_path, first_step=first_step, **options)
 
     doctor = start(0)

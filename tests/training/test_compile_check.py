@@ -296,7 +296,7 @@ def test_the_micro_batch_of_the_check_is_drawn_once_and_before_it(train_script, 
     monkeypatch.setattr(TrainingSamples, "on_device", lambda *arguments: (drawn.append(1), on_device(*arguments))[1])
     monkeypatch.setattr(nn.Module, "compile", lambda module: None)
 
-    def check(accelerator, model, compiled, loss, say):
+    def check(accelerator, model, compiled, loss, print_line):
         for _ in range(2):
             counts.append(len(drawn))
             loss().backward()

@@ -19,7 +19,7 @@ def doctor(folder: Path, first_step: int = 0, reports: int = REPORTS, said: list
         first_step=first_step,
         expected_reports=reports,
         enabled=True,
-        say=(said if said is not None else []).append,
+        print_line=(said if said is not None else []).append,
     )
 
 

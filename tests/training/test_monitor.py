@@ -35,10 +35,10 @@ def test_the_loss_to_show_and_the_loss_that_is_trained(tmp_path):
         clipping=FixedLimit(1.0),
         state=state,
         length=RunLength(3, 4, 4),
-        progress=SimpleNamespace(show=lambda report: None, attempt=lambda write, *arguments: write(*arguments)),
+        progress=SimpleNamespace(show=lambda report: None, try_or_warn=lambda write, *arguments: write(*arguments)),
         trackers=SimpleNamespace(log=lambda report, step: shown.update(report)),
         doctor=SimpleNamespace(record_report=lambda *arguments: False),
-        say=print,
+        print_line=print,
     )
     monitor = Monitor(run, measures_eagerly=True)
     monitor._nan_reports = SimpleNamespace(write=lambda bad, *rest: shown.update(losses=bad.losses.tolist()))

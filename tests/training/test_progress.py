@@ -88,7 +88,7 @@ def test_after_a_crash_and_a_resume_each_step_has_one_value(tmp_path):
     for first_step, last_step, value in ((0, 30, 1.0), (20, 40, 2.0)):
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path / "logs"))
-        trackers = Trackers(accelerator, "train_ddpm", "tensorboard", first_step=first_step, say=print)
+        trackers = Trackers(accelerator, "train_ddpm", "tensorboard", first_step=first_step, print_line=print)
         for step in range(first_step + 10, last_step + 1, 10):
             trackers.log({"train/loss": value}, step=step)
         trackers.close()
@@ -111,7 +111,7 @@ def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on():
 
     said = []
     accelerator = SimpleNamespace(is_main_process=True, trackers=[], init_trackers=lambda *a, **k: None)
-    trackers = Trackers(accelerator, "run", "wandb", first_step=0, say=said.append)
+    trackers = Trackers(accelerator, "run", "wandb", first_step=0, print_line=said.append)
     accelerator.trackers += [Broken(), Working()]
     for step in (1, 2):
         trackers.log({"train/loss": 1.0}, step)

@@ -172,7 +172,7 @@ def evaluate_in(tmp_path):
             trackers=SimpleNamespace(log=lambda *args, **kwargs: None),
             doctor=SimpleNamespace(record=lambda *args: recorded.append(args)),
             stopping=stopping,
-            say=said.append,
+            print_line=said.append,
         )
         return SampleEvaluation(run), recorded, said
 

@@ -72,11 +72,11 @@ class BadImageReport:
         path: of the file.
         image_sets: the sets (ImageSet) that the run uses, parts of one dataset.
         gathers: whether each process knows its own alone, as without a packed cache; else all know all.
-        say: prints a line for the user.
+        print_line: prints a line for the user.
     """
 
-    def __init__(self, accelerator: Accelerator, path: Path, image_sets, *, gathers: bool, say: Callable[[str], None]):
-        self._path, self._image_sets, self._gathers, self._say = path, image_sets, gathers, say
+    def __init__(self, accelerator: Accelerator, path: Path, image_sets, *, gathers: bool, print_line: Callable[[str], None]):
+        self._path, self._image_sets, self._gathers, self._print_line = path, image_sets, gathers, print_line
         self._writes = accelerator.is_main_process
         self._told = 0
         self._entries: dict[int, dict] = {}
@@ -106,8 +106,8 @@ class BadImageReport:
                 unfinished.write_text(json.dumps([entries[row] for row in sorted(entries)], indent=1) + "\n")
                 os.replace(unfinished, self._path)
             except OSError as error:  # a full disk, say: no reason to end a run
-                self._say(f"{self._path} was not written: {error.strerror or error}")
+                self._print_line(f"{self._path} was not written: {error.strerror or error}")
         if len(bad_images) > self._told:
             self._told = len(bad_images)
-            self._say(f"{self._told} images cannot be decoded and are replaced by the next that can: see {self._path}")
+            self._print_line(f"{self._told} images cannot be decoded and are replaced by the next that can: see {self._path}")
         return {"data/bad_images": len(entries)}

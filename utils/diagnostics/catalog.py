@@ -11,7 +11,7 @@ class Entry:
     in_fp16: tuple[str, str] | None = None  # one more cause and fix, where the run is in fp16
 
 
-CATALOGUE: dict[str, Entry] = {
+CATALOG: dict[str, Entry] = {
     "data-range": Entry(
         "the images that the network sees are not in [-1, 1]",
         "they were scaled twice, or not at all, or to [0, 1]; the noise schedule assumes [-1, 1]",

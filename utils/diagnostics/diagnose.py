@@ -41,10 +41,10 @@ from utils.runs.record import RunRecord
 
 def diagnose(record: RunRecord) -> list[Finding]:
     """What is wrong with the run, the most severe first; empty for a healthy one. Works on a run of any length."""
-    return examine(record)[0]
+    return judge(record)[0]
 
 
-def examine(record: RunRecord) -> tuple[list[Finding], set[str]]:
+def judge(record: RunRecord) -> tuple[list[Finding], set[str]]:
     """(what `diagnose` gives, codes of all findings that there was enough recorded to judge).
 
     A rule that fails is left out, and said to be: it must not end the training that it watches.

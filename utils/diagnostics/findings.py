@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
 
-from utils.diagnostics.catalog import CATALOGUE
+from utils.diagnostics.catalog import CATALOG
 
 SEVERITIES = ("critical", "warning", "info")
 
@@ -22,7 +22,7 @@ class Finding:
     fixes: list[str] = field(init=False)
 
     def __post_init__(self, mixed_precision: str | None):
-        entry = CATALOGUE[self.code]
+        entry = CATALOG[self.code]
         self.title, self.cause, self.fixes = entry.title, entry.cause, list(entry.fixes)
         if entry.in_fp16 and mixed_precision == "fp16":
             cause, fix = entry.in_fp16
@@ -48,7 +48,7 @@ def described(finding: Finding) -> list[str]:
 def table() -> str:
     """The findings as a Markdown table, in the order in which the doctor ranks them."""
     rows = ["| code | what it says | likely cause | what to try |", "|---|---|---|---|"]
-    for code, entry in CATALOGUE.items():
+    for code, entry in CATALOG.items():
         more = [f"in fp16: {text}" for text in entry.in_fp16 or ()]
         cause, fixes = "; ".join((entry.cause, *more[:1])), "; ".join((*entry.fixes, *more[1:]))
         rows.append(f"| `{code}` | {entry.title} | {cause} | {fixes} |")

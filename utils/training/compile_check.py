@@ -34,7 +34,7 @@ def check_compiled(
     model: nn.Module,
     compiled: nn.Module,
     loss: Callable[[], torch.Tensor],
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> bool:
     """Whether `compiled`, a module that was compiled in place, stays so; it runs eagerly from here on where its gradients are
     wrong or it cannot be compiled.
@@ -46,7 +46,7 @@ def check_compiled(
         model: what trains, as `accelerator.prepare` gave it; `compiled` is it or a part of it.
         loss: gives the mean loss of a micro batch, the same one in every call, by the unwrapped `model`. It may fail on one
             process alone, so it must not call the others: DDP's forward pass would, to send buffers.
-        say: prints a line for the user.
+        print_line: prints a line for the user.
     """
     raw, problem = accelerator.unwrap_model(model), None
     arithmetic = _arithmetic(accelerator)
@@ -76,18 +76,18 @@ def check_compiled(
     eager = found = None
     clear_device_cache(garbage_collection=True)
     if unknown is not None:
-        say(unknown)
+        print_line(unknown)
         return True
     try:
         agree(accelerator, problem)
     except UserError as agreed:
         compiled._compiled_call_impl = None
-        say(f"--compile is off: {agreed}. {EAGERLY}")
+        print_line(f"--compile is off: {agreed}. {EAGERLY}")
         return False
     if layer is None:
-        say("--compile is not checked: the eager gradients are not finite")
+        print_line("--compile is not checked: the eager gradients are not finite")
         return True
-    say(f"--compile: gradients are those of the eager network (largest relative difference of a layer {error:.1e})")
+    print_line(f"--compile: gradients are those of the eager network (largest relative difference of a layer {error:.1e})")
     return True
 
 
@@ -100,10 +100,10 @@ def check_first_batch(run: Run, model: nn.Module, monitor: Monitor) -> None:
         samples.seed_dropout(step, 0)
         return objective.losses(objective.network, **drawn).trained.mean()
 
-    if not check_compiled(run.accelerator, model, objective.exported, loss, run.say):
+    if not check_compiled(run.accelerator, model, objective.exported, loss, run.print_line):
         monitor.measure_eagerly()
     elif not monitor.measures_eagerly:
-        run.say(NO_ACTIVATIONS)
+        run.print_line(NO_ACTIVATIONS)
 
 
 def _arithmetic(accelerator: Accelerator) -> str:

@@ -26,7 +26,7 @@ class Doctor:
     Args:
         first_step: updates finished when the run was started or resumed.
         expected_reports: of the whole run, however it is resumed.
-        say: prints a line for the user.
+        print_line: prints a line for the user.
         log: takes figures and the step, for the trackers: diagnosis/<code> is 1 for a warning and 2 for what is critical.
     """
 
@@ -39,10 +39,10 @@ class Doctor:
         first_step: int,
         expected_reports: int,
         enabled: bool,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         log: Callable[[dict, int], None] | None = None,
     ):
-        self._enabled, self._say, self._log, self._first_step = enabled, say, log, first_step
+        self._enabled, self._print_line, self._log, self._first_step = enabled, print_line, log, first_step
         self._history = History(output_dir, first_step=first_step, enabled=enabled)
         self._record = RunRecord(output_dir, options=options, resolved=resolved, history=self._history.records)
         self._every = max(1, expected_reports // DETAILED_REPORTS)
@@ -58,7 +58,7 @@ class Doctor:
         """Records them, and examines the run where they say much of it."""
         self._history.add(step, values)
         if not TELLING.isdisjoint(values):
-            self.examine()
+            self.look()
 
     def record_report(self, step: int, report: dict, layers: dict) -> bool:
         """Records a report's figures, in long runs the `layers` (see `Dynamics.report`) of some alone, and examines the run
@@ -70,14 +70,14 @@ class Doctor:
         self._reports += 1
         self.record(step, report | ({"layers": layers} if detailed else {}))
         if detailed or self._reports <= FIRST_REPORTS:
-            self.examine()
+            self.look()
         return self._critical
 
     def knows(self, key: str) -> bool:
         """Whether a record of this kind was made, now or before a resume."""
         return any(key in record for record in self._history.records)
 
-    def examine(self) -> None:
+    def look(self) -> None:
         """Looks at all that is recorded, says what is new or has become more severe, but nothing that is for information alone.
 
         What is critical after a resume is so by what was recorded since: the cause may have been mended.
@@ -89,7 +89,7 @@ class Doctor:
             rank, told = SEVERITIES.index(finding.severity), SEVERITIES.index(self._told.get(finding.code, "info"))
             if rank < told:
                 self._told[finding.code] = finding.severity
-                self._say(finding.line)
+                self._print_line(finding.line)
                 if self._log is not None:
                     self._log({f"diagnosis/{finding.code}": LEVELS[finding.severity]}, self._record.history[-1]["step"])
         write_diagnosis(self._record.output_dir / DIAGNOSIS, self.findings)
@@ -114,10 +114,10 @@ class Doctor:
         if self._enabled:
             path = self._record.output_dir / REPORT
             try:
-                self.examine()
+                self.look()
                 write_report(RunRecord.read(self._record.output_dir), self.findings, path)
             except Exception as error:
-                self._say(f"{path} was not written: {type(error).__name__}: {error}")
+                self._print_line(f"{path} was not written: {type(error).__name__}: {error}")
 
 
 def write_diagnosis(path: Path, findings: list[Finding]) -> None:

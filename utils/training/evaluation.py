@@ -71,7 +71,7 @@ class SampleEvaluation:
         if problem is not None:
             clear_device_cache(garbage_collection=True)  # what it held, for the updates to come
             advice = f"; {ADVICE}" if OUT_OF_MEMORY in problem and ADVICE not in problem else ""
-            run.say(f"left out: the evaluation after {step} updates: {problem}{advice}")
+            run.print_line(f"left out: the evaluation after {step} updates: {problem}{advice}")
             state.evaluated_step = step  # to no avail, but it would fail again
             return False
         if figures is None:
@@ -87,9 +87,9 @@ class SampleEvaluation:
         try:
             on_main_process(run.accelerator, lambda: save_png(sheet, run.output_dir / "evaluation" / "nearest.png"))
         except UserError as error:  # a full disk takes no picture, and the figures are worth having without
-            run.say(f"left out: {error}")
+            run.print_line(f"left out: {error}")
         floor = figures["floor"]
-        run.say(
+        run.print_line(
             f"evaluation after {step} updates: fd_{FEATURES} {figures['fd']:.4g} (real/real floor {floor['fd']:.4g}), "
             f"kd_{FEATURES} {figures['kd']:.4g} ({floor['kd']:.4g}), N {figures['images']}; it took {done - start:.1f} s"
             + (f", {prepared - start:.1f} s of it for the training images, once" if prepared - start > 0.1 else "")

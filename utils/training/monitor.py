@@ -38,7 +38,7 @@ class Monitor:
             run.output_dir / "bad_images.json",
             (run.data.training, run.data.held_out),
             gathers=options.on_bad_image == "replace" and options.cache_images == "no",
-            say=run.say,
+            print_line=run.print_line,
         )
         self._bad_images.update()
         self.due = False  # whether the update under way is reported
@@ -109,19 +109,19 @@ class Monitor:
         if math.isfinite(report["train/loss"]):
             run.state.metrics["training loss"] = report["train/loss"]
         if self._bad_updates.first is not None:
-            run.progress.attempt(self._nan_reports.write, self._bad_updates.first, step, report["train/lr"])
+            run.progress.try_or_warn(self._nan_reports.write, self._bad_updates.first, step, report["train/lr"])
         return self._judge(critical)
 
     def _judge(self, critical: bool) -> int:
         run, exit_status = self._run, 0
         if self._bad_updates.row >= run.options.max_bad_steps:
-            run.say(
+            run.print_line(
                 f"stopped: the last {self._bad_updates.row} updates in a row had a loss or gradient that is not finite; "
                 f"weights and EMA are those before them. See nan_report/ and {advice(run.accelerator.mixed_precision)}"
             )
             exit_status = EXIT_DIVERGED
         if run.options.stop_on == "critical" and from_main_process(critical):
-            run.say("stopped: a critical finding, see diagnosis.json (--stop_on critical)")
+            run.print_line("stopped: a critical finding, see diagnosis.json (--stop_on critical)")
             exit_status = EXIT_DIVERGED
         return exit_status
 

@@ -116,7 +116,7 @@ class NanReports:
         on_main_process(run.accelerator, write)
         where = next(filter(None, problems), None) or folder.relative_to(run.output_dir)
         summary = _summary(blamed, suspects, bad_names, replays, run.objective.level.removesuffix("s"))
-        run.say(f"update {bad.step + 1} skipped, {summary}: {where}")
+        run.print_line(f"update {bad.step + 1} skipped, {summary}: {where}")
 
     def _compute_again(self, bad: BadUpdate, folder: Path, replay: dict, samples: list[dict]) -> None:
         """Fills `replay` and `samples` with what this rank finds, and writes its batch. One micro step's memory at a time."""

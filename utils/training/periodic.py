@@ -64,7 +64,7 @@ class Periodic:
             improved = False
             if self._validation.due():
                 with self._judged_weights():
-                    validated = run.progress.attempt(self._validation.make)
+                    validated = run.progress.try_or_warn(self._validation.make)
                 improved = validated and state.best_step == state.step  # nothing else was judged yet
             if self._evaluation.due():
                 with self._judged_weights():
@@ -72,9 +72,9 @@ class Periodic:
             if self._is_due(options.save_images_steps, options.save_images_epochs):
                 self._show()
             if self._is_due(options.save_model_steps, options.save_model_epochs):
-                run.progress.attempt(self._export.make)
+                run.progress.try_or_warn(self._export.make)
             if self._snapshots.due(state.step):
-                run.progress.attempt(self._snapshots.save, state.step)
+                run.progress.try_or_warn(self._snapshots.save, state.step)
             # By all ranks, so that they leave at the same update; what a stop leaves of an evaluation is still due.
             if run.stop.agreed() or self._evaluation.due():
                 self._exit_status = self._exit_status or EXIT_STOPPED
@@ -91,9 +91,9 @@ class Periodic:
         if self._exit_status == 0:
             self._finish_well()
         if self._exit_status == 0:
-            run.say("done: " + run.objective.loader.format(path=str(run.output_dir)))
+            run.print_line("done: " + run.objective.loader.format(path=str(run.output_dir)))
         elif self._exit_status == EXIT_STOPPED:
-            run.say(f"stopped after {run.state.step} updates; continue with --resume_from_checkpoint latest")
+            run.print_line(f"stopped after {run.state.step} updates; continue with --resume_from_checkpoint latest")
         run.progress.close()
         run.stop.close()
         on_main_process(run.accelerator, run.folder.release, self._exit_status)
@@ -107,18 +107,18 @@ class Periodic:
 
     def _finish_well(self) -> None:
         run = self._run
-        if not run.progress.attempt(self._export.make):
+        if not run.progress.try_or_warn(self._export.make):
             self._save()
             self._exit_status = 1
         elif self._grids.newest_step != run.state.step:
             self._show()
             if self._grids.newest_step == run.state.step:
-                run.progress.attempt(self._export.write_card)
+                run.progress.try_or_warn(self._export.write_card)
 
     def _show(self) -> None:
         """Pictures and a look at the network; each may fail alone."""
-        self._run.progress.attempt(self._grids.make)
-        self._run.progress.attempt(self._grids.examine)
+        self._run.progress.try_or_warn(self._grids.make)
+        self._run.progress.try_or_warn(self._grids.probe)
 
     def _save(self) -> bool:
         """Whether a checkpoint was published; why not is said."""
@@ -128,7 +128,7 @@ class Periodic:
         limit = run.options.checkpoints_total_limit
         problem = save_checkpoint(run.accelerator, run.output_dir, run.state, total_limit=limit)
         if problem:
-            run.say(f"checkpoint-{run.state.step} was not saved, earlier ones are whole: {problem}")
+            run.print_line(f"checkpoint-{run.state.step} was not saved, earlier ones are whole: {problem}")
         return problem is None
 
     @contextmanager

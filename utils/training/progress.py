@@ -137,12 +137,14 @@ def peak_memory_gib(device: torch.device) -> float:
 class Trackers:
     """Where figures and pictures go. A tracker that fails (a full disk, a lost connection) is given up, not the run.
 
-    `say` gets a line about it. Every method may be called on all ranks; the main process alone writes.
+    `print_line` gets a line about it. Every method may be called on all ranks; the main process alone writes.
     """
 
-    def __init__(self, accelerator: Accelerator, run_name: str, logger: str, *, first_step: int, say: Callable[[str], None]):
+    def __init__(
+        self, accelerator: Accelerator, run_name: str, logger: str, *, first_step: int, print_line: Callable[[str], None]
+    ):
         """TensorBoard hides what a killed run had logged after `first_step` updates: one value per tag and step."""
-        self._accelerator, self._say = accelerator, say
+        self._accelerator, self._print_line = accelerator, print_line
         purge = {"tensorboard": {"purge_step": first_step + 1}} if logger == "tensorboard" else {}
         if purge and accelerator.is_main_process:
             _outlive_older_event_files(Path(accelerator.logging_dir, run_name))
@@ -178,7 +180,7 @@ class Trackers:
                 action(tracker)
             except Exception as error:  # each tracker has its own
                 self._accelerator.trackers.remove(tracker)
-                self._say(f"nothing more goes to {tracker.name}: {error}")
+                self._print_line(f"nothing more goes to {tracker.name}: {error}")
 
 
 def _outlive_older_event_files(folder: Path) -> None:
@@ -226,12 +228,12 @@ class ProgressBar:
             refresh=False,
         )
 
-    def say(self, message: str) -> None:
+    def print_line(self, message: str) -> None:
         """Prints a line above the bar, or after it once it is closed, on the main process."""
         if self._enabled:
             tqdm.write(message)
 
-    def attempt(self, action: Callable, *arguments) -> bool:
+    def try_or_warn(self, action: Callable, *arguments) -> bool:
         """Calls `action` on every rank; a UserError (a full disk, memory that ran out) becomes a line above the bar. Whether
         there was none."""
         try:
@@ -240,7 +242,7 @@ class ProgressBar:
         except UserError as error:
             problem = str(error)
         clear_device_cache(garbage_collection=True)  # what the failed action held, for the updates to come
-        self.say(f"left out: {problem}")
+        self.print_line(f"left out: {problem}")
         return False
 
     def close(self) -> None:

@@ -63,8 +63,8 @@ class Run:
         """Whether this process was asked to stop; a look costs nothing."""
         return self.stop.received is not None
 
-    def say(self, message: str) -> None:
-        self.progress.say(message)
+    def print_line(self, message: str) -> None:
+        self.progress.print_line(message)
 
 
 def start_processes(options: RunOptions, broadcast_buffers: bool = False) -> Accelerator:
@@ -145,7 +145,7 @@ def begin_run(
 
     stop = StopSignal(accelerator.num_processes, options.collective_timeout)
     progress = ProgressBar(accelerator.is_main_process, state.step, length.max_train_steps)
-    trackers = Trackers(accelerator, options.script, options.logger, first_step=state.step, say=progress.say)
+    trackers = Trackers(accelerator, options.script, options.logger, first_step=state.step, print_line=progress.print_line)
     doctor = Doctor(
         folder.path,
         options=vars(options),
@@ -153,14 +153,14 @@ def begin_run(
         first_step=state.step,
         expected_reports=length.max_train_steps // options.logging_steps,
         enabled=accelerator.is_main_process,
-        say=progress.say,
+        print_line=progress.print_line,
         log=trackers.log,
     )
     clipping = AdaptiveLimit(accelerator.device, state.grad_norm_mean)
     if not options.adaptive_clipping:
         clipping = FixedLimit(options.max_grad_norm)
     for note in (", ".join(f"{name} {value}" for name, value in facts.items()), *notes):
-        progress.say(note)
+        progress.print_line(note)
     if accelerator.is_main_process and not doctor.knows("data"):
         schedule = {"schedule": shape} if (shape := objective.schedule()) else {}
         doctor.record(state.step, {"data": check_data(data.training, seed=options.seed)} | schedule)

@@ -49,7 +49,7 @@ class SampleGrids:
             on_main_process(run.accelerator, self._write, path, step, raw=results[0], ema=results[-1])
             self.newest, self.newest_step = path, step
 
-    def examine(self) -> None:
+    def probe(self) -> None:
         """Records what the network is like. Every process must call it. Raises UserError when memory runs out."""
         advice = "set a smaller --train_batch_size, by which the images are shared out"
         run = self._run
