@@ -144,7 +144,8 @@ def test_a_damaged_cache_is_made_again(name, damage, load, tmp_path):
 KILL_CODE = """
 import os, signal, sys
 from pathlib import Path
-from test_packing import PREPARE, reader
+sys.path[:0] = ["tests", "tests/data"]
+from test_cache import PREPARE, reader
 from utils.data.cache import pack_once
 folder = Path(sys.argv[2])
 def progress(done, count):
