@@ -48,6 +48,7 @@ def same_weights(folder: Path, unet: UNet2DModel) -> bool:
     return all(torch.equal(loaded[name], value) for name, value in unet.state_dict().items())
 
 
+@pytest.mark.slow
 def test_loads_in_a_fresh_interpreter_elsewhere_and_samples_the_same(tmp_path):
     unet, scheduler = tiny_unet().eval(), DDPMScheduler(num_train_timesteps=100, beta_schedule="sigmoid")
     output_dir = tmp_path / "run"

@@ -156,6 +156,7 @@ def test_under_a_launcher_a_bad_image_is_named_once_whoever_meets_it(flags, tmp_
     assert len(lines) == 1 and "--on_bad_image replace" in lines[0], result.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_without_a_cache_replace_alike_and_list_what_either_met(server, flags, replaced, tmp_path, script):
     split = ["--cache_images", "no", "--train_batch_size", "4", "--on_bad_image", "replace", "--output_dir", tmp_path]
     server.run([script, *flags, *split], 2)

@@ -290,6 +290,7 @@ def test_runs_of_other_options_have_other_fingerprints():
 # ---- in a run
 
 
+@pytest.mark.slow
 def test_a_run_s_snapshots_survive_a_resume_and_are_the_same(train, tiny_flags, tmp_path):
     flags = [*tiny_flags, "--ema_type", "power", "--ema_snapshot_steps", "3", "--checkpointing_steps", "4"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

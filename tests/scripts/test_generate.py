@@ -128,6 +128,7 @@ def test_resumes_what_is_missing_and_no_more(pipeline, here, tmp_path, monkeypat
     assert contents(part) == contents(tmp_path / "nine")
 
 
+@pytest.mark.slow
 def test_killed_and_started_again(pipeline, here, tmp_path):
     """A SIGKILL leaves whole files only, at most one hidden unfinished one, and the next start makes the rest."""
     code = (

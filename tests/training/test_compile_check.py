@@ -289,6 +289,7 @@ def module_compile():
     nn.Module.compile = compile_module
 
 
+@pytest.mark.slow
 def test_the_micro_batch_of_the_check_is_drawn_once_and_before_it(train_script, script_flags, tmp_path, monkeypatch):
     """Where one process alone cannot read its images, that ends the run; the check would take it for an agreed problem."""
     drawn, counts = [], []
