@@ -96,7 +96,7 @@ def fingerprint(checkpoint: Path) -> dict[str, dict]:
             value = value.detach().contiguous()
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-            squares += value.double().square().sum().item()
+            squares += value.double().square().sum().item() * (value.numel() > 1)  # moments, not counts of steps
         prints[file.name] = {"sha256": digest.hexdigest(), "size": squares**0.5}
     return prints
 

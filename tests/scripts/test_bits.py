@@ -14,13 +14,13 @@ def same_kernels() -> bool:
     return canary() == RECORDED["canary"]
 
 
-def compare(found: dict, expected: dict, same_kernels: bool) -> None:
+def compare(found: dict, expected: dict, same_kernels: bool, rel: float = 1e-3) -> None:
     if same_kernels:
         assert found == expected
-    else:  # a few updates of rounding
+    else:  # rounding, of which gradients see some tens; other noise or another order moves the moments by percents
         assert found.keys() == expected.keys()
         for file, print_ in expected.items():
-            assert found[file]["size"] == pytest.approx(print_["size"], rel=1e-2), file
+            assert found[file]["size"] == pytest.approx(print_["size"], rel=rel), file
 
 
 @pytest.mark.parametrize("name", ["fp32", "accumulation", *slow_turns("bf16", "two processes", "preset")])
@@ -30,7 +30,12 @@ def test_updates_give_the_recorded_bits(server, tmp_path, same_kernels, script_o
     flags = flags_of(name, script_of_bits, tmp_path)
     runs = server.start([script_of_bits, *flags, "--output_dir", tmp_path / "run"], processes)
     assert [run.wait(300) for run in runs] == [0] * processes, runs[0].text()
-    compare(fingerprint(tmp_path / "run" / f"checkpoint-{STEPS}"), RECORDED["runs"][script_of_bits][name], same_kernels)
+    compare(
+        fingerprint(tmp_path / "run" / f"checkpoint-{STEPS}"),
+        RECORDED["runs"][script_of_bits][name],
+        same_kernels,
+        0.03 if name == "bf16" else 1e-3,
+    )
 
 
 @pytest.mark.parametrize("script_of_bits", SMALL)
