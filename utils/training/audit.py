@@ -135,7 +135,7 @@ class StepAudit:
             mean = accelerator.reduce(last.clone(), "mean")
         checks += check_gradients(update, declared, scale, mean)
         checks += check_optimizer(update, declared, self._observer, skipped)
-        checks += check_averages(update, declared, skipped)
+        checks += check_averages(update, declared, self._observer, skipped)
         if accelerator.num_processes > 1:
             mine = digests_of(update, self._observer)
             everyone = accelerator.gather(torch.stack([v.to(accelerator.device) for v in mine.values()])[None])

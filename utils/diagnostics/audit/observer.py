@@ -205,6 +205,10 @@ class Observer:
                 forgotten = steps[-2]
                 forgotten.calls, forgotten.batch, forgotten.gradient_before, forgotten.gradient_after = {}, {}, None, None
 
+    def averaged(self, name: str) -> torch.Tensor:
+        """Which elements of the sample that average has, bool [n]."""
+        return self.sample.per_element(parameter in self.averages[name] for parameter in self.sample.names).bool()
+
     def _take_averages(self) -> dict[str, torch.Tensor]:
         return {
             name: self.sample.take(tensors.get(parameter) for parameter in self.sample.names)

@@ -347,19 +347,27 @@ def _explain_adam(step, wanted, change, before, inside, decayed, rate) -> str:
     )
 
 
-def check_averages(update: Update, declared: Declared, skipped: bool = False) -> list[Check]:
-    """Whether each average moved as declared: e' = d e + (1 - d) w with the weights after the step."""
+def check_averages(update: Update, declared: Declared, observer: Observer, skipped: bool = False) -> list[Check]:
+    """Whether each average has all parameters of the network that is averaged ("unet" where there is one), and moved as declared:
+    e' = d e + (1 - d) w with the weights after the step."""
     checks = []
+    averaged = observer.modules.get("unet", observer.modules["network"])
+    wanted = {id(p) for p in averaged.parameters()}
+    names = [name for name, p in observer.parameters.items() if id(p) in wanted]
     for name, decay_at in declared.averages.items():
         said = "e' = d e + (1 - d) w"
         old, new = update.averages_before.get(name), update.averages.get(name)
         if old is None or new is None or update.weights is None or skipped:
             checks.append(not_observed("ema", name, said, "no update of it was seen"))
             continue
-        first = update.optimizer_step.before.double() if update.optimizer_step is not None else None
-        checks.append(
-            _average(name, old.double(), new.double(), update.weights.double(), first, decay_at, update.step + 1, declared)
-        )
+        missing = [parameter for parameter in names if parameter not in observer.averages[name]]
+        text = f"{name} lacks {len(missing)} of {len(names)} parameters, such as {missing[0]}" if missing else ""
+        found = f"{len(names) - len(missing)} of {len(names)}"
+        checks.append(Check("ema", f"{name}: parameters", f"all {len(names)}", found, not missing, text))
+        mask = observer.averaged(name)
+        vectors = [old, new, update.weights]
+        before = update.optimizer_step.before.double()[mask] if update.optimizer_step is not None else None
+        checks.append(_average(name, *(v.double()[mask] for v in vectors), before, decay_at, update.step + 1, declared))
     return checks
 
 
@@ -373,16 +381,8 @@ def _average(name, old, new, weights, before_step, decay_at, number: int, declar
     observed = f"decay {1 - moved:.6g}" if moved is not None else "no difference between average and weights"
     if distance <= 2 * rounding + SMALL * (1 - decay) * gap:
         return Check("ema", name, wanted, observed, True)
-    left = float((new - old - (moved or 0.0) * (weights - old)).norm()) / max(float((new - old).norm()), 1e-300)
-    return Check(
-        "ema",
-        name,
-        wanted,
-        observed,
-        False,
-        f"{name}: "
-        + _explain_average(old, new, weights, before_step, decay, decay_at, number, moved, left, gap, rounding, declared),
-    )
+    text = _explain_average(old, new, weights, before_step, decay_at, number, declared)
+    return Check("ema", name, wanted, observed, False, f"{name}: {text}")
 
 
 def _slope(x: torch.Tensor, y: torch.Tensor) -> float | None:
@@ -390,7 +390,10 @@ def _slope(x: torch.Tensor, y: torch.Tensor) -> float | None:
     return float((x * y).sum()) / size if size else None
 
 
-def _explain_average(old, new, weights, before_step, decay, decay_at, number, moved, left, gap, rounding, declared) -> str:
+def _explain_average(old, new, weights, before_step, decay_at, number, declared) -> str:
+    decay, moved = decay_at(number), _slope(weights - old, new - old)
+    left = float((new - old - (moved or 0.0) * (weights - old)).norm()) / max(float((new - old).norm()), 1e-300)
+    rounding = 2 * ROUNDING * float(torch.maximum(old.abs(), weights.abs()).norm())
     if torch.equal(old, new):
         return f"it does not move in this update, declared is a decay of {decay:.6g}"
     if moved is not None and left < 0.02 + 4 * rounding / max(float((new - old).norm()), 1e-300):
