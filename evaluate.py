@@ -16,12 +16,12 @@ evaluated, whatever was found; 2 a mistake in the command or the data.
 """
 
 import json
-import os
 from dataclasses import fields, replace
 from pathlib import Path
 
 from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
+from utils.core.files import whole_file
 from utils.options.flags import DataOptions, EvaluateOptions
 from utils.options.parser import parse_options
 
@@ -295,9 +295,8 @@ def write_result(args: EvaluateOptions, results: list[dict], sheet) -> None:
     own = [result for result in results if folder_of(args, result) == folder]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / ".evaluation.json.tmp"
-        draft.write_text(json.dumps({"results": own}, indent=2) + "\n")
-        os.replace(draft, folder / "evaluation.json")
+        with whole_file(folder / "evaluation.json") as draft:
+            draft.write_text(json.dumps({"results": own}, indent=2) + "\n")
         if sheet is not None:
             save_png(sheet, folder / ("nearest.png" if len(own) == 1 else f"nearest-{len(own) - 1}.png"))
         if not args.output_dir:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
+from utils.core.files import whole_file
 from utils.options.flags import GenerateOptions
 from utils.options.parser import parse_options
 
@@ -154,9 +155,8 @@ def claim_folder(output_dir: Path, settings: dict) -> None:
             raise UserError(f"{output_dir} holds images that generate.py did not make; choose another --output_dir")
         if any(re.fullmatch(r"\d{6,}\.png", name) for name in names):
             refuse_other_settings(output_dir, recorded, settings)
-        temporary = output_dir / ".generate.json.tmp"
-        temporary.write_text(json.dumps(settings, indent=2) + "\n")
-        os.replace(temporary, record)
+        with whole_file(record) as draft:
+            draft.write_text(json.dumps(settings, indent=2) + "\n")
     except (OSError, ValueError) as error:
         raise UserError(f"cannot use --output_dir {output_dir}: {error}") from error
 

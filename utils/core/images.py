@@ -2,12 +2,13 @@
 
 import io
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
+
+from utils.core.files import whole_file
 
 SHOWN_SIZE = 64  # pixels: smaller images are enlarged in grids to about this
 CAPTION_HEIGHT = 18
@@ -27,9 +28,8 @@ def save_png(image: Image.Image, path: Path | str) -> None:
     """Writes `path` complete or not at all, so that whatever is found after a kill is whole."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    image.save(temporary, format="PNG")
-    os.replace(temporary, path)
+    with whole_file(path) as draft:
+        image.save(draft, format="PNG")
 
 
 def is_complete_png(path: Path | str, size: tuple[int, int]) -> bool:

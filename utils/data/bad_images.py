@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from utils.core.errors import UserError
+from utils.core.files import whole_file
 
 _NAMED = 3  # images that a message names
 
@@ -102,9 +102,8 @@ class BadImageReport:
         if entries != self._entries:
             self._entries = entries
             try:
-                unfinished = self._path.with_name(f".tmp-{self._path.name}")
-                unfinished.write_text(json.dumps([entries[row] for row in sorted(entries)], indent=1) + "\n")
-                os.replace(unfinished, self._path)
+                with whole_file(self._path) as draft:
+                    draft.write_text(json.dumps([entries[row] for row in sorted(entries)], indent=1) + "\n")
             except OSError as error:  # a full disk, say: no reason to end a run
                 self._print_line(f"{self._path} was not written: {error.strerror or error}")
         if len(bad_images) > self._told:

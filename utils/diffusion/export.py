@@ -16,6 +16,7 @@ from torch import nn
 
 from utils.core import randomness
 from utils.core.errors import UserError, one_line, out_of_memory
+from utils.core.files import sync, whole_file
 from utils.diffusion.ddpm import config_for_any
 from utils.diffusion.pipelines import load_network, training_scheduler
 from utils.diffusion.sampling import full_precision
@@ -65,19 +66,16 @@ def export_pipeline(
         files = sorted(path.relative_to(draft) for path in draft.rglob("*") if path.is_file())
         for name in sorted(files, key=lambda name: str(name) == PIPELINE_INDEX):
             (output_dir / name).parent.mkdir(parents=True, exist_ok=True)
-            _replace(draft / name, output_dir / name)
+            sync(draft / name)  # or a power cut could leave the new name with no content
+            os.replace(draft / name, output_dir / name)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
 def write_card(output_dir: Path, card_text: str) -> None:
     """Writes README.md anew, complete or not at all. Raises OSError."""
-    draft = output_dir / ".README.md.tmp"
-    try:
+    with whole_file(output_dir / "README.md", durable=True) as draft:
         draft.write_bytes(card_text.encode())
-        _replace(draft, output_dir / "README.md")
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def check_export(unet: nn.Module, scheduler, output_dir: Path | str) -> None:
@@ -179,12 +177,6 @@ def _settings(path: Path) -> dict | None:
     if not path.exists():
         return None
     return {key: value for key, value in json.loads(path.read_text()).items() if not key.startswith("_diffusers")}
-
-
-def _replace(source: Path, target: Path) -> None:
-    with open(source, "rb") as file:
-        os.fsync(file.fileno())  # or a power cut could leave the new name with no content
-    os.replace(source, target)
 
 
 def check_pipeline(output_dir: Path | str, num_inference_steps: int = 2, timeout_seconds: float = 600) -> None:

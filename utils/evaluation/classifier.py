@@ -2,9 +2,9 @@
 judge of which classes a set of samples shows. It is trained here, apart from any generator, and kept by the dataset's
 fingerprint."""
 
+import contextlib
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from utils.core.errors import UserError
+from utils.core.files import whole_file
 from utils.data.augmentation import to_unit_range
 from utils.data.dataset import ImageSet, content_fingerprint
 from utils.data.loader import SampleOrder
@@ -117,13 +118,10 @@ def _train(classifier: Classifier, images: ImageSet) -> float:
 
 def _save(classifier: Classifier, path: Path) -> None:
     """Complete or not at all; a cache that cannot be written is made again next time."""
-    draft = path.with_name(f".{os.getpid()}-{path.name}")
-    try:
+    with contextlib.suppress(OSError, SafetensorError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(classifier.state_dict(), draft, {"accuracy": json.dumps(classifier.accuracy)})
-        os.replace(draft, path)
-    except (OSError, SafetensorError):
-        draft.unlink(missing_ok=True)
+        with whole_file(path, shared=True) as draft:
+            save_file(classifier.state_dict(), draft, {"accuracy": json.dumps(classifier.accuracy)})
 
 
 def _load(classifier: Classifier, path: Path) -> bool:

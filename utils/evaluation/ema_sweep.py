@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from utils.core.errors import UserError
+from utils.core.files import whole_file
 from utils.data.dataset import cache_root, load_images
 from utils.data.split import split_validation
 from utils.diagnostics.report.page import write_page
@@ -88,9 +89,8 @@ def write_sweep(output_dir: Path, run: Path, metric: str, step: int, num_images:
     best = min(values, key=values.get)
     found = {"run": str(run), "metric": metric, "step": step, "num_images": num_images, "best_width": best}
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "sweep.json").write_text(
-        json.dumps(found | {"widths": {str(w): v for w, v in values.items()}}, indent=2) + "\n"
-    )
+    with whole_file(output_dir / "sweep.json") as draft:
+        draft.write_text(json.dumps(found | {"widths": {str(w): v for w, v in values.items()}}, indent=2) + "\n")
     widths = sorted(values)
     curve = Curve(f"{num_images} samples", widths, [values[width] for width in widths])
     figure = plot(

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 
 from utils.core.distributed import agree, from_main_process
 from utils.core.errors import UserError, memory_problem, one_line
+from utils.core.files import whole_file
 from utils.data.dataset import ImageSet, content_fingerprint
 from utils.evaluation.distances import Moments
 from utils.evaluation.extractor import Extractor, eight_bit
@@ -190,15 +190,12 @@ def save_features(path: Path, features: FeatureSet, facts: dict) -> str:
     }
     text = json.dumps(facts | {"pixels_sha256": features.pixels_sha256}, sort_keys=True)
     digest = _digest(tensors, text)
-    draft = path.with_name(f".{os.getpid()}-{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, draft, {"facts": text, "sha256": digest, "format": str(FORMAT)})
-        os.replace(draft, path)
+        with whole_file(path, shared=True) as draft:
+            save_file(tensors, draft, {"facts": text, "sha256": digest, "format": str(FORMAT)})
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    finally:
-        draft.unlink(missing_ok=True)
     return digest
 
 

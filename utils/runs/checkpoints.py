@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from utils.core.distributed import from_main_process, on_main_process
 from utils.core.errors import UserError
+from utils.core.files import sync
 from utils.optim.ema import EMA
 from utils.optim.optimizers import match_layouts
 from utils.runs.folder import check_options
@@ -105,11 +106,11 @@ def _publish(temporary: Path, final: Path, step: int) -> None:
     files = {}
     for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
         files[path.relative_to(temporary).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-        _fsync(path)
+        sync(path)
     manifest = temporary / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=2))
-    _fsync(manifest)
-    _fsync(temporary)
+    sync(manifest)
+    sync(temporary)
     replaced = final.with_name(REPLACED + final.name)
     if final.exists():  # a run resumed from an earlier checkpoint comes by again
         os.rename(final, replaced)  # a kill before the next line: `find_checkpoint` undoes this one
@@ -119,7 +120,7 @@ def _publish(temporary: Path, final: Path, step: int) -> None:
         if replaced.exists():
             os.rename(replaced, final)
         raise
-    _fsync(final.parent)
+    sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -259,11 +260,3 @@ def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

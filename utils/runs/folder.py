@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import platform
 import shlex
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from utils.core.errors import UserError
+from utils.core.files import whole_file
 from utils.options.parser import HIDDEN, Options
 
 GONE = {"streaming"}  # options of earlier releases that no run could use
@@ -107,9 +107,8 @@ class RunFolder:
                 *earlier.get("earlier_starts", []),
                 {k: earlier.get(k) for k in ("command", "started", "git_commit", "versions")},
             ]
-        draft = path.with_name(".options.json.tmp")
-        draft.write_text(json.dumps(record, indent=2) + "\n")
-        os.replace(draft, path)
+        with whole_file(path) as draft:
+            draft.write_text(json.dumps(record, indent=2) + "\n")
 
     def release(self, exit_status: int) -> None:
         """Records how the run ended, since launchers return 1 whatever their processes return, and lets others in."""

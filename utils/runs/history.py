@@ -2,9 +2,10 @@
 
 import json
 import math
-import os
 import time
 from pathlib import Path
+
+from utils.core.files import whole_file
 
 HISTORY = "history.jsonl"
 
@@ -22,9 +23,8 @@ class History:
         self.records = [record for record in everything if record["step"] <= first_step]
         cut_short = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
         if len(self.records) < len(everything) or cut_short:
-            draft = self.path.with_name(f".{HISTORY}.tmp")
-            draft.write_text("".join(_line(record) for record in self.records))
-            os.replace(draft, self.path)
+            with whole_file(self.path) as draft:
+                draft.write_text("".join(_line(record) for record in self.records))
 
     def add(self, step: int, values: dict) -> None:
         """Records `values` (JSON types) of the moment when `step` updates were finished."""

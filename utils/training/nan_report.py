@@ -1,7 +1,6 @@
 """What was wrong with an update that was skipped because its loss or gradient is not finite: which sample, module, weights."""
 
 import json
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors.torch import save
 from torch import nn
 
 from utils.core.distributed import on_main_process
+from utils.core.files import whole_file
 from utils.core.images import make_grid, save_png
 from utils.diffusion.sampling import to_uint8
 from utils.optim.nonfinite import BadUpdate, advice
@@ -111,7 +111,8 @@ class NanReports:
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "report.json").write_text(json.dumps(report, indent=2))
+            with whole_file(folder / "report.json") as draft:
+                draft.write_text(json.dumps(report, indent=2))
 
         on_main_process(run.accelerator, write)
         where = next(filter(None, problems), None) or folder.relative_to(run.output_dir)
@@ -173,9 +174,8 @@ def _summary(module: dict | None, samples: list[dict], bad_names: list[str], rep
 def _write_batch(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
     """A rank's samples as safetensors and as a picture."""
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".rank{rank}.tmp"
-    temporary.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
-    os.replace(temporary, folder / f"rank{rank}.safetensors")
+    with whole_file(folder / f"rank{rank}.safetensors") as draft:
+        draft.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
     save_png(make_grid(to_uint8(tensors["clean_images"])), folder / f"rank{rank}.png")
 
 
