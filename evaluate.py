@@ -6,7 +6,7 @@
     accelerate launch evaluate.py make-reference --dataset_name digits --resolution 16 --image_channels 1 --output r.safetensors
     accelerate launch evaluate.py --pipeline runs/digits --reference r.safetensors
 
-Prints distances (Frechet, kernel), diversity, memorisation, and what kind of collapse there is, if any, with cause and fix;
+Prints distances (Frechet, kernel), diversity, memorization, and what kind of collapse there is, if any, with cause and fix;
 beside each figure what real images give against other real ones. Figures are named after the extractor, and only what was
 made alike is put into one table: `--compare evaluation.json` adds earlier results. Image i is that of generate.py for the
 same seed and batch size.

@@ -163,7 +163,7 @@ def claim_folder(output_dir: Path, settings: dict) -> None:
 
 def refuse_other_settings(output_dir: Path, recorded: dict, settings: dict) -> None:
     for key, value in settings.items():
-        # The pipeline is recognised by its weights, so that it may be moved or reached by another path.
+        # The pipeline is recognized by its weights, so that it may be moved or reached by another path.
         if key not in ("pipeline", "num_images") and recorded.get(key) != value:
             raise UserError(
                 f"{output_dir} holds images of another {key} ({recorded.get(key)}, now {value}); choose another --output_dir"

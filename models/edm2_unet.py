@@ -41,7 +41,7 @@ PRESETS = {
 }
 
 
-def normalise(x: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
+def normalize(x: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
     """`x` over its root mean square along `dim`, computed in fp32 and returned in the dtype of `x`.
 
     A vector far below the magnitude of EPSILON stays small.
@@ -73,10 +73,10 @@ def mp_cat(a: torch.Tensor, b: torch.Tensor, t: float) -> torch.Tensor:
 def unit_weight(weight: torch.Tensor, gain: torch.Tensor | float) -> torch.Tensor:
     """What a layer computes with: each output's weight vector at length `gain`, whatever that of `weight` is (eq. 47).
 
-    fp32, like the normalisation's gradient, which is orthogonal to the stored vector.
+    fp32, like the normalization's gradient, which is orthogonal to the stored vector.
     """
     fan_in = weight[0].numel()
-    return normalise(weight.float(), tuple(range(1, weight.ndim))) * (gain / math.sqrt(fan_in))
+    return normalize(weight.float(), tuple(range(1, weight.ndim))) * (gain / math.sqrt(fan_in))
 
 
 class MPConv2d(nn.Conv2d):
@@ -129,7 +129,7 @@ class MPFourier(nn.Module):
 
 @torch.no_grad()
 def force_weight_norm(model: nn.Module, finite: torch.Tensor | None = None) -> None:
-    """Forced weight normalisation (section 2.3, eq. 66): stretches every stored weight vector to unit variance, in place.
+    """Forced weight normalization (section 2.3, eq. 66): stretches every stored weight vector to unit variance, in place.
 
     Call it after each optimizer step: then a step of the same size turns the weights by the same angle for ever, where
     they would otherwise grow and slow the learning down. Changes no output. Nothing happens where `finite` (0-dim bool on the
@@ -188,7 +188,7 @@ class EDM2Block(nn.Module):
         elif self.resample == "up":
             x = F.interpolate(x, scale_factor=2.0, mode="nearest")
         if self.mode == "encoder":
-            x = normalise(x if self.conv_skip is None else self.conv_skip(x), dim=1)
+            x = normalize(x if self.conv_skip is None else self.conv_skip(x), dim=1)
         branch = self.conv_in(mp_silu(x))
         scale = 1.0 + self.modulation(embedding, self.modulation_gain)
         branch = mp_silu(branch * scale[:, :, None, None].to(branch.dtype))
@@ -205,7 +205,7 @@ class EDM2Block(nn.Module):
         batch, channels, height, width = qkv.shape
         # [3, B, heads, pixels, head channels]
         heads = qkv.reshape(batch, 3, self.num_heads, channels // 3 // self.num_heads, height * width).permute(1, 0, 2, 4, 3)
-        q, k, v = normalise(heads, dim=-1).unbind(0)
+        q, k, v = normalize(heads, dim=-1).unbind(0)
         attended = F.scaled_dot_product_attention(q, k, v)
         return attended.transpose(2, 3).reshape(batch, channels // 3, height, width)
 

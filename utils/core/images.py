@@ -12,7 +12,7 @@ from utils.core.files import whole_file
 
 SHOWN_SIZE = 64  # pixels: smaller images are enlarged in grids to about this
 CAPTION_HEIGHT = 18
-BACKGROUND = 208  # light grey: the edges of white and of black images show
+BACKGROUND = 208  # light gray: the edges of white and of black images show
 PNG_END = b"IEND\xae\x42\x60\x82"
 
 
@@ -80,11 +80,11 @@ def denoising_path(path: torch.Tensor, captions: Sequence[str]) -> Image.Image:
 
 
 def _captioned(grid: Image.Image, captions: Sequence[str]) -> Image.Image:
-    """`grid` under a line of captions, each centred over its equal share of the width."""
+    """`grid` under a line of captions, each centered over its equal share of the width."""
     page = Image.new("RGB", (grid.width, grid.height + CAPTION_HEIGHT), (BACKGROUND,) * 3)
     page.paste(grid, (0, CAPTION_HEIGHT))
     draw = ImageDraw.Draw(page)
     for number, caption in enumerate(captions):
-        centre = grid.width * (number + 0.5) / len(captions)
-        draw.text((centre, CAPTION_HEIGHT / 2), caption, fill=(0, 0, 0), font=ImageFont.load_default(), anchor="mm")
+        center = grid.width * (number + 0.5) / len(captions)
+        draw.text((center, CAPTION_HEIGHT / 2), caption, fill=(0, 0, 0), font=ImageFont.load_default(), anchor="mm")
     return page

@@ -4,7 +4,7 @@ The generator is counter-based, so there is no state to save, nothing depends on
 what was drawn before, and the CPU and a GPU draw the same numbers (normals agree to float rounding). It runs as a few
 integer tensor operations on the device that holds the sample numbers: no per-sample generator, no copy over PCIe.
 
-The mixing function is the finaliser of SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators",
+The mixing function is the finalizer of SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014). A sample's numbers are the SplitMix64 sequence that starts at the sample's own 64-bit key.
 """
 
@@ -33,7 +33,7 @@ def _logical_right_shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix(z: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser, elementwise on int64; products wrap modulo 2^64."""
+    """SplitMix64's finalizer, elementwise on int64; products wrap modulo 2^64."""
     z = (z ^ _logical_right_shift(z, 30)) * _MIX_1
     z = (z ^ _logical_right_shift(z, 27)) * _MIX_2
     return z ^ _logical_right_shift(z, 31)

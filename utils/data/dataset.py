@@ -15,7 +15,7 @@ import torch
 from utils.core.errors import UserError
 from utils.data.bad_images import BadImage, BadImages, UndecodableImage
 from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
-from utils.data.color_modes import background_colour
+from utils.data.color_modes import background_color
 from utils.data.columns import EncodedImages, find_image_column, find_labels
 from utils.data.decode import ImagePreparation, crop_offsets, describe_remarks, size_from_header
 from utils.data.sources import open_dataset
@@ -126,7 +126,7 @@ class ImageSet:
         Args:
             indices: int64 [batch] in [0, len(self)).
             crop: float32 [batch, 2] in [0, 1), where to cut images that are not square (top, left); None cuts the
-            centre.
+            center.
 
         Raises:
             IndexError: an index outside the set.
@@ -217,7 +217,7 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     """
     resolution, image_channels = options.resolution, options.image_channels
     try:
-        colour = background_colour(options.background)
+        color = background_color(options.background)
     except ValueError as error:
         raise UserError(str(error)) from None
     allowed = options.max_bad_images if options.on_bad_image == "replace" else 0
@@ -235,7 +235,7 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
 
     max_value = 65535 if options.preserve_input_precision else 255
     prepare = ImagePreparation(resolution, image_channels, options.center_crop, options.background, max_value)
-    shaping = [PACKING_VERSION, column, len(dataset), resolution, image_channels, options.center_crop, colour, max_value]
+    shaping = [PACKING_VERSION, column, len(dataset), resolution, image_channels, options.center_crop, color, max_value]
     fingerprint = hashlib.sha256(json.dumps([opened.key, shaping]).encode()).hexdigest()[:32]
     files = EncodedImages(dataset, column)
     if options.cache_images == "yes":

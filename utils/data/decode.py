@@ -14,13 +14,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from utils.core.errors import UserError
 from utils.data.bad_images import UndecodableImage
-from utils.data.color_modes import background_colour, is_deep, stack_planes, to_planes
+from utils.data.color_modes import background_color, is_deep, stack_planes, to_planes
 
 # What is worth telling once about a dataset; {n} is the number of images.
 REMARKS = {
     "frames": "{n} images with several frames (animated or paged): the first frame is used",
     "deep": "{n} images with more than 8 bits per channel: scaled to 8 bits (--preserve_input_precision keeps 16)",
-    "transparent": "{n} images with transparency: composited on the background colour",
+    "transparent": "{n} images with transparency: composited on the background color",
     "rotated": "{n} images turned upright by their EXIF orientation",
 }
 _EXIF_ORIENTATION = 0x0112
@@ -45,7 +45,7 @@ class ImageFile:
 class ImagePreparation:
     """Options that turn an `ImageFile` into pixels; calling it gives the pixels.
 
-    `channels` is 1 or 3, `max_value` 255 (uint8) or 65535 (uint16), `background` any opaque Pillow colour.
+    `channels` is 1 or 3, `max_value` 255 (uint8) or 65535 (uint16), `background` any opaque Pillow color.
     """
 
     resolution: int
@@ -91,7 +91,7 @@ class ImagePreparation:
                 remarks.append("deep")
             if image.has_transparency_data:
                 remarks.append("transparent")
-            planes = to_planes(image, self.channels, background_colour(self.background), self.max_value)
+            planes = to_planes(image, self.channels, background_color(self.background), self.max_value)
         height, width = resized_size(image.height, image.width, self.resolution)
         planes = [plane.resize((width, height), Image.Resampling.BILINEAR) for plane in planes]
         pixels = stack_planes(planes, self.channels, self.max_value)
@@ -130,7 +130,7 @@ def crop_offsets(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Top and left [batch] of a square crop from images of the given sizes [batch].
 
-    `crop` [batch, 2] in [0, 1) chooses uniformly among all positions; None takes the centre, rounded as torchvision
+    `crop` [batch, 2] in [0, 1) chooses uniformly among all positions; None takes the center, rounded as torchvision
     does.
     """
     room = np.stack([heights, widths], axis=1).astype(np.int64) - resolution

@@ -141,7 +141,7 @@ def training_batches(
 
     Each is a dict of `images` uint8 or uint16 [batch, channels, resolution, resolution], `labels` int64 [batch] or
     None, and `sample_numbers` int64 [batch]. Images that are not square are cut at random, by sample number, or at
-    the centre. The labels are those of the images that are shown, where some stand for others that cannot be decoded;
+    the center. The labels are those of the images that are shown, where some stand for others that cannot be decoded;
     what the workers learn of such images is added to `images.bad_images` with the batch.
 
     The workers ignore SIGTERM, SIGINT and SIGUSR1, which launchers send to the whole process group: the main process
@@ -186,7 +186,7 @@ def _iterate(loader: DataLoader, images: ImageSet) -> Iterator[dict]:
                 images.bad_images.learn(batch.pop("bad_images"))
             yield batch
     finally:
-        # Ends the workers now. In a cycle with a traceback, the garbage collector would first finalise the queues that
+        # Ends the workers now. In a cycle with a traceback, the garbage collector would first finalize the queues that
         # bring them the news, and then wait for them.
         del iterator
 

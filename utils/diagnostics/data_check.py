@@ -16,7 +16,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from utils.core import randomness
 from utils.data.augmentation import to_unit_range
 
-# An image is a near-copy of another when their 8 x 8 grey thumbnails differ, in root mean square, by less than this share
+# An image is a near-copy of another when their 8 x 8 gray thumbnails differ, in root mean square, by less than this share
 # of the contrast (standard deviation over the thumbnail) of the image itself; at equal brightness that is a correlation
 # above 1 - 0.05^2 / 2 = 0.9987. Measured: JPEG at quality 75 moves images of 32 x 32 by 0.02, and by 0.01 when they were
 # larger; resizing there and back by 0.03. Between different images the closest two of 1,797 digits differ by 0.09, of 520
@@ -26,7 +26,7 @@ from utils.data.augmentation import to_unit_range
 NEAR_COPY_DISTANCE = 0.05
 
 _THUMBNAIL = 8  # pixels
-_LUMA = torch.tensor([0.299, 0.587, 0.114])  # ITU-R BT.601, which JPEG keeps better than the colours
+_LUMA = torch.tensor([0.299, 0.587, 0.114])  # ITU-R BT.601, which JPEG keeps better than the colors
 _CHUNK_BYTES = 2**20  # of pixels; eight times as much as float64
 _SIZES_SAMPLE = 256
 _MAX_COUNTS = 1000  # classes whose counts are listed
@@ -108,7 +108,7 @@ def _pixel_figures(images, read: np.ndarray, sampled: np.ndarray, chunk: int) ->
         values = pixels.double()
         sums += values.sum(0)
         squares += values.square_().sum(0)
-        nearest.compare(read[part], hashes[part], grey_thumbnails(pixels, images.max_value))
+        nearest.compare(read[part], hashes[part], gray_thumbnails(pixels, images.max_value))
 
     whole = images.shown(read) == read  # the others are copies that the set made, in place of images that cannot be decoded
     constant = read[(lows == highs) & whole]
@@ -140,8 +140,8 @@ def _hashes(flat: np.ndarray) -> np.ndarray:
     return np.frombuffer(digests, np.uint64)
 
 
-def grey_thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
-    """Grey thumbnails float32 [batch, pixels] in [-1, 1] of integer images [batch, channels, height, width]."""
+def gray_thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
+    """Gray thumbnails float32 [batch, pixels] in [-1, 1] of integer images [batch, channels, height, width]."""
     small = to_unit_range(pixels, max_value)
     if small.shape[-1] > _THUMBNAIL:
         small = adaptive_avg_pool2d(small, _THUMBNAIL)
@@ -168,7 +168,7 @@ class _Nearest:
         for start in range(0, len(sampled), chunk):
             pixels = images.fetch(sampled[start : start + chunk])
             hashes.append(_hashes(pixels.reshape(len(pixels), -1)))
-            thumbnails.append(grey_thumbnails(torch.from_numpy(pixels), images.max_value))
+            thumbnails.append(gray_thumbnails(torch.from_numpy(pixels), images.max_value))
         self.thumbnails, self.hashes = torch.cat(thumbnails), torch.from_numpy(np.concatenate(hashes).view(np.int64))
         self.found, self.nearest = self.thumbnails.clone(), torch.full((len(sampled),), -1)
         self.score = torch.full((len(sampled),), math.inf, dtype=torch.float64)

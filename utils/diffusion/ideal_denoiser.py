@@ -10,7 +10,7 @@ which is Karras et al. 2022 ("Elucidating the design space of diffusion-based ge
 x = x_t / a and sigma = s / a. The best eps and v follow, as both are linear in x_0 once x_t is known.
 
 This denoiser knows the training set by heart: at low noise it gives back the training image, and a network that equals
-it there has memorised. At high noise it is the floor of the loss, which a healthy network comes close to.
+it there has memorized. At high noise it is the floor of the loss, which a healthy network comes close to.
 """
 
 import math
@@ -119,13 +119,13 @@ def denoiser_gap(
     On training images no predictor beats the ideal one on average, and E[gap] = E[distance] exactly, for every model: the
     error of a conditional mean is uncorrelated with whatever depends on x_t alone. `distance` is never negative, and of
     a model close to the ideal it is by far the steadier figure. Held-out images were not drawn from the set that the
-    ideal denoiser knows, so there it is no optimum: a model that generalises beats it at low noise (a negative gap),
-    while one that has memorised errs as much as it does.
+    ideal denoiser knows, so there it is no optimum: a model that generalizes beats it at low noise (a negative gap),
+    while one that has memorized errs as much as it does.
 
     Of sets larger than `max_images` (or 256 MiB as float32) a random subset stands for the whole: the noised training images
     come from it, and the ideal denoiser knows it alone. As it then has fewer images to choose from, its error is below that
     of the whole set's ideal, mostly at middling noise, and the gap too large. Images that are not square are cut at the
-    centre.
+    center.
 
     Args:
         unet: the unwrapped network, in full precision, with the weights and in the mode to judge.
@@ -180,7 +180,7 @@ def denoiser_gap(
 
 def gap_by_timestep(gap: dict) -> dict[str, dict[str, float]]:
     """What to record of a `denoiser_gap`: timestep -> mean squared distance to the ideal on training images, and -> error above
-    the ideal's on held-out ones, where a negative figure at low noise is generalisation."""
+    the ideal's on held-out ones, where a negative figure at low noise is generalization."""
     found = {"ideal_denoiser_gap": {str(t["timestep"]): t["train"]["distance"] for t in gap["timesteps"]}}
     if held_out := {str(t["timestep"]): t["held_out"]["gap"] for t in gap["timesteps"] if t["held_out"]}:
         found["ideal_denoiser_gap_held_out"] = held_out

@@ -11,7 +11,7 @@ from models.edm_heun import EDMHeunScheduler
 from utils.core.errors import UserError
 from utils.diffusion.pipelines import load_network
 from utils.diffusion.sampling import is_edm
-from utils.diffusion.unet import normalise_spectra
+from utils.diffusion.unet import normalize_spectra
 from utils.runs.record import RunRecord
 
 
@@ -23,7 +23,7 @@ def load_run(run: Path):
         raise UserError(f"{run} has no exported pipeline yet; there is one after --save_model_steps updates, and at the end")
     unet, config = load_network(str(run))
     if RunRecord.read(run).options.get("spectral_norm"):
-        normalise_spectra(unet)  # in training the weights stand beside their singular vectors, and so do their averages
+        normalize_spectra(unet)  # in training the weights stand beside their singular vectors, and so do their averages
     return unet, (EDMHeunScheduler if is_edm(config) else DDPMScheduler).from_config(config)
 
 

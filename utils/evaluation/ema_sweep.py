@@ -79,7 +79,7 @@ def make_judge(
 
         with full_precision(unet.to(accelerator.device)):
             (generated,), _ = extract(accelerator, [extractor], num_images, batch_size, make_images)
-        return compare(generated, real, standardised=extractor.standardised, seed=seed)[kind]
+        return compare(generated, real, standardized=extractor.standardized, seed=seed)[kind]
 
     return judge
 

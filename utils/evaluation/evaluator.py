@@ -20,7 +20,7 @@ from utils.diffusion.sampling import sample, to_uint8
 from utils.evaluation.classifier import Classifier
 from utils.evaluation.extractor import Extractor
 from utils.evaluation.feature_sets import FeatureSet, extract
-from utils.evaluation.memorization import Originals, feature_memorisation, kept_for_memorisation, memorisation
+from utils.evaluation.memorization import Originals, feature_memorization, kept_for_memorization, memorization
 from utils.evaluation.pretrained import INCEPTION_SHA256
 from utils.evaluation.quality import MIN_IMAGES, class_figures, compare, location_and_spread, real_floor
 
@@ -79,7 +79,7 @@ class Evaluation:
     def floor(self, count: int) -> dict:
         """`compare` of real images with each other, as for `count` samples; made once. On the main process alone."""
         if count not in self._floors:
-            options = {"standardised": self.extractor.standardised, "seed": self.seed, "device": self._device}
+            options = {"standardized": self.extractor.standardized, "seed": self.seed, "device": self._device}
             self._floors[count] = real_floor(self.reference, count, **options)
         return self._floors[count]
 
@@ -93,13 +93,13 @@ class Evaluation:
         count: int,
         *,
         progress: Callable[[int], None] | None = None,
-        cancelled: Callable[[], bool] | None = None,
+        canceled: Callable[[], bool] | None = None,
     ) -> tuple[dict | None, Image.Image | None]:
         """Figures (JSON) of images 0 ... count - 1, with `floor`, `warnings` and `findings`, and on the main process the sheet
         of closest pairs.
 
         `make_images` is called with the numbers int64 [n] of a chunk, and gives uint8 [n, C, H, W] on the accelerator's device.
-        `cancelled` is asked once all were made: where any process says True, all return (None, None). Raises UserError for
+        `canceled` is asked once all were made: where any process says True, all return (None, None). Raises UserError for
         fewer than 10 samples or 20 reference images, and
         for whatever fails on any process, on every process.
         """
@@ -110,12 +110,12 @@ class Evaluation:
             )
         kept = 0
         if self.originals is not None:
-            kept = kept_for_memorisation(count, math.prod(self.originals.training.shape))
+            kept = kept_for_memorization(count, math.prod(self.originals.training.shape))
         sets, images = extract(
             self.accelerator, self.extractors, count, self.batch_size, make_images, kept_images=kept, progress=progress
         )
-        if cancelled is not None:
-            told = torch.tensor([int(cancelled())], device=self.accelerator.device)
+        if canceled is not None:
+            told = torch.tensor([int(canceled())], device=self.accelerator.device)
             if self.accelerator.gather(told).any():
                 return None, None
         result = None, None
@@ -132,7 +132,7 @@ class Evaluation:
         return from_main_process(result[0]), result[1]
 
     def _figures(self, sets: list[FeatureSet], images: torch.Tensor | None) -> tuple[dict, Image.Image | None]:
-        options = {"standardised": self.extractor.standardised, "seed": self.seed, "device": self._device}
+        options = {"standardized": self.extractor.standardized, "seed": self.seed, "device": self._device}
         figures = compare(sets[0], self.reference, **options)
         figures["floor"] = self.floor(len(sets[0]))
         if self.classifier is not None:
@@ -141,13 +141,13 @@ class Evaluation:
             figures["classes"] = class_figures(probabilities, self.labels, self.class_names, self.classifier.accuracy)
         sheet = None
         if images is not None:
-            figures["memorisation"], sheet = memorisation(images, self.originals)
+            figures["memorisation"], sheet = memorization(images, self.originals)
             compared = [sets[0].rows, self.originals.rows, self.originals.held_out_rows]
-            if self.extractor.standardised:
+            if self.extractor.standardized:
                 mean, spread = (x.cpu().float() for x in location_and_spread(self.reference.moments))
                 compared = [rows if rows is None else (rows - mean) / spread for rows in compared]
             if compared[1] is not None:
-                figures["memorisation"] |= feature_memorisation(*compared)
+                figures["memorisation"] |= feature_memorization(*compared)
         figures["warnings"] = self.warnings(len(sets[0]))
         fd, floor = figures["fd"], figures["floor"]["fd"]
         if fd < NEAR_FLOOR * floor:

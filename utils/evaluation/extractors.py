@@ -24,7 +24,7 @@ class RandomConvolutions(Extractor):
     """Two random 3x3 convolutions at each of three scales, pooled over the image: 3 x (16 + 24) = 120 features.
 
     Random networks rank generators much as trained ones do (Naeem et al. 2020, section 4; Lee et al. 2022). The first layer
-    sees texture, sharpness and colour, the second, at half the size, corners and strokes; the coarser scales whole shapes.
+    sees texture, sharpness and color, the second, at half the size, corners and strokes; the coarser scales whole shapes.
     What was tried and seen with it is in benchmarks/quality/RESULTS.md. The weights are made by exact arithmetic from a fixed
     seed, so that they are the same to the last bit everywhere. Larger images are reduced to 64 pixels first, by averaging.
     """
@@ -96,8 +96,8 @@ class PrincipalPixels(Extractor):
         chosen = np.linspace(0, len(images) - 1, min(len(images), self.IMAGES)).astype(np.int64)
         parts = [eight_bit(images.fetch(part), images.max_value) for part in np.array_split(chosen, len(chosen) // 256 + 1)]
         pixels = torch.cat([self._flat(part) for part in parts]).double()
-        centred = pixels - pixels.mean(0)
-        values, vectors = torch.linalg.eigh(centred.T @ centred / len(centred))
+        centered = pixels - pixels.mean(0)
+        values, vectors = torch.linalg.eigh(centered.T @ centered / len(centered))
         kept = min(self.MOST, len(chosen) - 1, int((values > 1e-6 * values[-1]).sum()))
         self.register_buffer("mean", pixels.mean(0).float())
         self.register_buffer("basis", vectors[:, -max(kept, 1) :].float())

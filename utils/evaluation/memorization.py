@@ -1,6 +1,6 @@
 """Are the samples copies? How near each is to its nearest training image, beside how near other real images are to theirs.
 
-No figure tells memorisation from too little training (Stein et al. 2023), so there is no verdict "free of memorisation":
+No figure tells memorization from too little training (Stein et al. 2023), so there is no verdict "free of memorization":
 there are the distances of samples and of real images, the rate of near-duplicates of both, and the closest pairs for the eye.
 """
 
@@ -14,7 +14,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from utils.core.images import side_by_side
 from utils.data.augmentation import to_unit_range
-from utils.diagnostics.data_check import NEAR_COPY_DISTANCE, grey_thumbnails
+from utils.diagnostics.data_check import NEAR_COPY_DISTANCE, gray_thumbnails
 from utils.evaluation.extractor import eight_bit
 from utils.evaluation.feature_sets import evenly
 
@@ -32,7 +32,7 @@ class Nearest:
     indices: torch.Tensor
 
 
-def kept_for_memorisation(count: int, image_bytes: int) -> int:
+def kept_for_memorization(count: int, image_bytes: int) -> int:
     """How many of `count` samples, of so many bytes each, are compared with the training images."""
     return max(1, min(count, MAX_IMAGES, MAX_BYTES // max(image_bytes, 1)))
 
@@ -68,7 +68,7 @@ def small_pixels(images: torch.Tensor) -> torch.Tensor:
 def near_duplicates(images: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Distances float64 [n] between images and others, both uint8 [n, C, H, W], in units of the contrast of the former's
     thumbnail; a near-duplicate is below NEAR_COPY_DISTANCE, where what that means was measured. Blank images give infinity."""
-    first, second = grey_thumbnails(images, 255).double(), grey_thumbnails(others, 255).double()
+    first, second = gray_thumbnails(images, 255).double(), gray_thumbnails(others, 255).double()
     contrast = first.std(1, correction=0)
     distances = (first - second).square().mean(1).sqrt() / contrast.clamp(min=1e-12)
     return distances.where(contrast > 1e-6, torch.inf)
@@ -136,7 +136,7 @@ class Originals:
         return self._real[count]
 
 
-def memorisation(samples: torch.Tensor, originals: Originals) -> tuple[dict, Image.Image]:
+def memorization(samples: torch.Tensor, originals: Originals) -> tuple[dict, Image.Image]:
     """Figures (JSON) of samples uint8 [n, C, H, W], on the CPU, and a sheet of the closest pairs.
 
     Returns:
@@ -167,7 +167,7 @@ def _fetch(images, indices: torch.Tensor) -> torch.Tensor:
     return eight_bit(images.fetch(indices.numpy()), images.max_value)
 
 
-def feature_memorisation(rows: torch.Tensor, training_rows: torch.Tensor, held_out_rows: torch.Tensor | None = None) -> dict:
+def feature_memorization(rows: torch.Tensor, training_rows: torch.Tensor, held_out_rows: torch.Tensor | None = None) -> dict:
     """The same in features: medians of the distance to the nearest training row, their ratio, and what the second is of; JSON.
 
     Args:

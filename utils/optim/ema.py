@@ -26,8 +26,8 @@ class EMA:
     """Shadow copies of all parameters and floating buffers of `model`, on its device.
 
     Parameters that training casts (fp16, bf16) are averaged in fp32; integer buffers (counters) and the singular vectors of
-    spectral normalisation, whose mean is none, are copied.
-    `update` launches a handful of fused kernels and never synchronises with the device.
+    spectral normalization, whose mean is none, are copied.
+    `update` launches a handful of fused kernels and never synchronizes with the device.
     """
 
     def __init__(self, model: nn.Module):

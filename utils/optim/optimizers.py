@@ -39,7 +39,7 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
     if name == "rmsprop":
         return torch.optim.RMSprop(groups, lr=learning_rate, momentum=momentum, eps=epsilon)
     if name == "sgd":
-        # Not fused: torch's fused SGD leaves its momentum uninitialised when the very first update is skipped.
+        # Not fused: torch's fused SGD leaves its momentum uninitialized when the very first update is skipped.
         return torch.optim.SGD(groups, lr=learning_rate, momentum=momentum)
     if name == "adamw8bit":
         try:

@@ -65,7 +65,7 @@ class SampleEvaluation:
             if self._evaluation is None:
                 self._evaluation = self._prepare()
             prepared = time.perf_counter()
-            figures, sheet = self._evaluation.measure(self._sample, run.options.eval_images, cancelled=lambda: self._stopped)
+            figures, sheet = self._evaluation.measure(self._sample, run.options.eval_images, canceled=lambda: self._stopped)
         except UserError as error:  # on all processes alike: no memory for it, say
             problem = str(error)
         if problem is not None:

@@ -90,7 +90,7 @@ class NanReports:
         finally:
             for buffer, before in zip(
                 self._network.buffers(), buffers
-            ):  # spectral normalisation moves its own in a forward pass
+            ):  # spectral normalization moves its own in a forward pass
                 buffer.copy_(before)
         samples, replays, problems = gather_object(samples), gather_object([replay]), gather_object([problem])
         blamed = next((r["first_bad_module"] for r in replays if r["first_bad_module"]), None)

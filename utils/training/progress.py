@@ -90,7 +90,7 @@ def read_together(tensors: Sequence[torch.Tensor]) -> list[list]:
 
 
 def _joined(bins: list[float], parts: int) -> list[float]:
-    """Sums of neighbouring bins, `parts` of them."""
+    """Sums of neighboring bins, `parts` of them."""
     width = len(bins) // parts
     return [sum(bins[i : i + width]) for i in range(0, len(bins), width)]
 

@@ -16,7 +16,7 @@ PROBED = ("error", "held_out_error", "linear_error", "output_std", "target_std",
 CORRELATIONS = {  # of utils/diagnostics/noise_check.py
     "timestep_order": "share of noise and timestep",
     "between_images": "images of a batch",
-    "within_images": "neighbouring pixels",
+    "within_images": "neighboring pixels",
     "repeated": "an earlier update",
 }
 
@@ -45,7 +45,7 @@ def loss_plots(record: RunRecord, findings: list) -> str:
         [*curves, _curve(record, "validation/loss", "validation (EMA weights)", 2)],
         unit="loss per sample",
         reading="Healthy: a fast fall, then a slow one, and validation that falls along. Validation that turns up while "
-        "training falls means memorising; a smoothed line that turns up, a learning rate that is too high.",
+        "training falls means memorizing; a smoothed line that turns up, a learning rate that is too high.",
         marks=marks,
         note="Upright lines mark the updates that findings name." if marks else "",
     )

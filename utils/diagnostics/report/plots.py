@@ -1,7 +1,7 @@
 """Curves and heat maps as HTML fragments: an inline SVG that stretches with the page, its labels ordinary text beside it.
 
 Text in an SVG shrinks with it and would be unreadable on a phone; here only the curves stretch, and strokes and labels keep
-their size. Colours are CSS classes (report.css), so that light and dark mode are the style sheet's concern.
+their size. Colors are CSS classes (report.css), so that light and dark mode are the style sheet's concern.
 """
 
 import base64
@@ -25,7 +25,7 @@ SIZE = 1000  # of the SVG's own coordinates, which the page stretches to the plo
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a plot. `style`: 1 to 4 (colour and dash differ), "raw" (thin), "median" (heavy), "limit" (dotted)."""
+    """One line of a plot. `style`: 1 to 4 (color and dash differ), "raw" (thin), "median" (heavy), "limit" (dotted)."""
 
     label: str
     steps: Sequence[float]
@@ -70,7 +70,7 @@ class Axis:
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
         values = [(first + i) * step for i in range(count)]
         if decimals > 4 or step >= 1000:
-            digits = math.ceil(math.log10(max(abs(self.low), abs(self.high)) / step)) + 1  # neighbours get different labels
+            digits = math.ceil(math.log10(max(abs(self.low), abs(self.high)) / step)) + 1  # neighbors get different labels
             return [(value, number(value, max(3, digits)) if abs(value) > step / 2 else "0") for value in values]
         return [(value, f"{value:.{decimals}f}" if abs(value) > step / 2 else "0") for value in values]
 
@@ -125,9 +125,9 @@ def smooth(values: Sequence[float], window: float) -> np.ndarray:
     good = np.isfinite(values) & (np.abs(values) < HUGE)
     if good.any():
         good &= values <= spike_limit(values[good])
-    centre = slice(half, half + len(values))  # "same" would give the kernel's length where that is the longer one
-    total = np.convolve(np.where(good, values, 0.0), kernel)[centre]
-    weight = np.convolve(good.astype(float), kernel)[centre]
+    center = slice(half, half + len(values))  # "same" would give the kernel's length where that is the longer one
+    total = np.convolve(np.where(good, values, 0.0), kernel)[center]
+    weight = np.convolve(good.astype(float), kernel)[center]
     mean = np.divide(total, weight, out=np.full(len(values), np.nan), where=weight > 1e-9)
     return np.where(np.isfinite(values), mean, values)
 
@@ -286,7 +286,7 @@ def _tick_labels(axis: Axis, time_axis: Axis, several_steps: bool, only_step: fl
 
 
 def _line_path(x: np.ndarray, y: np.ndarray) -> tuple[str, str]:
-    """SVG paths of a line that breaks where y is NaN, and of its dots: all where they are few, else those without neighbour."""
+    """SVG paths of a line that breaks where y is NaN, and of its dots: all where they are few, else those without neighbor."""
     pieces: list[list[str]] = [[]]
     for column, row in zip(x, y):
         if math.isfinite(row):
@@ -320,15 +320,15 @@ def _legend_item(kind: str, label: str, value: str, symbol: str = "") -> str:
     return f"<li>{sign}<b>{label}</b>{f'<span>{value}</span>' if value else ''}</li>"
 
 
-# Cividis (Nuñez et al. 2018) at nine places: even in lightness, the same for colour-blind readers.
+# Cividis (Nuñez et al. 2018) at nine places: even in lightness, the same for color-blind readers.
 _CIVIDIS = ("00224e", "1d3564", "434e6c", "5f636e", "7b7b78", "958f78", "b8a971", "d8c662", "fee838")
 _LEVELS = 64
-_NOT_FINITE = "e0218a"  # no colour of the scale is like it
+_NOT_FINITE = "e0218a"  # no color of the scale is like it
 
 
 def heat_map(steps: Sequence[float], names: Sequence[str], values: np.ndarray, *, unit: str) -> str:
     """A picture of positive `values` [time, names] on a log scale, one row per name, the first on top; NaN is left striped,
-    infinity is marked. Rows of the same block are labelled once."""
+    infinity is marked. Rows of the same block are labeled once."""
     values = np.asarray(values, dtype=float)
     good = np.isfinite(values) & (values > 0)
     if not good.any() or len(steps) < 2:
@@ -339,10 +339,10 @@ def heat_map(steps: Sequence[float], names: Sequence[str], values: np.ndarray, *
     levels = np.where(good, np.round(share * (_LEVELS - 1)), _LEVELS).astype(np.uint8)
     levels[np.isinf(values)] = _LEVELS + 1
     picture = Image.fromarray(np.ascontiguousarray(levels.T), mode="P")
-    stops = np.array([[int(colour[i : i + 2], 16) for i in (0, 2, 4)] for colour in _CIVIDIS])
+    stops = np.array([[int(color[i : i + 2], 16) for i in (0, 2, 4)] for color in _CIVIDIS])
     places = np.linspace(0, len(stops) - 1, _LEVELS)
-    colours = np.stack([np.interp(places, range(len(stops)), stops[:, i]) for i in range(3)], 1).round().astype(int)
-    picture.putpalette([*colours.flatten().tolist(), 128, 128, 128, *bytes.fromhex(_NOT_FINITE)])
+    colors = np.stack([np.interp(places, range(len(stops)), stops[:, i]) for i in range(3)], 1).round().astype(int)
+    picture.putpalette([*colors.flatten().tolist(), 128, 128, 128, *bytes.fromhex(_NOT_FINITE)])
     buffer = io.BytesIO()
     picture.save(buffer, "PNG", optimize=True, transparency=_LEVELS)
     source = base64.b64encode(buffer.getvalue()).decode()
@@ -361,7 +361,7 @@ def heat_map(steps: Sequence[float], names: Sequence[str], values: np.ndarray, *
         f'<div class="y-label">{escape(unit)}, one row per layer from input to output</div><div class="heat">'
         f'<img alt="{escape(unit)} of {len(names)} layers over time" src="data:image/png;base64,{source}">'
         f"{''.join(labels)}</div>"
-        f'<div class="x-label">update</div><div class="colour-key"><span class="scale">{number(10**low)}<i></i>'
+        f'<div class="x-label">update</div><div class="color-key"><span class="scale">{number(10**low)}<i></i>'
         f"{number(10**high)}, log scale</span>"
         + ("<span><i></i> zero or not recorded</span>" if (levels == _LEVELS).any() else "")
         + (f'<span><b style="color:#{_NOT_FINITE}">■</b> not finite</span>' if (levels == _LEVELS + 1).any() else "")

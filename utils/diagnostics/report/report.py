@@ -29,7 +29,7 @@ from utils.diagnostics.report.tables import cell, flatten, table
 from utils.options.presets import FLAGS
 from utils.runs.record import RunRecord
 
-SYMBOLS = {"critical": "✖", "warning": "▲", "info": "●"}  # severity is told by more than colour
+SYMBOLS = {"critical": "✖", "warning": "▲", "info": "●"}  # severity is told by more than color
 
 
 def write_report(record: RunRecord, findings: list, path: Path) -> None:

@@ -39,7 +39,7 @@ def train_eval_gap(record: RunRecord) -> Found:
         middle = errors.get(levels[len(levels) // 2]) if levels else None
         if training is not None and middle:
             yield "train-eval-gap"
-        # Such dropout adds a tenth or so; what normalises with figures of the batch may also make training look better.
+        # Such dropout adds a tenth or so; what normalizes with figures of the batch may also make training look better.
         if training is not None and middle and not 0.5 < training / middle < 2.0:
             said += [f"the error in training mode is {training / middle:.2g} times that in evaluation mode, on the same images"]
             last = step

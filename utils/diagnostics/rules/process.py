@@ -56,7 +56,7 @@ def noise_wrong(record: RunRecord) -> Found:
         "variance": (0.75, 1.33, "its variance is {:.2f}, not 1"),
         "kurtosis": (2.4, 4.5, "its kurtosis is {:.2f}, not the 3 of a Gaussian"),
         "between_images": (-0.5, 0.2, "the images of a batch share it (correlation {:.2f})"),
-        "within_images": (0.0, 0.25, "neighbouring pixels or channels share it (correlation {:.2f})"),
+        "within_images": (0.0, 0.25, "neighboring pixels or channels share it (correlation {:.2f})"),
         "repeated": (-0.4, 0.4, "it is the same in one update as in another (correlation {:.2f})"),
     }
     said, last, judged = [], None, False
