@@ -13,11 +13,16 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
 from utils.options.flags import DiagnoseOptions
 from utils.options.parser import parse_options
+
+if TYPE_CHECKING:
+    from utils.data.dataset import ImageSet
+    from utils.runs.record import RunRecord
 
 
 def parse_args(argv: list[str] | None = None) -> DiagnoseOptions:
@@ -97,7 +102,7 @@ def records_of(args: DiagnoseOptions) -> dict:
     }
 
 
-def load(args: DiagnoseOptions, resolution: int, image_channels: int):
+def load(args: DiagnoseOptions, resolution: int, image_channels: int) -> "ImageSet":
     from utils.data.dataset import load_images
     from utils.training.progress import PackingBar
 
@@ -106,7 +111,7 @@ def load(args: DiagnoseOptions, resolution: int, image_channels: int):
     return load_images(replace(args, **size, **counts_bad_ones), PackingBar())
 
 
-def show(record, findings: list, judged: set[str], as_json: bool) -> None:
+def show(record: "RunRecord", findings: list, judged: set[str], as_json: bool) -> None:
     """What could be judged, FAIL, WARN or OK, with cause and fixes; then the figures of a dataset or a probe."""
     from utils.diagnostics.catalog import CATALOG
     from utils.diagnostics.findings import described
@@ -133,7 +138,7 @@ def show(record, findings: list, judged: set[str], as_json: bool) -> None:
             print(f"\n{kind}", *_figure_lines(figures[kind]), sep="\n")
 
 
-def _run_lines(record) -> list[str]:
+def _run_lines(record: "RunRecord") -> list[str]:
     """How far the run is, and what the doctor could not see of it."""
     from utils.diagnostics.report.report import run_state, updates_done
 

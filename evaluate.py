@@ -16,14 +16,27 @@ evaluated, whatever was found; 2 a mistake in the command or the data.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
 from utils.core.files import whole_file
 from utils.options.flags import DataOptions, EvaluateOptions
 from utils.options.parser import parse_options
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from PIL import Image
+    from tqdm import tqdm
+
+    from utils.data.dataset import ImageSet
+    from utils.evaluation.classifier import Classifier
+    from utils.evaluation.extractor import Extractor
+    from utils.evaluation.feature_sets import FeatureSet
+    from utils.evaluation.memorization import Originals
 
 # Options of the data that decide neither which images there are nor in which rows, nor their labels.
 HOW_IT_IS_READ = {"cache_dir", "cache_images", "preserve_input_precision", "max_bad_images", "random_flip", "color_jitter"}
@@ -36,8 +49,6 @@ def parse_args(argv: list[str] | None = None) -> EvaluateOptions:
 
 def main(args: EvaluateOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
-    from tqdm import tqdm
-
     from utils.core.distributed import make_accelerator, on_main_process
     from utils.diagnostics.findings import Finding, described
     from utils.diffusion.guidance import make_guided_prediction
@@ -125,14 +136,14 @@ def main(args: EvaluateOptions) -> None:
     results = []
     originals = {}  # of the last split
 
-    def add(name: str, source, count: int, made_with: str | None = None, **made) -> None:
+    def add(name: str, source: Callable, count: int, made_with: str | None = None, **made: Any) -> None:
         nonlocal originals
         if images is not None:
             split = known_split(args, images, made_with or name)
             if split not in originals:
                 originals = {split: originals_of(images, stored, split)}
             evaluation.originals, made["validation_split"] = originals[split], split or "unknown"
-        with bar(tqdm, accelerator, count, name) as progress:
+        with bar(accelerator, count, name) as progress:
             figures, sheet = evaluation.measure(source, count, progress=progress.update)
         results.append({"name": name, **common, "images": count, **made, "figures": figures})
         on_main_process(accelerator, write_result, args, results, sheet)
@@ -180,7 +191,9 @@ def main(args: EvaluateOptions) -> None:
             print("\n".join(described(finding)))
 
 
-def bar(tqdm, accelerator, total: int, name: str):
+def bar(accelerator: "Accelerator", total: int, name: str) -> "tqdm":
+    from tqdm import tqdm
+
     return tqdm(
         total=total, desc=name, unit=" images", leave=False, disable=not accelerator.is_main_process, dynamic_ncols=True
     )
@@ -198,7 +211,7 @@ def same_shape(shapes: dict[str, tuple[int, int, int]]) -> tuple[int, int, int]:
     return shape
 
 
-def load_reference(args: EvaluateOptions, shape: tuple[int, int, int]):
+def load_reference(args: EvaluateOptions, shape: tuple[int, int, int]) -> tuple["ImageSet", Path]:
     """(the real images as an ImageSet of this shape, the folder where what is computed of them is kept)."""
     from utils.data.dataset import cache_root, load_images
     from utils.training.progress import PackingBar
@@ -207,7 +220,7 @@ def load_reference(args: EvaluateOptions, shape: tuple[int, int, int]):
     return images, cache_root(args.cache_dir) / "steady_diffusion"
 
 
-def reference_facts(images, extractor, features) -> dict:
+def reference_facts(images: "ImageSet", extractor: "Extractor", features: "FeatureSet") -> dict:
     """What a file of statistics must say of itself."""
     return extractor.identity() | {
         "reference": images.description,
@@ -216,7 +229,7 @@ def reference_facts(images, extractor, features) -> dict:
     }
 
 
-def check_reference(args: EvaluateOptions, facts: dict, extractor, shape: tuple[int, int, int]) -> None:
+def check_reference(args: EvaluateOptions, facts: dict, extractor: "Extractor", shape: tuple[int, int, int]) -> None:
     """Raises UserError where stored statistics are of another extractor or image size than what is evaluated."""
     wanted = extractor.identity() | {"image_shape": list(shape)}
     for key, value in wanted.items():
@@ -227,7 +240,9 @@ def check_reference(args: EvaluateOptions, facts: dict, extractor, shape: tuple[
             )
 
 
-def make_classifier(args: EvaluateOptions, images, extractor, cache_dir):
+def make_classifier(
+    args: EvaluateOptions, images: "ImageSet | None", extractor: "Extractor", cache_dir: Path | None
+) -> "Classifier | None":
     """The judge of classes where labels allow one; None otherwise."""
     from utils.evaluation.classifier import Classifier, trained_classifier
 
@@ -241,11 +256,11 @@ def make_classifier(args: EvaluateOptions, images, extractor, cache_dir):
         return None
 
 
-def class_names(images) -> list[str]:
+def class_names(images: "ImageSet") -> list[str]:
     return list(images.class_names or map(str, range(int(images.labels.max()) + 1)))
 
 
-def originals_of(images, stored, split: tuple[int, int] | None):
+def originals_of(images: "ImageSet", stored: "FeatureSet", split: tuple[int, int] | None) -> "Originals":
     """What samples may be copies of, with `split` into training and held-out images; None: all of them, it is not known."""
     import torch
 
@@ -260,7 +275,7 @@ def originals_of(images, stored, split: tuple[int, int] | None):
     return Originals(training, held_out, stored.rows[~is_held_out], stored.rows[is_held_out])
 
 
-def known_split(args: EvaluateOptions, images, source: str) -> tuple[int, int] | None:
+def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple[int, int] | None:
     """(held-out images, seed) of the run that `source` is, or a checkpoint of; None where it is none, or of other images.
 
     The same images are those of all the same options of the data: the split is a choice of row numbers. --validation_images
@@ -285,7 +300,7 @@ def folder_of(args: EvaluateOptions, result: dict) -> Path | None:
     return args.output_dir or (run / "evaluation" if (run / "options.json").is_file() else None)
 
 
-def write_result(args: EvaluateOptions, results: list[dict], sheet) -> None:
+def write_result(args: EvaluateOptions, results: list[dict], sheet: "Image.Image | None") -> None:
     """The last of the results, and the sheet of its closest pairs, beside those before it of the same folder."""
     from utils.core.images import save_png
 

@@ -20,12 +20,17 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
 from utils.core.files import whole_file
 from utils.options.flags import GenerateOptions
 from utils.options.parser import parse_options
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 GRID_IMAGES = 64
 
@@ -132,7 +137,7 @@ def main(args: GenerateOptions) -> None:
     accelerator.wait_for_everyone()
 
 
-def weights_hash(unet, scheduler_config) -> str:
+def weights_hash(unet: "nn.Module", scheduler_config: dict) -> str:
     """Tells one trained state from another, so that a pipeline that trained on is not mixed with its earlier images."""
     digest = hashlib.sha256()
     for name, value in sorted(unet.state_dict().items()):
@@ -179,7 +184,7 @@ def image_path(output_dir: Path, number: int) -> Path:
     return output_dir / f"{number:06d}.png"
 
 
-def read_image(path: Path):
+def read_image(path: Path) -> "torch.Tensor":
     """uint8 [C, H, W] of a PNG that this script wrote."""
     import numpy as np
     import torch

@@ -9,6 +9,8 @@ component: `DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)` r
 """
 
 import math
+from collections.abc import Callable
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -113,7 +115,7 @@ class MPFourier(nn.Module):
         self.register_buffer("frequencies", torch.randn(channels))
         self.register_buffer("phases", torch.rand(channels))
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Of `Module.to` and its like: moves the tables, but keeps their precision, which a cast network would miss."""
 
         def move(table: torch.Tensor) -> torch.Tensor:

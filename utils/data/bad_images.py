@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -75,7 +76,15 @@ class BadImageReport:
         print_line: prints a line for the user.
     """
 
-    def __init__(self, accelerator: Accelerator, path: Path, image_sets, *, gathers: bool, print_line: Callable[[str], None]):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        path: Path,
+        image_sets: Sequence[Any],
+        *,
+        gathers: bool,
+        print_line: Callable[[str], None],
+    ):
         self._path, self._image_sets, self._gathers, self._print_line = path, image_sets, gathers, print_line
         self._writes = accelerator.is_main_process
         self._told = 0

@@ -32,6 +32,9 @@ PACKING_VERSION = 1  # part of a cache's fingerprint: raise it when the same opt
 _KEEP_MAPPED_BYTES = 256 * 2**20  # resident memory of a larger file stays that of one batch
 _CHUNK = 16  # images per task of the thread pool
 
+ReadFiles = Callable[[int, int], list[ImageFile]]  # start, stop -> the files of rows [start, stop)
+Progress = Callable[[int, int], None]  # of (done, total)
+
 
 class _MappedArray:
     """A file as a read-only array, mapped when first used; a pickled copy maps the file again instead of carrying
@@ -113,9 +116,9 @@ class PackedImages:
 def pack_once(
     folder: Path,
     count: int,
-    read_files: Callable[[int, int], list[ImageFile]],
+    read_files: ReadFiles,
     prepare: ImagePreparation,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     max_bad_images: int = 0,
 ) -> PackedImages:
     """The cache at `folder`, made first if it is missing or damaged.
@@ -142,7 +145,9 @@ def pack_once(
         ) from error
 
 
-def _pack_under_lock(folder, count, read_files, prepare, progress, max_bad_images) -> PackedImages:
+def _pack_under_lock(
+    folder: Path, count: int, read_files: ReadFiles, prepare: ImagePreparation, progress: Progress | None, max_bad_images: int
+) -> PackedImages:
     from filelock import FileLock
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +166,9 @@ def _pack_under_lock(folder, count, read_files, prepare, progress, max_bad_image
         return PackedImages(folder, max_bad_images)
 
 
-def _write(folder, count, read_files, prepare, progress, max_bad_images) -> None:
+def _write(
+    folder: Path, count: int, read_files: ReadFiles, prepare: ImagePreparation, progress: Progress | None, max_bad_images: int
+) -> None:
     needed = count * prepare.channels * prepare.resolution**2 * (1 if prepare.max_value == 255 else 2)
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -198,10 +205,12 @@ def _write(folder, count, read_files, prepare, progress, max_bad_images) -> None
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def _prepared_in_order(count, read_files, prepare) -> Iterator[tuple[np.ndarray, list[str], UndecodableImage | None]]:
+def _prepared_in_order(
+    count: int, read_files: ReadFiles, prepare: ImagePreparation
+) -> Iterator[tuple[np.ndarray, list[str], UndecodableImage | None]]:
     """Results of `prepare`, or a blank image and the error, in the order of the rows; the chunks under way are few."""
 
-    def attempt(file: ImageFile):
+    def attempt(file: ImageFile) -> tuple[np.ndarray, list[str], UndecodableImage | None]:
         try:
             return *prepare(file), None
         except UndecodableImage as error:

@@ -21,6 +21,8 @@ from utils.data.decode import ImagePreparation, crop_offsets, describe_remarks, 
 from utils.data.sources import open_dataset
 from utils.options.flags import DataOptions
 
+Indices = Sequence[int] | np.ndarray
+
 
 class DecodedImages:
     """The counterpart of `PackedImages` without a cache: each fetch decodes its images; the same pixels."""
@@ -120,7 +122,7 @@ class ImageSet:
         classes = f", {len(self.class_names)} classes" if self.class_names else ""
         return f"{self.source}: {len(self):,} images, {height}x{width}, {channels} channel{'s'[: channels - 1]}{classes}"
 
-    def fetch(self, indices: Sequence[int], crop: np.ndarray | None = None) -> np.ndarray:
+    def fetch(self, indices: Indices, crop: np.ndarray | None = None) -> np.ndarray:
         """Images uint8 or uint16 [batch, channels, resolution, resolution].
 
         Args:
@@ -185,11 +187,11 @@ class ImageSet:
                 break
         return np.array(sizes, np.int64).reshape(-1, 2)
 
-    def dataset_rows(self, indices: Sequence[int]) -> torch.Tensor:
+    def dataset_rows(self, indices: Indices) -> torch.Tensor:
         """Rows of the dataset, int64 [batch], that the images at `indices` int64 [batch] came from."""
         return torch.from_numpy(self._rows(np.asarray(indices, dtype=np.int64)))
 
-    def subset(self, indices: Sequence[int]) -> "ImageSet":
+    def subset(self, indices: Indices) -> "ImageSet":
         """The images at `indices`, in that order; shares the pixels."""
         indices = np.asarray(indices, dtype=np.int64)
         return ImageSet(

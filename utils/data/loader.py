@@ -14,6 +14,7 @@ import os
 import signal
 import weakref
 from collections.abc import Iterator
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from utils.core import randomness
 from utils.core.errors import UserError
 from utils.core.signals import STOP_SIGNALS
 from utils.data.dataset import ImageSet
+
+T = TypeVar("T")
 
 _BLOCK = 4096  # samples
 
@@ -71,7 +74,15 @@ class SampleOrder:
 class _MicroBatches(Sampler):
     """The sample numbers of each micro-batch of one rank, as ranges: nothing grows with the length of the run."""
 
-    def __init__(self, first_step, max_train_steps, batch_size, accumulation_steps, process_index, num_processes):
+    def __init__(
+        self,
+        first_step: int,
+        max_train_steps: int,
+        batch_size: int,
+        accumulation_steps: int,
+        process_index: int,
+        num_processes: int,
+    ):
         self.steps = range(first_step, max_train_steps)
         self.batch_size, self.accumulation_steps = batch_size, accumulation_steps
         self.process_index, self.num_processes = process_index, num_processes
@@ -191,7 +202,7 @@ def _iterate(loader: DataLoader, images: ImageSet) -> Iterator[dict]:
         del iterator
 
 
-def _as_is(batch):
+def _as_is(batch: T) -> T:
     return batch
 
 
@@ -205,7 +216,7 @@ def _start_worker(worker_id: int, main_process: int) -> None:
 
 
 @contextlib.contextmanager
-def _stop_signals_held():
+def _stop_signals_held() -> Iterator[None]:
     """Delays signals until the block ends; processes started in it begin with them blocked, so that no gap is left."""
     if not hasattr(signal, "pthread_sigmask"):
         yield

@@ -13,12 +13,16 @@ import hashlib
 import io
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
 from utils.core.errors import UserError
 from utils.options.flags import DataOptions
+
+if TYPE_CHECKING:
+    import datasets
 
 _BUILDER_OF_SUFFIX = {
     ".parquet": "parquet",
@@ -34,7 +38,7 @@ _BUILDER_OF_SUFFIX = {
 class OpenedDataset:
     """`dataset` is a `datasets.Dataset`; `key` names its contents; `description` is for people."""
 
-    dataset: object
+    dataset: "datasets.Dataset"
     key: str
     description: str
 
@@ -74,7 +78,7 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     return OpenedDataset(dataset, _contents_key(files, dataset._fingerprint), f"{dataset_name} ({details})")
 
 
-def _load(shown_name: str, **options):
+def _load(shown_name: str, **options: Any) -> "datasets.Dataset":
     """`datasets.load_dataset`, whose many kinds of failure become one clear line."""
     import datasets
 

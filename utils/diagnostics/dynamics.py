@@ -4,6 +4,7 @@ Drifting magnitudes are how a training goes wrong before its loss shows it (Karr
 on one update in every so many, as root mean squares; all of them reach the host in a single transfer.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -63,15 +64,15 @@ class Dynamics:
             self._hooks.callback(module.register_forward_hook(self._watch(name)).remove)
         self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
 
-    def _watch(self, name: str):
-        def look(module, inputs, output):
+    def _watch(self, name: str) -> Callable[[nn.Module, tuple, torch.Tensor], None]:
+        def look(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
             square = output.detach().float().square().mean()
             self._activations.setdefault(name, []).append(square)
 
         return look
 
     @torch.no_grad()
-    def _see_inputs(self, module, inputs) -> None:
+    def _see_inputs(self, module: nn.Module, inputs: tuple) -> None:
         if self._clean_images is None or len(inputs) != 2:
             return
         figures, noise = noise_figures(self._clean_images, *inputs, self._earlier_noise)

@@ -19,7 +19,7 @@ from utils.core.errors import UserError, one_line, out_of_memory
 from utils.core.files import sync, whole_file
 from utils.diffusion.ddpm import config_for_any
 from utils.diffusion.pipelines import load_network, training_scheduler
-from utils.diffusion.sampling import full_precision
+from utils.diffusion.sampling import Scheduler, full_precision
 from utils.diffusion.unet import plain_state_dict
 
 PIPELINE_INDEX = "model_index.json"
@@ -37,7 +37,7 @@ CODE = {
 
 def export_pipeline(
     unet: nn.Module,
-    scheduler,
+    scheduler: Scheduler,
     output_dir: Path | str,
     card_text: str,
     extra_files: Mapping[str, str | bytes] | None = None,
@@ -78,7 +78,7 @@ def write_card(output_dir: Path, card_text: str) -> None:
         draft.write_bytes(card_text.encode())
 
 
-def check_export(unet: nn.Module, scheduler, output_dir: Path | str) -> None:
+def check_export(unet: nn.Module, scheduler: Scheduler, output_dir: Path | str) -> None:
     """Save the pipeline as `export_pipeline` will, load it as its users will, and compare. Raises UserError where that fails.
 
     To be called before training, so that a network that was changed in a way its config cannot say does not end without a
@@ -139,7 +139,7 @@ def _difference(unet: nn.Module, saved: nn.Module, loaded: nn.Module) -> str | N
     return None
 
 
-def _save_pipeline(unet: nn.Module, scheduler, draft: Path) -> None:
+def _save_pipeline(unet: nn.Module, scheduler: Scheduler, draft: Path) -> None:
     from diffusers import DDPMPipeline
 
     from models.edm2_pipeline import EDM2Pipeline
@@ -294,7 +294,7 @@ def _table(heading: str, rows: Mapping) -> str:
     return "\n".join([f"| {heading} | |", "|---|---|", *(f"| {name} | {_shown(value)} |" for name, value in rows.items())])
 
 
-def _shown(value) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", "\\|")

@@ -22,6 +22,7 @@ from torch import nn
 
 from utils.core import randomness
 from utils.data.augmentation import to_unit_range
+from utils.data.dataset import ImageSet
 from utils.diffusion.ddpm import training_target
 
 _CHUNK_BYTES = 2**25  # of training images as float64
@@ -101,8 +102,8 @@ def ideal_prediction(
 def denoiser_gap(
     unet: nn.Module,
     noise_scheduler: DDPMScheduler,
-    training_images,
-    held_out_images=None,
+    training_images: ImageSet,
+    held_out_images: ImageSet | None = None,
     *,
     timesteps: Sequence[int],
     seed: int,
@@ -129,7 +130,7 @@ def denoiser_gap(
 
     Args:
         unet: the unwrapped network, in full precision, with the weights and in the mode to judge.
-        training_images, held_out_images: ImageSets; the second may be None or empty.
+        held_out_images: may be None or empty.
         timesteps: in [0, num_train_timesteps).
         images_per_timestep: noised images of either set; more give smaller errors of sampling.
         batch_size: noisy images at a time.
@@ -187,8 +188,8 @@ def gap_by_timestep(gap: dict) -> dict[str, dict[str, float]]:
     return found
 
 
-def _draw(images, count: int, seed: int, purpose: str, device: torch.device) -> torch.Tensor:
-    """`count` of an ImageSet, or all where there are no more, in random order: float32 [count, C, H, W] in [-1, 1]."""
+def _draw(images: ImageSet, count: int, seed: int, purpose: str, device: torch.device) -> torch.Tensor:
+    """`count` images, or all where there are no more, in random order: float32 [count, C, H, W] in [-1, 1]."""
     positions = torch.arange(min(count, len(images)))
     chosen = randomness.permute(seed, purpose, torch.zeros_like(positions), positions, len(images))
     return to_unit_range(torch.from_numpy(images.fetch(chosen.numpy())).to(device), images.max_value)

@@ -11,8 +11,10 @@ on how many there are.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler, EDMDPMSolverMultistepScheduler
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -22,6 +24,8 @@ from utils.core import randomness
 from utils.core.distributed import if_memory_allows
 from utils.core.errors import UserError
 from utils.diffusion.ddpm import config_for_any
+
+Scheduler = Any  # of diffusers, whose classes share no type that has `step`, `timesteps` and `config`
 
 FINISHED_EDM = -10.0  # ln(sigma) / 4 below that of any step, in place of the finished image's -inf
 
@@ -84,11 +88,11 @@ class NoiseOfSamples(TorchFunctionMode):
         super().__init__()
         self._draw = draw
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
         return self._draw() if function is torch.randn else function(*args, **(kwargs or {}))
 
 
-def make_sampler(name: str, noise_scheduler):
+def make_sampler(name: str, noise_scheduler: Scheduler | Mapping) -> Scheduler:
     """A diffusers scheduler that samples what was trained: same betas, prediction type, clipping and spacing of
     timesteps; for the config of an EDM scheduler the same noise levels, with "heun" (Karras et al. 2022) or "dpmsolver++".
 
@@ -123,7 +127,7 @@ def is_edm(config: Mapping) -> bool:
     return "sigma_data" in config
 
 
-def path_steps(scheduler, timesteps: Sequence[float]) -> list[tuple[int, float]]:
+def path_steps(scheduler: Scheduler, timesteps: Sequence[float]) -> list[tuple[int, float]]:
     """Where a chain comes nearest to each of `timesteps`: (step index, its timestep) for each, after `set_timesteps`.
 
     Step k is the noisy image that step k denoises; the last index, one past the steps, is the finished image and
@@ -137,7 +141,7 @@ def path_steps(scheduler, timesteps: Sequence[float]) -> list[tuple[int, float]]
 @torch.no_grad()
 def sample(
     unet: nn.Module,
-    scheduler,
+    scheduler: Scheduler,
     *,
     num_inference_steps: int,
     sample_numbers: torch.Tensor,
@@ -148,7 +152,7 @@ def sample(
     should_stop: Callable[[], bool] | None = None,
     record_timesteps: Sequence[float] | None = None,
     predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-):
+) -> Any:
     """Images [n, C, H, W], float32 in [-1, 1] on `device`, for `sample_numbers` int64 [n]; `shape` is (C, H, W).
 
     `unet` must be in eval mode, and runs in the precision it is found in: wrap the call in `full_precision` unless
@@ -186,7 +190,7 @@ def sample(
     return torch.cat(images) if record_timesteps is None else (torch.cat(images), torch.cat(paths))
 
 
-def sampling_steps(sampler: str, requested: int | None, noise_scheduler) -> int:
+def sampling_steps(sampler: str, requested: int | None, noise_scheduler: Scheduler) -> int:
     """Steps to sample with: `requested`, else 50, which DDIM needs for good images, or all of them for the full DDPM chain; 32
     with EDM (Karras et al. 2024).
 
@@ -199,7 +203,7 @@ def sampling_steps(sampler: str, requested: int | None, noise_scheduler) -> int:
     return steps
 
 
-def set_timesteps(scheduler, num_inference_steps: int) -> None:
+def set_timesteps(scheduler: Scheduler, num_inference_steps: int) -> None:
     """Starts a chain of `num_inference_steps`. Raises UserError for a number that the scheduler cannot do."""
     limit = scheduler.config.num_train_timesteps
     if not 1 <= num_inference_steps <= limit:
@@ -220,9 +224,9 @@ def set_timesteps(scheduler, num_inference_steps: int) -> None:
 
 @torch.no_grad()
 def sample_sharded(
-    accelerator,
+    accelerator: Accelerator,
     unet: nn.Module,
-    scheduler,
+    scheduler: Scheduler,
     *,
     num_images: int,
     num_inference_steps: int,
@@ -232,7 +236,7 @@ def sample_sharded(
     should_stop: Callable[[], bool] | None = None,
     record_timesteps: Sequence[float] | None = None,
     predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-):
+) -> Any:
     """`sample` of images 0 ... num_images - 1 over all processes, in order, on every process.
 
     Chunk c goes to process c modulo their number, so `batch_size` decides how many processes have work. Every process

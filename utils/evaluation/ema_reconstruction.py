@@ -10,12 +10,12 @@ from models.edm2_unet import EDM2UNet
 from models.edm_heun import EDMHeunScheduler
 from utils.core.errors import UserError
 from utils.diffusion.pipelines import load_network
-from utils.diffusion.sampling import is_edm
+from utils.diffusion.sampling import Scheduler, is_edm
 from utils.diffusion.unet import normalize_spectra
 from utils.runs.record import RunRecord
 
 
-def load_run(run: Path):
+def load_run(run: Path) -> tuple[nn.Module, Scheduler]:
     """(network to load averaged weights into, scheduler) of the run's exported pipeline. Raises UserError without one."""
     from diffusers import DDPMScheduler
 

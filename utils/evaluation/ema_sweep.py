@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from utils.core.errors import UserError
@@ -16,7 +17,7 @@ from utils.diagnostics.report.page import write_page
 from utils.diagnostics.report.plots import Curve, plot
 from utils.diffusion.guidance import make_guided_prediction
 from utils.diffusion.pipelines import image_shape
-from utils.diffusion.sampling import full_precision, make_sampler, sample, sampling_steps, to_uint8
+from utils.diffusion.sampling import Scheduler, full_precision, make_sampler, sample, sampling_steps, to_uint8
 from utils.evaluation.extractors import make_extractor
 from utils.evaluation.feature_sets import extract, reference_features
 from utils.evaluation.quality import MIN_IMAGES, compare
@@ -41,7 +42,7 @@ def parse_widths(text: str) -> list[float]:
 
 
 def make_judge(
-    accelerator, run: Path, scheduler, metric: str, *, num_images: int, batch_size: int, seed: int
+    accelerator: Accelerator, run: Path, scheduler: Scheduler, metric: str, *, num_images: int, batch_size: int, seed: int
 ) -> Callable[[nn.Module], float]:
     """A function from a network to the `metric` (of METRICS) of its samples beside the run's training images; the lower the
     better. The samples are those that generate.py makes with the run's own sampler and `seed`, of all classes in turn.

@@ -10,13 +10,16 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict
 
+import numpy as np
 import torch
+from accelerate import Accelerator
 from PIL import Image
+from torch import nn
 
 from utils.core.distributed import from_main_process, on_main_process
 from utils.core.errors import UserError, memory_problem, one_line
 from utils.diagnostics.rules.samples import collapse
-from utils.diffusion.sampling import sample, to_uint8
+from utils.diffusion.sampling import Scheduler, sample, to_uint8
 from utils.evaluation.classifier import Classifier
 from utils.evaluation.extractor import Extractor
 from utils.evaluation.feature_sets import FeatureSet, extract
@@ -47,21 +50,21 @@ class Evaluation:
     Args:
         extractor: on the CPU; goes to the accelerator's device.
         reference: features of the real images by this extractor.
-        classifier: of the reference's classes, with `labels` (int64 numpy [images]) and `class_names`, for the class balance.
+        classifier: of the reference's classes, with `labels` (int64 [images]) and `class_names`, for the class balance.
         originals: the real images that samples are compared with one by one; may be set anew between two calls of `measure`.
         batch_size: images at once per process; on a CPU the last bits of the features depend on it.
     """
 
     def __init__(
         self,
-        accelerator,
+        accelerator: Accelerator,
         extractor: Extractor,
         reference: FeatureSet,
         *,
         seed: int,
         batch_size: int = 64,
         classifier: Classifier | None = None,
-        labels=None,
+        labels: np.ndarray | None = None,
         class_names: list[str] | None = None,
         originals: Originals | None = None,
     ):
@@ -185,9 +188,9 @@ class Evaluation:
 
 
 def pipeline_images(
-    accelerator,
-    unet,
-    scheduler,
+    accelerator: Accelerator,
+    unet: nn.Module,
+    scheduler: Scheduler,
     *,
     name: str,
     num_inference_steps: int,

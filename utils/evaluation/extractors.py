@@ -15,6 +15,7 @@ from torch.nn import functional
 from utils.core import randomness
 from utils.core.errors import UserError
 from utils.data.augmentation import to_unit_range
+from utils.data.dataset import ImageSet
 from utils.evaluation.extractor import Extractor, eight_bit, weights_sha256
 
 EXTRACTORS = ("randconv", "classifier", "pixels", "inception", "dinov2")
@@ -88,8 +89,8 @@ class PrincipalPixels(Extractor):
     resize = "larger than 16 pixels: averaged down to 16"
     SIDE, MOST, IMAGES = 16, 64, 10_000
 
-    def __init__(self, images):
-        """Fitted to up to 10,000 of `images`, an ImageSet, spread over the set. Raises UserError for fewer than 2."""
+    def __init__(self, images: ImageSet):
+        """Fitted to up to 10,000 of `images`, spread over the set. Raises UserError for fewer than 2."""
         super().__init__()
         if len(images) < 2:
             raise UserError(f"--features pixels needs at least 2 reference images, got {len(images)}")
@@ -116,7 +117,7 @@ class PrincipalPixels(Extractor):
 
 def make_extractor(
     name: str,
-    images,
+    images: ImageSet | None,
     *,
     weights: Path | None = None,
     weights_sha256: str | None = None,
@@ -126,7 +127,7 @@ def make_extractor(
     """The extractor `name` of EXTRACTORS, on the CPU, in eval mode.
 
     Args:
-        images: the reference images (an ImageSet), which `classifier` and `pixels` are fitted to. None where there are only
+        images: the reference images, which `classifier` and `pixels` are fitted to. None where there are only
             stored statistics; then `channels` says what images will come.
         weights: local file of `inception`, local folder of `dinov2`.
         weights_sha256: what the hash of that file must begin with.

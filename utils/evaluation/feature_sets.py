@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -52,7 +53,7 @@ def evenly(count: int, most: int) -> torch.Tensor:
 
 
 def sharded(
-    accelerator, count: int, batch_size: int, make: Callable[[torch.Tensor], list[torch.Tensor]]
+    accelerator: Accelerator, count: int, batch_size: int, make: Callable[[torch.Tensor], list[torch.Tensor]]
 ) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
     """(numbers int64 [n], tensors [n, ...]) chunk by chunk, in order, on every process; `make` gives the tensors of `numbers`.
 
@@ -81,7 +82,7 @@ def sharded(
 
 @torch.no_grad()
 def extract(
-    accelerator,
+    accelerator: Accelerator,
     extractors: list[Extractor],
     count: int,
     batch_size: int,
@@ -138,7 +139,7 @@ def _image_hashes(images: torch.Tensor) -> torch.Tensor:
 
 
 def reference_features(
-    accelerator,
+    accelerator: Accelerator,
     extractor: Extractor,
     images: ImageSet,
     *,

@@ -53,7 +53,7 @@ class ImageFolder:
     def __len__(self) -> int:
         return len(self.files)
 
-    def source(self, device) -> Callable[[torch.Tensor], torch.Tensor]:
+    def source(self, device: torch.device | str) -> Callable[[torch.Tensor], torch.Tensor]:
         """For `Evaluation.measure`. It raises UserError naming an image that cannot be decoded."""
         prepare = ImagePreparation(self.shape[1], self.shape[0], center_crop=True, background="white", max_value=255)
 

@@ -14,6 +14,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from utils.core.images import side_by_side
 from utils.data.augmentation import to_unit_range
+from utils.data.dataset import ImageSet
 from utils.diagnostics.data_check import NEAR_COPY_DISTANCE, gray_thumbnails
 from utils.evaluation.extractor import eight_bit
 from utils.evaluation.feature_sets import evenly
@@ -84,7 +85,7 @@ class Closest:
     indices: torch.Tensor
 
 
-def closest(chunks: Callable[[], Iterable[torch.Tensor]], training, own: torch.Tensor | None = None) -> Closest:
+def closest(chunks: Callable[[], Iterable[torch.Tensor]], training: ImageSet, own: torch.Tensor | None = None) -> Closest:
     """Of the images uint8 [n, C, H, W] that `chunks` gives, twice, among those of `training`; `own` as in `nearest_rows`.
 
     Both ways, because a model that was trained with random flips mirrors half of its copies.
@@ -115,13 +116,19 @@ class Originals:
     """The real images that samples may be copies of. How near real images are to them is searched once for each number.
 
     Args:
-        training: an ImageSet, all of whose images are compared with; memory holds a chunk of them.
-        held_out: an ImageSet of real images that were not trained on. Without it, as many of the training images as there are
+        training: all of its images are compared with; memory holds a chunk of them.
+        held_out: real images that were not trained on. Without it, as many of the training images as there are
             samples stand in, each compared with all others.
         rows, held_out_rows: features [n, D] of both, or of some of both; without the first, features are not compared.
     """
 
-    def __init__(self, training, held_out=None, rows: torch.Tensor | None = None, held_out_rows: torch.Tensor | None = None):
+    def __init__(
+        self,
+        training: ImageSet,
+        held_out: ImageSet | None = None,
+        rows: torch.Tensor | None = None,
+        held_out_rows: torch.Tensor | None = None,
+    ):
         self.training, self.real = training, held_out if held_out is not None and len(held_out) else training
         self.rows, self.held_out_rows = rows, held_out_rows
         self._real: dict[int, Closest] = {}
@@ -163,7 +170,7 @@ def memorization(samples: torch.Tensor, originals: Originals) -> tuple[dict, Ima
     return figures, side_by_side(*pairs, ("samples", "nearest training images"), columns=6)
 
 
-def _fetch(images, indices: torch.Tensor) -> torch.Tensor:
+def _fetch(images: ImageSet, indices: torch.Tensor) -> torch.Tensor:
     return eight_bit(images.fetch(indices.numpy()), images.max_value)
 
 

@@ -3,6 +3,7 @@ figure."""
 
 import dataclasses
 
+import numpy as np
 import torch
 
 from utils.core import randomness
@@ -24,7 +25,9 @@ MIN_IMAGES = 10  # below that no figure means anything
 _MIN_SPREAD = 0.1  # of the median spread
 
 
-def compare(generated: FeatureSet, real: FeatureSet, *, standardized: bool, seed: int, device="cpu") -> dict:
+def compare(
+    generated: FeatureSet, real: FeatureSet, *, standardized: bool, seed: int, device: torch.device | str = "cpu"
+) -> dict:
     """Quality and diversity of `generated` against `real`; JSON.
 
     Args:
@@ -87,11 +90,11 @@ def mode_figures(generated: torch.Tensor, real: torch.Tensor, seed: int) -> dict
     return {"number": modes, **dataclasses.asdict(found)}
 
 
-def class_figures(probabilities: torch.Tensor, labels, names: list[str], accuracy: float) -> dict:
+def class_figures(probabilities: torch.Tensor, labels: np.ndarray, names: list[str], accuracy: float) -> dict:
     """How the classes that a classifier sees in the samples spread beside the labels of the real images: see `Coverage`; JSON.
 
     Args:
-        probabilities: float32 [n, classes], of the samples. labels: int64 numpy [m]. names: of the classes.
+        probabilities: float32 [n, classes], of the samples. labels: int64 [m]. names: of the classes.
         accuracy: the classifier's on images that it did not train on: what it mistakes looks like imbalance.
 
     Returns also `score`, the inception score with this classifier.
@@ -102,7 +105,7 @@ def class_figures(probabilities: torch.Tensor, labels, names: list[str], accurac
     return {"number": bins, "names": names[:bins], **score, **dataclasses.asdict(found)}
 
 
-def real_floor(real: FeatureSet, count: int, *, standardized: bool, seed: int, device="cpu") -> dict:
+def real_floor(real: FeatureSet, count: int, *, standardized: bool, seed: int, device: torch.device | str = "cpu") -> dict:
     """`compare` of real images with other real ones: what each figure is where nothing is wrong.
 
     The kept rows are split at random: `count` of them, at most half, stand for the generated images. With fewer images than the

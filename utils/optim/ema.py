@@ -1,5 +1,6 @@
 """Exponential moving average of a model's weights, in fp32, with a warm-up that suits runs of any length."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -60,7 +61,7 @@ class EMA:
         return self._averages, [t if t.dtype == torch.float32 else t.float() for t in self._weights]
 
     @contextmanager
-    def swapped_into_model(self):
+    def swapped_into_model(self) -> Iterator[nn.Module]:
         """Inside, the model holds the averaged weights; outside, the raw ones, bit for bit: pointers are swapped."""
         self._swap()
         try:

@@ -102,7 +102,7 @@ def l1_norm(model: nn.Module) -> torch.Tensor:
     return torch.stack([p.abs().sum() for p in model.parameters() if p.requires_grad and p.ndim > 1]).sum()
 
 
-def step_if_finite(optimizer, finite: torch.Tensor) -> None:
+def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
     """One optimizer update, or none at all where `finite` (0-dim bool on the device) is false.
 
     Fused optimizers (AdamW, Adam) take the decision on the device, through the `found_inf` protocol that torch's

@@ -42,7 +42,9 @@ def power_decay(step: int, exponent: float) -> float:
     return (1.0 - 1.0 / step) ** (exponent + 1.0)
 
 
-def inner_products(steps_a, exponents_a, steps_b, exponents_b) -> np.ndarray:
+def inner_products(
+    steps_a: Sequence[int], exponents_a: Sequence[float], steps_b: Sequence[int], exponents_b: Sequence[float]
+) -> np.ndarray:
     """<p_a, p_b> = integral of p_a(t) p_b(t) dt, float64 [A, B], for profiles of `exponents` that end at `steps`."""
     steps_a, exponents_a = (np.asarray(x, np.float64)[:, None] for x in (steps_a, exponents_a))
     steps_b, exponents_b = (np.asarray(x, np.float64)[None, :] for x in (steps_b, exponents_b))

@@ -8,6 +8,7 @@ flat: `options.resolution`, `--resolution`. A preset's values replace defaults, 
 import argparse
 import difflib
 import json
+from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -163,7 +164,7 @@ def is_required(declared: Field) -> bool:
     return declared.default is MISSING and declared.default_factory is MISSING
 
 
-def number_or(word: str):
+def number_or(word: str) -> Callable[[str], int | str]:
     def number(text: str) -> int | str:
         return text if text == word else int(text)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from utils.core.distributed import from_main_process, on_main_process
 from utils.core.errors import UserError
@@ -41,7 +42,7 @@ def attach_state_hooks(accelerator: Accelerator, ema: EMA | None, state: TrainSt
     register further objects is a pickle that is loaded without restrictions.
     """
 
-    def save(models, weights, output_dir):
+    def save(models: list[nn.Module], weights: list[dict], output_dir: str) -> None:
         weights.clear()  # tells Accelerate that the models are dealt with
         if accelerator.is_main_process:
             model = accelerator.unwrap_model(models[0])
@@ -50,7 +51,7 @@ def attach_state_hooks(accelerator: Accelerator, ema: EMA | None, state: TrainSt
                 save_file(_contiguous(ema.state_dict()), Path(output_dir, EMA_WEIGHTS))
             Path(output_dir, STATE).write_text(json.dumps(asdict(state), indent=2))
 
-    def load(models, input_dir):
+    def load(models: list[nn.Module], input_dir: str) -> None:
         model = accelerator.unwrap_model(models.pop())
         model.load_state_dict(load_file(Path(input_dir, MODEL_WEIGHTS)))
         if ema is not None:

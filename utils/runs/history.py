@@ -4,6 +4,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 from utils.core.files import whole_file
 
@@ -59,7 +60,7 @@ def _line(record: dict) -> str:
     return json.dumps(to_json(record)) + "\n"
 
 
-def to_json(value):
+def to_json(value: Any) -> Any:
     """JSON has no NaN: what is not finite becomes "nan", "inf" or "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -68,7 +69,7 @@ def to_json(value):
     return [to_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _from_json(value):
+def _from_json(value: Any) -> Any:
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
         return float(value)
     if isinstance(value, dict):

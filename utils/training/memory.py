@@ -8,8 +8,9 @@ workspace of the libraries.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -125,7 +126,13 @@ class TrialStep:
     The arguments are those of `estimate_memory`; everything is made on torch's default device.
     """
 
-    def __init__(self, make_network, make_optimizer, use_ema: bool | int, distributed: bool):
+    def __init__(
+        self,
+        make_network: Callable[[], nn.Module],
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        use_ema: bool | int,
+        distributed: bool,
+    ):
         self.network = make_network().train()
         self.parameters = [p for p in self.network.parameters() if p.requires_grad]
         self.averages = [EMA(self.network) for _ in range(use_ema)]
@@ -139,7 +146,14 @@ class TrialStep:
     def optimizer_state(self) -> Iterator:
         return (value for state in self.optimizer.state.values() for value in state.values())
 
-    def run(self, image_shape, micro_batch_size: int, mixed_precision: str, micro_steps: int, predict=_predict) -> int:
+    def run(
+        self,
+        image_shape: tuple[int, int, int],
+        micro_batch_size: int,
+        mixed_precision: str,
+        micro_steps: int,
+        predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _predict,
+    ) -> int:
         """One update as in training. Returns the bytes that one forward pass left for its backward pass."""
         device = self.parameters[0].device
         for micro_step in range(micro_steps):
@@ -198,14 +212,14 @@ def flops_per_image(
     return counter.get_total_flops()
 
 
-def autocast(device: torch.device, mixed_precision: str):
+def autocast(device: torch.device, mixed_precision: str) -> contextlib.AbstractContextManager:
     """The autocast of a training step: nothing for "no"."""
     if mixed_precision == "no":
         return contextlib.nullcontext()
     return torch.autocast(device.type, AUTOCAST[mixed_precision])
 
 
-def storage_bytes(tensors) -> int:
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages of `tensors`, each counted once."""
     storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())
@@ -217,7 +231,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     Gradient checkpointing keeps a block's inputs alone; what is inside the block is not counted, as it is not kept.
     """
 
-    def __init__(self, excluded=()):
+    def __init__(self, excluded: Iterable[torch.Tensor] = ()):
         super().__init__(self._pack, lambda tensor: tensor)
         self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
         self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
@@ -252,7 +266,7 @@ class _LiveMemory(TorchDispatchMode):
     def restart(self) -> None:
         self.most, self.largest = self._now, 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = 0
         for tensor in tree_leaves(result):

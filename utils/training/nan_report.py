@@ -22,7 +22,7 @@ MAX_NAMES = 30  # parameters named in a report
 
 
 @torch.no_grad()  # or gradient checkpointing would count what isfinite keeps for a backward pass
-def finite(value) -> bool:
+def finite(value: object) -> bool:
     """Whether every floating tensor in `value` (a tensor, or a module's output of them) is finite."""
     if isinstance(value, torch.Tensor):
         return not value.is_floating_point() or bool(torch.isfinite(value).all())
@@ -38,8 +38,8 @@ def find_first_bad_module(unet: nn.Module, compute: Callable[[], torch.Tensor]) 
     """
     found = None
 
-    def watch(name: str):
-        def look(module, inputs, output):
+    def watch(name: str) -> Callable[[nn.Module, tuple, object], None]:
+        def look(module: nn.Module, inputs: tuple, output: object) -> None:
             nonlocal found
             if found is None and not finite(output):
                 found = {"name": name, "class": type(module).__name__, "inputs_finite": finite(inputs)}
@@ -133,7 +133,7 @@ class NanReports:
             tensors = {"sample_numbers": numbers, "dataset_rows": rows, **batch}
             kept.append({name: tensor.cpu() for name, tensor in tensors.items()})
 
-            def compute(micro_step=micro_step, batch=batch):
+            def compute(micro_step: int = micro_step, batch: dict = batch) -> torch.Tensor:
                 samples_of_run.seed_dropout(bad.step, micro_step)
                 return objective.losses(self._network, **batch).trained
 

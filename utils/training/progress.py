@@ -5,9 +5,10 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,13 +106,13 @@ class Stopwatch:
         self._step, self._start, self._waited = step, time.perf_counter(), 0.0
 
     @contextmanager
-    def waiting_for_data(self):
+    def waiting_for_data(self) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self._waited += time.perf_counter() - start
 
     @contextmanager
-    def paused(self):
+    def paused(self) -> Iterator[None]:
         """Leaves out what happens inside: validation, sampling, checkpoints."""
         start = time.perf_counter()
         yield
@@ -160,7 +161,7 @@ class Trackers:
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("RGB"))[None]
 
-        def show(tracker) -> None:
+        def show(tracker: Any) -> None:
             if tracker.name == "tensorboard":
                 tracker.log_images({tag: pixels}, step=step, dataformats="NHWC")
             elif hasattr(tracker, "log_images"):

@@ -234,7 +234,7 @@ def _outstanding(positive: np.ndarray, median: np.ndarray) -> list[int]:
     return list(dict.fromkeys(int(i) for i in candidates))
 
 
-def by_timestep(values) -> bool:
+def by_timestep(values: object) -> bool:
     """Whether a value of a probe is a dict of numbers whose keys are timesteps."""
     if not isinstance(values, dict) or len(values) < 2:
         return False

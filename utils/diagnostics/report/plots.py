@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from html import escape
 
 import numpy as np
+from numpy.typing import ArrayLike
 from PIL import Image
 
 MAX_BUCKETS = 500  # of which each keeps its lowest and its highest point: as fine as the pixels of a plot
@@ -51,7 +52,7 @@ class Axis:
     high: float
     log: bool = False
 
-    def position(self, values) -> np.ndarray:
+    def position(self, values: ArrayLike) -> np.ndarray:
         """0 at `low`, 1 at `high`; NaN where a value has no place on the axis."""
         values = np.asarray(values, dtype=float)
         if not self.log:

@@ -15,7 +15,7 @@ def card(title: str, reading: str, body: str) -> str:
     return f'<figure class="plot"><figcaption>{caption}</figcaption>{body}</figure>' if body else ""
 
 
-def cell(value) -> str:
+def cell(value: object) -> str:
     """A figure as a person reads it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
