@@ -96,7 +96,7 @@ def main(args: EvaluateOptions) -> None:
         sync_weights(module)
     extractor.to(accelerator.device)
     if stored is None:
-        with bar(tqdm, accelerator, len(images), "reference") as progress:
+        with bar(accelerator, len(images), "reference") as progress:
             stored = reference_features(
                 accelerator, extractor, images, batch_size=args.batch_size, cache_dir=folder_cache, progress=progress.update
             )
