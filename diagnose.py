@@ -13,7 +13,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
@@ -106,9 +106,9 @@ def load(args: DiagnoseOptions, resolution: int, image_channels: int) -> "ImageS
     from utils.data.dataset import load_images
     from utils.training.progress import PackingBar
 
-    size = {"resolution": resolution, "image_channels": image_channels}
-    counts_bad_ones = {"on_bad_image": "replace", "max_bad_images": sys.maxsize}  # the doctor counts them, however many
-    return load_images(replace(args, **size, **counts_bad_ones), PackingBar())
+    own: dict[str, Any] = {"resolution": resolution, "image_channels": image_channels}
+    own |= {"on_bad_image": "replace", "max_bad_images": sys.maxsize}  # the doctor counts bad images, however many
+    return load_images(replace(args, **own), PackingBar())
 
 
 def show(record: "RunRecord", findings: list, judged: set[str], as_json: bool) -> None:

@@ -89,8 +89,14 @@ def main(args: EvaluateOptions) -> None:
             args.train_data_dir = str(args.reference)
         images, folder_cache = load_reference(args, shape)
     with accelerator.main_process_first():  # a classifier is trained once
-        options = {"weights": args.feature_weights, "weights_sha256": args.feature_weights_sha256, "cache_dir": folder_cache}
-        extractor = make_extractor(args.features, images, channels=shape[0], **options)
+        extractor = make_extractor(
+            args.features,
+            images,
+            channels=shape[0],
+            weights=args.feature_weights,
+            weights_sha256=args.feature_weights_sha256,
+            cache_dir=folder_cache,
+        )
         classifier = make_classifier(args, images, extractor, folder_cache)
     for module in (extractor, classifier) if classifier is not None else (extractor,):
         sync_weights(module)
@@ -216,7 +222,8 @@ def load_reference(args: EvaluateOptions, shape: tuple[int, int, int]) -> tuple[
     from utils.data.dataset import cache_root, load_images
     from utils.training.progress import PackingBar
 
-    images = load_images(replace(args, resolution=shape[1], image_channels=shape[0]), PackingBar())
+    size: dict[str, Any] = {"resolution": shape[1], "image_channels": shape[0]}
+    images = load_images(replace(args, **size), PackingBar())
     return images, cache_root(args.cache_dir) / "steady_diffusion"
 
 
@@ -281,7 +288,8 @@ def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple
     The same images are those of all the same options of the data: the split is a choice of row numbers. --validation_images
     says it for what is no run.
     """
-    given = replace(args, resolution=images.shape[1], image_channels=images.shape[0])
+    size: dict[str, Any] = {"resolution": images.shape[1], "image_channels": images.shape[0]}
+    given = replace(args, **size)
     names = {each.name for each in fields(DataOptions)} - HOW_IT_IS_READ
     for folder in (Path(source), Path(source).parent):
         try:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from models.edm2_pipeline import guided
-from models.edm2_unet import force_weight_norm
+from models.edm2_unet import EDM2UNet, force_weight_norm
 from models.edm_heun import EDMHeunScheduler
 from utils.core.distributed import fix_bucket_order
 from utils.data.training_data import Batch, TrainingData
@@ -51,8 +51,9 @@ class EDM2(Objective):
     level, num_ranks, checks_noise = "sigmas", edm2.NOISE_RANKS, False
     loader = "DiffusionPipeline.from_pretrained({path!r}, trust_remote_code=True)"
     path, caption = staticmethod(path_timesteps), staticmethod(sigma_caption)
+    network: edm2.EDM2Denoiser
 
-    def __init__(self, unet: nn.Module, options: EDM2Options):
+    def __init__(self, unet: EDM2UNet, options: EDM2Options):
         self.network, self.exported = edm2.EDM2Denoiser(unet, options.sigma_data, options.seed), unet
         self.noise_scheduler = EDMHeunScheduler(sigma_data=options.sigma_data)
         self.options, self.classes = options, unet.config.num_class_embeds

@@ -10,7 +10,7 @@ component: `DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)` r
 
 import math
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ RESIDUAL_BALANCE, EMBEDDING_BALANCE, SKIP_BALANCE = 0.3, 0.5, 0.5  # t of `mp_su
 LARGEST_ACTIVATION = 256.0  # activations are clipped to this, far from what fp16 can hold (65504)
 
 # The paper's sizes, for 64x64 latents; XXS is a guiding model of Karras et al. 2024b (arXiv 2406.02507).
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "XXS": {"model_channels": 64},
     "XS": {"model_channels": 128},
     "S": {"model_channels": 192},
@@ -109,6 +109,9 @@ class MPLinear(nn.Linear):
 
 class MPFourier(nn.Module):
     """Random Fourier features sqrt(2) cos(2 pi (f x + p)) of numbers [B] -> [B, channels], in fp32 (eq. 75)."""
+
+    frequencies: torch.Tensor
+    phases: torch.Tensor
 
     def __init__(self, channels: int):
         super().__init__()
@@ -328,7 +331,7 @@ class EDM2UNet(ModelMixin, ConfigMixin):
         x = self.conv_out(x, self.output_gain)
         return UNet2DOutput(sample=x) if return_dict else (x,)
 
-    def _run(self, block: EDM2Block, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    def _run(self, block: nn.Module, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         if self.gradient_checkpointing and torch.is_grad_enabled():
             return self._gradient_checkpointing_func(block, x, embedding)
         return block(x, embedding)

@@ -60,7 +60,8 @@ class EDMHeunScheduler(SchedulerMixin, ConfigMixin):
         self._evaluated = self.sigmas[:-1].repeat_interleave(2)[1:]
         self.timesteps = preconditioning(self._evaluated, config.sigma_data)[3].float().to(device)
         self._done = 0
-        self._start = None  # (x, its slope) at the beginning of a step that is half done
+        # (x, its slope) at the beginning of a step that is half done
+        self._start: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def scale_model_input(self, sample: torch.Tensor, timestep: torch.Tensor | float) -> torch.Tensor:
         """c_in x: what the network is to see."""

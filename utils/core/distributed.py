@@ -115,7 +115,8 @@ def fix_bucket_order(model: torch.nn.Module) -> None:
     """
     ranks = torch.distributed.get_world_size() if isinstance(model, DistributedDataParallel) else 1
     if ranks > 2 and model.device_type == "cpu":  # of two numbers the sum has no order
-        model.reducer._push_all_rebuilt_params()  # it sorts in the first forward pass, and once only
+        reducer: Any = model.reducer
+        reducer._push_all_rebuilt_params()  # it sorts in the first forward pass, and once only
 
 
 def local_processes(accelerator: Accelerator) -> int:

@@ -19,7 +19,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +42,7 @@ class _MappedArray:
 
     def __init__(self, path: Path, dtype: type, shape: tuple[int, ...]):
         self.path, self.dtype, self.shape = path, np.dtype(dtype), shape
-        self._array = None
+        self._array: np.ndarray | None = None
 
     @property
     def array(self) -> np.ndarray:
@@ -173,7 +173,8 @@ def _write(
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(f"{needed / 1e9:.1f} GB needed at least, {free / 1e9:.1f} GB free")
-    remarks, values, uniform, bad_images = collections.Counter(), 0, True, BadImages(max_bad_images)
+    values, uniform, bad_images = 0, True, BadImages(max_bad_images)
+    remarks: collections.Counter[str] = collections.Counter()
     names = ("pixels.bin", "offsets.bin", "sizes.bin")
     with contextlib.ExitStack() as stack:
         pixels_file, offsets_file, sizes_file = (stack.enter_context(open(folder / name, "wb")) for name in names)
@@ -219,7 +220,7 @@ def _prepared_in_order(
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ThreadPoolExecutor(workers) as pool:
         chunks = (read_files(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK))
-        running = collections.deque()
+        running: collections.deque[Future] = collections.deque()
         try:
             for chunk in chunks:
                 running.append(pool.submit(lambda files: [attempt(file) for file in files], chunk))

@@ -144,6 +144,7 @@ class EncodedImages:
 
     def _files(self, rows: Iterable[int], table: Any) -> list[ImageFile]:
         files = []
+        value: Any
         for row, value in zip(rows, table.column(self.column).to_pylist()):
             if isinstance(value, str):
                 value = {"bytes": None, "path": value}

@@ -169,7 +169,7 @@ class ImageSet:
     def _rows(self, indices: np.ndarray) -> np.ndarray:
         return indices if self.rows is None else self.rows[indices]
 
-    def original_sizes(self, indices: Sequence[int], max_bytes: int = 64 * 2**20) -> np.ndarray | None:
+    def original_sizes(self, indices: Indices, max_bytes: int = 64 * 2**20) -> np.ndarray | None:
         """Height and width, int64 [images, 2], of the files of `indices` before they were resized, from their headers.
 
         Stops once files of `max_bytes` have been read, and leaves out those that are no longer there. None where the

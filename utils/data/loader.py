@@ -14,7 +14,7 @@ import os
 import signal
 import weakref
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ class _Samples(Dataset):
 
     def __init__(self, images: ImageSet, order: SampleOrder, seed: int, center_crop: bool):
         self.images, self.order, self.seed, self.center_crop = images, order, seed, center_crop
-        self._block = None, None  # (its number, its indices): the order is computed for many samples at once
+        self._block: tuple[Any, Any] = None, None  # (its number, its indices): the order is computed for many samples at once
 
     def __getitems__(self, sample_numbers: range) -> dict | UserError:
         sample_numbers = torch.arange(sample_numbers.start, sample_numbers.stop)
@@ -116,7 +116,7 @@ class _Samples(Dataset):
         except UserError as error:
             return error  # raised by training_batches: the loader would wrap it in a worker's traceback
         labels = None if self.images.labels is None else torch.from_numpy(self.images.labels[self.images.shown(indices)])
-        batch = {"images": torch.from_numpy(images), "labels": labels, "sample_numbers": sample_numbers}
+        batch: dict[str, Any] = {"images": torch.from_numpy(images), "labels": labels, "sample_numbers": sample_numbers}
         if len(self.images.bad_images) > known:
             batch["bad_images"] = list(self.images.bad_images.values())[known:]
         return batch

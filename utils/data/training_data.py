@@ -50,7 +50,7 @@ class TrainingSamples:
         if options.balanced_sampling and images.labels is None:
             raise UserError("--balanced_sampling needs class labels; name their column with --label_column")
         self.images, self.seed, self.device = images, options.seed, accelerator.device
-        self.micro_batch_size = options.train_batch_size
+        self.micro_batch_size = options.micro_batch_size
         self.random_flip, self._color_jitter = options.random_flip, options.color_jitter
         self._order = SampleOrder(len(images), options.seed, images.labels if options.balanced_sampling else None)
         self._split = {

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from diffusers import ModelMixin
 
 from utils.core import randomness
 from utils.core.errors import UserError, one_line, out_of_memory
@@ -36,7 +36,7 @@ CODE = {
 
 
 def export_pipeline(
-    unet: nn.Module,
+    unet: ModelMixin,
     scheduler: Scheduler,
     output_dir: Path | str,
     card_text: str,
@@ -78,7 +78,7 @@ def write_card(output_dir: Path, card_text: str) -> None:
         draft.write_bytes(card_text.encode())
 
 
-def check_export(unet: nn.Module, scheduler: Scheduler, output_dir: Path | str) -> None:
+def check_export(unet: ModelMixin, scheduler: Scheduler, output_dir: Path | str) -> None:
     """Save the pipeline as `export_pipeline` will, load it as its users will, and compare. Raises UserError where that fails.
 
     To be called before training, so that a network that was changed in a way its config cannot say does not end without a
@@ -113,7 +113,7 @@ def check_export(unet: nn.Module, scheduler: Scheduler, output_dir: Path | str) 
         )
 
 
-def _difference(unet: nn.Module, saved: nn.Module, loaded: nn.Module) -> str | None:
+def _difference(unet: ModelMixin, saved: ModelMixin, loaded: ModelMixin) -> str | None:
     """What tells `loaded` from `unet`, whose weights are in `saved`."""
     weights = loaded.state_dict()
     for name, value in saved.state_dict().items():
@@ -139,7 +139,7 @@ def _difference(unet: nn.Module, saved: nn.Module, loaded: nn.Module) -> str | N
     return None
 
 
-def _save_pipeline(unet: nn.Module, scheduler: Scheduler, draft: Path) -> None:
+def _save_pipeline(unet: ModelMixin, scheduler: Scheduler, draft: Path) -> None:
     from diffusers import DDPMPipeline
 
     from models.edm2_pipeline import EDM2Pipeline
@@ -157,7 +157,7 @@ def _save_pipeline(unet: nn.Module, scheduler: Scheduler, draft: Path) -> None:
         (draft / PIPELINE_INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _clean_copy(unet: nn.Module) -> nn.Module:
+def _clean_copy(unet: ModelMixin) -> ModelMixin:
     """An fp32 copy on the CPU, free of patches and parametrizations.
 
     It starts on the meta device, so that no random number is drawn.

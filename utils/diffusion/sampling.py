@@ -11,7 +11,7 @@ on how many there are.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -49,7 +49,7 @@ def full_precision(model: nn.Module, *, compiled: bool = False) -> Iterator[nn.M
     device_type = next(model.parameters()).device.type
     try:
         if autocast_forward is not None:
-            model.forward = model._original_forward
+            model.forward = cast(Callable, model._original_forward)
         for module, _ in compiled_calls:
             module._compiled_call_impl = None
         model.eval()

@@ -52,8 +52,8 @@ class Classifier(Extractor):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         pixels = to_unit_range(images, 255)
-        size = tuple(min(side, _SIDE) for side in pixels.shape[-2:])
-        return self.layers(functional.adaptive_avg_pool2d(pixels, size)).mean((2, 3))
+        height, width = (min(side, _SIDE) for side in pixels.shape[-2:])
+        return self.layers(functional.adaptive_avg_pool2d(pixels, (height, width))).mean((2, 3))
 
     def probabilities(self, features: torch.Tensor) -> torch.Tensor:
         """Of the classes, float32 [n, classes], from features [n, 64]."""

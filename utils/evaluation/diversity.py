@@ -5,6 +5,7 @@ kind stay within 8 GB.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ def _total_variance(features: torch.Tensor) -> torch.Tensor:
 def mean_pairwise_distance(features: torch.Tensor) -> float:
     """Mean Euclidean distance of two different rows."""
     features = _centered(features, features.mean(0, dtype=torch.float64))
-    total = sum(_distances(rows, features).sum() for rows in _blocks(features, len(features)))
+    total: Any = sum(_distances(rows, features).sum() for rows in _blocks(features, len(features)))
     return (total / (len(features) * (len(features) - 1))).item()
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from diffusers import ModelMixin
 from torch import nn
 
 from models.edm2_unet import EDM2UNet
@@ -15,7 +16,7 @@ from utils.diffusion.unet import normalize_spectra
 from utils.runs.record import RunRecord
 
 
-def load_run(run: Path) -> tuple[nn.Module, Scheduler]:
+def load_run(run: Path) -> tuple[ModelMixin, Scheduler]:
     """(network to load averaged weights into, scheduler) of the run's exported pipeline. Raises UserError without one."""
     from diffusers import DDPMScheduler
 
@@ -47,7 +48,7 @@ def check_output(output_dir: Path, run: Path) -> None:
         raise UserError(f"--output_dir {output_dir} holds other files; choose another folder")
 
 
-def describe(run: Path, unet: nn.Module) -> dict:
+def describe(run: Path, unet: ModelMixin) -> dict:
     """Facts for the model card (see `export.model_card`) from what the run recorded."""
     record = RunRecord.read(run)
     classes = unet.config.num_class_embeds or None

@@ -9,6 +9,7 @@ evaluate.py measures pipelines and folders with it, and a training run its own s
 import math
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,8 +83,9 @@ class Evaluation:
     def floor(self, count: int) -> dict:
         """`compare` of real images with each other, as for `count` samples; made once. On the main process alone."""
         if count not in self._floors:
-            options = {"standardized": self.extractor.standardized, "seed": self.seed, "device": self._device}
-            self._floors[count] = real_floor(self.reference, count, **options)
+            self._floors[count] = real_floor(
+                self.reference, count, standardized=self.extractor.standardized, seed=self.seed, device=self._device
+            )
         return self._floors[count]
 
     @property
@@ -135,7 +137,7 @@ class Evaluation:
         return from_main_process(result[0]), result[1]
 
     def _figures(self, sets: list[FeatureSet], images: torch.Tensor | None) -> tuple[dict, Image.Image | None]:
-        options = {"standardized": self.extractor.standardized, "seed": self.seed, "device": self._device}
+        options: dict[str, Any] = {"standardized": self.extractor.standardized, "seed": self.seed, "device": self._device}
         figures = compare(sets[0], self.reference, **options)
         figures["floor"] = self.floor(len(sets[0]))
         if self.classifier is not None:

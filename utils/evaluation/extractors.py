@@ -7,6 +7,7 @@ downloaded: the default makes its weights from a fixed seed, `classifier` and `p
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +47,8 @@ class RandomConvolutions(Extractor):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         pixels = to_unit_range(images, 255)
         if max(pixels.shape[-2:]) > self.LARGEST:
-            pixels = functional.adaptive_avg_pool2d(pixels, tuple(min(side, self.LARGEST) for side in pixels.shape[-2:]))
+            height, width = (min(side, self.LARGEST) for side in pixels.shape[-2:])
+            pixels = functional.adaptive_avg_pool2d(pixels, (height, width))
         features = []
         for scale in range(self.SCALES):
             if scale:
@@ -68,7 +70,7 @@ def _normal_filters(purpose: str, outputs: int, inputs: int) -> torch.Tensor:
     is, differently on every CPU, by a logarithm or a sum of floats.
     """
     words = randomness.random_bits(_FILTER_SEED, purpose, torch.arange(outputs), inputs * 9)
-    sums = sum(words >> shift & 255 for shift in range(0, 64, 8)) * 2 - 8 * 255  # mean 0
+    sums: Any = sum(words >> shift & 255 for shift in range(0, 64, 8)) * 2 - 8 * 255  # mean 0
     scales = [math.sqrt(2 / int(squares)) for squares in sums.square().sum(1)]
     return (sums.double() * torch.tensor(scales, dtype=torch.float64)[:, None]).float().view(outputs, inputs, 3, 3)
 
@@ -88,6 +90,8 @@ class PrincipalPixels(Extractor):
     name = "pixels"
     resize = "larger than 16 pixels: averaged down to 16"
     SIDE, MOST, IMAGES = 16, 64, 10_000
+    mean: torch.Tensor
+    basis: torch.Tensor
 
     def __init__(self, images: ImageSet):
         """Fitted to up to 10,000 of `images`, spread over the set. Raises UserError for fewer than 2."""
@@ -107,8 +111,8 @@ class PrincipalPixels(Extractor):
 
     def _flat(self, images: torch.Tensor) -> torch.Tensor:
         pixels = to_unit_range(images, 255)
-        size = tuple(min(side, self.SIDE) for side in pixels.shape[-2:])
-        return functional.adaptive_avg_pool2d(pixels, size).flatten(1)
+        height, width = (min(side, self.SIDE) for side in pixels.shape[-2:])
+        return functional.adaptive_avg_pool2d(pixels, (height, width)).flatten(1)
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:

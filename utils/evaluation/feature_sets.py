@@ -121,7 +121,7 @@ def extract(
             total.add(features)
             parts.append(features[chosen.to(on_device)].float().cpu())
         if hash_pixels:
-            digest.update(tensors[len(extractors)].cpu().numpy())
+            digest.update(tensors[len(extractors)].cpu().numpy().data)
         if kept_images:
             images_kept.append(tensors[-1].cpu()[torch.isin(numbers, shown)])
         if progress is not None:
@@ -225,7 +225,7 @@ def _digest(tensors: dict[str, torch.Tensor], text: str) -> str:
     digest = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.contiguous().numpy())
+        digest.update(tensor.contiguous().numpy().data)
     return digest.hexdigest()
 
 

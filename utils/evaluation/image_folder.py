@@ -34,7 +34,8 @@ class ImageFolder:
             files = [path for path in files if re.fullmatch(r"\d{6,}\.png", path.name)]
         if not files:
             raise UserError(f"{folder}: no images in it")
-        self.folder, self.files, sizes, channels = folder, files, {}, 1
+        self.folder, self.files, channels = folder, files, 1
+        sizes: dict[tuple[int, ...], Path] = {}
         for path in files:
             header = header_of(ImageFile(None, str(path), str(path)))
             if header is None:

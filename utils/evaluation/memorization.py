@@ -63,7 +63,8 @@ def _nearest(queries: torch.Tensor, chunks: Iterable[tuple[int, torch.Tensor]], 
 
 def small_pixels(images: torch.Tensor) -> torch.Tensor:
     """float32 [n, C x h x w] in [-1, 1] of uint8 [n, C, H, W], averaged down to at most 16 x 16."""
-    return adaptive_avg_pool2d(to_unit_range(images, 255), [min(side, SIDE) for side in images.shape[-2:]]).flatten(1)
+    height, width = (min(side, SIDE) for side in images.shape[-2:])
+    return adaptive_avg_pool2d(to_unit_range(images, 255), (height, width)).flatten(1)
 
 
 def near_duplicates(images: torch.Tensor, others: torch.Tensor) -> torch.Tensor:

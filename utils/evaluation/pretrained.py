@@ -72,6 +72,8 @@ class DINOv2(Extractor):
 
     name = "dinov2"
     resize = "bicubic, antialiased, to 224"
+    mean: torch.Tensor
+    std: torch.Tensor
     standardized = False
 
     def __init__(self, weights: Path | None, expected_sha256: str | None = None):

@@ -1,6 +1,7 @@
 """Optimizers, the learning rate as a closed form of the update count, and the update that a bad gradient cannot harm."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -110,7 +111,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> No
     the scaler skips by itself, on the same condition, because the gradients were unscaled when their norm was taken.
     """
     scaler = getattr(optimizer, "scaler", None)
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner: Any = getattr(optimizer, "optimizer", optimizer)
     if scaler is not None and scaler.is_enabled():
         optimizer.step()
     elif not on_cpu(finite) and getattr(inner, "_step_supports_amp_scaling", False):

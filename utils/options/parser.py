@@ -33,7 +33,7 @@ def flag(default: Any = None, help: str = "", **about) -> Any:
     return field(default=default, metadata=about)
 
 
-def changed(group: type, name: str, default: Any, help: str | None = None) -> Any:
+def changed(group: "type[Options]", name: str, default: Any, help: str | None = None) -> Any:
     """The flag `name` of `group`, with another default in the options of one script."""
     about = group.__dataclass_fields__[name].metadata
     return field(default=default, metadata=about if help is None else {**about, "help": help})
@@ -128,7 +128,7 @@ def make_parser(cls: type[Options], description: str) -> argparse.ArgumentParser
     for base in reversed(cls.__mro__):
         for name in declared.keys() & vars(base).get("__annotations__", {}).keys():
             owners.setdefault(name, base)
-    groups = {}
+    groups: dict[str | None, Any] = {}
     for base in cls.__mro__:
         for name in (name for name in vars(base).get("__annotations__", {}) if owners.get(name) is base):
             group = groups.get(base.__doc__) or groups.setdefault(base.__doc__, parser.add_argument_group(base.__doc__))

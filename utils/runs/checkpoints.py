@@ -167,7 +167,7 @@ def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[st
             os.rename(replaced, final)
     candidates = list_checkpoints(output_dir)
     if wanted == "latest":
-        skipped = []
+        skipped: list[str] = []
         for path in reversed(candidates):
             if (problem := verify_checkpoint(path)) is None:
                 return path, skipped

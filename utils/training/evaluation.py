@@ -115,8 +115,7 @@ class SampleEvaluation:
         # The other processes wait while the main one looks for copies, so it looks through as many images as check_data does.
         most = MAX_COMPARED_BYTES // math.prod(real.shape) if real.cached else MAX_DECODED
         originals = Originals(_some(real, max(1, most)), others, reference.rows, held_out)
-        options = {"seed": run.options.seed, "batch_size": size, "originals": originals}
-        return Evaluation(run.accelerator, extractor, reference, **options)
+        return Evaluation(run.accelerator, extractor, reference, seed=run.options.seed, batch_size=size, originals=originals)
 
     def _sample(self, numbers: torch.Tensor) -> torch.Tensor:
         run, images = self._run, None

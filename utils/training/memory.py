@@ -206,7 +206,7 @@ def flops_per_image(
         network = make_network().train()
         for module in network.modules():
             if getattr(module, "gradient_checkpointing", False):
-                module.gradient_checkpointing = False
+                module.gradient_checkpointing = False  # type: ignore[assignment]  # a switch of diffusers
         with FlopCounterMode(display=False) as counter:
             predict(network, torch.randn(1, *image_shape), torch.zeros(1, dtype=torch.int64)).sum().backward()
     return counter.get_total_flops()
@@ -236,7 +236,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
         self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
 
-    def __enter__(self) -> "SavedTensors":
+    def __enter__(self) -> "SavedTensors":  # type: ignore[override]  # torch's own returns nothing
         super().__enter__()
         return self
 
@@ -260,7 +260,7 @@ class _LiveMemory(TorchDispatchMode):
     def __init__(self, block: int):
         super().__init__()
         self._block = block
-        self._known = weakref.WeakSet()
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._now = self.most = self.largest = 0
 
     def restart(self) -> None:

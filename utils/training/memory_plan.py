@@ -125,7 +125,7 @@ class MemoryPlan:
             resumed = Path(options.output_dir) if options.resume_from_checkpoint else None
             options.train_batch_size, options.gradient_accumulation_steps = self.split(resumed)
             self._accelerator.gradient_accumulation_steps = options.gradient_accumulation_steps
-        explain_out_of_memory(partial(self.explain, options.train_batch_size, options.gradient_accumulation_steps))
+        explain_out_of_memory(partial(self.explain, options.micro_batch_size, options.gradient_accumulation_steps))
 
     def measures_eagerly(self) -> bool:
         """Whether the updates of reports may run eagerly, which measures activations; all processes must call it.
@@ -136,7 +136,7 @@ class MemoryPlan:
             return True
         self.free = min(self._gathered(self.free))
         options = self._options
-        return self.estimate(options.train_batch_size, options.gradient_accumulation_steps).peak <= SHARE * self.free
+        return self.estimate(options.micro_batch_size, options.gradient_accumulation_steps).peak <= SHARE * self.free
 
     def table(self, micro_batch_size: int, accumulation: int) -> str:
         """The estimate in lines to print, with the verdict and, where it does not fit, what to set."""
@@ -192,8 +192,11 @@ class MemoryPlan:
             ("--eval_batch_size", self._samples, 8 * processes + 30, processes),
             ("--evaluation_batch_size", self._evaluation_batch_size, 8, 1),
         ):
-            sizes = list(range(size, 0, -1))
-            fits = largest_that_fits(sizes, lambda size, images=images: self._with_pass(estimate, size, images * size) <= room)
+
+            def fits_with(size: int, images: int = images) -> bool:
+                return self._with_pass(estimate, size, images * size) <= room
+
+            fits = largest_that_fits(range(size, 0, -1), fits_with)
             if fits is None and size:
                 advice.append(f"not even {flag} 1 fits, so they will be left out")
             elif fits != (size or None):
@@ -205,7 +208,7 @@ class MemoryPlan:
         options = self._options
 
         def write() -> None:
-            print(self.table(options.train_batch_size, options.gradient_accumulation_steps))
+            print(self.table(options.micro_batch_size, options.gradient_accumulation_steps))
 
         on_main_process(self._accelerator, write)
         return 0

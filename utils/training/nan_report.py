@@ -150,7 +150,7 @@ class NanReports:
             }
             samples += [dict(zip(columns, row)) for row in zip(*columns.values())]
             # Not .backward(), in which DDP would take part.
-            gradients = torch.autograd.grad(again.mean(), parameters.values(), allow_unused=True)
+            gradients = torch.autograd.grad(again.mean(), list(parameters.values()), allow_unused=True)
             found = {name for name, g in zip(parameters, gradients) if g is not None and not finite(g)}
             found.update(replay["bad_gradients"])
             replay["bad_gradients"] = [name for name in parameters if name in found][:MAX_NAMES]

@@ -37,7 +37,7 @@ class Validation:
         The noise levels lie in the middles of as many equal slices of the training's levels, so that the figure moves with the
         weights and not with the luck of the draw.
         """
-        run, size = self._run, self._run.options.train_batch_size
+        run, size = self._run, self._run.options.micro_batch_size
         objective, accelerator, total = run.objective, run.accelerator, len(run.data.held_out) * DRAWS
         loss_sum = torch.zeros((), dtype=torch.float64, device="cpu")
 

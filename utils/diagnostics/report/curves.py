@@ -196,7 +196,10 @@ def _layer_figure(records: list[tuple[int, dict]], kind: str, title: str, unit: 
     curves = [
         Curve(names[i], steps, np.where(recorded[:, i], values[:, i], np.nan), style) for style, i in enumerate(chosen, start=1)
     ]
-    curves = [Curve(c.label, c.steps[recorded[:, i]], c.values[recorded[:, i]], c.style) for c, i in zip(curves, chosen)]
+    curves = [
+        Curve(c.label, np.asarray(c.steps)[recorded[:, i]], np.asarray(c.values)[recorded[:, i]], c.style)
+        for c, i in zip(curves, chosen)
+    ]
     notes = []
     for words, hit in (("not finite", broken), ("at zero", recorded & (values == 0))):
         layers = [name for name, is_hit in zip(names, hit[-1]) if is_hit]

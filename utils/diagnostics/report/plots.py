@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from PIL import Image
 
+Numbers = Sequence[float] | np.ndarray
+
 MAX_BUCKETS = 500  # of which each keeps its lowest and its highest point: as fine as the pixels of a plot
 SPIKE = 1e3  # a value so many times beyond 98 % of the others does not stretch the axis over the rest
 DOTS_UP_TO = 24  # a curve of so few points shows them
@@ -29,8 +31,8 @@ class Curve:
     """One line of a plot. `style`: 1 to 4 (color and dash differ), "raw" (thin), "median" (heavy), "limit" (dotted)."""
 
     label: str
-    steps: Sequence[float]
-    values: Sequence[float]
+    steps: Numbers
+    values: Numbers
     style: int | str = 1
 
 
@@ -39,9 +41,9 @@ class Band:
     """The region between two curves, drawn behind them; `low` and `high` share `steps`."""
 
     label: str
-    steps: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
+    steps: Numbers
+    low: Numbers
+    high: Numbers
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def spike_limit(values: np.ndarray) -> float:
     return 10 * common if 0 < common * SPIKE < float(values.max()) else math.inf
 
 
-def smooth(values: Sequence[float], window: float) -> np.ndarray:
+def smooth(values: Numbers, window: float) -> np.ndarray:
     """Weighted mean over about `window` reports around each one, so that it does not lag behind; values that are not finite
     stay what they are, and like spikes they have no weight."""
     values = np.asarray(values, dtype=float)
@@ -138,7 +140,7 @@ def prose(text: str) -> str:
     return re.sub(r"--[a-z]\w*", r"<code>\g<0></code>", escape(text))
 
 
-def thin(steps: Sequence[float], values: Sequence[float], buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
+def thin(steps: Numbers, values: Numbers, buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
     """At most 3 x buckets + 2 of the points: first, last, and of each bucket the lowest, the highest and one that is not
     finite. No spike and no gap is lost."""
     steps, values = np.asarray(steps, dtype=float), np.array(values, dtype=float)
@@ -262,7 +264,7 @@ def _outside(lines: list[tuple[Curve, np.ndarray, np.ndarray]], axis: Axis, time
     return marks, legend
 
 
-def _coordinate(position: float) -> str:
+def _coordinate(position: float | np.ndarray) -> str:
     return f"{SIZE * float(position):.1f}".removesuffix(".0")
 
 
@@ -327,7 +329,7 @@ _LEVELS = 64
 _NOT_FINITE = "e0218a"  # no color of the scale is like it
 
 
-def heat_map(steps: Sequence[float], names: Sequence[str], values: np.ndarray, *, unit: str) -> str:
+def heat_map(steps: Numbers, names: Sequence[str], values: np.ndarray, *, unit: str) -> str:
     """A picture of positive `values` [time, names] on a log scale, one row per name, the first on top; NaN is left striped,
     infinity is marked. Rows of the same block are labeled once."""
     values = np.asarray(values, dtype=float)

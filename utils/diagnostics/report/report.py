@@ -204,7 +204,8 @@ def _options(record: RunRecord) -> str:
     given = {word.removeprefix("--").removeprefix("no-") for word in words}
     preset = record.options.get("model_preset")
     by_preset = FLAGS.get(preset, {}).keys() if isinstance(preset, str) else ()
-    chosen, untouched = [], []
+    chosen: list[list[str]] = []
+    untouched: list[list[str]] = []
     for name, value in sorted(record.options.items()):
         source = "command line" if name in given else f"preset {preset}" if name in by_preset else ""
         text = "not set" if value is None or value == [] else str(value)
