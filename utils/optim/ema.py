@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,7 +87,7 @@ class EMA:
         """L2 norm of the averages, a 0-dim tensor on the device."""
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self._averages)))
 
-    def report(self) -> dict[str, torch.Tensor]:
+    def report(self) -> dict[str, Any]:
         """Figures to log, 0-dim tensors on the device."""
         return {"train/ema_distance": self.distance(), "train/ema_norm": self.norm()}
 
