@@ -80,7 +80,8 @@ def records_of(args: DiagnoseOptions) -> dict:
         raise UserError(f"the pipeline makes images of {height}x{width}; only square ones can be compared with a dataset")
     images = load(args, height, channels)
     noise_scheduler = training_scheduler(scheduler_config)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = accelerator or torch.device("cpu")
     unet.to(device).eval()
     count = min(args.probe_images, len(images))
     chosen = np.linspace(0, len(images) - 1, count).astype(np.int64)  # spread over the set

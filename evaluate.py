@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
@@ -80,8 +80,10 @@ def main(args: EvaluateOptions) -> None:
     shape = same_shape(shapes) if shapes else (args.image_channels, args.resolution, args.resolution)
 
     # ---- the real images, or what was stored of them
-    stored, facts = None, None
-    images, folder_cache = None, None
+    stored: Any = None
+    facts: Any = None
+    images: Any = None  # none beside stored statistics
+    folder_cache = None
     if args.reference and args.reference.is_file():
         stored, facts, _ = load_features(args.reference)
     else:
@@ -111,7 +113,7 @@ def main(args: EvaluateOptions) -> None:
     if args.command == "make-reference":
 
         def write() -> None:
-            digest = save_features(args.output, stored, facts)
+            digest = save_features(cast(Path, args.output), stored, facts)
             print(f"{len(stored):,} images, {extractor.name}, SHA-256 {digest} in {args.output}")
 
         on_main_process(accelerator, write)
@@ -164,12 +166,13 @@ def main(args: EvaluateOptions) -> None:
         scheduler = make_sampler(sampler, scheduler_config)
         steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
         predict = make_guided_prediction(unet, scheduler_config, args.class_labels, args.guidance, guide, guide_config)
-        made = {"sampler": sampler, "num_inference_steps": steps, "mixed_precision": args.mixed_precision}
+        made: dict[str, Any] = {"sampler": sampler, "num_inference_steps": steps, "mixed_precision": args.mixed_precision}
         made |= {"class_labels": args.class_labels, "guidance": args.guidance, "guide_pipeline": args.guide_pipeline}
         for network in (unet, guide) if guide is not None else (unet,):
             network.to(accelerator.device)
         for seed in args.seeds:
-            options = {"num_inference_steps": steps, "seed": seed, "shape": shape, "batch_size": args.batch_size}
+            options: dict[str, Any] = {"num_inference_steps": steps, "seed": seed}
+            options |= {"shape": shape, "batch_size": args.batch_size}
             with full_precision(unet):
                 source = pipeline_images(accelerator, unet, scheduler, name=pipeline, predict=predict, **options)
                 add(pipeline, source, count, seed=seed, **made)
@@ -264,7 +267,8 @@ def make_classifier(
 
 
 def class_names(images: "ImageSet") -> list[str]:
-    return list(images.class_names or map(str, range(int(images.labels.max()) + 1)))
+    labels: Any = images.labels  # there is a classifier, so there are labels
+    return list(images.class_names or map(str, range(int(labels.max()) + 1)))
 
 
 def originals_of(images: "ImageSet", stored: "FeatureSet", split: tuple[int, int] | None) -> "Originals":

@@ -80,7 +80,7 @@ def main(args: GenerateOptions) -> None:
         "compile": args.compile,
         "class_labels": args.class_labels,
         "guidance": None if args.guidance == 1.0 else args.guidance,
-        "guide_sha256": weights_hash(guide, guide_config) if guide is not None else None,
+        "guide_sha256": weights_hash(guide, guide_config or {}) if guide is not None else None,
         "num_images": args.num_images,
     }
     on_main_process(accelerator, claim_folder, args.output_dir, settings)
@@ -158,7 +158,7 @@ def claim_folder(output_dir: Path, settings: dict) -> None:
         recorded = {"compile": False, "sampler_version": 1} | json.loads(record.read_text()) if record.exists() else None
         if recorded is None and any(name.endswith(".png") for name in names):
             raise UserError(f"{output_dir} holds images that generate.py did not make; choose another --output_dir")
-        if any(re.fullmatch(r"\d{6,}\.png", name) for name in names):
+        if recorded is not None and any(re.fullmatch(r"\d{6,}\.png", name) for name in names):
             refuse_other_settings(output_dir, recorded, settings)
         with whole_file(record) as draft:
             draft.write_text(json.dumps(settings, indent=2) + "\n")

@@ -201,7 +201,7 @@ class EDM2Block(nn.Module):
         if self.mode == "decoder" and self.conv_skip is not None:
             x = self.conv_skip(x)
         x = mp_sum(x.to(branch.dtype), branch, RESIDUAL_BALANCE)
-        if self.attention_in is not None:
+        if self.attention_in is not None and self.attention_out is not None:
             x = mp_sum(x, self.attention_out(self._attend(self.attention_in(x))).to(x.dtype), RESIDUAL_BALANCE)
         return x.clamp(-LARGEST_ACTIVATION, LARGEST_ACTIVATION)
 

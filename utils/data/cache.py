@@ -217,7 +217,7 @@ def _prepared_in_order(
         except UndecodableImage as error:
             return prepare.blank(), [], error
 
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(workers) as pool:
         chunks = (read_files(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK))
         running: collections.deque[Future] = collections.deque()

@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import functools
 import io
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -80,7 +81,7 @@ class ImagePreparation:
         return np.zeros((self.channels, self.resolution, self.resolution), np.uint8 if self.max_value == 255 else np.uint16)
 
     def _prepare(self, file: ImageFile) -> tuple[np.ndarray, list[str]]:
-        source = file.path if file.data is None else io.BytesIO(file.data)
+        source: Any = file.path if file.data is None else io.BytesIO(file.data)
         with Image.open(source, formats=_readable_formats()) as image:
             remarks = ["frames"] if getattr(image, "is_animated", False) else []
             image.load()
@@ -104,7 +105,7 @@ class ImagePreparation:
 def header_of(file: ImageFile) -> tuple[str, int, int] | None:
     """Pillow's mode, height and width as stored (not yet turned by EXIF), without decoding; None where the file cannot be
     opened."""
-    source = file.path if file.data is None else io.BytesIO(file.data)
+    source: Any = file.path if file.data is None else io.BytesIO(file.data)
     try:
         with Image.open(source, formats=_readable_formats()) as image:
             return image.mode, image.height, image.width

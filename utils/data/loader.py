@@ -43,7 +43,7 @@ class SampleOrder:
             raise ValueError(f"length must be positive, got {length}")
         self.length, self.seed = length, seed
         self.balanced = labels is not None
-        if self.balanced:
+        if labels is not None:
             if len(labels) != length:
                 raise ValueError(f"{len(labels)} labels for {length} images")
             _, counts = np.unique(labels, return_counts=True)

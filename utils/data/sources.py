@@ -50,12 +50,12 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
         UserError: no such dataset, config, revision or split, or a folder without images.
     """
     dataset_name, dataset_split = options.dataset_name, options.dataset_split
-    if dataset_name is None and options.train_data_dir is None:
-        raise UserError("no dataset: give --dataset_name (a Hub name, a local path or 'digits') or --train_data_dir")
+    if dataset_name is None:
+        if options.train_data_dir is None:
+            raise UserError("no dataset: give --dataset_name (a Hub name, a local path or 'digits') or --train_data_dir")
+        return _open_image_folder(options.train_data_dir, dataset_split, options.cache_dir)
     if dataset_name == "digits":
         return _open_digits(dataset_split)
-    if dataset_name is None:
-        return _open_image_folder(options.train_data_dir, dataset_split, options.cache_dir)
     path = Path(dataset_name)
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         return _open_saved(path, dataset_split)

@@ -39,7 +39,7 @@ def make_guided_prediction(
             raise UserError("--guide_pipeline does nothing without --guidance, such as 1.5")
         names = ("sample_size", "in_channels", "num_class_embeds")
         wanted, found = ([network.config.get(name) for name in names] for network in (unet, guide))
-        if wanted != found or scheduler_config["sigma_data"] != guide_config.get("sigma_data"):
+        if wanted != found or scheduler_config["sigma_data"] != (guide_config or {}).get("sigma_data"):
             raise UserError(
                 f"--guide_pipeline is of other data: size, channels and classes {found}, not {wanted}, or its sigma_data"
             )

@@ -15,6 +15,7 @@ it there has memorized. At high noise it is the floor of the loss, which a healt
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from diffusers import DDPMScheduler
@@ -144,7 +145,7 @@ def denoiser_gap(
     """
     subset_size = max(1, min(max_images, _SUBSET_BYTES // (4 * math.prod(training_images.shape))))
     known = _draw(training_images, subset_size, seed, "denoiser gap subset", device)
-    noised = {"train": known[:images_per_timestep], "held_out": None}
+    noised: dict[str, Any] = {"train": known[:images_per_timestep], "held_out": None}
     if held_out_images is not None and len(held_out_images):
         noised["held_out"] = _draw(held_out_images, images_per_timestep, seed, "denoiser gap held out", device)
     if random_flip:

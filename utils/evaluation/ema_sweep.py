@@ -87,7 +87,7 @@ def make_judge(
 
 def write_sweep(output_dir: Path, run: Path, metric: str, step: int, num_images: int, values: dict[float, float]) -> None:
     """sweep.json and sweep.html, from what each width gave. Raises OSError."""
-    best = min(values, key=values.get)
+    best = min(values, key=lambda width: values[width])
     found = {"run": str(run), "metric": metric, "step": step, "num_images": num_images, "best_width": best}
     output_dir.mkdir(parents=True, exist_ok=True)
     with whole_file(output_dir / "sweep.json") as draft:

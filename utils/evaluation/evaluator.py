@@ -9,7 +9,7 @@ evaluate.py measures pipelines and folders with it, and a training run its own s
 import math
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -143,11 +143,12 @@ class Evaluation:
         if self.classifier is not None:
             device = self.accelerator.device
             probabilities = self.classifier.probabilities(sets[-1].rows.to(device)).detach().cpu()
-            figures["classes"] = class_figures(probabilities, self.labels, self.class_names, self.classifier.accuracy)
+            labels, names = cast(np.ndarray, self.labels), cast(list[str], self.class_names)
+            figures["classes"] = class_figures(probabilities, labels, names, self.classifier.accuracy)
         sheet = None
-        if images is not None:
+        if images is not None and self.originals is not None:
             figures["memorisation"], sheet = memorization(images, self.originals)
-            compared = [sets[0].rows, self.originals.rows, self.originals.held_out_rows]
+            compared: list[Any] = [sets[0].rows, self.originals.rows, self.originals.held_out_rows]
             if self.extractor.standardized:
                 mean, spread = (x.cpu().float() for x in location_and_spread(self.reference.moments))
                 compared = [rows if rows is None else (rows - mean) / spread for rows in compared]

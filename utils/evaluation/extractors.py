@@ -7,7 +7,7 @@ downloaded: the default makes its weights from a fixed seed, `classifier` and `p
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -141,15 +141,16 @@ def make_extractor(
         UserError: reference images, labels, a file or a package are missing, or the file has another hash.
     """
     if name == "randconv":
-        extractor = RandomConvolutions(images.shape[0] if images is not None else channels)
-    elif name in ("classifier", "pixels") and images is None:
-        raise UserError(f"--features {name} is fitted to the reference images, so stored statistics alone are not enough")
-    elif name == "pixels":
-        extractor = PrincipalPixels(images)
-    elif name == "classifier":
-        from utils.evaluation.classifier import trained_classifier
+        extractor = RandomConvolutions(images.shape[0] if images is not None else cast(int, channels))
+    elif name in ("classifier", "pixels"):
+        if images is None:
+            raise UserError(f"--features {name} is fitted to the reference images, so stored statistics alone are not enough")
+        if name == "pixels":
+            extractor = PrincipalPixels(images)
+        else:
+            from utils.evaluation.classifier import trained_classifier
 
-        extractor = trained_classifier(images, cache_dir)
+            extractor = trained_classifier(images, cache_dir)
     elif name in ("inception", "dinov2"):
         from utils.evaluation.pretrained import DINOv2, Inception
 

@@ -158,7 +158,8 @@ def reference_features(
         found = load_features(path)[0] if path is not None and path.exists() else None
     except UserError:  # damaged: made again
         found = None
-    if all(accelerator.gather(torch.tensor([int(found is not None)], device=accelerator.device)).tolist()):
+    everywhere = all(accelerator.gather(torch.tensor([int(found is not None)], device=accelerator.device)).tolist())
+    if found is not None and everywhere:
         return found
 
     def make_images(numbers: torch.Tensor) -> torch.Tensor:

@@ -182,16 +182,15 @@ def feature_memorization(rows: torch.Tensor, training_rows: torch.Tensor, held_o
         rows, training_rows, held_out_rows: [n, D]; without the last, training rows stand in, each compared with all others.
     """
     rows = rows[evenly(len(rows), MAX_IMAGES)]
-    held_out = held_out_rows is not None and len(held_out_rows) > 0
-    if held_out:
-        real = nearest_rows(held_out_rows[evenly(len(held_out_rows), len(rows))], training_rows)
+    if held_out_rows is not None and len(held_out_rows):
+        others, real = "held-out images", nearest_rows(held_out_rows[evenly(len(held_out_rows), len(rows))], training_rows)
     else:
         own = evenly(len(training_rows), len(rows))
-        real = nearest_rows(training_rows[own], training_rows, own)
+        others, real = "other training images", nearest_rows(training_rows[own], training_rows, own)
     typical, typical_real = nearest_rows(rows, training_rows).distances.median().item(), real.distances.median().item()
     return {
         "feature_distance": typical,
         "feature_distance_real": typical_real,
         "feature_ratio": typical / max(typical_real, 1e-12),
-        "features_compared_with": "held-out images" if held_out else "other training images",
+        "features_compared_with": others,
     }

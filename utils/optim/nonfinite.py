@@ -3,7 +3,7 @@
 Such an update changes nothing (see `optimization.step_if_finite`); `nan_report` explains it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -49,7 +49,7 @@ class BadUpdates:
         self._most_in_a_row = torch.tensor(0, device=device)
         self._first_step = torch.tensor(-1, device=device)
         self._first_norms = torch.zeros(num_parameters, device=device)
-        self._first_losses: torch.Tensor | None = None
+        self._first_losses: Any = None  # a tensor from the first update on
         self.first: BadUpdate | None = None
         self.row = row  # bad updates up to the newest that was reported, without a good one between
 

@@ -5,8 +5,9 @@ time t <= T by p(t) = (g + 1) t^g / T^(g + 1): its length is always the same sha
 s_rel = std of p / T. t and T are counts of updates.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,7 +118,7 @@ class PowerEMA(EMA):
         return [(str(width), average) for width, average in self.averages.items() if average is not self]
 
 
-def make_ema(model: nn.Module, options: EMAOptions) -> tuple[EMA | None, Callable[[int], float] | None]:
+def make_ema(model: nn.Module, options: EMAOptions) -> tuple[EMA | None, Any]:
     """(EMA, its decay at the n-th update), both None without `use_ema`."""
     if not options.use_ema:
         return None, None

@@ -206,7 +206,7 @@ def prune_checkpoints(output_dir: Path, total_limit: int | None, newest_step: in
 
     Those beyond `newest_step` always go: they are of a branch that was left when the run went on from an earlier checkpoint.
     """
-    by_step = {int(CHECKPOINT_NAME.fullmatch(path.name)[1]): path for path in list_checkpoints(output_dir)}
+    by_step = {int(path.name.removeprefix("checkpoint-")): path for path in list_checkpoints(output_dir)}
     kept = [step for step in by_step if step <= newest_step]
     if total_limit is not None:
         kept = [*kept[-max(total_limit, 2) :], keep_step]

@@ -10,6 +10,7 @@ import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -91,7 +92,7 @@ class RunFolder:
         What an earlier start of the same run had recorded of itself moves to `earlier_starts`.
         """
         path = self.path / "options.json"
-        record = {
+        record: dict[str, Any] = {
             "options": options.recorded(),
             "resolved": resolved,
             "command": command_line(options),

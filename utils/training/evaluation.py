@@ -2,9 +2,11 @@
 
 import math
 import time
+from typing import cast
 
 import torch
 from accelerate.utils.memory import clear_device_cache
+from PIL.Image import Image
 
 from utils.core.distributed import if_memory_allows, on_main_process
 from utils.core.errors import OUT_OF_MEMORY, UserError
@@ -85,7 +87,8 @@ class SampleEvaluation:
         run.trackers.log(logged, step=step)
         run.doctor.record(step, logged | {"evaluation": figures})
         try:
-            on_main_process(run.accelerator, lambda: save_png(sheet, run.output_dir / "evaluation" / "nearest.png"))
+            picture = run.output_dir / "evaluation" / "nearest.png"
+            on_main_process(run.accelerator, lambda: save_png(cast(Image, sheet), picture))
         except UserError as error:  # a full disk takes no picture, and the figures are worth having without
             run.print_line(f"left out: {error}")
         floor = figures["floor"]

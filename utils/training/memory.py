@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -168,7 +168,9 @@ class TrialStep:
             with self._reducing() if micro_step == micro_steps - 1 else contextlib.nullcontext():
                 loss.backward()
         del clean_images, noise, noisy_images, prediction, loss
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([p.grad for p in self.parameters])))
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        del gradients
         torch.nn.utils.clip_grads_with_norm_(self.parameters, 1.0, norm)
         before = [p.detach().clone() for p in self.parameters]  # as utils.diagnostics.dynamics does for a report
         self.optimizer.step()
@@ -185,7 +187,7 @@ class TrialStep:
         """A backward pass in it leaves the gradients in DDP's buckets, where there are some."""
 
         def move(parameter: nn.Parameter) -> None:
-            self.buckets[parameter].copy_(parameter.grad)
+            self.buckets[parameter].copy_(cast(torch.Tensor, parameter.grad))
             parameter.grad = self.buckets[parameter]
 
         with contextlib.ExitStack() as hooks:

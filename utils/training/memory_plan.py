@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -199,7 +200,7 @@ class MemoryPlan:
             fits = largest_that_fits(range(size, 0, -1), fits_with)
             if fits is None and size:
                 advice.append(f"not even {flag} 1 fits, so they will be left out")
-            elif fits != (size or None):
+            elif fits is not None and fits != size:
                 advice.append(f"set {flag} {fits * together}")
         return ", ".join(advice)
 
@@ -255,7 +256,7 @@ class MemoryPlan:
         all succeed. What the run in the folder `resumed` was trained with stays while it is predicted to fit. Raises UserError
         when the global batch cannot be split so, or when not even one image fits.
         """
-        num_processes, global_batch_size = self._accelerator.num_processes, self._options.global_batch_size
+        num_processes, global_batch_size = self._accelerator.num_processes, cast(int, self._options.global_batch_size)
         if self._options.train_batch_size != "auto":
             return split_batch(self._options, num_processes)
         together = per_process(global_batch_size, num_processes)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -250,7 +251,7 @@ def probe_plots(records: list[tuple[int, dict]]) -> list[str]:
     now, then = f"update {step:,}", f"update {first_step:,}"
 
     def curve(probe: dict, key: str, label: str, style: int | str) -> Curve:
-        points = probe.get(key) if by_timestep(probe.get(key)) else {}
+        points: Any = probe.get(key) if by_timestep(probe.get(key)) else {}
         timesteps = sorted(points, key=int)
         return Curve(label, [int(t) for t in timesteps], [points[t] for t in timesteps], style)
 

@@ -85,7 +85,7 @@ def _header(record: RunRecord, name: str) -> str:
         "Network": f"{number(resolved['parameters'])} parameters" if resolved.get("parameters") else None,
         "Global batch": resolved.get("global_batch_size"),
         "Device": device and (f"{device}, {processes} processes" if processes > 1 else device),
-        "Precision": {"no": "fp32"}.get(resolved.get("mixed_precision"), resolved.get("mixed_precision")),
+        "Precision": {"no": "fp32"}.get(str(resolved.get("mixed_precision")), resolved.get("mixed_precision")),
         "Peak memory": f"{max(memory):.2f} GiB" if memory else None,
         "Skipped updates": f"{skipped:.0f}" if skipped else None,
         "Started": record.starts[0].replace("T", " ").replace("+00:00", " UTC") if record.starts else None,

@@ -36,7 +36,8 @@ def timesteps_uneven(record: RunRecord) -> Found:
 def _timesteps_drawn(record: RunRecord) -> tuple[list[float], float, int | None]:
     """(shares of the ten tenths of the timesteps in all reports together, of how many timesteps, the last of these reports)."""
     tags = ("train/timesteps_drawn", *(f"train/timestep_share_{i}" for i in range(1, 11)))
-    known = [(line["step"], [line.get(tag) for tag in tags]) for line in record.history if tags[0] in line]
+    lines = (line for line in record.history if tags[0] in line)
+    known: list[tuple[int, list]] = [(line["step"], [line.get(tag) for tag in tags]) for line in lines]
     known = [(step, row) for step, row in known if all(value is not None and math.isfinite(value) for value in row)]
     seen = sum(drawn for _, (drawn, *_) in known)
     if not seen > 0:
