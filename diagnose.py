@@ -59,7 +59,7 @@ def main(args: DiagnoseOptions) -> int:
 
 
 def records_of(args: DiagnoseOptions) -> dict:
-    """The records (as in history.jsonl) that can be made of a dataset, and of a pipeline on it."""
+    """Returns the records (as in history.jsonl) that can be made of a dataset, and of a pipeline on it."""
     from utils.diagnostics.data_check import check_data
 
     if args.pipeline is None:

@@ -231,7 +231,7 @@ def load_reference(args: EvaluateOptions, shape: tuple[int, int, int]) -> tuple[
 
 
 def reference_facts(images: "ImageSet", extractor: "Extractor", features: "FeatureSet") -> dict:
-    """What a file of statistics must say of itself."""
+    """Returns what a file of statistics must say of itself."""
     return extractor.identity() | {
         "reference": images.description,
         "reference_fingerprint": features.pixels_sha256,
@@ -253,7 +253,7 @@ def check_reference(args: EvaluateOptions, facts: dict, extractor: "Extractor", 
 def make_classifier(
     args: EvaluateOptions, images: "ImageSet | None", extractor: "Extractor", cache_dir: Path | None
 ) -> "Classifier | None":
-    """The judge of classes where labels allow one; None otherwise."""
+    """Returns the judge of classes where labels allow one; None otherwise."""
     from utils.evaluation.classifier import Classifier, trained_classifier
 
     if isinstance(extractor, Classifier):
@@ -307,7 +307,7 @@ def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple
 
 
 def folder_of(args: EvaluateOptions, result: dict) -> Path | None:
-    """Where a result goes: --output_dir, or evaluation/ of the run that was evaluated; None for what is neither."""
+    """Returns where a result goes: --output_dir, or evaluation/ of the run that was evaluated; None for what is neither."""
     run = Path(result["name"])
     return args.output_dir or (run / "evaluation" if (run / "options.json").is_file() else None)
 

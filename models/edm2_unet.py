@@ -73,7 +73,7 @@ def mp_cat(a: torch.Tensor, b: torch.Tensor, t: float) -> torch.Tensor:
 
 
 def unit_weight(weight: torch.Tensor, gain: torch.Tensor | float) -> torch.Tensor:
-    """What a layer computes with: each output's weight vector at length `gain`, whatever that of `weight` is (eq. 47).
+    """Returns what a layer computes with: each output's weight vector at length `gain`, whatever that of `weight` is (eq. 47).
 
     fp32, like the normalization's gradient, which is orthogonal to the stored vector.
     """

@@ -41,7 +41,7 @@ SUPPORTED_LAUNCHES = {
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, which a container or `taskset` can make fewer than the machine's."""
+    """Counts the cores that this process may run on, which a container or `taskset` can make fewer than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -57,7 +57,7 @@ def make_accelerator(
     cudnn_benchmark: bool = False,
     broadcast_buffers: bool = False,
 ) -> Accelerator:
-    """An Accelerator for one process or DDP.
+    """Returns an Accelerator for one process or DDP.
 
     On a machine without an accelerator it asks for the CPU itself, because `use_cpu: true` in a config file starts several
     processes but leaves each alone. There it also undoes `accelerate launch`'s OMP_NUM_THREADS=1, which would leave all
@@ -120,7 +120,7 @@ def fix_bucket_order(model: torch.nn.Module) -> None:
 
 
 def local_processes(accelerator: Accelerator) -> int:
-    """Processes of this launch on this machine; where the launcher does not say, all of them."""
+    """Counts the processes of this launch on this machine; where the launcher does not say, all of them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
 
 
@@ -171,7 +171,7 @@ def on_main_process(accelerator: Accelerator, function: Callable[..., object], *
 
 
 def from_main_process(value: T) -> T:
-    """The main process's `value`, on all of them."""
+    """Returns the main process's `value`, on all of them."""
     return broadcast_object_list([value])[0]
 
 

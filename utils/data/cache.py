@@ -98,7 +98,7 @@ class PackedImages:
         return self.length
 
     def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray:
-        """Pixels [batch, channels, resolution, resolution] of `rows` int64 [batch]; `crop` as in `crop_offsets`."""
+        """Returns pixels [batch, channels, resolution, resolution] of `rows` int64 [batch]; `crop` as in `crop_offsets`."""
         if self.uniform:
             batch = self.pixels.array[rows]
         else:
@@ -121,7 +121,7 @@ def pack_once(
     progress: Progress | None = None,
     max_bad_images: int = 0,
 ) -> PackedImages:
-    """The cache at `folder`, made first if it is missing or damaged.
+    """Returns the cache at `folder`, made first if it is missing or damaged.
 
     Args:
         folder: final place of the cache; its name must determine data and options.

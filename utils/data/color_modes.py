@@ -33,12 +33,12 @@ def background_color(background: str) -> tuple[int, int, int]:
 
 
 def is_deep(image: Image.Image) -> bool:
-    """Whether the image holds more than 8 bits per channel."""
+    """Returns whether the image holds more than 8 bits per channel."""
     return image.mode == "F" or image.mode.startswith("I")
 
 
 def to_planes(image: Image.Image, channels: int, background: tuple[int, int, int], max_value: int) -> list[Image.Image]:
-    """The image as planes that Pillow can resize; `stack_planes` makes an array of them.
+    """Turns the image into planes that Pillow can resize; `stack_planes` makes an array of them.
 
     Args:
         image: any Pillow image; of several frames, the current one.

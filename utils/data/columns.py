@@ -40,7 +40,7 @@ def _holds_files(feature: object) -> bool:
 
 
 def find_image_column(dataset: "Dataset", requested: str | None = None) -> tuple[str, list[str]]:
-    """The name of the image column, and notes on the choice.
+    """Returns the name of the image column, and notes on the choice.
 
     A column of the type `Image` comes first, then one that holds encoded bytes, then one of strings (paths) with a
     usual name. Any of these may be requested by name.
@@ -75,7 +75,7 @@ def find_image_column(dataset: "Dataset", requested: str | None = None) -> tuple
 
 
 def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.ndarray | None, list[str] | None, list[str]]:
-    """Labels int64 [rows] or None, names of the classes or None, and notes.
+    """Returns labels int64 [rows] or None, names of the classes or None, and notes.
 
     Without a request a `ClassLabel` column is taken, else an integer column with a usual name. A requested column may
     also hold strings or booleans, whose sorted distinct values become the classes.
@@ -135,11 +135,11 @@ class EncodedImages:
         return len(self.table)
 
     def between(self, start: int, stop: int) -> list[ImageFile]:
-        """The files of rows [start, stop)."""
+        """Returns the files of rows [start, stop)."""
         return self._files(range(start, stop), self.table[start:stop])
 
     def at(self, rows: list[int]) -> list[ImageFile]:
-        """The files of any rows, in that order."""
+        """Returns the files of any rows, in that order."""
         return self._files(rows, self.table[rows])
 
     def _files(self, rows: Iterable[int], table: Any) -> list[ImageFile]:

@@ -37,7 +37,7 @@ class DecodedImages:
         return len(self.files)
 
     def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray | None:
-        """Pixels [batch, channels, resolution, resolution] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
+        """Returns pixels [batch, channels, resolution, resolution] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
 
         None when some of them cannot be decoded: `bad_images` has them now.
 
@@ -123,7 +123,7 @@ class ImageSet:
         return f"{self.source}: {len(self):,} images, {height}x{width}, {channels} channel{'s'[: channels - 1]}{classes}"
 
     def fetch(self, indices: Indices, crop: np.ndarray | None = None) -> np.ndarray:
-        """Images uint8 or uint16 [batch, channels, resolution, resolution].
+        """Returns images uint8 or uint16 [batch, channels, resolution, resolution].
 
         Args:
             indices: int64 [batch] in [0, len(self)).
@@ -143,7 +143,7 @@ class ImageSet:
         return pixels
 
     def shown(self, indices: np.ndarray) -> np.ndarray:
-        """The indices int64 [batch] whose images stand at `indices`: others where an image is known not to decode.
+        """Returns the indices int64 [batch] whose images stand at `indices`: others where an image is known not to decode.
 
         Final for indices that were fetched. Raises UserError when the set has no image that can be decoded.
         """
@@ -161,7 +161,7 @@ class ImageSet:
         return shown
 
     def replacements(self) -> dict[int, int]:
-        """Row of each image of the set that is known not to decode -> row of the image in its place."""
+        """Returns the row of each image of the set that is known not to decode -> row of the image in its place."""
         rows = list(self.bad_images)
         indices = np.array(rows, np.int64) if self.rows is None else np.flatnonzero(np.isin(self.rows, rows))
         return dict(zip(self._rows(indices).tolist(), self._rows(self.shown(indices)).tolist()))
@@ -170,7 +170,7 @@ class ImageSet:
         return indices if self.rows is None else self.rows[indices]
 
     def original_sizes(self, indices: Indices, max_bytes: int = 64 * 2**20) -> np.ndarray | None:
-        """Height and width, int64 [images, 2], of the files of `indices` before they were resized, from their headers.
+        """Returns height and width, int64 [images, 2], of the files of `indices` before they were resized, from their headers.
 
         Stops once files of `max_bytes` have been read, and leaves out those that are no longer there. None where the
         set does not know its files, as in a pickled copy.
@@ -188,11 +188,11 @@ class ImageSet:
         return np.array(sizes, np.int64).reshape(-1, 2)
 
     def dataset_rows(self, indices: Indices) -> torch.Tensor:
-        """Rows of the dataset, int64 [batch], that the images at `indices` int64 [batch] came from."""
+        """Returns rows of the dataset, int64 [batch], that the images at `indices` int64 [batch] came from."""
         return torch.from_numpy(self._rows(np.asarray(indices, dtype=np.int64)))
 
     def subset(self, indices: Indices) -> "ImageSet":
-        """The images at `indices`, in that order; shares the pixels."""
+        """Returns the images at `indices`, in that order; shares the pixels."""
         indices = np.asarray(indices, dtype=np.int64)
         return ImageSet(
             self.store,

@@ -77,7 +77,7 @@ class ImagePreparation:
             raise UndecodableImage(file.name, file.path, reason) from error
 
     def blank(self) -> np.ndarray:
-        """Pixels [channels, resolution, resolution] that keep the place of an image that cannot be decoded."""
+        """Returns pixels [channels, resolution, resolution] that keep the place of an image that cannot be decoded."""
         return np.zeros((self.channels, self.resolution, self.resolution), np.uint8 if self.max_value == 255 else np.uint16)
 
     def _prepare(self, file: ImageFile) -> tuple[np.ndarray, list[str]]:
@@ -114,13 +114,13 @@ def header_of(file: ImageFile) -> tuple[str, int, int] | None:
 
 
 def size_from_header(file: ImageFile) -> tuple[int, int] | None:
-    """Height and width of `header_of`."""
+    """Returns height and width of `header_of`."""
     header = header_of(file)
     return header and header[1:]
 
 
 def resized_size(height: int, width: int, resolution: int) -> tuple[int, int]:
-    """Height and width once the shorter side is `resolution`, as torchvision's `Resize(resolution)` has them."""
+    """Returns height and width once the shorter side is `resolution`, as torchvision's `Resize(resolution)` has them."""
     if height <= width:
         return resolution, int(resolution * width / height)
     return int(resolution * height / width), resolution
@@ -142,5 +142,5 @@ def crop_offsets(
 
 
 def describe_remarks(counts: dict[str, int]) -> list[str]:
-    """One sentence per remark that was made, in the order of `REMARKS`."""
+    """Returns one sentence per remark that was made, in the order of `REMARKS`."""
     return [text.format(n=counts[key]) for key, text in REMARKS.items() if counts.get(key)]

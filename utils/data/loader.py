@@ -52,7 +52,7 @@ class SampleOrder:
             self.class_starts = self.class_sizes.cumsum(0) - self.class_sizes
 
     def indices(self, sample_numbers: torch.Tensor) -> torch.Tensor:
-        """Image indices int64 [batch] in [0, length) of sample numbers int64 [batch]."""
+        """Returns image indices int64 [batch] in [0, length) of sample numbers int64 [batch]."""
         if self.balanced:
             return self._balanced_indices(sample_numbers)
         epochs = sample_numbers // self.length

@@ -44,7 +44,7 @@ class OpenedDataset:
 
 
 def open_dataset(options: DataOptions) -> OpenedDataset:
-    """The dataset that the options name; `train_data_dir` is ignored beside a `dataset_name`.
+    """Returns the dataset that the options name; `train_data_dir` is ignored beside a `dataset_name`.
 
     Raises:
         UserError: no such dataset, config, revision or split, or a folder without images.

@@ -120,7 +120,7 @@ class Dynamics:
         self._measured = torch.cat([seen, weights / sizes, gradients.norms / sizes, ratios, activations])
 
     def measured(self) -> torch.Tensor:
-        """What a report is made of, on the device; empty where no update was measured."""
+        """Returns what a report is made of, on the device; empty where no update was measured."""
         return self._sizes.new_zeros(0) if self._measured is None else self._measured
 
     def report(self, values: list[float] | None = None) -> tuple[dict[str, float], dict[str, dict[str, float]]]:

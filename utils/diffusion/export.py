@@ -252,7 +252,7 @@ OTHER_FACTS = ("title", "license", "hub_dataset", "command", "metrics", "grid", 
 
 
 def model_card(facts: Mapping) -> str:
-    """A Hugging Face model card in Markdown, with its YAML header, from what is known of a run; nothing else is stated.
+    """Returns a Hugging Face model card in Markdown, with its YAML header, from what is known of a run; nothing else is stated.
 
     Keys, all optional: those of `FACTS` (a table row each), "title", "license", "hub_dataset" (its Hub name),
     "command", "metrics" (a mapping of names to values), "grid" (path of a picture, relative to the card),

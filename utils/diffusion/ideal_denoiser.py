@@ -86,7 +86,7 @@ def ideal_prediction(
     training_images: torch.Tensor,
     chunk_size: int | None = None,
 ) -> torch.Tensor:
-    """The prediction of least expected squared error in the scheduler's `prediction_type`, float64 [B, C, H, W].
+    """Returns the prediction of least expected squared error in the scheduler's `prediction_type`, float64 [B, C, H, W].
 
     `timesteps` is int64 [B]; the rest as in `ideal_clean_images`. With eps = (x_t - a x_0) / s, and v = a eps - s x_0
     (Salimans & Ho 2022, section 4).
@@ -114,7 +114,7 @@ def denoiser_gap(
     max_images: int = 2048,
     random_flip: bool = False,
 ) -> dict:
-    """Mean squared errors of a model and of the ideal denoiser, on the same noisy images, the same every time.
+    """Measures the mean squared errors of a model and of the ideal denoiser, on the same noisy images, the same every time.
 
     Errors are unweighted means over pixels of |prediction - target|^2 in the scheduler's `prediction_type`.
 

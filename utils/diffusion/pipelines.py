@@ -18,7 +18,7 @@ T = TypeVar("T", bound=nn.Module)
 
 
 def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
-    """The U-Net in fp32 and the scheduler's config, of a folder or a name on the Hub.
+    """Returns the U-Net in fp32 and the scheduler's config, of a folder or a name on the Hub.
 
     Weights may be safetensors or pickled tensors (of which nothing is run), in fp32 or as the variant "fp16"; the parts may lie
     in folders of their own or, as in the first releases, side by side. Raises UserError for a pipeline of another kind, before
@@ -79,7 +79,7 @@ def _load_any_variant(pipeline_class: type["DiffusionPipeline"], pipeline: str) 
 
 
 def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
-    """The U-Net in fp32 and the scheduler's config of what the scripts here can sample from. Raises UserError.
+    """Returns the U-Net in fp32 and the scheduler's config of what the scripts here can sample from. Raises UserError.
 
     An unconditional pipeline as for `load_unconditional`; an EDM2 pipeline, with or without classes, of which no code of its
     own is run: its network is loaded with the classes of this repository; or `checkpoint-<N>` of a run's folder, with its

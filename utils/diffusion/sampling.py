@@ -93,7 +93,7 @@ class NoiseOfSamples(TorchFunctionMode):
 
 
 def make_sampler(name: str, noise_scheduler: Scheduler | Mapping) -> Scheduler:
-    """A diffusers scheduler that samples what was trained: same betas, prediction type, clipping and spacing of
+    """Returns a diffusers scheduler that samples what was trained: same betas, prediction type, clipping and spacing of
     timesteps; for the config of an EDM scheduler the same noise levels, with "heun" (Karras et al. 2022) or "dpmsolver++".
 
     `name` is "ddim" (Song et al. 2021, eta = 0), "ddpm" (Ho et al. 2020, algorithm 2) or "dpmsolver++" (Lu et al. 2022,
@@ -123,12 +123,12 @@ def sampler_version(name: str, config: Mapping) -> int:
 
 
 def is_edm(config: Mapping) -> bool:
-    """Whether a scheduler's config is of the EDM kind: noise levels sigma, in place of a chain of betas."""
+    """Returns whether a scheduler's config is of the EDM kind: noise levels sigma, in place of a chain of betas."""
     return "sigma_data" in config
 
 
 def path_steps(scheduler: Scheduler, timesteps: Sequence[float]) -> list[tuple[int, float]]:
-    """Where a chain comes nearest to each of `timesteps`: (step index, its timestep) for each, after `set_timesteps`.
+    """Returns where a chain comes nearest to each of `timesteps`: (step index, its timestep) for each, after `set_timesteps`.
 
     Step k is the noisy image that step k denoises; the last index, one past the steps, is the finished image and
     counts as 0, with EDM as FINISHED_EDM.
@@ -153,7 +153,7 @@ def sample(
     record_timesteps: Sequence[float] | None = None,
     predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> Any:
-    """Images [n, C, H, W], float32 in [-1, 1] on `device`, for `sample_numbers` int64 [n]; `shape` is (C, H, W).
+    """Returns images [n, C, H, W], float32 in [-1, 1] on `device`, for `sample_numbers` int64 [n]; `shape` is (C, H, W).
 
     `unet` must be in eval mode, and runs in the precision it is found in: wrap the call in `full_precision` unless
     autocast is wanted. `scheduler` comes from `make_sampler`; its timesteps are overwritten. The global random state
@@ -282,5 +282,5 @@ def sample_sharded(
 
 
 def to_uint8(images: torch.Tensor) -> torch.Tensor:
-    """Images in [-1, 1] to uint8, rounded to the nearest level; what lies outside is clamped, NaN becomes black."""
+    """Turns images in [-1, 1] into uint8, rounded to the nearest level; what lies outside is clamped, NaN becomes black."""
     return (images.nan_to_num(nan=-1.0).clamp(-1.0, 1.0) * 127.5 + 127.5).round().to(torch.uint8)

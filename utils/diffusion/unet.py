@@ -17,7 +17,7 @@ UNET_DEFAULT_LEVELS = (224, 448, 672, 896)  # UNet2DModel's own block_out_channe
 
 
 def make_unet(options: DDPMOptions, device_type: str = "cpu") -> UNet2DModel:
-    """A UNet2DModel whose weights are a function of the options (global random state is left as it was).
+    """Returns a UNet2DModel whose weights are a function of the options (global random state is left as it was).
 
     `activation` and `dropout` of None keep the network's own. `channels_last` puts the channels of kernels innermost in memory,
     which those of activations follow. Raises UserError when the config cannot be read, when its channels differ from the
@@ -92,7 +92,7 @@ def to_channels_last(model: nn.Module) -> None:
 
 
 def network_options(unet: UNet2DModel) -> dict:
-    """The network's config as options of a run, for comparison on resume: a file may change under its name."""
+    """Returns the network's config as options of a run, for comparison on resume: a file may change under its name."""
     return {f"network.{name}": value for name, value in unet.config.items() if not name.startswith("_")}
 
 
@@ -123,7 +123,7 @@ def normalize_spectra(unet: UNet2DModel) -> None:
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights that `model` computes with, under the names of the same network without parametrizations."""
+    """Returns the weights that `model` computes with, under the names of the same network without parametrizations."""
     state = model.state_dict()
     for name, module in model.named_modules():
         if parametrize.is_parametrized(module):

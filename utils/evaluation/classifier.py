@@ -61,7 +61,7 @@ class Classifier(Extractor):
 
 
 def trained_classifier(images: ImageSet, cache_dir: Path | None) -> Classifier:
-    """A classifier of the labels of `images`: from `cache_dir`, or trained now and put there.
+    """Returns a classifier of the labels of `images`: from `cache_dir`, or trained now and put there.
 
     Nine tenths of the images, chosen by a fixed seed, train it; the others judge it. The random state of torch is left as it
     was. Of several processes each may call it: they train the same. Raises UserError where there are no labels, or too few

@@ -40,7 +40,7 @@ class Moments:
         return self.scatter / (self.count - 1)
 
     def scaled(self, mean: torch.Tensor, scale: torch.Tensor) -> "Moments":
-        """Those of (features - mean) / scale, both [D]."""
+        """Returns those of (features - mean) / scale, both [D]."""
         result = Moments(len(self.mean), self.mean.device)
         result.count, result.mean, result.scatter = (
             self.count,

@@ -37,7 +37,7 @@ def _distances(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def variance_ratio(generated: torch.Tensor, real: torch.Tensor) -> float:
-    """Total variance of the generated features over that of the real ones: 1 healthy, 0 all alike."""
+    """Returns the total variance of the generated features over that of the real ones: 1 healthy, 0 all alike."""
     return (_total_variance(generated) / _total_variance(real)).item()
 
 
@@ -48,14 +48,14 @@ def _total_variance(features: torch.Tensor) -> torch.Tensor:
 
 
 def mean_pairwise_distance(features: torch.Tensor) -> float:
-    """Mean Euclidean distance of two different rows."""
+    """Returns the mean Euclidean distance of two different rows."""
     features = _centered(features, features.mean(0, dtype=torch.float64))
     total: Any = sum(_distances(rows, features).sum() for rows in _blocks(features, len(features)))
     return (total / (len(features) * (len(features) - 1))).item()
 
 
 def vendi_score(features: torch.Tensor) -> float:
-    """The effective number of different images (Friedman & Dieng 2023), between 1 and min(N, D).
+    """Returns the effective number of different images (Friedman & Dieng 2023), between 1 and min(N, D).
 
     The exponential of the entropy of the eigenvalues of K / N, where K is the cosine similarity of the rows. Those of the D x
     D matrix X'X / N are the same, but for zeros, and do not ask for N x N memory. Center the features first: rows that share
@@ -86,7 +86,7 @@ class Neighborhoods:
 
 
 def neighborhoods(generated: torch.Tensor, real: torch.Tensor, k: int = 5) -> Neighborhoods:
-    """The four figures with neighborhoods that reach to the k-th nearest other image of the same set.
+    """Returns the four figures with neighborhoods that reach to the k-th nearest other image of the same set.
 
     Raises ValueError for sets of no more than k rows.
     """
@@ -134,7 +134,7 @@ def fit_modes(real: torch.Tensor, modes: int, seed: int) -> torch.Tensor:
 
 
 def nearest_mode(features: torch.Tensor, centers: torch.Tensor) -> torch.Tensor:
-    """Index int64 [N] of each row's nearest center."""
+    """Returns the index int64 [N] of each row's nearest center."""
     center = centers.mean(0, dtype=torch.float64)
     others = _centered(centers, center)
     return torch.cat([_distances(_centered(rows, center), others).argmin(1) for rows in _blocks(features, len(centers))])

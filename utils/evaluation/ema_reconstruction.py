@@ -49,7 +49,7 @@ def check_output(output_dir: Path, run: Path) -> None:
 
 
 def describe(run: Path, unet: ModelMixin) -> dict:
-    """Facts for the model card (see `export.model_card`) from what the run recorded."""
+    """Returns facts for the model card (see `export.model_card`) from what the run recorded."""
     record = RunRecord.read(run)
     classes = unet.config.num_class_embeds or None
     facts = {

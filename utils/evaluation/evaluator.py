@@ -165,7 +165,7 @@ class Evaluation:
         return figures, sheet
 
     def warnings(self, count: int) -> list[str]:
-        """What weakens the figures of so many samples, in sentences."""
+        """Returns what weakens the figures of so many samples, in sentences."""
         found, dimensions = [], self.extractor.dimensions
         fewest = min(count, len(self.reference))
         if fewest <= dimensions:

@@ -26,7 +26,7 @@ class Extractor(nn.Module):
     sha256: str
 
     def identity(self) -> dict:
-        """What two extractors must share for their figures to be compared; JSON."""
+        """Returns what two extractors must share for their figures to be compared; JSON."""
         return {"features": self.name, "extractor_sha256": self.sha256, "resize": self.resize, "dimensions": self.dimensions}
 
 

@@ -128,7 +128,7 @@ def make_extractor(
     cache_dir: Path | None = None,
     channels: int | None = None,
 ) -> Extractor:
-    """The extractor `name` of EXTRACTORS, on the CPU, in eval mode.
+    """Returns the extractor `name` of EXTRACTORS, on the CPU, in eval mode.
 
     Args:
         images: the reference images, which `classifier` and `pixels` are fitted to. None where there are only

@@ -93,7 +93,7 @@ def extract(
     hash_pixels: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[list[FeatureSet], torch.Tensor | None]:
-    """The features of images 0 ... count - 1 by each of the extractors, equal on all processes.
+    """Returns the features of images 0 ... count - 1 by each of the extractors, equal on all processes.
 
     Args:
         make_images: gives uint8 [n, C, H, W] of the numbers int64 [n], on the accelerator's device, where the extractors are.
@@ -202,7 +202,7 @@ def save_features(path: Path, features: FeatureSet, facts: dict) -> str:
 
 
 def load_features(path: Path) -> tuple[FeatureSet, dict, str]:
-    """The features, the facts and the SHA-256 of what `save_features` wrote. Raises UserError where it is not as it was
+    """Returns the features, the facts and the SHA-256 of what `save_features` wrote. Raises UserError where it is not as it was
     written."""
     try:
         with safe_open(path, "pt") as file:

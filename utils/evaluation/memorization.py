@@ -34,7 +34,7 @@ class Nearest:
 
 
 def kept_for_memorization(count: int, image_bytes: int) -> int:
-    """How many of `count` samples, of so many bytes each, are compared with the training images."""
+    """Returns how many of `count` samples, of so many bytes each, are compared with the training images."""
     return max(1, min(count, MAX_IMAGES, MAX_BYTES // max(image_bytes, 1)))
 
 
@@ -145,7 +145,7 @@ class Originals:
 
 
 def memorization(samples: torch.Tensor, originals: Originals) -> tuple[dict, Image.Image]:
-    """Figures (JSON) of samples uint8 [n, C, H, W], on the CPU, and a sheet of the closest pairs.
+    """Returns figures (JSON) of samples uint8 [n, C, H, W], on the CPU, and a sheet of the closest pairs.
 
     Returns:
         images, training_images: how many were compared; compared_with: "held-out images" or "other training images".

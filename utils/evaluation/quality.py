@@ -28,7 +28,7 @@ _MIN_SPREAD = 0.1  # of the median spread
 def compare(
     generated: FeatureSet, real: FeatureSet, *, standardized: bool, seed: int, device: torch.device | str = "cpu"
 ) -> dict:
-    """Quality and diversity of `generated` against `real`; JSON.
+    """Measures quality and diversity of `generated` against `real`; JSON.
 
     Args:
         standardized: see `Extractor`: whether features are first brought to mean 0 and deviation 1 over the real images.
@@ -78,7 +78,7 @@ def location_and_spread(real: Moments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mode_figures(generated: torch.Tensor, real: torch.Tensor, seed: int) -> dict:
-    """How the generated rows spread over clusters of the real ones: see `Coverage`, and `number` of the modes.
+    """Returns how the generated rows spread over clusters of the real ones: see `Coverage`, and `number` of the modes.
 
     One half of the real rows makes the clusters and the other half says how much of the real images each holds: the first half
     lies nearer to its own centers than new images do, which would look like a difference.

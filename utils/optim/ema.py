@@ -77,7 +77,7 @@ class EMA:
 
     @torch.no_grad()
     def distance(self) -> torch.Tensor:
-        """Relative distance ||weights - average|| / ||average||, a 0-dim tensor on the device."""
+        """Returns the relative distance ||weights - average|| / ||average||, a 0-dim tensor on the device."""
         averages, weights = self._floating()
         difference = torch._foreach_norm(torch._foreach_sub(weights, averages))
         return torch.linalg.vector_norm(torch.stack(difference)) / self.norm()
@@ -88,7 +88,7 @@ class EMA:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self._averages)))
 
     def report(self) -> dict[str, Any]:
-        """Figures to log, 0-dim tensors on the device."""
+        """Returns figures to log, 0-dim tensors on the device."""
         return {"train/ema_distance": self.distance(), "train/ema_norm": self.norm()}
 
     @torch.no_grad()

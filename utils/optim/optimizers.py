@@ -23,7 +23,7 @@ LR_SCHEDULES = (
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
-    """An optimizer with decoupled weight decay (AdamW) that spares biases and the parameters of norms.
+    """Returns an optimizer with decoupled weight decay (AdamW) that spares biases and the parameters of norms.
 
     `adam`, `rmsprop` and `sgd` couple the decay to the gradient, as torch does. `adamw8bit` needs bitsandbytes and a GPU.
     Raises UserError for an unknown name or a missing package.
@@ -99,7 +99,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def l1_norm(model: nn.Module) -> torch.Tensor:
-    """Sum of |w| over matrices and kernels (not biases or norms), 0-dim, differentiable."""
+    """Returns the sum of |w| over matrices and kernels (not biases or norms), 0-dim, differentiable."""
     return torch.stack([p.abs().sum() for p in model.parameters() if p.requires_grad and p.ndim > 1]).sum()
 
 

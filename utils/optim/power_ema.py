@@ -39,7 +39,7 @@ def width_of_exponent(exponent: float) -> float:
 
 
 def power_decay(step: int, exponent: float) -> float:
-    """Decay b in [0, 1) of the `step`-th update (1 for the first): (1 - 1 / step)^(g + 1)."""
+    """Returns the decay b in [0, 1) of the `step`-th update (1 for the first): (1 - 1 / step)^(g + 1)."""
     return (1.0 - 1.0 / step) ** (exponent + 1.0)
 
 

@@ -20,7 +20,7 @@ HIDDEN = "<hidden>"  # in place of a secret
 
 
 def flag(default: Any = None, help: str = "", **about) -> Any:
-    """A field that is a flag.
+    """Makes a field that is a flag.
 
     Args:
         default: `MISSING` where the flag must be given.
@@ -34,7 +34,7 @@ def flag(default: Any = None, help: str = "", **about) -> Any:
 
 
 def changed(group: "type[Options]", name: str, default: Any, help: str | None = None) -> Any:
-    """The flag `name` of `group`, with another default in the options of one script."""
+    """Repeats the flag `name` of `group` with another default in the options of one script."""
     about = group.__dataclass_fields__[name].metadata
     return field(default=default, metadata=about if help is None else {**about, "help": help})
 
@@ -54,7 +54,7 @@ class Options:
 
     @classmethod
     def preset_name(cls, given: dict[str, Any]) -> str | None:
-        """The preset that the flags that were given name or imply."""
+        """Returns the preset that the flags that were given name or imply."""
         return given.get("model_preset")
 
     def check(self) -> None:
@@ -66,11 +66,11 @@ class Options:
         return json.loads(json.dumps(values | computed))
 
     def secrets(self) -> list[str]:
-        """The values that no record may hold."""
+        """Returns the values that no record may hold."""
         return [value for each in fields(self) if each.metadata.get("secret") and (value := getattr(self, each.name))]
 
     def recorded(self) -> dict[str, Any]:
-        """All values by their names, sorted, secrets hidden."""
+        """Returns all values by their names, sorted, secrets hidden."""
         secret = {each.name for each in fields(self) if each.metadata.get("secret")}
         return {name: HIDDEN if name in secret and value else value for name, value in sorted(vars(self).items())}
 
@@ -81,7 +81,7 @@ class Options:
 
 
 def parse_options(cls: type[T], description: str, argv: list[str] | None = None) -> T:
-    """The options of a command line (None: this process's).
+    """Returns the options of a command line (None: this process's).
 
     Raises UserError for an unknown flag, an unknown preset, and values that no run can use; argparse ends the process with
     status 2 where a value is not of its flag's type.
@@ -114,7 +114,7 @@ def parse_options(cls: type[T], description: str, argv: list[str] | None = None)
 
 
 def make_parser(cls: type[Options], description: str) -> argparse.ArgumentParser:
-    """An argparse parser whose result holds nothing but what was given."""
+    """Returns an argparse parser whose result holds nothing but what was given."""
     presets = preset_table(cls) if cls.presets else None
     parser = argparse.ArgumentParser(
         description=description,
@@ -188,7 +188,7 @@ def check_ranges(options: Options) -> None:
 
 
 def preset_table(cls: type[Options]) -> str:
-    """The presets as text for `--help`: what is to be said about them, and each with the flags that it changes."""
+    """Returns the presets as text for `--help`: what is to be said about them, and each with the flags that it changes."""
     lines = ["model presets (a network and these defaults; your own flags win):", *cls.about_presets.splitlines()]
     for name, values in cls.presets.items():
         words = " ".join(f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in values.items())

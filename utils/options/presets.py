@@ -165,7 +165,7 @@ EDM2_FLAGS: dict[str, dict[str, Any]] = {
 
 
 def network_for_resolution(resolution: int) -> str | None:
-    """The preset network for images of this size, when none was named; None where no preset's levels divide the size.
+    """Returns the preset network for images of this size, when none was named; None where no preset's levels divide the size.
 
     Sizes that diffusers' script can train get its network, so that its command lines export the same model.
     """

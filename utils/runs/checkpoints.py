@@ -157,7 +157,7 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint meant by `latest`, `best`, `checkpoint-N` or a path, verified, and a line per one passed over.
+    """Returns the checkpoint meant by `latest`, `best`, `checkpoint-N` or a path, verified, and a line per one passed over.
 
     `latest` takes the newest valid one, and None where the run has none yet, so that one command line can start a run and
     continue it. Raises UserError for one that was named and is not valid, and when all of several are damaged.

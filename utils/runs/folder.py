@@ -120,7 +120,7 @@ class RunFolder:
 
 
 def command_line(options: Options) -> str:
-    """The command that was given to Python, without secrets."""
+    """Returns the command that was given to Python, without secrets."""
     command = shlex.join(sys.argv)
     for secret in options.secrets():
         command = command.replace(secret, HIDDEN)
@@ -128,7 +128,7 @@ def command_line(options: Options) -> str:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout that runs, with `+changes` when it has uncommitted ones; None outside a checkout."""
+    """Returns the commit of the checkout that runs, with `+changes` when it has uncommitted ones; None outside a checkout."""
     here = Path(__file__).parent
     try:
         describe = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty=+changes", "--exclude=*"]

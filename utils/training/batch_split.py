@@ -44,7 +44,7 @@ def split_batch(options: RunOptions, num_processes: int) -> tuple[int, int]:
 
 
 def per_process(global_batch_size: int, num_processes: int) -> int:
-    """Images of an update that fall to each process. Raises UserError when they cannot be shared evenly."""
+    """Returns how many images of an update fall to each process. Raises UserError when they cannot be shared evenly."""
     if global_batch_size % num_processes:
         raise UserError(
             f"--global_batch_size {global_batch_size} does not divide by {num_processes} processes; choose a multiple"

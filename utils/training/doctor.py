@@ -75,7 +75,7 @@ class Doctor:
         return self._critical
 
     def knows(self, key: str) -> bool:
-        """Whether a record of this kind was made, now or before a resume."""
+        """Returns whether a record of this kind was made, now or before a resume."""
         return any(key in record for record in self._history.records)
 
     def look(self) -> None:

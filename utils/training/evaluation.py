@@ -46,7 +46,7 @@ class SampleEvaluation:
         self._stopped = False
 
     def due(self) -> bool:
-        """Whether the samples of this update are to be evaluated and were not yet. After a stop they still are."""
+        """Returns whether the samples of this update are to be evaluated and were not yet. After a stop they still are."""
         run, step, every = self._run, self._run.state.step, self._run.options.eval_steps
         if every is None or step in (0, run.state.evaluated_step):
             return False

@@ -68,7 +68,7 @@ def estimate_memory(
     distributed: bool = False,
     predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _predict,
 ) -> MemoryEstimate:
-    """What training needs on `device`, which must exist but gives no memory.
+    """Returns what training needs on `device`, which must exist but gives no memory.
 
     `make_network` builds the network as it will be trained (checkpointing, layout of the weights), on torch's default device;
     `predict(network, noisy_images [B, C, H, W], timesteps [B])` gives its output. `accumulates`: gradients stay from one
@@ -154,7 +154,7 @@ class TrialStep:
         micro_steps: int,
         predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _predict,
     ) -> int:
-        """One update as in training. Returns the bytes that one forward pass left for its backward pass."""
+        """Makes one update as in training. Returns the bytes that one forward pass left for its backward pass."""
         device = self.parameters[0].device
         for micro_step in range(micro_steps):
             clean_images, noise, noisy_images = (torch.randn(micro_batch_size, *image_shape) for _ in range(3))
@@ -215,14 +215,14 @@ def flops_per_image(
 
 
 def autocast(device: torch.device, mixed_precision: str) -> contextlib.AbstractContextManager:
-    """The autocast of a training step: nothing for "no"."""
+    """Returns the autocast of a training step: nothing for "no"."""
     if mixed_precision == "no":
         return contextlib.nullcontext()
     return torch.autocast(device.type, AUTOCAST[mixed_precision])
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages of `tensors`, each counted once."""
+    """Returns the bytes of the storages of `tensors`, each counted once."""
     storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())
 

@@ -83,7 +83,7 @@ class MemoryPlan:
         )
 
     def fits(self, estimate: MemoryEstimate) -> bool:
-        """Whether updates do, and what looks at a micro batch between them."""
+        """Returns whether updates do, and what looks at a micro batch between them."""
         between = self._of_a_micro_batch(estimate).values()
         return max(estimate.peak, *between, 0) <= SHARE * self.free
 
@@ -129,7 +129,7 @@ class MemoryPlan:
         explain_out_of_memory(partial(self.explain, options.micro_batch_size, options.gradient_accumulation_steps))
 
     def measures_eagerly(self) -> bool:
-        """Whether the updates of reports may run eagerly, which measures activations; all processes must call it.
+        """Returns whether the updates of reports may run eagerly, which measures activations; all processes must call it.
 
         A batch that fits the compiled network alone would end the run at the first report.
         """
@@ -140,7 +140,7 @@ class MemoryPlan:
         return self.estimate(options.micro_batch_size, options.gradient_accumulation_steps).peak <= SHARE * self.free
 
     def table(self, micro_batch_size: int, accumulation: int) -> str:
-        """The estimate in lines to print, with the verdict and, where it does not fit, what to set."""
+        """Returns the estimate in lines to print, with the verdict and, where it does not fit, what to set."""
         estimate = self.estimate(micro_batch_size, accumulation)
         flops = flops_per_image(self._make_network, self._image_shape)
         rows = [
@@ -240,7 +240,7 @@ class MemoryPlan:
         return "not even one image fits: set a smaller network or --resolution"
 
     def explain(self, micro_batch_size: int, accumulation: int) -> str:
-        """What to say when memory has run out: asked, predicted, and what to set."""
+        """Returns what to say when memory has run out: asked, predicted, and what to set."""
         predicted = self.estimate(micro_batch_size, accumulation).peak
         return (
             f"asked: {self.asked(micro_batch_size, accumulation)}\n"
@@ -302,7 +302,7 @@ class MemoryPlan:
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The largest of falling `sizes` that `fits`, where all smaller ones do too; None when none does."""
+    """Returns the largest of falling `sizes` that `fits`, where all smaller ones do too; None when none does."""
     low, high = 0, len(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -314,7 +314,7 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int 
 
 
 def recorded_split(output_dir: Path | None, global_batch_size: int, num_processes: int) -> int | None:
-    """The micro batch of the run in `output_dir`, if that had as many processes and as large an update; else None."""
+    """Returns the micro batch of the run in `output_dir`, if that had as many processes and as large an update; else None."""
     try:
         resolved = json.loads((output_dir / "options.json").read_text())["resolved"] if output_dir else {}
     except (OSError, ValueError, KeyError):  # no run yet

@@ -23,7 +23,7 @@ MAX_NAMES = 30  # parameters named in a report
 
 @torch.no_grad()  # or gradient checkpointing would count what isfinite keeps for a backward pass
 def finite(value: object) -> bool:
-    """Whether every floating tensor in `value` (a tensor, or a module's output of them) is finite."""
+    """Returns whether every floating tensor in `value` (a tensor, or a module's output of them) is finite."""
     if isinstance(value, torch.Tensor):
         return not value.is_floating_point() or bool(torch.isfinite(value).all())
     if isinstance(value, dict):

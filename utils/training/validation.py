@@ -32,7 +32,7 @@ class Validation:
 
     @torch.no_grad()
     def mean_loss(self) -> float:
-        """Mean over DRAWS noisings of each held-out image, equal on all processes.
+        """Returns the mean over DRAWS noisings of each held-out image, equal on all processes.
 
         The noise levels lie in the middles of as many equal slices of the training's levels, so that the figure moves with the
         weights and not with the luck of the draw.

@@ -239,14 +239,14 @@ def _outstanding(positive: np.ndarray, median: np.ndarray) -> list[int]:
 
 
 def by_timestep(values: object) -> bool:
-    """Whether a value of a probe is a dict of numbers whose keys are timesteps."""
+    """Returns whether a value of a probe is a dict of numbers whose keys are timesteps."""
     if not isinstance(values, dict) or len(values) < 2:
         return False
     return all(str(key).isdigit() and isinstance(value, (int, float)) for key, value in values.items())
 
 
 def probe_plots(records: list[tuple[int, dict]]) -> list[str]:
-    """What the network did with real images, over the timesteps: the newest time it was asked, and the first."""
+    """Returns what the network did with real images, over the timesteps: the newest time it was asked, and the first."""
     (first_step, first), (step, newest) = records[0], records[-1]
     now, then = f"update {step:,}", f"update {first_step:,}"
 

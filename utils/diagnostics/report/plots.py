@@ -97,7 +97,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number for people: 0.0208, 2e-5, 1.5k, 35.7M."""
+    """Returns a number for people: 0.0208, 2e-5, 1.5k, 35.7M."""
     if not math.isfinite(value):
         return str(value)
     value = float(f"{value:.{digits}g}")
@@ -136,7 +136,7 @@ def smooth(values: Numbers, window: float) -> np.ndarray:
 
 
 def prose(text: str) -> str:
-    """Escaped text in which flags are set as code, so that no line breaks within them."""
+    """Escapes text and sets flags as code, so that no line breaks within them."""
     return re.sub(r"--[a-z]\w*", r"<code>\g<0></code>", escape(text))
 
 
@@ -373,7 +373,7 @@ def heat_map(steps: Numbers, names: Sequence[str], values: np.ndarray, *, unit: 
 
 
 def block_of(name: str) -> str:
-    """The part of the network that a layer belongs to: `down_blocks.0` of down_blocks.0.resnets.1.conv1."""
+    """Returns the part of the network that a layer belongs to: `down_blocks.0` of down_blocks.0.resnets.1.conv1."""
     parts = name.split(".")
     return ".".join(parts[:2]) if len(parts) > 2 and parts[1].isdigit() else parts[0]
 

@@ -55,7 +55,7 @@ def samples_section(record: RunRecord) -> str:
 
 
 def picture(path: Path, text: str, limits: tuple[int, int]) -> str:
-    """The image as it is, or as a JPEG within `limits` (bytes, pixels); "" where the file is no image."""
+    """Returns the image as it is, or as a JPEG within `limits` (bytes, pixels); "" where the file is no image."""
     max_bytes, max_side = limits
     try:
         content, kind = path.read_bytes(), "png"
