@@ -188,7 +188,7 @@ class Device(TorchDispatchMode):
         frame = sys._getframe(1)
         while frame is not None:
             path = frame.f_code.co_filename
-            if path.startswith(ROOT) and path != __file__:
+            if path.startswith(ROOT) and path != __file__ and "site-packages" not in path:  # an environment inside the clone
                 place = place or f"{path.removeprefix(ROOT)}:{frame.f_lineno}"
                 calls.append(frame.f_code.co_qualname.replace("main.<locals>.", ""))
                 if frame.f_code.co_qualname == "main":

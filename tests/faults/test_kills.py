@@ -4,7 +4,7 @@ import shutil
 import signal
 
 import pytest
-from conftest import end_group, slow_turns, start_script
+from conftest import end_group, start_script
 from kills import differences, invalid_checkpoints, kill_at_random, newest
 
 from utils.runs.checkpoints import find_checkpoint, list_checkpoints
@@ -12,7 +12,8 @@ from utils.runs.checkpoints import find_checkpoint, list_checkpoints
 FREQUENT = ["--max_train_steps", 24, "--checkpointing_steps", 3]
 
 
-@pytest.mark.parametrize("kills", [1, *slow_turns(20)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 20])
 def test_random_kills_cost_nothing_but_time(server, script, script_flags, tmp_path, kills):
     tally = kill_at_random(server, script, [*script_flags, *FREQUENT], tmp_path, kills=kills, seed=1)
     assert (tally.invalid, tally.different) == ([], [])

@@ -15,7 +15,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize(
-    ("processes", "rank", "fails"), [*slow_turns((1, 0, "sample,validation,probe")), (2, 1, "sample,validation")]
+    ("processes", "rank", "fails"), [(1, 0, "sample,validation,probe"), *slow_turns((2, 1, "sample,validation"))]
 )
 def test_what_runs_out_of_memory_between_updates_is_left_out_by_all(
     server, script, script_flags, tmp_path, processes, rank, fails

@@ -29,7 +29,8 @@ def state_of(checkpoint: Path) -> dict:
     return json.loads((checkpoint / "state.json").read_text())
 
 
-@pytest.mark.parametrize("rank", [*slow_turns(0), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_nan_on_one_rank_changes_nothing_on_any(server, script, script_flags, tmp_path, rank):
     flags = [*script_flags, *HALVES, "--checkpointing_steps", 1, "--output_dir", tmp_path / "nan"]
     runs = server.start([INJECT, script, "nan", "--rank", rank, "--step", 5, "--", *flags], 2)

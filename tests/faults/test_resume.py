@@ -124,6 +124,7 @@ def test_2_then_1_then_4_processes_train_as_1(server, script, script_flags, tmp_
     assert not same(whole / last / BYTES[0], elastic / last / BYTES[0])  # it was another summation order
 
 
+@pytest.mark.slow
 def test_three_processes_resume_bit_for_bit(server, script, script_flags, tmp_path):
     """The sum of three gradients depends on the order, and that on where they lie among what DDP sends at once."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -310,6 +310,7 @@ def test_a_run_s_snapshots_survive_a_resume_and_are_the_same(train, tiny_flags, 
     assert all(torch.equal(averaged[name], tensor) for name, tensor in exported.items())
 
 
+@pytest.mark.slow
 def test_snapshots_of_a_branch_that_was_left_are_gone_when_the_run_goes_on(train_script, script_flags, tmp_path):
     """Even where the new branch takes its own at other steps, or there is no checkpoint to go on from."""
     flags = [*script_flags, "--ema_type", "power", "--checkpointing_steps", "4", "--output_dir", tmp_path]

@@ -81,6 +81,7 @@ def test_the_largest_that_fits_is_that_of_a_search_through_all():
             assert largest_that_fits(sizes, lambda size, limit=limit: size <= limit) == expected
 
 
+@pytest.mark.slow
 def test_auto_takes_the_largest_divisor_that_fits_and_keeps_the_global_batch(plan_with):
     peaks = {batch: peak(batch, accumulates=batch < 24) for batch in (24, 12, 8, 6)}
     free = (peaks[8] + peaks[12]) / 2 / SHARE

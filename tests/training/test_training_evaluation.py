@@ -78,6 +78,7 @@ def test_mistakes_are_told_before_the_first_update(train, tiny_flags, tmp_path):
     assert not list(tmp_path.glob("run/checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_stop_left_out_is_made_on_resume(runs, train, monkeypatch, script_of_evaluation):
     folder, _ = runs
     flags, script = script_of_evaluation

@@ -9,9 +9,103 @@ class Entry:
     cause: str
     fixes: tuple[str, ...]
     in_fp16: tuple[str, str] | None = None  # one more cause and fix, where the run is in fp16
+    stage: str = ""  # of a training step, see `audit.verdict`
 
 
 CATALOG: dict[str, Entry] = {
+    "step-data": Entry(
+        "the images are not those of the files",
+        "an edit of the loading, the scaling or the augmentation",
+        (
+            "compare the declared and the observed values: the message says what the network sees",
+            "look at a batch beside its files: pixel order, range, orientation",
+        ),
+        stage="data",
+    ),
+    "step-noise": Entry(
+        "the noise is not independent standard normal noise",
+        "a generator that is seeded again, noise that is shared, scaled, clipped or of another distribution",
+        ("draw it by torch.randn_like(images), for each image and update anew",),
+        stage="noise",
+    ),
+    "step-timestep": Entry(
+        "the network is told other noise levels than the declared ones",
+        "timesteps that are shifted, shuffled, rounded, scaled, or drawn from another distribution than declared",
+        ("one timestep for each image, drawn once, for the noise and for the network alike",),
+        stage="timestep",
+    ),
+    "step-input": Entry(
+        "the network's input is not the declared mixture of image and noise",
+        "an edit of the formula that adds the noise, or another noise schedule than declared",
+        ("use the scheduler's add_noise with the noise and the timesteps of the same images",),
+        stage="input",
+    ),
+    "step-condition": Entry(
+        "the network is told other labels than declared",
+        "labels that are shifted against the images, dropped at another rate, or not passed on",
+        ("pass on each image's own label; drop a label at random, as often as declared",),
+        stage="condition",
+    ),
+    "step-network": Entry(
+        "the network does not compute as declared",
+        "frozen parameters, evaluation mode, another precision, or another preconditioning",
+        ("compare the declared and the observed values: the message says which part",),
+        stage="network",
+    ),
+    "step-target": Entry(
+        "the loss compares the output with something else than declared",
+        "another prediction type, another error than the squared one, or images and targets of different samples",
+        ("compute the target from the clean images, the noise and the timesteps of this batch",),
+        stage="target",
+    ),
+    "step-weight": Entry(
+        "errors do not count in the loss as declared",
+        "weights that are inverted, missing or of other samples, a sum in place of a mean, or a wrong shape",
+        ("weigh each sample by its own timestep, then average over pixels, batch and micro steps",),
+        stage="weight",
+    ),
+    "step-gradient": Entry(
+        "the gradient at the optimizer's step is not that of the loss",
+        "gradients that are not cleared, cleared too early, clipped another way, or changed between backward pass and step",
+        ("clip the joint norm once, after the last micro step; clear the gradients after the step",),
+        stage="gradient",
+    ),
+    "step-optimizer": Entry(
+        "the optimizer does not step as declared",
+        "other betas, epsilon or decay, parameters that it was not given, or a state that was lost",
+        ("compare the declared and the observed values; give it all parameters; restore its state on resume",),
+        stage="optimizer",
+    ),
+    "step-learning-rate": Entry(
+        "the learning rate is not the declared one",
+        "a schedule of another length, stepped too often, or not applied to all groups",
+        ("set it from the number of finished updates, for all groups",),
+        stage="learning_rate",
+    ),
+    "step-ema": Entry(
+        "the averaged weights do not follow the network as declared",
+        "an update that is missing, too frequent, of other weights, or with another decay",
+        ("update it once after each optimizer step, from the network that is trained",),
+        stage="ema",
+    ),
+    "step-state": Entry(
+        "the weights change outside of the optimizer's step",
+        "averaged weights that are left in the network, a checkpoint loaded again, or a resume that restores too little",
+        ("restore the weights after a validation or a sample; restore all of a checkpoint",),
+        stage="state",
+    ),
+    "step-ranks": Entry(
+        "processes do not train one network on different samples",
+        "gradients that are not averaged, equal seeds, or equal data on all processes",
+        ("call the prepared model; seed by sample, or by process",),
+        stage="ranks",
+    ),
+    "step-export": Entry(
+        "the exported pipeline is not what was trained",
+        "other weights, another noise schedule or another prediction type in the exported files, or a sampler that is wrong",
+        ("export the averaged weights, with the scheduler of the training",),
+        stage="export",
+    ),
     "data-range": Entry(
         "the images that the network sees are not in [-1, 1]",
         "they were scaled twice, or not at all, or to [0, 1]; the noise schedule assumes [-1, 1]",
@@ -19,6 +113,7 @@ CATALOG: dict[str, Entry] = {
             "scale uint8 by x / 127.5 - 1, once",
             "look at one batch: its min, max and mean are in the report",
         ),
+        stage="data",
     ),
     "data-changed": Entry(
         "the images that the network sees are darker or brighter than the files",
@@ -27,6 +122,7 @@ CATALOG: dict[str, Entry] = {
             "look at a batch as the network gets it",
             "leave out augmentation that changes brightness",
         ),
+        stage="data",
     ),
     "data-stuck": Entry(
         "the same images come in every update",
@@ -35,6 +131,7 @@ CATALOG: dict[str, Entry] = {
             "make the iterator once, outside the loop",
             "check how the sampler is seeded",
         ),
+        stage="data",
     ),
     "data-alike": Entry(
         "the images are copies of a few, or nearly so",
@@ -43,6 +140,7 @@ CATALOG: dict[str, Entry] = {
             "remove the duplicates",
             "check the image column and the decoder: look at a grid of the data",
         ),
+        stage="data",
     ),
     "data-blank": Entry(
         "some of the images are of one single value",
@@ -51,6 +149,7 @@ CATALOG: dict[str, Entry] = {
             "remove them: the data check names rows",
             "open one of the files: is it blank, or only read as blank (transparency, 16 bits)?",
         ),
+        stage="data",
     ),
     "data-damaged": Entry(
         "some of the images cannot be decoded",
@@ -59,6 +158,7 @@ CATALOG: dict[str, Entry] = {
             "mend or remove the files named",
             "--on_bad_image replace trains on the next image in their places",
         ),
+        stage="data",
     ),
     "data-enlarged": Entry(
         "images are smaller than the resolution, and enlarged",
@@ -67,6 +167,7 @@ CATALOG: dict[str, Entry] = {
             "a lower --resolution",
             "leave the small images out",
         ),
+        stage="data",
     ),
     "class-imbalance": Entry(
         "one class is most of the data",
@@ -75,6 +176,7 @@ CATALOG: dict[str, Entry] = {
             "--balanced_sampling",
             "collect or weight the rare classes",
         ),
+        stage="data",
     ),
     "overfitting": Entry(
         "held-out images are much harder than training images, or become so",
@@ -95,6 +197,7 @@ CATALOG: dict[str, Entry] = {
             "--ddpm_beta_schedule squaredcos_cap_v2",
             "--rescale_betas_zero_snr with --prediction_type v_prediction",
         ),
+        stage="input",
     ),
     "schedule-destroys-early": Entry(
         "most timesteps are pure noise",
@@ -103,6 +206,7 @@ CATALOG: dict[str, Entry] = {
             "--ddpm_beta_schedule squaredcos_cap_v2",
             "smaller betas or fewer steps",
         ),
+        stage="input",
     ),
     "timesteps-uneven": Entry(
         "parts of the noise schedule are hardly trained",
@@ -111,6 +215,7 @@ CATALOG: dict[str, Entry] = {
             "draw timesteps with torch.randint(0, num_train_timesteps, ...)",
             "check the upper bound: it is exclusive",
         ),
+        stage="timestep",
     ),
     "noise-wrong": Entry(
         "the noise is not independent standard normal noise",
@@ -119,11 +224,13 @@ CATALOG: dict[str, Entry] = {
             "noise = torch.randn_like(clean_images), in every update",
             "leave the seeding of generators out of the loop",
         ),
+        stage="noise",
     ),
     "timestep-mismatch": Entry(
         "the network is told other timesteps than the images were noised with",
         "timesteps are drawn, shuffled or reversed between add_noise and the network",
         ("pass one tensor to both: add_noise(clean_images, noise, timesteps), unet(noisy_images, timesteps)",),
+        stage="timestep",
     ),
     "sampler-mismatch": Entry(
         "samples are drawn with another process than was trained",
@@ -132,6 +239,7 @@ CATALOG: dict[str, Entry] = {
             "build the sampler from the training scheduler's config",
             "export the scheduler with the model",
         ),
+        stage="export",
     ),
     "batch-leak": Entry(
         "an image's prediction depends on the other images of its batch",
@@ -140,6 +248,7 @@ CATALOG: dict[str, Entry] = {
             "GroupNorm or LayerNorm in place of what looks at the batch",
             "check the dimensions that means, softmax and reshapes run over",
         ),
+        stage="network",
     ),
     "timestep-ignored": Entry(
         "the network does not see the timestep",
@@ -148,6 +257,7 @@ CATALOG: dict[str, Entry] = {
             "check that timesteps are passed on and reach every block",
             "pass integer timesteps, not fractions",
         ),
+        stage="network",
     ),
     "non-finite": Entry(
         "updates were skipped because a loss or gradient was not finite",
@@ -157,6 +267,7 @@ CATALOG: dict[str, Entry] = {
             "a lower --learning_rate or longer --lr_warmup_steps",
         ),
         in_fp16=("an overflow in fp16", "--mixed_precision bf16"),
+        stage="network",
     ),
     "fp16-scale-collapse": Entry(
         "the GradScaler's scale has collapsed",
@@ -166,6 +277,7 @@ CATALOG: dict[str, Entry] = {
             "a lower --learning_rate",
             "find the overflow: nan_report/ names the module",
         ),
+        stage="gradient",
     ),
     "no-gradient": Entry(
         "part of the network gets no gradient",
@@ -174,11 +286,13 @@ CATALOG: dict[str, Entry] = {
             "look for .detach(), requires_grad_(False) or a zero gate in the layers named",
             "leave them out of the network if they are not needed",
         ),
+        stage="gradient",
     ),
     "gradients-not-cleared": Entry(
         "updates begin with the gradients of the one before",
         "zero_grad is not called, or on another optimizer or model: each update follows the sum of all gradients so far",
         ("optimizer.zero_grad() after every step, not only at the start",),
+        stage="gradient",
     ),
     "not-updated": Entry(
         "parameters have gradients and are never changed",
@@ -187,6 +301,7 @@ CATALOG: dict[str, Entry] = {
             "make the optimizer from unet.parameters() after the network has its final form",
             "call optimizer.step() once per update",
         ),
+        stage="optimizer",
     ),
     "gradients-exploding": Entry(
         "gradients grow without end",
@@ -197,6 +312,7 @@ CATALOG: dict[str, Entry] = {
             "learning rate / 2 to / 5",
             "look at the layers whose gradients grow first",
         ),
+        stage="gradient",
     ),
     "clip-too-tight": Entry(
         "nearly all of every gradient is clipped away",
@@ -205,6 +321,7 @@ CATALOG: dict[str, Entry] = {
             "--max_grad_norm 1",
             "--adaptive_clipping",
         ),
+        stage="gradient",
     ),
     "no-warmup": Entry(
         "a high learning rate starts without warm-up",
@@ -213,6 +330,7 @@ CATALOG: dict[str, Entry] = {
             "--lr_warmup_steps 500 (5-10 k on long runs)",
             "learning rate / 2 to / 5",
         ),
+        stage="learning_rate",
     ),
     "lr-too-high": Entry(
         "the learning rate is too high",
@@ -222,6 +340,7 @@ CATALOG: dict[str, Entry] = {
             "longer --lr_warmup_steps",
             "a larger batch",
         ),
+        stage="learning_rate",
     ),
     "loss-unstable": Entry(
         "the loss jumps up or rises again",
@@ -232,6 +351,7 @@ CATALOG: dict[str, Entry] = {
             "--adaptive_clipping",
             "a larger batch",
         ),
+        stage="state",
     ),
     "lr-too-low": Entry(
         "the learning rate is too low",
@@ -240,6 +360,7 @@ CATALOG: dict[str, Entry] = {
             "learning rate x 10",
             "check the unit: 1e-4 is usual for a U-Net with Adam, 1e-3 for a small one",
         ),
+        stage="learning_rate",
     ),
     "lr-ended-early": Entry(
         "the learning rate ended long before the run",
@@ -248,11 +369,13 @@ CATALOG: dict[str, Entry] = {
             "lay the schedule out for --max_train_steps, and step it once per update",
             "--lr_floor 0.1",
         ),
+        stage="learning_rate",
     ),
     "weights-shrinking": Entry(
         "the weights shrink away",
         "the weight decay outweighs what is learned",
         ("--adam_weight_decay 0.01 or less",),
+        stage="optimizer",
     ),
     "not-learning": Entry(
         "the network does no better than the same answer for every image",
@@ -270,6 +393,7 @@ CATALOG: dict[str, Entry] = {
             "GroupNorm in place of BatchNorm",
             "compare the loop with the sampler: timesteps as integers, the sign and kind of the target, the scale of the noise",
         ),
+        stage="network",
     ),
     "ema-frozen": Entry(
         "the averaged weights do not follow the raw ones",
@@ -278,6 +402,7 @@ CATALOG: dict[str, Entry] = {
             "update the EMA after every optimizer step, from the unwrapped model",
             "check that ema_decay is below 1",
         ),
+        stage="ema",
     ),
     "ema-too-long": Entry(
         "the average still holds much of the run's beginning",
@@ -287,6 +412,7 @@ CATALOG: dict[str, Entry] = {
             "keep the warm-up: --ema_inv_gamma 1 --ema_power 0.75",
             "train longer",
         ),
+        stage="ema",
     ),
     "samples-alike": Entry(
         "all samples are alike",
@@ -352,6 +478,7 @@ CATALOG: dict[str, Entry] = {
             "--dataloader_num_workers 4",
             "--cache_dir on a local disk",
         ),
+        stage="data",
     ),
     "rule-failed": Entry(
         "a rule of the doctor failed, so that what it looks for was not judged",

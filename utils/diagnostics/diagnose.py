@@ -8,6 +8,7 @@ findings of one severity that order is kept.
 from collections.abc import Callable
 
 from utils.diagnostics.findings import SEVERITIES, Finding, Found
+from utils.diagnostics.rules.audit import step_deviates
 from utils.diagnostics.rules.data import (
     class_imbalance,
     data_alike,
@@ -63,6 +64,7 @@ def judge(record: RunRecord) -> tuple[list[Finding], set[str]]:
 # Causes before what can follow from them: a learning rate that tears the network apart leaves it blind to the timestep, without
 # gradients, or with NaN.
 RULES: tuple[Callable[[RunRecord], Found], ...] = (
+    step_deviates,
     *(data_range, data_changed, schedule, timesteps_uneven, noise_wrong, timestep_mismatch, sampler_mismatch),
     *(gradients_not_cleared, not_updated, weights_shrinking, learning_rate, lr_ended_early),
     *(batch_leak, timestep_ignored, no_gradient, fp16_scale, non_finite, clip_too_tight, ema_frozen, ema_too_long),

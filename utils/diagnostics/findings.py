@@ -17,13 +17,16 @@ class Finding:
     evidence: str
     step: int | None = None
     mixed_precision: InitVar[str | None] = None  # of the run, where the advice depends on it
+    declared: str = ""  # what the stage should do, where it was measured
+    observed: str = ""
+    stage: str = field(init=False)  # of a training step, see `audit.verdict`; empty where it is none of them
     title: str = field(init=False)
     cause: str = field(init=False)
     fixes: list[str] = field(init=False)
 
     def __post_init__(self, mixed_precision: str | None):
         entry = CATALOG[self.code]
-        self.title, self.cause, self.fixes = entry.title, entry.cause, list(entry.fixes)
+        self.title, self.cause, self.fixes, self.stage = entry.title, entry.cause, list(entry.fixes), entry.stage
         if entry.in_fp16 and mixed_precision == "fp16":
             cause, fix = entry.in_fp16
             self.cause, self.fixes = f"{self.cause}; or {cause}", [*self.fixes, fix]

@@ -58,6 +58,7 @@ class Periodic:
         """What is due after `state.step` updates, the last of which was made with that learning rate."""
         run, state, options = self._run, self._run.state, self._run.options
         run.progress.update()
+        self._monitor.end_update(self._anything_due())
         if self._monitor.due:  # here alone the host waits for the device
             self._exit_status = self._monitor.report(learning_rate)
         with self._monitor.paused():
@@ -136,6 +137,16 @@ class Periodic:
         """The network as it is judged: averaged weights, full precision."""
         with self._run.averaged(), full_precision(self._run.objective.network):
             yield
+
+    def _anything_due(self) -> bool:
+        options = self._run.options
+        return (
+            self._validation.due()
+            or self._evaluation.due()
+            or self._is_due(options.save_images_steps, options.save_images_epochs)
+            or self._is_due(options.save_model_steps, options.save_model_epochs)
+            or self._run.state.step % options.checkpointing_steps == 0
+        )
 
     def _is_due(self, steps: int | None, epochs: int) -> bool:
         length = self._run.length

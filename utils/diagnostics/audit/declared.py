@@ -1,0 +1,199 @@
+"""What a training step is declared to be: formulas written here once more, from the options alone.
+
+Nothing of this is taken from what trains: a mistake in `training_target`, `loss_weights` or `learning_rate_at` would agree with
+itself. diffusers' own scheduler gives the noise schedules; the audit's checks use torch's own optimizers.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from diffusers import DDPMScheduler
+
+from utils.options.flags import DDPMOptions, EDM2Options, OptimizerOptions, RunOptions
+
+SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
+WEIGHTINGS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {  # of the SNR and gamma, to name what is observed
+    "1": lambda snr, gamma: torch.ones_like(snr),
+    "SNR": lambda snr, gamma: snr,
+    "1 / SNR": lambda snr, gamma: 1 / snr,
+    "max(SNR, 1)": lambda snr, gamma: snr.clamp(min=1.0),
+    "min(SNR, gamma)": lambda snr, gamma: snr.clamp(max=gamma),
+    "max(SNR, gamma)": lambda snr, gamma: snr.clamp(min=gamma),
+    "min(SNR, gamma) / SNR": lambda snr, gamma: snr.clamp(max=gamma) / snr,
+    "max(SNR, gamma) / SNR": lambda snr, gamma: snr.clamp(min=gamma) / snr,
+    "min(SNR, gamma) / (SNR + 1)": lambda snr, gamma: snr.clamp(max=gamma) / (snr + 1),
+    "max(SNR, gamma) / (SNR + 1)": lambda snr, gamma: snr.clamp(min=gamma) / (snr + 1),
+    "min(1 / SNR, gamma)": lambda snr, gamma: (1 / snr).clamp(max=gamma),
+}
+_BY_PREDICTION = {  # the weighting of each prediction type, without and with gamma
+    "epsilon": ("1", "min(SNR, gamma) / SNR"),
+    "sample": ("max(SNR, 1)", "min(SNR, gamma)"),
+    "v_prediction": ("1", "min(SNR, gamma) / (SNR + 1)"),
+}
+
+
+def alphas_cumprod(schedule: str, steps: int, zero_snr: bool = False) -> torch.Tensor:
+    """float64 [T], as diffusers computes them."""
+    scheduler = DDPMScheduler(num_train_timesteps=steps, beta_schedule=schedule, rescale_betas_zero_snr=zero_snr)
+    return scheduler.alphas_cumprod.double()
+
+
+@dataclass(frozen=True)
+class DeclaredNoising:
+    """x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, and a weighted squared error of what the network predicts."""
+
+    schedule: str
+    steps: int
+    zero_snr: bool
+    prediction_type: str
+    snr_gamma: float | None
+
+    @cached_property
+    def alphas_cumprod(self) -> torch.Tensor:
+        return alphas_cumprod(self.schedule, self.steps, self.zero_snr)
+
+    @property
+    def snr(self) -> torch.Tensor:
+        return self.alphas_cumprod / (1 - self.alphas_cumprod)
+
+    @property
+    def weighting(self) -> str:
+        return _BY_PREDICTION[self.prediction_type][self.snr_gamma is not None]
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """float64 [T]"""
+        return WEIGHTINGS[self.weighting](self.snr, self.snr_gamma or 0.0)
+
+
+@dataclass(frozen=True)
+class DeclaredDenoising:
+    """EDM2's: x = y + sigma n, D(x; sigma) = c_skip x + c_out F(c_in x; c_noise), lambda(sigma) / exp(u) |D - y|^2 + u."""
+
+    sigma_data: float
+    P_mean: float
+    P_std: float
+    classes: int
+    label_dropout: float
+    force_weight_norm: bool
+
+
+@dataclass(frozen=True)
+class DeclaredOptimizer:
+    name: str  # of torch's class, in lower case
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float  # of tensors of two dimensions or more
+    momentum: float
+    learning_rate: Callable[[int], float]  # of the update after so many finished ones
+    max_grad_norm: float | None  # 0: no clipping; None: adaptive
+
+
+@dataclass(frozen=True)
+class Declared:
+    noising: DeclaredNoising | None
+    denoising: DeclaredDenoising | None
+    optimizer: DeclaredOptimizer
+    micro_steps: int
+    num_processes: int
+    autocast: torch.dtype | None
+    averages: dict[str, Callable[[int], float]] = field(default_factory=dict)  # name -> decay of the n-th update
+
+
+def declared_by(options: RunOptions, facts: dict[str, Any]) -> Declared:
+    """Of a run with these options. `facts`: the run's, see `begin_run`; of them only what the launch decided is used."""
+    noising = denoising = None
+    if isinstance(options, DDPMOptions):
+        noising = DeclaredNoising(
+            options.ddpm_beta_schedule,
+            options.ddpm_num_steps,
+            options.rescale_betas_zero_snr,
+            options.prediction_type,
+            options.snr_gamma,
+        )
+    elif isinstance(options, EDM2Options):
+        denoising = DeclaredDenoising(
+            options.sigma_data,
+            options.P_mean,
+            options.P_std,
+            facts.get("classes", 0),
+            options.label_dropout,
+            options.force_weight_norm,
+        )
+    total = options.max_train_steps or facts["max_train_steps"]
+    optimizer = DeclaredOptimizer(
+        options.optimizer,
+        options.adam_beta1,
+        options.adam_beta2,
+        facts.get("optimizer_epsilon") if facts.get("resumed") else _epsilon(options),
+        options.adam_weight_decay,
+        options.momentum,
+        lambda step: _learning_rate(step, total, options),
+        None if options.adaptive_clipping else options.max_grad_norm,
+    )
+    return Declared(
+        noising,
+        denoising,
+        optimizer,
+        facts["gradient_accumulation_steps"],
+        facts["num_processes"],
+        {"bf16": torch.bfloat16, "fp16": torch.float16}.get(facts["mixed_precision"]),
+        _decays(options),
+    )
+
+
+def _epsilon(options: RunOptions) -> float:
+    """EDM2's recipe adds up the loss over the channels and pixels where ours is their mean; Adam divides that out, but for its
+    epsilon."""
+    if isinstance(options, EDM2Options):
+        return options.adam_epsilon / (options.image_channels * options.resolution * options.resolution)
+    return options.adam_epsilon
+
+
+def _learning_rate(step: int, total: int, options: OptimizerOptions) -> float:
+    """As docs and `--help` describe the schedules; `step` updates are finished."""
+    warmup, floor = options.lr_warmup_steps, options.lr_floor
+    kind, peak = options.lr_scheduler, options.learning_rate
+    if kind == "constant":
+        return peak
+    ramp = 1.0 if warmup == 0 else min(1.0, step / warmup)
+    if kind == "inverse_sqrt":
+        reference = options.lr_decay_steps or warmup or 1
+        return peak * ramp * min(1.0, (reference / step) ** 0.5 if step else 1.0)
+    if ramp < 1.0 or kind == "constant_with_warmup":
+        return peak * ramp
+    done = min((step - warmup) / (total - warmup), 1.0) if total > warmup else min(1.0, float(step - warmup))
+    cycle = math.modf(done * options.lr_cycles)[0]
+    share = {
+        "linear": 1 - done,
+        "polynomial": (1 - done) ** options.lr_power,
+        "cosine": math.cos(math.pi * done / 2) ** 2,
+        "cosine_with_restarts": math.cos(math.pi * cycle / 2) ** 2 if done < 1 else 0.0,
+        "cyclic": abs(2 * cycle - 1),
+    }[kind]
+    return peak * (floor + (1 - floor) * share)
+
+
+def _decays(options: RunOptions) -> dict[str, Callable[[int], float]]:
+    if not options.use_ema:
+        return {}
+    if options.ema_type == "exponential":
+        limit, gamma, power = options.ema_max_decay, options.ema_inv_gamma, options.ema_power
+        return {"EMA": lambda n: 0.0 if n <= 1 else min(limit, 1 - (1 + (n - 1) / gamma) ** -power)}
+    return {f"EMA {width}": _power_decay(width) for width in options.ema_widths}
+
+
+def _power_decay(width: float) -> Callable[[int], float]:
+    """Karras et al. 2024, eq. 121 to 126: an average of exponent g has the relative width sqrt((g+1) / ((g+2)^2 (g+3)))."""
+    low, high = 0.0, 1e6  # by halves: the width falls with the exponent
+    for _ in range(200):
+        middle = (low + high) / 2
+        wider = (middle + 1) / ((middle + 2) ** 2 * (middle + 3)) > width**2
+        low, high = (middle, high) if wider else (low, middle)
+    exponent = (low + high) / 2
+    return lambda n: (1 - 1 / n) ** (exponent + 1)

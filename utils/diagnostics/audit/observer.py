@@ -1,0 +1,328 @@
+"""Sees one update of a training loop from outside, by hooks alone: what goes into the network and comes out, the gradient of
+the loss with respect to that, the gradients, the optimizer's step, the averages. Changes nothing, and draws no random number.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+KEPT = 3  # micro steps of an update whose tensors are kept
+SAMPLED = 1_000_000  # elements of the parameters that are looked at, at most
+
+
+@dataclass
+class Call:
+    """One forward pass of a module. Tensors are those of the training, detached."""
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[torch.Tensor, ...] = ()
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # of the loss, by the output's place
+    training: bool = True
+    autocast: torch.dtype | None = None  # in which its layers compute; None: no autocast
+
+
+@dataclass
+class MicroStep:
+    calls: dict[str, Call] = field(default_factory=dict)  # by the name of the module; the first pass of each
+    batch: dict[str, Any] = field(default_factory=dict)  # what the loop told: the loader's batch, what was drawn
+    gradient_before: torch.Tensor | None = None  # sampled, [n]; None where no parameter had one
+    gradient_after: torch.Tensor | None = None
+    finished: bool = False  # its backward pass is over
+
+
+@dataclass
+class Step:
+    """The optimizer around its step; vectors are sampled, [n]."""
+
+    gradient: torch.Tensor
+    gradient_norm: torch.Tensor  # of all parameters, 0-dim
+    before: torch.Tensor
+    state_before: dict[str, torch.Tensor]
+    groups: list[dict[str, Any]]  # hyperparameters of the parameter groups
+    group_of: torch.Tensor  # of each element, int64 [n]; -1: in none
+    optimizer: str
+    after: torch.Tensor | None = None
+    state_after: dict[str, torch.Tensor] = field(default_factory=dict)
+    steps: int = 1  # how often a step was made
+
+
+@dataclass
+class Update:
+    """What was seen of one update. `step`: updates finished before it."""
+
+    step: int
+    micro_steps: list[MicroStep] = field(default_factory=list)
+    left_over: torch.Tensor | None = None  # norm of the gradients that stood there before the first forward pass
+    digest_first: torch.Tensor | None = None  # of all weights, at the first forward pass
+    optimizer_step: Step | None = None
+    weights: torch.Tensor | None = None  # sampled, when the step and what belongs to it are over
+    averages_before: dict[str, torch.Tensor] = field(default_factory=dict)
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
+    digest_last: torch.Tensor | None = None
+    digest_next: torch.Tensor | None = None  # at the next forward pass
+
+
+class ElementSample:
+    """A fixed choice of at most `SAMPLED` elements of tensors that have the shapes of `parameters`: every n-th of each."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]):
+        self.names = list(parameters)
+        self.shapes = [p.shape for p in parameters.values()]
+        stride = max(1, math.ceil(sum(p.numel() for p in parameters.values()) / SAMPLED))
+        self._strides = [max(1, min(stride, p.numel())) for p in parameters.values()]
+        self.counts = [-(-p.numel() // stride) for p, stride in zip(parameters.values(), self._strides)]
+        self.device = next(iter(parameters.values())).device
+
+    def take(self, tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
+        """float32 [n]; zeros for tensors that are None or have another shape."""
+        parts = []
+        for tensor, shape, stride, count in zip(tensors, self.shapes, self._strides, self.counts):
+            known = tensor is not None and tensor.shape == shape
+            part = tensor.detach().reshape(-1)[::stride] if known else torch.zeros(count, device=self.device)
+            parts.append(part.float())
+        return torch.cat(parts)
+
+    def per_element(self, values: Iterable[int]) -> torch.Tensor:
+        """int64 [n] of one number for each tensor."""
+        return torch.repeat_interleave(torch.tensor(list(values)), torch.tensor(self.counts)).to(self.device)
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """int64, 0-dim: a sum over the bits of all tensors, each with a weight of its own. Equal tensors have equal digests."""
+    total: torch.Tensor | None = None
+    for number, tensor in enumerate(tensors, 1):
+        tensor = tensor.detach()
+        bits = tensor.reshape(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+        part = bits.sum(dtype=torch.int64) * (2 * number + 1)
+        total = part if total is None else total + part
+    return torch.zeros((), dtype=torch.int64) if total is None else total
+
+
+class Observer:
+    """Watches the updates for which `begin` is called, up to the next `begin` or `rest`.
+
+    Args:
+        modules: those whose forward passes are looked at, by name; "network" is what the loop calls, unwrapped.
+        averages: name -> {parameter's name: averaged tensor}, such as an EMA's.
+        eager: whether compiled networks run eagerly meanwhile; where they must not, their passes are not observed.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        averages: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+        eager: bool = True,
+    ):
+        self.modules, self.eager = dict(modules), eager
+        self.averages = dict(averages or {})
+        network = self.modules["network"]
+        self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        # The random frequencies of a Fourier time embedding are meant to stay.
+        self.frozen = [n for n, p in network.named_parameters() if not p.requires_grad and not n.startswith("time_proj.")]
+        self.sample = ElementSample(self.parameters)
+        self._hooks = ExitStack()
+        self.update: Update | None = None
+        self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}
+        self._gradients: dict[int, torch.Tensor] = {}  # sampled, as the newest backward pass left them
+        self._has_run_backward = False
+
+    # ---- what the loop tells
+
+    @torch.no_grad()
+    def begin(self, step: int) -> None:
+        """Watches the update that follows `step` finished ones."""
+        self.rest()
+        self.update = Update(step)
+        if self.eager:
+            self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
+            for name, module in self.modules.items():
+                before = module.register_forward_pre_hook(self._before_forward(name), with_kwargs=True)
+                self._hooks.callback(before.remove)
+                self._hooks.callback(module.register_forward_hook(self._after_forward(name)).remove)
+            first = next(m for m in self.modules["network"].modules() if next(m.parameters(recurse=False), None) is not None)
+            self._hooks.callback(first.register_forward_pre_hook(self._see_autocast).remove)
+        for parameter in self.parameters.values():
+            self._hooks.callback(parameter.register_post_accumulate_grad_hook(self._see_gradient).remove)
+        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self._gradients, self._has_run_backward = {}, False
+
+    def begin_micro_step(self, **facts: Any) -> None:
+        """Of a loop that says where one begins; else it begins with the network's forward pass."""
+        if self.update is not None:
+            self._close_micro_step()
+            self.tell(**facts)
+
+    def tell(self, **facts: Any) -> None:
+        """What the loop knows of the micro step under way."""
+        if self.update is not None:
+            self._micro_step().batch.update(facts)
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """When the weights are those of the next update: the optimizer's step and what belongs to it are over."""
+        if self.update is not None:
+            self._close_micro_step()
+            self.update.weights = self.sample.take(self.parameters.values())
+
+    @torch.no_grad()
+    def end_update(self) -> Update | None:
+        """When the averages have been updated too; stops watching. None where nothing was watched."""
+        update = self.update
+        if update is not None:
+            update.averages = self._take_averages()
+            update.digest_last = digest(self.parameters.values())
+            self.rest()
+        return update
+
+    def rest(self) -> None:
+        self._hooks.close()
+        self.update = None
+
+    # ---- what the hooks see
+
+    def _micro_step(self) -> MicroStep:
+        """The one under way: a new one begins with the first thing that is told or seen after a backward pass."""
+        steps = self.update.micro_steps
+        if not steps or steps[-1].finished:
+            steps.append(MicroStep())
+        return steps[-1]
+
+    def _close_micro_step(self) -> None:
+        steps = self.update.micro_steps
+        if steps and self._has_run_backward:
+            self._has_run_backward, steps[-1].finished = False, True
+            parts = [self._gradients.get(number) for number in range(len(self._ids))]
+            zeros = (torch.zeros(count, device=self.sample.device) for count in self.sample.counts)
+            steps[-1].gradient_after = torch.cat([zero if part is None else part for part, zero in zip(parts, zeros)])
+            if len(steps) > KEPT:  # of an update of many micro steps the first ones and the last are kept
+                forgotten = steps[-2]
+                forgotten.calls, forgotten.batch, forgotten.gradient_before, forgotten.gradient_after = {}, {}, None, None
+
+    def averaged(self, name: str) -> torch.Tensor:
+        """Which elements of the sample that average has, bool [n]."""
+        return self.sample.per_element(parameter in self.averages[name] for parameter in self.sample.names).bool()
+
+    def _take_averages(self) -> dict[str, torch.Tensor]:
+        return {
+            name: self.sample.take(tensors.get(parameter) for parameter in self.sample.names)
+            for name, tensors in self.averages.items()
+        }
+
+    def _before_forward(self, name: str):
+        def look(module, inputs, options):
+            if self.update is None or not torch.is_grad_enabled():
+                return
+            if name == "network":
+                self._close_micro_step()
+            step = self._micro_step()
+            if name == "network" and name not in step.calls:
+                self._see_start(step)
+            values = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in (*inputs, *options.values()))
+            step.calls.setdefault(name, Call(values, training=module.training))
+
+        return look
+
+    @torch.no_grad()
+    def _see_start(self, step: MicroStep) -> None:
+        gradients = [p.grad for p in self.parameters.values()]
+        known = [g for g in gradients if g is not None]
+        if len(self.update.micro_steps) == 1:
+            self.update.left_over = torch.stack(torch._foreach_norm(known)).norm() if known else torch.zeros(())
+            self.update.digest_first = digest(self.parameters.values())
+            self.update.averages_before = self._take_averages()
+        if known:
+            step.gradient_before = self.sample.take(gradients)
+
+    def _after_forward(self, name: str):
+        def look(module, inputs, output):
+            if self.update is None or not torch.is_grad_enabled():
+                return
+            call = self._micro_step().calls.get(name)
+            if call is None or call.outputs:
+                return
+            values = [v for v in _values(output) if isinstance(v, torch.Tensor)]
+            call.outputs = tuple(v.detach() for v in values)
+            for place, value in enumerate(values):
+                if value.requires_grad:
+                    value.register_hook(self._keep(call, place))
+
+        return look
+
+    def _keep(self, call: Call, place: int):
+        def keep(gradient: torch.Tensor) -> None:
+            call.gradients[place] = gradient.detach()
+
+        return keep
+
+    def _see_autocast(self, module, inputs) -> None:
+        if self.update is None or not self.update.micro_steps:
+            return
+        call = self.update.micro_steps[-1].calls.get("network")
+        device = next(iter(self.parameters.values())).device.type
+        if call is not None and not call.outputs and torch.is_autocast_enabled(device):
+            call.autocast = torch.get_autocast_dtype(device)
+
+    @torch.no_grad()
+    def _see_gradient(self, parameter: torch.Tensor) -> None:
+        number = self._ids.get(id(parameter))
+        if self.update is not None and number is not None and parameter.grad is not None:
+            stride = self.sample._strides[number]
+            self._has_run_backward = True
+            self._gradients[number] = parameter.grad.detach().reshape(-1)[::stride].float().clone()
+
+    def _ours(self, optimizer: Optimizer) -> bool:
+        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, arguments, options) -> None:
+        if self.update is None or not self._ours(optimizer):
+            return
+        if self.update.optimizer_step is not None:
+            self.update.optimizer_step.steps += 1
+            return
+        self._close_micro_step()
+        gradients = [p.grad for p in self.parameters.values()]
+        known = [g for g in gradients if g is not None]
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        member = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.update.optimizer_step = Step(
+            gradient=self.sample.take(gradients),
+            gradient_norm=torch.stack(torch._foreach_norm(known)).norm() if known else torch.zeros(()),
+            before=self.sample.take(self.parameters.values()),
+            state_before=self._state(optimizer),
+            groups=groups,
+            group_of=self.sample.per_element(member.get(id(p), -1) for p in self.parameters.values()),
+            optimizer=type(optimizer).__name__,
+        )
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, arguments, options) -> None:
+        if self.update is None or self.update.optimizer_step is None or not self._ours(optimizer):
+            return
+        step = self.update.optimizer_step
+        step.after, step.state_after = self.sample.take(self.parameters.values()), self._state(optimizer)
+
+    def _state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """The optimizer's state, sampled, and "step": how many it has counted, [n]."""
+        states = [optimizer.state.get(p, {}) for p in self.parameters.values()]
+        names = dict.fromkeys(name for state in states for name, value in state.items() if isinstance(value, torch.Tensor))
+        found = {name: self.sample.take(state.get(name) for state in states) for name in names if name != "step"}
+        if "step" in names:
+            counted = torch.stack([torch.as_tensor(state.get("step", 0.0)).float().cpu().reshape(()) for state in states])
+            found["step"] = torch.repeat_interleave(counted, torch.tensor(self.sample.counts)).to(self.sample.device)
+        return found
+
+
+def _values(output: Any) -> tuple[Any, ...]:
+    if isinstance(output, torch.Tensor):
+        return (output,)
+    if isinstance(output, Mapping):  # diffusers' outputs
+        return tuple(output.values())
+    return tuple(output) if isinstance(output, (tuple, list)) else ()

@@ -1,0 +1,50 @@
+"""Whether all processes train one network on different samples: digests of an update, compared."""
+
+import torch
+
+from utils.diagnostics.audit.observer import Observer, Update, digest
+from utils.diagnostics.audit.verdict import Check
+
+_ALIKE = {
+    "weights": "the weights differ between processes: each trains a network of its own",
+    "gradient at the step": "the gradients at the step differ between processes: they are not averaged",
+    "averages": "the averaged weights differ between processes",
+}
+_DIFFERENT = {
+    "images": "processes train on the same images",
+    "noise": "processes add the same noise",
+    "noise levels": "processes draw the same noise levels",
+}
+
+
+def digests_of(update: Update, observer: Observer) -> dict[str, torch.Tensor]:
+    """int64, 0-dim each, by what they are of; in the same order on each process."""
+    first = update.micro_steps[0].batch if update.micro_steps else {}
+    zero = torch.zeros((), dtype=torch.int64, device=observer.sample.device)
+    averages = [tensor for average in observer.averages.values() for tensor in average.values()]
+    seen = {"images": first.get("clean_images"), "noise": first.get("noise")}
+    seen["noise levels"] = first.get("timesteps", first.get("sigmas"))
+    step = update.optimizer_step
+    return {
+        "weights": update.digest_last if update.digest_last is not None else zero,
+        "gradient at the step": digest([step.gradient]) if step is not None else zero,
+        "averages": digest(averages) if averages else zero,
+        **{name: digest([value]) if value is not None else zero for name, value in seen.items()},
+    }
+
+
+def check_ranks(names: list[str], digests: torch.Tensor) -> list[Check]:
+    """`digests` int64 [processes, names]."""
+    checks = []
+    for place, name in enumerate(names):
+        values = digests[:, place].tolist()
+        if not any(values):
+            continue
+        distinct = len(set(values))
+        if name in _ALIKE:
+            fine, wanted, text = distinct == 1, "alike on all processes", _ALIKE[name]
+        else:
+            fine, wanted, text = distinct == len(values), "different on each process", _DIFFERENT[name]
+        found = f"{distinct} of {len(values)} different"
+        checks.append(Check("ranks", name, wanted, found, fine, "" if fine else text))
+    return checks

@@ -1,0 +1,167 @@
+"""The step audit in the loop: which updates are looked at, what they are compared with, and what is recorded of it."""
+
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from utils.diagnostics.audit.declared import declared_by
+from utils.diagnostics.audit.denoising import check_denoising
+from utils.diagnostics.audit.noising import check_noising
+from utils.diagnostics.audit.observer import Observer, Update, digest
+from utils.diagnostics.audit.pooled import Pool
+from utils.diagnostics.audit.ranks import check_ranks, digests_of
+from utils.diagnostics.audit.updating import (
+    check_averages,
+    check_gradients,
+    check_learning_rate,
+    check_network,
+    check_optimizer,
+)
+from utils.diagnostics.audit.verdict import Check
+from utils.optim.power_ema import PowerEMA
+from utils.training.run import Run
+
+
+def audited_updates(count: int) -> set[int]:
+    """Numbers of the updates of a run that are looked at: 1, 2, 3, 5, 8 and so on, so that none is the multiple of another."""
+    chosen, following = 1, 2
+    numbers = set()
+    while chosen <= count:
+        numbers.add(chosen)
+        chosen, following = following, chosen + following
+    return numbers
+
+
+class StepAudit:
+    """Its methods are to be called on every process, in the order below."""
+
+    def __init__(self, run: Run, eager: bool):
+        """`eager`: see `Observer`."""
+        self._run = run
+        objective, options = run.objective, run.options
+        modules = {"network": objective.network}
+        if objective.exported is not objective.network:
+            modules |= {"unet": objective.exported, "uncertainty": objective.network.uncertainty}
+        self.declared = declared_by(options, run.facts)
+        self._observer = Observer(modules, self._averages(), eager=eager)
+        self._pool = Pool(self.declared)
+        self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
+        self._compiled = options.compile
+        self._loss_scale: float | torch.Tensor = 1.0
+        self._pending: Update | None = None
+        self._checks: list[Check] = []
+        self._left: torch.Tensor | None = None  # digest of the weights and averages before what is made between updates
+
+    def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
+        """By the names of the trained network's parameters."""
+        ema, objective = self._run.ema, self._run.objective
+        if ema is None:
+            return {}
+        prefix = "" if objective.exported is objective.network else "unet."
+        several = ema.averages if isinstance(ema, PowerEMA) else {None: ema}
+        return {
+            "EMA" if width is None else f"EMA {width}": {prefix + name: tensor for name, tensor in average.shadow.items()}
+            for width, average in several.items()
+        }
+
+    def begin(self, step: int, reported: bool) -> None:
+        """Before the update that follows `step` finished ones. Compiled networks are looked at in updates that are `reported`,
+        which run eagerly anyway, so that the audit changes no number."""
+        self._finish()
+        wanted = reported and self._due_of_compiled(step) if self._compiled else step + 1 in self._numbers
+        if wanted:
+            scaler = self._run.accelerator.scaler
+            self._loss_scale = 1.0 if scaler is None or scaler._scale is None else scaler._scale.clone()
+            self._observer.begin(step)
+
+    def _due_of_compiled(self, step: int) -> bool:
+        """The first report from each of the chosen updates on."""
+        due = {number for number in self._numbers if number <= step + 1}
+        self._numbers -= due
+        return bool(due)
+
+    def begin_micro_step(self, batch: dict[str, Any]) -> None:
+        self._observer.begin_micro_step(sample_numbers=batch["sample_numbers"], classes=batch["labels"])
+
+    def add(self, drawn: dict[str, torch.Tensor]) -> None:
+        """What a micro step was of."""
+        self._pool.add_levels(drawn[self._run.objective.level])
+        if self._observer.update is not None:
+            self._observer.tell(**drawn)
+            self._pool.add_noise(drawn["noise"])
+
+    def end_step(self) -> None:
+        """When the weights are those of the next update."""
+        self._observer.end_step()
+
+    def end_update(self, between: bool) -> None:
+        """After all of an update; `between`: whether anything is made before the next one that may touch the weights."""
+        update = self._observer.end_update()
+        if update is not None:
+            self._pending, self._checks = update, self._judge(update)
+        if between or update is not None:
+            self._left = self._digest()
+
+    def check_rates(self, step: int, learning_rates: list[float]) -> list[Check]:
+        """Of the update that followed `step` finished ones, whether it was audited or not."""
+        return [check_learning_rate(learning_rates, self.declared.optimizer, step)]
+
+    def measure_eagerly(self) -> None:
+        """From here on audited updates run eagerly, as all others do once compiling is given up."""
+        self._observer.eager = True
+
+    def close(self) -> None:
+        """At the end of the run, where no update follows."""
+        self._finish()
+        self._observer.rest()
+
+    @torch.no_grad()
+    def _digest(self) -> torch.Tensor:
+        averages = [tensor for average in self._observer.averages.values() for tensor in average.values()]
+        return torch.stack([digest(self._observer.parameters.values()), digest(averages)])
+
+    def _judge(self, update: Update) -> list[Check]:
+        declared, accelerator = self.declared, self._run.accelerator
+        scale = float(self._loss_scale)
+        skipped = update.optimizer_step is None and accelerator.scaler is not None
+        checks = check_network(update, self._observer, declared)
+        if self._observer.eager:
+            look = check_noising if declared.noising is not None else check_denoising
+            checks += look(update.micro_steps, declared, scale)
+        mean = None
+        last = update.micro_steps[-1].gradient_after if update.micro_steps else None
+        if accelerator.num_processes > 1 and last is not None:
+            mean = accelerator.reduce(last.clone(), "mean")
+        checks += check_gradients(update, declared, scale, mean)
+        checks += check_optimizer(update, declared, self._observer, skipped)
+        checks += check_averages(update, declared, self._observer, skipped)
+        if accelerator.num_processes > 1:
+            mine = digests_of(update, self._observer)
+            everyone = accelerator.gather(torch.stack([v.to(accelerator.device) for v in mine.values()])[None])
+            checks += check_ranks(list(mine), everyone.cpu())
+            others = gather_object([[(accelerator.process_index, c) for c in checks if c.healthy is False]])
+            checks += [c for part in others for rank, c in part if rank != accelerator.process_index and c not in checks]
+        return [*checks, *self._pool.checks()]
+
+    def _finish(self) -> None:
+        """Looks at what was made between two updates, and records what was found."""
+        checks, update = self._checks, self._pending
+        if self._left is not None:
+            checks = [*checks, *self._between(self._digest())]
+        if checks and (update is not None or any(check.healthy is False for check in checks)):
+            step = self._run.state.step
+            self._run.doctor.record(step, {"audit": {"checks": [check.to_json() for check in checks]}})
+        self._checks, self._pending, self._left = [], None, None
+
+    def _between(self, now: torch.Tensor) -> list[Check]:
+        same = (self._left == now).tolist()
+        checks = []
+        for name, fine in zip(("weights", "averages"), same):
+            text = f"the {name} were changed between two updates: by a validation, samples or a checkpoint?"
+            if name == "weights":
+                text += " Averaged weights may have been left in the network"
+            found = "the same" if fine else "others"
+            said = f"those that update {self._run.state.step} left"
+            checks.append(Check("state", f"{name} at the next update", said, found, fine, "" if fine else text))
+        return checks
