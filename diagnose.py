@@ -13,11 +13,16 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
 from utils.options.flags import DiagnoseOptions
 from utils.options.parser import parse_options
+
+if TYPE_CHECKING:
+    from utils.data.dataset import ImageSet
+    from utils.runs.record import RunRecord
 
 
 def parse_args(argv: list[str] | None = None) -> DiagnoseOptions:
@@ -54,7 +59,7 @@ def main(args: DiagnoseOptions) -> int:
 
 
 def records_of(args: DiagnoseOptions) -> dict:
-    """The records (as in history.jsonl) that can be made of a dataset, and of a pipeline on it."""
+    """Returns the records (as in history.jsonl) that can be made of a dataset, and of a pipeline on it."""
     from utils.diagnostics.data_check import check_data
 
     if args.pipeline is None:
@@ -75,7 +80,8 @@ def records_of(args: DiagnoseOptions) -> dict:
         raise UserError(f"the pipeline makes images of {height}x{width}; only square ones can be compared with a dataset")
     images = load(args, height, channels)
     noise_scheduler = training_scheduler(scheduler_config)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = accelerator or torch.device("cpu")
     unet.to(device).eval()
     count = min(args.probe_images, len(images))
     chosen = np.linspace(0, len(images) - 1, count).astype(np.int64)  # spread over the set
@@ -97,16 +103,16 @@ def records_of(args: DiagnoseOptions) -> dict:
     }
 
 
-def load(args: DiagnoseOptions, resolution: int, image_channels: int):
+def load(args: DiagnoseOptions, resolution: int, image_channels: int) -> "ImageSet":
     from utils.data.dataset import load_images
     from utils.training.progress import PackingBar
 
-    size = {"resolution": resolution, "image_channels": image_channels}
-    counts_bad_ones = {"on_bad_image": "replace", "max_bad_images": sys.maxsize}  # the doctor counts them, however many
-    return load_images(replace(args, **size, **counts_bad_ones), PackingBar())
+    own: dict[str, Any] = {"resolution": resolution, "image_channels": image_channels}
+    own |= {"on_bad_image": "replace", "max_bad_images": sys.maxsize}  # the doctor counts bad images, however many
+    return load_images(replace(args, **own), PackingBar())
 
 
-def show(record, findings: list, judged: set[str], as_json: bool) -> None:
+def show(record: "RunRecord", findings: list, judged: set[str], as_json: bool) -> None:
     """What could be judged, FAIL, WARN or OK, with cause and fixes; then the figures of a dataset or a probe."""
     from utils.diagnostics.catalog import CATALOG
     from utils.diagnostics.findings import described
@@ -133,7 +139,7 @@ def show(record, findings: list, judged: set[str], as_json: bool) -> None:
             print(f"\n{kind}", *_figure_lines(figures[kind]), sep="\n")
 
 
-def _run_lines(record) -> list[str]:
+def _run_lines(record: "RunRecord") -> list[str]:
     """How far the run is, and what the doctor could not see of it."""
     from utils.diagnostics.report.report import run_state, updates_done
 

@@ -6,7 +6,7 @@
     accelerate launch evaluate.py make-reference --dataset_name digits --resolution 16 --image_channels 1 --output r.safetensors
     accelerate launch evaluate.py --pipeline runs/digits --reference r.safetensors
 
-Prints distances (Frechet, kernel), diversity, memorisation, and what kind of collapse there is, if any, with cause and fix;
+Prints distances (Frechet, kernel), diversity, memorization, and what kind of collapse there is, if any, with cause and fix;
 beside each figure what real images give against other real ones. Figures are named after the extractor, and only what was
 made alike is put into one table: `--compare evaluation.json` adds earlier results. Image i is that of generate.py for the
 same seed and batch size.
@@ -16,14 +16,27 @@ evaluated, whatever was found; 2 a mistake in the command or the data.
 """
 
 import json
-import os
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
+from utils.core.files import whole_file
 from utils.options.flags import DataOptions, EvaluateOptions
 from utils.options.parser import parse_options
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from PIL import Image
+    from tqdm import tqdm
+
+    from utils.data.dataset import ImageSet
+    from utils.evaluation.classifier import Classifier
+    from utils.evaluation.extractor import Extractor
+    from utils.evaluation.feature_sets import FeatureSet
+    from utils.evaluation.memorization import Originals
 
 # Options of the data that decide neither which images there are nor in which rows, nor their labels.
 HOW_IT_IS_READ = {"cache_dir", "cache_images", "preserve_input_precision", "max_bad_images", "random_flip", "color_jitter"}
@@ -36,8 +49,6 @@ def parse_args(argv: list[str] | None = None) -> EvaluateOptions:
 
 def main(args: EvaluateOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
-    from tqdm import tqdm
-
     from utils.core.distributed import make_accelerator, on_main_process
     from utils.diagnostics.findings import Finding, described
     from utils.diffusion.guidance import make_guided_prediction
@@ -69,8 +80,10 @@ def main(args: EvaluateOptions) -> None:
     shape = same_shape(shapes) if shapes else (args.image_channels, args.resolution, args.resolution)
 
     # ---- the real images, or what was stored of them
-    stored, facts = None, None
-    images, folder_cache = None, None
+    stored: Any = None
+    facts: Any = None
+    images: Any = None  # none beside stored statistics
+    folder_cache = None
     if args.reference and args.reference.is_file():
         stored, facts, _ = load_features(args.reference)
     else:
@@ -78,14 +91,20 @@ def main(args: EvaluateOptions) -> None:
             args.train_data_dir = str(args.reference)
         images, folder_cache = load_reference(args, shape)
     with accelerator.main_process_first():  # a classifier is trained once
-        options = {"weights": args.feature_weights, "weights_sha256": args.feature_weights_sha256, "cache_dir": folder_cache}
-        extractor = make_extractor(args.features, images, channels=shape[0], **options)
+        extractor = make_extractor(
+            args.features,
+            images,
+            channels=shape[0],
+            weights=args.feature_weights,
+            weights_sha256=args.feature_weights_sha256,
+            cache_dir=folder_cache,
+        )
         classifier = make_classifier(args, images, extractor, folder_cache)
     for module in (extractor, classifier) if classifier is not None else (extractor,):
         sync_weights(module)
     extractor.to(accelerator.device)
     if stored is None:
-        with bar(tqdm, accelerator, len(images), "reference") as progress:
+        with bar(accelerator, len(images), "reference") as progress:
             stored = reference_features(
                 accelerator, extractor, images, batch_size=args.batch_size, cache_dir=folder_cache, progress=progress.update
             )
@@ -94,7 +113,7 @@ def main(args: EvaluateOptions) -> None:
     if args.command == "make-reference":
 
         def write() -> None:
-            digest = save_features(args.output, stored, facts)
+            digest = save_features(cast(Path, args.output), stored, facts)
             print(f"{len(stored):,} images, {extractor.name}, SHA-256 {digest} in {args.output}")
 
         on_main_process(accelerator, write)
@@ -125,14 +144,14 @@ def main(args: EvaluateOptions) -> None:
     results = []
     originals = {}  # of the last split
 
-    def add(name: str, source, count: int, made_with: str | None = None, **made) -> None:
+    def add(name: str, source: Callable, count: int, made_with: str | None = None, **made: Any) -> None:
         nonlocal originals
         if images is not None:
             split = known_split(args, images, made_with or name)
             if split not in originals:
                 originals = {split: originals_of(images, stored, split)}
             evaluation.originals, made["validation_split"] = originals[split], split or "unknown"
-        with bar(tqdm, accelerator, count, name) as progress:
+        with bar(accelerator, count, name) as progress:
             figures, sheet = evaluation.measure(source, count, progress=progress.update)
         results.append({"name": name, **common, "images": count, **made, "figures": figures})
         on_main_process(accelerator, write_result, args, results, sheet)
@@ -147,12 +166,13 @@ def main(args: EvaluateOptions) -> None:
         scheduler = make_sampler(sampler, scheduler_config)
         steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
         predict = make_guided_prediction(unet, scheduler_config, args.class_labels, args.guidance, guide, guide_config)
-        made = {"sampler": sampler, "num_inference_steps": steps, "mixed_precision": args.mixed_precision}
+        made: dict[str, Any] = {"sampler": sampler, "num_inference_steps": steps, "mixed_precision": args.mixed_precision}
         made |= {"class_labels": args.class_labels, "guidance": args.guidance, "guide_pipeline": args.guide_pipeline}
         for network in (unet, guide) if guide is not None else (unet,):
             network.to(accelerator.device)
         for seed in args.seeds:
-            options = {"num_inference_steps": steps, "seed": seed, "shape": shape, "batch_size": args.batch_size}
+            options: dict[str, Any] = {"num_inference_steps": steps, "seed": seed}
+            options |= {"shape": shape, "batch_size": args.batch_size}
             with full_precision(unet):
                 source = pipeline_images(accelerator, unet, scheduler, name=pipeline, predict=predict, **options)
                 add(pipeline, source, count, seed=seed, **made)
@@ -180,7 +200,9 @@ def main(args: EvaluateOptions) -> None:
             print("\n".join(described(finding)))
 
 
-def bar(tqdm, accelerator, total: int, name: str):
+def bar(accelerator: "Accelerator", total: int, name: str) -> "tqdm":
+    from tqdm import tqdm
+
     return tqdm(
         total=total, desc=name, unit=" images", leave=False, disable=not accelerator.is_main_process, dynamic_ncols=True
     )
@@ -198,17 +220,18 @@ def same_shape(shapes: dict[str, tuple[int, int, int]]) -> tuple[int, int, int]:
     return shape
 
 
-def load_reference(args: EvaluateOptions, shape: tuple[int, int, int]):
+def load_reference(args: EvaluateOptions, shape: tuple[int, int, int]) -> tuple["ImageSet", Path]:
     """(the real images as an ImageSet of this shape, the folder where what is computed of them is kept)."""
     from utils.data.dataset import cache_root, load_images
     from utils.training.progress import PackingBar
 
-    images = load_images(replace(args, resolution=shape[1], image_channels=shape[0]), PackingBar())
+    size: dict[str, Any] = {"resolution": shape[1], "image_channels": shape[0]}
+    images = load_images(replace(args, **size), PackingBar())
     return images, cache_root(args.cache_dir) / "steady_diffusion"
 
 
-def reference_facts(images, extractor, features) -> dict:
-    """What a file of statistics must say of itself."""
+def reference_facts(images: "ImageSet", extractor: "Extractor", features: "FeatureSet") -> dict:
+    """Returns what a file of statistics must say of itself."""
     return extractor.identity() | {
         "reference": images.description,
         "reference_fingerprint": features.pixels_sha256,
@@ -216,7 +239,7 @@ def reference_facts(images, extractor, features) -> dict:
     }
 
 
-def check_reference(args: EvaluateOptions, facts: dict, extractor, shape: tuple[int, int, int]) -> None:
+def check_reference(args: EvaluateOptions, facts: dict, extractor: "Extractor", shape: tuple[int, int, int]) -> None:
     """Raises UserError where stored statistics are of another extractor or image size than what is evaluated."""
     wanted = extractor.identity() | {"image_shape": list(shape)}
     for key, value in wanted.items():
@@ -227,8 +250,10 @@ def check_reference(args: EvaluateOptions, facts: dict, extractor, shape: tuple[
             )
 
 
-def make_classifier(args: EvaluateOptions, images, extractor, cache_dir):
-    """The judge of classes where labels allow one; None otherwise."""
+def make_classifier(
+    args: EvaluateOptions, images: "ImageSet | None", extractor: "Extractor", cache_dir: Path | None
+) -> "Classifier | None":
+    """Returns the judge of classes where labels allow one; None otherwise."""
     from utils.evaluation.classifier import Classifier, trained_classifier
 
     if isinstance(extractor, Classifier):
@@ -241,11 +266,12 @@ def make_classifier(args: EvaluateOptions, images, extractor, cache_dir):
         return None
 
 
-def class_names(images) -> list[str]:
-    return list(images.class_names or map(str, range(int(images.labels.max()) + 1)))
+def class_names(images: "ImageSet") -> list[str]:
+    labels: Any = images.labels  # there is a classifier, so there are labels
+    return list(images.class_names or map(str, range(int(labels.max()) + 1)))
 
 
-def originals_of(images, stored, split: tuple[int, int] | None):
+def originals_of(images: "ImageSet", stored: "FeatureSet", split: tuple[int, int] | None) -> "Originals":
     """What samples may be copies of, with `split` into training and held-out images; None: all of them, it is not known."""
     import torch
 
@@ -260,13 +286,14 @@ def originals_of(images, stored, split: tuple[int, int] | None):
     return Originals(training, held_out, stored.rows[~is_held_out], stored.rows[is_held_out])
 
 
-def known_split(args: EvaluateOptions, images, source: str) -> tuple[int, int] | None:
+def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple[int, int] | None:
     """(held-out images, seed) of the run that `source` is, or a checkpoint of; None where it is none, or of other images.
 
     The same images are those of all the same options of the data: the split is a choice of row numbers. --validation_images
     says it for what is no run.
     """
-    given = replace(args, resolution=images.shape[1], image_channels=images.shape[0])
+    size: dict[str, Any] = {"resolution": images.shape[1], "image_channels": images.shape[0]}
+    given = replace(args, **size)
     names = {each.name for each in fields(DataOptions)} - HOW_IT_IS_READ
     for folder in (Path(source), Path(source).parent):
         try:
@@ -280,12 +307,12 @@ def known_split(args: EvaluateOptions, images, source: str) -> tuple[int, int] |
 
 
 def folder_of(args: EvaluateOptions, result: dict) -> Path | None:
-    """Where a result goes: --output_dir, or evaluation/ of the run that was evaluated; None for what is neither."""
+    """Returns where a result goes: --output_dir, or evaluation/ of the run that was evaluated; None for what is neither."""
     run = Path(result["name"])
     return args.output_dir or (run / "evaluation" if (run / "options.json").is_file() else None)
 
 
-def write_result(args: EvaluateOptions, results: list[dict], sheet) -> None:
+def write_result(args: EvaluateOptions, results: list[dict], sheet: "Image.Image | None") -> None:
     """The last of the results, and the sheet of its closest pairs, beside those before it of the same folder."""
     from utils.core.images import save_png
 
@@ -295,9 +322,8 @@ def write_result(args: EvaluateOptions, results: list[dict], sheet) -> None:
     own = [result for result in results if folder_of(args, result) == folder]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / ".evaluation.json.tmp"
-        draft.write_text(json.dumps({"results": own}, indent=2) + "\n")
-        os.replace(draft, folder / "evaluation.json")
+        with whole_file(folder / "evaluation.json") as draft:
+            draft.write_text(json.dumps({"results": own}, indent=2) + "\n")
         if sheet is not None:
             save_png(sheet, folder / ("nearest.png" if len(own) == 1 else f"nearest-{len(own) - 1}.png"))
         if not args.output_dir:

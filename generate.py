@@ -20,11 +20,17 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
+from utils.core.files import whole_file
 from utils.options.flags import GenerateOptions
 from utils.options.parser import parse_options
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 GRID_IMAGES = 64
 
@@ -74,7 +80,7 @@ def main(args: GenerateOptions) -> None:
         "compile": args.compile,
         "class_labels": args.class_labels,
         "guidance": None if args.guidance == 1.0 else args.guidance,
-        "guide_sha256": weights_hash(guide, guide_config) if guide is not None else None,
+        "guide_sha256": weights_hash(guide, guide_config or {}) if guide is not None else None,
         "num_images": args.num_images,
     }
     on_main_process(accelerator, claim_folder, args.output_dir, settings)
@@ -131,7 +137,7 @@ def main(args: GenerateOptions) -> None:
     accelerator.wait_for_everyone()
 
 
-def weights_hash(unet, scheduler_config) -> str:
+def weights_hash(unet: "nn.Module", scheduler_config: dict) -> str:
     """Tells one trained state from another, so that a pipeline that trained on is not mixed with its earlier images."""
     digest = hashlib.sha256()
     for name, value in sorted(unet.state_dict().items()):
@@ -152,18 +158,17 @@ def claim_folder(output_dir: Path, settings: dict) -> None:
         recorded = {"compile": False, "sampler_version": 1} | json.loads(record.read_text()) if record.exists() else None
         if recorded is None and any(name.endswith(".png") for name in names):
             raise UserError(f"{output_dir} holds images that generate.py did not make; choose another --output_dir")
-        if any(re.fullmatch(r"\d{6,}\.png", name) for name in names):
+        if recorded is not None and any(re.fullmatch(r"\d{6,}\.png", name) for name in names):
             refuse_other_settings(output_dir, recorded, settings)
-        temporary = output_dir / ".generate.json.tmp"
-        temporary.write_text(json.dumps(settings, indent=2) + "\n")
-        os.replace(temporary, record)
+        with whole_file(record) as draft:
+            draft.write_text(json.dumps(settings, indent=2) + "\n")
     except (OSError, ValueError) as error:
         raise UserError(f"cannot use --output_dir {output_dir}: {error}") from error
 
 
 def refuse_other_settings(output_dir: Path, recorded: dict, settings: dict) -> None:
     for key, value in settings.items():
-        # The pipeline is recognised by its weights, so that it may be moved or reached by another path.
+        # The pipeline is recognized by its weights, so that it may be moved or reached by another path.
         if key not in ("pipeline", "num_images") and recorded.get(key) != value:
             raise UserError(
                 f"{output_dir} holds images of another {key} ({recorded.get(key)}, now {value}); choose another --output_dir"
@@ -179,7 +184,7 @@ def image_path(output_dir: Path, number: int) -> Path:
     return output_dir / f"{number:06d}.png"
 
 
-def read_image(path: Path):
+def read_image(path: Path) -> "torch.Tensor":
     """uint8 [C, H, W] of a PNG that this script wrote."""
     import numpy as np
     import torch

@@ -26,7 +26,7 @@ def main(args: ReconstructionOptions) -> None:
     from utils.evaluation.ema_sweep import make_judge, parse_widths, write_sweep
     from utils.runs.ema_snapshots import fp16_error, list_snapshots, recipe, reconstruct
 
-    widths = [args.width] if args.width is not None else parse_widths(args.widths)
+    widths = [args.width] if args.width is not None else parse_widths(args.widths or "")
     snapshots = list_snapshots(args.run)
     step = args.step or snapshots[-1].step
     recipes = {width: recipe(snapshots, width, step) for width in widths}  # refuses what cannot be made
@@ -43,7 +43,7 @@ def main(args: ReconstructionOptions) -> None:
             load_weights(unet, reconstruct(snapshots, width, step), args.run)
             values[width] = judge(unet)
             print(f"width {width:g}: {args.metric} {values[width]:.5g}", flush=True)
-        best = min(values, key=values.get)
+        best = min(values, key=lambda width: values[width])
         write_sweep(args.output_dir, args.run, args.metric, step, args.num_images, values)
 
     weights = reconstruct(snapshots, best, step)

@@ -23,7 +23,7 @@ OPTIONS = parse_early(parse_args) if __name__ == "__main__" else None  # above t
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from utils.core import randomness
 from utils.core.distributed import fix_bucket_order
@@ -59,20 +59,20 @@ class DDPM(Objective):
         self.seed, self.num_ranks = options.seed, options.ddpm_num_steps
         self.weights = loss_weights(self.noise_scheduler, options.snr_gamma).to(device)
 
-    def draw(self, batch: Batch, places: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def draw(self, batch: Batch, places: Tensor | None = None) -> dict[str, Tensor]:
         if places is None:
             timesteps = randomness.integers(self.seed, "timesteps", batch.sample_numbers, self.num_ranks)
         else:
             timesteps = (places * self.num_ranks).long().to(batch.clean_images.device)
         return {"clean_images": batch.clean_images, "noise": batch.noise, "timesteps": timesteps}
 
-    def losses(self, network: nn.Module, clean_images, noise, timesteps) -> Losses:
+    def losses(self, network: nn.Module, clean_images: Tensor, noise: Tensor, timesteps: Tensor) -> Losses:
         noisy_images = self.noise_scheduler.add_noise(clean_images, noise, timesteps)
         target = training_target(self.noise_scheduler, clean_images, noise, timesteps)
         losses = loss_per_sample(network(noisy_images, timesteps).sample, target, self.weights[timesteps])
         return Losses(losses, losses)
 
-    def ranks(self, timesteps, **_) -> torch.Tensor:
+    def ranks(self, timesteps: Tensor, **_: Tensor) -> Tensor:
         return timesteps
 
     def path(self) -> list[float]:

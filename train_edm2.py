@@ -24,10 +24,10 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models.edm2_pipeline import guided
-from models.edm2_unet import force_weight_norm
+from models.edm2_unet import EDM2UNet, force_weight_norm
 from models.edm_heun import EDMHeunScheduler
 from utils.core.distributed import fix_bucket_order
 from utils.data.training_data import Batch, TrainingData
@@ -51,14 +51,15 @@ class EDM2(Objective):
     level, num_ranks, checks_noise = "sigmas", edm2.NOISE_RANKS, False
     loader = "DiffusionPipeline.from_pretrained({path!r}, trust_remote_code=True)"
     path, caption = staticmethod(path_timesteps), staticmethod(sigma_caption)
+    network: edm2.EDM2Denoiser
 
-    def __init__(self, unet: nn.Module, options: EDM2Options):
+    def __init__(self, unet: EDM2UNet, options: EDM2Options):
         self.network, self.exported = edm2.EDM2Denoiser(unet, options.sigma_data, options.seed), unet
         self.noise_scheduler = EDMHeunScheduler(sigma_data=options.sigma_data)
         self.options, self.classes = options, unet.config.num_class_embeds
         self.after_step(None)
 
-    def draw(self, batch: Batch, places: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def draw(self, batch: Batch, places: Tensor | None = None) -> dict[str, Tensor]:
         options, labels = self.options, batch.classes()
         if places is None:
             sigmas = edm2.training_noise_levels(options.seed, batch.sample_numbers, options.P_mean, options.P_std)
@@ -67,19 +68,19 @@ class EDM2(Objective):
             sigmas = edm2.noise_levels_at(places, options.P_mean, options.P_std).to(labels.device, torch.float32)
         return {"clean_images": batch.clean_images, "noise": batch.noise, "sigmas": sigmas, "labels": labels}
 
-    def losses(self, network: nn.Module, clean_images, noise, sigmas, labels) -> Losses:
+    def losses(self, network: nn.Module, clean_images: Tensor, noise: Tensor, sigmas: Tensor, labels: Tensor) -> Losses:
         noisy_images = clean_images + sigmas[:, None, None, None] * noise
         denoised, uncertainty = network(noisy_images, sigmas, labels)
         return edm2.losses_per_sample(denoised, clean_images, sigmas, uncertainty, self.options.sigma_data)
 
-    def ranks(self, sigmas, **_) -> torch.Tensor:
+    def ranks(self, sigmas: Tensor, **_: Tensor) -> Tensor:
         return edm2.noise_ranks(sigmas, self.options.P_mean, self.options.P_std)
 
-    def after_step(self, finite: torch.Tensor | None) -> None:
+    def after_step(self, finite: Tensor | None) -> None:
         if self.options.force_weight_norm:
             force_weight_norm(self.network, finite)
 
-    def predict(self, scaled: torch.Tensor, timestep: torch.Tensor, sample_numbers: torch.Tensor) -> torch.Tensor:
+    def predict(self, scaled: Tensor, timestep: Tensor, sample_numbers: Tensor) -> Tensor:
         """By class in turn, without guidance."""
         return guided(self.exported, scaled, timestep, edm2.class_of_samples(sample_numbers, self.classes))
 

@@ -4,7 +4,7 @@ One file that imports torch and diffusers alone, because an exported pipeline ca
 """
 
 import torch
-from diffusers import DiffusionPipeline, ImagePipelineOutput
+from diffusers import DiffusionPipeline, ImagePipelineOutput, SchedulerMixin
 from diffusers.utils.torch_utils import randn_tensor
 from torch import nn
 
@@ -33,7 +33,7 @@ def guided(
 class EDM2Pipeline(DiffusionPipeline):
     """`unet` is F of EDM's preconditioning; `scheduler` is any of the EDM kind, Heun's method unless replaced."""
 
-    def __init__(self, unet, scheduler):
+    def __init__(self, unet: nn.Module, scheduler: SchedulerMixin):
         super().__init__()
         self.register_modules(unet=unet, scheduler=scheduler)
 
@@ -87,7 +87,9 @@ class EDM2Pipeline(DiffusionPipeline):
             images = self.numpy_to_pil(images)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
-    def _check_guidance(self, guidance_scale: float, guide: "DiffusionPipeline | None", class_labels) -> None:
+    def _check_guidance(
+        self, guidance_scale: float, guide: "DiffusionPipeline | None", class_labels: torch.Tensor | None
+    ) -> None:
         """Raises ValueError where guidance would do nothing, or lead to other data."""
         if guide is None:
             if guidance_scale != 1.0 and class_labels is None:

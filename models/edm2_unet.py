@@ -9,6 +9,8 @@ component: `DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)` r
 """
 
 import math
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ RESIDUAL_BALANCE, EMBEDDING_BALANCE, SKIP_BALANCE = 0.3, 0.5, 0.5  # t of `mp_su
 LARGEST_ACTIVATION = 256.0  # activations are clipped to this, far from what fp16 can hold (65504)
 
 # The paper's sizes, for 64x64 latents; XXS is a guiding model of Karras et al. 2024b (arXiv 2406.02507).
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "XXS": {"model_channels": 64},
     "XS": {"model_channels": 128},
     "S": {"model_channels": 192},
@@ -41,7 +43,7 @@ PRESETS = {
 }
 
 
-def normalise(x: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
+def normalize(x: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
     """`x` over its root mean square along `dim`, computed in fp32 and returned in the dtype of `x`.
 
     A vector far below the magnitude of EPSILON stays small.
@@ -71,12 +73,12 @@ def mp_cat(a: torch.Tensor, b: torch.Tensor, t: float) -> torch.Tensor:
 
 
 def unit_weight(weight: torch.Tensor, gain: torch.Tensor | float) -> torch.Tensor:
-    """What a layer computes with: each output's weight vector at length `gain`, whatever that of `weight` is (eq. 47).
+    """Returns what a layer computes with: each output's weight vector at length `gain`, whatever that of `weight` is (eq. 47).
 
-    fp32, like the normalisation's gradient, which is orthogonal to the stored vector.
+    fp32, like the normalization's gradient, which is orthogonal to the stored vector.
     """
     fan_in = weight[0].numel()
-    return normalise(weight.float(), tuple(range(1, weight.ndim))) * (gain / math.sqrt(fan_in))
+    return normalize(weight.float(), tuple(range(1, weight.ndim))) * (gain / math.sqrt(fan_in))
 
 
 class MPConv2d(nn.Conv2d):
@@ -108,12 +110,15 @@ class MPLinear(nn.Linear):
 class MPFourier(nn.Module):
     """Random Fourier features sqrt(2) cos(2 pi (f x + p)) of numbers [B] -> [B, channels], in fp32 (eq. 75)."""
 
+    frequencies: torch.Tensor
+    phases: torch.Tensor
+
     def __init__(self, channels: int):
         super().__init__()
         self.register_buffer("frequencies", torch.randn(channels))
         self.register_buffer("phases", torch.rand(channels))
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Of `Module.to` and its like: moves the tables, but keeps their precision, which a cast network would miss."""
 
         def move(table: torch.Tensor) -> torch.Tensor:
@@ -129,7 +134,7 @@ class MPFourier(nn.Module):
 
 @torch.no_grad()
 def force_weight_norm(model: nn.Module, finite: torch.Tensor | None = None) -> None:
-    """Forced weight normalisation (section 2.3, eq. 66): stretches every stored weight vector to unit variance, in place.
+    """Forced weight normalization (section 2.3, eq. 66): stretches every stored weight vector to unit variance, in place.
 
     Call it after each optimizer step: then a step of the same size turns the weights by the same angle for ever, where
     they would otherwise grow and slow the learning down. Changes no output. Nothing happens where `finite` (0-dim bool on the
@@ -188,7 +193,7 @@ class EDM2Block(nn.Module):
         elif self.resample == "up":
             x = F.interpolate(x, scale_factor=2.0, mode="nearest")
         if self.mode == "encoder":
-            x = normalise(x if self.conv_skip is None else self.conv_skip(x), dim=1)
+            x = normalize(x if self.conv_skip is None else self.conv_skip(x), dim=1)
         branch = self.conv_in(mp_silu(x))
         scale = 1.0 + self.modulation(embedding, self.modulation_gain)
         branch = mp_silu(branch * scale[:, :, None, None].to(branch.dtype))
@@ -196,7 +201,7 @@ class EDM2Block(nn.Module):
         if self.mode == "decoder" and self.conv_skip is not None:
             x = self.conv_skip(x)
         x = mp_sum(x.to(branch.dtype), branch, RESIDUAL_BALANCE)
-        if self.attention_in is not None:
+        if self.attention_in is not None and self.attention_out is not None:
             x = mp_sum(x, self.attention_out(self._attend(self.attention_in(x))).to(x.dtype), RESIDUAL_BALANCE)
         return x.clamp(-LARGEST_ACTIVATION, LARGEST_ACTIVATION)
 
@@ -205,7 +210,7 @@ class EDM2Block(nn.Module):
         batch, channels, height, width = qkv.shape
         # [3, B, heads, pixels, head channels]
         heads = qkv.reshape(batch, 3, self.num_heads, channels // 3 // self.num_heads, height * width).permute(1, 0, 2, 4, 3)
-        q, k, v = normalise(heads, dim=-1).unbind(0)
+        q, k, v = normalize(heads, dim=-1).unbind(0)
         attended = F.scaled_dot_product_attention(q, k, v)
         return attended.transpose(2, 3).reshape(batch, channels // 3, height, width)
 
@@ -326,7 +331,7 @@ class EDM2UNet(ModelMixin, ConfigMixin):
         x = self.conv_out(x, self.output_gain)
         return UNet2DOutput(sample=x) if return_dict else (x,)
 
-    def _run(self, block: EDM2Block, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    def _run(self, block: nn.Module, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         if self.gradient_checkpointing and torch.is_grad_enabled():
             return self._gradient_checkpointing_func(block, x, embedding)
         return block(x, embedding)

@@ -5,6 +5,8 @@ own EDM schedulers (Euler, DPM-Solver++) take the same network and the same conf
 One file that imports torch and diffusers alone, because an exported pipeline carries it.
 """
 
+from typing import Any
+
 import torch
 from diffusers import ConfigMixin, SchedulerMixin
 from diffusers.configuration_utils import register_to_config
@@ -60,7 +62,7 @@ class EDMHeunScheduler(SchedulerMixin, ConfigMixin):
         self._evaluated = self.sigmas[:-1].repeat_interleave(2)[1:]
         self.timesteps = preconditioning(self._evaluated, config.sigma_data)[3].float().to(device)
         self._done = 0
-        self._start = None  # (x, its slope) at the beginning of a step that is half done
+        self._start: Any = None  # (x, its slope) at the beginning of a step that is half done
 
     def scale_model_input(self, sample: torch.Tensor, timestep: torch.Tensor | float) -> torch.Tensor:
         """c_in x: what the network is to see."""

@@ -96,7 +96,7 @@ def healthy_runs() -> dict[str, dict]:
         "min-SNR weights": {**v_cosine, "snr_gamma": 5.0, "random_flip": True},
         "no EMA, no warm-up, constant LR": {"use_ema": False, "lr_warmup_steps": 0, "lr_scheduler": "constant"},
         "long, adaptive clipping": {**v_cosine, "adaptive_clipping": True, "max_train_steps": 600, "logging_steps": 30},
-        "he initialisation, accumulation": {"initialisation": "he", "gradient_accumulation_steps": 2, "train_batch_size": 8},
+        "he initialization, accumulation": {"initialisation": "he", "gradient_accumulation_steps": 2, "train_batch_size": 8},
     }
     return runs
 
@@ -159,7 +159,7 @@ def cases(faults: list[str], healthy: int, seeds: list[int], datasets: list[str]
 
 
 def make_dataset(folder: Path, dataset: str, imbalanced: bool) -> None:
-    """Labelled images, saved by `datasets`; of the imbalanced ones 95 % are of one class."""
+    """Labeled images, saved by `datasets`; of the imbalanced ones 95 % are of one class."""
     import datasets
     from PIL import Image
 
@@ -184,13 +184,13 @@ def digit_images() -> tuple[np.ndarray, np.ndarray]:
 
 
 def shape_images(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """A disc, a square or a cross of one colour on a gradient between two others, uint8 [count, 16, 16, 3]; the classes."""
+    """A disc, a square or a cross of one color on a gradient between two others, uint8 [count, 16, 16, 3]; the classes."""
     chance = np.random.default_rng(0)
     labels = np.arange(count) % 3
     y, x = np.mgrid[0:16, 0:16]
     images = []
     for label in labels:
-        (start, end, colour), angle = chance.uniform(0, 255, (3, 3)), chance.uniform(0, 2 * np.pi)
+        (start, end, color), angle = chance.uniform(0, 255, (3, 3)), chance.uniform(0, 2 * np.pi)
         along = (np.cos(angle) * (x - 7.5) + np.sin(angle) * (y - 7.5)) / 21 + 0.5
         image = start + along[..., None] * (end - start)
         (cx, cy), radius = chance.uniform(4, 12, 2), chance.uniform(2.5, 5)
@@ -199,7 +199,7 @@ def shape_images(count: int) -> tuple[np.ndarray, np.ndarray]:
             np.maximum(abs(x - cx), abs(y - cy)),
             np.minimum(abs(x - cx), abs(y - cy)) * 2.5 + np.maximum(abs(x - cx), abs(y - cy)) * 0.3,
         )
-        image[distances[label] < radius] = colour
+        image[distances[label] < radius] = color
         images.append(image.clip(0, 255))
     return np.stack(images).astype(np.uint8), labels
 

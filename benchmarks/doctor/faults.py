@@ -66,7 +66,7 @@ def from_0_to_255(seed: int) -> None:
     scale_pixels(lambda x: (x + 1) * 127.5)
 
 
-def normalised_twice(seed: int) -> None:
+def normalized_twice(seed: int) -> None:
     scale_pixels(choose(seed, lambda x: x * 2 - 1, lambda x: x / 127.5 - 1, lambda x: (x - 0.5) / 0.5))
 
 
@@ -313,7 +313,7 @@ def scale_collapses(seed: int) -> None:
 FAULTS = {
     "images in [0, 1]": Fault("data-range", from_0_to_1),
     "images in [0, 255]": Fault("data-range", from_0_to_255),
-    "normalised twice": Fault("data-range", normalised_twice),
+    "normalized twice": Fault("data-range", normalized_twice),
     "learning rate x 100": Fault("lr-too-high", flags=lambda seed: {"learning_rate": choose(seed, 0.1, 0.2, 0.05)}),
     "learning rate / 1000": Fault("lr-too-low", flags=lambda seed: {"learning_rate": choose(seed, 1e-6, 2e-6, 5e-7)}),
     "high learning rate, no warm-up": Fault(

@@ -105,16 +105,16 @@ def learning_rate_ended(seed: int) -> None:
 
 
 def batch_leak(seed: int) -> None:
-    """A layer normalises over the batch as well, so that images see each other."""
+    """A layer normalizes over the batch as well, so that images see each other."""
 
-    def normalise(module, inputs, output):
+    def normalize(module, inputs, output):
         return (output - output.mean((0, 2, 3), keepdim=True)) / (output.std((0, 2, 3), keepdim=True) + 1e-5)
 
-    def centre(module, inputs, output):
+    def center(module, inputs, output):
         return output - output.mean(0, keepdim=True)
 
     def leak(unet) -> None:
-        place, change = choose(seed, (unet.mid_block, normalise), (unet.conv_in, centre), (unet.up_blocks[0], normalise))
+        place, change = choose(seed, (unet.mid_block, normalize), (unet.conv_in, center), (unet.up_blocks[0], normalize))
         place.register_forward_hook(change)
 
     change_unet(leak)

@@ -3,7 +3,7 @@
     python benchmarks/memory/gradient_checkpointing.py            # small batches on this CPU; on a GPU larger ones
 
 Bare training loops with and without it, which take turns block by block: the medians of an update's time, and the median and
-quartiles of the ratios of neighbouring blocks. Activations are what autograd keeps from the forward to the backward pass, by
+quartiles of the ratios of neighboring blocks. Activations are what autograd keeps from the forward to the backward pass, by
 saved-tensor hooks. "update" is the most that an update needs beside weights, optimizer and EMA: what is computed again is there
 too, block by block, and gradients and the optimizer's own tensors, so that it falls less. On a GPU that is
 torch.cuda.max_memory_allocated, on a CPU what torch's allocator handed out, by the profiler.

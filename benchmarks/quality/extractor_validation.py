@@ -56,9 +56,9 @@ def features_of(extractor, images: torch.Tensor) -> torch.Tensor:
         return torch.cat([extractor(part) for part in images.split(256)])
 
 
-def distances(features: torch.Tensor, reference: torch.Tensor, standardised: bool) -> tuple[float, float]:
+def distances(features: torch.Tensor, reference: torch.Tensor, standardized: bool) -> tuple[float, float]:
     moments, real = Moments.of(features), Moments.of(reference)
-    if standardised:
+    if standardized:
         mean, spread = location_and_spread(real)
         moments, real = moments.scaled(mean, spread), real.scaled(mean, spread)
         features, reference = (features - mean) / spread, (reference - mean) / spread
@@ -76,9 +76,9 @@ def validate(name: str, images: torch.Tensor, labels: torch.Tensor, features: st
         real, others, their_labels = halves(images, labels, seed)
         extractor = make_extractor(features, real)
         reference = features_of(extractor, torch.from_numpy(real.pixels))
-        floors.append(distances(features_of(extractor, others), reference, extractor.standardised))
+        floors.append(distances(features_of(extractor, others), reference, extractor.standardized))
         for corruption, sets in corrupted(others, their_labels, seed):
-            values = [distances(features_of(extractor, part), reference, extractor.standardised) for part in sets]
+            values = [distances(features_of(extractor, part), reference, extractor.standardized) for part in sets]
             found.setdefault(corruption, []).append(values)
     fd_floor, kd_floor = median(fd for fd, _ in floors), max(abs(kd) for _, kd in floors)
     failed = 0

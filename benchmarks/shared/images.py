@@ -9,13 +9,13 @@ from torch.nn.functional import conv2d, pad
 
 from utils.data.dataset import load_images
 
-COLOURS = np.array([[220, 60, 50], [50, 170, 80], [60, 90, 220], [230, 190, 40]])
+COLORS = np.array([[220, 60, 50], [50, 170, 80], [60, 90, 220], [230, 190, 40]])
 
 
 def shapes(count: int, seed: int, side: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Discs and squares in four colours on grey: uint8 [count, 3, side, side] and their class, int64 in [0, 8).
+    """Discs and squares in four colors on gray: uint8 [count, 3, side, side] and their class, int64 in [0, 8).
 
-    Eight modes of equal weight; place, size, angle, shade and noise vary within each. Class = 2 x colour + (1 if square).
+    Eight modes of equal weight; place, size, angle, shade and noise vary within each. Class = 2 x color + (1 if square).
     """
     random = np.random.default_rng(seed)
     rows, columns = np.mgrid[:side, :side]
@@ -30,8 +30,8 @@ def shapes(count: int, seed: int, side: int = 32) -> tuple[torch.Tensor, torch.T
         # A square of side 2 r / 1.13 has the area of a disc of radius r.
         distance = np.hypot(dx, dy) if label % 2 == 0 else np.maximum(across, along) * 1.13
         inside = np.clip(radius - distance + 0.5, 0, 1)
-        colour = COLOURS[label // 2] + random.normal(0, 15, 3)
-        image = random.uniform(20, 120) * (1 - inside) + colour[:, None, None] * inside
+        color = COLORS[label // 2] + random.normal(0, 15, 3)
+        image = random.uniform(20, 120) * (1 - inside) + color[:, None, None] * inside
         images[i] = np.clip(image + random.normal(0, 4, image.shape), 0, 255).round()
     return torch.from_numpy(images), torch.from_numpy(labels)
 

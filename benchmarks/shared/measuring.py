@@ -70,7 +70,7 @@ def interleaved(loops: dict, blocks: int, updates: int, clock: Callable[[], floa
 
 
 def ratio(slow: list[float], fast: list[float]) -> tuple[float, float, float]:
-    """(median, lower quartile, upper quartile) of slow / fast over neighbouring blocks."""
+    """(median, lower quartile, upper quartile) of slow / fast over neighboring blocks."""
     ratios = sorted(s / f for s, f in zip(slow, fast))
     if len(ratios) < 2:
         return (ratios[0],) * 3

@@ -53,7 +53,7 @@ def load_script(name: str) -> ModuleType:
 
 
 def synthetic_dataset(folder: Path, resolution: int, count: int | None = None) -> Path:
-    """`count` labelled images of noise (2,000, or 500 large ones), for presets whose data cannot be had offline."""
+    """`count` labeled images of noise (2,000, or 500 large ones), for presets whose data cannot be had offline."""
     generator = np.random.default_rng(0)
     count = count or (2000 if resolution <= 64 else 500)
     pixels = generator.integers(0, 256, (count, resolution, resolution, 3), dtype=np.uint8)

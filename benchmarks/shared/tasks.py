@@ -42,7 +42,7 @@ class DDPM:
         return make_unet(DDPMOptions(**self.options(**options)))
 
     def trained(self, unet: nn.Module) -> nn.Module:
-        """What is optimised, of which `unet` is all or most."""
+        """What is optimized, of which `unet` is all or most."""
         return unet
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter], fused: bool | None) -> torch.optim.Optimizer:

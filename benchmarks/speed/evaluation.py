@@ -75,7 +75,7 @@ def figures(rows: int, dimensions: int) -> dict:
     import torch
 
     from utils.evaluation.distances import Moments, frechet_distance
-    from utils.evaluation.diversity import mean_pairwise_distance, neighbourhoods, variance_ratio, vendi_score
+    from utils.evaluation.diversity import mean_pairwise_distance, neighborhoods, variance_ratio, vendi_score
 
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
@@ -86,7 +86,7 @@ def figures(rows: int, dimensions: int) -> dict:
         ("vendi_score", lambda: vendi_score(first)),
         ("frechet_distance", lambda: frechet_distance(Moments.of(first), Moments.of(second))),
         ("mean_pairwise_distance", lambda: mean_pairwise_distance(first)),
-        ("neighbourhoods", lambda: neighbourhoods(first, second)),
+        ("neighborhoods", lambda: neighborhoods(first, second)),
     ):
         start = time.perf_counter()
         function()

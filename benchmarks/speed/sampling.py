@@ -4,7 +4,7 @@
     python benchmarks/speed/sampling.py --model_preset cifar10 --batch_size 256             # on a GPU
 
 An untrained network of the preset is sampled, or that of `--pipeline`. DDPMPipeline takes 50 and 20 steps of its own scheduler,
-for DDIM-50 and DPM-Solver++ 2M at 20 steps. Turns alternate, and the ratio is the median over neighbouring turns. "Deviation",
+for DDIM-50 and DPM-Solver++ 2M at 20 steps. Turns alternate, and the ratio is the median over neighboring turns. "Deviation",
 of a trained pipeline, is the root mean square difference, in levels of 255, from the same images in fp32: what the precision
 costs, to be set against quality before it is used.
 """

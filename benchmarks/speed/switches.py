@@ -5,7 +5,7 @@
     python benchmarks/speed/switches.py --script train_edm2.py --only force_weight_norm    # cost of EDM2's weight normalization
 
 Twice for each switch: alone, on top of eager fp32, and as the last one, on top of all others. Blocks of updates alternate, and
-the figure is the median of the ratios of neighbouring blocks: above 1 the switch pays. `--only` names the switches to measure.
+the figure is the median of the ratios of neighboring blocks: above 1 the switch pays. `--only` names the switches to measure.
 """
 
 import argparse

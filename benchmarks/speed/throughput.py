@@ -11,10 +11,10 @@
 
 The real script runs in this process, with its EMA, statistics, logging, data pipeline and checks; an update is one micro batch
 for each process. After every block of its updates each of the other loops does a block too, so that a machine that slows down
-or speeds up does so for all; ratios are medians over neighbouring blocks. The others work on noisy images and targets that are
+or speeds up does so for all; ratios are medians over neighboring blocks. The others work on noisy images and targets that are
 already on the device; several processes run without them.
 
-    bare        forward, backward, clip, step (and EDM2's forced weight normalisation), with every switch that the script has on
+    bare        forward, backward, clip, step (and EDM2's forced weight normalization), with every switch that the script has on
     bare again  the same once more: how far it is from `bare` is the noise of these figures
     bare + EMA  with the script's own EMA, which every training needs
     eager       fp32 without TF32, diffusers' EMAModel and `loss.item()` in every update, as train_unconditional.py has them

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.doctor import diagnosis
 
 FAULTS = (
-    "normalised twice",
+    "normalized twice",
     "learning rate x 100",
     "timestep cut off",
     "betas too small",

@@ -83,7 +83,7 @@ def test_normal_is_standard_normal():
     assert np.abs(flat).max() > 3.5  # tails are there
 
 
-def test_numbers_of_one_sample_and_of_neighbours_are_uncorrelated():
+def test_numbers_of_one_sample_and_of_neighbors_are_uncorrelated():
     values = randomness.normal(0, "n", NUMBERS, (16,)).double().numpy()  # both halves of the Box-Muller pairs
     table = np.concatenate([values[:-1], values[1:]], axis=1)
     correlation = np.corrcoef(table, rowvar=False) - np.eye(32)

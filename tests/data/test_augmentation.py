@@ -1,4 +1,4 @@
-"""Scaling, flip and colour jitter against exact values and against Pillow's enhancers."""
+"""Scaling, flip and color jitter against exact values and against Pillow's enhancers."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def test_choices_belong_to_the_sample(options):
         assert (augment(IMAGES, numbers, seed=seed, max_value=255, **options) - whole).abs().max() > 0.1
 
 
-def test_colour_jitter_agrees_with_pillow():
+def test_color_jitter_agrees_with_pillow():
     strength = 0.5
     out = augment(IMAGES, NUMBERS, seed=0, max_value=255, color_jitter=strength)
     factors = 1 - strength + 2 * strength * randomness.uniform(0, "color_jitter", NUMBERS, 3).numpy()
@@ -79,7 +79,7 @@ def test_colour_jitter_agrees_with_pillow():
     assert (factors.min(0) < 0.6).all() and (factors.max(0) > 1.4).all()
 
 
-def test_colour_jitter_of_gray_images_scales_brightness_and_contrast():
+def test_color_jitter_of_gray_images_scales_brightness_and_contrast():
     gray = IMAGES[:, :1]
     out = augment(gray, NUMBERS, seed=0, max_value=255, color_jitter=0.3)
     brightness, contrast, _ = (0.7 + 0.6 * randomness.uniform(0, "color_jitter", NUMBERS, 3).double()).unbind(1)

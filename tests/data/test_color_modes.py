@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from utils.data.color_modes import background_colour, stack_planes, to_planes
+from utils.data.color_modes import background_color, stack_planes, to_planes
 
 WHITE = (255, 255, 255)
 ORANGE = (255, 128, 0)
 GENERATOR = np.random.default_rng(0)
 GRAY = GENERATOR.integers(0, 256, (5, 4), dtype=np.uint8)
-COLOUR = GENERATOR.integers(0, 256, (5, 4, 3), dtype=np.uint8)
+COLOR = GENERATOR.integers(0, 256, (5, 4, 3), dtype=np.uint8)
 ALPHA = GENERATOR.integers(0, 256, (5, 4), dtype=np.uint8)
 ALPHA[0, :2] = 0, 255
 
@@ -24,15 +24,15 @@ def convert(image, channels=3, background=WHITE, max_value=255):
     return pixels
 
 
-def luma(colour):
+def luma(color):
     """[height, width, 3] -> [height, width], ITU-R 601 in fixed point."""
-    red, green, blue = np.moveaxis(colour.astype(np.int64), -1, 0)
+    red, green, blue = np.moveaxis(color.astype(np.int64), -1, 0)
     return (19595 * red + 38470 * green + 7471 * blue + 32768) >> 16
 
 
-def composite(colour, alpha, background):
+def composite(color, alpha, background):
     alpha = alpha[..., None].astype(np.float64) / 255
-    return np.floor(colour * alpha + np.array(background) * (1 - alpha) + 0.5)
+    return np.floor(color * alpha + np.array(background) * (1 - alpha) + 0.5)
 
 
 def check(image, expected, background=WHITE, tolerance=0):
@@ -56,24 +56,24 @@ def test_gray():
 
 
 def test_rgb():
-    check(Image.fromarray(COLOUR), COLOUR)
+    check(Image.fromarray(COLOR), COLOR)
 
 
 @pytest.mark.parametrize("background", [WHITE, (0, 0, 0), ORANGE])
-def test_transparent_modes_show_the_background_and_not_their_hidden_colour(background):
-    rgba = Image.fromarray(np.concatenate([COLOUR, ALPHA[..., None]], axis=-1))
-    check(rgba, composite(COLOUR, ALPHA, background), background)
+def test_transparent_modes_show_the_background_and_not_their_hidden_color(background):
+    rgba = Image.fromarray(np.concatenate([COLOR, ALPHA[..., None]], axis=-1))
+    check(rgba, composite(COLOR, ALPHA, background), background)
     assert tuple(convert(rgba, 3, background)[:, 0, 0]) == background  # fully transparent
     gray_alpha = Image.fromarray(np.stack([GRAY, ALPHA], axis=-1))
     assert gray_alpha.mode == "LA"
     check(gray_alpha, composite(np.repeat(GRAY[..., None], 3, -1), ALPHA, background), background)
-    # Premultiplied colours lose up to half a step before they are divided by alpha again.
+    # Premultiplied colors lose up to half a step before they are divided by alpha again.
     shown = ALPHA >= 128
-    for image, colour in [
-        (rgba.convert("RGBa"), COLOUR),
+    for image, color in [
+        (rgba.convert("RGBa"), COLOR),
         (gray_alpha.convert("La"), np.repeat(GRAY[..., None], 3, -1)),
     ]:
-        difference = convert(image, 3, background).transpose(1, 2, 0) - composite(colour, ALPHA, background)
+        difference = convert(image, 3, background).transpose(1, 2, 0) - composite(color, ALPHA, background)
         assert np.abs(difference[shown]).max() <= 2
 
 
@@ -111,11 +111,11 @@ def test_palette_with_alpha_per_index():
     check(image, composite(palette[GRAY % 4], alphas[GRAY % 4], ORANGE), ORANGE)
 
 
-def test_gray_and_rgb_with_a_transparent_colour():
+def test_gray_and_rgb_with_a_transparent_color():
     gray = saved(Image.fromarray(GRAY), transparency=int(GRAY[1, 1]))
     check(gray, np.where((GRAY[1, 1] == GRAY)[..., None], ORANGE, GRAY[..., None]), ORANGE)
-    rgb = saved(Image.fromarray(COLOUR), transparency=tuple(COLOUR[1, 1].tolist()))
-    check(rgb, np.where((COLOUR[1, 1] == COLOUR).all(-1, keepdims=True), ORANGE, COLOUR), ORANGE)
+    rgb = saved(Image.fromarray(COLOR), transparency=tuple(COLOR[1, 1].tolist()))
+    check(rgb, np.where((COLOR[1, 1] == COLOR).all(-1, keepdims=True), ORANGE, COLOR), ORANGE)
 
 
 def test_cmyk():
@@ -125,7 +125,7 @@ def test_cmyk():
 
 
 def test_ycbcr():
-    image = Image.fromarray(COLOUR).convert("YCbCr")
+    image = Image.fromarray(COLOR).convert("YCbCr")
     y, cb, cr = np.moveaxis(np.asarray(image, np.float64), -1, 0)
     rgb = [y + 1.402 * (cr - 128), y - 0.344136 * (cb - 128) - 0.714136 * (cr - 128), y + 1.772 * (cb - 128)]
     check(image, np.clip(np.stack(rgb, -1), 0, 255), tolerance=1)
@@ -141,14 +141,14 @@ def test_hsv():
 
 def test_lab():
     """sRGB -> CIE L*a*b* (white point D50, Bradford-adapted matrix) by the formulae, then back by Pillow."""
-    colours = np.array([[[200, 100, 80], [60, 160, 120], [90, 90, 170]], [[10, 10, 10], [128, 128, 128], [250, 250, 250]]])
-    encoded = colours / 255
+    colors = np.array([[[200, 100, 80], [60, 160, 120], [90, 90, 170]], [[10, 10, 10], [128, 128, 128], [250, 250, 250]]])
+    encoded = colors / 255
     linear = np.where(encoded <= 0.04045, encoded / 12.92, ((encoded + 0.055) / 1.055) ** 2.4)
     matrix = np.array([[0.43607, 0.38515, 0.14308], [0.22249, 0.71689, 0.06062], [0.01393, 0.09710, 0.71419]])
     ratio = linear @ matrix.T / [0.96422, 1.0, 0.82521]
     x, y, z = np.moveaxis(np.where(ratio > (6 / 29) ** 3, np.cbrt(ratio), ratio / (3 * (6 / 29) ** 2) + 4 / 29), -1, 0)
     lab = np.stack([(116 * y - 16) * 2.55, 500 * (x - y), 200 * (y - z)], axis=-1)  # a and b are signed bytes
-    check(Image.frombytes("LAB", (3, 2), np.rint(lab).astype(np.int64).astype(np.uint8).tobytes()), colours, tolerance=5)
+    check(Image.frombytes("LAB", (3, 2), np.rint(lab).astype(np.int64).astype(np.uint8).tobytes()), colors, tolerance=5)
 
 
 DEEP = np.array([[0, 1, 128, 129], [257, 300, 32767, 32768], [65406, 65407, 65534, 65535]], dtype=np.uint16)
@@ -205,9 +205,9 @@ def test_float_outside_the_unit_range_is_refused_with_its_range(worst, shown):
         convert(image)
 
 
-def test_background_colours():
-    assert background_colour("white") == WHITE
-    assert background_colour("#ff8000") == ORANGE
-    for bad in ("nosuchcolour", "#ffffff80"):
+def test_background_colors():
+    assert background_color("white") == WHITE
+    assert background_color("#ff8000") == ORANGE
+    for bad in ("nosuchcolor", "#ffffff80"):
         with pytest.raises(ValueError, match=bad):
-            background_colour(bad)
+            background_color(bad)

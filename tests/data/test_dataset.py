@@ -247,7 +247,7 @@ def test_image_columns_without_the_image_type(kind, load, tmp_path):
     assert np.array_equal(load(str(tmp_path / "saved")).fetch(range(6)), expected_pixels())
 
 
-def test_unlabelled_rows_switch_labels_off_with_a_note(load, tmp_path):
+def test_unlabeled_rows_switch_labels_off_with_a_note(load, tmp_path):
     import datasets
 
     columns = {"image": [{"bytes": encoded(PIXELS[0]), "path": None}] * 2, "label": [-1, 0]}
@@ -315,9 +315,9 @@ def test_resize_and_crop_follow_torchvision(height, width, cache_images, load, t
 
     options = {"train_data_dir": str(tmp_path), "resolution": 12, "cache_images": cache_images}
     images = load(**options)
-    centre = resized[:, round((size[0] - 12) / 2.0) :, round((size[1] - 12) / 2.0) :][:, :12, :12]
-    assert np.array_equal(load(**options, center_crop=True).fetch([0])[0], centre)
-    assert np.array_equal(images.fetch([0])[0], centre)
+    center = resized[:, round((size[0] - 12) / 2.0) :, round((size[1] - 12) / 2.0) :][:, :12, :12]
+    assert np.array_equal(load(**options, center_crop=True).fetch([0])[0], center)
+    assert np.array_equal(images.fetch([0])[0], center)
     positions = (size[0] - 11) * (size[1] - 11)
     uniforms = np.stack(
         np.meshgrid((np.arange(size[0] - 11) + 0.5) / (size[0] - 11), np.arange(size[1] - 11) / (size[1] - 11), indexing="ij"),

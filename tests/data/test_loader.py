@@ -135,9 +135,9 @@ def test_a_batch_is_what_it_says(images):
     assert labels.dtype == torch.int64 and np.array_equal(labels, images.labels[indices])
     pixels = torch.cat([batch["images"] for batch in batches])
     assert pixels.dtype == torch.uint8 and pixels.shape == (48, 3, 8, 8)
-    centred = torch.cat([batch["images"] for batch in micro_batches(images, center_crop=True)])
-    assert np.array_equal(centred, images.fetch(indices))
-    assert not torch.equal(pixels, centred)  # crops are random,
+    centered = torch.cat([batch["images"] for batch in micro_batches(images, center_crop=True)])
+    assert np.array_equal(centered, images.fetch(indices))
+    assert not torch.equal(pixels, centered)  # crops are random,
     again = [pixels[(indices == index).nonzero()[:2, 0]] for index in range(20) if images.fetch([index]).any()]
     assert any(not torch.equal(pair[0], pair[1]) for pair in again)  # and other ones in the next pass
 
@@ -162,10 +162,10 @@ def test_workers_bring_the_same_batches_and_leave_the_global_random_state(images
 def test_without_labels(images):
     import copy
 
-    unlabelled = copy.copy(images)
-    unlabelled.labels = None
-    assert micro_batches(unlabelled)[0]["labels"] is None
-    assert micro_batches(unlabelled, num_workers=1, max_train_steps=1)[0]["labels"] is None
+    unlabeled = copy.copy(images)
+    unlabeled.labels = None
+    assert micro_batches(unlabeled)[0]["labels"] is None
+    assert micro_batches(unlabeled, num_workers=1, max_train_steps=1)[0]["labels"] is None
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -54,7 +54,7 @@ def scenes(count: int, side: int = 32) -> np.ndarray:
     frequencies[0, 0] = np.inf
     spectra = np.fft.fft2(generator.standard_normal((count, 3, side, side))) / frequencies
     planes = np.fft.ifft2(spectra).real
-    planes = planes + 2 * planes.mean(1, keepdims=True)  # colours of a photograph go together
+    planes = planes + 2 * planes.mean(1, keepdims=True)  # colors of a photograph go together
     planes *= 50 / planes.std((1, 2, 3), keepdims=True)
     return np.clip(127.5 + planes, 0, 255).astype(np.uint8).transpose(0, 2, 3, 1)
 

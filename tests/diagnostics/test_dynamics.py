@@ -62,9 +62,9 @@ def test_magnitudes_are_those_of_each_tensor():
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])
 def test_micro_steps_give_the_spread_of_all_their_images(micro_batch):
-    """Most of it lies between the images: each is of nearly one grey."""
-    model, greys = network(), torch.linspace(-1, 1, 8).view(8, 1, 1, 1)
-    images = greys + 0.01 * torch.randn(8, 1, 8, 8)
+    """Most of it lies between the images: each is of nearly one gray."""
+    model, grays = network(), torch.linspace(-1, 1, 8).view(8, 1, 1, 1)
+    images = grays + 0.01 * torch.randn(8, 1, 8, 8)
     dynamics = Dynamics(model)
     dynamics.begin(True)
     for part in images.split(micro_batch):

@@ -44,7 +44,7 @@ def images_of(kind: str, generator: torch.Generator) -> torch.Tensor:
         _, spread, side, channels = kind.split()
         return float(spread) * torch.randn(16, int(channels), int(side), int(side), generator=generator)
     images = torch.rand(16, 1, 16, 16, generator=generator) * 2 - 1
-    if kind == "blob on grey":
+    if kind == "blob on gray":
         images[:, :, :, :], images[:, :, 6:9, 6:9] = 0.004, 0.9
     elif kind == "one blank":
         images[5] = 0.0
@@ -54,10 +54,10 @@ def images_of(kind: str, generator: torch.Generator) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "kind", ["spread 0.05 16 1", "spread 0.02 32 1", "spread 0.02 32 3", "blob on grey", "one blank", "a tenth nearly empty"]
+    "kind", ["spread 0.05 16 1", "spread 0.02 32 1", "spread 0.02 32 3", "blob on gray", "one blank", "a tenth nearly empty"]
 )
 @pytest.mark.parametrize("micro_batch", [1, 2, 16])
-def test_grey_and_empty_images_are_no_false_alarm(kind, micro_batch):
+def test_gray_and_empty_images_are_no_false_alarm(kind, micro_batch):
     """Their gain is known badly, which must not look like wrong noise or wrong timesteps."""
     generator, history = torch.Generator().manual_seed(6), []
     for step in range(1, 9):  # reports

@@ -18,8 +18,8 @@ from utils.runs.record import RunRecord
 def figures() -> dict:
     generator = torch.Generator().manual_seed(0)
     real = FeatureSet.of(torch.randn(400, 5, generator=generator))
-    found = compare(FeatureSet.of(torch.randn(300, 5, generator=generator)), real, standardised=True, seed=0)
-    found["floor"] = real_floor(real, 300, standardised=True, seed=0)
+    found = compare(FeatureSet.of(torch.randn(300, 5, generator=generator)), real, standardized=True, seed=0)
+    found["floor"] = real_floor(real, 300, standardized=True, seed=0)
     seen = torch.nn.functional.one_hot(torch.tensor([0] * 225 + [1] * 75)).float()
     found["classes"] = class_figures(seen, torch.tensor([0, 1] * 200).numpy(), ["cats & dogs", "horses"], 0.97)
     found["memorisation"] = {"near_duplicates": 0.02, "near_duplicates_real": 0.01}

@@ -264,12 +264,12 @@ CASES = {
 
 
 def test_batches_of_one_image_are_judged_together_and_not_too_few_of_them():
-    """Images of one grey each, which lie as far apart as the files' pixels, and none apart."""
-    greys = run(lambda n: {"data/mean": -0.4 + 0.7 * (-1) ** n, "data/std": 0.0})
+    """Images of one gray each, which lie as far apart as the files' pixels, and none apart."""
+    grays = run(lambda n: {"data/mean": -0.4 + 0.7 * (-1) ** n, "data/std": 0.0})
     same = run(lambda n: {"data/mean": -0.4 + 0.01 * (-1) ** n, "data/std": 0.0})
-    for record in (greys, same):
+    for record in (grays, same):
         record.resolved["global_batch_size"] = 2
-    assert codes(greys) == [] and codes(same) == ["data-range"]
+    assert codes(grays) == [] and codes(same) == ["data-range"]
     same.resolved["global_batch_size"] = 1  # 20 images in all
     assert codes(same) == []
 
@@ -316,7 +316,7 @@ def test_a_rule_fires_on_its_trace_and_not_beside_it(code, number):
     assert code not in codes(healthy)
 
 
-def test_every_finding_of_the_catalogue_can_be_made():
+def test_every_finding_of_the_catalog_can_be_made():
     assert set(CASES) == set(CATALOG)
     assert all(f"`{code}`" in table() for code in CASES)
 

@@ -20,7 +20,7 @@ from models.edm2_unet import (
     mp_cat,
     mp_silu,
     mp_sum,
-    normalise,
+    normalize,
 )
 
 TINY = {"sample_size": 8, "in_channels": 1, "out_channels": 1, "num_class_embeds": 3, "model_channels": 8}
@@ -42,7 +42,7 @@ def magnitude(x: torch.Tensor) -> float:
 
 
 class Inside(nn.Module):
-    """What `layer` gives where its kernel sees no padding. With the border, where zeros stand for neighbours, it is 0.958."""
+    """What `layer` gives where its kernel sees no padding. With the border, where zeros stand for neighbors, it is 0.958."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -60,7 +60,7 @@ LAYERS = {
     "silu": (lambda: mp_silu, lambda: (torch.randn(64, 64),)),
     "sum": (lambda: mp_sum, lambda: (torch.randn(64, 64), torch.randn(64, 64), 0.3)),
     "concatenation": (lambda: mp_cat, lambda: (torch.randn(64, 32), torch.randn(64, 96), 0.3)),
-    "pixel norm": (lambda: normalise, lambda: (torch.randn(4, 64, 16, 16) * 3, 1)),
+    "pixel norm": (lambda: normalize, lambda: (torch.randn(4, 64, 16, 16) * 3, 1)),
 }
 
 
@@ -294,7 +294,7 @@ def test_a_zero_vector_has_a_gradient():
     x = torch.randn(2, 4, 3, 3)
     x[0, :, 1, 1] = 0.0
     x.requires_grad_()
-    normalise(x, dim=1).square().sum().backward()
+    normalize(x, dim=1).square().sum().backward()
     assert x.grad.isfinite().all()
     conv = MPConv2d(4, 4, 3)
     conv.weight.data[1] = 0.0

@@ -32,7 +32,7 @@ from utils.core.errors import UserError
 from utils.diffusion import export
 from utils.diffusion.ddpm import BETA_SCHEDULES, make_noise_scheduler
 from utils.diffusion.export import check_export, check_pipeline, export_pipeline, model_card, push_to_hub
-from utils.diffusion.unet import normalise_spectra
+from utils.diffusion.unet import normalize_spectra
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 
@@ -301,7 +301,7 @@ def worn(kind: str):
         torch.nn.init.zeros_(unet.conv_out.weight)
         torch.nn.init.zeros_(unet.conv_out.bias)
     if kind == "spectral norm":
-        normalise_spectra(unet)
+        normalize_spectra(unet)
     if kind == "channels last":
         unet.to(memory_format=torch.channels_last)
     if kind == "compiled, bf16":

@@ -202,7 +202,7 @@ def test_the_ideal_denoiser_itself_has_no_gap(prediction_type, random_flip):
             assert row[kind]["images"] == count
             assert row[kind]["distance"] < 1e-9 and abs(row[kind]["gap"]) < 1e-4 * max(row[kind]["ideal"], 0.01)
     errors = {kind: [row[kind]["ideal"] for row in figures["timesteps"]] for kind in ("train", "held_out")}
-    assert errors["train"][0] < 1e-6 < 0.01 < errors["held_out"][0]  # memorised: no error on what it knows
+    assert errors["train"][0] < 1e-6 < 0.01 < errors["held_out"][0]  # memorized: no error on what it knows
 
 
 def test_errors_of_a_model_that_says_zero():

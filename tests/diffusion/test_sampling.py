@@ -507,8 +507,8 @@ def test_grids_hold_every_image_where_it_belongs():
     assert np.array_equal(tile[4::8, 4::8], images[4].permute(1, 2, 0).numpy())
     assert (grid[2 + 66 :, 2 + 2 * 66 :] == 208).all()  # there is no sixth image
     assert np.array_equal(tile[:8, :8], np.broadcast_to(tile[0, 0], (8, 8, 3)))
-    grey = np.array(make_grid(images[:1, :1].repeat(1, 1, 12, 12)))  # 96 pixels stay 96
-    assert grey.shape == (100, 100, 3) and np.array_equal(grey[2:98, 2:98, 0], images[0, 0].repeat(12, 12).numpy())
+    gray = np.array(make_grid(images[:1, :1].repeat(1, 1, 12, 12)))  # 96 pixels stay 96
+    assert gray.shape == (100, 100, 3) and np.array_equal(gray[2:98, 2:98, 0], images[0, 0].repeat(12, 12).numpy())
 
 
 def test_captioned_grids():

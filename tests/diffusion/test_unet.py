@@ -58,7 +58,7 @@ def test_zero_output_layer_predicts_zero_and_still_learns():
 
 
 @pytest.mark.parametrize(("name", "expected"), [("xavier", 2 / (64 * 9 + 64 * 9)), ("he", 2 / (64 * 9))])
-def test_initialisations_have_the_variance_of_their_paper(name, expected):
+def test_initializations_have_the_variance_of_their_paper(name, expected):
     convolution = tiny(initialisation=name).mid_block.resnets[0].conv1
     assert convolution.weight.shape == (64, 64, 3, 3)
     assert convolution.weight.var().item() == pytest.approx(expected, rel=0.03)

@@ -11,7 +11,7 @@ from utils.evaluation.diversity import (
     fit_modes,
     mean_pairwise_distance,
     nearest_mode,
-    neighbourhoods,
+    neighborhoods,
     variance_ratio,
     vendi_score,
 )
@@ -49,23 +49,23 @@ def test_vendi_score_is_that_of_the_similarity_matrix(sets):
     assert vendi_score(torch.zeros(8, 3)) == 1
 
 
-def test_neighbourhoods_agree_with_brute_force(sets, small_blocks):
+def test_neighborhoods_agree_with_brute_force(sets, small_blocks):
     generated, real = sets
     k, cross = 4, distances(generated, real)
     real_radii = np.sort(distances(real, real), 1)[:, k]
     generated_radii = np.sort(distances(generated, generated), 1)[:, k]
-    found = neighbourhoods(generated, real, k)
+    found = neighborhoods(generated, real, k)
     assert found.precision == pytest.approx(np.mean([(cross[i] < real_radii).any() for i in range(90)]))
     assert found.recall == pytest.approx(np.mean([(cross[:, j] < generated_radii).any() for j in range(120)]))
     assert found.density == pytest.approx(np.sum(cross < real_radii) / (k * 90))
     assert found.coverage == pytest.approx(np.mean(cross.min(0) < real_radii))
     with pytest.raises(ValueError, match="more than 90 rows"):
-        neighbourhoods(generated, real, 90)
+        neighborhoods(generated, real, 90)
 
 
-def test_neighbourhoods_of_equal_distributions():
+def test_neighborhoods_of_equal_distributions():
     generator = torch.Generator().manual_seed(3)
-    found = neighbourhoods(torch.randn(2000, 4, generator=generator), torch.randn(2000, 4, generator=generator))
+    found = neighborhoods(torch.randn(2000, 4, generator=generator), torch.randn(2000, 4, generator=generator))
     assert found.density == pytest.approx(1, abs=0.05)
     assert found.coverage == pytest.approx(1 - 2**-5, abs=0.02)  # Naeem et al. 2020, equation 11, for N = M
 
@@ -80,12 +80,12 @@ def tight_sets(request):
 
 
 def test_figures_of_tight_sets_agree_with_brute_force(tight_sets, small_blocks):
-    """Their neighbours are 0.1 % of their norm apart, or 0.0001 %."""
+    """Their neighbors are 0.1 % of their norm apart, or 0.0001 %."""
     generated, real = tight_sets
     k, cross = 3, distances(generated, real)
     real_radii = np.sort(distances(real, real), 1)[:, k]
     generated_radii = np.sort(distances(generated, generated), 1)[:, k]
-    found = neighbourhoods(generated, real, k)
+    found = neighborhoods(generated, real, k)
     assert found.precision == pytest.approx(np.mean([(cross[i] <= real_radii).any() for i in range(120)]))
     assert found.recall == pytest.approx(np.mean([(cross[:, j] <= generated_radii).any() for j in range(120)]))
     assert found.density == pytest.approx(np.sum(cross <= real_radii) / (k * 120))
@@ -100,11 +100,11 @@ def test_modes_are_those_of_the_real_images():
     generator = torch.Generator().manual_seed(1)
     places = torch.tensor([[0.0, 0], [10, 0], [0, 10], [10, 10]])
     real = places.repeat(50, 1) + torch.randn(200, 2, generator=generator) * 0.3
-    centres = fit_modes(real, 4, seed=0)
-    assert torch.equal(centres, fit_modes(real, 4, seed=0))
-    assert torch.cdist(places, centres).min(1).values.max() < 0.2
+    centers = fit_modes(real, 4, seed=0)
+    assert torch.equal(centers, fit_modes(real, 4, seed=0))
+    assert torch.cdist(places, centers).min(1).values.max() < 0.2
     generated = places[[1]].repeat(30, 1)
-    found = coverage_of_bins(nearest_mode(generated, centres), nearest_mode(real, centres), 4)
+    found = coverage_of_bins(nearest_mode(generated, centers), nearest_mode(real, centers), 4)
     assert found.hit == 0.25 and found.real == [50] * 4 and sorted(found.generated) == [0, 0, 0, 30]
     assert (found.largest_share, found.largest_real_share) == (1.0, 0.25)
     assert found.different == 4
@@ -141,17 +141,17 @@ def test_no_more_than_a_block_of_distances_is_held(monkeypatch):
     monkeypatch.setattr(torch, "cdist", watched)
     monkeypatch.setattr(utils.evaluation.diversity, "_BLOCK_BYTES", 2**20)
     rows = torch.randn(3000, 2, generator=torch.Generator().manual_seed(0))
-    neighbourhoods(rows[:2000], rows)
+    neighborhoods(rows[:2000], rows)
     mean_pairwise_distance(rows)
     nearest_mode(rows, fit_modes(rows, 3, seed=0))
     assert 0 < largest <= 2**20
 
 
 @pytest.mark.parametrize("dimensions", [3, 120, 2048])
-def test_repeated_images_lie_in_their_own_neighbourhoods(dimensions):
-    """Each of them is repeated more often than there are neighbours, so that all radii are 0."""
+def test_repeated_images_lie_in_their_own_neighborhoods(dimensions):
+    """Each of them is repeated more often than there are neighbors, so that all radii are 0."""
     distinct = 5 * torch.randn(40, dimensions, generator=torch.Generator().manual_seed(0)) + 3
-    found = neighbourhoods(distinct.repeat(8, 1), distinct.repeat(8, 1), 5)
+    found = neighborhoods(distinct.repeat(8, 1), distinct.repeat(8, 1), 5)
     assert (found.precision, found.recall, found.coverage) == (1, 1, 1)
-    half = neighbourhoods(distinct[:20].repeat(16, 1), distinct.repeat(8, 1), 5)
+    half = neighborhoods(distinct[:20].repeat(16, 1), distinct.repeat(8, 1), 5)
     assert (half.precision, half.recall, half.coverage) == (1, 0.5, 0.5)

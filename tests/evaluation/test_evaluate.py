@@ -298,7 +298,7 @@ def test_a_checkpoint_needs_what_an_export_leaves(folder, call, tmp_path):
         call("--pipeline", tmp_path / "bare" / "checkpoint-5", "--dataset_name", "digits")
 
 
-def test_one_colour_image_makes_a_folder_of_colour(tmp_path):
+def test_one_color_image_makes_a_folder_of_color(tmp_path):
     make_images(tmp_path / "mixed", [8] * 3)
     assert ImageFolder(tmp_path / "mixed").shape == (1, 8, 8)
     Image.new("RGB", (8, 8), "red").save(tmp_path / "mixed" / "9.png")

@@ -147,7 +147,7 @@ def test_inception_with_a_stand_in_of_its_weights(torch_fidelity, tmp_path):
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     torch.testing.assert_close(extractor(images), network(images)[0], rtol=1e-4, atol=1e-5)
     assert extractor(images[:, :1]).shape == (2, 2048)
-    assert (extractor.name, extractor.dimensions, extractor.standardised) == ("inception", 2048, False)
+    assert (extractor.name, extractor.dimensions, extractor.standardized) == ("inception", 2048, False)
 
 
 def test_inception_names_file_and_package(tmp_path):

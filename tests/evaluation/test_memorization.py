@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from utils.evaluation.memorization import (
     Originals,
     closest,
-    feature_memorisation,
-    kept_for_memorisation,
-    memorisation,
+    feature_memorization,
+    kept_for_memorization,
+    memorization,
     near_duplicates,
     nearest_rows,
     small_pixels,
@@ -51,14 +51,14 @@ def test_copies_are_found_and_shown_first(real, monkeypatch):
     drawn = samples(30)
     drawn[5:11] = torch.from_numpy(real.pixels[100:106])
     drawn[7] = (drawn[7].int() + 1).clamp(0, 255).byte()  # as a near-duplicate, not the same bytes
-    figures, sheet = memorisation(drawn, Originals(real))
+    figures, sheet = memorization(drawn, Originals(real))
     assert figures["near_duplicates"] == pytest.approx(6 / 30)
     assert figures["near_duplicates_real"] == 0
     assert figures["compared_with"] == "other training images"
     assert isinstance(sheet, Image.Image)
-    copies, _ = memorisation(torch.from_numpy(real.pixels[::3].copy()), Originals(real))
+    copies, _ = memorization(torch.from_numpy(real.pixels[::3].copy()), Originals(real))
     assert copies["near_duplicates"] == 1 and copies["pixel_ratio"] == 0
-    fresh, _ = memorisation(samples(100, seed=2), Originals(real.subset(np.arange(200)), real.subset(np.arange(200, 300))))
+    fresh, _ = memorization(samples(100, seed=2), Originals(real.subset(np.arange(200)), real.subset(np.arange(200, 300))))
     assert fresh["compared_with"] == "held-out images"
     assert fresh["pixel_ratio"] == pytest.approx(1, abs=0.02)
 
@@ -67,10 +67,10 @@ def test_features_tell_copies_too():
     generator = torch.Generator().manual_seed(0)
     training = torch.randn(400, 8, generator=generator)
     fresh = torch.randn(200, 8, generator=generator)
-    assert feature_memorisation(fresh, training)["feature_ratio"] == pytest.approx(1, abs=0.1)
+    assert feature_memorization(fresh, training)["feature_ratio"] == pytest.approx(1, abs=0.1)
     held_out = torch.randn(100, 8, generator=generator)
-    assert feature_memorisation(fresh, training, held_out)["feature_ratio"] == pytest.approx(1, abs=0.1)
-    assert feature_memorisation(training[:50] + 0.01, training)["feature_ratio"] < 0.1
+    assert feature_memorization(fresh, training, held_out)["feature_ratio"] == pytest.approx(1, abs=0.1)
+    assert feature_memorization(training[:50] + 0.01, training)["feature_ratio"] < 0.1
 
 
 @pytest.mark.parametrize("offset", [1.0, 1000.0])
@@ -95,11 +95,11 @@ def test_a_near_duplicate_is_measured_by_its_own_contrast():
 def test_mirrored_copies_are_copies(real):
     mirrored = torch.from_numpy(real.pixels[:40]).flip(-1)
     originals = Originals(real)
-    figures, _ = memorisation(torch.cat([mirrored, samples(40)]), originals)
+    figures, _ = memorization(torch.cat([mirrored, samples(40)]), originals)
     assert figures["near_duplicates"] == 0.5 and figures["near_duplicates_real"] == 0
     # What real images are measured by is searched in the same way: a set that holds its own mirror images is no wonder.
     both = Images(np.concatenate([real.pixels, real.pixels[..., ::-1]]))
-    assert memorisation(samples(40), Originals(both))[0]["near_duplicates_real"] == 1
+    assert memorization(samples(40), Originals(both))[0]["near_duplicates_real"] == 1
 
 
 def test_a_mirrored_copy_stands_beside_its_original(real):
@@ -117,9 +117,9 @@ def test_real_images_are_searched_once(real):
 
     training, held_out = Counted(real.pixels[:200]), Counted(real.pixels[200:])
     originals = Originals(training, held_out)
-    first, _ = memorisation(samples(50), originals)
+    first, _ = memorization(samples(50), originals)
     once = training.fetched, held_out.fetched
-    assert memorisation(samples(50), originals)[0] == first
+    assert memorization(samples(50), originals)[0] == first
     assert held_out.fetched == once[1] == 100
     assert training.fetched < 2 * once[0] - 200  # the scan for the held-out images is not made again
 
@@ -143,8 +143,8 @@ def test_memory_is_bounded(monkeypatch):
     training, held_out, drawn = Images(images[:80]), Images(images[80:]), torch.from_numpy(images[:40].copy())
     training.shape = (3, 128, 128)
     with LargestTensor() as made:
-        memorisation(drawn, Originals(training, held_out))
+        memorization(drawn, Originals(training, held_out))
     assert made.largest < 1.5 * 2**20  # all samples as float32 are 8 MB
-    assert kept_for_memorisation(50_000, 3 * 32 * 32) == 1000
-    assert kept_for_memorisation(50_000, 3 * 512 * 512) * 3 * 512 * 512 <= 256 * 2**20
+    assert kept_for_memorization(50_000, 3 * 32 * 32) == 1000
+    assert kept_for_memorization(50_000, 3 * 512 * 512) * 3 * 512 * 512 <= 256 * 2**20
     assert small_pixels(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)).shape == (2, 3 * 16 * 16)

@@ -111,30 +111,30 @@ def test_mirrored_copies_are_named(world):
 
 
 @pytest.mark.slow
-def test_a_missing_class_of_colour_images_without_labels():
-    """Eight colours and shapes, without one: the modes alone tell it."""
+def test_a_missing_class_of_color_images_without_labels():
+    """Eight colors and shapes, without one: the modes alone tell it."""
     images, labels = shapes(3600, seed=0)
-    real, others = images[:1800], images[1800:][labels[1800:] >= 2]  # both shapes of one colour
+    real, others = images[:1800], images[1800:][labels[1800:] >= 2]  # both shapes of one color
     reference = features_of(real)
-    figures = compare(features_of(others), reference, standardised=True, seed=0)
-    figures["floor"] = real_floor(reference, len(others), standardised=True, seed=0)
+    figures = compare(features_of(others), reference, standardized=True, seed=0)
+    figures["floor"] = real_floor(reference, len(others), standardized=True, seed=0)
     assert collapse(figures)[0].code in ("modes-missing", "mode-dominates")
-    healthy = compare(features_of(images[1800:]), reference, standardised=True, seed=0) | {"floor": figures["floor"]}
+    healthy = compare(features_of(images[1800:]), reference, standardized=True, seed=0) | {"floor": figures["floor"]}
     assert collapse(healthy) == []
 
 
-def test_standardised_figures_are_those_of_standardised_features():
+def test_standardized_figures_are_those_of_standardized_features():
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([1.0, 30, 0.2])
     real, generated = (
         torch.randn(400, 3, generator=generator) * scales + 5,
         torch.randn(300, 3, generator=generator) * scales + 5.1,
     )
-    figures = compare(FeatureSet.of(generated), FeatureSet.of(real), standardised=True, seed=0)
+    figures = compare(FeatureSet.of(generated), FeatureSet.of(real), standardized=True, seed=0)
     mean, std = real.double().mean(0), real.double().std(0)
     first, second = (generated.double() - mean) / std, (real.double() - mean) / std
     assert figures["fd"] == pytest.approx(frechet_distance(Moments.of(first), Moments.of(second)), rel=1e-6)
-    plain = compare(FeatureSet.of(generated), FeatureSet.of(real), standardised=False, seed=0)
+    plain = compare(FeatureSet.of(generated), FeatureSet.of(real), standardized=False, seed=0)
     assert plain["fd"] == pytest.approx(frechet_distance(Moments.of(generated), Moments.of(real)), rel=1e-6)
     assert plain["fd"] > 2 * figures["fd"]
 
@@ -148,13 +148,13 @@ def test_a_feature_that_never_varies_is_not_blown_up():
 
 def test_too_few_images_are_no_basis():
     with pytest.raises(ValueError, match="at least 10"):
-        compare(FeatureSet.of(torch.randn(9, 2)), FeatureSet.of(torch.randn(50, 2)), standardised=True, seed=0)
+        compare(FeatureSet.of(torch.randn(9, 2)), FeatureSet.of(torch.randn(50, 2)), standardized=True, seed=0)
 
 
 def test_the_floor_splits_the_real_images_without_overlap(digits):
     """A set that is compared with itself would have a floor of 0."""
     rows = torch.arange(100.0)[:, None].repeat(1, 2) + torch.randn(100, 2, generator=torch.Generator().manual_seed(0)) * 1e-3
-    floor = real_floor(FeatureSet.of(rows), 80, standardised=False, seed=0)
+    floor = real_floor(FeatureSet.of(rows), 80, standardized=False, seed=0)
     assert (floor["images"], floor["reference_images"]) == (50, 50)
     assert floor["fd"] > 1e-3
 

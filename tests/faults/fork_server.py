@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class Run:
-    """One forked process. Its number stays its own until `poll` has seen its end, so it can be signalled safely."""
+    """One forked process. Its number stays its own until `poll` has seen its end, so it can be signaled safely."""
 
     def __init__(self, server: "ForkServer", pid: int, output: Path):
         self.server, self.pid, self.output, self.status = server, pid, output, None

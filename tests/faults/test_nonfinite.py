@@ -186,7 +186,7 @@ def test_one_bad_sample_changes_nothing_and_is_named(train_script, script_flags,
 def test_the_report_leaves_the_training_as_it_was(train_script, script_flags, trained, tmp_path, monkeypatch, options):
     """Bad in update 3 alone, whatever is computed again: the same weights with a report at once and with one at the end."""
     if options == ["--spectral_norm"] and trained is OfEDM2:
-        pytest.skip("EDM2 normalises its weights in its own way")
+        pytest.skip("EDM2 normalizes its weights in its own way")
     for name, logging_steps in (("often", 1), ("late", 8)):
         with monkeypatch.context() as patch:
             # Gradient checkpointing calls the part again for the backward pass; the network as a whole once per update.

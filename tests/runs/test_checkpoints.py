@@ -179,7 +179,7 @@ def test_killed_between_any_two_steps_leaves_valid_checkpoints_only(run, saved, 
     for moment in range(1, 100):
         calls = 0
         with monkeypatch.context() as patch:
-            for module, name in ((checkpoints, "_fsync"), (os, "rename"), (shutil, "rmtree"), (checkpoints, "_sha256")):
+            for module, name in ((checkpoints, "sync"), (os, "rename"), (shutil, "rmtree"), (checkpoints, "_sha256")):
                 patch.setattr(module, name, dies_at(moment, getattr(module, name)))
             try:
                 run.save(tmp_path, total_limit=2)

@@ -20,7 +20,7 @@ from utils.core.images import save_png
 from utils.diffusion.export import export_pipeline
 from utils.diffusion.pipelines import load_network
 from utils.diffusion.sampling import make_sampler, to_uint8
-from utils.diffusion.unet import normalise_spectra
+from utils.diffusion.unet import normalize_spectra
 
 REPOSITORY = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -204,7 +204,7 @@ def test_a_pipeline_that_trained_on_is_refused_and_a_moved_one_is_not(pipeline, 
 @pytest.mark.parametrize("weights", ["model", "ema"])
 def test_a_checkpoint_of_a_run_under_spectral_norm_is_sampled(weights, pipeline, here, tmp_path):
     unet = tiny_unet(1)
-    normalise_spectra(unet)
+    normalize_spectra(unet)
     x, timesteps = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([3, 15])
     for _ in range(3):
         unet.train()(x, timesteps)  # each moves the power iteration
@@ -255,7 +255,7 @@ def test_rgb_and_oblong_images(here, tmp_path):
     DDPMPipeline(unet, DDPMScheduler()).save_pretrained(tmp_path / "p")
     here(tmp_path / "p", tmp_path / "out", "--num_images", "2")
     os.utime(tmp_path / "out" / "000001.png", (1, 1))
-    here(tmp_path / "p", tmp_path / "out", "--num_images", "2")  # sizes are recognised: nothing is made anew
+    here(tmp_path / "p", tmp_path / "out", "--num_images", "2")  # sizes are recognized: nothing is made anew
     assert (tmp_path / "out" / "000001.png").stat().st_mtime == 1
     with Image.open(tmp_path / "out" / "000001.png") as image:
         assert image.size == (16, 8) and image.mode == "RGB"

@@ -62,7 +62,7 @@ def test_blank_images_are_refused(images):
     blank = np.full((500, 1, 4, 4), 128, np.uint8)
     with pytest.raises(UserError, match="all of one value"):
         check_images(Images(blank))
-    blank[250:] = 0  # half black, half grey is a set, if a dull one
+    blank[250:] = 0  # half black, half gray is a set, if a dull one
     check_images(Images(blank))
 
 

@@ -5,9 +5,10 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +23,8 @@ from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.core.errors import UserError, memory_problem
+
+T = TypeVar("T")
 
 _MESSAGE_BYTES = 500  # of what one process tells the others of its failure
 LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run")
@@ -38,7 +41,7 @@ SUPPORTED_LAUNCHES = {
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, which a container or `taskset` can make fewer than the machine's."""
+    """Counts the cores that this process may run on, which a container or `taskset` can make fewer than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -46,7 +49,7 @@ def make_accelerator(
     *,
     mixed_precision: str | None = None,
     gradient_accumulation_steps: int = 1,
-    log_with=None,
+    log_with: str | None = None,
     project_dir: str | None = None,
     cpu_threads: int | None = None,
     collective_timeout: float = 600.0,
@@ -54,7 +57,7 @@ def make_accelerator(
     cudnn_benchmark: bool = False,
     broadcast_buffers: bool = False,
 ) -> Accelerator:
-    """An Accelerator for one process or DDP.
+    """Returns an Accelerator for one process or DDP.
 
     On a machine without an accelerator it asks for the CPU itself, because `use_cpu: true` in a config file starts several
     processes but leaves each alone. There it also undoes `accelerate launch`'s OMP_NUM_THREADS=1, which would leave all
@@ -112,11 +115,12 @@ def fix_bucket_order(model: torch.nn.Module) -> None:
     """
     ranks = torch.distributed.get_world_size() if isinstance(model, DistributedDataParallel) else 1
     if ranks > 2 and model.device_type == "cpu":  # of two numbers the sum has no order
-        model.reducer._push_all_rebuilt_params()  # it sorts in the first forward pass, and once only
+        reducer: Any = model.reducer
+        reducer._push_all_rebuilt_params()  # it sorts in the first forward pass, and once only
 
 
 def local_processes(accelerator: Accelerator) -> int:
-    """Processes of this launch on this machine; where the launcher does not say, all of them."""
+    """Counts the processes of this launch on this machine; where the launcher does not say, all of them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
 
 
@@ -146,7 +150,7 @@ def check_tracker(name: str) -> None:
         raise UserError(f"--logger {name} needs its package: pip install {name}")
 
 
-def on_main_process(accelerator: Accelerator, function, *args, **kwargs) -> None:
+def on_main_process(accelerator: Accelerator, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
     """Calls `function` on the main process alone; a UserError, a failure to write and memory that runs out become a UserError
     on every rank."""
     error = None
@@ -166,12 +170,12 @@ def on_main_process(accelerator: Accelerator, function, *args, **kwargs) -> None
         raise UserError(error)
 
 
-def from_main_process(value):
-    """The main process's `value`, on all of them."""
+def from_main_process(value: T) -> T:
+    """Returns the main process's `value`, on all of them."""
     return broadcast_object_list([value])[0]
 
 
-def agree(accelerator, problem: str | None) -> None:
+def agree(accelerator: Accelerator, problem: str | None) -> None:
     """Raises UserError on all processes where one has a problem: the first one's. Every process must call it."""
     if accelerator.num_processes == 1:
         if problem is not None:
@@ -186,7 +190,7 @@ def agree(accelerator, problem: str | None) -> None:
 
 
 @contextlib.contextmanager
-def if_memory_allows(accelerator, what: str, advice: str) -> Iterator[None]:
+def if_memory_allows(accelerator: Accelerator, what: str, advice: str) -> Iterator[None]:
     """Around what each process does by itself, without a collective call: where memory runs out on any, `what` is left out on
     all of them, by a UserError that also says the `advice`. Every process must call it."""
     problem = None

@@ -4,14 +4,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from utils.core.errors import OUT_OF_MEMORY, UserError, memory_advice, out_of_memory
 
 T = TypeVar("T")
 
 
-def run_script(main, parse_args, crash_status: int = 1) -> None:
+def run_script(main: Callable[[Any], int | None], parse_args: Callable[[], Any], crash_status: int = 1) -> None:
     """Calls `main(parse_args())` and ends the process with its status.
 
     A UserError becomes one line on stderr and status 2. Any other exception ends with `crash_status`: memory that ran out with

@@ -24,20 +24,20 @@ class UserError(Exception):
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, for a message: of one that is not a UserError with its type, which often says more."""
+    """Returns what an error says, for a message: of one that is not a UserError with its type, which often says more."""
     text = " ".join(str(error).split())
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether `error` says that memory ran out, on an accelerator or on a CPU."""
+    """Returns whether `error` says that memory ran out, on an accelerator or on a CPU."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in MEMORY_RAN_OUT)
 
 
 def memory_problem(error: Exception) -> str | None:
-    """One line about memory that ran out; None for any other error."""
+    """Returns one line about memory that ran out; None for any other error."""
     if not out_of_memory(error):
         return None
     return f"{OUT_OF_MEMORY} ({(str(error).strip() or type(error).__name__).splitlines()[0][:200]})"
@@ -50,7 +50,7 @@ def explain_out_of_memory(explain: Callable[[], str] | None) -> None:
 
 
 def memory_advice() -> str:
-    """Lines that follow the message about memory that ran out."""
+    """Returns the lines that follow the message about memory that ran out."""
     try:
         return _explain() if _explain is not None else _GENERAL_ADVICE
     except Exception:  # the first error matters, not one about its explanation

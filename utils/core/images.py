@@ -2,21 +2,22 @@
 
 import io
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from utils.core.files import whole_file
+
 SHOWN_SIZE = 64  # pixels: smaller images are enlarged in grids to about this
 CAPTION_HEIGHT = 18
-BACKGROUND = 208  # light grey: the edges of white and of black images show
+BACKGROUND = 208  # light gray: the edges of white and of black images show
 PNG_END = b"IEND\xae\x42\x60\x82"
 
 
 def to_pil(image: torch.Tensor) -> Image.Image:
-    """An uint8 [C, H, W] tensor, C = 1 (mode L) or 3 (RGB), as a PIL image. Raises ValueError."""
+    """Makes a PIL image of an uint8 [C, H, W] tensor, C = 1 (mode L) or 3 (RGB). Raises ValueError."""
     if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] not in (1, 3):
         raise ValueError(f"expected uint8 [1 or 3, H, W], got {image.dtype} {list(image.shape)}")
     pixels = image.permute(1, 2, 0).cpu().contiguous().numpy()
@@ -27,13 +28,12 @@ def save_png(image: Image.Image, path: Path | str) -> None:
     """Writes `path` complete or not at all, so that whatever is found after a kill is whole."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    image.save(temporary, format="PNG")
-    os.replace(temporary, path)
+    with whole_file(path) as draft:
+        image.save(draft, format="PNG")
 
 
 def is_complete_png(path: Path | str, size: tuple[int, int]) -> bool:
-    """Whether `path` is an image of `size` (width, height) that is whole: every checksum holds."""
+    """Returns whether `path` is an image of `size` (width, height) that is whole: every checksum holds."""
     try:
         content = Path(path).read_bytes()
         with Image.open(io.BytesIO(content)) as image:
@@ -63,7 +63,7 @@ def make_grid(images: torch.Tensor, columns: int | None = None, padding: int = 2
 def side_by_side(
     left: torch.Tensor, right: torch.Tensor, captions: tuple[str, str] = ("raw", "EMA"), columns: int | None = None
 ) -> Image.Image:
-    """Two sets of images uint8 [n, C, H, W] as two grids with a caption each, to be compared place by place."""
+    """Shows two sets of images uint8 [n, C, H, W] as two grids with a caption each, to be compared place by place."""
     grids = [_captioned(make_grid(images, columns), [caption]) for images, caption in zip((left, right), captions)]
     gap = CAPTION_HEIGHT
     both = Image.new("RGB", (grids[0].width + gap + grids[1].width, grids[0].height), (BACKGROUND,) * 3)
@@ -73,18 +73,18 @@ def side_by_side(
 
 
 def denoising_path(path: torch.Tensor, captions: Sequence[str]) -> Image.Image:
-    """The way from noise to image, uint8 [n, T, C, H, W]: one row per image, one column per timestep, each with its
+    """Returns the way from noise to image, uint8 [n, T, C, H, W]: one row per image, one column per timestep, each with its
     caption."""
     grid = make_grid(path.flatten(0, 1), columns=path.shape[1])
     return _captioned(grid, captions)
 
 
 def _captioned(grid: Image.Image, captions: Sequence[str]) -> Image.Image:
-    """`grid` under a line of captions, each centred over its equal share of the width."""
+    """`grid` under a line of captions, each centered over its equal share of the width."""
     page = Image.new("RGB", (grid.width, grid.height + CAPTION_HEIGHT), (BACKGROUND,) * 3)
     page.paste(grid, (0, CAPTION_HEIGHT))
     draw = ImageDraw.Draw(page)
     for number, caption in enumerate(captions):
-        centre = grid.width * (number + 0.5) / len(captions)
-        draw.text((centre, CAPTION_HEIGHT / 2), caption, fill=(0, 0, 0), font=ImageFont.load_default(), anchor="mm")
+        center = grid.width * (number + 0.5) / len(captions)
+        draw.text((center, CAPTION_HEIGHT / 2), caption, fill=(0, 0, 0), font=ImageFont.load_default(), anchor="mm")
     return page

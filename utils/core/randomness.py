@@ -4,7 +4,7 @@ The generator is counter-based, so there is no state to save, nothing depends on
 what was drawn before, and the CPU and a GPU draw the same numbers (normals agree to float rounding). It runs as a few
 integer tensor operations on the device that holds the sample numbers: no per-sample generator, no copy over PCIe.
 
-The mixing function is the finaliser of SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators",
+The mixing function is the finalizer of SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators",
 OOPSLA 2014). A sample's numbers are the SplitMix64 sequence that starts at the sample's own 64-bit key.
 """
 
@@ -33,14 +33,14 @@ def _logical_right_shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix(z: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser, elementwise on int64; products wrap modulo 2^64."""
+    """SplitMix64's finalizer, elementwise on int64; products wrap modulo 2^64."""
     z = (z ^ _logical_right_shift(z, 30)) * _MIX_1
     z = (z ^ _logical_right_shift(z, 27)) * _MIX_2
     return z ^ _logical_right_shift(z, 31)
 
 
 def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
-    """A seed in [0, 2^63) for one purpose, for generators that want a plain integer."""
+    """Returns a seed in [0, 2^63) for one purpose, for generators that want a plain integer."""
     digest = hashlib.sha256(repr((int(seed), purpose, *map(int, numbers))).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -61,17 +61,17 @@ def random_bits(seed: int, purpose: str, sample_numbers: torch.Tensor, count: in
 
 
 def uniform(seed: int, purpose: str, sample_numbers: torch.Tensor, count: int = 1) -> torch.Tensor:
-    """Uniform float32 [batch, count] in [0, 1), in steps of 2^-24; exact and equal on every device."""
+    """Returns uniform float32 [batch, count] in [0, 1), in steps of 2^-24; exact and equal on every device."""
     return _logical_right_shift(random_bits(seed, purpose, sample_numbers, count), 40).float() * 2.0**-24
 
 
 def integers(seed: int, purpose: str, sample_numbers: torch.Tensor, high: int) -> torch.Tensor:
-    """Uniform int64 [batch] in [0, high). The modulo's bias is below high / 2^63."""
+    """Returns uniform int64 [batch] in [0, high). The modulo's bias is below high / 2^63."""
     return _logical_right_shift(random_bits(seed, purpose, sample_numbers, 1)[:, 0], 1) % high
 
 
 def normal(seed: int, purpose: str, sample_numbers: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Standard normal float32 [batch, *shape] by the Box-Muller transform; |value| stays below 6.67."""
+    """Returns standard normal float32 [batch, *shape] by the Box-Muller transform; |value| stays below 6.67."""
     size = math.prod(shape)
     bits = random_bits(seed, purpose, sample_numbers, (size + 1) // 2)
     # 32 bits for the radius, which sets the tails; the other 32 for the angle. (0, 1] keeps the logarithm finite.

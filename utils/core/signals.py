@@ -3,6 +3,7 @@
 import os
 import signal
 from datetime import timedelta
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ class StopSignal:
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
-    def _handle(self, number, frame):
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received and number == signal.SIGINT:
             os._exit(128 + number)  # published checkpoints are complete whenever this happens
         self.received = signal.Signals(number).name

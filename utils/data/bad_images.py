@@ -3,14 +3,15 @@
 import contextlib
 import dataclasses
 import json
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from utils.core.errors import UserError
+from utils.core.files import whole_file
 
 _NAMED = 3  # images that a message names
 
@@ -75,7 +76,15 @@ class BadImageReport:
         print_line: prints a line for the user.
     """
 
-    def __init__(self, accelerator: Accelerator, path: Path, image_sets, *, gathers: bool, print_line: Callable[[str], None]):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        path: Path,
+        image_sets: Sequence[Any],
+        *,
+        gathers: bool,
+        print_line: Callable[[str], None],
+    ):
         self._path, self._image_sets, self._gathers, self._print_line = path, image_sets, gathers, print_line
         self._writes = accelerator.is_main_process
         self._told = 0
@@ -102,9 +111,8 @@ class BadImageReport:
         if entries != self._entries:
             self._entries = entries
             try:
-                unfinished = self._path.with_name(f".tmp-{self._path.name}")
-                unfinished.write_text(json.dumps([entries[row] for row in sorted(entries)], indent=1) + "\n")
-                os.replace(unfinished, self._path)
+                with whole_file(self._path) as draft:
+                    draft.write_text(json.dumps([entries[row] for row in sorted(entries)], indent=1) + "\n")
             except OSError as error:  # a full disk, say: no reason to end a run
                 self._print_line(f"{self._path} was not written: {error.strerror or error}")
         if len(bad_images) > self._told:

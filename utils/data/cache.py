@@ -19,7 +19,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,9 @@ PACKING_VERSION = 1  # part of a cache's fingerprint: raise it when the same opt
 _KEEP_MAPPED_BYTES = 256 * 2**20  # resident memory of a larger file stays that of one batch
 _CHUNK = 16  # images per task of the thread pool
 
+ReadFiles = Callable[[int, int], list[ImageFile]]  # start, stop -> the files of rows [start, stop)
+Progress = Callable[[int, int], None]  # of (done, total)
+
 
 class _MappedArray:
     """A file as a read-only array, mapped when first used; a pickled copy maps the file again instead of carrying
@@ -39,7 +42,7 @@ class _MappedArray:
 
     def __init__(self, path: Path, dtype: type, shape: tuple[int, ...]):
         self.path, self.dtype, self.shape = path, np.dtype(dtype), shape
-        self._array = None
+        self._array: np.ndarray | None = None
 
     @property
     def array(self) -> np.ndarray:
@@ -95,7 +98,7 @@ class PackedImages:
         return self.length
 
     def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray:
-        """Pixels [batch, channels, resolution, resolution] of `rows` int64 [batch]; `crop` as in `crop_offsets`."""
+        """Returns pixels [batch, channels, resolution, resolution] of `rows` int64 [batch]; `crop` as in `crop_offsets`."""
         if self.uniform:
             batch = self.pixels.array[rows]
         else:
@@ -113,12 +116,12 @@ class PackedImages:
 def pack_once(
     folder: Path,
     count: int,
-    read_files: Callable[[int, int], list[ImageFile]],
+    read_files: ReadFiles,
     prepare: ImagePreparation,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     max_bad_images: int = 0,
 ) -> PackedImages:
-    """The cache at `folder`, made first if it is missing or damaged.
+    """Returns the cache at `folder`, made first if it is missing or damaged.
 
     Args:
         folder: final place of the cache; its name must determine data and options.
@@ -142,7 +145,9 @@ def pack_once(
         ) from error
 
 
-def _pack_under_lock(folder, count, read_files, prepare, progress, max_bad_images) -> PackedImages:
+def _pack_under_lock(
+    folder: Path, count: int, read_files: ReadFiles, prepare: ImagePreparation, progress: Progress | None, max_bad_images: int
+) -> PackedImages:
     from filelock import FileLock
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -161,12 +166,15 @@ def _pack_under_lock(folder, count, read_files, prepare, progress, max_bad_image
         return PackedImages(folder, max_bad_images)
 
 
-def _write(folder, count, read_files, prepare, progress, max_bad_images) -> None:
+def _write(
+    folder: Path, count: int, read_files: ReadFiles, prepare: ImagePreparation, progress: Progress | None, max_bad_images: int
+) -> None:
     needed = count * prepare.channels * prepare.resolution**2 * (1 if prepare.max_value == 255 else 2)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(f"{needed / 1e9:.1f} GB needed at least, {free / 1e9:.1f} GB free")
-    remarks, values, uniform, bad_images = collections.Counter(), 0, True, BadImages(max_bad_images)
+    values, uniform, bad_images = 0, True, BadImages(max_bad_images)
+    remarks: collections.Counter[str] = collections.Counter()
     names = ("pixels.bin", "offsets.bin", "sizes.bin")
     with contextlib.ExitStack() as stack:
         pixels_file, offsets_file, sizes_file = (stack.enter_context(open(folder / name, "wb")) for name in names)
@@ -198,19 +206,21 @@ def _write(folder, count, read_files, prepare, progress, max_bad_images) -> None
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def _prepared_in_order(count, read_files, prepare) -> Iterator[tuple[np.ndarray, list[str], UndecodableImage | None]]:
+def _prepared_in_order(
+    count: int, read_files: ReadFiles, prepare: ImagePreparation
+) -> Iterator[tuple[np.ndarray, list[str], UndecodableImage | None]]:
     """Results of `prepare`, or a blank image and the error, in the order of the rows; the chunks under way are few."""
 
-    def attempt(file: ImageFile):
+    def attempt(file: ImageFile) -> tuple[np.ndarray, list[str], UndecodableImage | None]:
         try:
             return *prepare(file), None
         except UndecodableImage as error:
             return prepare.blank(), [], error
 
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(workers) as pool:
         chunks = (read_files(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK))
-        running = collections.deque()
+        running: collections.deque[Future] = collections.deque()
         try:
             for chunk in chunks:
                 running.append(pool.submit(lambda files: [attempt(file) for file in files], chunk))

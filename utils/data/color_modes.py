@@ -1,42 +1,44 @@
-"""Images of every Pillow mode as 1 or 3 channels, without saturation and without hidden colours.
+"""Images of every Pillow mode as 1 or 3 channels, without saturation and without hidden colors.
 
 | mode | becomes |
 |---|---|
 | `1` | 0 or 255 |
 | `L`, `RGB` | itself |
-| `LA`, `La`, `PA`, `RGBA`, `RGBa`; `P`, `L`, `RGB` with a transparent colour | composited on the background |
+| `LA`, `La`, `PA`, `RGBA`, `RGBa`; `P`, `L`, `RGB` with a transparent color | composited on the background |
 | `P`, `CMYK`, `YCbCr`, `HSV`, `LAB`, `RGBX` | RGB by Pillow |
 | `I;16`, `I;16L`, `I;16B`, `I;16N`; `I` holding 0..65535 | v / 257 rounded, or v itself with `max_value` 65535 |
 | `F`, which must hold values in [0, 1] | v * `max_value` rounded |
 
 8-bit values become 16-bit ones by v * 257 (255 -> 65535). Three channels become one by Pillow's ITU-R 601 luma,
-(19595 R + 38470 G + 7471 B + 32768) >> 16; one becomes three by repetition. Pillow itself reads 16-bit *colour* PNG and
+(19595 R + 38470 G + 7471 B + 32768) >> 16; one becomes three by repetition. Pillow itself reads 16-bit *color* PNG and
 TIFF as 8 bits (the high byte), and that is what arrives here.
 """
+
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageColor
 
 
-def background_colour(background: str) -> tuple[int, int, int]:
-    """RGB of a Pillow colour ("white", "#808080", "rgb(0,0,0)", ...).
+def background_color(background: str) -> tuple[int, int, int]:
+    """RGB of a Pillow color ("white", "#808080", "rgb(0,0,0)", ...).
 
     Raises:
-        ValueError: unknown colour, or one with an alpha channel.
+        ValueError: unknown color, or one with an alpha channel.
     """
-    colour = ImageColor.getrgb(background)
-    if len(colour) != 3:
-        raise ValueError(f"background {background!r} is itself transparent; use an opaque colour such as 'white'")
-    return colour
+    color = ImageColor.getrgb(background)
+    if len(color) != 3:
+        raise ValueError(f"background {background!r} is itself transparent; use an opaque color such as 'white'")
+    return color
 
 
 def is_deep(image: Image.Image) -> bool:
-    """Whether the image holds more than 8 bits per channel."""
+    """Returns whether the image holds more than 8 bits per channel."""
     return image.mode == "F" or image.mode.startswith("I")
 
 
 def to_planes(image: Image.Image, channels: int, background: tuple[int, int, int], max_value: int) -> list[Image.Image]:
-    """The image as planes that Pillow can resize; `stack_planes` makes an array of them.
+    """Turns the image into planes that Pillow can resize; `stack_planes` makes an array of them.
 
     Args:
         image: any Pillow image; of several frames, the current one.
@@ -82,8 +84,9 @@ def _deep_planes(image: Image.Image, channels: int, background: tuple[int, int, 
     planes = [np.rint(white)]
     transparent = image.info.get("transparency")  # PNG: the one gray value that is see-through
     if transparent is not None:
-        colours = background if channels == 3 else [Image.new("RGB", (1, 1), background).convert("L").getpixel((0, 0))]
-        planes = [np.where(values == transparent, colour * (max_value / 255), planes[0]) for colour in colours]
+        gray: Any = Image.new("RGB", (1, 1), background).convert("L").getpixel((0, 0))
+        colors = background if channels == 3 else [gray]
+        planes = [np.where(values == transparent, color * (max_value / 255), planes[0]) for color in colors]
     if max_value == 65535:
         return [Image.fromarray(plane.astype(np.float32)) for plane in planes]
     bands = [Image.fromarray(plane.astype(np.uint8)) for plane in planes]

@@ -1,20 +1,26 @@
 """Finds the image and the label column of a `datasets.Dataset` from its features, and reads them without decoding."""
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from utils.core.errors import UserError
 from utils.data.decode import ImageFile
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 _IMAGE_NAMES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp")
 _LABEL_NAMES = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "target", "category")
 
 
-def describe_columns(dataset) -> str:
+def describe_columns(dataset: "Dataset") -> str:
     """ "image (Image), label (ClassLabel of 10)", for error messages."""
     return ", ".join(f"{name} ({_type_name(feature)})" for name, feature in dataset.features.items())
 
 
-def _type_name(feature) -> str:
+def _type_name(feature: object) -> str:
     import datasets
 
     if isinstance(feature, datasets.ClassLabel):
@@ -24,7 +30,7 @@ def _type_name(feature) -> str:
     return type(feature).__name__
 
 
-def _holds_files(feature) -> bool:
+def _holds_files(feature: object) -> bool:
     """Whether values are encoded images as bytes, or as a struct of bytes and path."""
     import datasets
 
@@ -33,8 +39,8 @@ def _holds_files(feature) -> bool:
     return isinstance(feature, dict) and set(feature) == {"bytes", "path"}
 
 
-def find_image_column(dataset, requested: str | None = None) -> tuple[str, list[str]]:
-    """The name of the image column, and notes on the choice.
+def find_image_column(dataset: "Dataset", requested: str | None = None) -> tuple[str, list[str]]:
+    """Returns the name of the image column, and notes on the choice.
 
     A column of the type `Image` comes first, then one that holds encoded bytes, then one of strings (paths) with a
     usual name. Any of these may be requested by name.
@@ -44,7 +50,7 @@ def find_image_column(dataset, requested: str | None = None) -> tuple[str, list[
     """
     import datasets
 
-    def is_text(feature) -> bool:
+    def is_text(feature: object) -> bool:
         return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
 
     features = dataset.features
@@ -68,8 +74,8 @@ def find_image_column(dataset, requested: str | None = None) -> tuple[str, list[
     return found[0], [f"image columns {', '.join(found)}: {found[0]} is used (--image_column chooses)"]
 
 
-def find_labels(dataset, requested: str | None = None) -> tuple[np.ndarray | None, list[str] | None, list[str]]:
-    """Labels int64 [rows] or None, names of the classes or None, and notes.
+def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.ndarray | None, list[str] | None, list[str]]:
+    """Returns labels int64 [rows] or None, names of the classes or None, and notes.
 
     Without a request a `ClassLabel` column is taken, else an integer column with a usual name. A requested column may
     also hold strings or booleans, whose sorted distinct values become the classes.
@@ -81,7 +87,7 @@ def find_labels(dataset, requested: str | None = None) -> tuple[np.ndarray | Non
 
     features = dataset.features
 
-    def is_integer(feature) -> bool:
+    def is_integer(feature: object) -> bool:
         return isinstance(feature, datasets.Value) and "int" in feature.dtype
 
     if requested is not None:
@@ -121,7 +127,7 @@ def find_labels(dataset, requested: str | None = None) -> tuple[np.ndarray | Non
 class EncodedImages:
     """The encoded files of one column, read by row and never decoded here."""
 
-    def __init__(self, dataset, column: str):
+    def __init__(self, dataset: "Dataset", column: str):
         self.column = column
         self.table = dataset.select_columns([column]).with_format("arrow")
 
@@ -129,15 +135,16 @@ class EncodedImages:
         return len(self.table)
 
     def between(self, start: int, stop: int) -> list[ImageFile]:
-        """The files of rows [start, stop)."""
+        """Returns the files of rows [start, stop)."""
         return self._files(range(start, stop), self.table[start:stop])
 
     def at(self, rows: list[int]) -> list[ImageFile]:
-        """The files of any rows, in that order."""
+        """Returns the files of any rows, in that order."""
         return self._files(rows, self.table[rows])
 
-    def _files(self, rows, table) -> list[ImageFile]:
+    def _files(self, rows: Iterable[int], table: Any) -> list[ImageFile]:
         files = []
+        value: Any
         for row, value in zip(rows, table.column(self.column).to_pylist()):
             if isinstance(value, str):
                 value = {"bytes": None, "path": value}

@@ -15,11 +15,13 @@ import torch
 from utils.core.errors import UserError
 from utils.data.bad_images import BadImage, BadImages, UndecodableImage
 from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
-from utils.data.color_modes import background_colour
+from utils.data.color_modes import background_color
 from utils.data.columns import EncodedImages, find_image_column, find_labels
 from utils.data.decode import ImagePreparation, crop_offsets, describe_remarks, size_from_header
 from utils.data.sources import open_dataset
 from utils.options.flags import DataOptions
+
+Indices = Sequence[int] | np.ndarray
 
 
 class DecodedImages:
@@ -35,7 +37,7 @@ class DecodedImages:
         return len(self.files)
 
     def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray | None:
-        """Pixels [batch, channels, resolution, resolution] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
+        """Returns pixels [batch, channels, resolution, resolution] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
 
         None when some of them cannot be decoded: `bad_images` has them now.
 
@@ -120,13 +122,13 @@ class ImageSet:
         classes = f", {len(self.class_names)} classes" if self.class_names else ""
         return f"{self.source}: {len(self):,} images, {height}x{width}, {channels} channel{'s'[: channels - 1]}{classes}"
 
-    def fetch(self, indices: Sequence[int], crop: np.ndarray | None = None) -> np.ndarray:
-        """Images uint8 or uint16 [batch, channels, resolution, resolution].
+    def fetch(self, indices: Indices, crop: np.ndarray | None = None) -> np.ndarray:
+        """Returns images uint8 or uint16 [batch, channels, resolution, resolution].
 
         Args:
             indices: int64 [batch] in [0, len(self)).
             crop: float32 [batch, 2] in [0, 1), where to cut images that are not square (top, left); None cuts the
-            centre.
+            center.
 
         Raises:
             IndexError: an index outside the set.
@@ -141,7 +143,7 @@ class ImageSet:
         return pixels
 
     def shown(self, indices: np.ndarray) -> np.ndarray:
-        """The indices int64 [batch] whose images stand at `indices`: others where an image is known not to decode.
+        """Returns the indices int64 [batch] whose images stand at `indices`: others where an image is known not to decode.
 
         Final for indices that were fetched. Raises UserError when the set has no image that can be decoded.
         """
@@ -159,7 +161,7 @@ class ImageSet:
         return shown
 
     def replacements(self) -> dict[int, int]:
-        """Row of each image of the set that is known not to decode -> row of the image in its place."""
+        """Returns the row of each image of the set that is known not to decode -> row of the image in its place."""
         rows = list(self.bad_images)
         indices = np.array(rows, np.int64) if self.rows is None else np.flatnonzero(np.isin(self.rows, rows))
         return dict(zip(self._rows(indices).tolist(), self._rows(self.shown(indices)).tolist()))
@@ -167,8 +169,8 @@ class ImageSet:
     def _rows(self, indices: np.ndarray) -> np.ndarray:
         return indices if self.rows is None else self.rows[indices]
 
-    def original_sizes(self, indices: Sequence[int], max_bytes: int = 64 * 2**20) -> np.ndarray | None:
-        """Height and width, int64 [images, 2], of the files of `indices` before they were resized, from their headers.
+    def original_sizes(self, indices: Indices, max_bytes: int = 64 * 2**20) -> np.ndarray | None:
+        """Returns height and width, int64 [images, 2], of the files of `indices` before they were resized, from their headers.
 
         Stops once files of `max_bytes` have been read, and leaves out those that are no longer there. None where the
         set does not know its files, as in a pickled copy.
@@ -185,12 +187,12 @@ class ImageSet:
                 break
         return np.array(sizes, np.int64).reshape(-1, 2)
 
-    def dataset_rows(self, indices: Sequence[int]) -> torch.Tensor:
-        """Rows of the dataset, int64 [batch], that the images at `indices` int64 [batch] came from."""
+    def dataset_rows(self, indices: Indices) -> torch.Tensor:
+        """Returns rows of the dataset, int64 [batch], that the images at `indices` int64 [batch] came from."""
         return torch.from_numpy(self._rows(np.asarray(indices, dtype=np.int64)))
 
-    def subset(self, indices: Sequence[int]) -> "ImageSet":
-        """The images at `indices`, in that order; shares the pixels."""
+    def subset(self, indices: Indices) -> "ImageSet":
+        """Returns the images at `indices`, in that order; shares the pixels."""
         indices = np.asarray(indices, dtype=np.int64)
         return ImageSet(
             self.store,
@@ -217,7 +219,7 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     """
     resolution, image_channels = options.resolution, options.image_channels
     try:
-        colour = background_colour(options.background)
+        color = background_color(options.background)
     except ValueError as error:
         raise UserError(str(error)) from None
     allowed = options.max_bad_images if options.on_bad_image == "replace" else 0
@@ -235,7 +237,7 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
 
     max_value = 65535 if options.preserve_input_precision else 255
     prepare = ImagePreparation(resolution, image_channels, options.center_crop, options.background, max_value)
-    shaping = [PACKING_VERSION, column, len(dataset), resolution, image_channels, options.center_crop, colour, max_value]
+    shaping = [PACKING_VERSION, column, len(dataset), resolution, image_channels, options.center_crop, color, max_value]
     fingerprint = hashlib.sha256(json.dumps([opened.key, shaping]).encode()).hexdigest()[:32]
     files = EncodedImages(dataset, column)
     if options.cache_images == "yes":

@@ -8,19 +8,20 @@ import dataclasses
 import errno
 import functools
 import io
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from utils.core.errors import UserError
 from utils.data.bad_images import UndecodableImage
-from utils.data.color_modes import background_colour, is_deep, stack_planes, to_planes
+from utils.data.color_modes import background_color, is_deep, stack_planes, to_planes
 
 # What is worth telling once about a dataset; {n} is the number of images.
 REMARKS = {
     "frames": "{n} images with several frames (animated or paged): the first frame is used",
     "deep": "{n} images with more than 8 bits per channel: scaled to 8 bits (--preserve_input_precision keeps 16)",
-    "transparent": "{n} images with transparency: composited on the background colour",
+    "transparent": "{n} images with transparency: composited on the background color",
     "rotated": "{n} images turned upright by their EXIF orientation",
 }
 _EXIF_ORIENTATION = 0x0112
@@ -45,7 +46,7 @@ class ImageFile:
 class ImagePreparation:
     """Options that turn an `ImageFile` into pixels; calling it gives the pixels.
 
-    `channels` is 1 or 3, `max_value` 255 (uint8) or 65535 (uint16), `background` any opaque Pillow colour.
+    `channels` is 1 or 3, `max_value` 255 (uint8) or 65535 (uint16), `background` any opaque Pillow color.
     """
 
     resolution: int
@@ -76,11 +77,11 @@ class ImagePreparation:
             raise UndecodableImage(file.name, file.path, reason) from error
 
     def blank(self) -> np.ndarray:
-        """Pixels [channels, resolution, resolution] that keep the place of an image that cannot be decoded."""
+        """Returns pixels [channels, resolution, resolution] that keep the place of an image that cannot be decoded."""
         return np.zeros((self.channels, self.resolution, self.resolution), np.uint8 if self.max_value == 255 else np.uint16)
 
     def _prepare(self, file: ImageFile) -> tuple[np.ndarray, list[str]]:
-        source = file.path if file.data is None else io.BytesIO(file.data)
+        source: Any = file.path if file.data is None else io.BytesIO(file.data)
         with Image.open(source, formats=_readable_formats()) as image:
             remarks = ["frames"] if getattr(image, "is_animated", False) else []
             image.load()
@@ -91,7 +92,7 @@ class ImagePreparation:
                 remarks.append("deep")
             if image.has_transparency_data:
                 remarks.append("transparent")
-            planes = to_planes(image, self.channels, background_colour(self.background), self.max_value)
+            planes = to_planes(image, self.channels, background_color(self.background), self.max_value)
         height, width = resized_size(image.height, image.width, self.resolution)
         planes = [plane.resize((width, height), Image.Resampling.BILINEAR) for plane in planes]
         pixels = stack_planes(planes, self.channels, self.max_value)
@@ -104,7 +105,7 @@ class ImagePreparation:
 def header_of(file: ImageFile) -> tuple[str, int, int] | None:
     """Pillow's mode, height and width as stored (not yet turned by EXIF), without decoding; None where the file cannot be
     opened."""
-    source = file.path if file.data is None else io.BytesIO(file.data)
+    source: Any = file.path if file.data is None else io.BytesIO(file.data)
     try:
         with Image.open(source, formats=_readable_formats()) as image:
             return image.mode, image.height, image.width
@@ -113,13 +114,13 @@ def header_of(file: ImageFile) -> tuple[str, int, int] | None:
 
 
 def size_from_header(file: ImageFile) -> tuple[int, int] | None:
-    """Height and width of `header_of`."""
+    """Returns height and width of `header_of`."""
     header = header_of(file)
     return header and header[1:]
 
 
 def resized_size(height: int, width: int, resolution: int) -> tuple[int, int]:
-    """Height and width once the shorter side is `resolution`, as torchvision's `Resize(resolution)` has them."""
+    """Returns height and width once the shorter side is `resolution`, as torchvision's `Resize(resolution)` has them."""
     if height <= width:
         return resolution, int(resolution * width / height)
     return int(resolution * height / width), resolution
@@ -130,7 +131,7 @@ def crop_offsets(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Top and left [batch] of a square crop from images of the given sizes [batch].
 
-    `crop` [batch, 2] in [0, 1) chooses uniformly among all positions; None takes the centre, rounded as torchvision
+    `crop` [batch, 2] in [0, 1) chooses uniformly among all positions; None takes the center, rounded as torchvision
     does.
     """
     room = np.stack([heights, widths], axis=1).astype(np.int64) - resolution
@@ -141,5 +142,5 @@ def crop_offsets(
 
 
 def describe_remarks(counts: dict[str, int]) -> list[str]:
-    """One sentence per remark that was made, in the order of `REMARKS`."""
+    """Returns one sentence per remark that was made, in the order of `REMARKS`."""
     return [text.format(n=counts[key]) for key, text in REMARKS.items() if counts.get(key)]

@@ -14,6 +14,7 @@ import os
 import signal
 import weakref
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from utils.core import randomness
 from utils.core.errors import UserError
 from utils.core.signals import STOP_SIGNALS
 from utils.data.dataset import ImageSet
+
+T = TypeVar("T")
 
 _BLOCK = 4096  # samples
 
@@ -40,7 +43,7 @@ class SampleOrder:
             raise ValueError(f"length must be positive, got {length}")
         self.length, self.seed = length, seed
         self.balanced = labels is not None
-        if self.balanced:
+        if labels is not None:
             if len(labels) != length:
                 raise ValueError(f"{len(labels)} labels for {length} images")
             _, counts = np.unique(labels, return_counts=True)
@@ -49,7 +52,7 @@ class SampleOrder:
             self.class_starts = self.class_sizes.cumsum(0) - self.class_sizes
 
     def indices(self, sample_numbers: torch.Tensor) -> torch.Tensor:
-        """Image indices int64 [batch] in [0, length) of sample numbers int64 [batch]."""
+        """Returns image indices int64 [batch] in [0, length) of sample numbers int64 [batch]."""
         if self.balanced:
             return self._balanced_indices(sample_numbers)
         epochs = sample_numbers // self.length
@@ -71,7 +74,15 @@ class SampleOrder:
 class _MicroBatches(Sampler):
     """The sample numbers of each micro-batch of one rank, as ranges: nothing grows with the length of the run."""
 
-    def __init__(self, first_step, max_train_steps, batch_size, accumulation_steps, process_index, num_processes):
+    def __init__(
+        self,
+        first_step: int,
+        max_train_steps: int,
+        batch_size: int,
+        accumulation_steps: int,
+        process_index: int,
+        num_processes: int,
+    ):
         self.steps = range(first_step, max_train_steps)
         self.batch_size, self.accumulation_steps = batch_size, accumulation_steps
         self.process_index, self.num_processes = process_index, num_processes
@@ -91,7 +102,7 @@ class _Samples(Dataset):
 
     def __init__(self, images: ImageSet, order: SampleOrder, seed: int, center_crop: bool):
         self.images, self.order, self.seed, self.center_crop = images, order, seed, center_crop
-        self._block = None, None  # (its number, its indices): the order is computed for many samples at once
+        self._block: tuple[Any, Any] = None, None  # (its number, its indices): the order is computed for many samples at once
 
     def __getitems__(self, sample_numbers: range) -> dict | UserError:
         sample_numbers = torch.arange(sample_numbers.start, sample_numbers.stop)
@@ -105,7 +116,7 @@ class _Samples(Dataset):
         except UserError as error:
             return error  # raised by training_batches: the loader would wrap it in a worker's traceback
         labels = None if self.images.labels is None else torch.from_numpy(self.images.labels[self.images.shown(indices)])
-        batch = {"images": torch.from_numpy(images), "labels": labels, "sample_numbers": sample_numbers}
+        batch: dict[str, Any] = {"images": torch.from_numpy(images), "labels": labels, "sample_numbers": sample_numbers}
         if len(self.images.bad_images) > known:
             batch["bad_images"] = list(self.images.bad_images.values())[known:]
         return batch
@@ -141,7 +152,7 @@ def training_batches(
 
     Each is a dict of `images` uint8 or uint16 [batch, channels, resolution, resolution], `labels` int64 [batch] or
     None, and `sample_numbers` int64 [batch]. Images that are not square are cut at random, by sample number, or at
-    the centre. The labels are those of the images that are shown, where some stand for others that cannot be decoded;
+    the center. The labels are those of the images that are shown, where some stand for others that cannot be decoded;
     what the workers learn of such images is added to `images.bad_images` with the batch.
 
     The workers ignore SIGTERM, SIGINT and SIGUSR1, which launchers send to the whole process group: the main process
@@ -186,12 +197,12 @@ def _iterate(loader: DataLoader, images: ImageSet) -> Iterator[dict]:
                 images.bad_images.learn(batch.pop("bad_images"))
             yield batch
     finally:
-        # Ends the workers now. In a cycle with a traceback, the garbage collector would first finalise the queues that
+        # Ends the workers now. In a cycle with a traceback, the garbage collector would first finalize the queues that
         # bring them the news, and then wait for them.
         del iterator
 
 
-def _as_is(batch):
+def _as_is(batch: T) -> T:
     return batch
 
 
@@ -205,7 +216,7 @@ def _start_worker(worker_id: int, main_process: int) -> None:
 
 
 @contextlib.contextmanager
-def _stop_signals_held():
+def _stop_signals_held() -> Iterator[None]:
     """Delays signals until the block ends; processes started in it begin with them blocked, so that no gap is left."""
     if not hasattr(signal, "pthread_sigmask"):
         yield

@@ -13,12 +13,16 @@ import hashlib
 import io
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
 from utils.core.errors import UserError
 from utils.options.flags import DataOptions
+
+if TYPE_CHECKING:
+    import datasets
 
 _BUILDER_OF_SUFFIX = {
     ".parquet": "parquet",
@@ -34,24 +38,24 @@ _BUILDER_OF_SUFFIX = {
 class OpenedDataset:
     """`dataset` is a `datasets.Dataset`; `key` names its contents; `description` is for people."""
 
-    dataset: object
+    dataset: "datasets.Dataset"
     key: str
     description: str
 
 
 def open_dataset(options: DataOptions) -> OpenedDataset:
-    """The dataset that the options name; `train_data_dir` is ignored beside a `dataset_name`.
+    """Returns the dataset that the options name; `train_data_dir` is ignored beside a `dataset_name`.
 
     Raises:
         UserError: no such dataset, config, revision or split, or a folder without images.
     """
     dataset_name, dataset_split = options.dataset_name, options.dataset_split
-    if dataset_name is None and options.train_data_dir is None:
-        raise UserError("no dataset: give --dataset_name (a Hub name, a local path or 'digits') or --train_data_dir")
+    if dataset_name is None:
+        if options.train_data_dir is None:
+            raise UserError("no dataset: give --dataset_name (a Hub name, a local path or 'digits') or --train_data_dir")
+        return _open_image_folder(options.train_data_dir, dataset_split, options.cache_dir)
     if dataset_name == "digits":
         return _open_digits(dataset_split)
-    if dataset_name is None:
-        return _open_image_folder(options.train_data_dir, dataset_split, options.cache_dir)
     path = Path(dataset_name)
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         return _open_saved(path, dataset_split)
@@ -74,7 +78,7 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     return OpenedDataset(dataset, _contents_key(files, dataset._fingerprint), f"{dataset_name} ({details})")
 
 
-def _load(shown_name: str, **options):
+def _load(shown_name: str, **options: Any) -> "datasets.Dataset":
     """`datasets.load_dataset`, whose many kinds of failure become one clear line."""
     import datasets
 

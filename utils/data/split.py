@@ -5,10 +5,11 @@ import torch
 
 from utils.core import randomness
 from utils.core.errors import UserError
+from utils.data.dataset import ImageSet
 
 
-def split_validation(images, count: int, seed: int):
-    """(training images, held-out images): `count` of `images` (an ImageSet) are held out, chosen by `seed`; may be 0."""
+def split_validation(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSet]:
+    """(training images, held-out images): `count` of `images` are held out, chosen by `seed`; may be 0."""
     if count >= len(images):
         raise UserError(f"--validation_images {count} leaves none of the {len(images)} images to train on")
     if count == 0:
@@ -20,7 +21,7 @@ def split_validation(images, count: int, seed: int):
     return images.subset(np.sort(shuffled[count:])), held_out
 
 
-def check_images(images, sample: int = 64) -> None:
+def check_images(images: ImageSet, sample: int = 64) -> None:
     """Looks at images from all over the set. Raises UserError when every one of them is of the same single value."""
     pixels = images.fetch(np.linspace(0, len(images) - 1, min(sample, len(images))).astype(np.int64))
     if pixels.min() == pixels.max():

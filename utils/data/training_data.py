@@ -26,7 +26,7 @@ class Batch(NamedTuple):
     labels: torch.Tensor | None  # the images' classes, int64 [B], still on the host; None where they have none
 
     def classes(self) -> torch.Tensor:
-        """The labels on the device, -1 where there are none."""
+        """Returns the labels on the device, -1 where there are none."""
         if self.labels is None:
             return torch.full((len(self.sample_numbers),), -1, device=self.clean_images.device)
         return self.labels.to(self.clean_images.device, non_blocking=True)
@@ -50,7 +50,7 @@ class TrainingSamples:
         if options.balanced_sampling and images.labels is None:
             raise UserError("--balanced_sampling needs class labels; name their column with --label_column")
         self.images, self.seed, self.device = images, options.seed, accelerator.device
-        self.micro_batch_size = options.train_batch_size
+        self.micro_batch_size = options.micro_batch_size
         self.random_flip, self._color_jitter = options.random_flip, options.color_jitter
         self._order = SampleOrder(len(images), options.seed, images.labels if options.balanced_sampling else None)
         self._split = {
@@ -93,7 +93,7 @@ class TrainingSamples:
         randomness.seed_generator(self.device, seed)
 
     def dataset_rows(self, sample_numbers: torch.Tensor) -> torch.Tensor:
-        """Rows of the dataset, int64 [B], that the samples int64 [B] show."""
+        """Returns rows of the dataset, int64 [B], that the samples int64 [B] show."""
         return self.images.dataset_rows(self.images.shown(self._order.indices(sample_numbers.cpu()).numpy()))
 
     def first_images(self, count: int) -> torch.Tensor:

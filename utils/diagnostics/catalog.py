@@ -430,7 +430,7 @@ CATALOG: dict[str, Entry] = {
             "more images",
             "an earlier checkpoint (--best_metric fd with held-out images in view)",
             "--random_flip, --dropout 0.1, or a smaller network",
-            "look at the nearest-neighbour sheet: duplicates in the data are copied first",
+            "look at the nearest-neighbor sheet: duplicates in the data are copied first",
         ),
     ),
     "samples-unlike-data": Entry(

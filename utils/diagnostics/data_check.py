@@ -15,8 +15,9 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from utils.core import randomness
 from utils.data.augmentation import to_unit_range
+from utils.data.dataset import ImageSet, Indices
 
-# An image is a near-copy of another when their 8 x 8 grey thumbnails differ, in root mean square, by less than this share
+# An image is a near-copy of another when their 8 x 8 gray thumbnails differ, in root mean square, by less than this share
 # of the contrast (standard deviation over the thumbnail) of the image itself; at equal brightness that is a correlation
 # above 1 - 0.05^2 / 2 = 0.9987. Measured: JPEG at quality 75 moves images of 32 x 32 by 0.02, and by 0.01 when they were
 # larger; resizing there and back by 0.03. Between different images the closest two of 1,797 digits differ by 0.09, of 520
@@ -26,15 +27,17 @@ from utils.data.augmentation import to_unit_range
 NEAR_COPY_DISTANCE = 0.05
 
 _THUMBNAIL = 8  # pixels
-_LUMA = torch.tensor([0.299, 0.587, 0.114])  # ITU-R BT.601, which JPEG keeps better than the colours
+_LUMA = torch.tensor([0.299, 0.587, 0.114])  # ITU-R BT.601, which JPEG keeps better than the colors
 _CHUNK_BYTES = 2**20  # of pixels; eight times as much as float64
 _SIZES_SAMPLE = 256
 _MAX_COUNTS = 1000  # classes whose counts are listed
 _NAMED = 5  # images of a kind whose rows or files are listed
 
 
-def check_data(images, *, seed: int, sample: int = 2048, max_images: int = 200_000, max_bytes: int = 512 * 2**20) -> dict:
-    """Looks at `images` (an ImageSet), the same way for the same seed.
+def check_data(
+    images: ImageSet, *, seed: int, sample: int = 2048, max_images: int = 200_000, max_bytes: int = 512 * 2**20
+) -> dict:
+    """Looks at `images`, the same way for the same seed.
 
     Args:
         sample: images for which near-copies are searched among all that are read; without a cache, where reading means
@@ -94,7 +97,7 @@ def _choose(seed: int, purpose: str, total: int, count: int) -> np.ndarray:
     return np.sort(randomness.permute(seed, purpose, torch.zeros_like(positions), positions, total).numpy())
 
 
-def _pixel_figures(images, read: np.ndarray, sampled: np.ndarray, chunk: int) -> dict:
+def _pixel_figures(images: ImageSet, read: np.ndarray, sampled: np.ndarray, chunk: int) -> dict:
     nearest = _Nearest(images, sampled, chunk)
     sums, squares = torch.zeros(2, *images.shape, dtype=torch.float64)
     hashes, lows, highs = (np.empty(len(read), dtype) for dtype in (np.uint64, np.int64, np.int64))
@@ -108,7 +111,7 @@ def _pixel_figures(images, read: np.ndarray, sampled: np.ndarray, chunk: int) ->
         values = pixels.double()
         sums += values.sum(0)
         squares += values.square_().sum(0)
-        nearest.compare(read[part], hashes[part], grey_thumbnails(pixels, images.max_value))
+        nearest.compare(read[part], hashes[part], gray_thumbnails(pixels, images.max_value))
 
     whole = images.shown(read) == read  # the others are copies that the set made, in place of images that cannot be decoded
     constant = read[(lows == highs) & whole]
@@ -140,8 +143,8 @@ def _hashes(flat: np.ndarray) -> np.ndarray:
     return np.frombuffer(digests, np.uint64)
 
 
-def grey_thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
-    """Grey thumbnails float32 [batch, pixels] in [-1, 1] of integer images [batch, channels, height, width]."""
+def gray_thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
+    """Gray thumbnails float32 [batch, pixels] in [-1, 1] of integer images [batch, channels, height, width]."""
     small = to_unit_range(pixels, max_value)
     if small.shape[-1] > _THUMBNAIL:
         small = adaptive_avg_pool2d(small, _THUMBNAIL)
@@ -149,7 +152,7 @@ def grey_thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
     return small[:, 0] if small.shape[1] == 1 else _LUMA @ small
 
 
-def _copy_figures(images, read: np.ndarray, hashes: np.ndarray) -> dict:
+def _copy_figures(images: ImageSet, read: np.ndarray, hashes: np.ndarray) -> dict:
     _, groups, sizes = np.unique(hashes, return_inverse=True, return_counts=True)
     members = read[groups == sizes.argmax()]
     return {
@@ -162,13 +165,13 @@ def _copy_figures(images, read: np.ndarray, hashes: np.ndarray) -> dict:
 class _Nearest:
     """For each sampled image the nearest other one, in thumbnails, among those shown to `compare`."""
 
-    def __init__(self, images, sampled: np.ndarray, chunk: int):
+    def __init__(self, images: ImageSet, sampled: np.ndarray, chunk: int):
         self.images, self.sampled = images, sampled
         thumbnails, hashes = [], []
         for start in range(0, len(sampled), chunk):
             pixels = images.fetch(sampled[start : start + chunk])
             hashes.append(_hashes(pixels.reshape(len(pixels), -1)))
-            thumbnails.append(grey_thumbnails(torch.from_numpy(pixels), images.max_value))
+            thumbnails.append(gray_thumbnails(torch.from_numpy(pixels), images.max_value))
         self.thumbnails, self.hashes = torch.cat(thumbnails), torch.from_numpy(np.concatenate(hashes).view(np.int64))
         self.found, self.nearest = self.thumbnails.clone(), torch.full((len(sampled),), -1)
         self.score = torch.full((len(sampled),), math.inf, dtype=torch.float64)
@@ -205,11 +208,11 @@ class _Nearest:
         }
 
 
-def _dataset_rows(images, indices) -> list[int]:
-    return images.dataset_rows(torch.as_tensor(np.asarray(indices))).tolist()
+def _dataset_rows(images: ImageSet, indices: Indices) -> list[int]:
+    return images.dataset_rows(indices).tolist()
 
 
-def _size_figures(images, seed: int) -> dict | None:
+def _size_figures(images: ImageSet, seed: int) -> dict | None:
     sizes = images.original_sizes(_choose(seed, "data check sizes", len(images), _SIZES_SAMPLE))
     if sizes is None or len(sizes) == 0:
         return None
@@ -222,14 +225,14 @@ def _size_figures(images, seed: int) -> dict | None:
     }
 
 
-def _damage_figures(images, looked_at: int) -> dict:
+def _damage_figures(images: ImageSet, looked_at: int) -> dict:
     rows = sorted(images.replacements())
     named = [images.bad_images[row] for row in rows[:_NAMED]]
     files = [{"row": bad.row, "file": bad.file or bad.name, "reason": bad.reason} for bad in named]
     return {"images": len(rows), "share": len(rows) / looked_at, "files": files}
 
 
-def _class_figures(images) -> dict | None:
+def _class_figures(images: ImageSet) -> dict | None:
     if images.labels is None:
         return None
     classes, counts = np.unique(images.labels, return_counts=True)

@@ -41,7 +41,7 @@ from utils.runs.record import RunRecord
 
 
 def diagnose(record: RunRecord) -> list[Finding]:
-    """What is wrong with the run, the most severe first; empty for a healthy one. Works on a run of any length."""
+    """Returns what is wrong with the run, the most severe first; empty for a healthy one. Works on a run of any length."""
     return judge(record)[0]
 
 

@@ -4,6 +4,7 @@ Drifting magnitudes are how a training goes wrong before its loss shows it (Karr
 on one update in every so many, as root mean squares; all of them reach the host in a single transfer.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -63,15 +64,15 @@ class Dynamics:
             self._hooks.callback(module.register_forward_hook(self._watch(name)).remove)
         self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
 
-    def _watch(self, name: str):
-        def look(module, inputs, output):
+    def _watch(self, name: str) -> Callable[[nn.Module, tuple, torch.Tensor], None]:
+        def look(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
             square = output.detach().float().square().mean()
             self._activations.setdefault(name, []).append(square)
 
         return look
 
     @torch.no_grad()
-    def _see_inputs(self, module, inputs) -> None:
+    def _see_inputs(self, module: nn.Module, inputs: tuple) -> None:
         if self._clean_images is None or len(inputs) != 2:
             return
         figures, noise = noise_figures(self._clean_images, *inputs, self._earlier_noise)
@@ -119,7 +120,7 @@ class Dynamics:
         self._measured = torch.cat([seen, weights / sizes, gradients.norms / sizes, ratios, activations])
 
     def measured(self) -> torch.Tensor:
-        """What a report is made of, on the device; empty where no update was measured."""
+        """Returns what a report is made of, on the device; empty where no update was measured."""
         return self._sizes.new_zeros(0) if self._measured is None else self._measured
 
     def report(self, values: list[float] | None = None) -> tuple[dict[str, float], dict[str, dict[str, float]]]:

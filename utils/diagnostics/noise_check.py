@@ -6,7 +6,7 @@ least squares gain <x_t, x_0> / <x_0, x_0> is an estimate of a, and what it leav
 
 import torch
 
-# Below this |x_0|^2 the gain, whose standard error is b / |x_0|, is off by more than a tenth of b: grey and empty images.
+# Below this |x_0|^2 the gain, whose standard error is b / |x_0|, is off by more than a tenth of b: gray and empty images.
 MIN_POWER = 100.0
 FIGURES = ("variance", "kurtosis", "between_images", "within_images", "repeated", "timestep_order", "timestep_mean")
 
@@ -23,7 +23,7 @@ def noise_figures(
             noise. NaN where there are none, or none with an |x_0|^2 of MIN_POWER
         kurtosis: its fourth moment over the square of the second; 3 for a Gaussian, 1.8 for a uniform distribution
         between_images: mean correlation of two images' noise; 0, or 1 where a batch shares it. NaN for a single image
-        within_images: the largest correlation, in size, of neighbours along height, width or channels; 0
+        within_images: the largest correlation, in size, of neighbors along height, width or channels; 0
         repeated: correlation of the first image's noise with `earlier`; 0, or 1 where the same is drawn again. NaN without it
         timestep_order: rank correlation of the timestep with the share of noise; nearly 1. NaN below four images
             of MIN_POWER, or where all are told the same

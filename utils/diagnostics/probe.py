@@ -26,7 +26,7 @@ def probe_timesteps(num_train_timesteps: int) -> list[int]:
 
 
 def probe_batch(micro_batch_size: int, image_shape: tuple[int, int, int]) -> int:
-    """Images of (C, H, W) that go through the network at once when a run of this micro batch is examined."""
+    """Returns images of (C, H, W) that go through the network at once when a run of this micro batch is examined."""
     return min(max(2, micro_batch_size, SMALL_PIXELS // math.prod(image_shape[1:])), PROBE_IMAGES)
 
 
@@ -39,7 +39,7 @@ def probe_network(
     held_out_images: torch.Tensor | None = None,
     batch_size: int | None = None,
 ) -> dict:
-    """Figures about `unet` (unwrapped, in full precision) on `clean_images` float32 [B, C, H, W] in [-1, 1].
+    """Returns figures about `unet` (unwrapped, in full precision) on `clean_images` float32 [B, C, H, W] in [-1, 1].
 
     The network sees `batch_size` images at once, all of them where that is None; at least 2, or it could not be told whether it
     mixes them. Only these are on its device: the rest of the arithmetic is done where `clean_images` are.

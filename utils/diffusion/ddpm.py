@@ -23,7 +23,7 @@ def make_noise_scheduler(
     prediction_type: str = "epsilon",
     rescale_betas_zero_snr: bool = False,
 ) -> DDPMScheduler:
-    """The one scheduler whose saved config both training and sampling use.
+    """Returns the one scheduler whose saved config both training and sampling use.
 
     `squaredcos_cap_v2` is the cosine schedule of Nichol & Dhariwal 2021, eq. 17. Zero terminal SNR (Lin et al. 2023, alg. 1)
     also sets trailing timesteps, so that sampling starts where no signal is left; it refuses `epsilon`, from which x_0 cannot
@@ -70,7 +70,7 @@ def config_for_any(config: Mapping) -> dict:
 def training_target(
     noise_scheduler: DDPMScheduler, clean_images: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
 ) -> torch.Tensor:
-    """What the network should output, [B, C, H, W]: the noise, x_0, or v = sqrt(abar) eps - sqrt(1 - abar) x_0
+    """Returns what the network should output, [B, C, H, W]: the noise, x_0, or v = sqrt(abar) eps - sqrt(1 - abar) x_0
     (Salimans & Ho 2022, section 4)."""
     prediction_type = noise_scheduler.config.prediction_type
     if prediction_type == "epsilon":
@@ -109,7 +109,7 @@ def loss_weights(noise_scheduler: DDPMScheduler, snr_gamma: float | None = None)
 
 
 def loss_per_sample(prediction: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted mean squared error of each sample, float32 [B]; `weights` is [B]."""
+    """Returns the weighted mean squared error of each sample, float32 [B]; `weights` is [B]."""
     return weights * (prediction.float() - target.float()).square().flatten(1).mean(1)
 
 

@@ -26,7 +26,7 @@ def noise_levels_at(places: torch.Tensor, mean: float, std: float) -> torch.Tens
 
 
 def noise_ranks(sigma: torch.Tensor, mean: float, std: float) -> torch.Tensor:
-    """Where in the training's distribution sigma [B] lies, int64 [B] in [0, NOISE_RANKS), each equally likely."""
+    """Returns where in the training's distribution sigma [B] lies, int64 [B] in [0, NOISE_RANKS), each equally likely."""
     return (torch.special.ndtr((sigma.log() - mean) / std) * NOISE_RANKS).long().clamp(0, NOISE_RANKS - 1)
 
 
@@ -80,7 +80,7 @@ def denoise(
 
 
 def class_of_samples(sample_numbers: torch.Tensor, num_classes: int) -> torch.Tensor | None:
-    """Every class in turn, int64 [B]; None where there are no classes."""
+    """Returns every class in turn, int64 [B]; None where there are no classes."""
     return sample_numbers % num_classes if num_classes else None
 
 

@@ -5,6 +5,7 @@ import torch
 from models.edm2_unet import PRESETS, EDM2UNet
 from utils.core.errors import UserError
 from utils.core.randomness import derive_seed
+from utils.data.dataset import ImageSet
 from utils.diffusion.unet import to_channels_last
 from utils.options.flags import EDM2Options
 
@@ -12,7 +13,7 @@ PAPER_LEVELS = (1, 2, 3, 4)  # EDM2UNet's own channel_multipliers
 
 
 def make_edm2_unet(options: EDM2Options, device_type: str = "cpu", num_classes: int = 0) -> EDM2UNet:
-    """An EDM2UNet whose weights are a function of the options (global random state is left as it was).
+    """Returns an EDM2UNet whose weights are a function of the options (global random state is left as it was).
 
     Without preset and config the network is the paper's XS. `num_classes` 0 makes it unconditional; `dropout` of None keeps
     the network's own. Raises UserError when the config cannot be read or is of another network, when its channels differ from
@@ -63,8 +64,8 @@ def make_edm2_unet(options: EDM2Options, device_type: str = "cpu", num_classes: 
     return unet
 
 
-def count_classes(images) -> int:
-    """Number of classes of an ImageSet; 0 without labels."""
+def count_classes(images: ImageSet) -> int:
+    """Returns the number of classes; 0 without labels."""
     if images.labels is None or len(images.labels) == 0:
         return 0
     return max(int(images.labels.max()) + 1, len(images.class_names or ()))

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from diffusers import ModelMixin
 
 from utils.core import randomness
 from utils.core.errors import UserError, one_line, out_of_memory
+from utils.core.files import sync, whole_file
 from utils.diffusion.ddpm import config_for_any
 from utils.diffusion.pipelines import load_network, training_scheduler
-from utils.diffusion.sampling import full_precision
+from utils.diffusion.sampling import Scheduler, full_precision
 from utils.diffusion.unet import plain_state_dict
 
 PIPELINE_INDEX = "model_index.json"
@@ -35,8 +36,8 @@ CODE = {
 
 
 def export_pipeline(
-    unet: nn.Module,
-    scheduler,
+    unet: ModelMixin,
+    scheduler: Scheduler,
     output_dir: Path | str,
     card_text: str,
     extra_files: Mapping[str, str | bytes] | None = None,
@@ -65,22 +66,19 @@ def export_pipeline(
         files = sorted(path.relative_to(draft) for path in draft.rglob("*") if path.is_file())
         for name in sorted(files, key=lambda name: str(name) == PIPELINE_INDEX):
             (output_dir / name).parent.mkdir(parents=True, exist_ok=True)
-            _replace(draft / name, output_dir / name)
+            sync(draft / name)  # or a power cut could leave the new name with no content
+            os.replace(draft / name, output_dir / name)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
 def write_card(output_dir: Path, card_text: str) -> None:
     """Writes README.md anew, complete or not at all. Raises OSError."""
-    draft = output_dir / ".README.md.tmp"
-    try:
+    with whole_file(output_dir / "README.md", durable=True) as draft:
         draft.write_bytes(card_text.encode())
-        _replace(draft, output_dir / "README.md")
-    finally:
-        draft.unlink(missing_ok=True)
 
 
-def check_export(unet: nn.Module, scheduler, output_dir: Path | str) -> None:
+def check_export(unet: ModelMixin, scheduler: Scheduler, output_dir: Path | str) -> None:
     """Save the pipeline as `export_pipeline` will, load it as its users will, and compare. Raises UserError where that fails.
 
     To be called before training, so that a network that was changed in a way its config cannot say does not end without a
@@ -115,7 +113,7 @@ def check_export(unet: nn.Module, scheduler, output_dir: Path | str) -> None:
         )
 
 
-def _difference(unet: nn.Module, saved: nn.Module, loaded: nn.Module) -> str | None:
+def _difference(unet: ModelMixin, saved: ModelMixin, loaded: ModelMixin) -> str | None:
     """What tells `loaded` from `unet`, whose weights are in `saved`."""
     weights = loaded.state_dict()
     for name, value in saved.state_dict().items():
@@ -141,7 +139,7 @@ def _difference(unet: nn.Module, saved: nn.Module, loaded: nn.Module) -> str | N
     return None
 
 
-def _save_pipeline(unet: nn.Module, scheduler, draft: Path) -> None:
+def _save_pipeline(unet: ModelMixin, scheduler: Scheduler, draft: Path) -> None:
     from diffusers import DDPMPipeline
 
     from models.edm2_pipeline import EDM2Pipeline
@@ -159,7 +157,7 @@ def _save_pipeline(unet: nn.Module, scheduler, draft: Path) -> None:
         (draft / PIPELINE_INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _clean_copy(unet: nn.Module) -> nn.Module:
+def _clean_copy(unet: ModelMixin) -> ModelMixin:
     """An fp32 copy on the CPU, free of patches and parametrizations.
 
     It starts on the meta device, so that no random number is drawn.
@@ -179,12 +177,6 @@ def _settings(path: Path) -> dict | None:
     if not path.exists():
         return None
     return {key: value for key, value in json.loads(path.read_text()).items() if not key.startswith("_diffusers")}
-
-
-def _replace(source: Path, target: Path) -> None:
-    with open(source, "rb") as file:
-        os.fsync(file.fileno())  # or a power cut could leave the new name with no content
-    os.replace(source, target)
 
 
 def check_pipeline(output_dir: Path | str, num_inference_steps: int = 2, timeout_seconds: float = 600) -> None:
@@ -260,7 +252,7 @@ OTHER_FACTS = ("title", "license", "hub_dataset", "command", "metrics", "grid", 
 
 
 def model_card(facts: Mapping) -> str:
-    """A Hugging Face model card in Markdown, with its YAML header, from what is known of a run; nothing else is stated.
+    """Returns a Hugging Face model card in Markdown, with its YAML header, from what is known of a run; nothing else is stated.
 
     Keys, all optional: those of `FACTS` (a table row each), "title", "license", "hub_dataset" (its Hub name),
     "command", "metrics" (a mapping of names to values), "grid" (path of a picture, relative to the card),
@@ -302,7 +294,7 @@ def _table(heading: str, rows: Mapping) -> str:
     return "\n".join([f"| {heading} | |", "|---|---|", *(f"| {name} | {_shown(value)} |" for name, value in rows.items())])
 
 
-def _shown(value) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", "\\|")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import nn
+from diffusers import ModelMixin
 
 from models.edm2_pipeline import guided
 from utils.core.errors import UserError
@@ -11,11 +11,11 @@ from utils.diffusion.sampling import is_edm
 
 
 def make_guided_prediction(
-    unet: nn.Module,
+    unet: ModelMixin,
     scheduler_config: Mapping,
     class_labels: Sequence[int] | None = None,
     guidance: float = 1.0,
-    guide: nn.Module | None = None,
+    guide: ModelMixin | None = None,
     guide_config: Mapping | None = None,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """The `predict` of `sampling.sample`: sample i is of the class that is the i-th of `class_labels` (None: of all), again and
@@ -39,7 +39,7 @@ def make_guided_prediction(
             raise UserError("--guide_pipeline does nothing without --guidance, such as 1.5")
         names = ("sample_size", "in_channels", "num_class_embeds")
         wanted, found = ([network.config.get(name) for name in names] for network in (unet, guide))
-        if wanted != found or scheduler_config["sigma_data"] != guide_config.get("sigma_data"):
+        if wanted != found or scheduler_config["sigma_data"] != (guide_config or {}).get("sigma_data"):
             raise UserError(
                 f"--guide_pipeline is of other data: size, channels and classes {found}, not {wanted}, or its sigma_data"
             )

@@ -10,11 +10,12 @@ which is Karras et al. 2022 ("Elucidating the design space of diffusion-based ge
 x = x_t / a and sigma = s / a. The best eps and v follow, as both are linear in x_0 once x_t is known.
 
 This denoiser knows the training set by heart: at low noise it gives back the training image, and a network that equals
-it there has memorised. At high noise it is the floor of the loss, which a healthy network comes close to.
+it there has memorized. At high noise it is the floor of the loss, which a healthy network comes close to.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from diffusers import DDPMScheduler
@@ -22,6 +23,7 @@ from torch import nn
 
 from utils.core import randomness
 from utils.data.augmentation import to_unit_range
+from utils.data.dataset import ImageSet
 from utils.diffusion.ddpm import training_target
 
 _CHUNK_BYTES = 2**25  # of training images as float64
@@ -84,7 +86,7 @@ def ideal_prediction(
     training_images: torch.Tensor,
     chunk_size: int | None = None,
 ) -> torch.Tensor:
-    """The prediction of least expected squared error in the scheduler's `prediction_type`, float64 [B, C, H, W].
+    """Returns the prediction of least expected squared error in the scheduler's `prediction_type`, float64 [B, C, H, W].
 
     `timesteps` is int64 [B]; the rest as in `ideal_clean_images`. With eps = (x_t - a x_0) / s, and v = a eps - s x_0
     (Salimans & Ho 2022, section 4).
@@ -101,8 +103,8 @@ def ideal_prediction(
 def denoiser_gap(
     unet: nn.Module,
     noise_scheduler: DDPMScheduler,
-    training_images,
-    held_out_images=None,
+    training_images: ImageSet,
+    held_out_images: ImageSet | None = None,
     *,
     timesteps: Sequence[int],
     seed: int,
@@ -112,24 +114,24 @@ def denoiser_gap(
     max_images: int = 2048,
     random_flip: bool = False,
 ) -> dict:
-    """Mean squared errors of a model and of the ideal denoiser, on the same noisy images, the same every time.
+    """Measures the mean squared errors of a model and of the ideal denoiser, on the same noisy images, the same every time.
 
     Errors are unweighted means over pixels of |prediction - target|^2 in the scheduler's `prediction_type`.
 
     On training images no predictor beats the ideal one on average, and E[gap] = E[distance] exactly, for every model: the
     error of a conditional mean is uncorrelated with whatever depends on x_t alone. `distance` is never negative, and of
     a model close to the ideal it is by far the steadier figure. Held-out images were not drawn from the set that the
-    ideal denoiser knows, so there it is no optimum: a model that generalises beats it at low noise (a negative gap),
-    while one that has memorised errs as much as it does.
+    ideal denoiser knows, so there it is no optimum: a model that generalizes beats it at low noise (a negative gap),
+    while one that has memorized errs as much as it does.
 
     Of sets larger than `max_images` (or 256 MiB as float32) a random subset stands for the whole: the noised training images
     come from it, and the ideal denoiser knows it alone. As it then has fewer images to choose from, its error is below that
     of the whole set's ideal, mostly at middling noise, and the gap too large. Images that are not square are cut at the
-    centre.
+    center.
 
     Args:
         unet: the unwrapped network, in full precision, with the weights and in the mode to judge.
-        training_images, held_out_images: ImageSets; the second may be None or empty.
+        held_out_images: may be None or empty.
         timesteps: in [0, num_train_timesteps).
         images_per_timestep: noised images of either set; more give smaller errors of sampling.
         batch_size: noisy images at a time.
@@ -143,7 +145,7 @@ def denoiser_gap(
     """
     subset_size = max(1, min(max_images, _SUBSET_BYTES // (4 * math.prod(training_images.shape))))
     known = _draw(training_images, subset_size, seed, "denoiser gap subset", device)
-    noised = {"train": known[:images_per_timestep], "held_out": None}
+    noised: dict[str, Any] = {"train": known[:images_per_timestep], "held_out": None}
     if held_out_images is not None and len(held_out_images):
         noised["held_out"] = _draw(held_out_images, images_per_timestep, seed, "denoiser gap held out", device)
     if random_flip:
@@ -180,15 +182,15 @@ def denoiser_gap(
 
 def gap_by_timestep(gap: dict) -> dict[str, dict[str, float]]:
     """What to record of a `denoiser_gap`: timestep -> mean squared distance to the ideal on training images, and -> error above
-    the ideal's on held-out ones, where a negative figure at low noise is generalisation."""
+    the ideal's on held-out ones, where a negative figure at low noise is generalization."""
     found = {"ideal_denoiser_gap": {str(t["timestep"]): t["train"]["distance"] for t in gap["timesteps"]}}
     if held_out := {str(t["timestep"]): t["held_out"]["gap"] for t in gap["timesteps"] if t["held_out"]}:
         found["ideal_denoiser_gap_held_out"] = held_out
     return found
 
 
-def _draw(images, count: int, seed: int, purpose: str, device: torch.device) -> torch.Tensor:
-    """`count` of an ImageSet, or all where there are no more, in random order: float32 [count, C, H, W] in [-1, 1]."""
+def _draw(images: ImageSet, count: int, seed: int, purpose: str, device: torch.device) -> torch.Tensor:
+    """`count` images, or all where there are no more, in random order: float32 [count, C, H, W] in [-1, 1]."""
     positions = torch.arange(min(count, len(images)))
     chosen = randomness.permute(seed, purpose, torch.zeros_like(positions), positions, len(images))
     return to_unit_range(torch.from_numpy(images.fetch(chosen.numpy())).to(device), images.max_value)

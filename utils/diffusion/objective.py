@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from diffusers import ModelMixin
 from torch import nn
 
 from utils.data.training_data import Batch, TrainingData
+from utils.diffusion.sampling import Scheduler
 
 
 class Losses(NamedTuple):
@@ -29,8 +31,8 @@ class Objective(ABC):
     """
 
     network: nn.Module
-    exported: nn.Module
-    noise_scheduler: object
+    exported: ModelMixin
+    noise_scheduler: Scheduler
     level: str
     num_ranks: int
     checks_noise: bool
@@ -46,32 +48,32 @@ class Objective(ABC):
         """
 
     @abstractmethod
-    def losses(self, network: nn.Module, **drawn: torch.Tensor) -> Losses:
+    def losses(self, network: nn.Module, *_: Any, **drawn: Any) -> Losses:
         """Of what `draw` gave. `network` is `network` or what wraps it."""
 
     @abstractmethod
-    def ranks(self, **drawn: torch.Tensor) -> torch.Tensor:
-        """Where each noise level lies among the training's, int64 [B]: 0 is the least noise."""
+    def ranks(self, *_: Any, **drawn: Any) -> torch.Tensor:
+        """Returns where each noise level lies among the training's, int64 [B]: 0 is the least noise."""
 
     def after_step(self, finite: torch.Tensor) -> None:  # noqa: B027 (most recipes do nothing here)
         """What follows the optimizer's step; `finite`, 0-dim bool, is whether it was made."""
 
     @abstractmethod
     def path(self) -> list[float]:
-        """The timesteps of a sampler at which the way from noise to image is looked at."""
+        """Returns the timesteps of a sampler at which the way from noise to image is looked at."""
 
     @abstractmethod
     def caption(self, timestep: float) -> str:
-        """What to write below a picture of that way."""
+        """Returns what to write below a picture of that way."""
 
     @abstractmethod
     def probe(self, data: TrainingData) -> dict:
-        """What `exported` is like, which is in full precision meanwhile; JSON."""
+        """Returns what `exported` is like, which is in full precision meanwhile; JSON."""
 
     @abstractmethod
     def card(self) -> dict:
-        """Facts of this recipe for the model card, see `export.model_card`."""
+        """Returns facts of this recipe for the model card, see `export.model_card`."""
 
     def schedule(self) -> dict:
-        """Facts of the noise schedule for the report; JSON."""
+        """Returns facts of the noise schedule for the report; JSON."""
         return {}

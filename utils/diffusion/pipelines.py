@@ -1,14 +1,24 @@
 """Exported pipelines, ours or anyone's, and checkpoints of a run: loading them and what they are made for."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from torch import nn
 
 from utils.core.errors import UserError
 from utils.diffusion.ddpm import PREDICTION_TYPES
 from utils.diffusion.unet import load_plain
 
+if TYPE_CHECKING:
+    from diffusers import DDPMScheduler, DiffusionPipeline, UNet2DModel
 
-def load_unconditional(pipeline: str):
-    """The U-Net in fp32 and the scheduler's config, of a folder or a name on the Hub.
+    from models.edm2_unet import EDM2UNet
+
+T = TypeVar("T", bound=nn.Module)
+
+
+def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
+    """Returns the U-Net in fp32 and the scheduler's config, of a folder or a name on the Hub.
 
     Weights may be safetensors or pickled tensors (of which nothing is run), in fp32 or as the variant "fp16"; the parts may lie
     in folders of their own or, as in the first releases, side by side. Raises UserError for a pipeline of another kind, before
@@ -45,7 +55,7 @@ def load_unconditional(pipeline: str):
     return _in_own_memory(loaded.unet.float()), config
 
 
-def training_scheduler(config: dict):
+def training_scheduler(config: dict) -> "DDPMScheduler":
     """The DDPMScheduler of the process that a pipeline's network was trained on. Raises UserError for an unknown schedule."""
     from diffusers import DDPMScheduler
 
@@ -57,7 +67,7 @@ def training_scheduler(config: dict):
         raise UserError(f"the pipeline's scheduler has an unknown beta_schedule {config.get('beta_schedule')!r}") from None
 
 
-def _load_any_variant(pipeline_class, pipeline: str):
+def _load_any_variant(pipeline_class: type["DiffusionPipeline"], pipeline: str) -> "DiffusionPipeline":
     try:
         return pipeline_class.from_pretrained(pipeline)
     except (OSError, ValueError):
@@ -68,8 +78,8 @@ def _load_any_variant(pipeline_class, pipeline: str):
         raise  # what was wrong with the usual files
 
 
-def load_network(pipeline: str):
-    """The U-Net in fp32 and the scheduler's config of what the scripts here can sample from. Raises UserError.
+def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
+    """Returns the U-Net in fp32 and the scheduler's config of what the scripts here can sample from. Raises UserError.
 
     An unconditional pipeline as for `load_unconditional`; an EDM2 pipeline, with or without classes, of which no code of its
     own is run: its network is loaded with the classes of this repository; or `checkpoint-<N>` of a run's folder, with its
@@ -102,7 +112,7 @@ def _is_edm2(pipeline: str) -> bool:
         return False
 
 
-def _load_edm2(pipeline: str):
+def _load_edm2(pipeline: str) -> tuple["EDM2UNet", dict]:
     from models.edm2_unet import EDM2UNet
     from models.edm_heun import EDMHeunScheduler
 
@@ -113,7 +123,7 @@ def _load_edm2(pipeline: str):
         raise UserError(f"cannot load a pipeline from {pipeline}: {_first_line(error)}") from error
 
 
-def _in_own_memory(unet):
+def _in_own_memory(unet: T) -> T:
     """`unet` with each tensor in fresh memory. safetensors leaves them inside the mapped file, at any multiple of 4 bytes, and
     kernels of some CPUs round otherwise there: the same weights shall give the same bits whatever file they come from."""
     for tensor in (*unet.parameters(), *unet.buffers()):
@@ -125,7 +135,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def image_shape(unet) -> tuple[int, int, int]:
+def image_shape(unet: "UNet2DModel | EDM2UNet") -> tuple[int, int, int]:
     """(C, H, W) of the images that `unet` was trained on. Raises UserError where it does not say, or needs more than
     noise."""
     config = unet.config

@@ -11,8 +11,10 @@ on how many there are.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, cast
 
 import torch
+from accelerate import Accelerator
 from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler, EDMDPMSolverMultistepScheduler
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -22,6 +24,8 @@ from utils.core import randomness
 from utils.core.distributed import if_memory_allows
 from utils.core.errors import UserError
 from utils.diffusion.ddpm import config_for_any
+
+Scheduler = Any  # of diffusers, whose classes share no type that has `step`, `timesteps` and `config`
 
 FINISHED_EDM = -10.0  # ln(sigma) / 4 below that of any step, in place of the finished image's -inf
 
@@ -45,7 +49,7 @@ def full_precision(model: nn.Module, *, compiled: bool = False) -> Iterator[nn.M
     device_type = next(model.parameters()).device.type
     try:
         if autocast_forward is not None:
-            model.forward = model._original_forward
+            model.forward = cast(Callable, model._original_forward)
         for module, _ in compiled_calls:
             module._compiled_call_impl = None
         model.eval()
@@ -84,12 +88,12 @@ class NoiseOfSamples(TorchFunctionMode):
         super().__init__()
         self._draw = draw
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
         return self._draw() if function is torch.randn else function(*args, **(kwargs or {}))
 
 
-def make_sampler(name: str, noise_scheduler):
-    """A diffusers scheduler that samples what was trained: same betas, prediction type, clipping and spacing of
+def make_sampler(name: str, noise_scheduler: Scheduler | Mapping) -> Scheduler:
+    """Returns a diffusers scheduler that samples what was trained: same betas, prediction type, clipping and spacing of
     timesteps; for the config of an EDM scheduler the same noise levels, with "heun" (Karras et al. 2022) or "dpmsolver++".
 
     `name` is "ddim" (Song et al. 2021, eta = 0), "ddpm" (Ho et al. 2020, algorithm 2) or "dpmsolver++" (Lu et al. 2022,
@@ -119,12 +123,12 @@ def sampler_version(name: str, config: Mapping) -> int:
 
 
 def is_edm(config: Mapping) -> bool:
-    """Whether a scheduler's config is of the EDM kind: noise levels sigma, in place of a chain of betas."""
+    """Returns whether a scheduler's config is of the EDM kind: noise levels sigma, in place of a chain of betas."""
     return "sigma_data" in config
 
 
-def path_steps(scheduler, timesteps: Sequence[float]) -> list[tuple[int, float]]:
-    """Where a chain comes nearest to each of `timesteps`: (step index, its timestep) for each, after `set_timesteps`.
+def path_steps(scheduler: Scheduler, timesteps: Sequence[float]) -> list[tuple[int, float]]:
+    """Returns where a chain comes nearest to each of `timesteps`: (step index, its timestep) for each, after `set_timesteps`.
 
     Step k is the noisy image that step k denoises; the last index, one past the steps, is the finished image and
     counts as 0, with EDM as FINISHED_EDM.
@@ -137,7 +141,7 @@ def path_steps(scheduler, timesteps: Sequence[float]) -> list[tuple[int, float]]
 @torch.no_grad()
 def sample(
     unet: nn.Module,
-    scheduler,
+    scheduler: Scheduler,
     *,
     num_inference_steps: int,
     sample_numbers: torch.Tensor,
@@ -148,8 +152,8 @@ def sample(
     should_stop: Callable[[], bool] | None = None,
     record_timesteps: Sequence[float] | None = None,
     predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-):
-    """Images [n, C, H, W], float32 in [-1, 1] on `device`, for `sample_numbers` int64 [n]; `shape` is (C, H, W).
+) -> Any:
+    """Returns images [n, C, H, W], float32 in [-1, 1] on `device`, for `sample_numbers` int64 [n]; `shape` is (C, H, W).
 
     `unet` must be in eval mode, and runs in the precision it is found in: wrap the call in `full_precision` unless
     autocast is wanted. `scheduler` comes from `make_sampler`; its timesteps are overwritten. The global random state
@@ -186,7 +190,7 @@ def sample(
     return torch.cat(images) if record_timesteps is None else (torch.cat(images), torch.cat(paths))
 
 
-def sampling_steps(sampler: str, requested: int | None, noise_scheduler) -> int:
+def sampling_steps(sampler: str, requested: int | None, noise_scheduler: Scheduler) -> int:
     """Steps to sample with: `requested`, else 50, which DDIM needs for good images, or all of them for the full DDPM chain; 32
     with EDM (Karras et al. 2024).
 
@@ -199,7 +203,7 @@ def sampling_steps(sampler: str, requested: int | None, noise_scheduler) -> int:
     return steps
 
 
-def set_timesteps(scheduler, num_inference_steps: int) -> None:
+def set_timesteps(scheduler: Scheduler, num_inference_steps: int) -> None:
     """Starts a chain of `num_inference_steps`. Raises UserError for a number that the scheduler cannot do."""
     limit = scheduler.config.num_train_timesteps
     if not 1 <= num_inference_steps <= limit:
@@ -220,9 +224,9 @@ def set_timesteps(scheduler, num_inference_steps: int) -> None:
 
 @torch.no_grad()
 def sample_sharded(
-    accelerator,
+    accelerator: Accelerator,
     unet: nn.Module,
-    scheduler,
+    scheduler: Scheduler,
     *,
     num_images: int,
     num_inference_steps: int,
@@ -232,7 +236,7 @@ def sample_sharded(
     should_stop: Callable[[], bool] | None = None,
     record_timesteps: Sequence[float] | None = None,
     predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-):
+) -> Any:
     """`sample` of images 0 ... num_images - 1 over all processes, in order, on every process.
 
     Chunk c goes to process c modulo their number, so `batch_size` decides how many processes have work. Every process
@@ -278,5 +282,5 @@ def sample_sharded(
 
 
 def to_uint8(images: torch.Tensor) -> torch.Tensor:
-    """Images in [-1, 1] to uint8, rounded to the nearest level; what lies outside is clamped, NaN becomes black."""
+    """Turns images in [-1, 1] into uint8, rounded to the nearest level; what lies outside is clamped, NaN becomes black."""
     return (images.nan_to_num(nan=-1.0).clamp(-1.0, 1.0) * 127.5 + 127.5).round().to(torch.uint8)

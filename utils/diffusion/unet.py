@@ -1,4 +1,4 @@
-"""The DDPM network: a diffusers UNet2DModel from a preset, a config, or the resolution, and its initialisation."""
+"""The DDPM network: a diffusers UNet2DModel from a preset, a config, or the resolution, and its initialization."""
 
 import torch
 from diffusers import UNet2DModel
@@ -11,13 +11,13 @@ from utils.options.flags import DDPMOptions
 from utils.options.presets import NETWORKS, network_for_resolution
 
 ACTIVATIONS = ("silu", "mish", "gelu", "relu")
-INITIALISATIONS = ("default", "xavier", "he")
+INITIALIZATIONS = ("default", "xavier", "he")
 ORIGINAL_WEIGHT = ".parametrizations.weight.original"  # what a layer under spectral norm calls its weight
 UNET_DEFAULT_LEVELS = (224, 448, 672, 896)  # UNet2DModel's own block_out_channels
 
 
 def make_unet(options: DDPMOptions, device_type: str = "cpu") -> UNet2DModel:
-    """A UNet2DModel whose weights are a function of the options (global random state is left as it was).
+    """Returns a UNet2DModel whose weights are a function of the options (global random state is left as it was).
 
     `activation` and `dropout` of None keep the network's own. `channels_last` puts the channels of kernels innermost in memory,
     which those of activations follow. Raises UserError when the config cannot be read, when its channels differ from the
@@ -71,12 +71,12 @@ def make_unet(options: DDPMOptions, device_type: str = "cpu") -> UNet2DModel:
             unet = UNet2DModel.from_config(config)
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(f"diffusers cannot build the network: {str(error).strip().splitlines()[0]}") from None
-        initialise(unet, options.initialisation)
+        initialize(unet, options.initialisation)
         if options.zero_init_output:
             nn.init.zeros_(unet.conv_out.weight)
             nn.init.zeros_(unet.conv_out.bias)
         if options.spectral_norm:
-            normalise_spectra(unet)
+            normalize_spectra(unet)
     if options.gradient_checkpointing:
         unet.enable_gradient_checkpointing()
     if options.uses_channels_last(device_type):
@@ -92,15 +92,15 @@ def to_channels_last(model: nn.Module) -> None:
 
 
 def network_options(unet: UNet2DModel) -> dict:
-    """The network's config as options of a run, for comparison on resume: a file may change under its name."""
+    """Returns the network's config as options of a run, for comparison on resume: a file may change under its name."""
     return {f"network.{name}": value for name, value in unet.config.items() if not name.startswith("_")}
 
 
-def initialise(model: nn.Module, name: str) -> None:
-    """Re-initialises every convolution and linear layer in place: `xavier` (Glorot & Bengio 2010, eq. 16), `he` (He et al.
+def initialize(model: nn.Module, name: str) -> None:
+    """Re-initializes every convolution and linear layer in place: `xavier` (Glorot & Bengio 2010, eq. 16), `he` (He et al.
     2015, eq. 10, fan-in), biases zero; `default` leaves torch's. Raises UserError for another name."""
-    if name not in INITIALISATIONS:
-        raise UserError(f"unknown --initialisation {name!r}; choose from {', '.join(INITIALISATIONS)}")
+    if name not in INITIALIZATIONS:
+        raise UserError(f"unknown --initialisation {name!r}; choose from {', '.join(INITIALIZATIONS)}")
     if name == "default":
         return
     for module in model.modules():
@@ -113,7 +113,7 @@ def initialise(model: nn.Module, name: str) -> None:
                 nn.init.zeros_(module.bias)
 
 
-def normalise_spectra(unet: UNet2DModel) -> None:
+def normalize_spectra(unet: UNet2DModel) -> None:
     """Divides the weight of every convolution and linear layer by its largest singular value (Miyato et al. 2018, eq. 8), which
     a power iteration follows in training. Not the last layer, whose scale the output needs and which may start at zero.
     """
@@ -123,7 +123,7 @@ def normalise_spectra(unet: UNet2DModel) -> None:
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights that `model` computes with, under the names of the same network without parametrizations."""
+    """Returns the weights that `model` computes with, under the names of the same network without parametrizations."""
     state = model.state_dict()
     for name, module in model.named_modules():
         if parametrize.is_parametrized(module):

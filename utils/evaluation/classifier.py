@@ -2,9 +2,9 @@
 judge of which classes a set of samples shows. It is trained here, apart from any generator, and kept by the dataset's
 fingerprint."""
 
+import contextlib
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from utils.core.errors import UserError
+from utils.core.files import whole_file
 from utils.data.augmentation import to_unit_range
 from utils.data.dataset import ImageSet, content_fingerprint
 from utils.data.loader import SampleOrder
@@ -51,8 +52,8 @@ class Classifier(Extractor):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         pixels = to_unit_range(images, 255)
-        size = tuple(min(side, _SIDE) for side in pixels.shape[-2:])
-        return self.layers(functional.adaptive_avg_pool2d(pixels, size)).mean((2, 3))
+        height, width = (min(side, _SIDE) for side in pixels.shape[-2:])
+        return self.layers(functional.adaptive_avg_pool2d(pixels, (height, width))).mean((2, 3))
 
     def probabilities(self, features: torch.Tensor) -> torch.Tensor:
         """Of the classes, float32 [n, classes], from features [n, 64]."""
@@ -60,7 +61,7 @@ class Classifier(Extractor):
 
 
 def trained_classifier(images: ImageSet, cache_dir: Path | None) -> Classifier:
-    """A classifier of the labels of `images`: from `cache_dir`, or trained now and put there.
+    """Returns a classifier of the labels of `images`: from `cache_dir`, or trained now and put there.
 
     Nine tenths of the images, chosen by a fixed seed, train it; the others judge it. The random state of torch is left as it
     was. Of several processes each may call it: they train the same. Raises UserError where there are no labels, or too few
@@ -117,13 +118,10 @@ def _train(classifier: Classifier, images: ImageSet) -> float:
 
 def _save(classifier: Classifier, path: Path) -> None:
     """Complete or not at all; a cache that cannot be written is made again next time."""
-    draft = path.with_name(f".{os.getpid()}-{path.name}")
-    try:
+    with contextlib.suppress(OSError, SafetensorError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(classifier.state_dict(), draft, {"accuracy": json.dumps(classifier.accuracy)})
-        os.replace(draft, path)
-    except (OSError, SafetensorError):
-        draft.unlink(missing_ok=True)
+        with whole_file(path, shared=True) as draft:
+            save_file(classifier.state_dict(), draft, {"accuracy": json.dumps(classifier.accuracy)})
 
 
 def _load(classifier: Classifier, path: Path) -> bool:

@@ -26,9 +26,9 @@ class Moments:
             return
         features = features.to(self.mean)
         mean = features.mean(0)
-        centred, shift = features - mean, mean - self.mean
+        centered, shift = features - mean, mean - self.mean
         total = self.count + len(features)
-        self.scatter += centred.T @ centred + torch.outer(shift, shift) * (self.count * len(features) / total)
+        self.scatter += centered.T @ centered + torch.outer(shift, shift) * (self.count * len(features) / total)
         self.mean += shift * (len(features) / total)
         self.count = total
 
@@ -40,7 +40,7 @@ class Moments:
         return self.scatter / (self.count - 1)
 
     def scaled(self, mean: torch.Tensor, scale: torch.Tensor) -> "Moments":
-        """Those of (features - mean) / scale, both [D]."""
+        """Returns those of (features - mean) / scale, both [D]."""
         result = Moments(len(self.mean), self.mean.device)
         result.count, result.mean, result.scatter = (
             self.count,

@@ -5,6 +5,7 @@ kind stay within 8 GB.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,9 +19,9 @@ def _blocks(rows: torch.Tensor, others: int) -> tuple[torch.Tensor, ...]:
     return rows.split(max(1, _BLOCK_BYTES // (8 * max(others, 1))))
 
 
-def _centered(features: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
+def _centered(features: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
     """float64: small numbers keep their digits in the products that distances are made of."""
-    return features.double() - centre
+    return features.double() - center
 
 
 def _distances(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -28,7 +29,7 @@ def _distances(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
     As |a|^2 + |b|^2 - 2 ab, which is quick but leaves the rounding of these sums: about sqrt(D) units in the last place of
     |a|^2. What is no more than that becomes 0, for repeated images are at a distance of 0 from each other, and their
-    neighbourhoods reach no further. It is 1e-7 of the norm for 120 dimensions: float32 features have no more digits themselves.
+    neighborhoods reach no further. It is 1e-7 of the norm for 120 dimensions: float32 features have no more digits themselves.
     """
     distances = torch.cdist(rows, others, compute_mode="use_mm_for_euclid_dist")
     rounding = (4 * torch.finfo(torch.float64).eps * rows.shape[1] ** 0.5) ** 0.5
@@ -36,7 +37,7 @@ def _distances(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def variance_ratio(generated: torch.Tensor, real: torch.Tensor) -> float:
-    """Total variance of the generated features over that of the real ones: 1 healthy, 0 all alike."""
+    """Returns the total variance of the generated features over that of the real ones: 1 healthy, 0 all alike."""
     return (_total_variance(generated) / _total_variance(real)).item()
 
 
@@ -47,17 +48,17 @@ def _total_variance(features: torch.Tensor) -> torch.Tensor:
 
 
 def mean_pairwise_distance(features: torch.Tensor) -> float:
-    """Mean Euclidean distance of two different rows."""
+    """Returns the mean Euclidean distance of two different rows."""
     features = _centered(features, features.mean(0, dtype=torch.float64))
-    total = sum(_distances(rows, features).sum() for rows in _blocks(features, len(features)))
+    total: Any = sum(_distances(rows, features).sum() for rows in _blocks(features, len(features)))
     return (total / (len(features) * (len(features) - 1))).item()
 
 
 def vendi_score(features: torch.Tensor) -> float:
-    """The effective number of different images (Friedman & Dieng 2023), between 1 and min(N, D).
+    """Returns the effective number of different images (Friedman & Dieng 2023), between 1 and min(N, D).
 
     The exponential of the entropy of the eigenvalues of K / N, where K is the cosine similarity of the rows. Those of the D x
-    D matrix X'X / N are the same, but for zeros, and do not ask for N x N memory. Centre the features first: rows that share
+    D matrix X'X / N are the same, but for zeros, and do not ask for N x N memory. Center the features first: rows that share
     a large offset are all alike to a cosine. Rows of zeros are left out.
     """
     gram = torch.zeros(features.shape[1], features.shape[1], dtype=torch.float64, device=features.device)
@@ -75,24 +76,24 @@ def vendi_score(features: torch.Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Neighbourhoods:
+class Neighborhoods:
     """Precision and recall (Kynkaanniemi et al. 2019), density and coverage (Naeem et al. 2020)."""
 
-    precision: float  # share of generated images inside the real ones' neighbourhoods
-    recall: float  # share of real images inside the generated ones' neighbourhoods
-    density: float  # how many real neighbourhoods a generated image is in, over k; about 1 for equal distributions
-    coverage: float  # share of real images with a generated one in their neighbourhood; 1 - 2^-k for equal distributions and N
+    precision: float  # share of generated images inside the real ones' neighborhoods
+    recall: float  # share of real images inside the generated ones' neighborhoods
+    density: float  # how many real neighborhoods a generated image is in, over k; about 1 for equal distributions
+    coverage: float  # share of real images with a generated one in their neighborhood; 1 - 2^-k for equal distributions and N
 
 
-def neighbourhoods(generated: torch.Tensor, real: torch.Tensor, k: int = 5) -> Neighbourhoods:
-    """The four figures with neighbourhoods that reach to the k-th nearest other image of the same set.
+def neighborhoods(generated: torch.Tensor, real: torch.Tensor, k: int = 5) -> Neighborhoods:
+    """Returns the four figures with neighborhoods that reach to the k-th nearest other image of the same set.
 
     Raises ValueError for sets of no more than k rows.
     """
     if min(len(generated), len(real)) <= k:
-        raise ValueError(f"{k} neighbours need more than {k} rows of each set, got {len(generated)} and {len(real)}")
-    centre = real.mean(0, dtype=torch.float64)
-    generated, real = _centered(generated, centre), _centered(real, centre)
+        raise ValueError(f"{k} neighbors need more than {k} rows of each set, got {len(generated)} and {len(real)}")
+    center = real.mean(0, dtype=torch.float64)
+    generated, real = _centered(generated, center), _centered(real, center)
     real_radii, generated_radii = _radii(real, k), _radii(generated, k)
     inside, precise, covered = 0, 0, torch.zeros(len(real), dtype=torch.bool, device=real.device)
     recalled = torch.zeros_like(covered)
@@ -105,7 +106,7 @@ def neighbourhoods(generated: torch.Tensor, real: torch.Tensor, k: int = 5) -> N
         covered |= hits.any(0)
         recalled |= (distances <= generated_radii[start : start + len(rows), None]).any(0)
         start += len(rows)
-    return Neighbourhoods(
+    return Neighborhoods(
         precision=precise / len(generated),
         recall=recalled.double().mean().item(),
         density=inside / (k * len(generated)),
@@ -122,7 +123,7 @@ def _radii(features: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def fit_modes(real: torch.Tensor, modes: int, seed: int) -> torch.Tensor:
-    """Centres [modes, D] of k-means clusters of REAL features: fitted to generated ones, every mode would be covered.
+    """Centers [modes, D] of k-means clusters of REAL features: fitted to generated ones, every mode would be covered.
 
     Computed by scikit-learn on the CPU, the same for the same seed.
     """
@@ -132,11 +133,11 @@ def fit_modes(real: torch.Tensor, modes: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(kmeans.cluster_centers_).to(real)
 
 
-def nearest_mode(features: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-    """Index int64 [N] of each row's nearest centre."""
-    centre = centres.mean(0, dtype=torch.float64)
-    others = _centered(centres, centre)
-    return torch.cat([_distances(_centered(rows, centre), others).argmin(1) for rows in _blocks(features, len(centres))])
+def nearest_mode(features: torch.Tensor, centers: torch.Tensor) -> torch.Tensor:
+    """Returns the index int64 [N] of each row's nearest center."""
+    center = centers.mean(0, dtype=torch.float64)
+    others = _centered(centers, center)
+    return torch.cat([_distances(_centered(rows, center), others).argmin(1) for rows in _blocks(features, len(centers))])
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,19 @@ import json
 from pathlib import Path
 
 import torch
+from diffusers import ModelMixin
 from torch import nn
 
 from models.edm2_unet import EDM2UNet
 from models.edm_heun import EDMHeunScheduler
 from utils.core.errors import UserError
 from utils.diffusion.pipelines import load_network
-from utils.diffusion.sampling import is_edm
-from utils.diffusion.unet import normalise_spectra
+from utils.diffusion.sampling import Scheduler, is_edm
+from utils.diffusion.unet import normalize_spectra
 from utils.runs.record import RunRecord
 
 
-def load_run(run: Path):
+def load_run(run: Path) -> tuple[ModelMixin, Scheduler]:
     """(network to load averaged weights into, scheduler) of the run's exported pipeline. Raises UserError without one."""
     from diffusers import DDPMScheduler
 
@@ -23,7 +24,7 @@ def load_run(run: Path):
         raise UserError(f"{run} has no exported pipeline yet; there is one after --save_model_steps updates, and at the end")
     unet, config = load_network(str(run))
     if RunRecord.read(run).options.get("spectral_norm"):
-        normalise_spectra(unet)  # in training the weights stand beside their singular vectors, and so do their averages
+        normalize_spectra(unet)  # in training the weights stand beside their singular vectors, and so do their averages
     return unet, (EDMHeunScheduler if is_edm(config) else DDPMScheduler).from_config(config)
 
 
@@ -47,8 +48,8 @@ def check_output(output_dir: Path, run: Path) -> None:
         raise UserError(f"--output_dir {output_dir} holds other files; choose another folder")
 
 
-def describe(run: Path, unet: nn.Module) -> dict:
-    """Facts for the model card (see `export.model_card`) from what the run recorded."""
+def describe(run: Path, unet: ModelMixin) -> dict:
+    """Returns facts for the model card (see `export.model_card`) from what the run recorded."""
     record = RunRecord.read(run)
     classes = unet.config.num_class_embeds or None
     facts = {

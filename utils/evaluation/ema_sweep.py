@@ -6,16 +6,18 @@ from html import escape
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from utils.core.errors import UserError
+from utils.core.files import whole_file
 from utils.data.dataset import cache_root, load_images
 from utils.data.split import split_validation
 from utils.diagnostics.report.page import write_page
 from utils.diagnostics.report.plots import Curve, plot
 from utils.diffusion.guidance import make_guided_prediction
 from utils.diffusion.pipelines import image_shape
-from utils.diffusion.sampling import full_precision, make_sampler, sample, sampling_steps, to_uint8
+from utils.diffusion.sampling import Scheduler, full_precision, make_sampler, sample, sampling_steps, to_uint8
 from utils.evaluation.extractors import make_extractor
 from utils.evaluation.feature_sets import extract, reference_features
 from utils.evaluation.quality import MIN_IMAGES, compare
@@ -40,7 +42,7 @@ def parse_widths(text: str) -> list[float]:
 
 
 def make_judge(
-    accelerator, run: Path, scheduler, metric: str, *, num_images: int, batch_size: int, seed: int
+    accelerator: Accelerator, run: Path, scheduler: Scheduler, metric: str, *, num_images: int, batch_size: int, seed: int
 ) -> Callable[[nn.Module], float]:
     """A function from a network to the `metric` (of METRICS) of its samples beside the run's training images; the lower the
     better. The samples are those that generate.py makes with the run's own sampler and `seed`, of all classes in turn.
@@ -78,19 +80,18 @@ def make_judge(
 
         with full_precision(unet.to(accelerator.device)):
             (generated,), _ = extract(accelerator, [extractor], num_images, batch_size, make_images)
-        return compare(generated, real, standardised=extractor.standardised, seed=seed)[kind]
+        return compare(generated, real, standardized=extractor.standardized, seed=seed)[kind]
 
     return judge
 
 
 def write_sweep(output_dir: Path, run: Path, metric: str, step: int, num_images: int, values: dict[float, float]) -> None:
     """sweep.json and sweep.html, from what each width gave. Raises OSError."""
-    best = min(values, key=values.get)
+    best = min(values, key=lambda width: values[width])
     found = {"run": str(run), "metric": metric, "step": step, "num_images": num_images, "best_width": best}
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "sweep.json").write_text(
-        json.dumps(found | {"widths": {str(w): v for w, v in values.items()}}, indent=2) + "\n"
-    )
+    with whole_file(output_dir / "sweep.json") as draft:
+        draft.write_text(json.dumps(found | {"widths": {str(w): v for w, v in values.items()}}, indent=2) + "\n")
     widths = sorted(values)
     curve = Curve(f"{num_images} samples", widths, [values[width] for width in widths])
     figure = plot(

@@ -9,18 +9,22 @@ evaluate.py measures pipelines and folders with it, and a training run its own s
 import math
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any, cast
 
+import numpy as np
 import torch
+from accelerate import Accelerator
 from PIL import Image
+from torch import nn
 
 from utils.core.distributed import from_main_process, on_main_process
 from utils.core.errors import UserError, memory_problem, one_line
 from utils.diagnostics.rules.samples import collapse
-from utils.diffusion.sampling import sample, to_uint8
+from utils.diffusion.sampling import Scheduler, sample, to_uint8
 from utils.evaluation.classifier import Classifier
 from utils.evaluation.extractor import Extractor
 from utils.evaluation.feature_sets import FeatureSet, extract
-from utils.evaluation.memorization import Originals, feature_memorisation, kept_for_memorisation, memorisation
+from utils.evaluation.memorization import Originals, feature_memorization, kept_for_memorization, memorization
 from utils.evaluation.pretrained import INCEPTION_SHA256
 from utils.evaluation.quality import MIN_IMAGES, class_figures, compare, location_and_spread, real_floor
 
@@ -47,21 +51,21 @@ class Evaluation:
     Args:
         extractor: on the CPU; goes to the accelerator's device.
         reference: features of the real images by this extractor.
-        classifier: of the reference's classes, with `labels` (int64 numpy [images]) and `class_names`, for the class balance.
+        classifier: of the reference's classes, with `labels` (int64 [images]) and `class_names`, for the class balance.
         originals: the real images that samples are compared with one by one; may be set anew between two calls of `measure`.
         batch_size: images at once per process; on a CPU the last bits of the features depend on it.
     """
 
     def __init__(
         self,
-        accelerator,
+        accelerator: Accelerator,
         extractor: Extractor,
         reference: FeatureSet,
         *,
         seed: int,
         batch_size: int = 64,
         classifier: Classifier | None = None,
-        labels=None,
+        labels: np.ndarray | None = None,
         class_names: list[str] | None = None,
         originals: Originals | None = None,
     ):
@@ -79,8 +83,9 @@ class Evaluation:
     def floor(self, count: int) -> dict:
         """`compare` of real images with each other, as for `count` samples; made once. On the main process alone."""
         if count not in self._floors:
-            options = {"standardised": self.extractor.standardised, "seed": self.seed, "device": self._device}
-            self._floors[count] = real_floor(self.reference, count, **options)
+            self._floors[count] = real_floor(
+                self.reference, count, standardized=self.extractor.standardized, seed=self.seed, device=self._device
+            )
         return self._floors[count]
 
     @property
@@ -93,13 +98,13 @@ class Evaluation:
         count: int,
         *,
         progress: Callable[[int], None] | None = None,
-        cancelled: Callable[[], bool] | None = None,
+        canceled: Callable[[], bool] | None = None,
     ) -> tuple[dict | None, Image.Image | None]:
         """Figures (JSON) of images 0 ... count - 1, with `floor`, `warnings` and `findings`, and on the main process the sheet
         of closest pairs.
 
         `make_images` is called with the numbers int64 [n] of a chunk, and gives uint8 [n, C, H, W] on the accelerator's device.
-        `cancelled` is asked once all were made: where any process says True, all return (None, None). Raises UserError for
+        `canceled` is asked once all were made: where any process says True, all return (None, None). Raises UserError for
         fewer than 10 samples or 20 reference images, and
         for whatever fails on any process, on every process.
         """
@@ -110,12 +115,12 @@ class Evaluation:
             )
         kept = 0
         if self.originals is not None:
-            kept = kept_for_memorisation(count, math.prod(self.originals.training.shape))
+            kept = kept_for_memorization(count, math.prod(self.originals.training.shape))
         sets, images = extract(
             self.accelerator, self.extractors, count, self.batch_size, make_images, kept_images=kept, progress=progress
         )
-        if cancelled is not None:
-            told = torch.tensor([int(cancelled())], device=self.accelerator.device)
+        if canceled is not None:
+            told = torch.tensor([int(canceled())], device=self.accelerator.device)
             if self.accelerator.gather(told).any():
                 return None, None
         result = None, None
@@ -132,22 +137,23 @@ class Evaluation:
         return from_main_process(result[0]), result[1]
 
     def _figures(self, sets: list[FeatureSet], images: torch.Tensor | None) -> tuple[dict, Image.Image | None]:
-        options = {"standardised": self.extractor.standardised, "seed": self.seed, "device": self._device}
+        options: dict[str, Any] = {"standardized": self.extractor.standardized, "seed": self.seed, "device": self._device}
         figures = compare(sets[0], self.reference, **options)
         figures["floor"] = self.floor(len(sets[0]))
         if self.classifier is not None:
             device = self.accelerator.device
             probabilities = self.classifier.probabilities(sets[-1].rows.to(device)).detach().cpu()
-            figures["classes"] = class_figures(probabilities, self.labels, self.class_names, self.classifier.accuracy)
+            labels, names = cast(np.ndarray, self.labels), cast(list[str], self.class_names)
+            figures["classes"] = class_figures(probabilities, labels, names, self.classifier.accuracy)
         sheet = None
-        if images is not None:
-            figures["memorisation"], sheet = memorisation(images, self.originals)
-            compared = [sets[0].rows, self.originals.rows, self.originals.held_out_rows]
-            if self.extractor.standardised:
+        if images is not None and self.originals is not None:
+            figures["memorisation"], sheet = memorization(images, self.originals)
+            compared: list[Any] = [sets[0].rows, self.originals.rows, self.originals.held_out_rows]
+            if self.extractor.standardized:
                 mean, spread = (x.cpu().float() for x in location_and_spread(self.reference.moments))
                 compared = [rows if rows is None else (rows - mean) / spread for rows in compared]
             if compared[1] is not None:
-                figures["memorisation"] |= feature_memorisation(*compared)
+                figures["memorisation"] |= feature_memorization(*compared)
         figures["warnings"] = self.warnings(len(sets[0]))
         fd, floor = figures["fd"], figures["floor"]["fd"]
         if fd < NEAR_FLOOR * floor:
@@ -159,7 +165,7 @@ class Evaluation:
         return figures, sheet
 
     def warnings(self, count: int) -> list[str]:
-        """What weakens the figures of so many samples, in sentences."""
+        """Returns what weakens the figures of so many samples, in sentences."""
         found, dimensions = [], self.extractor.dimensions
         fewest = min(count, len(self.reference))
         if fewest <= dimensions:
@@ -185,9 +191,9 @@ class Evaluation:
 
 
 def pipeline_images(
-    accelerator,
-    unet,
-    scheduler,
+    accelerator: Accelerator,
+    unet: nn.Module,
+    scheduler: Scheduler,
     *,
     name: str,
     num_inference_steps: int,

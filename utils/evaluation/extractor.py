@@ -14,7 +14,7 @@ class Extractor(nn.Module):
         name: one of `extractors.EXTRACTORS`.
         dimensions: of a feature.
         resize: in words, how images are brought to the size that it looks at.
-        standardised: whether its features mean something only beside the spread that the reference data has in each of
+        standardized: whether its features mean something only beside the spread that the reference data has in each of
             them, as those of random or fitted networks do; those of the published ones are used as they are.
         sha256: of the weights; with `name` and `resize` it says which figures may be compared.
     """
@@ -22,11 +22,11 @@ class Extractor(nn.Module):
     name: str
     dimensions: int
     resize = "none"
-    standardised = True
+    standardized = True
     sha256: str
 
     def identity(self) -> dict:
-        """What two extractors must share for their figures to be compared; JSON."""
+        """Returns what two extractors must share for their figures to be compared; JSON."""
         return {"features": self.name, "extractor_sha256": self.sha256, "resize": self.resize, "dimensions": self.dimensions}
 
 

@@ -7,6 +7,7 @@ downloaded: the default makes its weights from a fixed seed, `classifier` and `p
 
 import math
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional
 from utils.core import randomness
 from utils.core.errors import UserError
 from utils.data.augmentation import to_unit_range
+from utils.data.dataset import ImageSet
 from utils.evaluation.extractor import Extractor, eight_bit, weights_sha256
 
 EXTRACTORS = ("randconv", "classifier", "pixels", "inception", "dinov2")
@@ -24,7 +26,7 @@ class RandomConvolutions(Extractor):
     """Two random 3x3 convolutions at each of three scales, pooled over the image: 3 x (16 + 24) = 120 features.
 
     Random networks rank generators much as trained ones do (Naeem et al. 2020, section 4; Lee et al. 2022). The first layer
-    sees texture, sharpness and colour, the second, at half the size, corners and strokes; the coarser scales whole shapes.
+    sees texture, sharpness and color, the second, at half the size, corners and strokes; the coarser scales whole shapes.
     What was tried and seen with it is in benchmarks/quality/RESULTS.md. The weights are made by exact arithmetic from a fixed
     seed, so that they are the same to the last bit everywhere. Larger images are reduced to 64 pixels first, by averaging.
     """
@@ -45,7 +47,8 @@ class RandomConvolutions(Extractor):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         pixels = to_unit_range(images, 255)
         if max(pixels.shape[-2:]) > self.LARGEST:
-            pixels = functional.adaptive_avg_pool2d(pixels, tuple(min(side, self.LARGEST) for side in pixels.shape[-2:]))
+            height, width = (min(side, self.LARGEST) for side in pixels.shape[-2:])
+            pixels = functional.adaptive_avg_pool2d(pixels, (height, width))
         features = []
         for scale in range(self.SCALES):
             if scale:
@@ -67,7 +70,7 @@ def _normal_filters(purpose: str, outputs: int, inputs: int) -> torch.Tensor:
     is, differently on every CPU, by a logarithm or a sum of floats.
     """
     words = randomness.random_bits(_FILTER_SEED, purpose, torch.arange(outputs), inputs * 9)
-    sums = sum(words >> shift & 255 for shift in range(0, 64, 8)) * 2 - 8 * 255  # mean 0
+    sums: Any = sum(words >> shift & 255 for shift in range(0, 64, 8)) * 2 - 8 * 255  # mean 0
     scales = [math.sqrt(2 / int(squares)) for squares in sums.square().sum(1)]
     return (sums.double() * torch.tensor(scales, dtype=torch.float64)[:, None]).float().view(outputs, inputs, 3, 3)
 
@@ -87,17 +90,19 @@ class PrincipalPixels(Extractor):
     name = "pixels"
     resize = "larger than 16 pixels: averaged down to 16"
     SIDE, MOST, IMAGES = 16, 64, 10_000
+    mean: torch.Tensor
+    basis: torch.Tensor
 
-    def __init__(self, images):
-        """Fitted to up to 10,000 of `images`, an ImageSet, spread over the set. Raises UserError for fewer than 2."""
+    def __init__(self, images: ImageSet):
+        """Fitted to up to 10,000 of `images`, spread over the set. Raises UserError for fewer than 2."""
         super().__init__()
         if len(images) < 2:
             raise UserError(f"--features pixels needs at least 2 reference images, got {len(images)}")
         chosen = np.linspace(0, len(images) - 1, min(len(images), self.IMAGES)).astype(np.int64)
         parts = [eight_bit(images.fetch(part), images.max_value) for part in np.array_split(chosen, len(chosen) // 256 + 1)]
         pixels = torch.cat([self._flat(part) for part in parts]).double()
-        centred = pixels - pixels.mean(0)
-        values, vectors = torch.linalg.eigh(centred.T @ centred / len(centred))
+        centered = pixels - pixels.mean(0)
+        values, vectors = torch.linalg.eigh(centered.T @ centered / len(centered))
         kept = min(self.MOST, len(chosen) - 1, int((values > 1e-6 * values[-1]).sum()))
         self.register_buffer("mean", pixels.mean(0).float())
         self.register_buffer("basis", vectors[:, -max(kept, 1) :].float())
@@ -106,8 +111,8 @@ class PrincipalPixels(Extractor):
 
     def _flat(self, images: torch.Tensor) -> torch.Tensor:
         pixels = to_unit_range(images, 255)
-        size = tuple(min(side, self.SIDE) for side in pixels.shape[-2:])
-        return functional.adaptive_avg_pool2d(pixels, size).flatten(1)
+        height, width = (min(side, self.SIDE) for side in pixels.shape[-2:])
+        return functional.adaptive_avg_pool2d(pixels, (height, width)).flatten(1)
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -116,17 +121,17 @@ class PrincipalPixels(Extractor):
 
 def make_extractor(
     name: str,
-    images,
+    images: ImageSet | None,
     *,
     weights: Path | None = None,
     weights_sha256: str | None = None,
     cache_dir: Path | None = None,
     channels: int | None = None,
 ) -> Extractor:
-    """The extractor `name` of EXTRACTORS, on the CPU, in eval mode.
+    """Returns the extractor `name` of EXTRACTORS, on the CPU, in eval mode.
 
     Args:
-        images: the reference images (an ImageSet), which `classifier` and `pixels` are fitted to. None where there are only
+        images: the reference images, which `classifier` and `pixels` are fitted to. None where there are only
             stored statistics; then `channels` says what images will come.
         weights: local file of `inception`, local folder of `dinov2`.
         weights_sha256: what the hash of that file must begin with.
@@ -136,15 +141,16 @@ def make_extractor(
         UserError: reference images, labels, a file or a package are missing, or the file has another hash.
     """
     if name == "randconv":
-        extractor = RandomConvolutions(images.shape[0] if images is not None else channels)
-    elif name in ("classifier", "pixels") and images is None:
-        raise UserError(f"--features {name} is fitted to the reference images, so stored statistics alone are not enough")
-    elif name == "pixels":
-        extractor = PrincipalPixels(images)
-    elif name == "classifier":
-        from utils.evaluation.classifier import trained_classifier
+        extractor = RandomConvolutions(images.shape[0] if images is not None else cast(int, channels))
+    elif name in ("classifier", "pixels"):
+        if images is None:
+            raise UserError(f"--features {name} is fitted to the reference images, so stored statistics alone are not enough")
+        if name == "pixels":
+            extractor = PrincipalPixels(images)
+        else:
+            from utils.evaluation.classifier import trained_classifier
 
-        extractor = trained_classifier(images, cache_dir)
+            extractor = trained_classifier(images, cache_dir)
     elif name in ("inception", "dinov2"):
         from utils.evaluation.pretrained import DINOv2, Inception
 

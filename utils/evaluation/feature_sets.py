@@ -9,16 +9,17 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from utils.core.distributed import agree, from_main_process
 from utils.core.errors import UserError, memory_problem, one_line
+from utils.core.files import whole_file
 from utils.data.dataset import ImageSet, content_fingerprint
 from utils.evaluation.distances import Moments
 from utils.evaluation.extractor import Extractor, eight_bit
@@ -52,7 +53,7 @@ def evenly(count: int, most: int) -> torch.Tensor:
 
 
 def sharded(
-    accelerator, count: int, batch_size: int, make: Callable[[torch.Tensor], list[torch.Tensor]]
+    accelerator: Accelerator, count: int, batch_size: int, make: Callable[[torch.Tensor], list[torch.Tensor]]
 ) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
     """(numbers int64 [n], tensors [n, ...]) chunk by chunk, in order, on every process; `make` gives the tensors of `numbers`.
 
@@ -81,7 +82,7 @@ def sharded(
 
 @torch.no_grad()
 def extract(
-    accelerator,
+    accelerator: Accelerator,
     extractors: list[Extractor],
     count: int,
     batch_size: int,
@@ -92,7 +93,7 @@ def extract(
     hash_pixels: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[list[FeatureSet], torch.Tensor | None]:
-    """The features of images 0 ... count - 1 by each of the extractors, equal on all processes.
+    """Returns the features of images 0 ... count - 1 by each of the extractors, equal on all processes.
 
     Args:
         make_images: gives uint8 [n, C, H, W] of the numbers int64 [n], on the accelerator's device, where the extractors are.
@@ -120,7 +121,7 @@ def extract(
             total.add(features)
             parts.append(features[chosen.to(on_device)].float().cpu())
         if hash_pixels:
-            digest.update(tensors[len(extractors)].cpu().numpy())
+            digest.update(tensors[len(extractors)].cpu().numpy().data)
         if kept_images:
             images_kept.append(tensors[-1].cpu()[torch.isin(numbers, shown)])
         if progress is not None:
@@ -138,7 +139,7 @@ def _image_hashes(images: torch.Tensor) -> torch.Tensor:
 
 
 def reference_features(
-    accelerator,
+    accelerator: Accelerator,
     extractor: Extractor,
     images: ImageSet,
     *,
@@ -148,7 +149,7 @@ def reference_features(
 ) -> FeatureSet:
     """Those of `images`, from `cache_dir` where they were computed before: the name of the file says of what and by what.
 
-    Images that are not square are cut in the centre. Every process must call it; each gets them.
+    Images that are not square are cut in the center. Every process must call it; each gets them.
     """
     key = [FORMAT, REFERENCE_ROWS, images.fingerprint, content_fingerprint(images), extractor.identity()]
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
@@ -157,7 +158,8 @@ def reference_features(
         found = load_features(path)[0] if path is not None and path.exists() else None
     except UserError:  # damaged: made again
         found = None
-    if all(accelerator.gather(torch.tensor([int(found is not None)], device=accelerator.device)).tolist()):
+    everywhere = all(accelerator.gather(torch.tensor([int(found is not None)], device=accelerator.device)).tolist())
+    if found is not None and everywhere:
         return found
 
     def make_images(numbers: torch.Tensor) -> torch.Tensor:
@@ -190,20 +192,17 @@ def save_features(path: Path, features: FeatureSet, facts: dict) -> str:
     }
     text = json.dumps(facts | {"pixels_sha256": features.pixels_sha256}, sort_keys=True)
     digest = _digest(tensors, text)
-    draft = path.with_name(f".{os.getpid()}-{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, draft, {"facts": text, "sha256": digest, "format": str(FORMAT)})
-        os.replace(draft, path)
+        with whole_file(path, shared=True) as draft:
+            save_file(tensors, draft, {"facts": text, "sha256": digest, "format": str(FORMAT)})
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    finally:
-        draft.unlink(missing_ok=True)
     return digest
 
 
 def load_features(path: Path) -> tuple[FeatureSet, dict, str]:
-    """The features, the facts and the SHA-256 of what `save_features` wrote. Raises UserError where it is not as it was
+    """Returns the features, the facts and the SHA-256 of what `save_features` wrote. Raises UserError where it is not as it was
     written."""
     try:
         with safe_open(path, "pt") as file:
@@ -227,7 +226,7 @@ def _digest(tensors: dict[str, torch.Tensor], text: str) -> str:
     digest = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.contiguous().numpy())
+        digest.update(tensor.contiguous().numpy().data)
     return digest.hexdigest()
 
 

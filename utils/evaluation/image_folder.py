@@ -11,14 +11,14 @@ from PIL import Image
 from utils.core.errors import UserError
 from utils.data.decode import ImageFile, ImagePreparation, UndecodableImage, header_of
 
-_GREY_MODES = ("1", "L", "LA", "I", "I;16", "F")
+_GRAY_MODES = ("1", "L", "LA", "I", "I;16", "F")
 
 
 class ImageFolder:
     """The images below `folder`, in the order of their names; of a folder of generate.py those that it numbered.
 
     Attributes:
-        shape: (channels, height, width), read from the headers: 1 channel where all images are grey, else 3.
+        shape: (channels, height, width), read from the headers: 1 channel where all images are gray, else 3.
 
     Raises UserError where there is no such folder, no image in it, one that cannot be opened, or images of several sizes
     or not square.
@@ -34,13 +34,14 @@ class ImageFolder:
             files = [path for path in files if re.fullmatch(r"\d{6,}\.png", path.name)]
         if not files:
             raise UserError(f"{folder}: no images in it")
-        self.folder, self.files, sizes, channels = folder, files, {}, 1
+        self.folder, self.files, channels = folder, files, 1
+        sizes: dict[tuple[int, ...], Path] = {}
         for path in files:
             header = header_of(ImageFile(None, str(path), str(path)))
             if header is None:
                 raise UserError(f"{folder}: {path.name} cannot be decoded")
             mode, *size = header
-            channels = channels if mode in _GREY_MODES else 3
+            channels = channels if mode in _GRAY_MODES else 3
             sizes.setdefault(tuple(size), path)
             if len(sizes) > 1:
                 named = ", ".join(f"{path.name} {height}x{width}" for (height, width), path in sizes.items())
@@ -53,7 +54,7 @@ class ImageFolder:
     def __len__(self) -> int:
         return len(self.files)
 
-    def source(self, device) -> Callable[[torch.Tensor], torch.Tensor]:
+    def source(self, device: torch.device | str) -> Callable[[torch.Tensor], torch.Tensor]:
         """For `Evaluation.measure`. It raises UserError naming an image that cannot be decoded."""
         prepare = ImagePreparation(self.shape[1], self.shape[0], center_crop=True, background="white", max_value=255)
 

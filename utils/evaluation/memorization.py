@@ -1,6 +1,6 @@
 """Are the samples copies? How near each is to its nearest training image, beside how near other real images are to theirs.
 
-No figure tells memorisation from too little training (Stein et al. 2023), so there is no verdict "free of memorisation":
+No figure tells memorization from too little training (Stein et al. 2023), so there is no verdict "free of memorization":
 there are the distances of samples and of real images, the rate of near-duplicates of both, and the closest pairs for the eye.
 """
 
@@ -14,7 +14,8 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from utils.core.images import side_by_side
 from utils.data.augmentation import to_unit_range
-from utils.diagnostics.data_check import NEAR_COPY_DISTANCE, grey_thumbnails
+from utils.data.dataset import ImageSet
+from utils.diagnostics.data_check import NEAR_COPY_DISTANCE, gray_thumbnails
 from utils.evaluation.extractor import eight_bit
 from utils.evaluation.feature_sets import evenly
 
@@ -32,8 +33,8 @@ class Nearest:
     indices: torch.Tensor
 
 
-def kept_for_memorisation(count: int, image_bytes: int) -> int:
-    """How many of `count` samples, of so many bytes each, are compared with the training images."""
+def kept_for_memorization(count: int, image_bytes: int) -> int:
+    """Returns how many of `count` samples, of so many bytes each, are compared with the training images."""
     return max(1, min(count, MAX_IMAGES, MAX_BYTES // max(image_bytes, 1)))
 
 
@@ -62,13 +63,14 @@ def _nearest(queries: torch.Tensor, chunks: Iterable[tuple[int, torch.Tensor]], 
 
 def small_pixels(images: torch.Tensor) -> torch.Tensor:
     """float32 [n, C x h x w] in [-1, 1] of uint8 [n, C, H, W], averaged down to at most 16 x 16."""
-    return adaptive_avg_pool2d(to_unit_range(images, 255), [min(side, SIDE) for side in images.shape[-2:]]).flatten(1)
+    height, width = (min(side, SIDE) for side in images.shape[-2:])
+    return adaptive_avg_pool2d(to_unit_range(images, 255), (height, width)).flatten(1)
 
 
 def near_duplicates(images: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Distances float64 [n] between images and others, both uint8 [n, C, H, W], in units of the contrast of the former's
     thumbnail; a near-duplicate is below NEAR_COPY_DISTANCE, where what that means was measured. Blank images give infinity."""
-    first, second = grey_thumbnails(images, 255).double(), grey_thumbnails(others, 255).double()
+    first, second = gray_thumbnails(images, 255).double(), gray_thumbnails(others, 255).double()
     contrast = first.std(1, correction=0)
     distances = (first - second).square().mean(1).sqrt() / contrast.clamp(min=1e-12)
     return distances.where(contrast > 1e-6, torch.inf)
@@ -84,7 +86,7 @@ class Closest:
     indices: torch.Tensor
 
 
-def closest(chunks: Callable[[], Iterable[torch.Tensor]], training, own: torch.Tensor | None = None) -> Closest:
+def closest(chunks: Callable[[], Iterable[torch.Tensor]], training: ImageSet, own: torch.Tensor | None = None) -> Closest:
     """Of the images uint8 [n, C, H, W] that `chunks` gives, twice, among those of `training`; `own` as in `nearest_rows`.
 
     Both ways, because a model that was trained with random flips mirrors half of its copies.
@@ -115,13 +117,19 @@ class Originals:
     """The real images that samples may be copies of. How near real images are to them is searched once for each number.
 
     Args:
-        training: an ImageSet, all of whose images are compared with; memory holds a chunk of them.
-        held_out: an ImageSet of real images that were not trained on. Without it, as many of the training images as there are
+        training: all of its images are compared with; memory holds a chunk of them.
+        held_out: real images that were not trained on. Without it, as many of the training images as there are
             samples stand in, each compared with all others.
         rows, held_out_rows: features [n, D] of both, or of some of both; without the first, features are not compared.
     """
 
-    def __init__(self, training, held_out=None, rows: torch.Tensor | None = None, held_out_rows: torch.Tensor | None = None):
+    def __init__(
+        self,
+        training: ImageSet,
+        held_out: ImageSet | None = None,
+        rows: torch.Tensor | None = None,
+        held_out_rows: torch.Tensor | None = None,
+    ):
         self.training, self.real = training, held_out if held_out is not None and len(held_out) else training
         self.rows, self.held_out_rows = rows, held_out_rows
         self._real: dict[int, Closest] = {}
@@ -136,8 +144,8 @@ class Originals:
         return self._real[count]
 
 
-def memorisation(samples: torch.Tensor, originals: Originals) -> tuple[dict, Image.Image]:
-    """Figures (JSON) of samples uint8 [n, C, H, W], on the CPU, and a sheet of the closest pairs.
+def memorization(samples: torch.Tensor, originals: Originals) -> tuple[dict, Image.Image]:
+    """Returns figures (JSON) of samples uint8 [n, C, H, W], on the CPU, and a sheet of the closest pairs.
 
     Returns:
         images, training_images: how many were compared; compared_with: "held-out images" or "other training images".
@@ -163,27 +171,26 @@ def memorisation(samples: torch.Tensor, originals: Originals) -> tuple[dict, Ima
     return figures, side_by_side(*pairs, ("samples", "nearest training images"), columns=6)
 
 
-def _fetch(images, indices: torch.Tensor) -> torch.Tensor:
+def _fetch(images: ImageSet, indices: torch.Tensor) -> torch.Tensor:
     return eight_bit(images.fetch(indices.numpy()), images.max_value)
 
 
-def feature_memorisation(rows: torch.Tensor, training_rows: torch.Tensor, held_out_rows: torch.Tensor | None = None) -> dict:
+def feature_memorization(rows: torch.Tensor, training_rows: torch.Tensor, held_out_rows: torch.Tensor | None = None) -> dict:
     """The same in features: medians of the distance to the nearest training row, their ratio, and what the second is of; JSON.
 
     Args:
         rows, training_rows, held_out_rows: [n, D]; without the last, training rows stand in, each compared with all others.
     """
     rows = rows[evenly(len(rows), MAX_IMAGES)]
-    held_out = held_out_rows is not None and len(held_out_rows) > 0
-    if held_out:
-        real = nearest_rows(held_out_rows[evenly(len(held_out_rows), len(rows))], training_rows)
+    if held_out_rows is not None and len(held_out_rows):
+        others, real = "held-out images", nearest_rows(held_out_rows[evenly(len(held_out_rows), len(rows))], training_rows)
     else:
         own = evenly(len(training_rows), len(rows))
-        real = nearest_rows(training_rows[own], training_rows, own)
+        others, real = "other training images", nearest_rows(training_rows[own], training_rows, own)
     typical, typical_real = nearest_rows(rows, training_rows).distances.median().item(), real.distances.median().item()
     return {
         "feature_distance": typical,
         "feature_distance_real": typical_real,
         "feature_ratio": typical / max(typical_real, 1e-12),
-        "features_compared_with": "held-out images" if held_out else "other training images",
+        "features_compared_with": others,
     }

@@ -38,7 +38,7 @@ class Inception(Extractor):
     name = "inception"
     dimensions = 2048
     resize = "TensorFlow 1 bilinear to 299"
-    standardised = False
+    standardized = False
 
     def __init__(self, weights: Path | None, expected_sha256: str | None = None):
         """Raises UserError for a file that is missing, has another hash or holds other weights, or without torch-fidelity."""
@@ -72,7 +72,9 @@ class DINOv2(Extractor):
 
     name = "dinov2"
     resize = "bicubic, antialiased, to 224"
-    standardised = False
+    mean: torch.Tensor
+    std: torch.Tensor
+    standardized = False
 
     def __init__(self, weights: Path | None, expected_sha256: str | None = None):
         """`weights`: a folder with config.json and model.safetensors. Raises UserError for a missing one, or without

@@ -3,6 +3,7 @@ figure."""
 
 import dataclasses
 
+import numpy as np
 import torch
 
 from utils.core import randomness
@@ -12,28 +13,30 @@ from utils.evaluation.diversity import (
     fit_modes,
     mean_pairwise_distance,
     nearest_mode,
-    neighbourhoods,
+    neighborhoods,
     variance_ratio,
     vendi_score,
 )
 from utils.evaluation.feature_sets import SAMPLE_ROWS, FeatureSet
 
-NEIGHBOURS = 5  # of precision, recall, density and coverage
+NEIGHBORS = 5  # of precision, recall, density and coverage
 IMAGES_PER_MODE, MAX_MODES = 40, 100  # Richardson & Weiss use 100 bins; fewer where a bin would hold too few to be judged
 MIN_IMAGES = 10  # below that no figure means anything
 _MIN_SPREAD = 0.1  # of the median spread
 
 
-def compare(generated: FeatureSet, real: FeatureSet, *, standardised: bool, seed: int, device="cpu") -> dict:
-    """Quality and diversity of `generated` against `real`; JSON.
+def compare(
+    generated: FeatureSet, real: FeatureSet, *, standardized: bool, seed: int, device: torch.device | str = "cpu"
+) -> dict:
+    """Measures quality and diversity of `generated` against `real`; JSON.
 
     Args:
-        standardised: see `Extractor`: whether features are first brought to mean 0 and deviation 1 over the real images.
+        standardized: see `Extractor`: whether features are first brought to mean 0 and deviation 1 over the real images.
 
     Returns:
         images, reference_images, rows: how many; `rows` of each are what the figures after `kd` are about.
         fd: squared Frechet distance of all images. kd: kernel distance of up to 10,000 of each; can be below 0.
-        precision, recall, density, coverage: with the 5 nearest neighbours.
+        precision, recall, density, coverage: with the 5 nearest neighbors.
         variance_ratio, distance_ratio: generated over real. vendi, vendi_real: effective numbers of different images.
         modes: see `mode_figures`.
 
@@ -43,14 +46,14 @@ def compare(generated: FeatureSet, real: FeatureSet, *, standardised: bool, seed
         raise ValueError(f"at least {MIN_IMAGES} images of each kind are needed, got {len(generated)} and {len(real)}")
     moments, real_moments = generated.moments.to(device), real.moments.to(device)
     rows, real_rows = (_shuffled(features.rows, seed)[:SAMPLE_ROWS].to(device) for features in (generated, real))
-    if standardised:
+    if standardized:
         mean, spread = location_and_spread(real_moments)
         moments, real_moments = moments.scaled(mean, spread), real_moments.scaled(mean, spread)
         rows, real_rows = ((x - mean.to(x)) / spread.to(x) for x in (rows, real_rows))
     count = min(len(rows), len(real_rows))
     some, some_real = rows[:count], real_rows[:count]
-    near = neighbourhoods(some, some_real, min(NEIGHBOURS, count - 1))
-    centre = some_real.mean(0)
+    near = neighborhoods(some, some_real, min(NEIGHBORS, count - 1))
+    center = some_real.mean(0)
     real_distance = mean_pairwise_distance(some_real)
     return {
         "images": len(generated),
@@ -61,37 +64,37 @@ def compare(generated: FeatureSet, real: FeatureSet, *, standardised: bool, seed
         **dataclasses.asdict(near),
         "variance_ratio": variance_ratio(some, some_real),
         "distance_ratio": mean_pairwise_distance(some) / max(real_distance, 1e-12),
-        "vendi": vendi_score(some - centre),
-        "vendi_real": vendi_score(some_real - centre),
+        "vendi": vendi_score(some - center),
+        "vendi_real": vendi_score(some_real - center),
         "modes": mode_figures(rows, real_rows, seed),
     }
 
 
 def location_and_spread(real: Moments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation [D] that features are standardised by. A feature that hardly moves in the real images is not
+    """Mean and standard deviation [D] that features are standardized by. A feature that hardly moves in the real images is not
     blown up: it would count for all the others as soon as it moves in generated ones."""
     spread = real.covariance.diagonal().sqrt()
     return real.mean, spread.clamp(min=max(_MIN_SPREAD * spread.median().item(), 1e-6))
 
 
 def mode_figures(generated: torch.Tensor, real: torch.Tensor, seed: int) -> dict:
-    """How the generated rows spread over clusters of the real ones: see `Coverage`, and `number` of the modes.
+    """Returns how the generated rows spread over clusters of the real ones: see `Coverage`, and `number` of the modes.
 
     One half of the real rows makes the clusters and the other half says how much of the real images each holds: the first half
-    lies nearer to its own centres than new images do, which would look like a difference.
+    lies nearer to its own centers than new images do, which would look like a difference.
     """
     fitted, counted = real[::2], real[1::2]
     modes = max(2, min(MAX_MODES, len(counted) // IMAGES_PER_MODE))
-    centres = fit_modes(fitted, modes, seed)
-    found = coverage_of_bins(nearest_mode(generated, centres), nearest_mode(counted, centres), modes)
+    centers = fit_modes(fitted, modes, seed)
+    found = coverage_of_bins(nearest_mode(generated, centers), nearest_mode(counted, centers), modes)
     return {"number": modes, **dataclasses.asdict(found)}
 
 
-def class_figures(probabilities: torch.Tensor, labels, names: list[str], accuracy: float) -> dict:
+def class_figures(probabilities: torch.Tensor, labels: np.ndarray, names: list[str], accuracy: float) -> dict:
     """How the classes that a classifier sees in the samples spread beside the labels of the real images: see `Coverage`; JSON.
 
     Args:
-        probabilities: float32 [n, classes], of the samples. labels: int64 numpy [m]. names: of the classes.
+        probabilities: float32 [n, classes], of the samples. labels: int64 [m]. names: of the classes.
         accuracy: the classifier's on images that it did not train on: what it mistakes looks like imbalance.
 
     Returns also `score`, the inception score with this classifier.
@@ -102,7 +105,7 @@ def class_figures(probabilities: torch.Tensor, labels, names: list[str], accurac
     return {"number": bins, "names": names[:bins], **score, **dataclasses.asdict(found)}
 
 
-def real_floor(real: FeatureSet, count: int, *, standardised: bool, seed: int, device="cpu") -> dict:
+def real_floor(real: FeatureSet, count: int, *, standardized: bool, seed: int, device: torch.device | str = "cpu") -> dict:
     """`compare` of real images with other real ones: what each figure is where nothing is wrong.
 
     The kept rows are split at random: `count` of them, at most half, stand for the generated images. With fewer images than the
@@ -111,7 +114,7 @@ def real_floor(real: FeatureSet, count: int, *, standardised: bool, seed: int, d
     rows = _shuffled(real.rows, seed + 1)
     first = min(count, len(rows) // 2)
     return compare(
-        FeatureSet.of(rows[:first]), FeatureSet.of(rows[first:]), standardised=standardised, seed=seed, device=device
+        FeatureSet.of(rows[:first]), FeatureSet.of(rows[first:]), standardized=standardized, seed=seed, device=device
     )
 
 

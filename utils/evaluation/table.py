@@ -39,7 +39,7 @@ def refuse_to_compare(first: dict, second: dict) -> None:
 
 
 def read_results(path: Path) -> list[dict]:
-    """The results of an evaluation.json. Raises UserError where it holds none."""
+    """Returns the results of an evaluation.json. Raises UserError where it holds none."""
     try:
         results = json.loads(path.read_text())["results"]
         if not all(isinstance(result["figures"], dict) and isinstance(result["name"], str) for result in results):
@@ -52,7 +52,7 @@ def read_results(path: Path) -> list[dict]:
 
 
 def header(result: dict) -> list[str]:
-    """What all figures of the table share."""
+    """Returns what all figures of the table share."""
     height, width = result["image_shape"][1:]
     dimensions, fingerprint = result["dimensions"], result["reference_fingerprint"][:12]
     return [
@@ -64,7 +64,7 @@ def header(result: dict) -> list[str]:
 
 
 def lines(results: list[dict]) -> list[str]:
-    """The table of results that may be compared, with the real/real floor as the last column."""
+    """Returns the table of results that may be compared, with the real/real floor as the last column."""
     first = results[0]
     floor = first["figures"]["floor"]
     rows = [["", *(_title(result) for result in results), f"real/real floor (N {floor['images']:,})"]]

@@ -1,6 +1,8 @@
 """Exponential moving average of a model's weights, in fp32, with a warm-up that suits runs of any length."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,8 +28,8 @@ class EMA:
     """Shadow copies of all parameters and floating buffers of `model`, on its device.
 
     Parameters that training casts (fp16, bf16) are averaged in fp32; integer buffers (counters) and the singular vectors of
-    spectral normalisation, whose mean is none, are copied.
-    `update` launches a handful of fused kernels and never synchronises with the device.
+    spectral normalization, whose mean is none, are copied.
+    `update` launches a handful of fused kernels and never synchronizes with the device.
     """
 
     def __init__(self, model: nn.Module):
@@ -60,7 +62,7 @@ class EMA:
         return self._averages, [t if t.dtype == torch.float32 else t.float() for t in self._weights]
 
     @contextmanager
-    def swapped_into_model(self):
+    def swapped_into_model(self) -> Iterator[nn.Module]:
         """Inside, the model holds the averaged weights; outside, the raw ones, bit for bit: pointers are swapped."""
         self._swap()
         try:
@@ -75,7 +77,7 @@ class EMA:
 
     @torch.no_grad()
     def distance(self) -> torch.Tensor:
-        """Relative distance ||weights - average|| / ||average||, a 0-dim tensor on the device."""
+        """Returns the relative distance ||weights - average|| / ||average||, a 0-dim tensor on the device."""
         averages, weights = self._floating()
         difference = torch._foreach_norm(torch._foreach_sub(weights, averages))
         return torch.linalg.vector_norm(torch.stack(difference)) / self.norm()
@@ -85,8 +87,8 @@ class EMA:
         """L2 norm of the averages, a 0-dim tensor on the device."""
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self._averages)))
 
-    def report(self) -> dict[str, torch.Tensor]:
-        """Figures to log, 0-dim tensors on the device."""
+    def report(self) -> dict[str, Any]:
+        """Returns figures to log, 0-dim tensors on the device."""
         return {"train/ema_distance": self.distance(), "train/ema_norm": self.norm()}
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 Such an update changes nothing (see `optimization.step_if_finite`); `nan_report` explains it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +12,7 @@ from utils.optim.clipping import Gradients
 
 
 def advice(mixed_precision: str) -> str:
-    """What to try against updates that are not finite, in a run of that precision."""
+    """Returns what to try against updates that are not finite, in a run of that precision."""
     general = "try a lower --learning_rate, a longer --lr_warmup_steps, a smaller --max_grad_norm"
     return general + (", bf16 in place of fp16" if mixed_precision == "fp16" else "")
 
@@ -49,7 +49,7 @@ class BadUpdates:
         self._most_in_a_row = torch.tensor(0, device=device)
         self._first_step = torch.tensor(-1, device=device)
         self._first_norms = torch.zeros(num_parameters, device=device)
-        self._first_losses: torch.Tensor | None = None
+        self._first_losses: Any = None  # a tensor from the first update on
         self.first: BadUpdate | None = None
         self.row = row  # bad updates up to the newest that was reported, without a good one between
 
@@ -79,7 +79,7 @@ class BadUpdates:
         self._first_losses = torch.where(first, losses, kept)
 
     def counts(self) -> torch.Tensor:
-        """What a report is made of, on the device."""
+        """Returns what a report is made of, on the device."""
         return torch.stack([self._first_step, *self._counts, self._most_in_a_row, self._in_a_row])
 
     def report(self, values: list[int] | None = None) -> dict[str, float]:

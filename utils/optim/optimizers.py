@@ -1,6 +1,7 @@
 """Optimizers, the learning rate as a closed form of the update count, and the update that a bad gradient cannot harm."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ LR_SCHEDULES = (
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
-    """An optimizer with decoupled weight decay (AdamW) that spares biases and the parameters of norms.
+    """Returns an optimizer with decoupled weight decay (AdamW) that spares biases and the parameters of norms.
 
     `adam`, `rmsprop` and `sgd` couple the decay to the gradient, as torch does. `adamw8bit` needs bitsandbytes and a GPU.
     Raises UserError for an unknown name or a missing package.
@@ -39,7 +40,7 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
     if name == "rmsprop":
         return torch.optim.RMSprop(groups, lr=learning_rate, momentum=momentum, eps=epsilon)
     if name == "sgd":
-        # Not fused: torch's fused SGD leaves its momentum uninitialised when the very first update is skipped.
+        # Not fused: torch's fused SGD leaves its momentum uninitialized when the very first update is skipped.
         return torch.optim.SGD(groups, lr=learning_rate, momentum=momentum)
     if name == "adamw8bit":
         try:
@@ -98,11 +99,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def l1_norm(model: nn.Module) -> torch.Tensor:
-    """Sum of |w| over matrices and kernels (not biases or norms), 0-dim, differentiable."""
+    """Returns the sum of |w| over matrices and kernels (not biases or norms), 0-dim, differentiable."""
     return torch.stack([p.abs().sum() for p in model.parameters() if p.requires_grad and p.ndim > 1]).sum()
 
 
-def step_if_finite(optimizer, finite: torch.Tensor) -> None:
+def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
     """One optimizer update, or none at all where `finite` (0-dim bool on the device) is false.
 
     Fused optimizers (AdamW, Adam) take the decision on the device, through the `found_inf` protocol that torch's
@@ -110,7 +111,7 @@ def step_if_finite(optimizer, finite: torch.Tensor) -> None:
     the scaler skips by itself, on the same condition, because the gradients were unscaled when their norm was taken.
     """
     scaler = getattr(optimizer, "scaler", None)
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner: Any = getattr(optimizer, "optimizer", optimizer)
     if scaler is not None and scaler.is_enabled():
         optimizer.step()
     elif not on_cpu(finite) and getattr(inner, "_step_supports_amp_scaling", False):

@@ -5,8 +5,9 @@ time t <= T by p(t) = (g + 1) t^g / T^(g + 1): its length is always the same sha
 s_rel = std of p / T. t and T are counts of updates.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,11 +39,13 @@ def width_of_exponent(exponent: float) -> float:
 
 
 def power_decay(step: int, exponent: float) -> float:
-    """Decay b in [0, 1) of the `step`-th update (1 for the first): (1 - 1 / step)^(g + 1)."""
+    """Returns the decay b in [0, 1) of the `step`-th update (1 for the first): (1 - 1 / step)^(g + 1)."""
     return (1.0 - 1.0 / step) ** (exponent + 1.0)
 
 
-def inner_products(steps_a, exponents_a, steps_b, exponents_b) -> np.ndarray:
+def inner_products(
+    steps_a: Sequence[int], exponents_a: Sequence[float], steps_b: Sequence[int], exponents_b: Sequence[float]
+) -> np.ndarray:
     """<p_a, p_b> = integral of p_a(t) p_b(t) dt, float64 [A, B], for profiles of `exponents` that end at `steps`."""
     steps_a, exponents_a = (np.asarray(x, np.float64)[:, None] for x in (steps_a, exponents_a))
     steps_b, exponents_b = (np.asarray(x, np.float64)[None, :] for x in (steps_b, exponents_b))
@@ -115,7 +118,7 @@ class PowerEMA(EMA):
         return [(str(width), average) for width, average in self.averages.items() if average is not self]
 
 
-def make_ema(model: nn.Module, options: EMAOptions) -> tuple[EMA | None, Callable[[int], float] | None]:
+def make_ema(model: nn.Module, options: EMAOptions) -> tuple[EMA | None, Any]:
     """(EMA, its decay at the n-th update), both None without `use_ema`."""
     if not options.use_ema:
         return None, None

@@ -7,7 +7,7 @@ A group is a class, and whoever needs some flags takes that group: `load_images(
 import os
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from utils.core.errors import UserError
 from utils.options.parser import Options, changed, flag
@@ -35,9 +35,9 @@ class DataOptions(Options):
     max_bad_images: int = flag(100, "replace no more than so many, then end the run (100)", at_least=1, free=True)
     max_train_images: int | None = flag(None, "use only the first N images", at_least=1)
     resolution: int = flag(64, "images are resized to this many pixels (64)", at_least=1)
-    image_channels: Literal[1, 3] = flag(3, "1 = greyscale, 3 = RGB (3)")
-    background: str = flag("white", "colour behind transparent images (white)")
-    center_crop: bool = flag(False, "crop the centre (random place)")
+    image_channels: Literal[1, 3] = flag(3, "1 = grayscale, 3 = RGB (3)")
+    background: str = flag("white", "color behind transparent images (white)")
+    center_crop: bool = flag(False, "crop the center (random place)")
     random_flip: bool = flag(False, "flip half of the images left to right")
     color_jitter: float = flag(0.0, "strength of brightness, contrast, saturation (0)", at_least=0, below=1)
     balanced_sampling: bool = flag(False, "every class equally often; needs labels")
@@ -184,6 +184,8 @@ class RunOptions(DataOptions, TrainingOptions, OptimizerOptions, EMAOptions, Rep
     """What the training scripts have in common."""
 
     script: ClassVar[str]
+    if TYPE_CHECKING:  # a flag of each script, with its own choices
+        sampler: Any
     usual_preset: ClassVar[str | None] = None  # where data is named, and neither a preset nor a config
     excludes: ClassVar[dict[str, tuple[str, ...]]] = {
         "train_data_dir": ("dataset_name",),
@@ -193,6 +195,16 @@ class RunOptions(DataOptions, TrainingOptions, OptimizerOptions, EMAOptions, Rep
         "save_model_epochs": ("save_model_steps",),
         "rescale_betas_zero_snr": ("snr_gamma",),  # which would not train the last timestep
     }
+
+    @property
+    def micro_batch_size(self) -> int:
+        """`train_batch_size`, once the memory plan has made a number of "auto"."""
+        return int(self.train_batch_size)
+
+    @property
+    def sampling_steps(self) -> int | None:
+        """Steps of the sampler that were asked for."""
+        raise NotImplementedError
 
     @classmethod
     def preset_name(cls, given: dict[str, Any]) -> str | None:
@@ -322,9 +334,9 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, RunOptions, EDM2Samp
     def sampling_steps(self) -> int | None:
         return self.num_inference_steps
 
-    optimizer: str = changed(OptimizerOptions, "optimizer", "adam")
+    optimizer: Any = changed(OptimizerOptions, "optimizer", "adam")
     learning_rate: float = changed(OptimizerOptions, "learning_rate", 0.01)
-    lr_scheduler: str = changed(OptimizerOptions, "lr_scheduler", "inverse_sqrt")
+    lr_scheduler: Any = changed(OptimizerOptions, "lr_scheduler", "inverse_sqrt")
     adam_beta1: float = changed(OptimizerOptions, "adam_beta1", 0.9)
     adam_beta2: float = changed(OptimizerOptions, "adam_beta2", 0.99)
     adam_weight_decay: float = changed(OptimizerOptions, "adam_weight_decay", 0.0)
@@ -335,7 +347,7 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, RunOptions, EDM2Samp
         "as in the reference, whose loss is a sum over channels and pixels; here it is their mean, so epsilon "
         "is divided by channels x pixels (1e-8)",
     )
-    ema_type: str = changed(EMAOptions, "ema_type", "power")
+    ema_type: Any = changed(EMAOptions, "ema_type", "power")
     output_dir: str = changed(OutputOptions, "output_dir", "edm2-model-64")
 
     def uses_channels_last(self, device_type: str) -> bool:

@@ -8,6 +8,7 @@ flat: `options.resolution`, `--resolution`. A preset's values replace defaults, 
 import argparse
 import difflib
 import json
+from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -19,7 +20,7 @@ HIDDEN = "<hidden>"  # in place of a secret
 
 
 def flag(default: Any = None, help: str = "", **about) -> Any:
-    """A field that is a flag.
+    """Makes a field that is a flag.
 
     Args:
         default: `MISSING` where the flag must be given.
@@ -32,8 +33,8 @@ def flag(default: Any = None, help: str = "", **about) -> Any:
     return field(default=default, metadata=about)
 
 
-def changed(group: type, name: str, default: Any, help: str | None = None) -> Any:
-    """The flag `name` of `group`, with another default in the options of one script."""
+def changed(group: "type[Options]", name: str, default: Any, help: str | None = None) -> Any:
+    """Repeats the flag `name` of `group` with another default in the options of one script."""
     about = group.__dataclass_fields__[name].metadata
     return field(default=default, metadata=about if help is None else {**about, "help": help})
 
@@ -53,7 +54,7 @@ class Options:
 
     @classmethod
     def preset_name(cls, given: dict[str, Any]) -> str | None:
-        """The preset that the flags that were given name or imply."""
+        """Returns the preset that the flags that were given name or imply."""
         return given.get("model_preset")
 
     def check(self) -> None:
@@ -65,11 +66,11 @@ class Options:
         return json.loads(json.dumps(values | computed))
 
     def secrets(self) -> list[str]:
-        """The values that no record may hold."""
+        """Returns the values that no record may hold."""
         return [value for each in fields(self) if each.metadata.get("secret") and (value := getattr(self, each.name))]
 
     def recorded(self) -> dict[str, Any]:
-        """All values by their names, sorted, secrets hidden."""
+        """Returns all values by their names, sorted, secrets hidden."""
         secret = {each.name for each in fields(self) if each.metadata.get("secret")}
         return {name: HIDDEN if name in secret and value else value for name, value in sorted(vars(self).items())}
 
@@ -80,7 +81,7 @@ class Options:
 
 
 def parse_options(cls: type[T], description: str, argv: list[str] | None = None) -> T:
-    """The options of a command line (None: this process's).
+    """Returns the options of a command line (None: this process's).
 
     Raises UserError for an unknown flag, an unknown preset, and values that no run can use; argparse ends the process with
     status 2 where a value is not of its flag's type.
@@ -113,7 +114,7 @@ def parse_options(cls: type[T], description: str, argv: list[str] | None = None)
 
 
 def make_parser(cls: type[Options], description: str) -> argparse.ArgumentParser:
-    """An argparse parser whose result holds nothing but what was given."""
+    """Returns an argparse parser whose result holds nothing but what was given."""
     presets = preset_table(cls) if cls.presets else None
     parser = argparse.ArgumentParser(
         description=description,
@@ -127,7 +128,7 @@ def make_parser(cls: type[Options], description: str) -> argparse.ArgumentParser
     for base in reversed(cls.__mro__):
         for name in declared.keys() & vars(base).get("__annotations__", {}).keys():
             owners.setdefault(name, base)
-    groups = {}
+    groups: dict[str | None, Any] = {}
     for base in cls.__mro__:
         for name in (name for name in vars(base).get("__annotations__", {}) if owners.get(name) is base):
             group = groups.get(base.__doc__) or groups.setdefault(base.__doc__, parser.add_argument_group(base.__doc__))
@@ -163,7 +164,7 @@ def is_required(declared: Field) -> bool:
     return declared.default is MISSING and declared.default_factory is MISSING
 
 
-def number_or(word: str):
+def number_or(word: str) -> Callable[[str], int | str]:
     def number(text: str) -> int | str:
         return text if text == word else int(text)
 
@@ -187,7 +188,7 @@ def check_ranges(options: Options) -> None:
 
 
 def preset_table(cls: type[Options]) -> str:
-    """The presets as text for `--help`: what is to be said about them, and each with the flags that it changes."""
+    """Returns the presets as text for `--help`: what is to be said about them, and each with the flags that it changes."""
     lines = ["model presets (a network and these defaults; your own flags win):", *cls.about_presets.splitlines()]
     for name, values in cls.presets.items():
         words = " ".join(f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in values.items())

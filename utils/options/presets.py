@@ -1,5 +1,7 @@
 """Model presets: each is a network and the flags it was published with. A plain table, shown in `--help`."""
 
+from typing import Any
+
 # Ho et al. 2020, appendix B, as google/ddpm-cifar10-32 has it: 35.7 M parameters.
 _CIFAR10 = {
     "block_out_channels": (128, 256, 256, 256),
@@ -37,9 +39,9 @@ _DIGITS16 = {
     "resnet_time_scale_shift": "scale_shift",
 }
 
-NETWORKS = {"digits16": _DIGITS16, "cifar10": _CIFAR10, "celeba64": _CELEBA64, "256": _UNCONDITIONAL}
+NETWORKS: dict[str, dict[str, Any]] = {"digits16": _DIGITS16, "cifar10": _CIFAR10, "celeba64": _CELEBA64, "256": _UNCONDITIONAL}
 
-FLAGS = {
+FLAGS: dict[str, dict[str, Any]] = {
     "digits16": {
         "dataset_name": "digits",
         "output_dir": "runs/digits",
@@ -128,7 +130,7 @@ EDM2_ABOUT = """\
   lengths of that. For latents (ImageNet-512) set --lr_decay_steps 70000 --P_mean -0.4 --P_std 1.0, and the length.
   All counts are updates of 2048 images and do not follow another --global_batch_size: set --max_train_steps,
   --lr_warmup_steps and --ema_snapshot_steps with it."""
-EDM2_FLAGS = {
+EDM2_FLAGS: dict[str, dict[str, Any]] = {
     "digits16": {
         "dataset_name": "digits",
         "output_dir": "runs/digits-edm2",
@@ -163,7 +165,7 @@ EDM2_FLAGS = {
 
 
 def network_for_resolution(resolution: int) -> str | None:
-    """The preset network for images of this size, when none was named; None where no preset's levels divide the size.
+    """Returns the preset network for images of this size, when none was named; None where no preset's levels divide the size.
 
     Sizes that diffusers' script can train get its network, so that its command lines export the same model.
     """

@@ -18,9 +18,11 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from utils.core.distributed import from_main_process, on_main_process
 from utils.core.errors import UserError
+from utils.core.files import sync
 from utils.optim.ema import EMA
 from utils.optim.optimizers import match_layouts
 from utils.runs.folder import check_options
@@ -40,7 +42,7 @@ def attach_state_hooks(accelerator: Accelerator, ema: EMA | None, state: TrainSt
     register further objects is a pickle that is loaded without restrictions.
     """
 
-    def save(models, weights, output_dir):
+    def save(models: list[nn.Module], weights: list[dict], output_dir: str) -> None:
         weights.clear()  # tells Accelerate that the models are dealt with
         if accelerator.is_main_process:
             model = accelerator.unwrap_model(models[0])
@@ -49,7 +51,7 @@ def attach_state_hooks(accelerator: Accelerator, ema: EMA | None, state: TrainSt
                 save_file(_contiguous(ema.state_dict()), Path(output_dir, EMA_WEIGHTS))
             Path(output_dir, STATE).write_text(json.dumps(asdict(state), indent=2))
 
-    def load(models, input_dir):
+    def load(models: list[nn.Module], input_dir: str) -> None:
         model = accelerator.unwrap_model(models.pop())
         model.load_state_dict(load_file(Path(input_dir, MODEL_WEIGHTS)))
         if ema is not None:
@@ -105,11 +107,11 @@ def _publish(temporary: Path, final: Path, step: int) -> None:
     files = {}
     for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
         files[path.relative_to(temporary).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-        _fsync(path)
+        sync(path)
     manifest = temporary / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=2))
-    _fsync(manifest)
-    _fsync(temporary)
+    sync(manifest)
+    sync(temporary)
     replaced = final.with_name(REPLACED + final.name)
     if final.exists():  # a run resumed from an earlier checkpoint comes by again
         os.rename(final, replaced)  # a kill before the next line: `find_checkpoint` undoes this one
@@ -119,7 +121,7 @@ def _publish(temporary: Path, final: Path, step: int) -> None:
         if replaced.exists():
             os.rename(replaced, final)
         raise
-    _fsync(final.parent)
+    sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -155,7 +157,7 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint meant by `latest`, `best`, `checkpoint-N` or a path, verified, and a line per one passed over.
+    """Returns the checkpoint meant by `latest`, `best`, `checkpoint-N` or a path, verified, and a line per one passed over.
 
     `latest` takes the newest valid one, and None where the run has none yet, so that one command line can start a run and
     continue it. Raises UserError for one that was named and is not valid, and when all of several are damaged.
@@ -165,7 +167,7 @@ def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[st
             os.rename(replaced, final)
     candidates = list_checkpoints(output_dir)
     if wanted == "latest":
-        skipped = []
+        skipped: list[str] = []
         for path in reversed(candidates):
             if (problem := verify_checkpoint(path)) is None:
                 return path, skipped
@@ -204,7 +206,7 @@ def prune_checkpoints(output_dir: Path, total_limit: int | None, newest_step: in
 
     Those beyond `newest_step` always go: they are of a branch that was left when the run went on from an earlier checkpoint.
     """
-    by_step = {int(CHECKPOINT_NAME.fullmatch(path.name)[1]): path for path in list_checkpoints(output_dir)}
+    by_step = {int(path.name.removeprefix("checkpoint-")): path for path in list_checkpoints(output_dir)}
     kept = [step for step in by_step if step <= newest_step]
     if total_limit is not None:
         kept = [*kept[-max(total_limit, 2) :], keep_step]
@@ -259,11 +261,3 @@ def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,7 +4,6 @@ One safetensors file per time and width, complete or absent like a checkpoint; i
 """
 
 import json
-import os
 from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 
 from utils.core.distributed import on_main_process
 from utils.core.errors import UserError
+from utils.core.files import sync, whole_file
 from utils.optim.ema import EMA, UNIT_VECTORS
 from utils.optim.power_ema import PowerEMA, reconstruction_weights
 from utils.runs.state import TrainState
@@ -66,23 +66,16 @@ def save_snapshots(ema: PowerEMA, output_dir: Path, step: int, *, fingerprint: s
     """
     folder = output_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".tmp-*"):
+    for leftover in folder.glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
     trained = {name for name, _ in ema.model.named_parameters()}  # buffers are small, and keep their precision
     for width, average in ema.averages.items():
         tensors = {n: (t.to(DTYPES[dtype]) if n in trained else t).contiguous() for n, t in average.shadow.items()}
         path = folder / f"{step:08d}-{width}.safetensors"
-        draft = folder / f".tmp-{path.name}"
         about = {"step": step, "width": width, "fingerprint": fingerprint}
-        save_file(tensors, draft, {"snapshot": json.dumps(about)})  # one key: safetensors writes several in random order
-        with open(draft, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with whole_file(path, durable=True) as draft:
+            save_file(tensors, draft, {"snapshot": json.dumps(about)})  # one key: safetensors writes several in random order
+    sync(folder)
 
 
 def remove_snapshots_beyond(output_dir: Path, step: int) -> None:

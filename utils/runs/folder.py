@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import platform
 import shlex
 import shutil
@@ -11,10 +10,12 @@ import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from utils.core.errors import UserError
+from utils.core.files import whole_file
 from utils.options.parser import HIDDEN, Options
 
 GONE = {"streaming"}  # options of earlier releases that no run could use
@@ -91,7 +92,7 @@ class RunFolder:
         What an earlier start of the same run had recorded of itself moves to `earlier_starts`.
         """
         path = self.path / "options.json"
-        record = {
+        record: dict[str, Any] = {
             "options": options.recorded(),
             "resolved": resolved,
             "command": command_line(options),
@@ -107,9 +108,8 @@ class RunFolder:
                 *earlier.get("earlier_starts", []),
                 {k: earlier.get(k) for k in ("command", "started", "git_commit", "versions")},
             ]
-        draft = path.with_name(".options.json.tmp")
-        draft.write_text(json.dumps(record, indent=2) + "\n")
-        os.replace(draft, path)
+        with whole_file(path) as draft:
+            draft.write_text(json.dumps(record, indent=2) + "\n")
 
     def release(self, exit_status: int) -> None:
         """Records how the run ended, since launchers return 1 whatever their processes return, and lets others in."""
@@ -120,7 +120,7 @@ class RunFolder:
 
 
 def command_line(options: Options) -> str:
-    """The command that was given to Python, without secrets."""
+    """Returns the command that was given to Python, without secrets."""
     command = shlex.join(sys.argv)
     for secret in options.secrets():
         command = command.replace(secret, HIDDEN)
@@ -128,7 +128,7 @@ def command_line(options: Options) -> str:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout that runs, with `+changes` when it has uncommitted ones; None outside a checkout."""
+    """Returns the commit of the checkout that runs, with `+changes` when it has uncommitted ones; None outside a checkout."""
     here = Path(__file__).parent
     try:
         describe = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty=+changes", "--exclude=*"]

@@ -2,9 +2,11 @@
 
 import json
 import math
-import os
 import time
 from pathlib import Path
+from typing import Any
+
+from utils.core.files import whole_file
 
 HISTORY = "history.jsonl"
 
@@ -22,9 +24,8 @@ class History:
         self.records = [record for record in everything if record["step"] <= first_step]
         cut_short = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
         if len(self.records) < len(everything) or cut_short:
-            draft = self.path.with_name(f".{HISTORY}.tmp")
-            draft.write_text("".join(_line(record) for record in self.records))
-            os.replace(draft, self.path)
+            with whole_file(self.path) as draft:
+                draft.write_text("".join(_line(record) for record in self.records))
 
     def add(self, step: int, values: dict) -> None:
         """Records `values` (JSON types) of the moment when `step` updates were finished."""
@@ -59,7 +60,7 @@ def _line(record: dict) -> str:
     return json.dumps(to_json(record)) + "\n"
 
 
-def to_json(value):
+def to_json(value: Any) -> Any:
     """JSON has no NaN: what is not finite becomes "nan", "inf" or "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -68,7 +69,7 @@ def to_json(value):
     return [to_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _from_json(value):
+def _from_json(value: Any) -> Any:
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
         return float(value)
     if isinstance(value, dict):

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from utils.core.errors import UserError
 from utils.runs.folder import EXIT_STATUS
@@ -86,7 +87,7 @@ class RunRecord:
         return [(step, value) for (step, _), value in zip(records, known)]
 
 
-def _finite_part(value):
+def _finite_part(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _finite_part(v) for k, v in value.items() if not (isinstance(v, float) and not math.isfinite(v))}
     return value

@@ -48,7 +48,7 @@ class TrainState:
         return improved
 
     def stopped_early(self, patience: int) -> bool:
-        """Whether `patience` validations in a row (0 = never) brought no gain."""
+        """Returns whether `patience` validations in a row (0 = never) brought no gain."""
         return 0 < patience <= self.validations_without_improvement
 
 

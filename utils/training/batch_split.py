@@ -1,5 +1,7 @@
 """The global batch of an update as processes x micro batch x micro steps."""
 
+from typing import cast
+
 from utils.core.errors import UserError
 from utils.options.flags import RunOptions
 
@@ -10,7 +12,7 @@ def split_batch(options: RunOptions, num_processes: int) -> tuple[int, int]:
     A micro batch that was given stays. One that is a default or a preset's gives way: to the micro steps if these were given,
     else to the largest divisor below it. Raises UserError when the numbers disagree, or when that divisor is far smaller.
     """
-    global_batch_size, micro_batch_size = options.global_batch_size, options.train_batch_size
+    global_batch_size, micro_batch_size = cast(int, options.global_batch_size), options.micro_batch_size
     accumulation = options.gradient_accumulation_steps if "gradient_accumulation_steps" in options.given else None
     exact = "train_batch_size" in options.given
     if exact and accumulation and num_processes * micro_batch_size * accumulation != global_batch_size:
@@ -42,7 +44,7 @@ def split_batch(options: RunOptions, num_processes: int) -> tuple[int, int]:
 
 
 def per_process(global_batch_size: int, num_processes: int) -> int:
-    """Images of an update that fall to each process. Raises UserError when they cannot be shared evenly."""
+    """Returns how many images of an update fall to each process. Raises UserError when they cannot be shared evenly."""
     if global_batch_size % num_processes:
         raise UserError(
             f"--global_batch_size {global_batch_size} does not divide by {num_processes} processes; choose a multiple"

@@ -182,4 +182,4 @@ def _largest_error(
         difference = torch.stack(differences[layer]).norm().item()
         errors[layer] = difference / max(size, smallest * largest[layer.rpartition(".")[0]], 1e-30)
     worst = max(errors, key=lambda layer: math.inf if math.isnan(errors[layer]) else errors[layer], default=None)
-    return errors.get(worst, 0.0), worst
+    return 0.0 if worst is None else errors[worst], worst

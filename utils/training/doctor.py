@@ -1,11 +1,12 @@
 """The doctor in the loop: records what a run shows of itself, tells each finding once, keeps diagnosis.json up to date."""
 
+import contextlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from utils.core.files import whole_file
 from utils.diagnostics.diagnose import diagnose
 from utils.diagnostics.findings import SEVERITIES, Finding
 from utils.diagnostics.report.report import write_report
@@ -79,7 +80,7 @@ class Doctor:
         return self._critical
 
     def knows(self, key: str) -> bool:
-        """Whether a record of this kind was made, now or before a resume."""
+        """Returns whether a record of this kind was made, now or before a resume."""
         return any(key in record for record in self._history.records)
 
     def look(self) -> None:
@@ -127,9 +128,5 @@ class Doctor:
 
 def write_diagnosis(path: Path, findings: list[Finding]) -> None:
     """The findings as JSON, complete or not at all; a full disk is no reason to stop."""
-    try:
-        draft = path.with_name(f".{path.name}.tmp")
+    with contextlib.suppress(OSError), whole_file(path) as draft:
         draft.write_text(json.dumps([vars(finding) for finding in findings], indent=2) + "\n")
-        os.replace(draft, path)
-    except OSError:
-        pass

@@ -2,9 +2,11 @@
 
 import math
 import time
+from typing import cast
 
 import torch
 from accelerate.utils.memory import clear_device_cache
+from PIL.Image import Image
 
 from utils.core.distributed import if_memory_allows, on_main_process
 from utils.core.errors import OUT_OF_MEMORY, UserError
@@ -44,7 +46,7 @@ class SampleEvaluation:
         self._stopped = False
 
     def due(self) -> bool:
-        """Whether the samples of this update are to be evaluated and were not yet. After a stop they still are."""
+        """Returns whether the samples of this update are to be evaluated and were not yet. After a stop they still are."""
         run, step, every = self._run, self._run.state.step, self._run.options.eval_steps
         if every is None or step in (0, run.state.evaluated_step):
             return False
@@ -65,7 +67,7 @@ class SampleEvaluation:
             if self._evaluation is None:
                 self._evaluation = self._prepare()
             prepared = time.perf_counter()
-            figures, sheet = self._evaluation.measure(self._sample, run.options.eval_images, cancelled=lambda: self._stopped)
+            figures, sheet = self._evaluation.measure(self._sample, run.options.eval_images, canceled=lambda: self._stopped)
         except UserError as error:  # on all processes alike: no memory for it, say
             problem = str(error)
         if problem is not None:
@@ -85,7 +87,8 @@ class SampleEvaluation:
         run.trackers.log(logged, step=step)
         run.doctor.record(step, logged | {"evaluation": figures})
         try:
-            on_main_process(run.accelerator, lambda: save_png(sheet, run.output_dir / "evaluation" / "nearest.png"))
+            picture = run.output_dir / "evaluation" / "nearest.png"
+            on_main_process(run.accelerator, lambda: save_png(cast(Image, sheet), picture))
         except UserError as error:  # a full disk takes no picture, and the figures are worth having without
             run.print_line(f"left out: {error}")
         floor = figures["floor"]
@@ -115,8 +118,7 @@ class SampleEvaluation:
         # The other processes wait while the main one looks for copies, so it looks through as many images as check_data does.
         most = MAX_COMPARED_BYTES // math.prod(real.shape) if real.cached else MAX_DECODED
         originals = Originals(_some(real, max(1, most)), others, reference.rows, held_out)
-        options = {"seed": run.options.seed, "batch_size": size, "originals": originals}
-        return Evaluation(run.accelerator, extractor, reference, **options)
+        return Evaluation(run.accelerator, extractor, reference, seed=run.options.seed, batch_size=size, originals=originals)
 
     def _sample(self, numbers: torch.Tensor) -> torch.Tensor:
         run, images = self._run, None

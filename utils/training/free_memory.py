@@ -13,7 +13,7 @@ V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def free_memory(device: torch.device, local_processes: int = 1) -> int:
-    """Bytes that this process can still get on `device`.
+    """Returns the bytes that this process can still get on `device`.
 
     On a CPU an even share of what the machine, or the container, has left for all `local_processes` on this machine; a GPU is
     taken to be this process's alone.

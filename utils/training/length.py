@@ -15,7 +15,7 @@ class RunLength(NamedTuple):
     @classmethod
     def of(cls, options: RunOptions, num_images: int, num_processes: int) -> "RunLength":
         """Raises UserError where there are fewer images than one update takes."""
-        micro_batch, accumulation = options.train_batch_size, options.gradient_accumulation_steps
+        micro_batch, accumulation = options.micro_batch_size, options.gradient_accumulation_steps
         global_batch_size = num_processes * micro_batch * accumulation
         check_global_batch(num_images, global_batch_size)
         of_an_epoch = updates_per_epoch(num_images, micro_batch, num_processes, accumulation)

@@ -8,8 +8,9 @@ workspace of the libraries.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -67,7 +68,7 @@ def estimate_memory(
     distributed: bool = False,
     predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _predict,
 ) -> MemoryEstimate:
-    """What training needs on `device`, which must exist but gives no memory.
+    """Returns what training needs on `device`, which must exist but gives no memory.
 
     `make_network` builds the network as it will be trained (checkpointing, layout of the weights), on torch's default device;
     `predict(network, noisy_images [B, C, H, W], timesteps [B])` gives its output. `accumulates`: gradients stay from one
@@ -125,7 +126,13 @@ class TrialStep:
     The arguments are those of `estimate_memory`; everything is made on torch's default device.
     """
 
-    def __init__(self, make_network, make_optimizer, use_ema: bool | int, distributed: bool):
+    def __init__(
+        self,
+        make_network: Callable[[], nn.Module],
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        use_ema: bool | int,
+        distributed: bool,
+    ):
         self.network = make_network().train()
         self.parameters = [p for p in self.network.parameters() if p.requires_grad]
         self.averages = [EMA(self.network) for _ in range(use_ema)]
@@ -139,8 +146,15 @@ class TrialStep:
     def optimizer_state(self) -> Iterator:
         return (value for state in self.optimizer.state.values() for value in state.values())
 
-    def run(self, image_shape, micro_batch_size: int, mixed_precision: str, micro_steps: int, predict=_predict) -> int:
-        """One update as in training. Returns the bytes that one forward pass left for its backward pass."""
+    def run(
+        self,
+        image_shape: tuple[int, int, int],
+        micro_batch_size: int,
+        mixed_precision: str,
+        micro_steps: int,
+        predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _predict,
+    ) -> int:
+        """Makes one update as in training. Returns the bytes that one forward pass left for its backward pass."""
         device = self.parameters[0].device
         for micro_step in range(micro_steps):
             clean_images, noise, noisy_images = (torch.randn(micro_batch_size, *image_shape) for _ in range(3))
@@ -154,7 +168,9 @@ class TrialStep:
             with self._reducing() if micro_step == micro_steps - 1 else contextlib.nullcontext():
                 loss.backward()
         del clean_images, noise, noisy_images, prediction, loss
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([p.grad for p in self.parameters])))
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        del gradients
         torch.nn.utils.clip_grads_with_norm_(self.parameters, 1.0, norm)
         before = [p.detach().clone() for p in self.parameters]  # as utils.diagnostics.dynamics does for a report
         self.optimizer.step()
@@ -171,7 +187,7 @@ class TrialStep:
         """A backward pass in it leaves the gradients in DDP's buckets, where there are some."""
 
         def move(parameter: nn.Parameter) -> None:
-            self.buckets[parameter].copy_(parameter.grad)
+            self.buckets[parameter].copy_(cast(torch.Tensor, parameter.grad))
             parameter.grad = self.buckets[parameter]
 
         with contextlib.ExitStack() as hooks:
@@ -192,21 +208,21 @@ def flops_per_image(
         network = make_network().train()
         for module in network.modules():
             if getattr(module, "gradient_checkpointing", False):
-                module.gradient_checkpointing = False
+                module.gradient_checkpointing = False  # type: ignore[assignment]  # a switch of diffusers
         with FlopCounterMode(display=False) as counter:
             predict(network, torch.randn(1, *image_shape), torch.zeros(1, dtype=torch.int64)).sum().backward()
     return counter.get_total_flops()
 
 
-def autocast(device: torch.device, mixed_precision: str):
-    """The autocast of a training step: nothing for "no"."""
+def autocast(device: torch.device, mixed_precision: str) -> contextlib.AbstractContextManager:
+    """Returns the autocast of a training step: nothing for "no"."""
     if mixed_precision == "no":
         return contextlib.nullcontext()
     return torch.autocast(device.type, AUTOCAST[mixed_precision])
 
 
-def storage_bytes(tensors) -> int:
-    """Bytes of the storages of `tensors`, each counted once."""
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Returns the bytes of the storages of `tensors`, each counted once."""
     storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -217,12 +233,12 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     Gradient checkpointing keeps a block's inputs alone; what is inside the block is not counted, as it is not kept.
     """
 
-    def __init__(self, excluded=()):
+    def __init__(self, excluded: Iterable[torch.Tensor] = ()):
         super().__init__(self._pack, lambda tensor: tensor)
         self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
         self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
 
-    def __enter__(self) -> "SavedTensors":
+    def __enter__(self) -> "SavedTensors":  # type: ignore[override]  # torch's own returns nothing
         super().__enter__()
         return self
 
@@ -246,13 +262,13 @@ class _LiveMemory(TorchDispatchMode):
     def __init__(self, block: int):
         super().__init__()
         self._block = block
-        self._known = weakref.WeakSet()
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._now = self.most = self.largest = 0
 
     def restart(self) -> None:
         self.most, self.largest = self._now, 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = 0
         for tensor in tree_leaves(result):

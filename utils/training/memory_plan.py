@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -82,7 +83,7 @@ class MemoryPlan:
         )
 
     def fits(self, estimate: MemoryEstimate) -> bool:
-        """Whether updates do, and what looks at a micro batch between them."""
+        """Returns whether updates do, and what looks at a micro batch between them."""
         between = self._of_a_micro_batch(estimate).values()
         return max(estimate.peak, *between, 0) <= SHARE * self.free
 
@@ -125,10 +126,10 @@ class MemoryPlan:
             resumed = Path(options.output_dir) if options.resume_from_checkpoint else None
             options.train_batch_size, options.gradient_accumulation_steps = self.split(resumed)
             self._accelerator.gradient_accumulation_steps = options.gradient_accumulation_steps
-        explain_out_of_memory(partial(self.explain, options.train_batch_size, options.gradient_accumulation_steps))
+        explain_out_of_memory(partial(self.explain, options.micro_batch_size, options.gradient_accumulation_steps))
 
     def measures_eagerly(self) -> bool:
-        """Whether the updates of reports may run eagerly, which measures activations; all processes must call it.
+        """Returns whether the updates of reports may run eagerly, which measures activations; all processes must call it.
 
         A batch that fits the compiled network alone would end the run at the first report.
         """
@@ -136,10 +137,10 @@ class MemoryPlan:
             return True
         self.free = min(self._gathered(self.free))
         options = self._options
-        return self.estimate(options.train_batch_size, options.gradient_accumulation_steps).peak <= SHARE * self.free
+        return self.estimate(options.micro_batch_size, options.gradient_accumulation_steps).peak <= SHARE * self.free
 
     def table(self, micro_batch_size: int, accumulation: int) -> str:
-        """The estimate in lines to print, with the verdict and, where it does not fit, what to set."""
+        """Returns the estimate in lines to print, with the verdict and, where it does not fit, what to set."""
         estimate = self.estimate(micro_batch_size, accumulation)
         flops = flops_per_image(self._make_network, self._image_shape)
         rows = [
@@ -192,11 +193,14 @@ class MemoryPlan:
             ("--eval_batch_size", self._samples, 8 * processes + 30, processes),
             ("--evaluation_batch_size", self._evaluation_batch_size, 8, 1),
         ):
-            sizes = list(range(size, 0, -1))
-            fits = largest_that_fits(sizes, lambda size, images=images: self._with_pass(estimate, size, images * size) <= room)
+
+            def fits_with(size: int, images: int = images) -> bool:
+                return self._with_pass(estimate, size, images * size) <= room
+
+            fits = largest_that_fits(range(size, 0, -1), fits_with)
             if fits is None and size:
                 advice.append(f"not even {flag} 1 fits, so they will be left out")
-            elif fits != (size or None):
+            elif fits is not None and fits != size:
                 advice.append(f"set {flag} {fits * together}")
         return ", ".join(advice)
 
@@ -205,7 +209,7 @@ class MemoryPlan:
         options = self._options
 
         def write() -> None:
-            print(self.table(options.train_batch_size, options.gradient_accumulation_steps))
+            print(self.table(options.micro_batch_size, options.gradient_accumulation_steps))
 
         on_main_process(self._accelerator, write)
         return 0
@@ -236,7 +240,7 @@ class MemoryPlan:
         return "not even one image fits: set a smaller network or --resolution"
 
     def explain(self, micro_batch_size: int, accumulation: int) -> str:
-        """What to say when memory has run out: asked, predicted, and what to set."""
+        """Returns what to say when memory has run out: asked, predicted, and what to set."""
         predicted = self.estimate(micro_batch_size, accumulation).peak
         return (
             f"asked: {self.asked(micro_batch_size, accumulation)}\n"
@@ -252,7 +256,7 @@ class MemoryPlan:
         all succeed. What the run in the folder `resumed` was trained with stays while it is predicted to fit. Raises UserError
         when the global batch cannot be split so, or when not even one image fits.
         """
-        num_processes, global_batch_size = self._accelerator.num_processes, self._options.global_batch_size
+        num_processes, global_batch_size = self._accelerator.num_processes, cast(int, self._options.global_batch_size)
         if self._options.train_batch_size != "auto":
             return split_batch(self._options, num_processes)
         together = per_process(global_batch_size, num_processes)
@@ -298,7 +302,7 @@ class MemoryPlan:
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The largest of falling `sizes` that `fits`, where all smaller ones do too; None when none does."""
+    """Returns the largest of falling `sizes` that `fits`, where all smaller ones do too; None when none does."""
     low, high = 0, len(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -310,7 +314,7 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int 
 
 
 def recorded_split(output_dir: Path | None, global_batch_size: int, num_processes: int) -> int | None:
-    """The micro batch of the run in `output_dir`, if that had as many processes and as large an update; else None."""
+    """Returns the micro batch of the run in `output_dir`, if that had as many processes and as large an update; else None."""
     try:
         resolved = json.loads((output_dir / "options.json").read_text())["resolved"] if output_dir else {}
     except (OSError, ValueError, KeyError):  # no run yet

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -109,7 +110,7 @@ class Monitor:
         parts = [self._statistics.sums(accelerator), self._bad_updates.counts(), self._dynamics.measured()]
         sums, counts, measured, *values = read_together([*parts, *on_device.values()])
         figures = figures | {name: value for name, (value,) in zip(on_device, values)}
-        report = self._statistics.report(accelerator, sums) | self._bad_updates.report(counts)
+        report: dict[str, Any] = self._statistics.report(accelerator, sums) | self._bad_updates.report(counts)
         report |= self._stopwatch.report(step, global_batch_size) | self._bad_images.update() | figures
         report["train/samples_seen"] = step * global_batch_size
         report["perf/peak_memory_gib"] = peak_memory_gib(accelerator.device)

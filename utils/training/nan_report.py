@@ -1,7 +1,6 @@
 """What was wrong with an update that was skipped because its loss or gradient is not finite: which sample, module, weights."""
 
 import json
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors.torch import save
 from torch import nn
 
 from utils.core.distributed import on_main_process
+from utils.core.files import whole_file
 from utils.core.images import make_grid, save_png
 from utils.diffusion.sampling import to_uint8
 from utils.optim.nonfinite import BadUpdate, advice
@@ -22,8 +22,8 @@ MAX_NAMES = 30  # parameters named in a report
 
 
 @torch.no_grad()  # or gradient checkpointing would count what isfinite keeps for a backward pass
-def finite(value) -> bool:
-    """Whether every floating tensor in `value` (a tensor, or a module's output of them) is finite."""
+def finite(value: object) -> bool:
+    """Returns whether every floating tensor in `value` (a tensor, or a module's output of them) is finite."""
     if isinstance(value, torch.Tensor):
         return not value.is_floating_point() or bool(torch.isfinite(value).all())
     if isinstance(value, dict):
@@ -38,8 +38,8 @@ def find_first_bad_module(unet: nn.Module, compute: Callable[[], torch.Tensor]) 
     """
     found = None
 
-    def watch(name: str):
-        def look(module, inputs, output):
+    def watch(name: str) -> Callable[[nn.Module, tuple, object], None]:
+        def look(module: nn.Module, inputs: tuple, output: object) -> None:
             nonlocal found
             if found is None and not finite(output):
                 found = {"name": name, "class": type(module).__name__, "inputs_finite": finite(inputs)}
@@ -90,7 +90,7 @@ class NanReports:
         finally:
             for buffer, before in zip(
                 self._network.buffers(), buffers
-            ):  # spectral normalisation moves its own in a forward pass
+            ):  # spectral normalization moves its own in a forward pass
                 buffer.copy_(before)
         samples, replays, problems = gather_object(samples), gather_object([replay]), gather_object([problem])
         blamed = next((r["first_bad_module"] for r in replays if r["first_bad_module"]), None)
@@ -111,7 +111,8 @@ class NanReports:
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "report.json").write_text(json.dumps(report, indent=2))
+            with whole_file(folder / "report.json") as draft:
+                draft.write_text(json.dumps(report, indent=2))
 
         on_main_process(run.accelerator, write)
         where = next(filter(None, problems), None) or folder.relative_to(run.output_dir)
@@ -132,7 +133,7 @@ class NanReports:
             tensors = {"sample_numbers": numbers, "dataset_rows": rows, **batch}
             kept.append({name: tensor.cpu() for name, tensor in tensors.items()})
 
-            def compute(micro_step=micro_step, batch=batch):
+            def compute(micro_step: int = micro_step, batch: dict = batch) -> torch.Tensor:
                 samples_of_run.seed_dropout(bad.step, micro_step)
                 return objective.losses(self._network, **batch).trained
 
@@ -149,7 +150,7 @@ class NanReports:
             }
             samples += [dict(zip(columns, row)) for row in zip(*columns.values())]
             # Not .backward(), in which DDP would take part.
-            gradients = torch.autograd.grad(again.mean(), parameters.values(), allow_unused=True)
+            gradients = torch.autograd.grad(again.mean(), list(parameters.values()), allow_unused=True)
             found = {name for name, g in zip(parameters, gradients) if g is not None and not finite(g)}
             found.update(replay["bad_gradients"])
             replay["bad_gradients"] = [name for name in parameters if name in found][:MAX_NAMES]
@@ -173,9 +174,8 @@ def _summary(module: dict | None, samples: list[dict], bad_names: list[str], rep
 def _write_batch(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
     """A rank's samples as safetensors and as a picture."""
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".rank{rank}.tmp"
-    temporary.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
-    os.replace(temporary, folder / f"rank{rank}.safetensors")
+    with whole_file(folder / f"rank{rank}.safetensors") as draft:
+        draft.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
     save_png(make_grid(to_uint8(tensors["clean_images"])), folder / f"rank{rank}.png")
 
 

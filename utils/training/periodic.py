@@ -46,11 +46,11 @@ class Periodic:
             self._save()
 
     def finished(self) -> bool:
-        """Whether the run has all its updates, was stopped early, or must end."""
+        """Returns whether the run has all its updates, was stopped early, or must end."""
         return self._exit_status != 0 or self.at_end()
 
     def at_end(self) -> bool:
-        """Whether the run has all its updates, or was stopped early."""
+        """Returns whether the run has all its updates, or was stopped early."""
         run = self._run
         return run.state.step >= run.length.max_train_steps or run.state.stopped_early(run.options.early_stopping_patience)
 

@@ -5,9 +5,10 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ class StepStatistics:
         self._updates += gradients.finite
 
     def sums(self, accelerator: Accelerator) -> torch.Tensor:
-        """What a report is made of, over all processes, on the device."""
+        """Returns what a report is made of, over all processes, on the device."""
         losses = accelerator.reduce(torch.cat([self._loss_sum, self._loss_count, self._drawn]), "sum")
         return torch.cat([losses, torch.stack([self._norm_sum, self._updates])])
 
@@ -83,14 +84,14 @@ class StepStatistics:
 
 
 def read_together(tensors: Sequence[torch.Tensor]) -> list[list]:
-    """The values of each tensor, flattened, exact whatever their dtypes: in one copy, so that the host waits once."""
+    """Returns the values of each tensor, flattened, exact whatever their dtypes: in one copy, so that the host waits once."""
     packed = torch.cat([tensor.detach().flatten().view(torch.uint8) for tensor in tensors]).cpu()
     parts = packed.split([tensor.numel() * tensor.element_size() for tensor in tensors])
     return [part.clone().view(tensor.dtype).tolist() for part, tensor in zip(parts, tensors)]
 
 
 def _joined(bins: list[float], parts: int) -> list[float]:
-    """Sums of neighbouring bins, `parts` of them."""
+    """Sums of neighboring bins, `parts` of them."""
     width = len(bins) // parts
     return [sum(bins[i : i + width]) for i in range(0, len(bins), width)]
 
@@ -105,20 +106,20 @@ class Stopwatch:
         self._step, self._start, self._waited = step, time.perf_counter(), 0.0
 
     @contextmanager
-    def waiting_for_data(self):
+    def waiting_for_data(self) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self._waited += time.perf_counter() - start
 
     @contextmanager
-    def paused(self):
+    def paused(self) -> Iterator[None]:
         """Leaves out what happens inside: validation, sampling, checkpoints."""
         start = time.perf_counter()
         yield
         self._start += time.perf_counter() - start
 
     def report(self, step: int, global_batch_size: int) -> dict[str, float]:
-        """Images per second and the share of time spent waiting for data, since the last report."""
+        """Returns images per second and the share of time spent waiting for data, since the last report."""
         elapsed_seconds = max(time.perf_counter() - self._start, 1e-9)
         samples = (step - self._step) * global_batch_size
         report = {"perf/images_per_second": samples / elapsed_seconds, "perf/data_wait": self._waited / elapsed_seconds}
@@ -127,7 +128,7 @@ class Stopwatch:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory that this process ever held on its device, in GiB; on a CPU its resident memory."""
+    """Returns the most memory that this process ever held on its device, in GiB; on a CPU its resident memory."""
     if device.type == "cpu":
         unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
@@ -160,7 +161,7 @@ class Trackers:
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("RGB"))[None]
 
-        def show(tracker) -> None:
+        def show(tracker: Any) -> None:
             if tracker.name == "tensorboard":
                 tracker.log_images({tag: pixels}, step=step, dataformats="NHWC")
             elif hasattr(tracker, "log_images"):

@@ -41,7 +41,7 @@ class Run:
     data: TrainingData
     objective: Objective
     ema: EMA | None
-    ema_decay: Callable[[int], float] | None  # at the n-th update
+    ema_decay: Callable[[int], float]  # at the n-th update; None without an EMA
     clipping: AdaptiveLimit | FixedLimit
     state: TrainState  # its `step` is the number of finished updates, the only clock
     length: RunLength

@@ -2,14 +2,18 @@
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+
+import torch
 
 from utils.core.distributed import if_memory_allows, on_main_process
 from utils.core.images import denoising_path, save_png, side_by_side
 from utils.diagnostics.probe import sample_statistics
 from utils.diffusion.sampling import full_precision, make_sampler, path_steps, sample_sharded, sampling_steps, to_uint8
 from utils.training.run import Run
+
+ImagesAndPaths = tuple[torch.Tensor, torch.Tensor]  # [B, C, H, W] and [B, T, C, H, W]
 
 PATH_IMAGES = 4
 PROCESS = (
@@ -59,7 +63,7 @@ class SampleGrids:
                     found = run.objective.probe(run.data)
                 run.doctor.record(run.state.step, {"probe": found})
 
-    def _sample(self, weights: Callable):
+    def _sample(self, weights: Callable[[], AbstractContextManager]) -> ImagesAndPaths | None:
         """(images, denoising paths) of the main process, from the same noise every time; None when told to stop halfway."""
         run, count, network = self._run, self._run.options.eval_batch_size, self._run.objective.exported
         with weights(), full_precision(network):
@@ -77,7 +81,7 @@ class SampleGrids:
                 predict=run.objective.predict,
             )
 
-    def _write(self, path: Path, step: int, *, raw, ema) -> None:
+    def _write(self, path: Path, step: int, *, raw: ImagesAndPaths, ema: ImagesAndPaths) -> None:
         run, objective = self._run, self._run.objective
         path_png = path.with_name(f"{step:07d}-path.png")
         # Where the chain really passed: DDIM-50 starts at 980.

@@ -32,12 +32,12 @@ class Validation:
 
     @torch.no_grad()
     def mean_loss(self) -> float:
-        """Mean over DRAWS noisings of each held-out image, equal on all processes.
+        """Returns the mean over DRAWS noisings of each held-out image, equal on all processes.
 
         The noise levels lie in the middles of as many equal slices of the training's levels, so that the figure moves with the
         weights and not with the luck of the draw.
         """
-        run, size = self._run, self._run.options.train_batch_size
+        run, size = self._run, self._run.options.micro_batch_size
         objective, accelerator, total = run.objective, run.accelerator, len(run.data.held_out) * DRAWS
         loss_sum = torch.zeros((), dtype=torch.float64, device="cpu")
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ PROBED = ("error", "held_out_error", "linear_error", "output_std", "target_std",
 CORRELATIONS = {  # of utils/diagnostics/noise_check.py
     "timestep_order": "share of noise and timestep",
     "between_images": "images of a batch",
-    "within_images": "neighbouring pixels",
+    "within_images": "neighboring pixels",
     "repeated": "an earlier update",
 }
 
@@ -45,7 +46,7 @@ def loss_plots(record: RunRecord, findings: list) -> str:
         [*curves, _curve(record, "validation/loss", "validation (EMA weights)", 2)],
         unit="loss per sample",
         reading="Healthy: a fast fall, then a slow one, and validation that falls along. Validation that turns up while "
-        "training falls means memorising; a smoothed line that turns up, a learning rate that is too high.",
+        "training falls means memorizing; a smoothed line that turns up, a learning rate that is too high.",
         marks=marks,
         note="Upright lines mark the updates that findings name." if marks else "",
     )
@@ -196,7 +197,10 @@ def _layer_figure(records: list[tuple[int, dict]], kind: str, title: str, unit: 
     curves = [
         Curve(names[i], steps, np.where(recorded[:, i], values[:, i], np.nan), style) for style, i in enumerate(chosen, start=1)
     ]
-    curves = [Curve(c.label, c.steps[recorded[:, i]], c.values[recorded[:, i]], c.style) for c, i in zip(curves, chosen)]
+    curves = [
+        Curve(c.label, np.asarray(c.steps)[recorded[:, i]], np.asarray(c.values)[recorded[:, i]], c.style)
+        for c, i in zip(curves, chosen)
+    ]
     notes = []
     for words, hit in (("not finite", broken), ("at zero", recorded & (values == 0))):
         layers = [name for name, is_hit in zip(names, hit[-1]) if is_hit]
@@ -234,20 +238,20 @@ def _outstanding(positive: np.ndarray, median: np.ndarray) -> list[int]:
     return list(dict.fromkeys(int(i) for i in candidates))
 
 
-def by_timestep(values) -> bool:
-    """Whether a value of a probe is a dict of numbers whose keys are timesteps."""
+def by_timestep(values: object) -> bool:
+    """Returns whether a value of a probe is a dict of numbers whose keys are timesteps."""
     if not isinstance(values, dict) or len(values) < 2:
         return False
     return all(str(key).isdigit() and isinstance(value, (int, float)) for key, value in values.items())
 
 
 def probe_plots(records: list[tuple[int, dict]]) -> list[str]:
-    """What the network did with real images, over the timesteps: the newest time it was asked, and the first."""
+    """Returns what the network did with real images, over the timesteps: the newest time it was asked, and the first."""
     (first_step, first), (step, newest) = records[0], records[-1]
     now, then = f"update {step:,}", f"update {first_step:,}"
 
     def curve(probe: dict, key: str, label: str, style: int | str) -> Curve:
-        points = probe.get(key) if by_timestep(probe.get(key)) else {}
+        points: Any = probe.get(key) if by_timestep(probe.get(key)) else {}
         timesteps = sorted(points, key=int)
         return Curve(label, [int(t) for t in timesteps], [points[t] for t in timesteps], style)
 

@@ -1,10 +1,11 @@
 """An HTML page of plots and tables that needs no network."""
 
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
+
+from utils.core.files import whole_file
 
 
 def write_page(path: Path, *, title: str, header: str, sections: Sequence[tuple[str, str]], source: str) -> None:
@@ -41,13 +42,8 @@ def write_page(path: Path, *, title: str, header: str, sections: Sequence[tuple[
 </body>
 </html>
 """
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
+    with whole_file(Path(path)) as draft:
         draft.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)  # there after a full disk only
 
 
 def _anchor(title: str) -> str:

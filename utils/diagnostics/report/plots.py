@@ -1,7 +1,7 @@
 """Curves and heat maps as HTML fragments: an inline SVG that stretches with the page, its labels ordinary text beside it.
 
 Text in an SVG shrinks with it and would be unreadable on a phone; here only the curves stretch, and strokes and labels keep
-their size. Colours are CSS classes (report.css), so that light and dark mode are the style sheet's concern.
+their size. Colors are CSS classes (report.css), so that light and dark mode are the style sheet's concern.
 """
 
 import base64
@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from html import escape
 
 import numpy as np
+from numpy.typing import ArrayLike
 from PIL import Image
+
+Numbers = Sequence[float] | np.ndarray
 
 MAX_BUCKETS = 500  # of which each keeps its lowest and its highest point: as fine as the pixels of a plot
 SPIKE = 1e3  # a value so many times beyond 98 % of the others does not stretch the axis over the rest
@@ -25,11 +28,11 @@ SIZE = 1000  # of the SVG's own coordinates, which the page stretches to the plo
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a plot. `style`: 1 to 4 (colour and dash differ), "raw" (thin), "median" (heavy), "limit" (dotted)."""
+    """One line of a plot. `style`: 1 to 4 (color and dash differ), "raw" (thin), "median" (heavy), "limit" (dotted)."""
 
     label: str
-    steps: Sequence[float]
-    values: Sequence[float]
+    steps: Numbers
+    values: Numbers
     style: int | str = 1
 
 
@@ -38,9 +41,9 @@ class Band:
     """The region between two curves, drawn behind them; `low` and `high` share `steps`."""
 
     label: str
-    steps: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
+    steps: Numbers
+    low: Numbers
+    high: Numbers
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Axis:
     high: float
     log: bool = False
 
-    def position(self, values) -> np.ndarray:
+    def position(self, values: ArrayLike) -> np.ndarray:
         """0 at `low`, 1 at `high`; NaN where a value has no place on the axis."""
         values = np.asarray(values, dtype=float)
         if not self.log:
@@ -70,7 +73,7 @@ class Axis:
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
         values = [(first + i) * step for i in range(count)]
         if decimals > 4 or step >= 1000:
-            digits = math.ceil(math.log10(max(abs(self.low), abs(self.high)) / step)) + 1  # neighbours get different labels
+            digits = math.ceil(math.log10(max(abs(self.low), abs(self.high)) / step)) + 1  # neighbors get different labels
             return [(value, number(value, max(3, digits)) if abs(value) > step / 2 else "0") for value in values]
         return [(value, f"{value:.{decimals}f}" if abs(value) > step / 2 else "0") for value in values]
 
@@ -94,7 +97,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number for people: 0.0208, 2e-5, 1.5k, 35.7M."""
+    """Returns a number for people: 0.0208, 2e-5, 1.5k, 35.7M."""
     if not math.isfinite(value):
         return str(value)
     value = float(f"{value:.{digits}g}")
@@ -114,7 +117,7 @@ def spike_limit(values: np.ndarray) -> float:
     return 10 * common if 0 < common * SPIKE < float(values.max()) else math.inf
 
 
-def smooth(values: Sequence[float], window: float) -> np.ndarray:
+def smooth(values: Numbers, window: float) -> np.ndarray:
     """Weighted mean over about `window` reports around each one, so that it does not lag behind; values that are not finite
     stay what they are, and like spikes they have no weight."""
     values = np.asarray(values, dtype=float)
@@ -125,19 +128,19 @@ def smooth(values: Sequence[float], window: float) -> np.ndarray:
     good = np.isfinite(values) & (np.abs(values) < HUGE)
     if good.any():
         good &= values <= spike_limit(values[good])
-    centre = slice(half, half + len(values))  # "same" would give the kernel's length where that is the longer one
-    total = np.convolve(np.where(good, values, 0.0), kernel)[centre]
-    weight = np.convolve(good.astype(float), kernel)[centre]
+    center = slice(half, half + len(values))  # "same" would give the kernel's length where that is the longer one
+    total = np.convolve(np.where(good, values, 0.0), kernel)[center]
+    weight = np.convolve(good.astype(float), kernel)[center]
     mean = np.divide(total, weight, out=np.full(len(values), np.nan), where=weight > 1e-9)
     return np.where(np.isfinite(values), mean, values)
 
 
 def prose(text: str) -> str:
-    """Escaped text in which flags are set as code, so that no line breaks within them."""
+    """Escapes text and sets flags as code, so that no line breaks within them."""
     return re.sub(r"--[a-z]\w*", r"<code>\g<0></code>", escape(text))
 
 
-def thin(steps: Sequence[float], values: Sequence[float], buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
+def thin(steps: Numbers, values: Numbers, buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
     """At most 3 x buckets + 2 of the points: first, last, and of each bucket the lowest, the highest and one that is not
     finite. No spike and no gap is lost."""
     steps, values = np.asarray(steps, dtype=float), np.array(values, dtype=float)
@@ -261,7 +264,7 @@ def _outside(lines: list[tuple[Curve, np.ndarray, np.ndarray]], axis: Axis, time
     return marks, legend
 
 
-def _coordinate(position: float) -> str:
+def _coordinate(position: float | np.ndarray) -> str:
     return f"{SIZE * float(position):.1f}".removesuffix(".0")
 
 
@@ -286,7 +289,7 @@ def _tick_labels(axis: Axis, time_axis: Axis, several_steps: bool, only_step: fl
 
 
 def _line_path(x: np.ndarray, y: np.ndarray) -> tuple[str, str]:
-    """SVG paths of a line that breaks where y is NaN, and of its dots: all where they are few, else those without neighbour."""
+    """SVG paths of a line that breaks where y is NaN, and of its dots: all where they are few, else those without neighbor."""
     pieces: list[list[str]] = [[]]
     for column, row in zip(x, y):
         if math.isfinite(row):
@@ -320,15 +323,15 @@ def _legend_item(kind: str, label: str, value: str, symbol: str = "") -> str:
     return f"<li>{sign}<b>{label}</b>{f'<span>{value}</span>' if value else ''}</li>"
 
 
-# Cividis (Nuñez et al. 2018) at nine places: even in lightness, the same for colour-blind readers.
+# Cividis (Nuñez et al. 2018) at nine places: even in lightness, the same for color-blind readers.
 _CIVIDIS = ("00224e", "1d3564", "434e6c", "5f636e", "7b7b78", "958f78", "b8a971", "d8c662", "fee838")
 _LEVELS = 64
-_NOT_FINITE = "e0218a"  # no colour of the scale is like it
+_NOT_FINITE = "e0218a"  # no color of the scale is like it
 
 
-def heat_map(steps: Sequence[float], names: Sequence[str], values: np.ndarray, *, unit: str) -> str:
+def heat_map(steps: Numbers, names: Sequence[str], values: np.ndarray, *, unit: str) -> str:
     """A picture of positive `values` [time, names] on a log scale, one row per name, the first on top; NaN is left striped,
-    infinity is marked. Rows of the same block are labelled once."""
+    infinity is marked. Rows of the same block are labeled once."""
     values = np.asarray(values, dtype=float)
     good = np.isfinite(values) & (values > 0)
     if not good.any() or len(steps) < 2:
@@ -339,10 +342,10 @@ def heat_map(steps: Sequence[float], names: Sequence[str], values: np.ndarray, *
     levels = np.where(good, np.round(share * (_LEVELS - 1)), _LEVELS).astype(np.uint8)
     levels[np.isinf(values)] = _LEVELS + 1
     picture = Image.fromarray(np.ascontiguousarray(levels.T), mode="P")
-    stops = np.array([[int(colour[i : i + 2], 16) for i in (0, 2, 4)] for colour in _CIVIDIS])
+    stops = np.array([[int(color[i : i + 2], 16) for i in (0, 2, 4)] for color in _CIVIDIS])
     places = np.linspace(0, len(stops) - 1, _LEVELS)
-    colours = np.stack([np.interp(places, range(len(stops)), stops[:, i]) for i in range(3)], 1).round().astype(int)
-    picture.putpalette([*colours.flatten().tolist(), 128, 128, 128, *bytes.fromhex(_NOT_FINITE)])
+    colors = np.stack([np.interp(places, range(len(stops)), stops[:, i]) for i in range(3)], 1).round().astype(int)
+    picture.putpalette([*colors.flatten().tolist(), 128, 128, 128, *bytes.fromhex(_NOT_FINITE)])
     buffer = io.BytesIO()
     picture.save(buffer, "PNG", optimize=True, transparency=_LEVELS)
     source = base64.b64encode(buffer.getvalue()).decode()
@@ -361,7 +364,7 @@ def heat_map(steps: Sequence[float], names: Sequence[str], values: np.ndarray, *
         f'<div class="y-label">{escape(unit)}, one row per layer from input to output</div><div class="heat">'
         f'<img alt="{escape(unit)} of {len(names)} layers over time" src="data:image/png;base64,{source}">'
         f"{''.join(labels)}</div>"
-        f'<div class="x-label">update</div><div class="colour-key"><span class="scale">{number(10**low)}<i></i>'
+        f'<div class="x-label">update</div><div class="color-key"><span class="scale">{number(10**low)}<i></i>'
         f"{number(10**high)}, log scale</span>"
         + ("<span><i></i> zero or not recorded</span>" if (levels == _LEVELS).any() else "")
         + (f'<span><b style="color:#{_NOT_FINITE}">■</b> not finite</span>' if (levels == _LEVELS + 1).any() else "")
@@ -370,7 +373,7 @@ def heat_map(steps: Sequence[float], names: Sequence[str], values: np.ndarray, *
 
 
 def block_of(name: str) -> str:
-    """The part of the network that a layer belongs to: `down_blocks.0` of down_blocks.0.resnets.1.conv1."""
+    """Returns the part of the network that a layer belongs to: `down_blocks.0` of down_blocks.0.resnets.1.conv1."""
     parts = name.split(".")
     return ".".join(parts[:2]) if len(parts) > 2 and parts[1].isdigit() else parts[0]
 

@@ -29,7 +29,7 @@ from utils.diagnostics.report.tables import cell, flatten, table
 from utils.options.presets import FLAGS
 from utils.runs.record import RunRecord
 
-SYMBOLS = {"critical": "✖", "warning": "▲", "info": "●"}  # severity is told by more than colour
+SYMBOLS = {"critical": "✖", "warning": "▲", "info": "●"}  # severity is told by more than color
 
 
 def write_report(record: RunRecord, findings: list, path: Path) -> None:
@@ -85,7 +85,7 @@ def _header(record: RunRecord, name: str) -> str:
         "Network": f"{number(resolved['parameters'])} parameters" if resolved.get("parameters") else None,
         "Global batch": resolved.get("global_batch_size"),
         "Device": device and (f"{device}, {processes} processes" if processes > 1 else device),
-        "Precision": {"no": "fp32"}.get(resolved.get("mixed_precision"), resolved.get("mixed_precision")),
+        "Precision": {"no": "fp32"}.get(str(resolved.get("mixed_precision")), resolved.get("mixed_precision")),
         "Peak memory": f"{max(memory):.2f} GiB" if memory else None,
         "Skipped updates": f"{skipped:.0f}" if skipped else None,
         "Started": record.starts[0].replace("T", " ").replace("+00:00", " UTC") if record.starts else None,
@@ -204,7 +204,8 @@ def _options(record: RunRecord) -> str:
     given = {word.removeprefix("--").removeprefix("no-") for word in words}
     preset = record.options.get("model_preset")
     by_preset = FLAGS.get(preset, {}).keys() if isinstance(preset, str) else ()
-    chosen, untouched = [], []
+    chosen: list[list[str]] = []
+    untouched: list[list[str]] = []
     for name, value in sorted(record.options.items()):
         source = "command line" if name in given else f"preset {preset}" if name in by_preset else ""
         text = "not set" if value is None or value == [] else str(value)

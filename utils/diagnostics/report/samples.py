@@ -30,11 +30,11 @@ def samples_section(record: RunRecord) -> str:
         strip += f"<figure>{image}<figcaption>update {step:,}</figcaption></figure>" if image else ""
     path = folder / f"{grids[newest].stem}-path.png"
     sides = (
-        "Left raw, right EMA weights, from the same noise. Healthy: both alike, EMA the cleaner; good raw beside grey or "
+        "Left raw, right EMA weights, from the same noise. Healthy: both alike, EMA the cleaner; good raw beside gray or "
         "blurred EMA: the average is too long."
     )
     if record.options.get("use_ema") is False:
-        sides = "The raw weights, on both sides. Healthy: varied, without grain and without colour casts."
+        sides = "The raw weights, on both sides. Healthy: varied, without grain and without color casts."
     return (
         card(f"After {newest:,} updates", sides, picture(grids[newest], f"samples after {newest:,} updates", LARGE))
         + card(
@@ -55,7 +55,7 @@ def samples_section(record: RunRecord) -> str:
 
 
 def picture(path: Path, text: str, limits: tuple[int, int]) -> str:
-    """The image as it is, or as a JPEG within `limits` (bytes, pixels); "" where the file is no image."""
+    """Returns the image as it is, or as a JPEG within `limits` (bytes, pixels); "" where the file is no image."""
     max_bytes, max_side = limits
     try:
         content, kind = path.read_bytes(), "png"

@@ -10,13 +10,13 @@ SHORT_CELL = 10  # characters: such a cell of a table is not broken into lines
 
 
 def card(title: str, reading: str, body: str) -> str:
-    """A titled figure around `body`; "" without one."""
+    """Returns a titled figure around `body`; "" without one."""
     caption = (f"<h3>{escape(title)}</h3>" if title else "") + (f"<p>{prose(reading)}</p>" if reading else "")
     return f'<figure class="plot"><figcaption>{caption}</figcaption>{body}</figure>' if body else ""
 
 
-def cell(value) -> str:
-    """A figure as a person reads it."""
+def cell(value: object) -> str:
+    """Returns a figure as a person reads it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):

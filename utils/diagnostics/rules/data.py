@@ -47,7 +47,7 @@ def _images_seen(record: RunRecord, reports: int) -> int:
 
 
 def data_changed(record: RunRecord) -> Found:
-    """Images that come to the network darker or brighter than they are in the files: inverted, or badly normalised."""
+    """Images that come to the network darker or brighter than they are in the files: inverted, or badly normalized."""
     checks = record.known("data")
     files = _mean_and_std(checks[0][1]) if checks else None
     steps, means = record.finite("data/mean")

@@ -66,7 +66,7 @@ def not_learning(record: RunRecord) -> Found:
     if ratios:
         yield "not-learning"
     if ratios and min(ratios.values()) > 0.85:
-        quartile = min(ratios, key=ratios.get)
+        quartile = min(ratios, key=lambda quartile: ratios[quartile])
         what = f"at best, in quartile {quartile}, the loss is {ratios[quartile]:.2f} of that of a constant prediction"
         yield Finding("not-learning", "critical", what, reports[-1]["step"])
 
@@ -75,7 +75,7 @@ def has_had_a_chance(record: RunRecord) -> bool:
     """Whether the weights have gone far enough for a healthy network to have learned something of the images."""
     moves = [(step, move or 0.0) for step, move in record.derived("layers", typical_update)]
     path = sum(move * (step - before) for (step, move), (before, _) in zip(moves, [(0, 0.0), *moves]))
-    return path >= MIN_PATH.get(record.options.get("prediction_type"), 0.55)
+    return path >= MIN_PATH.get(str(record.options.get("prediction_type")), 0.55)
 
 
 # How far the weights have gone, in their own size, added up. The noise stands in the input, and healthy networks that went so

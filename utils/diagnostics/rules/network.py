@@ -39,11 +39,11 @@ def train_eval_gap(record: RunRecord) -> Found:
         middle = errors.get(levels[len(levels) // 2]) if levels else None
         if training is not None and middle:
             yield "train-eval-gap"
-        # Such dropout adds a tenth or so; what normalises with figures of the batch may also make training look better.
+        # Such dropout adds a tenth or so; what normalizes with figures of the batch may also make training look better.
         if training is not None and middle and not 0.5 < training / middle < 2.0:
             said += [f"the error in training mode is {training / middle:.2g} times that in evaluation mode, on the same images"]
             last = step
-        losses = [_loss_before(record, quartile, step) for quartile in (2, 3)]
+        losses: list = [_loss_before(record, quartile, step) for quartile in (2, 3)]
         # The middle timestep lies between the second and the third quartile, and so does its error: healthy runs had 0.6 to
         # 1.05 of the larger of their losses, in the same weights on images of the same set.
         if middle and all(losses) and {2, 3} <= errors_of_a_constant(record).keys() and middle > 1.6 * max(losses):

@@ -85,7 +85,7 @@ def learning_rate(record: RunRecord) -> Found:
     elif torn:
         yield Finding("loss-unstable", "warning", f"it rose from {min(losses):.3g} to {losses[-1]:.3g}", steps[-1])
     elif spikes := _spikes(record):
-        what = f"{len(spikes)} reports stand three times above their neighbours, first at update {spikes[0]}"
+        what = f"{len(spikes)} reports stand three times above their neighbors, first at update {spikes[0]}"
         yield Finding("loss-unstable", "warning", what, spikes[-1])
     after_warmup = [move for step, move in moves if step > warmup]
     if len(after_warmup) >= 3:
@@ -151,9 +151,9 @@ def _diverged(record: RunRecord) -> bool:
 
 
 def _spikes(record: RunRecord) -> list[int]:
-    """Updates of the reports after warm-up in which the loss at most noise levels stands far above the neighbouring reports.
+    """Updates of the reports after warm-up in which the loss at most noise levels stands far above the neighboring reports.
 
-    The median over the quartiles leaves out what one hard sample does to one of them; their ratios to the neighbours leave out
+    The median over the quartiles leaves out what one hard sample does to one of them; their ratios to the neighbors leave out
     the weights of the loss, and the slow fall. Fewer than three, or a twentieth of the reports, are accidents.
     """
     warmup = record.options.get("lr_warmup_steps") or 0

@@ -36,7 +36,8 @@ def timesteps_uneven(record: RunRecord) -> Found:
 def _timesteps_drawn(record: RunRecord) -> tuple[list[float], float, int | None]:
     """(shares of the ten tenths of the timesteps in all reports together, of how many timesteps, the last of these reports)."""
     tags = ("train/timesteps_drawn", *(f"train/timestep_share_{i}" for i in range(1, 11)))
-    known = [(line["step"], [line.get(tag) for tag in tags]) for line in record.history if tags[0] in line]
+    lines = (line for line in record.history if tags[0] in line)
+    known: list[tuple[int, list]] = [(line["step"], [line.get(tag) for tag in tags]) for line in lines]
     known = [(step, row) for step, row in known if all(value is not None and math.isfinite(value) for value in row)]
     seen = sum(drawn for _, (drawn, *_) in known)
     if not seen > 0:
@@ -56,7 +57,7 @@ def noise_wrong(record: RunRecord) -> Found:
         "variance": (0.75, 1.33, "its variance is {:.2f}, not 1"),
         "kurtosis": (2.4, 4.5, "its kurtosis is {:.2f}, not the 3 of a Gaussian"),
         "between_images": (-0.5, 0.2, "the images of a batch share it (correlation {:.2f})"),
-        "within_images": (0.0, 0.25, "neighbouring pixels or channels share it (correlation {:.2f})"),
+        "within_images": (0.0, 0.25, "neighboring pixels or channels share it (correlation {:.2f})"),
         "repeated": (-0.4, 0.4, "it is the same in one update as in another (correlation {:.2f})"),
     }
     said, last, judged = [], None, False

@@ -37,7 +37,7 @@ def evaluated_samples(record: RunRecord) -> Found:
 
 
 def previewed_samples(record: RunRecord) -> Found:
-    """The newest preview: a look at few images, which tells whether all are one, grey or not, and nothing finer."""
+    """The newest preview: a look at few images, which tells whether all are one, gray or not, and nothing finer."""
     checks, total = record.known("data"), record.resolved.get("max_train_steps") or 0
     data = checks[0][1] if checks else {}
     repeated = max((data.get("copies") or {}).get("share", 0.0), data.get("constant_share") or 0.0)
@@ -71,7 +71,7 @@ def _copies(figures: dict) -> dict | None:
     return copies if {"images", "near_duplicates", "near_duplicates_real"} <= copies.keys() else None
 
 
-def _copied(figures: dict, step: int | None) -> Found:
+def _copied(figures: dict, step: int | None) -> Iterator[Finding]:
     copies = _copies(figures)
     if copies is None:
         return
@@ -84,7 +84,7 @@ def _copied(figures: dict, step: int | None) -> Found:
         yield Finding("samples-copied", "critical" if share > 0.5 else "warning", what, step)
 
 
-def _unlike(figures: dict, step: int | None) -> Found:
+def _unlike(figures: dict, step: int | None) -> Iterator[Finding]:
     floor = figures["floor"]["precision"]
     # Half the variance leaves 0.6, a strong blur 0.2, noise 0.
     if figures["precision"] < 0.4 * floor:
@@ -92,7 +92,7 @@ def _unlike(figures: dict, step: int | None) -> Found:
         yield Finding("samples-unlike-data", "critical", what, step)
 
 
-def _variety(figures: dict, step: int | None) -> Found:
+def _variety(figures: dict, step: int | None) -> Iterator[Finding]:
     ratio = figures["variance_ratio"]
     # Real sets of 900 gave 0.95 to 1.07, a mode five times too large 0.82, half the variance in the pixels 0.43 to 0.52.
     if ratio < 0.7 and figures["rows"] >= _MIN_VARIED:
@@ -122,7 +122,7 @@ def _name(kind: str, bins: dict, number: int) -> str:
     return f"{kind} {bins['names'][number] if 'names' in bins else number}"
 
 
-def _missing(figures: dict, step: int | None) -> Found:
+def _missing(figures: dict, step: int | None) -> Iterator[Finding]:
     for kind, bins in _bins(figures):
         # Of a class that is gone, a judge still sees the others that it takes for it.
         limit = 0.2 + 1 - bins.get("accuracy", 1.0)
@@ -139,7 +139,7 @@ def _missing(figures: dict, step: int | None) -> Found:
             return
 
 
-def _dominant(figures: dict, step: int | None) -> Found:
+def _dominant(figures: dict, step: int | None) -> Iterator[Finding]:
     for kind, bins in _bins(figures):
         excess = [
             (count / wanted, number, share)
