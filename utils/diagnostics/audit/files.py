@@ -6,7 +6,7 @@ Shares no code with the training's own decoding, cropping and augmentation: Pill
 
 import io
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,10 @@ from PIL import Image, ImageColor, ImageOps
 EXACT = 1e-5  # what float32 rounds off a value in [-1, 1], a few times over
 LEVEL = 2 / 255  # one level of 8 bits
 LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
+JITTER_TOLERANCE = 4 * LEVEL  # clamps make the fit of the three factors stop short of the best ones, once in a thousand images
 _LOSSLESS = ("PNG", "BMP", "GIF", "PPM")
+_PLACES = 24  # where a jittered image is looked for, of each order
+_THOROUGH = 6  # of them, where its factors are looked for everywhere
 _BILINEAR = Image.Resampling.BILINEAR
 
 
@@ -149,7 +152,7 @@ def find(shown: np.ndarray, planes: np.ndarray, declared: DeclaredImages, after=
     for mirrored in (False, True)[: 1 + declared.random_flip]:
         difference, correlation = compare(_turned(shown, mirrored), change(planes))
         for order, score in enumerate((difference, -correlation)):
-            best = np.argsort(score, axis=None, kind="stable")[: 8 if order or declared.color_jitter else 3]
+            best = np.argsort(score, axis=None, kind="stable")[: _PLACES if declared.color_jitter and thorough else 2]
             likely += [(order, score.flat[place], mirrored, *divmod(int(place), score.shape[1])) for place in best]
     likely.sort()
     matches = []
@@ -160,16 +163,21 @@ def find(shown: np.ndarray, planes: np.ndarray, declared: DeclaredImages, after=
     best = min(matches, key=lambda match: match.error)
     if best.error <= EXACT or not declared.color_jitter:
         return best
-    likely.sort(key=lambda place: (-place[0], place[1]))
-    for more in (False, True)[: 1 + thorough]:
-        for _, _, mirrored, top, left in likely:
-            window = cut(planes, top, left, side)
-            error = _jitter_error(_turned(shown, mirrored), window, declared.color_jitter, change, more)
-            if error < best.error:
-                best = Match(error, mirrored, top, left, window, True)
-            if best.error < LEVEL / 8:
-                return best
-    return best
+    tried, places = [], sorted((place for place in likely if thorough or place[0]), key=lambda place: (-place[0], place[1]))
+    for mirrored, top, left in dict.fromkeys(place[2:] for place in places):
+        match = _with_jitter(shown, Match(np.inf, mirrored, top, left, cut(planes, top, left, side), True), declared, change)
+        if match.error < LEVEL / 8:
+            return match
+        tried.append(match)
+    tried.sort(key=lambda match: match.error)
+    if thorough:  # most images do not come to this: their factors follow from the pixels that are not clamped
+        tried += [_with_jitter(shown, match, declared, change, thorough=True) for match in tried[:_THOROUGH]]
+    return min([best, *tried], key=lambda match: match.error)
+
+
+def _with_jitter(shown, match: Match, declared, change, thorough: bool = False) -> Match:
+    error = _jitter_error(_turned(shown, match.mirrored), match.window, declared.color_jitter, change, thorough)
+    return replace(match, error=error)
 
 
 def _turned(image: np.ndarray, mirrored: bool) -> np.ndarray:
@@ -180,7 +188,7 @@ def _rms(difference: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(difference, dtype=np.float64))))
 
 
-def _jitter_error(shown: np.ndarray, window: np.ndarray, strength: float, after, more_starts: bool) -> float:
+def _jitter_error(shown: np.ndarray, window: np.ndarray, strength: float, after, thorough: bool) -> float:
     """What is left of the difference by the best factors within 1 - strength to 1 + strength, found by Gauss-Newton."""
     luma = LUMA if len(window) == 3 else np.ones(1)
     x, y = (part.reshape(len(window), -1).astype(np.float64) for part in (window, shown))
@@ -199,8 +207,10 @@ def _jitter_error(shown: np.ndarray, window: np.ndarray, strength: float, after,
     few, target = x[:, some], y[:, some]
     low, high = 1 - strength, 1 + strength
     starts = [_unclamped_factors(few, target, luma, weights @ (values + 1))]
-    if more_starts:
-        starts += [np.ones(3), *(1 + strength * (np.indices((2, 2, 2)).reshape(3, -1).T - 0.5))]
+    if thorough:
+        grid = 1 + strength * (np.indices((9, 9, 5 if len(x) == 3 else 1)).reshape(3, -1).T / [4, 4, 2] - 1)
+        grid[:, 2] = grid[:, 2] if len(x) == 3 else 1
+        starts += sorted(grid, key=lambda factors: _rms(target - jitter(factors, few)))[:8]
     best, found = np.inf, None
     for start in starts:
         factors = np.clip(start, low, high)
@@ -208,8 +218,10 @@ def _jitter_error(shown: np.ndarray, window: np.ndarray, strength: float, after,
         for _ in range(20):
             slopes = [(jitter(factors + step, few) - target + left).ravel() / 1e-5 for step in 1e-5 * np.eye(3)]
             slopes = np.stack(slopes)
-            move = np.linalg.solve(slopes @ slopes.T + 1e-9 * np.eye(3), slopes @ left.ravel())
-            for share in (1, 0.3, 0.1):
+            for _ in range(2):  # a factor at its limit stays there, and the others are found for it
+                move = np.linalg.lstsq(slopes @ slopes.T, slopes @ left.ravel(), rcond=1e-12)[0]
+                slopes[((factors <= low) & (move < 0)) | ((factors >= high) & (move > 0))] = 0
+            for share in (1, 0.3, 0.1, 0.02):
                 tried = np.clip(factors + share * move, low, high)
                 rest = target - jitter(tried, few)
                 if better := np.square(rest).sum() < np.square(left).sum() * (1 - 1e-9):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from utils.diagnostics.audit.chance import IMPOSSIBLE, agrees
-from utils.diagnostics.audit.files import EXACT, LEVEL, DeclaredImages, DecodedFile, Match, compare, cut, find
+from utils.diagnostics.audit.files import EXACT, JITTER_TOLERANCE, DeclaredImages, DecodedFile, Match, compare, cut, find
 from utils.diagnostics.audit.misreadings import Seen, describe
 from utils.diagnostics.audit.verdict import Check, not_observed
 
@@ -74,9 +74,7 @@ class Draws:
             )
         if declared.color_jitter:
             never = self.plain > 3 and not self.jittered
-            message = (
-                f"the colors of no image are jittered, declared is a strength of {declared.color_jitter:g}" if never else ""
-            )
+            message = f"no image's colors are jittered, declared is a strength of {declared.color_jitter:g}" if never else ""
             observed = f"{self.jittered} of {self.jittered + self.plain} images"
             checks.append(Check("data", "color jitter", f"{declared.color_jitter:g}", observed, not never, message))
         return checks
@@ -106,7 +104,7 @@ def check_images(shown: torch.Tensor, files: list, declared: DeclaredImages, dra
         except Exception:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
             continue
         match = find(image, planes, declared) if np.isfinite(image).all() else Match(math.inf)
-        tolerance = max(file.tolerance, rounding, LEVEL if match.jittered else 0)
+        tolerance = max(file.tolerance, rounding, JITTER_TOLERANCE if match.jittered else 0)
         batch.append(Seen(number, image, file, planes, match, tolerance))
         if match.error > (tolerance if match.jittered else rounding):
             misread.append(batch[-1])

@@ -12,6 +12,7 @@ from PIL import Image, ImageFilter, ImageOps
 
 from utils.diagnostics.audit.files import (
     EXACT,
+    JITTER_TOLERANCE,
     LEVEL,
     LUMA,
     DeclaredImages,
@@ -24,7 +25,7 @@ from utils.diagnostics.audit.files import (
 )
 
 _FILTERS = Image.Resampling
-_LOOKED_AT = 4  # misread images that every name is tried on
+_LOOKED_AT = 3  # misread images that every name is tried on
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def describe(misread: list[Seen], batch: list[Seen], declared: DeclaredImages) -
 def _pair(seen: Seen) -> tuple[np.ndarray, np.ndarray]:
     """(the image shown, the part of its file that is most like it); negatives are alike too."""
     best = None
-    for mirrored in (False, True):
+    for mirrored in (False, True)[: 1 + seen.file.declared.random_flip]:
         shown = seen.shown[..., ::-1] if mirrored else seen.shown
         _, correlation = compare(shown, seen.planes)
         place = np.unravel_index(np.abs(correlation).argmax(), correlation.shape)
@@ -230,12 +231,10 @@ def _close(y, predicted, x) -> bool:
 
 def _line(y, x) -> tuple[float, float]:
     """Gain and offset, found where nothing is clamped."""
-    free = (y > y.min() + 1e-6) & (y < y.max() - 1e-6)
-    free = free if x[free].std() > 1e-6 else np.ones_like(free) if free.size and x.std() > 1e-6 else None
-    if free is None:
-        return 1.0, float(y.mean() - x.mean())
-    gain, offset = np.polyfit(x[free], y[free], 1)
-    return float(gain), float(offset)
+    for free in ((y > y.min() + 1e-6) & (y < y.max() - 1e-6), np.ones(y.shape, bool)):
+        if x[free].size and np.ptp(x[free]) > 1e-6:
+            return tuple(map(float, np.polyfit(x[free], y[free], 1)))
+    return 1.0, float(y.mean() - x.mean())
 
 
 def _apply(line, x, y):
@@ -257,12 +256,12 @@ def _neighbor(worst, batch, declared) -> str:
     for seen in worst:
         for other in batch:
             match = find(seen.shown, other.planes, declared, thorough=False) if other is not seen else Match(np.inf)
-            if match.error <= max(other.tolerance, LEVEL if match.jittered else 0):
-                steps.append(other.number - seen.number)
+            if match.error <= max(other.tolerance, JITTER_TOLERANCE if match.jittered else 0):
+                steps.append((other.number - seen.number) % len(batch))
                 break
     if len(steps) < 0.5 * len(worst):
         return ""
-    by = f": shifted by {abs(steps[0])} in the batch" if len(set(steps)) == 1 else ""
+    by = f": shifted by {min(steps[0], len(batch) - steps[0])} places" if len(set(steps)) == 1 else ""
     return f"images of other rows of the batch{by}"
 
 
@@ -279,7 +278,7 @@ def _gain(worst, batch, declared) -> str:
         word += "more contrast"
     else:
         word += "brighter images" if offset > 0 else "darker images"
-    return f"{word}: each value x as {gain:.4g} x {'+' if offset >= 0 else '-'} {abs(offset):.4g}"
+    return f"{word}: each value x as {gain:.4g} x {'+' if offset >= 0 else '-'} {abs(round(offset, 6)):.4g}"
 
 
 def _channel_gains(worst, batch, declared) -> str:
@@ -296,7 +295,7 @@ def _channel_gains(worst, batch, declared) -> str:
 
 
 def _list(values) -> str:
-    return ", ".join(f"{value:.3g}" for value in values)
+    return ", ".join(f"{round(float(value), 6) + 0:.3g}" for value in values)
 
 
 def _matrix(worst, batch, declared) -> str:
@@ -416,7 +415,7 @@ def _noise(worst, batch, declared) -> str:
     spread = deviation * _rms([x.std() for _, x in pairs])
     if abs(neighbors) > 0.2 or abs(image) > 0.1 * spread or _rms([rest.mean() for rest in rests]) > 0.1 * deviation:
         return ""
-    return f"images with noise added (standard deviation {deviation:.3g})"
+    return f"images with noise added (standard deviation {deviation:.2g})"
 
 
 _FITS = (_same, _neighbor, _gain, _channel_gains, _own_gains, _matrix, _jitter, _curve, _patch, _shift, _softened, _noise)
