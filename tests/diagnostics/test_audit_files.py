@@ -1,15 +1,12 @@
 """What real runs export and resume passes the audit, and each change to it is named."""
 
-import copy
 import importlib
-import json
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import SCRIPTS, make_tiny_flags
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from utils.diagnostics.audit.export import DeclaredExport, check_exported
 from utils.diagnostics.audit.resume import check_resumed

@@ -4,12 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, DDPMScheduler
-from torch import nn
+from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
+from test_edm2_unet import tiny
 
-from utils.diagnostics.audit.sampler import check_sampler, known_image, sampler_call
+import train_edm2
+from models.edm_heun import EDMHeunScheduler
+from utils.diagnostics.audit.sampler import check_sampler, sampler_call
 from utils.diffusion.ddpm import make_noise_scheduler
-from utils.diffusion.sampling import make_sampler, sample
+from utils.diffusion.sampling import NoiseOfSamples, make_sampler
 
 SHAPE = (3, 8, 8)
 SCHEDULES = ["linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"]
@@ -19,27 +21,155 @@ def objective(scheduler, predict=None):
     return SimpleNamespace(noise_scheduler=scheduler, predict=predict, exported=None)
 
 
-def audit(call, scheduler, name="ddim", prediction_type="epsilon", **others):
-    return check_sampler(
-        call, scheduler.alphas_cumprod, prediction_type, SHAPE, adds_noise=name == "ddpm", **({"clips": True} | others)
-    )
+def audit(call, scheduler, prediction_type="epsilon", adds_noise=False):
+    return check_sampler(call, scheduler.alphas_cumprod, prediction_type, SHAPE, adds_noise=adds_noise, clips=True)
 
 
-def deviations(checks):
+def only(checks) -> str:
+    """The one deviation among the checks."""
     assert all(check.stage == "export" for check in checks)
-    return [check.message for check in checks if check.healthy is False]
+    [wrong] = [check for check in checks if check.healthy is False]
+    return wrong.message
 
 
 @pytest.mark.parametrize("name", ["ddim", "ddpm", "dpmsolver++"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("prediction_type", "zero"), [("epsilon", 0), ("sample", 0), ("v_prediction", 0), ("sample", 1), ("v_prediction", 1)])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
 def test_the_samplers_of_training_arrive(name, schedule, prediction_type, zero):
+    if zero and prediction_type == "epsilon":
+        return
     for timesteps, steps in ((1000, 10), (10, 5)):
         scheduler = make_noise_scheduler(
             beta_schedule=schedule,
             prediction_type=prediction_type,
             num_train_timesteps=timesteps,
-            rescale_betas_zero_snr=bool(zero),
+            rescale_betas_zero_snr=zero,
         )
-        checks = audit(sampler_call(objective(scheduler), name, steps), scheduler, name, prediction_type)
+        call = sampler_call(objective(scheduler), name, steps)
+        checks = audit(call, scheduler, prediction_type, adds_noise=name == "ddpm")
         assert all(check.healthy for check in checks) and len(checks) == 5, [c for c in checks if not c.healthy]
+
+
+@pytest.mark.parametrize("name", ["heun", "dpmsolver++"])
+@pytest.mark.parametrize("steps", [2, 3, 18, 32])
+def test_the_samplers_of_edm_arrive(name, steps):
+    recipe = SimpleNamespace(noise_scheduler=EDMHeunScheduler(sigma_data=0.3))
+    recipe.predict = None
+    checks = check_sampler(sampler_call(recipe, name, steps), None, shape=(1, 8, 8), sigma_data=0.3)
+    assert all(check.healthy for check in checks) and len(checks) == 4, [c for c in checks if not c.healthy]
+
+
+def test_the_recipe_of_edm2_is_asked_by_its_own_predict():
+    options = train_edm2.parse_args(["--dataset_name", "digits", "--sigma_data", "0.4"])
+    recipe = train_edm2.EDM2(tiny(), options)
+    checks = check_sampler(sampler_call(recipe, "heun", 18), None, shape=(1, 8, 8), sigma_data=0.4)
+    assert all(check.healthy for check in checks)
+    assert isinstance(recipe.exported, type(tiny()))
+    checks = check_sampler(sampler_call(recipe, "heun", 18), None, shape=(1, 8, 8), sigma_data=0.5)
+    assert "not end at the image" in only(checks) or "steps leave another noise" in only(checks)
+
+
+def run(scheduler, told=lambda t: t, answer=lambda output: output, steps=10, start=1.0, same=False, noise=1.0):
+    """A sampler loop as a user may write it, with something wrong in it."""
+
+    def call(oracle, count):
+        generator = torch.Generator().manual_seed(0)
+        scheduler.set_timesteps(steps)
+        x = start * torch.randn(count, *SHAPE, generator=generator)
+        x = x[:1].expand(count, -1, -1, -1) if same else x
+        for t in scheduler.timesteps:
+            with NoiseOfSamples(lambda shape=x.shape: noise * torch.randn(shape, generator=generator)):
+                x = scheduler.step(answer(oracle(x, told(t)).sample), t, x).prev_sample
+        return x
+
+    return call
+
+
+def test_a_loop_with_nothing_wrong_in_it_is_healthy():
+    trained = make_noise_scheduler()
+    assert all(check.healthy for check in audit(run(make_sampler("ddim", trained)), trained))
+    assert all(check.healthy for check in audit(run(make_sampler("ddpm", trained)), trained, adds_noise=True))
+
+
+@pytest.mark.parametrize("name", ["ddim", "dpmsolver++"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prediction_type": "sample"}, "takes the network's output for sample; trained is epsilon"),
+        ({"prediction_type": "v_prediction"}, "takes the network's output for v_prediction; trained is epsilon"),
+        ({"beta_schedule": "squaredcos_cap_v2"}, "steps along the schedule squaredcos_cap_v2, not the trained one"),
+        ({"beta_schedule": "scaled_linear"}, "steps along the schedule scaled_linear, not the trained one"),
+        ({"clip_sample_range": 0.5}, "cuts its images off at 0.5"),
+        ({"beta_end": 0.03}, ""),
+    ],
+)
+def test_another_config_is_named(name, settings, message):
+    trained = make_noise_scheduler()
+    sampling = make_sampler(name, {**trained.config, **settings})
+    assert message in only(audit(run(sampling), trained))
+
+
+def test_a_sampler_that_does_not_clip_is_named():
+    trained = make_noise_scheduler()
+    plain = DPMSolverMultistepScheduler.from_config(trained.config, timestep_spacing="linspace")
+    assert "does not keep the denoised image within [-1, 1]" in only(audit(run(plain), trained))
+    for adds_noise, kind in ((False, DDIMScheduler), (True, DDPMScheduler)):
+        plain = kind.from_config(trained.config, clip_sample=False)
+        assert "does not keep the denoised image" in only(audit(run(plain), trained, adds_noise=adds_noise))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"told": lambda t: t + 1}, ""),
+        ({"told": lambda t: (t - 1).clamp(min=0)}, ""),
+        ({"told": lambda t: 999 - t}, "noise levels do not fall"),
+        ({"told": lambda t: t * 1000}, "which it was never trained on"),
+        ({"told": lambda t: t / 1000}, "which it was never trained on"),
+        ({"told": lambda t: torch.tensor(float("nan"))}, "which it was never trained on"),
+        ({"answer": lambda output: -output}, ""),
+        ({"answer": lambda output: 0.9 * output}, ""),
+        ({"answer": lambda output: output * float("nan")}, "NaN"),
+        ({"start": 2.0}, "starts from noise of mean"),
+        ({"start": 0.0}, "starts from noise of mean"),
+        ({"same": True}, "starts from noise of mean"),
+    ],
+)
+def test_a_loop_that_does_something_else_is_named(change, message):
+    trained = make_noise_scheduler()
+    assert message in only(audit(run(make_sampler("ddim", trained), **change), trained))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5, 1.4])
+def test_other_noise_on_the_way_is_named(noise):
+    trained = make_noise_scheduler()
+    checks = audit(run(make_sampler("ddpm", trained), noise=noise), trained, adds_noise=True)
+    assert "steps leave another noise than trained" in only(checks)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (lambda x: x / 2 + 0.5, "0.5 times the image, plus 0.5"),
+        (lambda x: -x, "-1 times the image"),
+        (lambda x: x * 2, "2 times the image"),
+        (lambda x: x.flip(-1), "does not end at the image"),
+        (lambda x: x.clamp(0), "does not end at the image"),
+    ],
+)
+def test_another_end_is_named(images, message):
+    trained = make_noise_scheduler()
+    call = run(make_sampler("ddim", trained))
+    assert message in only(audit(lambda *asked: images(call(*asked)), trained))
+
+
+def test_a_chain_with_zero_snr_starts_at_its_end():
+    trained = make_noise_scheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True)
+    leading = DDIMScheduler.from_config(trained.config, timestep_spacing="leading")
+    assert "still has some of the image" in only(audit(run(leading), trained, "v_prediction"))
+
+
+def test_a_sampler_that_asks_nobody_is_not_judged():
+    checks = audit(lambda oracle, count: torch.zeros(count, *SHAPE), make_noise_scheduler())
+    assert [check.healthy for check in checks] == [None]

@@ -88,7 +88,10 @@ def _weights(stored: Stored, weights: dict[str, torch.Tensor], raw: dict[str, to
     if found.different:
         observed = f"{len(found.different)} of {found.compared} tensors differ, by {found.distance:.2g} of their size"
         message = _name_the_weights(expected, stored, raw, found, computed)
-    return [*checks, Check("export", "weights", "the averaged ones" if raw else "those trained", observed, not message, message)]
+    return [
+        *checks,
+        Check("export", "weights", "the averaged ones" if raw else "those trained", observed, not message, message),
+    ]
 
 
 def _name_the_weights(expected: Mapping, stored: Stored, raw: dict | None, found: Difference, computed: set[str]) -> str:
@@ -143,7 +146,9 @@ def _schedule(config: dict, declared: DeclaredExport) -> list[Check]:
         message = f"the exported scheduler's noise schedule is {observed}; trained is {_called(declared)}"
     checks = [Check("export", "noise schedule", _called(declared), observed, not message, message)]
     wrong = made.config.prediction_type != declared.prediction_type
-    message = f"the exported scheduler takes the output for {made.config.prediction_type}; trained is {declared.prediction_type}"
+    message = (
+        f"the exported scheduler takes the output for {made.config.prediction_type}; trained is {declared.prediction_type}"
+    )
     observed = made.config.prediction_type
     checks.append(Check("export", "prediction type", declared.prediction_type, observed, not wrong, message * wrong))
     expected = {"clip_sample": declared.clip_sample, "thresholding": False}

@@ -1,9 +1,8 @@
 """What a sampler makes of a network that knows the answer.
 
-The oracle has one image by heart. Whatever noisy image x and noise level it is asked about, it answers the noise, the clean image
-or v that x and the known image imply under the declared schedule. A sampler that takes the output for what it is, and steps
-along the schedule that was trained, then ends at that image, and shows the network on its way nothing but the image with noise
-of the declared level.
+The oracle knows one image. Asked about a noisy image x at any noise level, it answers the noise, the clean image or v that x and
+the known image imply under the declared schedule. A sampler that takes the output for what it is, and steps along the schedule
+that was trained, then ends at that image. On its way it shows the network nothing but the image with noise of the declared level.
 """
 
 import math
@@ -25,7 +24,11 @@ from utils.diffusion.sampling import make_sampler, sample, set_timesteps
 NUMBERS = 4096  # of noise in a batch: their spread is known to 1.1 %
 SIGMAS = 7.0  # how far chance may lead
 MOST_STEPS = 25
-END_TOLERANCE, STEP_TOLERANCE = 1e-3, 1e-2
+# Measured for all samplers, prediction types and schedules: 2e-7 is left at the end. The noise on the way is off by 8e-6 (DDIM),
+# by chance alone (DDPM), 4e-4 (DPM-Solver++ with epsilon: at the cosine's end it divides the rounding of the noise by a), and
+# 7e-5 (EDM's two).
+END_TOLERANCE, STEP_TOLERANCE = 1e-4, 5e-3
+ROUNDING = 2.0**-24  # of float32
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
 SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
 
@@ -48,6 +51,8 @@ class Oracle(nn.Module):
         level = float(torch.as_tensor(level).reshape(-1)[0])
         image, wide = self.image.to(x.device), x.double()
         if self.sigma_data is not None:
+            if not -10.0 < level < 5.0:  # ln(sigma) / 4
+                self.outside, level = level, min(max(level, -10.0), 5.0) if math.isfinite(level) else 0.0
             sigma, variance = math.exp(4.0 * level), math.exp(8.0 * level) + self.sigma_data**2
             wide = wide * variance**0.5  # c_in undone
             self.asked.append((1.0, sigma, sigma, wide))
@@ -81,9 +86,7 @@ def sampler_call(objective: Objective, name: str, steps: int, seed: int = 0) -> 
 
 def _few_steps(scheduler, steps: int) -> int:
     """`steps`, or at most 25 that this sampler can do: what a step does does not depend on their number."""
-    for count in (steps, *range(MOST_STEPS, 0, -1)):
-        if count > MOST_STEPS and count != 1:
-            continue
+    for count in (min(steps, MOST_STEPS), *range(MOST_STEPS, 0, -1)):
         try:
             set_timesteps(scheduler, count)
             return count
@@ -110,9 +113,9 @@ def check_sampler(
 ) -> list[Check]:
     """`call(oracle, count)` samples `count` images [count, C, H, W] with the oracle in the network's place.
 
-    `scheduler_alphas` is the declared alphas_cumprod, or None with EDM's `sigma_data`. `adds_noise` is whether the sampler draws
-    new noise at each step, as DDPM's does, with the variance of the true posterior. `clips`: whether it is declared to keep the
-    denoised image within [-1, 1]; an answer beyond it is then tried as well.
+    `scheduler_alphas` is the declared alphas_cumprod, or None with EDM's `sigma_data`. `adds_noise`: whether the sampler draws new
+    noise at each step, as DDPM's does, with the variance of the true posterior. `clips`: whether it is declared to keep the
+    denoised image within [-1, 1]; an answer beyond it is then tried as well. Only the first thing that is wrong is reported.
     """
     count = max(4, math.ceil(NUMBERS / math.prod(shape)))
     alphas, edm = scheduler_alphas, sigma_data is not None
@@ -127,7 +130,7 @@ def check_sampler(
     if len(oracle.asked) < 2:
         return [not_observed("export", "sampler", "asks the network at each step", f"it asked {len(oracle.asked)} times")]
     checks = [_told(oracle), _start(oracle, alphas), _end(images, image), _steps(oracle, adds_noise)]
-    if clips and not edm:
+    if clips and not edm and all(check.healthy for check in checks):
         checks.append(_clipping(ask(prediction_type, alphas, 3.0)[0], image))
     first = next((k for k, check in enumerate(checks) if not check.healthy), len(checks))
     if first < len(checks) and not edm:
@@ -149,7 +152,11 @@ def _known_mistakes(prediction_type: str, alphas: torch.Tensor):
         for zero in (False, True):
             made = DDPMScheduler(len(alphas), beta_schedule=name, rescale_betas_zero_snr=zero).alphas_cumprod
             if not torch.allclose(made.sqrt(), alphas.float().sqrt(), atol=1e-5):
-                yield prediction_type, made, f"the sampler steps along the schedule {name}{', zero SNR' * zero}, not the trained one"
+                yield (
+                    prediction_type,
+                    made,
+                    f"the sampler steps along the schedule {name}{', zero SNR' * zero}, not the trained one",
+                )
 
 
 def _verdict(name: str, declared: str, observed: str, message: str) -> Check:
@@ -174,7 +181,9 @@ def _start(oracle: Oracle, alphas: torch.Tensor | None) -> Check:
     mean, spread = noise.mean().item(), noise.var(0).mean().sqrt().item()  # alike in all images: no spread
     message = ""
     if not (abs(mean) < SIGMAS / noise.numel() ** 0.5 and abs(spread - 1.0) < SIGMAS / (2 * noise.numel()) ** 0.5):
-        message = f"the sampler starts from noise of mean {mean:.3g} and standard deviation {spread:.3g}, in units of the trained one"
+        message = (
+            f"the sampler starts from noise of mean {mean:.3g} and standard deviation {spread:.3g}, in units of the trained one"
+        )
     return _verdict("sampler's first noise", "mean 0, standard deviation 1", f"{mean:.2g}, {spread:.3g}", message)
 
 
@@ -197,10 +206,10 @@ def _end(images: torch.Tensor, image: torch.Tensor) -> Check:
 
 
 def _steps(oracle: Oracle, adds_noise: bool) -> Check:
-    """What a step keeps of the noise, and what it adds, against the true posterior's (Ho et al. 2020, eq. 7) or, where nothing is
-    random, all and none. Both in units of the noise that the next level has."""
-    kept_off, added_off, numbers = 0.0, 0.0, oracle.asked[0][3].numel()
-    worst = ""
+    """What a step keeps of the noise and what it adds, in units of the next level's noise: as the true posterior does (Ho et al.
+    2020, eq. 7), or all and none where nothing is random."""
+    kept_off, added_off, worst, numbers = 0.0, 0.0, "", oracle.asked[0][3].numel()
+    b_before = 0.0
     for (a, b, _, x), (a_next, b_next, level, x_next) in pairwise(oracle.asked):
         before, after = (x - a * oracle.image) / b, (x_next - a_next * oracle.image) / b_next
         size = before.square().mean().sqrt()
@@ -208,18 +217,23 @@ def _steps(oracle: Oracle, adds_noise: bool) -> Check:
         added = (after - kept * before).square().mean().sqrt()
         wanted = min(1.0, a / a_next * b_next / b) if adds_noise else 1.0
         wanted_added = (1.0 - wanted**2) ** 0.5
-        chance = SIGMAS * wanted_added / numbers**0.5
-        off = (abs(kept - wanted) - chance / size).item(), (abs(added - wanted_added) - chance).item()
+        # A corrector multiplies the rounding of the image, 1, by step / level, and the noise is as small as that level.
+        allowed = SIGMAS * wanted_added / numbers**0.5 + ROUNDING * max(b_before, b) / b_next**2
+        off = (abs(kept - wanted) - allowed / min(size, 1.0)).item(), (abs(added - wanted_added) - allowed).item()
+        b_before = b
         if not max(off) <= max(kept_off, added_off):
-            worst = f"at {level:.4g} it keeps {kept:.3f} of the noise and adds {added:.3f}, declared {wanted:.3f} and {wanted_added:.3f}"
+            worst = f"toward {level:.4g} they keep {kept:.3f} of it and add {added:.3f}"
+            worst += f", declared {wanted:.3f} and {wanted_added:.3f}"
         kept_off, added_off = max(kept_off, off[0]), max(added_off, off[1])
     observed = f"off by {kept_off:.1g} and {added_off:.1g}"
-    message = "" if max(kept_off, added_off) <= STEP_TOLERANCE else f"the sampler's steps leave another noise than trained: {worst}"
+    message = (
+        "" if max(kept_off, added_off) <= STEP_TOLERANCE else f"the sampler's steps leave another noise than trained: {worst}"
+    )
     return _verdict("sampler's steps", "the noise of the next level", observed, message)
 
 
 def _clipping(oracle: Oracle, image: torch.Tensor) -> Check:
-    """Told of an image three times too strong, a sampler that clips moves toward the clipped one: the share of it in a step."""
+    """Told of an image that is three times too strong, a sampler that clips steps toward the clipped image."""
     shares = []
     noisiest = sorted((b for _, b, _, _ in oracle.asked), reverse=True)[len(oracle.asked) // 2]
     for (_, b, _, x), (_, _, _, x_next) in pairwise(oracle.asked):
@@ -231,5 +245,7 @@ def _clipping(oracle: Oracle, image: torch.Tensor) -> Check:
     share = sorted(shares)[len(shares) // 2]
     message = ""
     if not share > 0.5:
-        message = "the sampler does not keep the denoised image within [-1, 1], as it is declared to: what the network gets wrong adds up"
+        message = (
+            "the sampler does not keep the denoised image within [-1, 1], as it is declared to: the network's errors add up"
+        )
     return _verdict("sampler's clipping", "within [-1, 1]", "clipped" if not message else "not clipped", message)
