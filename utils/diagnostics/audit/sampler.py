@@ -1,8 +1,9 @@
 """What a sampler makes of a network that knows the answer.
 
-The oracle knows one image. Asked about a noisy image x at any noise level, it answers the noise, the clean image or v that x and
-the known image imply under the declared schedule. A sampler that takes the output for what it is, and steps along the schedule
-that was trained, then ends at that image. On its way it shows the network nothing but the image with noise of the declared level.
+The oracle knows one image. Asked about a noisy image x at any noise level, it answers the noise, the clean image or v that x
+and the known image imply under the declared schedule. A sampler that takes the output for what it is, and steps along the
+schedule that was trained, then ends at that image. On its way it shows the network nothing but the image with noise of the
+declared level.
 """
 
 import math
@@ -24,9 +25,9 @@ from utils.diffusion.sampling import make_sampler, sample, set_timesteps
 NUMBERS = 4096  # of noise in a batch: their spread is known to 1.1 %
 SIGMAS = 7.0  # how far chance may lead
 MOST_STEPS = 25
-# Measured for all samplers, prediction types and schedules: 2e-7 is left at the end. The noise on the way is off by 8e-6 (DDIM),
-# by chance alone (DDPM), 4e-4 (DPM-Solver++ with epsilon: at the cosine's end it divides the rounding of the noise by a), and
-# 7e-5 (EDM's two).
+# Measured for all samplers, prediction types and schedules: 2e-7 is left at the end. The noise on the way is off by 8e-6
+# (DDIM), by chance alone (DDPM), by 4e-4 (DPM-Solver++ with epsilon: at the cosine's end it divides rounding by a) and by 7e-5
+# (EDM's two).
 END_TOLERANCE, STEP_TOLERANCE = 1e-4, 5e-3
 ROUNDING = 2.0**-24  # of float32
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
@@ -113,9 +114,9 @@ def check_sampler(
 ) -> list[Check]:
     """`call(oracle, count)` samples `count` images [count, C, H, W] with the oracle in the network's place.
 
-    `scheduler_alphas` is the declared alphas_cumprod, or None with EDM's `sigma_data`. `adds_noise`: whether the sampler draws new
-    noise at each step, as DDPM's does, with the variance of the true posterior. `clips`: whether it is declared to keep the
-    denoised image within [-1, 1]; an answer beyond it is then tried as well. Only the first thing that is wrong is reported.
+    `scheduler_alphas` is the declared alphas_cumprod, or None with EDM's `sigma_data`. `adds_noise`: whether the sampler draws
+    new noise at each step, as DDPM's does, with the variance of the true posterior. `clips`: whether it is declared to keep
+    the denoised image within [-1, 1]; an answer beyond it is then tried as well. Only the first thing that is wrong is told.
     """
     count = max(4, math.ceil(NUMBERS / math.prod(shape)))
     alphas, edm = scheduler_alphas, sigma_data is not None
@@ -206,8 +207,8 @@ def _end(images: torch.Tensor, image: torch.Tensor) -> Check:
 
 
 def _steps(oracle: Oracle, adds_noise: bool) -> Check:
-    """What a step keeps of the noise and what it adds, in units of the next level's noise: as the true posterior does (Ho et al.
-    2020, eq. 7), or all and none where nothing is random."""
+    """What a step keeps of the noise and what it adds, in units of the next level's noise: as the true posterior does (Ho et
+    al. 2020, eq. 7), or all and none where nothing is random."""
     kept_off, added_off, worst, numbers = 0.0, 0.0, "", oracle.asked[0][3].numel()
     b_before = 0.0
     for (a, b, _, x), (a_next, b_next, level, x_next) in pairwise(oracle.asked):
@@ -245,7 +246,5 @@ def _clipping(oracle: Oracle, image: torch.Tensor) -> Check:
     share = sorted(shares)[len(shares) // 2]
     message = ""
     if not share > 0.5:
-        message = (
-            "the sampler does not keep the denoised image within [-1, 1], as it is declared to: the network's errors add up"
-        )
+        message = "the sampler does not keep the denoised image within [-1, 1], as declared: the network's errors add up"
     return _verdict("sampler's clipping", "within [-1, 1]", "clipped" if not message else "not clipped", message)
