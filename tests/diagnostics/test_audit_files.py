@@ -7,11 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SCRIPTS, make_tiny_flags
+from conftest import SCRIPTS, TINY_NETWORK, make_tiny_flags
+from diffusers import UNet2DModel
 from safetensors.torch import load_file, save_file
 
 from utils.diagnostics.audit.export import DeclaredExport, check_exported
 from utils.diagnostics.audit.resume import check_resumed
+from utils.diffusion.ddpm import BETA_SCHEDULES, config_for_any, make_noise_scheduler
+from utils.diffusion.export import export_pipeline
+from utils.diffusion.unet import normalise_spectra
 
 WEIGHTS, SCHEDULER = "unet/diffusion_pytorch_model.safetensors", "scheduler/scheduler_config.json"
 
@@ -68,7 +72,8 @@ def deviations(checks, *stages):
 def test_what_a_run_leaves_and_resumes_is_healthy(finished):
     state = torch.get_rng_state()
     training = finished.exported.training
-    checks = exported(finished) + check_resumed(finished.folder / "checkpoint-4", **finished.resumed)
+    checks = exported(finished) + exported(finished, network=None)
+    checks += check_resumed(finished.folder / "checkpoint-4", **finished.resumed)
     assert all(check.healthy for check in checks), [check for check in checks if not check.healthy]
     assert {check.stage for check in checks} == {"export", "state", "optimizer", "ema", "data"}
     assert torch.equal(torch.get_rng_state(), state) and finished.exported.training == training
@@ -164,12 +169,42 @@ def test_another_class_and_written_out_betas_are_the_same_schedule(finished, cop
     assert not deviations(exported(finished, folder))
 
 
+@pytest.mark.parametrize("schedule", BETA_SCHEDULES)
+@pytest.mark.parametrize("zero", [False, True])
+def test_every_schedule_passes_as_it_is_exported(finished, copied, schedule, zero):
+    if finished.is_edm2:
+        return
+    folder, _ = copied
+    named = {"beta_schedule": schedule, "rescale_betas_zero_snr": zero, "prediction_type": "v_prediction"}
+    for steps in (10, 1000):
+        made = make_noise_scheduler(**named, num_train_timesteps=steps)
+        type(made).from_config(config_for_any(made.config)).save_pretrained(folder / "scheduler")
+        declared = DeclaredExport(**named, num_train_timesteps=steps)
+        assert not deviations(exported(finished, folder, declared=declared, network=None))
+
+
+def test_spectral_norm_passes_and_autocast_is_left_out(tmp_path):
+    unet = UNet2DModel.from_config(TINY_NETWORK)
+    normalise_spectra(unet)
+    export_pipeline(unet, make_noise_scheduler(), tmp_path, "")
+    unet._original_forward, forward = unet.forward, unet.forward
+    unet.forward = torch.autocast("cpu", dtype=torch.bfloat16)(forward)  # as accelerate does it
+    patched = unet.forward
+    checks = check_exported(tmp_path, unet.state_dict(), DeclaredExport(), network=unet)
+    assert all(check.healthy for check in checks) and len(checks) == 7, checks
+    assert unet.forward is patched and unet.training
+    other = {name: tensor * 1.1 if name.endswith("_u") else tensor for name, tensor in unet.state_dict().items()}
+    assert "some exported weights are not those of the network" in deviations(
+        check_exported(tmp_path, other, DeclaredExport()), "export"
+    )
+
+
 def test_another_network_under_the_same_weights_is_named(finished, copied):
     folder, edit = copied
-    changes = {"attention_balance": 0.9} if finished.is_edm2 else {"norm_eps": 0.1}
+    changes = {"sample_size": 32} if finished.is_edm2 else {"norm_eps": 0.1}
     edit("unet/config.json", changes)
     text = deviations(exported(finished, folder), "export")
-    assert f"{next(iter(changes))} is" in text and ("another output" in text or finished.is_edm2)
+    assert f"{next(iter(changes))} is" in text and ("another output" in text) != finished.is_edm2
 
 
 def resumed(finished, checkpoint="checkpoint-4", **changes):
