@@ -70,6 +70,36 @@ def test_the_recipe_of_edm2_is_asked_by_its_own_predict():
     assert "not end at the image" in only(checks) or "steps leave another noise" in only(checks)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"start": 1.0}, "starts from noise of mean"),
+        ({"scale": lambda scheduler, x, t: x}, ""),
+        ({"told": lambda t: (4 * t).exp()}, "which it was never trained on"),  # sigma in place of ln(sigma) / 4
+        ({"told": lambda t: 4 * t}, ""),
+        ({"answer": lambda output: -output}, ""),
+        ({"settings": {"sigma_max": 20.0}, "start": 80.0}, "starts from noise of mean"),
+        ({"settings": {"sigma_data": 0.4}}, ""),
+    ],
+)
+def test_a_loop_of_edm_that_does_something_else_is_named(change, message):
+    def call(oracle, count):
+        scheduler = EDMHeunScheduler(**{"sigma_data": 0.5} | change.get("settings", {}))
+        scheduler.set_timesteps(18)
+        x = change.get("start", scheduler.init_noise_sigma) * torch.randn(
+            count, *SHAPE, generator=torch.Generator().manual_seed(0)
+        )
+        for t in scheduler.timesteps:
+            seen = change.get("scale", EDMHeunScheduler.scale_model_input)(scheduler, x, t)
+            output = change.get("answer", lambda output: output)(oracle(seen, change.get("told", lambda t: t)(t)).sample)
+            x = scheduler.step(output, t, x).prev_sample
+        return x
+
+    checks = check_sampler(call, None, shape=SHAPE, sigma_data=0.5)
+    assert all(check.healthy for check in checks) if message is None else message in only(checks)
+
+
 def run(scheduler, told=lambda t: t, answer=lambda output: output, steps=10, start=1.0, same=False, noise=1.0):
     """A sampler loop as a user may write it, with something wrong in it."""
 
@@ -133,7 +163,7 @@ def test_a_sampler_that_does_not_clip_is_named():
         ({"answer": lambda output: output * float("nan")}, "NaN"),
         ({"start": 2.0}, "starts from noise of mean"),
         ({"start": 0.0}, "starts from noise of mean"),
-        ({"same": True}, "starts from noise of mean"),
+        ({"same": True}, "starts all images from the same noise"),
     ],
 )
 def test_a_loop_that_does_something_else_is_named(change, message):
@@ -141,7 +171,7 @@ def test_a_loop_that_does_something_else_is_named(change, message):
     assert message in only(audit(run(make_sampler("ddim", trained), **change), trained))
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.5, 1.4])
+@pytest.mark.parametrize("noise", [0.0, 0.95, 1.4])
 def test_other_noise_on_the_way_is_named(noise):
     trained = make_noise_scheduler()
     checks = audit(run(make_sampler("ddpm", trained), noise=noise), trained, adds_noise=True)
