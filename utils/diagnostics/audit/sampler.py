@@ -200,7 +200,7 @@ def _end(images: torch.Tensor, image: torch.Tensor) -> Check:
         gain = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
         offset = y.mean() - gain * x.mean()
         if (y - gain * x - offset).abs().max() < 0.1 * off:
-            message = f"the sampler ends at {gain:.3g} times the image, plus {offset:.2g}"
+            message = f"the sampler ends at {gain:.3g} times the image" + f", plus {offset:.2g}" * (abs(offset) > 1e-3)
         elif limit < 0.99 and (images - image.clamp(-limit, limit)).abs().max() < 10 * END_TOLERANCE:
             message = f"the sampler cuts its images off at {limit:.3g}"
     return _verdict("sampler's end", f"the image, within {END_TOLERANCE:g}", f"off by {off:.1g}", message)
