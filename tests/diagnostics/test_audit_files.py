@@ -238,6 +238,7 @@ def test_other_weights_after_a_resume_are_named(finished):
         ({n: t + 0.01 for n, t in state.items()}, "the weights are not those of the checkpoint: they differ by"),
         (state | {name: state[name] * 2}, f"some weights are not those of the checkpoint: {name}"),
         (state | {n: average.get(n.removeprefix("unet."), t) for n, t in state.items()}, "goes on from the averaged weights"),
+        (state | {"head": torch.ones(1)}, "names of tensors in the checkpoint are not those of the network: 1 unexpected"),
         ({n: t for n, t in state.items() if n != name}, "names of tensors in the checkpoint are not those of the network"),
     ]:
         assert message in deviations(resumed(finished, network_state=tensors), "state")

@@ -56,7 +56,7 @@ def _weights(stored: Stored, live: dict[str, torch.Tensor], checkpoint: Path) ->
         return Check("state", name, AS_STORED, "the same", True)
     if names := found.names():
         observed, message = names, f"names of tensors in the checkpoint are not those of the network: {names}"
-        if all(clean(name) in live for name in found.missing):
+        if found.missing and all(clean(name) in live for name in found.missing):
             message = f"the checkpoint has the names of a wrapped network ({found.missing[0]}), so that they were not loaded"
         return Check("state", name, AS_STORED, observed, False, message)
     observed = f"{len(found.different)} of {found.compared} tensors differ, by {found.distance:.2g}"
