@@ -28,8 +28,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.doctor.step_data import CHANNELS, flags_of, make_dataset
 from benchmarks.doctor.step_faults import DDPM, OLDER_STAGES, STEP_FAULTS, Edit, edited
@@ -42,11 +41,11 @@ from benchmarks.doctor.step_kinds import (
     RESUMED,
     SAMPLE_LINEAR,
     V_COSINE,
-    WIDTHS,
     healthy_runs,
     network_config,
 )
 
+ROOT = Path(__file__).parents[2]
 # What an update does to the weights; the other stages are data, noise, timestep, condition, network, learning_rate and export.
 IDENTITIES = ("input", "target", "weight", "gradient", "optimizer", "ema", "state", "ranks")
 OLDER_KINDS = (EPSILON_LINEAR, V_COSINE, SAMPLE_LINEAR)  # of diagnosis.py
