@@ -7,6 +7,9 @@ from utils.runs.record import RunRecord
 
 def step_deviates(record: RunRecord) -> Found:
     audits = [(step, audit["checks"]) for step, audit in record.records("audit") if isinstance(audit.get("checks"), list)]
+    failed = [(step, audit["failed"]) for step, audit in record.records("audit") if "failed" in audit]
+    if failed:
+        yield Finding("rule-failed", "info", f"the step audit: {failed[-1][1]}", failed[-1][0])
     for stage in STAGES:
         code = f"step-{stage.replace('_', '-')}"
         own = [(step, check) for step, checks in audits for check in checks if check.get("stage") == stage]
