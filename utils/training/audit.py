@@ -17,6 +17,8 @@ from utils.diagnostics.audit.updating import (
     check_learning_rate,
     check_network,
     check_optimizer,
+    check_replay,
+    check_state,
 )
 from utils.diagnostics.audit.verdict import Check
 from utils.optim.power_ema import PowerEMA
@@ -47,7 +49,7 @@ class StepAudit:
         self._observer = Observer(modules, self._averages(), eager=eager)
         self._pool = Pool(self.declared)
         self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
-        self._compiled = options.compile
+        self._compiled, self._looks = options.compile, 0
         self._loss_scale: float | torch.Tensor = 1.0
         self._pending: Update | None = None
         self._checks: list[Check] = []
@@ -73,7 +75,8 @@ class StepAudit:
         if wanted:
             scaler = self._run.accelerator.scaler
             self._loss_scale = 1.0 if scaler is None or scaler._scale is None else scaler._scale.clone()
-            self._observer.begin(step)
+            self._observer.begin(step, replays=self._looks % 3 == 1)
+            self._looks += 1
 
     def _due_of_compiled(self, step: int) -> bool:
         """The first report from each of the chosen updates on."""
@@ -95,17 +98,16 @@ class StepAudit:
         """When the weights are those of the next update."""
         self._observer.end_step()
 
-    def end_update(self, between: bool) -> None:
+    def end_update(self, between: bool, reported: bool) -> None:
         """After all of an update; `between`: whether anything is made before the next one that may touch the weights."""
         update = self._observer.end_update()
+        if reported and update is None:
+            rates = sorted({float(group["lr"]) for o in self._run.accelerator._optimizers for group in o.param_groups})
+            self._checks = [check_learning_rate(rates, self.declared.optimizer, self._run.state.step - 1)]
         if update is not None:
             self._pending, self._checks = update, self._judge(update)
         if between or update is not None:
             self._left = self._digest()
-
-    def check_rates(self, step: int, learning_rates: list[float]) -> list[Check]:
-        """Of the update that followed `step` finished ones, whether it was audited or not."""
-        return [check_learning_rate(learning_rates, self.declared.optimizer, step)]
 
     def measure_eagerly(self) -> None:
         """From here on audited updates run eagerly, as all others do once compiling is given up."""
@@ -134,7 +136,9 @@ class StepAudit:
         if accelerator.num_processes > 1 and last is not None:
             mean = accelerator.reduce(last.clone(), "mean")
         checks += check_gradients(update, declared, scale, mean)
+        checks += check_replay(update, declared, self._observer, scale)
         checks += check_optimizer(update, declared, self._observer, skipped)
+        checks += check_state(update, declared, self._observer)
         checks += check_averages(update, declared, self._observer, skipped)
         if accelerator.num_processes > 1:
             mine = digests_of(update, self._observer)
@@ -163,5 +167,5 @@ class StepAudit:
                 text += " Averaged weights may have been left in the network"
             found = "the same" if fine else "others"
             said = f"those that update {self._run.state.step} left"
-            checks.append(Check("state", f"{name} at the next update", said, found, fine, "" if fine else text))
+            checks.append(Check("state", f"{name} at the next update", said, found, fine, text))
         return checks

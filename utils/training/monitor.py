@@ -86,7 +86,7 @@ class Monitor:
 
     def end_update(self, between: bool) -> None:
         """After the averages are updated; `between`: whether anything is made before the next update that may touch weights."""
-        self._audit.end_update(between)
+        self._audit.end_update(between, self.due)
 
     def paused(self) -> AbstractContextManager:
         """Around what is no part of an update: its time is left out of the images per second."""

@@ -102,6 +102,7 @@ class Declared:
     micro_steps: int
     num_processes: int
     autocast: torch.dtype | None
+    l1_weight: float = 0.0
     averages: dict[str, Callable[[int], float]] = field(default_factory=dict)  # name -> decay of the n-th update
 
 
@@ -143,6 +144,7 @@ def declared_by(options: RunOptions, facts: dict[str, Any]) -> Declared:
         facts["gradient_accumulation_steps"],
         facts["num_processes"],
         {"bf16": torch.bfloat16, "fp16": torch.float16}.get(facts["mixed_precision"]),
+        options.l1_weight,
         _decays(options),
     )
 

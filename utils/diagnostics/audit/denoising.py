@@ -276,7 +276,7 @@ def _loss(gradient, denoised, x, y, noise, sigma, u, to_u, error, pixels, declar
             text = f"the loss is {kind}, not the squared one"
         return [Check("target", name, wanted, "another loss", False, text)]
     fine = found == "the clean image"
-    text = "" if fine else f"the loss compares the denoised image with {found}, not with the clean image"
+    text = f"the loss compares the denoised image with {found}, not with the clean image"
     checks = [Check("target", name, wanted, found, fine, text)]
     observed = scale * pixels * batch * declared.micro_steps / 2
     weight = total / (sigma * sigma_data) ** 2
@@ -328,7 +328,8 @@ def _weights(observed, weight, u, sigma, sigma_data, declared, pixels, batch) ->
                 break
     if message is None:
         far = int(ratio.clamp(min=1e-30).log().abs().argmax())
-        message = f"errors are weighed by something else: sigma = {float(sigma[far]):.3g} counts {float(observed[far]):.3g}, declared {float(expected[far]):.3g}"
+        counts = f"sigma = {float(sigma[far]):.3g} counts {float(observed[far]):.3g}, declared {float(expected[far]):.3g}"
+        message = f"errors are weighed by something else: {counts}"
     return Check("weight", name, wanted, f"{span(ratio)} times it", False, message)
 
 

@@ -2,7 +2,6 @@
 
 import torch
 
-
 MOST_ELEMENTS = 1 << 20  # of a batch that are looked at: every n-th pixel of larger ones
 
 
@@ -49,6 +48,8 @@ def span(values: torch.Tensor) -> str:
 
 def constant(values: torch.Tensor, tolerance: float = 1e-3) -> float | None:
     """The number that all values are, within a share of it; None where they differ."""
+    if not torch.isfinite(values).all():
+        return None
     center = middle(values)
     return center if center and worst(values / center - 1) <= tolerance else None
 

@@ -24,6 +24,7 @@ class Call:
     outputs: tuple[torch.Tensor, ...] = ()
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # of the loss, by the output's place
     training: bool = True
+    randomness: torch.Tensor | None = None  # state of torch's generator when it began
     autocast: torch.dtype | None = None  # in which its layers compute; None: no autocast
 
 
@@ -61,11 +62,14 @@ class Update:
     left_over: torch.Tensor | None = None  # norm of the gradients that stood there before the first forward pass
     digest_first: torch.Tensor | None = None  # of all weights, at the first forward pass
     optimizer_step: Step | None = None
+    digest_step: torch.Tensor | None = None  # of all weights, just before the step
+    replayed: torch.Tensor | None = None  # gradient of the first micro step, sampled, computed once more
+    not_replayed: str = ""  # why not
     weights: torch.Tensor | None = None  # sampled, when the step and what belongs to it are over
+    row_sizes: torch.Tensor | None = None  # root mean squares of the rows of all matrices then
     averages_before: dict[str, torch.Tensor] = field(default_factory=dict)
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
     digest_last: torch.Tensor | None = None
-    digest_next: torch.Tensor | None = None  # at the next forward pass
 
 
 class ElementSample:
@@ -130,14 +134,17 @@ class Observer:
         self.update: Update | None = None
         self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}
         self._gradients: dict[int, torch.Tensor] = {}  # sampled, as the newest backward pass left them
+        self._replays = self._replaying = False
         self._has_run_backward = False
 
     # ---- what the loop tells
 
     @torch.no_grad()
-    def begin(self, step: int) -> None:
-        """Watches the update that follows `step` finished ones."""
+    def begin(self, step: int, replays: bool = False) -> None:
+        """Watches the update that follows `step` finished ones. `replays`: a forward and a backward pass are made to compute
+        the first micro step's gradient once more."""
         self.rest()
+        self._replays = replays
         self.update = Update(step)
         if self.eager:
             self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
@@ -170,6 +177,8 @@ class Observer:
         if self.update is not None:
             self._close_micro_step()
             self.update.weights = self.sample.take(self.parameters.values())
+            matrices = [p.detach() for p in self.parameters.values() if p.ndim > 1]
+            self.update.row_sizes = torch.cat([m.flatten(1).float().square().mean(1).sqrt() for m in matrices])
 
     @torch.no_grad()
     def end_update(self) -> Update | None:
@@ -217,7 +226,7 @@ class Observer:
 
     def _before_forward(self, name: str):
         def look(module, inputs, options):
-            if self.update is None or not torch.is_grad_enabled():
+            if self.update is None or self._replaying or not torch.is_grad_enabled():
                 return
             if name == "network":
                 self._close_micro_step()
@@ -225,7 +234,9 @@ class Observer:
             if name == "network" and name not in step.calls:
                 self._see_start(step)
             values = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in (*inputs, *options.values()))
-            step.calls.setdefault(name, Call(values, training=module.training))
+            call = step.calls.setdefault(name, Call(values, training=module.training))
+            if self._replays and len(self.update.micro_steps) == 1 and call.randomness is None:
+                call.randomness = self._generator_state()
 
         return look
 
@@ -242,7 +253,7 @@ class Observer:
 
     def _after_forward(self, name: str):
         def look(module, inputs, output):
-            if self.update is None or not torch.is_grad_enabled():
+            if self.update is None or self._replaying or not torch.is_grad_enabled():
                 return
             call = self._micro_step().calls.get(name)
             if call is None or call.outputs:
@@ -288,6 +299,7 @@ class Observer:
             self.update.optimizer_step.steps += 1
             return
         self._close_micro_step()
+        self.update.digest_step = digest(self.parameters.values())
         gradients = [p.grad for p in self.parameters.values()]
         known = [g for g in gradients if g is not None]
         groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
@@ -301,6 +313,43 @@ class Observer:
             group_of=self.sample.per_element(member.get(id(p), -1) for p in self.parameters.values()),
             optimizer=type(optimizer).__name__,
         )
+        if self._replays and self.eager:
+            self._replay()
+
+    def _generator_state(self) -> torch.Tensor:
+        device = self.sample.device
+        return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+    def _set_generator(self, state: torch.Tensor) -> None:
+        device = self.sample.device
+        torch.set_rng_state(state) if device.type == "cpu" else torch.get_device_module(device).set_rng_state(state, device)
+
+    def _replay(self) -> None:
+        """Computes the first micro step's gradient from its inputs and the gradient of its outputs, on copies of the weights
+        that no hook, no process group and no compiler knows."""
+        step = self.update.micro_steps[0] if self.update.micro_steps else MicroStep()
+        call, network = step.calls.get("network"), self.modules["network"]
+        if call is None or not call.gradients or call.randomness is None:
+            self.update.not_replayed = "its passes were not seen"
+            return
+        copies = {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
+        buffers = {name: buffer.detach().clone() for name, buffer in network.named_buffers()}
+        now, training = self._generator_state(), network.training
+        self._replaying = True
+        try:
+            self._set_generator(call.randomness)
+            with torch.enable_grad():
+                output = torch.func.functional_call(network, copies | buffers, call.inputs)
+                outputs = [value for value in _values(output) if isinstance(value, torch.Tensor)]
+                kept = [outputs[place] for place in call.gradients]
+                gradients = torch.autograd.grad(kept, list(copies.values()), list(call.gradients.values()), allow_unused=True)
+            self.update.replayed = self.sample.take(gradients)
+        except (torch.OutOfMemoryError, MemoryError):
+            self.update.not_replayed = "too little memory"
+        finally:
+            self._replaying = False
+            network.train(training)
+            self._set_generator(now)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, arguments, options) -> None:

@@ -136,5 +136,5 @@ class Pool:
         fine = distance <= limit + step and abs(center) <= SIGMAS / math.sqrt(12 * count) + step
         fine = fine and abs(spread) <= SIGMAS * math.sqrt(0.8 / count) + 2 * step + ROOM
         stage, name = "timestep", "distribution of the noise levels"
-        text = "" if fine else f"{count} noise levels are not drawn as declared: {said}, declared {wanted}"
+        text = f"{count} noise levels are not drawn as declared: {said}, declared {wanted}"
         return [Check(stage, name, wanted, said, fine, text)]

@@ -46,5 +46,5 @@ def check_ranks(names: list[str], digests: torch.Tensor) -> list[Check]:
         else:
             fine, wanted, text = distinct == len(values), "different on each process", _DIFFERENT[name]
         found = f"{distinct} of {len(values)} different"
-        checks.append(Check("ranks", name, wanted, found, fine, "" if fine else text))
+        checks.append(Check("ranks", name, wanted, found, fine, text))
     return checks

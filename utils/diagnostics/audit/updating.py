@@ -1,4 +1,4 @@
-"""What follows the loss, identified: gradients and their clipping, the optimizer's recursions, the averages, the weights' state."""
+"""What follows the loss, identified: gradients and clipping, the optimizer's recursions, the averages, the weights' state."""
 
 import math
 
@@ -30,7 +30,7 @@ def check_gradients(update: Update, declared: Declared, loss_scale: float = 1.0,
         name, wanted = "backward passes of an update", f"{declared.micro_steps}"
         text = f"the optimizer steps after {passes} backward passes, declared are {declared.micro_steps} micro steps"
         fine = passes == declared.micro_steps
-        checks.append(Check("gradient", name, wanted, str(passes), fine, "" if fine else text))
+        checks.append(Check("gradient", name, wanted, str(passes), fine, text))
     checks += _between_micro_steps(update)
     step = update.optimizer_step
     last = update.micro_steps[-1].gradient_after if update.micro_steps else None
@@ -64,6 +64,47 @@ def _between_micro_steps(update: Update) -> list[Check]:
     return [Check("gradient", name, wanted, "unchanged", True)]
 
 
+def check_replay(update: Update, declared: Declared, observer: Observer, loss_scale: float = 1.0) -> list[Check]:
+    """Whether the first backward pass left the gradient that follows from the output's, parameter by parameter."""
+    name, wanted = "gradient of the first backward pass", "that of the loss, by the chain rule"
+    step = update.micro_steps[0] if update.micro_steps else None
+    if update.not_replayed:
+        return [not_observed("gradient", name, wanted, update.not_replayed)]
+    if (
+        update.replayed is None
+        or step is None
+        or step.gradient_after is None
+        or bool(update.digest_first != update.digest_step)
+    ):
+        return []
+    seen = step.gradient_after - (0.0 if step.gradient_before is None else step.gradient_before)
+    seen, should = seen.double() / loss_scale, update.replayed.double() / loss_scale
+    if declared.l1_weight:
+        matrices = observer.sample.per_element(len(shape) > 1 for shape in observer.sample.shapes)
+        weights = update.optimizer_step.before.double()
+        should = should + matrices * weights.sign() * declared.l1_weight / declared.micro_steps
+    if not (torch.isfinite(seen).all() and torch.isfinite(should).all()):
+        return [not_observed("gradient", name, wanted, "gradients are not finite")]
+    exact = declared.autocast is None and not torch.backends.cuda.matmul.allow_tf32
+    tolerance = 1e-2 if exact else 0.2
+    floor = 1e-5 * float(should.norm()) * (1 if exact else 100)
+    parts = zip(observer.sample.names, seen.split(observer.sample.counts), should.split(observer.sample.counts))
+    wrong = [(name, s, w) for name, s, w in parts if float((s - w).norm()) > tolerance * float(w.norm()) + floor]
+    off = float((seen - should).norm() / should.norm().clamp(min=1e-300))
+    if not wrong:
+        return [Check("gradient", name, wanted, f"off by {off:.1e}", True)]
+    first, observed, expected = max(wrong, key=lambda part: float((part[1] - part[2]).norm()))
+    factor = float((observed * expected).sum() / (expected * expected).sum().clamp(min=1e-300))
+    left = float((observed - factor * expected).norm() / observed.norm().clamp(min=1e-300))
+    how = f"{simple(factor)} times it" if left < 2 * tolerance else f"something else ({left:.0%} of it)"
+    how = "zero" if not observed.any() else how
+    text = (
+        f"the backward pass leaves another gradient than that of the loss in {len(wrong)} of {len(observer.sample.names)} "
+        f"parameters, such as {first}: {how}"
+    )
+    return [Check("gradient", name, wanted, f"off by {off:.1e}", False, text)]
+
+
 def _at_the_step(step: Step, accumulated: torch.Tensor, declared: Declared) -> list[Check]:
     limit = declared.optimizer.max_grad_norm
     clipping = {None: "adaptive", 0.0: "none"}.get(limit, f"{limit} over the joint norm, at most 1")
@@ -80,13 +121,13 @@ def _at_the_step(step: Step, accumulated: torch.Tensor, declared: Declared) -> l
     if residual > 1e-4:
         text = _explain_gradient(a, g, factor, residual)
         return [Check("gradient", name, wanted, f"{observed}, residual {residual:.1e}", False, text)]
-    before = norm / factor if factor else math.inf
+    before = norm / abs(factor) if factor else math.inf
     if limit is None:
         fine = 0 < factor <= 1 + SMALL
     else:
         expected = min(1.0, limit / before) if limit else 1.0
         fine = abs(factor / expected - 1) < SMALL
-    text = "" if fine else _explain_factor(factor, before, norm, limit)
+    text = _explain_factor(factor, before, norm, limit)
     return [Check("gradient", name, wanted, observed, fine, text)]
 
 
@@ -96,7 +137,8 @@ def _explain_factor(factor: float, before: float, norm: float, limit: float | No
     if limit and before > limit and abs(factor - 1) < SMALL:
         return f"the gradient is not clipped: its norm is {norm:.3g}, declared is a limit of {limit:g}"
     if limit and before <= limit * (1 + SMALL):
-        return f"the gradient is {simple(factor)} times what the backward passes left, though its norm {before:.3g} is below {limit:g}"
+        said = f"the gradient is {simple(factor)} times what the backward passes left"
+        return f"{said}, though its norm {before:.3g} is below {limit:g}"
     if limit:
         return f"the gradient is clipped to a norm of {norm:.3g}, declared {limit:g}"
     return f"the gradient is {simple(factor)} times what the backward passes left, and no clipping is declared"
@@ -135,7 +177,7 @@ def check_optimizer(update: Update, declared: Declared, observer: Observer, skip
 
 
 def _once(step: Step) -> Check:
-    text = f"the optimizer steps {step.steps} times in one update" if step.steps != 1 else ""
+    text = f"the optimizer steps {step.steps} times in one update"
     return Check("optimizer", "steps per update", "1", str(step.steps), step.steps == 1, text)
 
 
@@ -348,8 +390,8 @@ def _explain_adam(step, wanted, change, before, inside, decayed, rate) -> str:
 
 
 def check_averages(update: Update, declared: Declared, observer: Observer, skipped: bool = False) -> list[Check]:
-    """Whether each average has all parameters of the network that is averaged ("unet" where there is one), and moved as declared:
-    e' = d e + (1 - d) w with the weights after the step."""
+    """Whether each average has all parameters of the network that is averaged ("unet" where there is one), and moved as
+    declared: e' = d e + (1 - d) w with the weights after the step."""
     checks = []
     averaged = observer.modules.get("unet", observer.modules["network"])
     wanted = {id(p) for p in averaged.parameters()}
@@ -396,6 +438,8 @@ def _explain_average(old, new, weights, before_step, decay_at, number, declared)
     rounding = 2 * ROUNDING * float(torch.maximum(old.abs(), weights.abs()).norm())
     if torch.equal(old, new):
         return f"it does not move in this update, declared is a decay of {decay:.6g}"
+    if moved is not None and moved < 0:
+        return f"it moves away from the weights (decay {1 - moved:.4g}): a wrong sign"
     if moved is not None and left < 0.02 + 4 * rounding / max(float((new - old).norm()), 1e-300):
         seen = 1 - moved
         shapes = {f"it is updated {k} times in this update": decay**k for k in (2, 3, 4, 8)}
@@ -418,12 +462,34 @@ def _explain_average(old, new, weights, before_step, decay_at, number, declared)
         stale = decay * old + (1 - decay) * before_step
         if float((new - stale).norm()) <= 2 * rounding + 0.02 * (1 - decay) * float((before_step - old).norm()):
             return "it takes the weights before the optimizer's step, not after it"
-    if moved is not None and moved < 0:
-        return f"it moves away from the weights (decay {1 - moved:.4g}): a wrong sign"
     untouched = (new == old) & (weights != old)
     if 0.001 < float(untouched.double().mean()) < 0.999:
         return f"{float(untouched.double().mean()):.0%} of it does not move: some parameters or buffers are left out"
     return f"it moves towards other weights than those of this network ({left:.0%} of its change is something else)"
+
+
+def check_state(update: Update, declared: Declared, observer: Observer) -> list[Check]:
+    """Whether nothing but the optimizer's step, and forced weight normalization where it is declared, changes the weights."""
+    checks = []
+    if update.digest_first is not None and update.digest_step is not None:
+        same = bool(update.digest_first == update.digest_step)
+        text = "the weights change between the forward pass and the optimizer's step"
+        wanted, found = "those of the forward pass", "the same" if same else "others"
+        checks.append(Check("state", "weights at the step", wanted, found, same, text))
+    forced = declared.denoising is not None and declared.denoising.force_weight_norm
+    step = update.optimizer_step
+    if forced and update.row_sizes is not None:
+        off = float((update.row_sizes - 1).abs().max())
+        text = f"rows of the weights have root mean squares that are {off:.2g} off 1: they are not normalized after the step"
+        found = f"within {off:.1e} of 1"
+        checks.append(Check("optimizer", "forced weight norm", "rows of root mean square 1", found, off < 1e-3, text))
+    elif step is not None and step.after is not None and update.weights is not None:
+        same = torch.equal(step.after, update.weights)
+        text = "the weights change after the optimizer's step, before the update is over"
+        checks.append(
+            Check("state", "weights after the step", "those of the step", "the same" if same else "others", same, text)
+        )
+    return checks
 
 
 def check_network(update: Update, observer: Observer, declared: Declared) -> list[Check]:
@@ -435,17 +501,17 @@ def check_network(update: Update, observer: Observer, declared: Declared) -> lis
     checks = [Check("network", "trained parameters", f"all {total}", found, not observer.frozen, text)]
     if calls:
         training = all(call.training for call in calls)
-        text = "" if training else "the network is in evaluation mode: dropout is off while it trains"
+        text = "the network is in evaluation mode: dropout is off while it trains"
         checks.append(Check("network", "mode", "training", "training" if training else "evaluation", training, text))
         dtype = next((call.autocast for call in calls), None)
         said = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
         fine = dtype == declared.autocast
-        text = "" if fine else f"layers compute in {said.get(dtype, dtype)}, declared is {said[declared.autocast]}"
+        text = f"layers compute in {said.get(dtype, dtype)}, declared is {said[declared.autocast]}"
         checks.append(
             Check("network", "precision of the layers", said[declared.autocast], said.get(dtype, str(dtype)), fine, text)
         )
     dtypes = {str(p.dtype).removeprefix("torch.") for p in observer.parameters.values()}
     fine = dtypes == {"float32"}
-    text = "" if fine else f"weights are kept in {', '.join(sorted(dtypes))}: updates below its rounding are lost"
+    text = f"weights are kept in {', '.join(sorted(dtypes))}: updates below its rounding are lost"
     checks.append(Check("network", "precision of the weights", "float32", ", ".join(sorted(dtypes)), fine, text))
     return checks

@@ -23,6 +23,8 @@ class Check:
     def __post_init__(self):
         if self.stage not in STAGES:
             raise ValueError(f"unknown stage {self.stage!r}")
+        if self.healthy is not False:
+            object.__setattr__(self, "message", "")
 
     def to_json(self) -> dict:
         return asdict(self)
