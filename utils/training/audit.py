@@ -1,6 +1,6 @@
 """The step audit in the loop: which updates are looked at, what they are compared with, and what is recorded of it."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -42,7 +42,7 @@ class StepAudit:
         """`eager`: see `Observer`."""
         self._run = run
         objective, options = run.objective, run.options
-        modules = {"network": objective.network}
+        modules: dict[str, Any] = {"network": objective.network}
         if objective.exported is not objective.network:
             modules |= {"unet": objective.exported, "uncertainty": objective.network.uncertainty}
         self.declared = declared_by(options, run.facts)
@@ -159,7 +159,7 @@ class StepAudit:
         self._checks, self._pending, self._left = [], None, None
 
     def _between(self, now: torch.Tensor) -> list[Check]:
-        same = (self._left == now).tolist()
+        same = torch.eq(cast(torch.Tensor, self._left), now).tolist()
         checks = []
         for name, fine in zip(("weights", "averages"), same):
             text = f"the {name} were changed between two updates: by a validation, samples or a checkpoint?"
