@@ -174,7 +174,6 @@ def _explain_input(x, clean, noise, a, b, residual, clear, integer, told, formul
                     return (
                         "input",
                         f"images are noised by the {schedule} schedule{ending}, declared {formula.schedule}",
-                        integer,
                     )
         # Timesteps at which the declared schedule has the observed coefficients.
         nearest = (table.sqrt()[None] - both[:, None]).abs() + ((1 - table).sqrt()[None] - b[:, None]).abs()

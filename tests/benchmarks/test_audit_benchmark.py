@@ -1,0 +1,69 @@
+"""benchmarks/doctor/audit.py without its trainings: its edits apply, its commands are understood, answers are judged right."""
+
+import importlib
+import json
+
+import pytest
+
+from benchmarks.doctor import audit
+from benchmarks.doctor.faults import FAULTS
+from benchmarks.doctor.later_faults import LATER_FAULTS
+from benchmarks.doctor.step_faults import DDPM, EDM2, OLDER_STAGES, STEP_FAULTS, Edit, edited
+from benchmarks.doctor.step_kinds import healthy_runs
+from utils.diagnostics.audit.verdict import STAGES
+
+DATASETS = list(audit.CHANNELS)
+
+
+def test_every_edit_applies_to_the_code_as_it_is():
+    """Where this fails a line has moved: write the edit anew, so that it is the same fault."""
+    assert audit.problems() == []
+
+
+def test_there_are_faults_of_every_stage_and_script():
+    expected = [stage for fault in STEP_FAULTS.values() for stage in fault.stages]
+    assert set(expected) == set(STAGES)
+    assert {stage for stages in OLDER_STAGES.values() for stage in stages} <= set(STAGES)
+    assert OLDER_STAGES.keys() == (FAULTS | LATER_FAULTS).keys()
+    assert sum(fault.script == EDM2 for fault in STEP_FAULTS.values()) > 60 and len(healthy_runs()) > 60
+
+
+def test_an_edit_must_occur_once():
+    assert edited("a b c", [Edit("x", "c", "a"), Edit("x", "a", "c b")]) == "c b b a"
+    for text in ("b b", "c"):
+        with pytest.raises(ValueError, match="not once"):
+            edited(text, [Edit("x", "b", "a")])
+
+
+@pytest.mark.parametrize("script", [DDPM, EDM2])
+def test_every_command_is_understood(script, tmp_path, monkeypatch):
+    parse_args = importlib.import_module(script.removesuffix(".py")).parse_args
+    chosen = audit.cases([*STEP_FAULTS, *OLDER_STAGES], 1000, [0], DATASETS)
+    assert {case.name for case in chosen} == STEP_FAULTS.keys() | OLDER_STAGES.keys() | healthy_runs().keys()
+    chosen += audit.cases(["EMA decay squared", "lambda missing", "never mirrored"], 0, [1, 2, 3], DATASETS, every_dataset=True)
+    for case in (case for case in chosen if case.script == script):
+        words = audit.command(case, tmp_path, tmp_path / "run", {})
+        first = next(
+            number for number, word in enumerate(words) if word.startswith("--") and word not in ("--", "--standalone")
+        )
+        first += words[first].startswith("--nproc")
+        while not words[first].startswith("--"):
+            first += 1
+        options = parse_args(words[first:])
+        assert options.resolution in (8, 16) and options.output_dir == str(tmp_path / "run")
+
+
+def test_answers_are_judged(tmp_path):
+    """By the stage of the first two findings above info; a healthy run must have none."""
+    found = [{"code": code, "severity": severity, "evidence": ""} for code, severity in (("a", "info"), ("b", "warning"))]
+    found += [{"code": "c", "severity": "critical", "stage": "ema"}, {"code": "d", "severity": "warning", "stage": "state"}]
+    (tmp_path / "diagnosis.json").write_text(json.dumps(found))
+    findings = audit.findings_of(tmp_path)
+    assert [finding["code"] for finding in findings] == ["b", "c", "d"]
+
+    def right(*stages: str, code: str | None = None) -> bool:
+        return audit.Result("x", "new", DDPM, "digits", 0, stages, code, findings, 0).right
+
+    assert right("ema") and right("state", "ema") and right("data", code="b") and right("data", code="c")
+    assert not (right("state") or right("data") or right("data", code="d") or right())
+    assert audit.findings_of(tmp_path / "nowhere") == []

@@ -1,0 +1,253 @@
+"""An image file as the network is declared to see it, and where in it a shown image lies: the judge of stage "data".
+
+Shares no code with the training's own decoding, cropping and augmentation: Pillow and numpy alone. Images are float arrays
+[channels, height, width] in [-1, 1].
+"""
+
+import io
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageColor, ImageOps
+
+EXACT = 1e-5  # what float32 rounds off a value in [-1, 1], a few times over
+LEVEL = 2 / 255  # one level of 8 bits
+LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
+JITTER_TOLERANCE = 4 * LEVEL  # clamps make the fit of the three factors stop short of the best ones, once in a thousand images
+_LOSSLESS = ("PNG", "BMP", "GIF", "PPM")
+_PLACES = 24  # where a jittered image is looked for, of each order
+_THOROUGH = 6  # of them, where its factors are looked for everywhere
+_BILINEAR = Image.Resampling.BILINEAR
+
+
+@dataclass(frozen=True)
+class DeclaredImages:
+    """What the options say that is done with each file; the names are those of the flags."""
+
+    resolution: int
+    channels: int  # 1 or 3
+    center_crop: bool
+    random_flip: bool
+    color_jitter: float
+    background: str
+    max_value: int  # of white: 255, or 65535 where 16 bits are kept
+
+
+@dataclass(frozen=True)
+class Match:
+    """Where in the planes of a file a shown image fits best."""
+
+    error: float  # root mean square difference
+    mirrored: bool = False
+    top: int = 0
+    left: int = 0
+    window: np.ndarray | None = None  # the part of the planes that is shown, neither mirrored nor jittered
+    jittered: bool = False
+
+
+def shorter_side(band: Image.Image, resolution: int, how=_BILINEAR) -> Image.Image:
+    width, height = (int(resolution * side / min(band.size)) for side in band.size)
+    return band.resize((width, height), how)
+
+
+class DecodedFile:
+    """A file, given as bytes, a path, or an object with `data` and `path`. Raises what Pillow raises."""
+
+    def __init__(self, file, declared: DeclaredImages):
+        if not isinstance(file, (bytes, str, os.PathLike)):
+            file = file.path if file.data is None else file.data
+        Image.init()
+        formats = [name for name in Image.ID if name != "EPS"]  # EPS is a program that Ghostscript would run
+        content = file if isinstance(file, bytes) else Path(file).read_bytes()
+        self.image = Image.open(io.BytesIO(content), formats=formats)
+        self.image.load()
+        self.declared = declared
+        unchanged = self.image.format in _LOSSLESS and min(self.image.size) == declared.resolution
+        # A cache may be older than this Pillow, whose resizing rounds otherwise, as do the decoders of JPEG and its like.
+        self.tolerance = EXACT if unchanged else LEVEL if self.image.format in _LOSSLESS else 2 * LEVEL
+
+    def planes(self, resize=shorter_side, center_crop: bool | None = None, **reading) -> np.ndarray:
+        """What may be shown, cut at the center where that is declared; `reading` as in `_bands`."""
+        declared, white = self.declared, self.declared.max_value
+        bands = [resize(band, declared.resolution) for band in self._bands(**reading)]
+        planes = np.stack([np.asarray(band, np.float64) for band in bands])
+        planes = np.rint(planes).clip(0, white) * (2 / white) - 1
+        planes = np.broadcast_to(planes, (declared.channels, *planes.shape[1:]))
+        if declared.center_crop if center_crop is None else center_crop:
+            room = [max(0, side - declared.resolution) for side in planes.shape[1:]]
+            top, left = (round(side / 2) for side in room)
+            planes = planes[:, top : top + declared.resolution, left : left + declared.resolution]
+        return planes
+
+    def _bands(self, upright=True, background: str | None = "declared", cut_off=False, mode="RGB") -> list[Image.Image]:
+        """One band or one for each channel, before they are resized. Other arguments than the defaults read it wrongly."""
+        image, declared = self.image, self.declared
+        if upright:
+            image = ImageOps.exif_transpose(image)
+        color = ImageColor.getrgb(declared.background if background == "declared" else background or "white")
+        gray = Image.new("RGB", (1, 1), color).convert("L").getpixel((0, 0))
+        if image.mode == "F" or image.mode.startswith("I"):
+            values = np.asarray(image, np.float64)
+            white = 1 if image.mode == "F" else 255 if cut_off else 65535
+            bands = [np.rint(values.clip(0, white) * (declared.max_value / white))]
+            if (hole := image.info.get("transparency")) is not None and background is not None:
+                colors = color if declared.channels == 3 else [gray]
+                bands = [np.where(values == hole, level * declared.max_value / 255, bands[0]) for level in colors]
+            return [Image.fromarray(band.astype(np.uint8 if declared.max_value == 255 else np.float32)) for band in bands]
+        if image.mode == "La":
+            image = image.convert("LA")
+        if image.has_transparency_data and background is not None:
+            image, behind = image.convert("RGBA"), Image.new("RGB", image.size, color)
+            behind.paste(image, mask=image)
+            image = behind
+        image = image.convert("L" if image.mode in ("1", "L", "LA") else mode)
+        if declared.channels == 1:
+            image = image.convert("L")
+        if declared.max_value == 255:
+            return list(image.split())
+        return [Image.fromarray(np.asarray(band, np.float32) * (declared.max_value / 255)) for band in image.split()]
+
+
+def compare(image: np.ndarray, planes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean squared difference and correlation of an image with each place of larger planes, [places down, places right]."""
+    weights = np.array([0.5, 0.3, 0.2] if len(image) == 3 else [1.0])  # unequal: exchanged channels differ
+    y, p = (np.tensordot(weights, part, 1).astype(np.float64) for part in (image, planes))
+    center = p.mean()
+    y, p = y - center, p - center
+    if y.shape == p.shape:
+        product, total, squares = ((part.sum(),) for part in (y * p, p, p * p))
+        product, total, squares = (np.reshape(part, (1, 1)) for part in (product, total, squares))
+    else:
+        valid = tuple(slice(0, whole - part + 1) for whole, part in zip(p.shape, y.shape))
+
+        def slide(kernel, over):
+            transformed = np.fft.rfft2(over) * np.conj(np.fft.rfft2(kernel, over.shape))
+            return np.fft.irfft2(transformed, over.shape)[valid]
+
+        ones = np.ones_like(y)
+        product, total, squares = slide(y, p), slide(ones, p), slide(ones, p * p)
+    difference = np.maximum(squares + (y * y).sum() - 2 * product, 0) / y.size
+    spread = y.std() * np.sqrt(np.maximum(squares / y.size - (total / y.size) ** 2, 0))
+    covariance = product / y.size - total / y.size * y.mean()
+    return difference, np.divide(covariance, spread, out=np.zeros_like(spread), where=spread > 1e-7)
+
+
+def cut(planes: np.ndarray, top: int, left: int, side: int) -> np.ndarray:
+    return planes[:, top : top + side, left : left + side]
+
+
+def find(shown: np.ndarray, planes: np.ndarray, declared: DeclaredImages, after=None, thorough: bool = True) -> Match:
+    """The crop, mirror and jitter, of those that are declared, that make `planes` the image shown.
+
+    Args:
+        after: a change of colors that comes after the jitter.
+        thorough: look for the factors of the jitter from many starts.
+    """
+    side, change = shown.shape[-1], after or (lambda pixels: pixels)
+    if min(planes.shape[1:]) < side or len(planes) != len(shown):
+        return Match(np.inf)
+    likely = []  # of each order the best places: mirrored, top, left
+    for mirrored in (False, True)[: 1 + declared.random_flip]:
+        difference, correlation = compare(_turned(shown, mirrored), change(planes))
+        for order, score in enumerate((difference, -correlation)):
+            best = np.argsort(score, axis=None, kind="stable")[: _PLACES if declared.color_jitter and thorough else 2]
+            likely += [(order, score.flat[place], mirrored, *divmod(int(place), score.shape[1])) for place in best]
+    likely.sort()
+    matches = []
+    for order, _, mirrored, top, left in likely:
+        if order == 0:
+            window = cut(planes, top, left, side)
+            matches.append(Match(_rms(_turned(shown, mirrored) - change(window)), mirrored, top, left, window))
+    best = min(matches, key=lambda match: match.error)
+    if best.error <= EXACT or not declared.color_jitter:
+        return best
+    tried, places = [], sorted((place for place in likely if thorough or place[0]), key=lambda place: (-place[0], place[1]))
+    for mirrored, top, left in dict.fromkeys(place[2:] for place in places):
+        match = _with_jitter(shown, Match(np.inf, mirrored, top, left, cut(planes, top, left, side), True), declared, change)
+        if match.error < LEVEL / 8:
+            return match
+        tried.append(match)
+    tried.sort(key=lambda match: match.error)
+    if thorough:  # most images do not come to this: their factors follow from the pixels that are not clamped
+        tried += [_with_jitter(shown, match, declared, change, thorough=True) for match in tried[:_THOROUGH]]
+    return min([best, *tried], key=lambda match: match.error)
+
+
+def _with_jitter(shown, match: Match, declared, change, thorough: bool = False) -> Match:
+    error = _jitter_error(_turned(shown, match.mirrored), match.window, declared.color_jitter, change, thorough)
+    return replace(match, error=error)
+
+
+def _turned(image: np.ndarray, mirrored: bool) -> np.ndarray:
+    return image[..., ::-1] if mirrored else image
+
+
+def _rms(difference: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(difference, dtype=np.float64))))
+
+
+def _jitter_error(shown: np.ndarray, window: np.ndarray, strength: float, after, thorough: bool) -> float:
+    """What is left of the difference by the best factors within 1 - strength to 1 + strength, found by Gauss-Newton."""
+    luma = LUMA if len(window) == 3 else np.ones(1)
+    x, y = (part.reshape(len(window), -1).astype(np.float64) for part in (window, shown))
+    counted = [np.unique(plane, return_counts=True) for plane in x]  # so that the mean gray of all pixels is quick
+    values = np.concatenate([levels for levels, _ in counted])
+    weights = np.concatenate([counts * share / x.shape[1] for (_, counts), share in zip(counted, luma)])
+
+    def jitter(factors, pixels):
+        brightness, contrast, saturation = factors
+        mean = weights @ ((values + 1) * brightness - 1).clip(-1, 1)
+        pixels = (mean + (((pixels + 1) * brightness - 1).clip(-1, 1) - mean) * contrast).clip(-1, 1)
+        gray = luma @ pixels
+        return after((gray + (pixels - gray) * saturation).clip(-1, 1))
+
+    some = slice(None, None, max(1, x.shape[1] // 3000) | 1)
+    few, target = x[:, some], y[:, some]
+    low, high = 1 - strength, 1 + strength
+    starts = [_unclamped_factors(few, target, luma, weights @ (values + 1))]
+    if thorough:
+        grid = 1 + strength * (np.indices((9, 9, 5 if len(x) == 3 else 1)).reshape(3, -1).T / [4, 4, 2] - 1)
+        grid[:, 2] = grid[:, 2] if len(x) == 3 else 1
+        starts += sorted(grid, key=lambda factors: _rms(target - jitter(factors, few)))[:8]
+    best, found = np.inf, None
+    for start in starts:
+        factors = np.clip(start, low, high)
+        left = target - jitter(factors, few)
+        for _ in range(20):
+            slopes = [(jitter(factors + step, few) - target + left).ravel() / 1e-5 for step in 1e-5 * np.eye(3)]
+            slopes = np.stack(slopes)
+            for _ in range(2):  # a factor at its limit stays there, and the others are found for it
+                move = np.linalg.lstsq(slopes @ slopes.T, slopes @ left.ravel(), rcond=1e-12)[0]
+                slopes[((factors <= low) & (move < 0)) | ((factors >= high) & (move > 0))] = 0
+            for share in (1, 0.3, 0.1, 0.02):
+                tried = np.clip(factors + share * move, low, high)
+                rest = target - jitter(tried, few)
+                if better := np.square(rest).sum() < np.square(left).sum() * (1 - 1e-9):
+                    factors, left = tried, rest
+                    break
+            if not better or _rms(left) < EXACT:
+                break
+        if _rms(left) < best:
+            best, found = _rms(left), factors
+        if best < LEVEL / 8:
+            break
+    return _rms(y - jitter(found, x))
+
+
+def _unclamped_factors(x, y, luma, mean_gray) -> np.ndarray:
+    """Factors of the pixels that no step clamped: y = c b s (x + 1) + c b (1 - s) gray(x + 1) + b g - 1 - c b g, where g is
+    the mean of gray(x + 1)."""
+    free = (np.abs(y) < 1 - 1e-4).all(0)
+    if free.sum() < 8 or mean_gray <= 0:
+        return np.ones(3)
+    light = x[:, free] + 1
+    gray = np.broadcast_to(luma @ light, light.shape)
+    design = np.stack([light, gray, np.ones_like(light)], axis=-1).reshape(-1, 3)
+    own, common, offset = np.linalg.lstsq(design, y[:, free].ravel(), rcond=None)[0]
+    product = own + common
+    brightness = (offset + 1) / mean_gray + product
+    if abs(product) < 1e-6 or abs(brightness) < 1e-6:
+        return np.ones(3)
+    return np.array([brightness, product / brightness, own / product])

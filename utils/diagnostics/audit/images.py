@@ -1,0 +1,118 @@
+"""Stage "data" of the step audit: the images that a network is trained on, set beside their files, decoded once more.
+
+    draws = Draws()
+    checks = check_images(clean_images, files, declared, draws)     # at each audit
+    checks += draws.checks(declared)                                # of all audits: chance needs many images
+
+A healthy image differs by the rounding of float32, because Pillow decodes on both sides. Where one differs by more, all the
+known ways of misreading a file are tried, and the one that fits is named.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from utils.diagnostics.audit.chance import IMPOSSIBLE, agrees
+from utils.diagnostics.audit.files import EXACT, JITTER_TOLERANCE, DeclaredImages, DecodedFile, Match, compare, cut, find
+from utils.diagnostics.audit.misreadings import Seen, describe
+from utils.diagnostics.audit.verdict import Check, not_observed
+
+_PLACES = {"center": lambda room: {room // 2, -(-room // 2)}, "upper or left end": lambda room: {0}}
+_PLACES["lower or right end"] = lambda room: {room}
+
+
+@dataclass
+class Draws:
+    """What the declared augmentations drew, counted over all images that fit their files."""
+
+    mirrored: int = 0
+    sided: int = 0  # images that differ from their mirror image
+    plain: int = 0  # images that a jitter would have changed, and none did
+    jittered: int = 0
+    # Decimal logarithm of the chance that every crop so far lay at this place; a place leaves when a crop lies elsewhere.
+    places: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PLACES, 0.0))
+
+    def add(self, match: Match, planes: np.ndarray, declared: DeclaredImages, tolerance: float) -> None:
+        def alike(window):  # the places of the planes that could not be told from `window`
+            difference, correlation = compare(window, planes)
+            return (difference <= (4 * tolerance) ** 2) | ((correlation > 0.98) & bool(declared.color_jitter))
+
+        if declared.random_flip and not alike(match.window[..., ::-1]).any():
+            self.sided += 1
+            self.mirrored += match.mirrored
+        side = match.window.shape[-1]
+        room = max(planes.shape[1:]) - side
+        for name in list(self.places) if room else ():
+            windows = [cut(planes, *(min(at, end - side) for end in planes.shape[1:]), side) for at in _PLACES[name](room)]
+            same = np.any([alike(window) for window in windows], axis=0)
+            if same[match.top, match.left]:
+                self.places[name] += math.log10(same.mean())
+            else:
+                del self.places[name]
+        if declared.color_jitter and (np.abs(match.window) < 0.9).mean() > 0.05:  # neither black nor white: any factor shows
+            self.jittered += match.jittered
+            self.plain += not match.jittered
+
+    def checks(self, declared: DeclaredImages) -> list[Check]:
+        checks = []
+        if declared.random_flip:
+            message = ""
+            if not agrees(self.mirrored, self.sided, 0.5):
+                often = {0: "no image is", self.sided: "every image is"}.get(
+                    self.mirrored, f"{self.mirrored / self.sided:.0%} of the images are"
+                )
+                message = f"{often} mirrored ({self.mirrored} of {self.sided}), declared is every second one, at random"
+            observed = f"{self.mirrored} of {self.sided} images"
+            checks.append(Check("data", "mirrored", "half of the images, at random", observed, not message, message))
+        if not declared.center_crop:
+            fixed = [name for name, chance in self.places.items() if chance < math.log10(IMPOSSIBLE)]
+            message = f"images are always cut at the {fixed[0]}, declared is a random place" if fixed else ""
+            checks.append(
+                Check("data", "crop", "at a random place", fixed[0] if fixed else "no fixed place", not fixed, message)
+            )
+        if declared.color_jitter:
+            never = self.plain > 3 and not self.jittered
+            message = f"no image's colors are jittered, declared is a strength of {declared.color_jitter:g}" if never else ""
+            observed = f"{self.jittered} of {self.jittered + self.plain} images"
+            checks.append(Check("data", "color jitter", f"{declared.color_jitter:g}", observed, not never, message))
+        return checks
+
+
+def check_images(shown: torch.Tensor, files: list, declared: DeclaredImages, draws: Draws | None = None) -> list[Check]:
+    """Whether a batch is made of its files as it is declared to be.
+
+    Args:
+        shown: float [B, C, H, W], the clean images that the network is trained on.
+        files: the encoded image of each: bytes, a path, or an object with `data` and `path`. Those that Pillow cannot decode
+            are left out.
+        draws: counts what the augmentations drew.
+    """
+    size = (declared.channels, declared.resolution, declared.resolution)
+    text = "the files' images, {}x{}x{}, in [-1, 1]".format(*size)
+    if tuple(shown.shape[1:]) != size:
+        found = "x".join(map(str, shown.shape[1:]))
+        return [Check("data", "images", text, found, False, f"the network sees images of {found}, declared are {text}")]
+    rounding = max(EXACT, torch.finfo(shown.dtype).eps if shown.dtype in (torch.float16, torch.bfloat16) else 0)
+    images = shown.detach().to("cpu", torch.float64).numpy()
+    batch, misread = [], []
+    for number, (image, file) in enumerate(zip(images, files)):
+        try:
+            file = DecodedFile(file, declared)
+            planes = file.planes()
+        except Exception:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
+            continue
+        match = find(image, planes, declared) if np.isfinite(image).all() else Match(math.inf)
+        tolerance = max(file.tolerance, rounding, JITTER_TOLERANCE if match.jittered else 0)
+        batch.append(Seen(number, image, file, planes, match, tolerance))
+        if match.error > (tolerance if match.jittered else rounding):
+            misread.append(batch[-1])
+        if draws is not None and match.error <= tolerance:
+            draws.add(match, planes, declared, tolerance)
+    if not batch:
+        return [not_observed("data", "images", text, "none of the files can be decoded")]
+    what = describe(misread, batch, declared) if misread else ""
+    observed = f"{len(batch)} images that differ by {max(seen.match.error for seen in batch):.1g} at most"
+    message = f"the network sees {what} ({len(misread)} of {len(batch)} images looked at)" if what else ""
+    return [Check("data", "images", text, observed, not what, message)]

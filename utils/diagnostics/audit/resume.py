@@ -1,0 +1,155 @@
+"""After a resume: is everything as the checkpoint's files say? The files are read here, without the code that loaded them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from utils.diagnostics.audit.tensors import Stored, clean, difference, same, unwrapped
+from utils.diagnostics.audit.verdict import Check, not_observed
+
+AS_STORED = "as in the checkpoint"
+
+
+def check_resumed(
+    checkpoint: Path,
+    *,
+    network_state: Mapping[str, torch.Tensor],
+    optimizer,
+    step: int,
+    ema_state: Mapping[str, torch.Tensor] | None = None,
+    scaler=None,
+    sample_numbers: torch.Tensor | None = None,
+    global_batch_size: int | None = None,
+    process_index: int = 0,
+) -> list[Check]:
+    """What was resumed against the files of `checkpoint`, before the first update that follows.
+
+    `network_state` is the state_dict of what the optimizer trains, `ema_state` that of its average (None: the run has none),
+    `scaler` the GradScaler. `sample_numbers` are those of this process's first micro batch, of `global_batch_size` per update.
+    """
+    checkpoint = Path(checkpoint)
+    stored = Stored(checkpoint / "model.safetensors")
+    checks = [_step(checkpoint, step), _weights(stored, unwrapped(network_state), checkpoint)]
+    checks += _optimizer(checkpoint / "optimizer.bin", getattr(optimizer, "optimizer", optimizer))
+    if scaler is not None and scaler.is_enabled():
+        checks.append(_scaler(checkpoint / "scaler.pt", scaler.state_dict()))
+    if ema_state is not None:
+        checks.append(_ema(checkpoint / "ema.safetensors", stored, unwrapped(ema_state)))
+    if sample_numbers is not None and global_batch_size:
+        declared = step * global_batch_size + process_index * len(sample_numbers)
+        checks.append(_position(declared, int(sample_numbers[0])))
+    return checks
+
+
+def _step(checkpoint: Path, step: int) -> Check:
+    declared = json.loads((checkpoint / "state.json").read_text())["step"]
+    message = f"the run goes on from update {step}, but {checkpoint.name} was made after update {declared}"
+    return Check("state", "step after the resume", str(declared), str(step), step == declared, message * (step != declared))
+
+
+def _weights(stored: Stored, live: dict[str, torch.Tensor], checkpoint: Path) -> Check:
+    name = "weights after the resume"
+    found = difference(stored, live)
+    if not found:
+        return Check("state", name, AS_STORED, "the same", True)
+    if names := found.names():
+        observed, message = names, f"names of tensors in the checkpoint are not those of the network: {names}"
+        if found.missing and all(clean(name) in live for name in found.missing):
+            message = f"the checkpoint has the names of a wrapped network ({found.missing[0]}), so that they were not loaded"
+        return Check("state", name, AS_STORED, observed, False, message)
+    observed = f"{len(found.different)} of {found.compared} tensors differ, by {found.distance:.2g}"
+    averaged = checkpoint / "ema.safetensors"
+    if averaged.exists() and _is(live, Stored(averaged)):
+        observed, why = "the averaged weights", "the training goes on from the averaged weights, not from the raw ones"
+    elif len(found.different) < found.compared:
+        why = f"some weights are not those of the checkpoint: {', '.join(found.different[:3])}"
+    else:
+        why = f"the weights are not those of the checkpoint: they differ by {found.distance:.2g} of their size"
+    return Check("state", name, AS_STORED, observed, False, why)
+
+
+def _is(live: Mapping[str, torch.Tensor], averages: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the network holds these averages; the average may be of a part of the network."""
+    pairs = [(tensor, averages[part]) for name, tensor in live.items() if (part := _in(averages, name))]
+    return bool(pairs) and all(tensor.shape == other.shape and same(tensor.cpu(), other.cpu()) for tensor, other in pairs)
+
+
+def _in(names: Mapping, name: str) -> str | None:
+    """The name in `names` that is `name`, or `name` without the module around it."""
+    return next((part for part in (name, name.partition(".")[2]) if part in names), None)
+
+
+def _optimizer(path: Path, optimizer: torch.optim.Optimizer) -> list[Check]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    live = _by_name({index: optimizer.state.get(parameter, {}) for index, parameter in enumerate(parameters)})
+    try:
+        stored = _by_name(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state"])
+    except Exception as error:  # of an optimizer that keeps other things than tensors
+        return [not_observed("optimizer", "moments after the resume", AS_STORED, f"{path.name}: {str(error).splitlines()[0]}")]
+    checks = []
+    for what in ("moments", "counts of updates"):
+        pair = ({k: v for k, v in part.items() if k.startswith("step ") == (what != "moments")} for part in (stored, live))
+        checks.append(_state_of_optimizer(what, *pair))
+    return checks
+
+
+def _by_name(state: Mapping[int, Mapping]) -> dict[str, torch.Tensor]:
+    return {
+        f"{key} of parameter {index}": torch.as_tensor(value)
+        for index, values in state.items()
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor | int | float)
+    }
+
+
+def _state_of_optimizer(what: str, stored: dict[str, torch.Tensor], live: dict[str, torch.Tensor]) -> Check:
+    found, why = difference(stored, live), ""
+    observed = found.names() or f"{len(found.different)} of {found.compared} differ, by {found.distance:.2g}"
+    if found.missing:
+        why = f"the optimizer's {what} were not loaded ({found.names()}): it starts anew"
+    elif found.different and not any(live[name].any() for name in found.different):
+        why = f"the optimizer's {what} are zero: it starts anew"
+    elif found:
+        why = f"the optimizer's {what} are not those of the checkpoint: {observed}"
+    return Check("optimizer", f"{what} after the resume", AS_STORED, observed if found else "the same", not found, why)
+
+
+def _scaler(path: Path, now: dict) -> Check:
+    name, keys = "loss scale after the resume", ("scale", "_growth_tracker")
+    try:
+        stored = torch.load(path, weights_only=True)
+    except OSError as error:
+        return not_observed("optimizer", name, AS_STORED, str(error))
+    declared, observed = (", ".join(f"{float(values[key]):g}" for key in keys) for values in (stored, now))
+    healthy = declared == observed
+    why = f"the loss scale and its count of good updates are {observed}; the checkpoint has {declared}"
+    return Check("optimizer", name, declared, observed, healthy, "" if healthy else why)
+
+
+def _ema(path: Path, weights: Stored, live: dict[str, torch.Tensor]) -> Check:
+    name, fresh = "average after the resume", not path.exists()
+    at_weights = {part: weights[name] for name in weights if (part := _in(live, name))}
+    stored = at_weights if fresh else Stored(path)  # a run that had no average begins it at its weights
+    live = {name: tensor for name, tensor in live.items() if name in stored} if fresh else live
+    declared = "the checkpoint's weights" if fresh else AS_STORED
+    found = difference(stored, live)
+    if not found:
+        return Check("ema", name, declared, "the same", True)
+    observed = found.names() or f"{len(found.different)} of {found.compared} tensors differ, by {found.distance:.2g}"
+    if found.names():
+        why = f"names of the stored average are not those of the run's: {found.names()}"
+    elif at_weights and not fresh and _is({name: live[name] for name in at_weights}, at_weights):
+        observed, why = "the raw weights", "the average was not restored: it begins again at the raw weights"
+    else:
+        why = f"the average is not that of the checkpoint: it differs by {found.distance:.2g} of its size"
+    return Check("ema", name, declared, observed, False, why)
+
+
+def _position(declared: int, observed: int) -> Check:
+    why = ""
+    if observed != declared:
+        why = f"the data goes on at sample {observed}, and the checkpoint ended before sample {declared}"
+        why += ": the run reads the data from the beginning again" if observed < declared and observed == 0 else ""
+    return Check("data", "data position after the resume", str(declared), str(observed), not why, why)

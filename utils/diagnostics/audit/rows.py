@@ -1,0 +1,156 @@
+"""Stages "data" and "condition" of the step audit: which images were drawn, and which labels the network was told."""
+
+from collections.abc import Collection
+
+import numpy as np
+
+from utils.diagnostics.audit.chance import IMPOSSIBLE, agrees, at_least
+from utils.diagnostics.audit.verdict import Check, not_observed
+
+_STRIDES = range(2, 65)  # of which every k-th row alone may be drawn, as by one of k processes
+
+
+def check_rows(
+    rows: np.ndarray,
+    sample_numbers: np.ndarray,
+    length: int,
+    held_out_rows: Collection[int],
+    balanced: bool,
+    stand_ins: Collection[int] = (),
+) -> list[Check]:
+    """Whether the samples of a run are the images that they are declared to be: each training image once in each pass over
+    them, every pass in a random order of its own, none of those held out.
+
+    Args:
+        rows: int64 [N], the dataset's row that each sample showed.
+        sample_numbers: int64 [N], counted through the run: number k belongs to pass k // length. A number may come twice.
+        length: number of training images. They and the held-out ones are all rows of the dataset.
+        balanced: classes are drawn equally often, so that an image may come twice in a pass.
+        stand_ins: rows that are also shown in the place of images that cannot be decoded.
+    """
+    declared = "images drawn at random" if balanced else "each image once in a pass, in a random order"
+    pairs = np.unique(np.stack([np.asarray(sample_numbers, np.int64), np.asarray(rows, np.int64)]), axis=1)
+    if pairs.shape[1] == 0:
+        return [not_observed("data", "order", declared, "no samples")]
+    held_out = np.sort(np.fromiter(held_out_rows, np.int64))
+    (numbers, rows), total = pairs, length + len(held_out)
+    ranks = rows - np.searchsorted(held_out, rows)  # place among the training images
+    message = _wrong_row(numbers, rows, held_out, total) or _alike(rows, length)
+    if not message and not balanced:
+        message = _repeated(numbers, rows, length, stand_ins) or _in_order(numbers, ranks, length) or _part(ranks, length)
+    observed = f"{len(np.unique(rows))} rows in {len(rows)} samples of {len(np.unique(numbers // length))} passes"
+    return [Check("data", "order", declared, observed, not message, message)]
+
+
+def _wrong_row(numbers, rows, held_out, total) -> str:
+    if trained := np.intersect1d(rows, held_out).tolist():
+        return f"{len(trained)} held-out images are trained on, such as row {trained[0]}: the validation is no longer one"
+    if len(outside := rows[(rows < 0) | (rows >= total)]):
+        return f"row {outside[0]} is drawn, but the dataset has {total} rows"
+    same = np.flatnonzero(numbers[1:] == numbers[:-1])
+    if len(same):
+        first, second = rows[same[0]], rows[same[0] + 1]
+        again = f"sample {numbers[same[0]]} showed row {first} and, when it came again, row {second}"
+        return f"{again}: does the order depend on more than the sample's number?"
+    return ""
+
+
+def _alike(rows, length) -> str:
+    if length > 1 and len(rows) > 30 and len(np.unique(rows)) == 1:  # one of two classes, each time: 2^-30
+        return f"all {len(rows)} samples looked at are the same image, row {rows[0]}"
+    return ""
+
+
+def _repeated(numbers, rows, length, stand_ins) -> str:
+    shown = ~np.isin(rows, np.fromiter(stand_ins, np.int64))
+    of_pass, counts = np.unique(np.stack([numbers[shown] // length, rows[shown]]), axis=1, return_counts=True)
+    if not (counts > 1).any():
+        return ""
+    again, (number, row) = int((counts - 1).sum()), of_pass[:, counts.argmax()]
+    if len(counts) == 1:
+        return f"all {counts[0]} samples looked at are the same image, row {row}"
+    example = f"row {row} came {counts.max()} times in pass {number}"
+    return (
+        f"{again} of {counts.sum()} samples repeat an image of the same pass ({example}): "
+        "are images drawn with replacement, or does the order start again?"
+    )
+
+
+def _in_order(numbers, ranks, length) -> str:
+    # A permutation keeps m given neighbors with a probability of (L - m)! / L!, which is at most (e / L)^m.
+    follows = (np.diff(numbers) == 1) & (numbers[1:] % length != 0)
+    steps, counts = np.unique(np.diff(ranks)[follows], return_counts=True)
+    if len(steps) and 2 * length * at_least(int(counts.max()), int(counts.sum()), np.e / length) < IMPOSSIBLE:
+        step, share = int(steps[counts.argmax()]), counts.max() / counts.sum()
+        order = {1: "the order in which they are stored", -1: "the reverse of the order in which they are stored"}
+        return f"images come in {order.get(step, f'steps of {step} rows')} ({share:.0%} of the samples): they are not shuffled"
+    place = np.lexsort([numbers, numbers % length])
+    twice = np.diff((numbers % length)[place]) == 0
+    same, count = int((np.diff(ranks[place])[twice] == 0).sum()), int(twice.sum())
+    if at_least(same, count, np.e / length) < IMPOSSIBLE:
+        return f"two passes have the same order ({same} of {count} rows are those of an earlier pass): it is not shuffled anew"
+    return ""
+
+
+def _part(ranks, length) -> str:
+    low, high, count = int(ranks.min()), int(ranks.max()), len(ranks)
+    if count * ((high - low + 1) / length) ** (count - 1) < IMPOSSIBLE:
+        return f"{count} samples all lie among the images {low} to {high} of {length}: the others are never drawn"
+    for stride in _STRIDES:
+        if stride < length and len(np.unique(ranks % stride)) == 1:
+            largest = -(-length // stride) / length  # share of a residue class
+            if len(_STRIDES) * stride * largest**count < IMPOSSIBLE:
+                return f"{count} samples all show images {stride} k + {ranks[0] % stride}: the others are never drawn"
+    return ""
+
+
+def check_labels(told: np.ndarray, expected: np.ndarray, dropout: float) -> list[Check]:
+    """Whether the network is told the labels of the images that it sees.
+
+    Args:
+        told: int64 [N], the labels that the network was given, in the order of their batches; -1 where it was told none.
+        expected: int64 [N], those of the dataset.
+        dropout: share of samples whose label is declared to be dropped.
+    """
+    told, expected = np.asarray(told, np.int64), np.asarray(expected, np.int64)
+    told, expected = told[expected >= 0], expected[expected >= 0]
+    kept = told >= 0
+    count, dropped, right = len(told), int((~kept).sum()), int((told == expected)[kept].sum())
+    declared = "the labels of the images", f"{dropout:.3g} of the labels"
+    if count == 0:
+        return [not_observed("condition", name, what, "no labels") for name, what in zip(("label", "dropped"), declared)]
+    wrong = "" if right == kept.sum() else _wrong_labels(told, expected, kept)
+    label = Check("condition", "label", declared[0], f"{right} of {kept.sum()} labels told are right", not wrong, wrong)
+    if not kept.any():
+        label = not_observed("condition", "label", declared[0], "all labels looked at were dropped")
+    message = ""
+    if not agrees(dropped, count, dropout):
+        often = {0: "never", count: "always"}.get(dropped, f"in {dropped / count:.1%} of the samples")
+        message = f"labels are dropped {often}, declared is a share of {dropout:.3g}"
+    return [label, Check("condition", "dropped", declared[1], f"{dropped} of {count}", not message, message)]
+
+
+def _wrong_labels(told, expected, kept) -> str:
+    for shift in (1, -1, 2, -2):
+        other = np.roll(expected, shift)
+        varied = kept & (other != expected)
+        if varied.sum() > 3 and (told == other)[varied].mean() > 0.8:
+            return f"the labels are another image's: shifted by {abs(shift)} in the batch"
+    told, expected = told[kept], expected[kept]
+    share = (told != expected).mean()
+    if len(np.unique(told)) == 1 and len(told) > 3:
+        return f"the network is told label {told[0]} for every image"
+    steps = np.unique(told - expected)
+    if len(steps) == 1 and len(told) > 1:
+        return f"the network is told label + {steps[0]} in place of the label"
+    classes, used = np.unique(expected), np.unique(np.stack([expected, told]), axis=1)
+    if len(used[0]) == len(classes) and len(told) > len(classes) + 3:  # a function of the class, for more than three again
+        swaps = ", ".join(f"{a} is told as {b}" for a, b in used.T[:3])
+        return (
+            f"the classes are exchanged ({swaps})"
+            if len(np.unique(used[1])) == len(classes)
+            else f"classes are merged ({swaps})"
+        )
+    if np.array_equal(np.sort(told), np.sort(expected)):
+        return f"the labels belong to other images of the batch ({share:.0%} of them are wrong): shuffled apart from the images"
+    return f"{share:.0%} of the labels told are not those of the images: are they random?"

@@ -1,0 +1,98 @@
+"""Named tensors against named tensors: which are missing, which differ, and by how much."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+WRAPPERS = ("_orig_mod.", "module.")  # what torch.compile and DDP put before the names of a network
+
+
+class Stored(Mapping):
+    """The tensors of safetensors files, each read when it is asked for."""
+
+    def __init__(self, *paths: Path):
+        self._file_of = {}
+        for path in paths:
+            file = safe_open(path, framework="pt")
+            self._file_of |= dict.fromkeys(file.keys(), file)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._file_of[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+@dataclass(frozen=True)
+class Difference:
+    missing: list[str]  # names that were expected and not found
+    unexpected: list[str]
+    different: list[str]  # names of other values or another shape
+    compared: int  # names on both sides
+    distance: float  # ||found - expected|| / ||expected|| over the names on both sides, without those of another shape
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.different)
+
+    def names(self) -> str:
+        """What is wrong with the names, in words; empty where nothing is."""
+        found = []
+        for kind, names in (("missing", self.missing), ("unexpected", self.unexpected)):
+            if names:
+                found.append(f"{len(names)} {kind}, such as {names[0]}")
+        return "; ".join(found)
+
+
+def difference(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], rounded: set[str] = frozenset()):
+    """The `Difference` of `found` from `expected`, exact but for the names in `rounded`, where the fifth digit may differ."""
+    common = [name for name in expected if name in found]
+    different, apart, size = [], 0.0, 0.0
+    for name in common:
+        a, b = expected[name].detach(), found[name].detach()
+        b = b.to(a.device)
+        if a.shape != b.shape:
+            different.append(name)
+            continue
+        if same(a, b, 1e-5 if name in rounded else 0.0):
+            size += _square(a)
+            continue
+        different.append(name)
+        apart += _square(b.double() - a.double())
+        size += _square(a)
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in expected]
+    distance = (apart / size) ** 0.5 if size else float(apart > 0)
+    return Difference(missing, unexpected, different, len(common), distance)
+
+
+def same(a: torch.Tensor, b: torch.Tensor, tolerance: float = 0.0) -> bool:
+    """Whether two tensors of one shape hold the same numbers (NaN is like NaN), or numbers as near as `tolerance` times the
+    largest one."""
+    if a.dtype != b.dtype:
+        a, b = a.double(), b.double()
+    if torch.equal(a, b):
+        return True
+    if tolerance:
+        return bool((a - b).abs().max() <= tolerance * a.abs().max())
+    return bool((a.isnan() & b.isnan() | (a == b)).all()) if a.is_floating_point() else False
+
+
+def unwrapped(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Under the names that the network has without wrappers."""
+    return {clean(name): tensor for name, tensor in tensors.items()}
+
+
+def clean(name: str) -> str:
+    while name.startswith(WRAPPERS):
+        name = name.split(".", 1)[1]
+    return name.replace("._orig_mod.", ".")
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return float(tensor.double().square().sum())
