@@ -1395,7 +1395,7 @@ fault(
 OLDER_STAGES: dict[str, tuple[str, ...]] = {
     "images in [0, 1]": ("data",),
     "images in [0, 255]": ("data",),
-    "normalised twice": ("data",),
+    "normalized twice": ("data",),
     "learning rate x 100": ("learning_rate",),
     "learning rate / 1000": ("learning_rate",),
     "high learning rate, no warm-up": ("learning_rate",),

@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -50,7 +50,7 @@ class StepAudit:
         """`eager`: see `Observer`."""
         self._run = run
         objective, options = run.objective, run.options
-        modules = {"network": objective.network}
+        modules: dict[str, Any] = {"network": objective.network}
         if objective.exported is not objective.network:
             modules |= {"unet": objective.exported, "uncertainty": objective.network.uncertainty}
         self.declared = declared_by(options, run.facts)
@@ -246,7 +246,7 @@ class StepAudit:
         self._checks, self._pending, self._left = [], None, None
 
     def _between(self, now: torch.Tensor) -> list[Check]:
-        same = (self._left == now).tolist()
+        same = torch.eq(cast(torch.Tensor, self._left), now).tolist()
         checks = []
         for name, fine in zip(("weights", "averages"), same):
             text = f"the {name} were changed between two updates: by a validation, samples or a checkpoint?"

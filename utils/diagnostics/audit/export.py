@@ -10,9 +10,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
+from diffusers import ModelMixin
 from torch import nn
 
 from utils.diagnostics.audit.tensors import Difference, Stored, clean, difference, unwrapped
@@ -138,7 +140,9 @@ def _schedule(config: dict, declared: DeclaredExport) -> list[Check]:
         return [Check("export", "noise schedule", _called(declared), "none", False, why)]
     observed, message = _called(declared), ""
     if not _alike(made.alphas_cumprod, declared.scheduler().alphas_cumprod):
-        changes = [{"beta_schedule": name, "rescale_betas_zero_snr": zero} for name in SCHEDULES for zero in (False, True)]
+        changes: list[dict[str, Any]] = [
+            {"beta_schedule": name, "rescale_betas_zero_snr": zero} for name in SCHEDULES for zero in (False, True)
+        ]
         alike = [c for c in changes if _alike(declared.scheduler(**c).alphas_cumprod, made.alphas_cumprod)]
         observed = f"{config.get('beta_schedule')}, {len(made.alphas_cumprod)} timesteps, other numbers"
         if alike:
@@ -148,13 +152,13 @@ def _schedule(config: dict, declared: DeclaredExport) -> list[Check]:
     observed, wanted = made.config.prediction_type, declared.prediction_type
     message = f"the exported scheduler takes the network's output for {observed}; trained is {wanted}" * (observed != wanted)
     checks.append(Check("export", "prediction type", wanted, observed, not message, message))
-    expected = {"clip_sample": declared.clip_sample, "thresholding": False}
+    expected: dict[str, Any] = {"clip_sample": declared.clip_sample, "thresholding": False}
     expected |= {"clip_sample_range": 1.0} if declared.clip_sample else {}
     expected |= {"timestep_spacing": "trailing"} if declared.rescale_betas_zero_snr else {}
     others = {key: made.config[key] for key, value in expected.items() if made.config[key] != value}
-    texts = [", ".join(f"{key} {value}" for key, value in part.items()) for part in (expected, expected | others)]
+    wanted, observed = (", ".join(f"{key} {value}" for key, value in part.items()) for part in (expected, expected | others))
     message = "the exported scheduler samples in another way: " + ", ".join(f"{key} is {others[key]}" for key in others)
-    return [*checks, Check("export", "sampling settings", *texts, not others, message if others else "")]
+    return [*checks, Check("export", "sampling settings", wanted, observed, not others, message if others else "")]
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -170,23 +174,23 @@ def _called(declared: DeclaredExport) -> str:
 def _edm_schedule(config: dict, declared: DeclaredExport) -> list[Check]:
     expected = {"sigma_data": declared.sigma_data, "sigma_min": 0.002, "sigma_max": 80.0, "rho": 7.0}
     found = {key: config.get(key, value if key != "sigma_data" else None) for key, value in expected.items()}
-    texts = [", ".join(f"{key} {value}" for key, value in part.items()) for part in (expected, found)]
+    wanted, observed = (", ".join(f"{key} {value}" for key, value in part.items()) for part in (expected, found))
     others = [key for key in expected if found[key] != expected[key]]
     message = "the exported scheduler is for other noise levels: " + ", ".join(
         f"{key} is {found[key]}, not {expected[key]}" for key in others
     )
-    return [Check("export", "noise levels", *texts, not others, message if others else "")]
+    return [Check("export", "noise levels", wanted, observed, not others, message if others else "")]
 
 
-def _network(folder: Path, weights: dict[str, torch.Tensor] | None, network: nn.Module) -> list[Check]:
+def _network(folder: Path, weights: dict[str, torch.Tensor] | None, network: ModelMixin) -> list[Check]:
     """`weights` None: others were exported, and the outputs are not compared."""
     written = json.loads((folder / "unet/config.json").read_text())
     written = {key: value for key, value in written.items() if not key.startswith("_")}
     config = json.loads(json.dumps({key: value for key, value in network.config.items() if not key.startswith("_")}))
     others = [key for key, value in config.items() if key in written and written[key] != value]
-    texts = [", ".join(f"{key} {part[key]}" for key in others[:3]) or "the network's" for part in (config, written)]
+    wanted, found = (", ".join(f"{key} {part[key]}" for key in others[:3]) or "the network's" for part in (config, written))
     message = "the exported network's config is another one: " + ", ".join(f"{key} is {written[key]}" for key in others[:3])
-    checks = [Check("export", "network config", *texts, not others, message if others else "")]
+    checks = [Check("export", "network config", wanted, found, not others, message if others else "")]
     name, close = "output on a fixed input", "that of the network"
     if weights is None:
         return [*checks, not_observed("export", name, close, "the weights are others")]
@@ -217,7 +221,7 @@ def _load(folder: Path) -> nn.Module:
     return getattr(carried, class_name).from_pretrained(folder / "unet", use_safetensors=True).float()
 
 
-def _fixed_input(network: nn.Module) -> tuple[torch.Tensor, ...]:
+def _fixed_input(network: ModelMixin) -> tuple[torch.Tensor, ...]:
     config, device = network.config, next(network.parameters()).device
     size = config.sample_size if isinstance(config.sample_size, int) else config.sample_size[0]
     generator = torch.Generator().manual_seed(0)

@@ -8,6 +8,7 @@ import io
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageColor, ImageOps
@@ -89,7 +90,7 @@ class DecodedFile:
         if upright:
             image = ImageOps.exif_transpose(image)
         color = ImageColor.getrgb(declared.background if background == "declared" else background or "white")
-        gray = Image.new("RGB", (1, 1), color).convert("L").getpixel((0, 0))
+        gray: Any = Image.new("RGB", (1, 1), color).convert("L").getpixel((0, 0))
         if image.mode == "F" or image.mode.startswith("I"):
             values = np.asarray(image, np.float64)
             white = 1 if image.mode == "F" else 255 if cut_off else 65535

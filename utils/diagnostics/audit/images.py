@@ -45,7 +45,8 @@ class Draws:
         side = match.window.shape[-1]
         room = max(planes.shape[1:]) - side
         for name in list(self.places) if room else ():
-            windows = [cut(planes, *(min(at, end - side) for end in planes.shape[1:]), side) for at in _PLACES[name](room)]
+            height, width = planes.shape[1:]
+            windows = [cut(planes, min(at, height - side), min(at, width - side), side) for at in _PLACES[name](room)]
             same = np.any([alike(window) for window in windows], axis=0)
             if same[match.top, match.left]:
                 self.places[name] += math.log10(same.mean())

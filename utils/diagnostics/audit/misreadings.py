@@ -6,6 +6,7 @@ their own, fitted to the images that were misread (_FITS); else how far the imag
 
 import io
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageFilter, ImageOps
@@ -148,7 +149,7 @@ def _alternatives(seen: Seen, declared: DeclaredImages):
         yield name, seen.file.planes(**reading), None
     for name, turn in _TURNS.items():
         yield name, turn(seen.planes), None
-    colors = _COLORS | (_RGB if declared.channels == 3 else {})
+    colors: dict[str, Any] = _COLORS | (_RGB if declared.channels == 3 else {})
     colors |= {
         f"values scaled by the mean and the deviation of {name}": _standardized(*known)
         for name, known in _STATISTICS.items()
@@ -205,20 +206,21 @@ def describe(misread: list[Seen], batch: list[Seen], declared: DeclaredImages) -
 
 def _pair(seen: Seen) -> tuple[np.ndarray, np.ndarray]:
     """(the image shown, the part of its file that is most like it); negatives are alike too."""
-    best = None
+    best: Any = None
     for mirrored in (False, True)[: 1 + seen.file.declared.random_flip]:
         shown = seen.shown[..., ::-1] if mirrored else seen.shown
         _, correlation = compare(shown, seen.planes)
-        place = np.unravel_index(np.abs(correlation).argmax(), correlation.shape)
+        top, left = place = np.unravel_index(np.abs(correlation).argmax(), correlation.shape)
         if best is None or abs(correlation[place]) > best[0] + 1e-6:
-            best = abs(correlation[place]), shown, cut(seen.planes, *place, shown.shape[-1])
+            best = abs(correlation[place]), shown, cut(seen.planes, int(top), int(left), shown.shape[-1])
     return best[1:]
 
 
 def _pooled(seen: list[Seen]) -> tuple[np.ndarray, np.ndarray]:
     """Pixels [C, N] of all images: shown, and as they should be."""
     pairs = [[part.reshape(len(part), -1) for part in _pair(one)] for one in seen]
-    return tuple(np.concatenate(parts, axis=1) for parts in zip(*pairs))
+    shown, expected = (np.concatenate(parts, axis=1) for parts in zip(*pairs))
+    return shown, expected
 
 
 def _rms(values) -> float:
@@ -235,7 +237,8 @@ def _line(y, x) -> tuple[float, float]:
     """Gain and offset, found where nothing is clamped."""
     for free in ((y > y.min() + 1e-6) & (y < y.max() - 1e-6), np.ones(y.shape, bool)):
         if x[free].size and np.ptp(x[free]) > 1e-6:
-            return tuple(map(float, np.polyfit(x[free], y[free], 1)))
+            gain, offset = map(float, np.polyfit(x[free], y[free], 1))
+            return gain, offset
     return 1.0, float(y.mean() - x.mean())
 
 

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from diffusers import DDPMScheduler
@@ -77,8 +78,9 @@ def sampler_call(objective: Objective, name: str, steps: int, seed: int = 0) -> 
         stand_in = copy(objective)  # so that its `predict` asks the oracle
         stand_in.exported = oracle
         scheduler = make_sampler(name, objective.noise_scheduler)
-        device, numbers = oracle.image.device, torch.arange(count)
-        chosen = {"sample_numbers": numbers, "seed": seed, "shape": tuple(oracle.image.shape), "device": device}
+        image: Any = oracle.image
+        chosen: dict[str, Any] = {"sample_numbers": torch.arange(count), "seed": seed}
+        chosen |= {"shape": tuple(image.shape), "device": image.device}
         few = _few_steps(scheduler, steps)
         return sample(oracle, scheduler, num_inference_steps=few, batch_size=count, predict=stand_in.predict, **chosen)
 

@@ -1,8 +1,9 @@
 """Named tensors against named tensors: which are missing, which differ, and by how much."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -14,7 +15,7 @@ class Stored(Mapping):
     """The tensors of safetensors files, each read when it is asked for."""
 
     def __init__(self, *paths: Path):
-        self._file_of = {}
+        self._file_of: dict[str, Any] = {}
         for path in paths:
             file = safe_open(path, framework="pt")
             self._file_of |= dict.fromkeys(file.keys(), file)
@@ -49,7 +50,9 @@ class Difference:
         return "; ".join(found)
 
 
-def difference(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], rounded: set[str] = frozenset()):
+def difference(
+    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], rounded: Set[str] = frozenset()
+) -> Difference:
     """The `Difference` of `found` from `expected`, exact but for the names in `rounded`, where the fifth digit may differ."""
     common = [name for name in expected if name in found]
     different, apart, size = [], 0.0, 0.0

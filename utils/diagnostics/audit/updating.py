@@ -14,7 +14,9 @@ SMALL = 1e-3
 NAMES = {"adamw": "AdamW", "adam": "Adam", "rmsprop": "RMSprop", "sgd": "SGD"}
 
 
-def check_gradients(update: Update, declared: Declared, loss_scale: float = 1.0, mean_gradient: torch.Tensor | None = None):
+def check_gradients(
+    update: Update, declared: Declared, loss_scale: float = 1.0, mean_gradient: torch.Tensor | None = None
+) -> list[Check]:
     """Checks of the gradients from the first backward pass to the optimizer's step.
 
     `mean_gradient` [n]: what the backward passes left, sampled, averaged over all processes; None with one process.
@@ -407,9 +409,9 @@ def check_averages(update: Update, declared: Declared, observer: Observer, skipp
         found = f"{len(names) - len(missing)} of {len(names)}"
         checks.append(Check("ema", f"{name}: parameters", f"all {len(names)}", found, not missing, text))
         mask = observer.averaged(name)
-        vectors = [old, new, update.weights]
+        masked = [v.double()[mask] for v in (old, new, update.weights)]
         before = update.optimizer_step.before.double()[mask] if update.optimizer_step is not None else None
-        checks.append(_average(name, *(v.double()[mask] for v in vectors), before, decay_at, update.step + 1, declared))
+        checks.append(_average(name, masked[0], masked[1], masked[2], before, decay_at, update.step + 1, declared))
     return checks
 
 
