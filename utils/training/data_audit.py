@@ -11,7 +11,7 @@ from utils.diagnostics.audit.rows import check_labels, check_rows
 from utils.diagnostics.audit.verdict import Check
 from utils.training.run import Run
 
-FILES = 8  # decoded at an audit
+FILES = 4  # decoded at an audit; half as many where the place of the cut or a jitter must be searched for
 SAMPLES = 8192  # of which rows and labels are kept
 
 
@@ -30,7 +30,7 @@ class DataAudit:
         self._draws = Draws()
         self._numbers: list[torch.Tensor] = []  # samples of each micro step
         self._told: list[torch.Tensor] = []  # their labels as they were drawn
-        self._kept = 0
+        self._kept, self._misread = 0, False
         self._pending: torch.Tensor | None = None
 
     def begin_micro_step(self, batch: dict[str, Any]) -> None:
@@ -50,7 +50,8 @@ class DataAudit:
         checks = []
         if sample_numbers is not None:
             checks.append(self._position(step, sample_numbers))
-            checks += self._images(sample_numbers[:FILES], clean_images)
+            searched = self._declared.color_jitter or not (self._declared.center_crop or self._run.data.training.uniform)
+            checks += self._images(sample_numbers[: FILES // 2 if searched else FILES], clean_images)
         return checks + self._drawn()
 
     def _position(self, step: int, numbers: torch.Tensor) -> Check:
@@ -66,10 +67,11 @@ class DataAudit:
 
     def _images(self, numbers: torch.Tensor, clean_images: torch.Tensor | None) -> list[Check]:
         files = self._run.data.images.files
-        if files is None or clean_images is None:
+        if files is None or clean_images is None or self._misread:  # once said, a fault is not looked into again
             return []
         rows = self._run.data.samples.dataset_rows(numbers).tolist()
         checks = check_images(clean_images[: len(rows)], files.at(rows), self._declared, self._draws)
+        self._misread = any(check.healthy is False for check in checks)
         return checks + self._draws.checks(self._declared)
 
     def _drawn(self) -> list[Check]:
