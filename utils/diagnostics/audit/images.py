@@ -53,8 +53,9 @@ class Draws:
             else:
                 del self.places[name]
         if declared.color_jitter and (np.abs(match.window) < 0.9).mean() > 0.05:  # neither black nor white: any factor shows
-            self.jittered += match.jittered
-            self.plain += not match.jittered
+            plain = not match.jittered and match.error <= EXACT
+            self.plain += plain
+            self.jittered += not plain
 
     def checks(self, declared: DeclaredImages) -> list[Check]:
         checks = []
@@ -105,9 +106,9 @@ def check_images(shown: torch.Tensor, files: list, declared: DeclaredImages, dra
         except Exception:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
             continue
         match = find(image, planes, declared) if np.isfinite(image).all() else Match(math.inf)
-        tolerance = max(file.tolerance, rounding, JITTER_TOLERANCE if match.jittered else 0)
+        tolerance = max(file.tolerance, rounding, JITTER_TOLERANCE if declared.color_jitter else 0)
         batch.append(Seen(number, image, file, planes, match, tolerance))
-        if match.error > (tolerance if match.jittered else rounding):
+        if match.error > (tolerance if declared.color_jitter else rounding):
             misread.append(batch[-1])
         if draws is not None and match.error <= tolerance:
             draws.add(match, planes, declared, tolerance)

@@ -261,7 +261,7 @@ def _neighbor(worst, batch, declared) -> str:
     for seen in worst:
         for other in batch:
             match = find(seen.shown, other.planes, declared, thorough=False) if other is not seen else Match(np.inf)
-            if match.error <= max(other.tolerance, JITTER_TOLERANCE if match.jittered else 0):
+            if match.error <= max(other.tolerance, JITTER_TOLERANCE if declared.color_jitter else 0):
                 steps.append((other.number - seen.number) % len(batch))
                 break
     if len(steps) < 0.5 * len(worst):
