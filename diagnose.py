@@ -116,6 +116,7 @@ def show(record: "RunRecord", findings: list, judged: set[str], as_json: bool) -
     """What could be judged, FAIL, WARN or OK, with cause and fixes; then the figures of a dataset or a probe."""
     from utils.diagnostics.catalog import CATALOG
     from utils.diagnostics.findings import described
+    from utils.diagnostics.rules.audit import audited
     from utils.runs.history import to_json
 
     found = {finding.code for finding in findings}
@@ -129,6 +130,8 @@ def show(record: "RunRecord", findings: list, judged: set[str], as_json: bool) -
         print(*_run_lines(record), sep="\n", end="\n\n")
     for finding in findings:
         print("\n".join(described(finding)))
+    if steps := audited(record):
+        print(*_step_lines(steps), sep="\n", end="\n\n")
     missing = CATALOG.keys() - judged - found - {"rule-failed"} if record.options else ()  # of a dataset or a pipeline most is
     for word, before, codes in (("OK", "", healthy), ("-", "too little recorded to judge: ", missing)):
         listed = before + ", ".join(code for code in CATALOG if code in codes)
@@ -137,6 +140,16 @@ def show(record: "RunRecord", findings: list, judged: set[str], as_json: bool) -
     for kind in ("data", "probe"):
         if kind in figures:
             print(f"\n{kind}", *_figure_lines(figures[kind]), sep="\n")
+
+
+def _step_lines(checks: list[dict]) -> list[str]:
+    """The step audit as a table: stage, quantity, declared | observed."""
+    lines = ["the training step    declared | observed"]
+    for check in checks:
+        mark = {True: "OK", False: "FAIL", None: "-"}[check["healthy"]]
+        text = f"{check['stage']}: {check['name']}: {check['declared']} | {check['observed']}"
+        lines += textwrap.wrap(text, 110, initial_indent=f"{mark:<6}", subsequent_indent=" " * 6, break_on_hyphens=False)
+    return lines
 
 
 def _run_lines(record: "RunRecord") -> list[str]:

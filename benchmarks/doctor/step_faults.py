@@ -754,7 +754,7 @@ fault(
     ("weight", "target"),
     (OBJECTIVE, SQUARED, "(prediction.float() - target.float())[..., 1:-1, 1:-1].square()"),
 )
-fault("loss of hard samples cut off", "weight", (DDPM, MEAN, "losses.trained.clamp(max=0.5).mean()"))
+fault("loss of hard samples cut off", "weight", (DDPM, MEAN, "losses.trained.clamp(max=1.0).mean()"))
 fault("loss of the first half of the batch", "weight", (DDPM, MEAN, "losses.trained[: len(losses.trained) // 2].mean()"))
 fault(
     "loss divided by the accumulation twice",

@@ -8,7 +8,7 @@
 ("together"), the EMA, and the sums for the next report: on a CPU that is all of their cost; on a GPU it is the host's part,
 while the work itself is a few small kernels. Other flags
 go to the script. A report is everything that happens every --logging_steps: magnitudes by layer, figures to the trackers, the
-doctor's look at all that was recorded. `checkpoints` publishes checkpoints of a preset's network, EMA and AdamW state and, in
+doctor's look at all that was recorded. An audit is what the step audit adds to an update that it looks at. `checkpoints` publishes checkpoints of a preset's network, EMA and AdamW state and, in
 turns, writes the same tensors with safetensors, with and without waiting for the disk.
 """
 
@@ -40,6 +40,7 @@ from utils.options.flags import DDPMOptions
 from utils.options.presets import FLAGS
 from utils.runs.checkpoints import attach_state_hooks, save_checkpoint, verify_checkpoint
 from utils.runs.state import TrainState
+from utils.training.audit import audited_updates
 
 CHECKS = ("BadUpdates.add_losses", "BadUpdates.add", "StopSignal.agreed")
 REPORT_EVERY = 10  # updates; the cost is told for the default of 50
@@ -93,6 +94,14 @@ def time_updates(updates: int, flags: list[str]) -> None:
     plain = statistics.median(span for update, span in enumerate(spans, start=2) if update % REPORT_EVERY > 1)
     measured = range(2 * REPORT_EVERY - 2, len(spans) - 1, REPORT_EVERY)
     extra = statistics.median(spans[i] + spans[i + 1] - 2 * plain for i in measured)
+    audits = sorted(
+        n for n in audited_updates(updates) if 8 <= n < updates and n % REPORT_EVERY not in (0, 1, REPORT_EVERY - 1)
+    )
+    costs = [spans[n - 2] + spans[n - 1] - 2 * plain for n in audits]
+    audit, total = statistics.mean(costs), FLAGS["digits16"]["max_train_steps"]  # some compute a gradient again, others do not
+    share = 100 * audit * len(audited_updates(total)) / (total * plain)
+    each = ", ".join(f"{n}: {cost:.0f}" for n, cost in zip(audits, costs))
+    print(f"{'an audit':24} {audit:8.3f} ms  {audit / plain:.2f} updates ({each}); {share:.2f} % of a run of {total} updates")
     print(f"{'a report':24} {extra:8.3f} ms  {100 * extra / (50 * plain):.2f} % of 50 updates")
 
 

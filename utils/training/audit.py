@@ -1,5 +1,8 @@
 """The step audit in the loop: which updates are looked at, what they are compared with, and what is recorded of it."""
 
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -7,10 +10,13 @@ from accelerate.utils import gather_object
 
 from utils.diagnostics.audit.declared import declared_by
 from utils.diagnostics.audit.denoising import check_denoising
+from utils.diagnostics.audit.export import DeclaredExport, check_exported
 from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.observer import Observer, Update, digest
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.ranks import check_ranks, digests_of
+from utils.diagnostics.audit.resume import check_resumed
+from utils.diagnostics.audit.sampler import check_sampler, sampler_call
 from utils.diagnostics.audit.updating import (
     check_averages,
     check_gradients,
@@ -21,7 +27,9 @@ from utils.diagnostics.audit.updating import (
     check_state,
 )
 from utils.diagnostics.audit.verdict import Check
+from utils.diffusion.sampling import sampling_steps
 from utils.optim.power_ema import PowerEMA
+from utils.training.data_audit import DataAudit
 from utils.training.run import Run
 
 
@@ -47,12 +55,14 @@ class StepAudit:
             modules |= {"unet": objective.exported, "uncertainty": objective.network.uncertainty}
         self.declared = declared_by(options, run.facts)
         self._observer = Observer(modules, self._averages(), eager=eager)
-        self._pool = Pool(self.declared)
+        self._pool, self._data = Pool(self.declared), DataAudit(run)
         self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
         self._compiled, self._looks = options.compile, 0
         self._loss_scale: float | torch.Tensor = 1.0
         self._pending: Update | None = None
         self._checks: list[Check] = []
+        if options.resume_from_checkpoint:
+            self._check_resumed()
         self._left: torch.Tensor | None = None  # digest of the weights and averages before what is made between updates
 
     def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -85,11 +95,13 @@ class StepAudit:
         return bool(due)
 
     def begin_micro_step(self, batch: dict[str, Any]) -> None:
-        self._observer.begin_micro_step(sample_numbers=batch["sample_numbers"], classes=batch["labels"])
+        self._data.begin_micro_step(batch)
+        self._observer.begin_micro_step(sample_numbers=batch["sample_numbers"])
 
     def add(self, drawn: dict[str, torch.Tensor]) -> None:
         """What a micro step was of."""
         self._pool.add_levels(drawn[self._run.objective.level])
+        self._data.add(drawn)
         if self._observer.update is not None:
             self._observer.tell(**drawn)
             self._pool.add_noise(drawn["noise"])
@@ -109,6 +121,62 @@ class StepAudit:
         if between or update is not None:
             self._left = self._digest()
 
+    def check_sampler(self) -> None:
+        """Asks the sampler of the run's pictures what it makes of a network that knows the answer. On the main process."""
+        if self._run.accelerator.is_main_process:
+            self._record(self._guarded(self._ask_sampler))
+
+    def _ask_sampler(self) -> list[Check]:
+        options, objective = self._run.options, self._run.objective
+        noising, denoising = self.declared.noising, self.declared.denoising
+        steps = sampling_steps(options.sampler, options.sampling_steps, objective.noise_scheduler)
+        return check_sampler(
+            sampler_call(objective, options.sampler, steps),
+            noising.alphas_cumprod if noising is not None else None,
+            noising.prediction_type if noising is not None else "",
+            (options.image_channels, 8, 8),
+            sigma_data=denoising.sigma_data if denoising is not None else None,
+            adds_noise=options.sampler == "ddpm",
+            clips=noising is not None,
+        )
+
+    def check_exported(self) -> None:
+        """Compares the pipeline that was just exported with what it should be. On the main process."""
+        if self._run.accelerator.is_main_process:
+            self._record(self._guarded(self._read_exported))
+
+    def _read_exported(self) -> list[Check]:
+        run, noising, denoising = self._run, self.declared.noising, self.declared.denoising
+        if noising is not None:
+            declared = DeclaredExport(noising.steps, noising.schedule, noising.prediction_type, noising.zero_snr)
+        else:
+            declared = DeclaredExport(sigma_data=denoising.sigma_data)
+        raw = run.objective.exported.state_dict()
+        network = run.objective.exported if run.accelerator.device.type == "cpu" else None  # elsewhere memory is planned
+        if run.ema is None:
+            return check_exported(run.output_dir, raw, declared, None, network)
+        return check_exported(run.output_dir, run.ema.shadow, declared, raw, network)
+
+    def _check_resumed(self) -> None:
+        run = self._run
+        checkpoint = run.output_dir / f"checkpoint-{run.state.step}"
+        if (checkpoint / "state.json").exists():
+            self._record(self._guarded(self._read_checkpoint, checkpoint))
+
+    def _read_checkpoint(self, checkpoint: Path) -> list[Check]:
+        run = self._run
+        return check_resumed(
+            checkpoint,
+            network_state=run.objective.network.state_dict(),
+            optimizer=run.accelerator._optimizers[0],
+            step=run.state.step,
+            ema_state=None if run.ema is None else run.ema.state_dict(),
+            scaler=run.accelerator.scaler,
+        )
+
+    def _record(self, checks: list[Check]) -> None:
+        self._run.doctor.record(self._run.state.step, {"audit": {"checks": [check.to_json() for check in checks]}})
+
     def measure_eagerly(self) -> None:
         """From here on audited updates run eagerly, as all others do once compiling is given up."""
         self._observer.eager = True
@@ -124,29 +192,49 @@ class StepAudit:
         return torch.stack([digest(self._observer.parameters.values()), digest(averages)])
 
     def _judge(self, update: Update) -> list[Check]:
-        declared, accelerator = self.declared, self._run.accelerator
-        scale = float(self._loss_scale)
-        skipped = update.optimizer_step is None and accelerator.scaler is not None
-        checks = check_network(update, self._observer, declared)
+        """Checks of this process and, on the main one, what is wrong on the others."""
+        accelerator = self._run.accelerator
+        last = update.micro_steps[-1].gradient_after if update.micro_steps else None
+        if accelerator.num_processes == 1:
+            return self._guarded(self._judge_alone, update, last)
+        own = torch.zeros_like(self._observer.sample.take([])) if last is None else last.clone()
+        mean = accelerator.reduce(own, "mean")
+        checks = self._guarded(self._judge_alone, update, mean)
+        mine = digests_of(update, self._observer)
+        everyone = accelerator.gather(torch.stack([v.to(accelerator.device) for v in mine.values()])[None])
+        checks += check_ranks(list(mine), everyone.cpu())
+        others = gather_object([[(accelerator.process_index, c) for c in checks if c.healthy is False]])
+        return checks + [c for part in others for rank, c in part if rank != accelerator.process_index and c not in checks]
+
+    def _judge_alone(self, update: Update, gradient: torch.Tensor | None) -> list[Check]:
+        """`gradient`: what the backward passes left, sampled, averaged over the processes."""
+        declared, scale, first = (
+            self.declared,
+            float(self._loss_scale),
+            update.micro_steps[0].batch if update.micro_steps else {},
+        )
+        skipped = update.optimizer_step is None and self._run.accelerator.scaler is not None
+        checks = self._data.checks(update.step, first.get("sample_numbers"), first.get("clean_images"))
+        checks += check_network(update, self._observer, declared)
         if self._observer.eager:
             look = check_noising if declared.noising is not None else check_denoising
             checks += look(update.micro_steps, declared, scale)
-        mean = None
-        last = update.micro_steps[-1].gradient_after if update.micro_steps else None
-        if accelerator.num_processes > 1 and last is not None:
-            mean = accelerator.reduce(last.clone(), "mean")
-        checks += check_gradients(update, declared, scale, mean)
+        checks += check_gradients(update, declared, scale, gradient)
         checks += check_replay(update, declared, self._observer, scale)
         checks += check_optimizer(update, declared, self._observer, skipped)
         checks += check_state(update, declared, self._observer)
         checks += check_averages(update, declared, self._observer, skipped)
-        if accelerator.num_processes > 1:
-            mine = digests_of(update, self._observer)
-            everyone = accelerator.gather(torch.stack([v.to(accelerator.device) for v in mine.values()])[None])
-            checks += check_ranks(list(mine), everyone.cpu())
-            others = gather_object([[(accelerator.process_index, c) for c in checks if c.healthy is False]])
-            checks += [c for part in others for rank, c in part if rank != accelerator.process_index and c not in checks]
         return [*checks, *self._pool.checks()]
+
+    def _guarded(self, look: Callable[..., list[Check]], *arguments: Any) -> list[Check]:
+        """An audit that fails must not end the training that it looks at; it is said to have failed."""
+        try:
+            return look(*arguments)
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+            self._run.doctor.record(self._run.state.step, {"audit": {"checks": [], "failed": text}})
+            return []
 
     def _finish(self) -> None:
         """Looks at what was made between two updates, and records what was found."""
@@ -154,8 +242,7 @@ class StepAudit:
         if self._left is not None:
             checks = [*checks, *self._between(self._digest())]
         if checks and (update is not None or any(check.healthy is False for check in checks)):
-            step = self._run.state.step
-            self._run.doctor.record(step, {"audit": {"checks": [check.to_json() for check in checks]}})
+            self._record(checks)
         self._checks, self._pending, self._left = [], None, None
 
     def _between(self, now: torch.Tensor) -> list[Check]:

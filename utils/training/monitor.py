@@ -35,7 +35,7 @@ class Monitor:
         counts = state.skipped_updates, state.scaler_skips, state.bad_in_a_row
         self._bad_updates = BadUpdates(run.accelerator, num_parameters, *counts)
         self._nan_reports = NanReports(run)
-        self._audit = StepAudit(run, measures_eagerly)
+        self.audit = StepAudit(run, measures_eagerly)
         self._bad_images = BadImageReport(
             run.accelerator,
             run.output_dir / "bad_images.json",
@@ -49,19 +49,19 @@ class Monitor:
     def measure_eagerly(self) -> None:
         """From here on the updates of reports run eagerly, as all others do once compiling is given up."""
         self._dynamics.eager = True
-        self._audit.measure_eagerly()
+        self.audit.measure_eagerly()
 
     def begin(self, step: int) -> None:
         """Before the update that follows `step` finished ones."""
         self.due = (step + 1) % self._run.options.logging_steps == 0 or step + 1 == self._run.length.max_train_steps
         self._dynamics.begin(self.due)
-        self._audit.begin(step, self.due)
+        self.audit.begin(step, self.due)
 
     def wait_for(self, batches: Iterator[dict]) -> dict:
         """The next of the loader's batches, for which the loop waits."""
         with self._stopwatch.waiting_for_data():
             batch = next(batches)
-        self._audit.begin_micro_step(batch)
+        self.audit.begin_micro_step(batch)
         return batch
 
     def add_images(self, clean_images: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ class Monitor:
         """Those of a micro step, and what they are of."""
         self._statistics.add_losses(losses.shown, self._run.objective.ranks(**drawn))
         self._bad_updates.add_losses(losses.trained)
-        self._audit.add(drawn)
+        self.audit.add(drawn)
 
     @contextmanager
     def optimizer_step(self, gradients: Gradients) -> Iterator[None]:
@@ -80,13 +80,13 @@ class Monitor:
         self._bad_updates.add(self._run.state.step, gradients)
         self._dynamics.before_step()
         yield
-        self._audit.end_step()
+        self.audit.end_step()
         self._dynamics.end(gradients)
         self._statistics.add_update(gradients)
 
     def end_update(self, between: bool) -> None:
         """After the averages are updated; `between`: whether anything is made before the next update that may touch weights."""
-        self._audit.end_update(between, self.due)
+        self.audit.end_update(between, self.due)
 
     def paused(self) -> AbstractContextManager:
         """Around what is no part of an update: its time is left out of the images per second."""
@@ -146,5 +146,5 @@ class Monitor:
 
     def close(self) -> None:
         """An early end comes between two reports."""
-        self._audit.close()
+        self.audit.close()
         self._bad_images.update()

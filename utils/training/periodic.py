@@ -73,7 +73,7 @@ class Periodic:
             if self._is_due(options.save_images_steps, options.save_images_epochs):
                 self._show()
             if self._is_due(options.save_model_steps, options.save_model_epochs):
-                run.progress.try_or_warn(self._export.make)
+                self._make_pipeline()
             if self._snapshots.due(state.step):
                 run.progress.try_or_warn(self._snapshots.save, state.step)
             # By all ranks, so that they leave at the same update; what a stop leaves of an evaluation is still due.
@@ -108,7 +108,7 @@ class Periodic:
 
     def _finish_well(self) -> None:
         run = self._run
-        if not run.progress.try_or_warn(self._export.make):
+        if not self._make_pipeline():
             self._save()
             self._exit_status = 1
         elif self._grids.newest_step != run.state.step:
@@ -116,8 +116,17 @@ class Periodic:
             if self._grids.newest_step == run.state.step:
                 run.progress.try_or_warn(self._export.write_card)
 
+    def _make_pipeline(self) -> bool:
+        """Whether it was exported; then it is compared with what was trained."""
+        exported = self._run.progress.try_or_warn(self._export.make)
+        if exported:
+            self._run.progress.try_or_warn(self._monitor.audit.check_exported)
+        return exported
+
     def _show(self) -> None:
         """Pictures and a look at the network; each may fail alone."""
+        if self._grids.newest is None:
+            self._run.progress.try_or_warn(self._monitor.audit.check_sampler)
         self._run.progress.try_or_warn(self._grids.make)
         self._run.progress.try_or_warn(self._grids.probe)
 

@@ -136,6 +136,7 @@ def begin_run(
         "parameters": sum(p.numel() for p in objective.exported.parameters()),
         "training_images": len(data.training),
         "validation_images": len(data.held_out),
+        "classes": objective.exported.config.num_class_embeds or 0,
     }
     if resumed:
         on_main_process(accelerator, remove_snapshots_beyond, folder.path, state.step)

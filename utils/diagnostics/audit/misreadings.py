@@ -179,6 +179,8 @@ def describe(misread: list[Seen], batch: list[Seen], declared: DeclaredImages) -
     for seen in worst:
         tried: dict[str, float] = {}
         for name, planes, change in _alternatives(seen, declared):
+            if errors and name not in errors:
+                continue  # the first image that any reading fits chooses among them
             result = planes if change is None else change(planes)
             same = result.shape == seen.planes.shape and np.allclose(result, seen.planes, atol=EXACT)
             if same or result.std() == 0:

@@ -130,9 +130,10 @@ def _scaler(path: Path, now: dict) -> Check:
 
 def _ema(path: Path, weights: Stored, live: dict[str, torch.Tensor]) -> Check:
     name, fresh = "average after the resume", not path.exists()
-    at_weights = {part: weights[name] for name in weights if (part := _in(live, name))}
-    stored = at_weights if fresh else Stored(path)  # a run that had no average begins it at its weights
-    live = {name: tensor for name, tensor in live.items() if name in stored} if fresh else live
+    stored = {} if fresh else Stored(path)
+    if fresh:  # a run that had no average begins it at its weights, which may have no buffers that are not saved
+        stored = {part: weights[name] for name in weights if (part := _in(live, name))}
+        live = {name: tensor for name, tensor in live.items() if name in stored}
     declared = "the checkpoint's weights" if fresh else AS_STORED
     found = difference(stored, live)
     if not found:
@@ -140,7 +141,7 @@ def _ema(path: Path, weights: Stored, live: dict[str, torch.Tensor]) -> Check:
     observed = found.names() or f"{len(found.different)} of {found.compared} tensors differ, by {found.distance:.2g}"
     if found.names():
         why = f"names of the stored average are not those of the run's: {found.names()}"
-    elif at_weights and not fresh and _is({name: live[name] for name in at_weights}, at_weights):
+    elif not fresh and _is(weights, live):
         observed, why = "the raw weights", "the average was not restored: it begins again at the raw weights"
     else:
         why = f"the average is not that of the checkpoint: it differs by {found.distance:.2g} of its size"

@@ -26,6 +26,7 @@ from utils.diagnostics.report.page import write_page
 from utils.diagnostics.report.plots import number, prose
 from utils.diagnostics.report.samples import samples_section
 from utils.diagnostics.report.tables import cell, flatten, table
+from utils.diagnostics.rules.audit import audited
 from utils.options.presets import FLAGS
 from utils.runs.record import RunRecord
 
@@ -51,6 +52,7 @@ def _sections(record: RunRecord, findings: list) -> list[tuple[str, str]]:
     """(title, HTML) in the order of the page; what was not recorded gives an empty string."""
     return [
         ("Findings", _findings(findings, record.history)),
+        ("The training step", _step(record)),
         ("Loss", loss_plots(record, findings)),
         ("Gradients and learning rate", gradient_plots(record)),
         ("Layers", layer_plots(record)),
@@ -62,6 +64,20 @@ def _sections(record: RunRecord, findings: list) -> list[tuple[str, str]]:
         ("Data", _data(record)),
         ("Options", _options(record)),
     ]
+
+
+def _step(record: RunRecord) -> str:
+    """Declared and observed, stage by stage."""
+    marks = {True: "✓", False: f"{SYMBOLS['critical']} differs", None: "– not observed"}
+    rows = [
+        [c["stage"].replace("_", " "), c["name"], c["declared"], c["observed"], marks[c["healthy"]], str(c["looks"])]
+        for c in audited(record)
+    ]
+    reading = (
+        "What the step audit measured from outside, beside what is declared, in the order of a training step. A mark that was "
+        "wrong once stays wrong. 'looks' counts the updates in which it was seen."
+    )
+    return table("", reading, ["stage", "quantity", "declared", "observed", "", "looks"], rows)
 
 
 def _header(record: RunRecord, name: str) -> str:

@@ -5,8 +5,25 @@ from utils.diagnostics.findings import Finding, Found
 from utils.runs.record import RunRecord
 
 
+def audited(record: RunRecord) -> list[dict]:
+    """Returns what the step audit saw last of each quantity, or where it was wrong once, that: checks as in `audit.verdict`, in
+    the order of a step, with "step" (the update) and "looks" (how often)."""
+    newest: dict[tuple[str, str], dict] = {}
+    for step, audit in record.records("audit"):
+        for check in audit.get("checks", ()):
+            key = check["stage"], check["name"]
+            known = newest.get(key, {})
+            looks = known.get("looks", 0) + (check["healthy"] is not None)
+            keeps = known and (known["healthy"] is False or check["healthy"] is None) and check["healthy"] is not False
+            newest[key] = (known if keeps else {**check, "step": step}) | {"looks": looks}
+    return sorted(newest.values(), key=lambda check: STAGES.index(check["stage"]))
+
+
 def step_deviates(record: RunRecord) -> Found:
     audits = [(step, audit["checks"]) for step, audit in record.records("audit") if isinstance(audit.get("checks"), list)]
+    failed = [(step, audit["failed"]) for step, audit in record.records("audit") if "failed" in audit]
+    if failed:
+        yield Finding("rule-failed", "info", f"the step audit: {failed[-1][1]}", failed[-1][0])
     for stage in STAGES:
         code = f"step-{stage.replace('_', '-')}"
         own = [(step, check) for step, checks in audits for check in checks if check.get("stage") == stage]

@@ -1,0 +1,90 @@
+"""The data's side of the step audit: the images of samples beside their files, and which samples, rows and labels came."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from utils.diagnostics.audit.files import DeclaredImages
+from utils.diagnostics.audit.images import Draws, check_images
+from utils.diagnostics.audit.rows import check_labels, check_rows
+from utils.diagnostics.audit.verdict import Check
+from utils.training.run import Run
+
+FILES = 4  # decoded at an audit; half as many where the place of the cut or a jitter must be searched for
+SAMPLES = 8192  # of which rows and labels are kept
+
+
+class DataAudit:
+    """`add` is cheap: it keeps references. `checks` reads files and compares."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        names = ("resolution", "center_crop", "random_flip", "color_jitter", "background")
+        images = run.data.images
+        self._declared = DeclaredImages(
+            channels=run.options.image_channels,
+            max_value=images.max_value,
+            **{name: getattr(run.options, name) for name in names},
+        )
+        self._draws = Draws()
+        self._numbers: list[torch.Tensor] = []  # samples of each micro step
+        self._told: list[torch.Tensor] = []  # their labels as they were drawn
+        self._kept, self._misread = 0, False
+        self._pending: torch.Tensor | None = None
+
+    def begin_micro_step(self, batch: dict[str, Any]) -> None:
+        self._pending = batch["sample_numbers"]
+
+    def add(self, drawn: dict[str, torch.Tensor]) -> None:
+        """What the micro step under way was of."""
+        if self._pending is None or self._kept >= SAMPLES:
+            return
+        self._kept += len(self._pending)
+        self._numbers.append(self._pending)
+        if "labels" in drawn:
+            self._told.append(drawn["labels"].detach())
+
+    def checks(self, step: int, sample_numbers: torch.Tensor | None, clean_images: torch.Tensor | None) -> list[Check]:
+        """Of all samples so far, and the images of the first micro step of the update after `step` finished ones."""
+        checks = []
+        if sample_numbers is not None:
+            checks.append(self._position(step, sample_numbers))
+            searched = self._declared.color_jitter or not (self._declared.center_crop or self._run.data.training.uniform)
+            checks += self._images(sample_numbers[: FILES // 2 if searched else FILES], clean_images)
+        return checks + self._drawn()
+
+    def _position(self, step: int, numbers: torch.Tensor) -> Check:
+        accelerator, options = self._run.accelerator, self._run.options
+        size = options.train_batch_size
+        of_update = size * accelerator.num_processes * options.gradient_accumulation_steps
+        first = step * of_update + accelerator.process_index * size
+        name, wanted = "samples of the update", f"{first} to {first + size - 1}"
+        fine = numbers.tolist() == list(range(first, first + size))
+        found = f"{int(numbers.min())} to {int(numbers.max())}, {len(numbers)} of them"
+        text = f"update {step + 1} is made of the samples {found}, declared {wanted}: does the data begin again, or repeat?"
+        return Check("data", name, wanted, found, fine, text)
+
+    def _images(self, numbers: torch.Tensor, clean_images: torch.Tensor | None) -> list[Check]:
+        files = self._run.data.images.files
+        if files is None or clean_images is None or self._misread:  # once said, a fault is not looked into again
+            return []
+        rows = self._run.data.samples.dataset_rows(numbers).tolist()
+        checks = check_images(clean_images[: len(rows)], files.at(rows), self._declared, self._draws)
+        self._misread = any(check.healthy is False for check in checks)
+        return checks + self._draws.checks(self._declared)
+
+    def _drawn(self) -> list[Check]:
+        if not self._numbers:
+            return []
+        data, options = self._run.data, self._run.options
+        numbers = torch.cat([part.cpu() for part in self._numbers])
+        rows = data.samples.dataset_rows(numbers).numpy()
+        held_out = data.held_out.dataset_rows(np.arange(len(data.held_out))).tolist()
+        stand_ins = set(data.training.replacements().values())
+        checks = check_rows(rows, numbers.numpy(), len(data.training), held_out, options.balanced_sampling, stand_ins)
+        known = data.images.labels
+        if self._told and known is not None and self._run.facts.get("classes"):
+            told = torch.cat([part.cpu() for part in self._told]).numpy()
+            checks += check_labels(told, known[rows], options.label_dropout)
+        return checks
