@@ -15,7 +15,7 @@ from utils.diagnostics.audit.export import DeclaredExport, check_exported
 from utils.diagnostics.audit.resume import check_resumed
 from utils.diffusion.ddpm import BETA_SCHEDULES, config_for_any, make_noise_scheduler
 from utils.diffusion.export import export_pipeline
-from utils.diffusion.unet import normalise_spectra
+from utils.diffusion.unet import normalize_spectra
 
 WEIGHTS, SCHEDULER = "unet/diffusion_pytorch_model.safetensors", "scheduler/scheduler_config.json"
 
@@ -186,7 +186,7 @@ def test_every_schedule_passes_as_it_is_exported(finished, copied, schedule, zer
 
 def test_spectral_norm_passes_and_autocast_is_left_out(tmp_path):
     unet = UNet2DModel.from_config(TINY_NETWORK)
-    normalise_spectra(unet)
+    normalize_spectra(unet)
     export_pipeline(unet, make_noise_scheduler(), tmp_path, "")
     unet._original_forward, forward = unet.forward, unet.forward
     unet.forward = torch.autocast("cpu", dtype=torch.bfloat16)(forward)  # as accelerate does it
