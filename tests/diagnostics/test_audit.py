@@ -167,7 +167,19 @@ def test_a_healthy_loop_has_no_deviation_and_all_is_observed(prediction_type, mi
         assert wrong(checks) == []
         assert [check for check in checks if check.healthy is None] == []
     stages = {check.stage for check in checks}
-    assert stages == {"network", "timestep", "input", "target", "weight", "gradient", "optimizer", "learning_rate", "state", "ema", "noise"}
+    assert stages == {
+        "network",
+        "timestep",
+        "input",
+        "target",
+        "weight",
+        "gradient",
+        "optimizer",
+        "learning_rate",
+        "state",
+        "ema",
+        "noise",
+    }
 
 
 def set_(**methods):
@@ -219,7 +231,11 @@ FAULTS = {
     "image not scaled": ("input", "image is not scaled", set_(noisy=noisy_with(torch.ones_like, lambda a: (1 - a).sqrt()))),
     "noise twice": ("input", "2 times", set_(noisy=noisy_with(torch.sqrt, lambda a: 2 * (1 - a).sqrt()))),
     "bf16 noising": ("input", "rounded", set_(noisy=lambda self, *a: Loop.noisy(self, *a).bfloat16().float())),
-    "other noise in the image": ("input", "other noise", set_(noisy=lambda self, x, n, t: Loop.noisy(self, x, torch.randn_like(n), t))),
+    "other noise in the image": (
+        "input",
+        "other noise",
+        set_(noisy=lambda self, x, n, t: Loop.noisy(self, x, torch.randn_like(n), t)),
+    ),
     "noise of the next": ("input", "of another image", set_(noisy=lambda self, x, n, t: Loop.noisy(self, x, n.roll(1, 0), t))),
     "told reversed": ("timestep", "reversed", set_(tell=lambda self, t: STEPS - 1 - t)),
     "told one too high": ("timestep", "one too high", set_(tell=lambda self, t: t + 1)),
@@ -232,47 +248,115 @@ FAULTS = {
     "target of the next": ("target", "image before", set_(target=lambda self, x0, n, t: n.roll(1, 0))),
     "target of other noise": ("target", "something else", set_(target=lambda self, x0, n, t: torch.randn_like(n))),
     "L1": ("target", "L1", set_(error=lambda self, o, y: (o - y).abs().flatten(1).mean(1))),
-    "Huber": ("target", "Huber", set_(error=lambda self, o, y: torch.nn.functional.smooth_l1_loss(o, y, reduction="none").flatten(1).mean(1))),
+    "Huber": (
+        "target",
+        "Huber",
+        set_(error=lambda self, o, y: torch.nn.functional.smooth_l1_loss(o, y, reduction="none").flatten(1).mean(1)),
+    ),
     "sum over pixels": ("weight", "summed over the pixels", set_(error=lambda self, o, y: (o - y).square().flatten(1).sum(1))),
     "sum over the batch": ("weight", "summed over the batch", set_(loss=lambda self, e, t: (self.weights(t) * e).sum())),
     "maximized": ("weight", "maximized", set_(loss=lambda self, e, t: -(self.weights(t) * e).mean())),
     "SNR upside down": ("weight", "1 / the declared weights", set_(weights=lambda self, t: 1 / Loop.weights(self, t))),
     "no weights": ("weight", "weighed by 1", set_(weights=lambda self, t: torch.ones(16))),
-    "max for min": ("weight", "max\\(SNR", set_(weights=lambda self, t: (self.abar[t] / (1 - self.abar[t])).clamp(min=5) * (1 - self.abar[t]) / self.abar[t])),
+    "max for min": (
+        "weight",
+        "max\\(SNR",
+        set_(weights=lambda self, t: (self.abar[t] / (1 - self.abar[t])).clamp(min=5) * (1 - self.abar[t]) / self.abar[t]),
+    ),
     "weights of others": ("weight", "other images", set_(weights=lambda self, t: Loop.weights(self, t.flip(0)))),
     "broadcast": ("weight", "shape", set_(loss=lambda self, e, t: (self.weights(t) * e[:, None]).mean())),
     "output's gradient changed": ("gradient", "3 times", set_(error=hooked)),
     "a hook on a parameter": ("gradient", "conv_in.weight: 1/2", hooked_parameter),
     "never cleared": ("gradient", "not cleared", set_(clear=lambda self: None)),
     "not clipped": ("gradient", "not clipped", set_(clip=lambda self: None)),
-    "clipped by value": ("gradient", "by itself", set_(clip=lambda self: torch.nn.utils.clip_grad_value_(self.network.parameters(), 1e-3))),
+    "clipped by value": (
+        "gradient",
+        "by itself",
+        set_(clip=lambda self: torch.nn.utils.clip_grad_value_(self.network.parameters(), 1e-3)),
+    ),
     "gradient halved": ("gradient", "1/2 times", set_(clip=with_gradients(lambda g: g / 2))),
-    "gradient noise": ("gradient", "something else", set_(clip=with_gradients(lambda g: g + 0.1 * g.std(correction=0) * torch.randn_like(g)))),
+    "gradient noise": (
+        "gradient",
+        "something else",
+        set_(clip=with_gradients(lambda g: g + 0.1 * g.std(correction=0) * torch.randn_like(g))),
+    ),
     "wrong sign": ("gradient", "sign", set_(clip=with_gradients(lambda g: -g))),
-    "betas exchanged": ("optimizer", "beta", optimizer(lambda loop: torch.optim.AdamW(loop.groups, lr=RATE, betas=(0.999, 0.9)))),
-    "epsilon": ("optimizer", "epsilon", optimizer(lambda loop: torch.optim.AdamW(loop.groups, lr=RATE, betas=(0.9, 0.999), eps=1e-2))),
-    "decay for all": ("optimizer", "biases", optimizer(lambda loop: torch.optim.AdamW([{"params": list(loop.network.parameters())}], lr=RATE, weight_decay=0.3))),
+    "betas exchanged": (
+        "optimizer",
+        "beta",
+        optimizer(lambda loop: torch.optim.AdamW(loop.groups, lr=RATE, betas=(0.999, 0.9))),
+    ),
+    "epsilon": (
+        "optimizer",
+        "epsilon",
+        optimizer(lambda loop: torch.optim.AdamW(loop.groups, lr=RATE, betas=(0.9, 0.999), eps=1e-2)),
+    ),
+    "decay for all": (
+        "optimizer",
+        "biases",
+        optimizer(lambda loop: torch.optim.AdamW([{"params": list(loop.network.parameters())}], lr=RATE, weight_decay=0.3)),
+    ),
     "SGD": ("optimizer", "SGD", optimizer(lambda loop: torch.optim.SGD(loop.groups, lr=RATE))),
-    "half forgotten": ("optimizer", "not in the optimizer", optimizer(lambda loop: torch.optim.AdamW(loop.groups[:1], lr=RATE))),
+    "half forgotten": (
+        "optimizer",
+        "not in the optimizer",
+        optimizer(lambda loop: torch.optim.AdamW(loop.groups[:1], lr=RATE)),
+    ),
     "stepped twice": ("optimizer", "2 times", set_(step=lambda self: (self.optimizer.step(), self.optimizer.step()))),
     "no step": ("optimizer", "no step", set_(step=lambda self: None)),
-    "rate halved": ("learning_rate", "1/2", optimizer(lambda loop: torch.optim.AdamW(loop.groups, lr=RATE / 2, betas=(0.9, 0.999)))),
+    "rate halved": (
+        "learning_rate",
+        "1/2",
+        optimizer(lambda loop: torch.optim.AdamW(loop.groups, lr=RATE / 2, betas=(0.9, 0.999))),
+    ),
     "EMA frozen": ("ema", "does not move", set_(update_average=lambda self, n: None)),
-    "EMA twice": ("ema", "2 times", set_(update_average=lambda self, n: (Loop.update_average(self, n), Loop.update_average(self, n)))),
-    "EMA exchanged": ("ema", "exchanged", set_(update_average=lambda self, n: averaged(self, n, lambda e, p: e.lerp_(p, DECAY)))),
+    "EMA twice": (
+        "ema",
+        "2 times",
+        set_(update_average=lambda self, n: (Loop.update_average(self, n), Loop.update_average(self, n))),
+    ),
+    "EMA exchanged": (
+        "ema",
+        "exchanged",
+        set_(update_average=lambda self, n: averaged(self, n, lambda e, p: e.lerp_(p, DECAY))),
+    ),
     "EMA a copy": ("ema", "copy", set_(update_average=lambda self, n: averaged(self, n, lambda e, p: e.copy_(p)))),
     "EMA away": ("ema", "away", set_(update_average=lambda self, n: averaged(self, n, lambda e, p: e.sub_(0.1 * (p - e))))),
-    "EMA of others": ("ema", "other weights", set_(update_average=lambda self, n: averaged(self, n, lambda e, p: e.lerp_(torch.randn_like(p), 0.1)))),
-    "weights changed after": ("state", "after the optimizer", set_(clear=lambda self: [p.data.mul_(0.99) for p in self.network.parameters()] and Loop.clear(self))),
-    "weights changed before": ("state", "between the forward", set_(clip=lambda self: [p.data.mul_(0.99) for p in self.network.parameters()] and Loop.clip(self))),
+    "EMA of others": (
+        "ema",
+        "other weights",
+        set_(update_average=lambda self, n: averaged(self, n, lambda e, p: e.lerp_(torch.randn_like(p), 0.1))),
+    ),
+    "weights changed after": (
+        "state",
+        "after the optimizer",
+        set_(clear=lambda self: [p.data.mul_(0.99) for p in self.network.parameters()] and Loop.clear(self)),
+    ),
+    "weights changed before": (
+        "state",
+        "between the forward",
+        set_(clip=lambda self: [p.data.mul_(0.99) for p in self.network.parameters()] and Loop.clip(self)),
+    ),
     "evaluation mode": ("network", "evaluation", lambda loop: loop.network.eval()),
     "noise scaled": ("noise", "variance", set_(noise=lambda self, x0: 0.9 * Loop.noise(self, x0))),
-    "noise uniform": ("noise", "kurtosis", set_(noise=lambda self, x0: (torch.rand(x0.shape, generator=self.generator) - 0.5) * 12**0.5)),
+    "noise uniform": (
+        "noise",
+        "kurtosis",
+        set_(noise=lambda self, x0: (torch.rand(x0.shape, generator=self.generator) - 0.5) * 12**0.5),
+    ),
     "noise shared": ("noise", "images of a batch", set_(noise=lambda self, x0: Loop.noise(self, x0)[:1].expand_as(x0))),
-    "noise repeated": ("noise", "there before", set_(noise=lambda self, x0: torch.randn(x0.shape, generator=torch.Generator().manual_seed(3)))),
-    "offset noise": ("noise", "offset", set_(noise=lambda self, x0: Loop.noise(self, x0) + 0.3 * torch.randn(len(x0), 3, 1, 1))),
+    "noise repeated": (
+        "noise",
+        "there before",
+        set_(noise=lambda self, x0: torch.randn(x0.shape, generator=torch.Generator().manual_seed(3))),
+    ),
+    "offset noise": (
+        "noise",
+        "offset",
+        set_(noise=lambda self, x0: Loop.noise(self, x0) + 0.3 * torch.randn(len(x0), 3, 1, 1)),
+    ),
     "timesteps of a half": ("timestep", "not drawn", set_(timesteps=lambda self: Loop.timesteps(self) // 2)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -289,7 +373,10 @@ def test_a_fault_is_named_with_its_stage(fault):
 
 
 def test_gradients_cleared_or_clipped_between_micro_steps_are_named():
-    for words, between in (("cleared", Loop.clear), ("clipped or scaled", lambda loop: torch.nn.utils.clip_grad_norm_(loop.network.parameters(), 1e-3))):
+    for words, between in (
+        ("cleared", Loop.clear),
+        ("clipped or scaled", lambda loop: torch.nn.utils.clip_grad_norm_(loop.network.parameters(), 1e-3)),
+    ):
         loop = Loop(declared(micro_steps=2))
         loop.between_micro_steps = lambda loop=loop, between=between: between(loop)
         found = wrong(loop.update(0))

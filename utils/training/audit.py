@@ -84,7 +84,7 @@ class StepAudit:
         wanted = reported and self._due_of_compiled(step) if self._compiled else step + 1 in self._numbers
         if wanted:
             scaler = self._run.accelerator.scaler
-            self._loss_scale = 1.0 if scaler is None or scaler._scale is None else scaler._scale.clone()
+            self._loss_scale = 1.0 if scaler is None else scaler.get_scale()
             self._observer.begin(step, replays=self._looks % 3 == 1)
             self._looks += 1
 
@@ -213,7 +213,7 @@ class StepAudit:
             float(self._loss_scale),
             update.micro_steps[0].batch if update.micro_steps else {},
         )
-        skipped = update.optimizer_step is None and self._run.accelerator.scaler is not None
+        skipped = gradient is not None and not bool(torch.isfinite(gradient).all())  # then no step is declared
         checks = self._data.checks(update.step, first.get("sample_numbers"), first.get("clean_images"))
         checks += check_network(update, self._observer, declared)
         if self._observer.eager:

@@ -152,7 +152,8 @@ class Observer:
                 before = module.register_forward_pre_hook(self._before_forward(name), with_kwargs=True)
                 self._hooks.callback(before.remove)
                 self._hooks.callback(module.register_forward_hook(self._after_forward(name)).remove)
-            first = next(m for m in self.modules["network"].modules() if next(m.parameters(recurse=False), None) is not None)
+            inner = self.modules.get("unet", self.modules["network"])
+            first = next(m for m in inner.modules() if next(m.parameters(recurse=False), None) is not None)
             self._hooks.callback(first.register_forward_pre_hook(self._see_autocast).remove)
         for parameter in self.parameters.values():
             self._hooks.callback(parameter.register_post_accumulate_grad_hook(self._see_gradient).remove)

@@ -11,7 +11,7 @@ _ALIKE = {
     "averages": "the averaged weights differ between processes",
 }
 _DIFFERENT = {
-    "images": "processes train on the same images",
+    "samples": "processes train on the same samples",
     "noise": "processes add the same noise",
     "noise levels": "processes draw the same noise levels",
 }
@@ -22,8 +22,9 @@ def digests_of(update: Update, observer: Observer) -> dict[str, torch.Tensor]:
     first = update.micro_steps[0].batch if update.micro_steps else {}
     zero = torch.zeros((), dtype=torch.int64, device=observer.sample.device)
     averages = [tensor for average in observer.averages.values() for tensor in average.values()]
-    seen = {"images": first.get("clean_images"), "noise": first.get("noise")}
-    seen["noise levels"] = first.get("timesteps", first.get("sigmas"))
+    seen = {"samples": first.get("sample_numbers"), "noise": first.get("noise")}
+    levels = first.get("timesteps", first.get("sigmas"))
+    seen["noise levels"] = levels if levels is not None and levels.numel() >= 4 else None  # fewer may be equal by chance
     step = update.optimizer_step
     return {
         "weights": update.digest_last if update.digest_last is not None else zero,
