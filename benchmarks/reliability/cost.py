@@ -8,8 +8,9 @@
 ("together"), the EMA, and the sums for the next report: on a CPU that is all of their cost; on a GPU it is the host's part,
 while the work itself is a few small kernels. Other flags
 go to the script. A report is everything that happens every --logging_steps: magnitudes by layer, figures to the trackers, the
-doctor's look at all that was recorded. An audit is what the step audit adds to an update that it looks at. `checkpoints` publishes checkpoints of a preset's network, EMA and AdamW state and, in
-turns, writes the same tensors with safetensors, with and without waiting for the disk.
+doctor's look at all that was recorded. An audit is what the step audit adds to an update that it looks at. `checkpoints`
+publishes checkpoints of a preset's network, EMA and AdamW state and, in turns, writes the same tensors with safetensors, with
+and without waiting for the disk.
 """
 
 import argparse
