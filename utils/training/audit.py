@@ -149,7 +149,7 @@ class StepAudit:
         run, noising, denoising = self._run, self.declared.noising, self.declared.denoising
         if noising is not None:
             declared = DeclaredExport(noising.steps, noising.schedule, noising.prediction_type, noising.zero_snr)
-        else:
+        elif denoising is not None:
             declared = DeclaredExport(sigma_data=denoising.sigma_data)
         raw = run.objective.exported.state_dict()
         network = run.objective.exported if run.accelerator.device.type == "cpu" else None  # elsewhere memory is planned

@@ -77,7 +77,8 @@ class DataAudit:
     def _drawn(self) -> list[Check]:
         if not self._numbers:
             return []
-        data, options = self._run.data, self._run.options
+        data = self._run.data
+        options: Any = self._run.options  # the dropout of labels is EDM2's own
         numbers = torch.cat([part.cpu() for part in self._numbers])
         rows = data.samples.dataset_rows(numbers).numpy()
         held_out = data.held_out.dataset_rows(np.arange(len(data.held_out))).tolist()
