@@ -19,7 +19,7 @@ _explain: Callable[[], str] | None = None
 class UserError(Exception):
     """Ends a script with its message as one clear line and exit status 2, before the first update.
 
-    Whichever rank meets it first prints it (see `script.run_script`).
+    Whichever rank meets it first prints it (see `entrypoint.run_script`).
     """
 
 

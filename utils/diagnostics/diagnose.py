@@ -1,4 +1,4 @@
-"""From recorded figures to findings: pure functions of a `RunRecord`, one rule per symptom, in the modules `rules_...`.
+"""From recorded figures to findings: pure functions of a `RunRecord`, one rule per symptom, in `rules/`.
 
 Each rule looks for the trace that one cause leaves where no healthy run has it, and says in a comment why its threshold stands
 where it does. What is told by the data, the options or the schedule alone comes first, because it explains the rest; among

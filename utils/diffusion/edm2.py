@@ -1,5 +1,7 @@
 """EDM2's training: noise levels that belong to samples, the network with its preconditioning, and the weighted loss.
 
+The preconditioning's formula is in models/edm_heun.py, which exported pipelines carry.
+
 Notation: a noisy image is x = y + sigma n, n being unit noise; D(x; sigma) is the denoised image (Karras et al. 2022, 2024).
 """
 

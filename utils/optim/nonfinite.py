@@ -1,6 +1,6 @@
 """Updates whose loss or gradient is not finite: counted on the device, and told apart from a GradScaler's own skips.
 
-Such an update changes nothing (see `optimization.step_if_finite`); `nan_report` explains it.
+Such an update changes nothing (see `optimizers.step_if_finite`); `nan_report` explains it.
 """
 
 from typing import Any, NamedTuple

@@ -11,7 +11,7 @@ from utils.diagnostics.audit.rows import check_labels, check_rows
 from utils.diagnostics.audit.verdict import Check
 from utils.training.run import Run
 
-FILES = 4  # decoded at an audit; half as many where the place of the cut or a jitter must be searched for
+FILES = 4  # decoded at an audit; half as many large ones
 SAMPLES = 8192  # of which rows and labels are kept
 
 
@@ -50,8 +50,8 @@ class DataAudit:
         checks = []
         if sample_numbers is not None:
             checks.append(self._position(step, sample_numbers))
-            searched = self._declared.color_jitter or not (self._declared.center_crop or self._run.data.training.uniform)
-            checks += self._images(sample_numbers[: FILES // 2 if searched else FILES], clean_images)
+            large = self._declared.resolution > 64  # where the search for the place of a cut takes as long as an update
+            checks += self._images(sample_numbers[: FILES // 2 if large else FILES], clean_images)
         return checks + self._drawn()
 
     def _position(self, step: int, numbers: torch.Tensor) -> Check:

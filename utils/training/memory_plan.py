@@ -93,7 +93,7 @@ class MemoryPlan:
         found = {}
         if self._samples:
             of_all = self._samples * self._accelerator.num_processes
-            # Of each image the way from noise to it is kept (see `previews`): of all while the second weights are sampled,
+            # Of each image the way from noise to it is kept (see `samples`): of all while the second weights are sampled,
             # of those of this process while they are recorded, joined and gathered, and what a step of the sampler makes.
             kept = 8 * of_all + 30 * self._samples
             found[f"samples of {self._samples}"] = self._with_pass(estimate, self._samples, kept)

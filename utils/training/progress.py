@@ -170,7 +170,7 @@ class Trackers:
         self._each(show)
 
     def close(self) -> None:
-        """Finishes the trackers. Not the process groups, as Accelerator.end_training does: see `script.run_script`."""
+        """Finishes the trackers. Not the process groups, as Accelerator.end_training does: see `entrypoint.run_script`."""
         self._each(lambda tracker: tracker.finish())
         self._accelerator.trackers.clear()
         self._accelerator.wait_for_everyone()

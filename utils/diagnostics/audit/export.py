@@ -17,11 +17,11 @@ import torch
 from diffusers import ModelMixin
 from torch import nn
 
+from utils.diagnostics.audit.declared import SCHEDULES
 from utils.diagnostics.audit.tensors import Difference, Stored, clean, difference, unwrapped
 from utils.diagnostics.audit.verdict import Check, not_observed
 
 WEIGHTS_FILES = re.compile(r"diffusion_pytorch_model(-\d+-of-\d+)?\.safetensors")
-SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
 NORMALIZED = ".parametrizations.weight."  # spectral norm: `original`, and the singular vectors `0._u` and `0._v`
 # sqrt(abar) and sqrt(1 - abar) in float32: the second one is 1e-2 at t = 0, and known to 6e-8 / 2e-2.
 COEFFICIENT_TOLERANCE = 1e-5

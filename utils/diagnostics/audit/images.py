@@ -28,6 +28,8 @@ class Draws:
     """What the declared augmentations drew, counted over all images that fit their files."""
 
     mirrored: int = 0
+    # Decimal logarithm of the chance that all images of each batch so far are mirrored alike; None once some were not.
+    alike: float | None = 0.0
     sided: int = 0  # images that differ from their mirror image
     plain: int = 0  # images that a jitter would have changed, and none did
     jittered: int = 0
@@ -57,10 +59,18 @@ class Draws:
             self.plain += plain
             self.jittered += not plain
 
+    def end_batch(self, mirrored_before: int, sided_before: int) -> None:
+        """After the images of one batch; the arguments are the counts before it."""
+        mirrored, sided = self.mirrored - mirrored_before, self.sided - sided_before
+        if self.alike is not None and sided > 1:
+            self.alike = self.alike + (1 - sided) * math.log10(2) if mirrored in (0, sided) else None
+
     def checks(self, declared: DeclaredImages) -> list[Check]:
         checks = []
         if declared.random_flip:
             message = ""
+            if self.alike is not None and self.alike < math.log10(IMPOSSIBLE):
+                message = "all images of a batch are mirrored or none is, declared is every second one, at random"
             if not agrees(self.mirrored, self.sided, 0.5):
                 often = {0: "no image is", self.sided: "every image is"}.get(
                     self.mirrored, f"{self.mirrored / self.sided:.0%} of the images are"
@@ -99,6 +109,7 @@ def check_images(shown: torch.Tensor, files: list, declared: DeclaredImages, dra
     rounding = max(EXACT, torch.finfo(shown.dtype).eps if shown.dtype in (torch.float16, torch.bfloat16) else 0)
     images = shown.detach().to("cpu", torch.float64).numpy()
     batch, misread = [], []
+    before = (draws.mirrored, draws.sided) if draws is not None else (0, 0)
     for number, (image, file) in enumerate(zip(images, files)):
         try:
             file = DecodedFile(file, declared)
@@ -112,6 +123,8 @@ def check_images(shown: torch.Tensor, files: list, declared: DeclaredImages, dra
             misread.append(batch[-1])
         if draws is not None and match.error <= tolerance:
             draws.add(match, planes, declared, tolerance)
+    if draws is not None:
+        draws.end_batch(*before)
     if not batch:
         return [not_observed("data", "images", text, "none of the files can be decoded")]
     what = describe(misread, batch, declared) if misread else ""

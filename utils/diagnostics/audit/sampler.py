@@ -19,6 +19,7 @@ from diffusers import DDPMScheduler
 from torch import nn
 
 from utils.core.errors import UserError
+from utils.diagnostics.audit.declared import SCHEDULES
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diffusion.objective import Objective
 from utils.diffusion.sampling import make_sampler, sample, set_timesteps
@@ -32,7 +33,6 @@ MOST_STEPS = 25
 END_TOLERANCE, STEP_TOLERANCE = 1e-4, 5e-3
 ROUNDING = 2.0**-24  # of float32
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
-SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
 
 
 class Oracle(nn.Module):

@@ -97,7 +97,7 @@ def errors_of_a_constant(record: RunRecord) -> dict[int, float]:
     variance = (varieties[0] * median(stds)) ** 2
 
     def weighted(snr: float) -> bool:
-        """Whether `diffusion.loss_weights` gives far other weights than 1."""
+        """Whether `ddpm.loss_weights` gives far other weights than 1."""
         return (kind == "sample" and snr > 1.5) if gamma is None else (kind != "epsilon" or snr > 1.5 * gamma)
 
     errors: dict[int, list[float]] = {}
