@@ -1,0 +1,108 @@
+"""The step audit in real runs: it finds nothing in healthy ones, changes no number, and says what a wrong step does."""
+
+import json
+
+import pytest
+import torch
+from conftest import slow_turns
+from safetensors.torch import load_file
+
+from benchmarks.shared.replace import replace_everywhere
+from utils.core.errors import UserError
+from utils.diagnostics.audit.verdict import STAGES
+from utils.training import audit as step_audit
+from utils.training.audit import StepAudit, audited_updates
+
+
+def checks_of(folder) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    assert not [line["audit"]["failed"] for line in lines if "failed" in line.get("audit", {})]
+    return [check for line in lines for check in line.get("audit", {}).get("checks", ())]
+
+
+def found_in(folder) -> list[dict]:
+    return [f for f in json.loads((folder / "diagnosis.json").read_text()) if f["code"].startswith("step-")]
+
+
+def test_audits_become_rarer_and_no_number_divides_all_others():
+    assert sorted(audited_updates(100)) == [1, 2, 3, 5, 8, 13, 21, 34, 55, 89]
+    assert len(audited_updates(3600)) == 17
+
+
+HEALTHY = {
+    "plain": [],
+    "bf16, accumulation": ["--mixed_precision", "bf16", "--gradient_accumulation_steps", "2", "--train_batch_size", "4"],
+    "penalty, adaptive clipping": ["--l1_weight", "1e-4", "--adaptive_clipping"],
+    "flips, jitter": ["--random_flip", "--color_jitter", "0.2", "--gradient_checkpointing"],
+    "SGD": ["--optimizer", "sgd", "--learning_rate", "1e-2"],
+    "RMSprop": ["--optimizer", "rmsprop"],
+    "no averages": ["--no-use_ema"],
+    "workers, no clipping": ["--dataloader_num_workers", "1", "--max_grad_norm", "0"],
+    "compiled": ["--compile", "--max_train_steps", "3"],
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "bf16, accumulation", *slow_turns(*list(HEALTHY)[2:], ids=list(HEALTHY)[2:])])
+def test_a_healthy_run_has_no_deviation_and_every_stage_is_seen(train_script, script_flags, tmp_path, kind):
+    flags = ["--validation_images", "16", "--validation_steps", "4", "--save_images_steps", "4", "--checkpointing_steps", "4"]
+    assert train_script([*script_flags, *flags, *HEALTHY[kind], "--output_dir", tmp_path]) == 0
+    checks = checks_of(tmp_path)
+    assert [check for check in checks if check["healthy"] is False] == []
+    seen = {check["stage"] for check in checks if check["healthy"]}
+    missing = set(STAGES) - seen - {"ranks", "condition", *(["ema"] if kind == "no averages" else [])}
+    assert not missing if kind != "compiled" else "optimizer" in seen
+
+
+def test_a_resumed_run_is_compared_with_its_checkpoint(train_script, script_flags, tmp_path, monkeypatch):
+    flags = [*script_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4"]
+    assert train_script([*flags, "--max_train_steps", "4", "--lr_scheduler", "constant"]) == 0
+    resumed = [*flags, "--resume_from_checkpoint", "latest", "--lr_scheduler", "constant"]
+    assert train_script([*resumed, "--max_train_steps", "8"]) == 0
+    assert any("after the resume" in check["name"] for check in checks_of(tmp_path))
+    assert not found_in(tmp_path)
+
+
+def test_the_same_bits_with_and_without_it(train_script, script_flags, tmp_path, monkeypatch):
+    flags = [*script_flags, "--checkpointing_steps", "8", "--dropout", "0.1"]
+    assert train_script([*flags, "--output_dir", tmp_path / "with"]) == 0
+    for name in ("begin", "begin_micro_step", "add", "end_step", "end_update", "close", "check_sampler", "check_exported"):
+        monkeypatch.setattr(StepAudit, name, lambda *arguments: None)
+    assert train_script([*flags, "--output_dir", tmp_path / "without"]) == 0
+    assert checks_of(tmp_path / "with") and not checks_of(tmp_path / "without")
+    for file in ("model.safetensors", "ema.safetensors"):
+        a, b = (load_file(tmp_path / name / "checkpoint-8" / file) for name in ("with", "without"))
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_an_audit_that_fails_does_not_end_the_run(train_script, script_flags, tmp_path, monkeypatch):
+    def broken(*arguments):
+        raise ZeroDivisionError("an audit with a mistake")
+
+    monkeypatch.setattr(step_audit, "check_gradients", broken)
+    assert train_script([*script_flags, "--output_dir", tmp_path]) == 0
+    findings = json.loads((tmp_path / "diagnosis.json").read_text())
+    assert [f["severity"] for f in findings if f["code"] == "rule-failed"] == ["info"]
+
+
+def test_weights_that_a_validation_leaves_behind_are_named(train_script, script_flags, tmp_path, monkeypatch, capsys):
+    def swap_once(run):
+        run.ema._swap()
+        raise UserError("a validation that was interrupted")
+
+    monkeypatch.setattr("utils.training.validation.Validation.make", lambda self: swap_once(self._run))
+    flags = ["--validation_images", "16", "--validation_steps", "3", "--output_dir", tmp_path]
+    assert train_script([*script_flags, *flags]) == 0
+    assert found_in(tmp_path)[0]["stage"] == "state"
+    assert "step-state" in capsys.readouterr().out
+
+
+def test_a_wrong_step_is_said_with_what_is_declared_and_observed(train, tiny_flags, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        from utils.diffusion.ddpm import training_target
+
+        replace_everywhere("utils.diffusion.ddpm.training_target", lambda *a: -training_target(*a), patch)
+        assert train([*tiny_flags, "--output_dir", tmp_path]) == 0
+    (finding,) = [f for f in found_in(tmp_path) if f["stage"] == "target"]
+    assert finding["severity"] == "critical" and "minus the noise" in finding["observed"]
+    assert finding["declared"] == "squared error of the epsilon prediction"
+    assert "declared" in (tmp_path / "report.html").read_text()
