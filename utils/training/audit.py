@@ -113,6 +113,9 @@ class StepAudit:
     def end_update(self, between: bool, reported: bool) -> None:
         """After all of an update; `between`: whether anything is made before the next one that may touch the weights."""
         update = self._observer.end_update()
+        if self._observer.failure:
+            self._say_failed(self._observer.failure)
+            self._observer.failure, self._numbers = "", set()  # it would fail again
         if reported and update is None:
             rates = sorted({float(group["lr"]) for o in self._run.accelerator._optimizers for group in o.param_groups})
             self._checks = [check_learning_rate(rates, self.declared.optimizer, self._run.state.step - 1)]
@@ -232,9 +235,11 @@ class StepAudit:
             return look(*arguments)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
-            text = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-            self._run.doctor.record(self._run.state.step, {"audit": {"checks": [], "failed": text}})
+            self._say_failed(f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})")
             return []
+
+    def _say_failed(self, text: str) -> None:
+        self._run.doctor.record(self._run.state.step, {"audit": {"checks": [], "failed": text}})
 
     def _finish(self) -> None:
         """Looks at what was made between two updates, and records what was found."""

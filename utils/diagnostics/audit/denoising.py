@@ -48,6 +48,10 @@ def check_denoising(micro_steps: list[MicroStep], declared: Declared, loss_scale
     seen = [s for s in usable if 0 in s.calls["network"].gradients]
     if len(seen) < len(usable):
         return [*checks, not_observed("target", "target", "the clean image", "no gradient reached the output")]
+    if all(0 in s.calls["unet"].gradients for s in usable):
+        to_raw = gather(lambda s: s.calls["unet"].gradients[0])
+        precision = float(torch.finfo(usable[0].calls["unet"].outputs[0].dtype).eps)
+        checks.append(_raw_target(to_raw, raw_out, x, y, sigma, declared.denoising.sigma_data, precision))
     gradient = gather(lambda s: s.calls["network"].gradients[0]) / loss_scale
     if not torch.isfinite(gradient).all():
         return [*checks, not_observed("target", "target", "the clean image", "the gradient is not finite")]
@@ -154,6 +158,29 @@ def _preconditioning(raw_x, raw_out, denoised, x, c_noise, sigma, sigma_data) ->
             _coefficient("network", name, *values, sigma_data, sizes=(x[clear], raw_out[clear], denoised[clear], place))
         )
     return checks
+
+
+def _raw_target(
+    gradient: torch.Tensor,
+    raw_out: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    sigma: torch.Tensor,
+    sigma_data: float,
+    precision: float,
+) -> Check:
+    """The squared error of D is one of the raw network's output, whose target follows from the preconditioning."""
+    name, wanted = "target of the raw network", "(y - c_skip x) / c_out"
+    total = (sigma**2 + sigma_data**2)[:, None]
+    target = (y - sigma_data**2 / total * x) / (sigma[:, None] * sigma_data * total.rsqrt())
+    used = gradient.norm(dim=1) > 0
+    if not used.any() or not torch.isfinite(gradient).all():
+        return not_observed("target", name, wanted, "no gradient")
+    _, residual = fit(gradient[used], (raw_out - target)[used])
+    limit = max(SMALL, 4 * precision) + 1e-5 / sigma[used]  # x - y keeps fewer digits the less noise there is
+    fine = bool((residual <= limit).all())
+    text = "the raw network is trained on another target than (y - c_skip x) / c_out: another preconditioning, or another loss"
+    return Check("target", name, wanted, f"residual {worst(residual):.1e}", fine, text)
 
 
 def _coefficient(stage, name, observed, wanted, residual, sigma, sigma_data, sizes=None) -> Check:

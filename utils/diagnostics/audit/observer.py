@@ -2,10 +2,14 @@
 the loss with respect to that, the gradients, the optimizer's step, the averages. Changes nothing, and draws no random number.
 """
 
+import functools
 import math
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,6 +112,24 @@ def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64) if total is None else total
 
 
+def _safely(look: Callable[..., Any]) -> Callable[..., Any]:
+    """A look that fails ends the observation, and not the training: `failure` says why."""
+
+    @functools.wraps(look)
+    def safe(self: "Observer", *arguments: Any, **options: Any) -> Any:
+        if self.update is None:
+            return None
+        try:
+            return look(self, *arguments, **options)
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            self.failure = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+            self.update = None  # the hooks do nothing from here on; they are removed when none of them runs
+            return None
+
+    return safe
+
+
 class Observer:
     """Watches the updates for which `begin` is called, up to the next `begin` or `rest`.
 
@@ -132,6 +154,7 @@ class Observer:
         self.sample = ElementSample(self.parameters)
         self._hooks = ExitStack()
         self.update: Update | None = None
+        self.failure = ""  # why the newest observation ended early
         self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}
         self._gradients: dict[int, torch.Tensor] = {}  # sampled, as the newest backward pass left them
         self._replays = self._replaying = False
@@ -149,9 +172,9 @@ class Observer:
         if self.eager:
             self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
             for name, module in self.modules.items():
-                before = module.register_forward_pre_hook(self._before_forward(name), with_kwargs=True)
+                before = module.register_forward_pre_hook(partial(self._before_forward, name), with_kwargs=True)
                 self._hooks.callback(before.remove)
-                self._hooks.callback(module.register_forward_hook(self._after_forward(name)).remove)
+                self._hooks.callback(module.register_forward_hook(partial(self._after_forward, name)).remove)
             inner = self.modules.get("unet", self.modules["network"])
             first = next(m for m in inner.modules() if next(m.parameters(recurse=False), None) is not None)
             self._hooks.callback(first.register_forward_pre_hook(self._see_autocast).remove)
@@ -161,35 +184,38 @@ class Observer:
         self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self._gradients, self._has_run_backward = {}, False
 
+    @_safely
     def begin_micro_step(self, **facts: Any) -> None:
         """Of a loop that says where one begins; else it begins with the network's forward pass."""
-        if self.update is not None:
-            self._close_micro_step()
-            self.tell(**facts)
+        self._close_micro_step()
+        self.tell(**facts)
 
+    @_safely
     def tell(self, **facts: Any) -> None:
         """What the loop knows of the micro step under way."""
-        if self.update is not None:
-            self._micro_step().batch.update(facts)
+        self._micro_step().batch.update(facts)
 
+    @_safely
     @torch.no_grad()
     def end_step(self) -> None:
         """When the weights are those of the next update: the optimizer's step and what belongs to it are over."""
-        if self.update is not None:
-            self._close_micro_step()
-            self.update.weights = self.sample.take(self.parameters.values())
-            matrices = [p.detach() for p in self.parameters.values() if p.ndim > 1]
-            self.update.row_sizes = torch.cat([m.flatten(1).float().square().mean(1).sqrt() for m in matrices])
+        self._close_micro_step()
+        self.update.weights = self.sample.take(self.parameters.values())
+        matrices = [p.detach() for p in self.parameters.values() if p.ndim > 1]
+        self.update.row_sizes = torch.cat([m.flatten(1).float().square().mean(1).sqrt() for m in matrices])
 
-    @torch.no_grad()
     def end_update(self) -> Update | None:
         """When the averages have been updated too; stops watching. None where nothing was watched."""
-        update = self.update
-        if update is not None:
-            update.averages = self._take_averages()
-            update.digest_last = digest(self.parameters.values())
-            self.rest()
+        update = self._end_update()
+        self.rest()
         return update
+
+    @_safely
+    @torch.no_grad()
+    def _end_update(self) -> Update | None:
+        self.update.averages = self._take_averages()
+        self.update.digest_last = digest(self.parameters.values())
+        return self.update
 
     def rest(self) -> None:
         self._hooks.close()
@@ -225,21 +251,19 @@ class Observer:
             for name, tensors in self.averages.items()
         }
 
-    def _before_forward(self, name: str):
-        def look(module, inputs, options):
-            if self.update is None or self._replaying or not torch.is_grad_enabled():
-                return
-            if name == "network":
-                self._close_micro_step()
-            step = self._micro_step()
-            if name == "network" and name not in step.calls:
-                self._see_start(step)
-            values = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in (*inputs, *options.values()))
-            call = step.calls.setdefault(name, Call(values, training=module.training))
-            if self._replays and len(self.update.micro_steps) == 1 and call.randomness is None:
-                call.randomness = self._generator_state()
-
-        return look
+    @_safely
+    def _before_forward(self, name: str, module: nn.Module, inputs: tuple, options: dict) -> None:
+        if self._replaying or not torch.is_grad_enabled():
+            return
+        if name == "network":
+            self._close_micro_step()
+        step = self._micro_step()
+        if name == "network" and name not in step.calls:
+            self._see_start(step)
+        values = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in (*inputs, *options.values()))
+        call = step.calls.setdefault(name, Call(values, training=module.training))
+        if self._replays and len(self.update.micro_steps) == 1 and call.randomness is None:
+            call.randomness = self._generator_state()
 
     @torch.no_grad()
     def _see_start(self, step: MicroStep) -> None:
@@ -252,20 +276,18 @@ class Observer:
         if known:
             step.gradient_before = self.sample.take(gradients)
 
-    def _after_forward(self, name: str):
-        def look(module, inputs, output):
-            if self.update is None or self._replaying or not torch.is_grad_enabled():
-                return
-            call = self._micro_step().calls.get(name)
-            if call is None or call.outputs:
-                return
-            values = [v for v in _values(output) if isinstance(v, torch.Tensor)]
-            call.outputs = tuple(v.detach() for v in values)
-            for place, value in enumerate(values):
-                if value.requires_grad:
-                    value.register_hook(self._keep(call, place))
-
-        return look
+    @_safely
+    def _after_forward(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
+        if self._replaying or not torch.is_grad_enabled():
+            return
+        call = self._micro_step().calls.get(name)
+        if call is None or call.outputs:
+            return
+        values = [v for v in _values(output) if isinstance(v, torch.Tensor)]
+        call.outputs = tuple(v.detach() for v in values)
+        for place, value in enumerate(values):
+            if value.requires_grad:
+                value.register_hook(self._keep(call, place))
 
     def _keep(self, call: Call, place: int):
         def keep(gradient: torch.Tensor) -> None:
@@ -273,18 +295,22 @@ class Observer:
 
         return keep
 
-    def _see_autocast(self, module, inputs) -> None:
-        if self.update is None or not self.update.micro_steps:
+    @_safely
+    def _see_autocast(self, module: nn.Module, inputs: tuple) -> None:
+        if not self.update.micro_steps:
             return
         call = self.update.micro_steps[-1].calls.get("network")
         device = next(iter(self.parameters.values())).device.type
-        if call is not None and not call.outputs and torch.is_autocast_enabled(device):
+        if call is None or call.outputs or not torch.amp.is_autocast_available(device):
+            return
+        if torch.is_autocast_enabled(device):
             call.autocast = torch.get_autocast_dtype(device)
 
+    @_safely
     @torch.no_grad()
     def _see_gradient(self, parameter: torch.Tensor) -> None:
         number = self._ids.get(id(parameter))
-        if self.update is not None and number is not None and parameter.grad is not None:
+        if number is not None and parameter.grad is not None:
             stride = self.sample._strides[number]
             self._has_run_backward = True
             self._gradients[number] = parameter.grad.detach().reshape(-1)[::stride].float().clone()
@@ -292,9 +318,10 @@ class Observer:
     def _ours(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
 
+    @_safely
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, arguments, options) -> None:
-        if self.update is None or not self._ours(optimizer):
+    def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
+        if not self._ours(optimizer):
             return
         if self.update.optimizer_step is not None:
             self.update.optimizer_step.steps += 1
@@ -352,9 +379,10 @@ class Observer:
             network.train(training)
             self._set_generator(now)
 
+    @_safely
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, arguments, options) -> None:
-        if self.update is None or self.update.optimizer_step is None or not self._ours(optimizer):
+    def _after_step(self, optimizer: Optimizer, *arguments: Any) -> None:
+        if self.update.optimizer_step is None or not self._ours(optimizer):
             return
         step = self.update.optimizer_step
         step.after, step.state_after = self.sample.take(self.parameters.values()), self._state(optimizer)

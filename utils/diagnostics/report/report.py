@@ -52,7 +52,6 @@ def _sections(record: RunRecord, findings: list) -> list[tuple[str, str]]:
     """(title, HTML) in the order of the page; what was not recorded gives an empty string."""
     return [
         ("Findings", _findings(findings, record.history)),
-        ("The training step", _step(record)),
         ("Loss", loss_plots(record, findings)),
         ("Gradients and learning rate", gradient_plots(record)),
         ("Layers", layer_plots(record)),
@@ -60,6 +59,7 @@ def _sections(record: RunRecord, findings: list) -> list[tuple[str, str]]:
         ("Speed", speed_plots(record)),
         ("Samples", samples_section(record)),
         ("Evaluation", evaluation_section(record)),
+        ("The training step", _step(record)),
         ("Checks of the network", _probes(record)),
         ("Data", _data(record)),
         ("Options", _options(record)),
