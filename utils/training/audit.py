@@ -57,7 +57,7 @@ class StepAudit:
         self._observer = Observer(modules, self._averages(), eager=eager)
         self._pool, self._data = Pool(self.declared), DataAudit(run)
         self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
-        self._compiled, self._looks = options.compile, 0
+        self._compiled, self._looks, self._scheduled = options.compile, 0, False
         self._loss_scale: float | torch.Tensor = 1.0
         self._pending: Update | None = None
         self._checks: list[Check] = []
@@ -82,6 +82,7 @@ class StepAudit:
         which run eagerly anyway, so that the audit changes no number."""
         self._finish()
         wanted = reported and self._due_of_compiled(step) if self._compiled else step + 1 in self._numbers
+        self._scheduled = wanted
         if wanted:
             scaler = self._run.accelerator.scaler
             self._loss_scale = 1.0 if scaler is None else scaler.get_scale()
@@ -112,10 +113,10 @@ class StepAudit:
 
     def end_update(self, between: bool, reported: bool) -> None:
         """After all of an update; `between`: whether anything is made before the next one that may touch the weights."""
-        update = self._observer.end_update()
-        if self._observer.failure:
-            self._say_failed(self._observer.failure)
-            self._observer.failure, self._numbers = "", set()  # it would fail again
+        update = self._observer.end_update() if self._scheduled else None
+        if self._scheduled and not self._all_saw(update):
+            update, self._numbers = None, set()  # it would fail again
+        self._scheduled = False
         if reported and update is None:
             rates = sorted({float(group["lr"]) for o in self._run.accelerator._optimizers for group in o.param_groups})
             self._checks = [check_learning_rate(rates, self.declared.optimizer, self._run.state.step - 1)]
@@ -193,6 +194,17 @@ class StepAudit:
     def _digest(self) -> torch.Tensor:
         averages = [tensor for average in self._observer.averages.values() for tensor in average.values()]
         return torch.stack([digest(self._observer.parameters.values()), digest(averages)])
+
+    def _all_saw(self, update: Update | None) -> bool:
+        """Whether the observation succeeded on every process; else none of them judges it, and the main one says why."""
+        if update is None:
+            self._say_failed(self._observer.failure or "nothing was seen")
+        self._observer.failure = ""
+        accelerator = self._run.accelerator
+        everywhere = bool(accelerator.gather(torch.tensor([update is not None], device=accelerator.device)).all())
+        if update is not None and not everywhere:
+            self._say_failed("it failed on another process")
+        return everywhere
 
     def _judge(self, update: Update) -> list[Check]:
         """Checks of this process and, on the main one, what is wrong on the others."""

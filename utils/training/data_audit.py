@@ -79,13 +79,13 @@ class DataAudit:
             return []
         data = self._run.data
         options: Any = self._run.options  # the dropout of labels is EDM2's own
-        numbers = torch.cat([part.cpu() for part in self._numbers])
+        numbers = torch.cat(self._numbers).cpu()
         rows = data.samples.dataset_rows(numbers).numpy()
         held_out = data.held_out.dataset_rows(np.arange(len(data.held_out))).tolist()
         stand_ins = set(data.training.replacements().values())
         checks = check_rows(rows, numbers.numpy(), len(data.training), held_out, options.balanced_sampling, stand_ins)
         known = data.images.labels
         if self._told and known is not None and self._run.facts.get("classes"):
-            told = torch.cat([part.cpu() for part in self._told]).numpy()
+            told = torch.cat(self._told).cpu().numpy()
             checks += check_labels(told, known[rows], options.label_dropout)
         return checks

@@ -110,7 +110,7 @@ class Pool:
     def _level_checks(self) -> list[Check]:
         if not self._levels:
             return []
-        levels = torch.cat([part.double().cpu() for part in self._levels])
+        levels = torch.cat(self._levels).double().cpu()
         count = len(levels)
         if count < 64:
             return []
