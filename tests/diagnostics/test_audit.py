@@ -334,7 +334,7 @@ FAULTS = {
     ),
     "weights changed before": (
         "state",
-        "between the forward",
+        "at the step are not",
         set_(clip=lambda self: [p.data.mul_(0.99) for p in self.network.parameters()] and Loop.clip(self)),
     ),
     "evaluation mode": ("network", "evaluation", lambda loop: loop.network.eval()),

@@ -66,7 +66,9 @@ class Update:
     left_over: torch.Tensor | None = None  # norm of the gradients that stood there before the first forward pass
     digest_first: torch.Tensor | None = None  # of all weights, at the first forward pass
     optimizer_step: Step | None = None
-    digest_step: torch.Tensor | None = None  # of all weights, just before the step
+    digest_begun: torch.Tensor | None = None  # of all weights, when it began
+    digest_step: torch.Tensor | None = None  # just before the step
+    digest_stepped: torch.Tensor | None = None  # when the step and what belongs to it are over
     replayed: torch.Tensor | None = None  # gradient of the first micro step, sampled, computed once more
     not_replayed: str = ""  # why not
     weights: torch.Tensor | None = None  # sampled, when the step and what belongs to it are over
@@ -168,7 +170,7 @@ class Observer:
         the first micro step's gradient once more."""
         self.rest()
         self._replays = replays
-        self.update = Update(step)
+        self.update = Update(step, digest_begun=digest(self.parameters.values()))
         if self.eager:
             self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
             for name, module in self.modules.items():
@@ -201,6 +203,7 @@ class Observer:
         """When the weights are those of the next update: the optimizer's step and what belongs to it are over."""
         self._close_micro_step()
         self.update.weights = self.sample.take(self.parameters.values())
+        self.update.digest_stepped = digest(self.parameters.values())
         matrices = [p.detach() for p in self.parameters.values() if p.ndim > 1]
         self.update.row_sizes = torch.cat([m.flatten(1).float().square().mean(1).sqrt() for m in matrices])
 

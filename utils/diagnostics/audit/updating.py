@@ -472,12 +472,17 @@ def _explain_average(old, new, weights, before_step, decay_at, number, declared)
 
 def check_state(update: Update, declared: Declared, observer: Observer) -> list[Check]:
     """Whether nothing but the optimizer's step, and forced weight normalization where it is declared, changes the weights."""
+    moments = (
+        ("weights at the forward pass", "those that the update began with", update.digest_begun, update.digest_first),
+        ("weights at the step", "those of the forward pass", update.digest_first, update.digest_step),
+        ("weights at the end of the update", "those that the step left", update.digest_stepped, update.digest_last),
+    )
     checks = []
-    if update.digest_first is not None and update.digest_step is not None:
-        same = bool(update.digest_first == update.digest_step)
-        text = "the weights change between the forward pass and the optimizer's step"
-        wanted, found = "those of the forward pass", "the same" if same else "others"
-        checks.append(Check("state", "weights at the step", wanted, found, same, text))
+    for name, wanted, before, after in moments:
+        if before is not None and after is not None:
+            same = bool(before == after)
+            text = f"the {name} are not {wanted}: something else than the optimizer changes them"
+            checks.append(Check("state", name, wanted, "the same" if same else "others", same, text))
     forced = declared.denoising is not None and declared.denoising.force_weight_norm
     step = update.optimizer_step
     if forced and update.row_sizes is not None:
