@@ -55,10 +55,10 @@ class TrainingSamples:
         self._order = SampleOrder(len(images), options.seed, images.labels if options.balanced_sampling else None)
         self._center_crop = options.center_crop
         self._split = BatchSplit(
-            options.micro_batch_size,
-            options.gradient_accumulation_steps,
-            accelerator.process_index,
-            accelerator.num_processes,
+            train_batch_size=options.micro_batch_size,
+            gradient_accumulation_steps=options.gradient_accumulation_steps,
+            process_index=accelerator.process_index,
+            num_processes=accelerator.num_processes,
         )
 
     def batches(self, first_step: int, last_step: int, num_workers: int = 0) -> Iterator[dict]:
