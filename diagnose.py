@@ -71,7 +71,7 @@ def records_of(args: DiagnoseOptions) -> dict:
     from utils.data.augmentation import to_unit_range
     from utils.diagnostics.probe import probe_network, probe_timesteps
     from utils.diffusion.ddpm import describe_schedule
-    from utils.diffusion.ideal_denoiser import denoiser_gap, gap_by_timestep
+    from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
     from utils.diffusion.pipelines import image_shape, load_unconditional, training_scheduler
 
     unet, scheduler_config = load_unconditional(args.pipeline)
@@ -87,15 +87,8 @@ def records_of(args: DiagnoseOptions) -> dict:
     chosen = np.linspace(0, len(images) - 1, count).astype(np.int64)  # spread over the set
     batch = to_unit_range(torch.from_numpy(images.fetch(chosen)).to(device), images.max_value)
     probe = probe_network(unet, noise_scheduler, batch, args.seed)
-    gap = denoiser_gap(
-        unet,
-        noise_scheduler,
-        images,
-        timesteps=probe_timesteps(noise_scheduler.config.num_train_timesteps),
-        seed=args.seed,
-        device=device,
-        images_per_timestep=count,
-    )
+    timesteps = probe_timesteps(noise_scheduler.config.num_train_timesteps)
+    gap = denoiser_gap(unet, noise_scheduler, images, None, GapPlan(timesteps, args.seed, device, images_per_timestep=count))
     return {
         "data": check_data(images, seed=args.seed),
         "schedule": describe_schedule(noise_scheduler),

@@ -53,7 +53,7 @@ def main(args: EvaluateOptions) -> None:
     from utils.diagnostics.findings import Finding, described
     from utils.diffusion.guidance import make_guided_prediction
     from utils.diffusion.pipelines import image_shape, load_network
-    from utils.diffusion.sampling import full_precision, is_edm, make_sampler, sampling_steps
+    from utils.diffusion.sampling import SamplePlan, full_precision, is_edm, make_sampler, sampling_steps
     from utils.evaluation.evaluator import Evaluation, pipeline_images
     from utils.evaluation.extractors import make_extractor
     from utils.evaluation.feature_sets import load_features, reference_features, save_features, sync_weights
@@ -171,10 +171,9 @@ def main(args: EvaluateOptions) -> None:
         for network in (unet, guide) if guide is not None else (unet,):
             network.to(accelerator.device)
         for seed in args.seeds:
-            options: dict[str, Any] = {"num_inference_steps": steps, "seed": seed}
-            options |= {"shape": shape, "batch_size": args.batch_size}
+            plan = SamplePlan(scheduler, steps, shape, seed, args.batch_size, accelerator.device)
             with full_precision(unet):
-                source = pipeline_images(accelerator, unet, scheduler, name=pipeline, predict=predict, **options)
+                source = pipeline_images(accelerator, unet, plan, name=pipeline, predict=predict)
                 add(pipeline, source, count, seed=seed, **made)
         unet.cpu()
     if not accelerator.is_main_process:

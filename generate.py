@@ -48,7 +48,16 @@ def main(args: GenerateOptions) -> None:
     from utils.core.images import is_complete_png, make_grid, save_png, to_pil
     from utils.diffusion.guidance import make_guided_prediction
     from utils.diffusion.pipelines import image_shape, load_network
-    from utils.diffusion.sampling import full_precision, is_edm, make_sampler, sample, sampler_version, sampling_steps, to_uint8
+    from utils.diffusion.sampling import (
+        SamplePlan,
+        full_precision,
+        is_edm,
+        make_sampler,
+        sample,
+        sampler_version,
+        sampling_steps,
+        to_uint8,
+    )
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,
@@ -65,6 +74,7 @@ def main(args: GenerateOptions) -> None:
     sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
     scheduler = make_sampler(sampler, scheduler_config)
     num_inference_steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
+    plan = SamplePlan(scheduler, num_inference_steps, shape, args.seed, args.batch_size, accelerator.device)
     predict = make_guided_prediction(unet, scheduler_config, args.class_labels, args.guidance, guide, guide_config)
 
     # Settings: one folder holds one set of images
@@ -111,17 +121,7 @@ def main(args: GenerateOptions) -> None:
             if accelerator.process_index < len(turn):
                 numbers = turn[accelerator.process_index]
                 with accelerator.autocast():
-                    images = sample(
-                        unet,
-                        scheduler,
-                        num_inference_steps=num_inference_steps,
-                        sample_numbers=numbers,
-                        seed=args.seed,
-                        shape=shape,
-                        device=accelerator.device,
-                        batch_size=args.batch_size,
-                        predict=predict,
-                    )
+                    images = sample(unet, plan, numbers, predict=predict)
                 if not images.isfinite().all():
                     raise UserError(f"{args.pipeline} made NaN or infinite pixels; try --mixed_precision no")
                 for i, image in zip(numbers.tolist(), to_uint8(images).cpu()):

@@ -1276,14 +1276,14 @@ fault(
 fault(
     "all ranks see the same images",
     ("ranks", "data"),
-    (TRAINING_DATA, '"process_index": accelerator.process_index,', '"process_index": 0,'),
+    (TRAINING_DATA, "process_index=accelerator.process_index,", "process_index=0,"),
     processes=2,
 )
 fault(
     "ranks do not share the data out",
     ("ranks", "data"),
-    (TRAINING_DATA, '"process_index": accelerator.process_index,', '"process_index": 0,'),
-    (TRAINING_DATA, '"num_processes": accelerator.num_processes,', '"num_processes": 1,'),
+    (TRAINING_DATA, "process_index=accelerator.process_index,", "process_index=0,"),
+    (TRAINING_DATA, "num_processes=accelerator.num_processes,", "num_processes=1,"),
     processes=2,
     script=EDM2,
 )

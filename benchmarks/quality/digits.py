@@ -43,7 +43,7 @@ from sklearn.svm import SVC
 from benchmarks.shared.real_script import ROOT, train_once
 from utils.diffusion.guidance import make_guided_prediction
 from utils.diffusion.pipelines import image_shape, load_network
-from utils.diffusion.sampling import make_sampler, sample, to_uint8
+from utils.diffusion.sampling import SamplePlan, make_sampler, sample, to_uint8
 from utils.runs.record import RunRecord
 
 CERTAIN = 0.7
@@ -131,13 +131,8 @@ def judge_classes(args: argparse.Namespace) -> None:
         with torch.no_grad():
             images = sample(
                 unet,
-                make_sampler("heun", config),
-                num_inference_steps=args.num_inference_steps,
-                sample_numbers=torch.arange(args.num_images),
-                seed=0,
-                shape=image_shape(unet),
-                device="cpu",
-                batch_size=100,
+                SamplePlan(make_sampler("heun", config), args.num_inference_steps, image_shape(unet), 0, 100, "cpu"),
+                torch.arange(args.num_images),
                 predict=make_guided_prediction(unet, config, None, guidance, guide if guidance != 1.0 else None, guide_config),
             )
         made = reduce(to_uint8(images)[:, 0].numpy())

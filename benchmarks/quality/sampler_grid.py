@@ -32,7 +32,7 @@ from utils.diffusion.ddpm import (
     make_noise_scheduler,
     training_target,
 )
-from utils.diffusion.sampling import make_sampler, sample, to_uint8
+from utils.diffusion.sampling import SamplePlan, make_sampler, sample, to_uint8
 from utils.options.flags import DataOptions
 
 SAMPLERS = {"ddim": 50, "ddpm": 50, "dpmsolver++": 20}  # name -> steps
@@ -111,16 +111,7 @@ def main(argv: list[str] | None = None) -> None:
             noise_scheduler = make_noise_scheduler(beta_schedule=beta_schedule, prediction_type=prediction_type)
             unet, name = train(images, noise_scheduler, args.updates), f"{prediction_type}, {beta_schedule}"
             blocks = [
-                sample(
-                    unet,
-                    scheduler,
-                    num_inference_steps=steps,
-                    sample_numbers=torch.arange(args.images),
-                    seed=0,
-                    shape=(1, SIDE, SIDE),
-                    device="cpu",
-                    batch_size=args.images,
-                )
+                sample(unet, SamplePlan(scheduler, steps, (1, SIDE, SIDE), 0, args.images, "cpu"), torch.arange(args.images))
                 for scheduler, steps in samplers(noise_scheduler).values()
             ]
             rows[name] = [to_uint8(block[:SHOWN]) for block in blocks]

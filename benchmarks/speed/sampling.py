@@ -25,7 +25,7 @@ from benchmarks.shared.measuring import default_device, describe, free, ratio, s
 from benchmarks.shared.tasks import SIZES
 from utils.core.distributed import usable_cores
 from utils.diffusion.pipelines import image_shape
-from utils.diffusion.sampling import full_precision, make_sampler, sample, to_uint8
+from utils.diffusion.sampling import SamplePlan, full_precision, make_sampler, sample, to_uint8
 from utils.diffusion.unet import make_unet
 from utils.options.flags import DDPMOptions
 from utils.training.memory import autocast
@@ -61,14 +61,14 @@ def main() -> None:
     fast = copy.deepcopy(unet).to(memory_format=torch.channels_last)
     fast.compile()
     numbers = torch.arange(options.batch_size)
-    common = {"sample_numbers": numbers, "seed": 0, "shape": image_shape(unet), "device": device}
 
     def ours(variant: str, sampler: str, steps: int) -> torch.Tensor:
         precision, *compiled = variant.split()
         network = fast if compiled else unet
         scheduler = make_sampler(sampler, pipeline.scheduler)
+        plan = SamplePlan(scheduler, steps, image_shape(unet), 0, options.batch_size, device)
         with full_precision(network, compiled=True), autocast(device, "no" if precision == "fp32" else precision):
-            images = sample(network, scheduler, num_inference_steps=steps, batch_size=options.batch_size, **common)
+            images = sample(network, plan, numbers)
         return to_uint8(images).cpu()
 
     def seconds(function, *arguments) -> tuple[float, object]:

@@ -16,7 +16,7 @@ from PIL import Image
 from utils.core import randomness
 from utils.core.errors import UserError
 from utils.data.dataset import load_images
-from utils.data.loader import SampleOrder, training_batches
+from utils.data.loader import BatchSplit, SampleOrder, training_batches
 from utils.options.flags import DataOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -92,23 +92,15 @@ def images(tmp_path_factory):
     return load_images(DataOptions(train_data_dir=str(folder / "images"), cache_dir=str(folder / "cache"), resolution=8))
 
 
-def micro_batches(images, **options):
-    defaults = {"seed": 0, "first_step": 0, "max_train_steps": 6, "train_batch_size": 8}
-    order = options.pop("order", None) or SampleOrder(len(images), 0)
-    return list(training_batches(images, order, **{**defaults, **options}))
+def micro_batches(images, order=None, split=None, first_step=0, steps=6, **options):
+    order = order or SampleOrder(len(images), 0)
+    return list(training_batches(images, order, split or BatchSplit(8), range(first_step, steps), **options))
 
 
 def updates(images, processes=1, accumulation=1, **options):
     """Everything that each update sees, over all ranks and micro steps, in the order of the sample numbers."""
     ranks = [
-        micro_batches(
-            images,
-            train_batch_size=8 // processes // accumulation,
-            gradient_accumulation_steps=accumulation,
-            process_index=rank,
-            num_processes=processes,
-            **options,
-        )
+        micro_batches(images, split=BatchSplit(8 // processes // accumulation, accumulation, rank, processes), **options)
         for rank in range(processes)
     ]
     result = []
@@ -165,7 +157,7 @@ def test_without_labels(images):
     unlabeled = copy.copy(images)
     unlabeled.labels = None
     assert micro_batches(unlabeled)[0]["labels"] is None
-    assert micro_batches(unlabeled, num_workers=1, max_train_steps=1)[0]["labels"] is None
+    assert micro_batches(unlabeled, num_workers=1, steps=1)[0]["labels"] is None
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -177,7 +169,7 @@ def test_an_undecodable_image_arrives_as_one_line_with_its_name(num_workers, tmp
         DataOptions(train_data_dir=str(tmp_path), resolution=8, cache_images="no", cache_dir=str(tmp_path / "c"))
     )
     with pytest.raises(UserError, match=r"2\.png \(row 2, column 'image'\): not an image") as caught:
-        micro_batches(images, num_workers=num_workers, train_batch_size=4)
+        micro_batches(images, num_workers=num_workers, split=BatchSplit(4))
     assert "\n" not in str(caught.value)
     assert not multiprocessing.active_children()  # ended at once, though the traceback is still held
 
@@ -224,7 +216,7 @@ def test_replaced_images_are_the_same_for_all_who_fetch_and_bring_their_labels(d
 
 def test_workers_that_together_meet_too_many_bad_images_end_with_one_line(damaged):
     with pytest.raises(UserError, match=r"at least 3 images .* --max_bad_images 2") as caught:
-        micro_batches(damaged(cache_images="no", max_bad_images=2), num_workers=2, train_batch_size=1, max_train_steps=40)
+        micro_batches(damaged(cache_images="no", max_bad_images=2), num_workers=2, split=BatchSplit(1), steps=40)
     assert "\n" not in str(caught.value)
     assert not multiprocessing.active_children()
 
@@ -233,7 +225,7 @@ LAUNCHER = """
 import multiprocessing, os, signal, sys
 import numpy as np
 import torch
-from utils.data.loader import SampleOrder, training_batches
+from utils.data.loader import BatchSplit, SampleOrder, training_batches
 
 class Images:
     uniform = True
@@ -242,8 +234,7 @@ class Images:
     def fetch(self, indices, crop):
         return np.zeros((len(indices), 1, 2, 2), np.uint8)
 
-batches = training_batches(Images(), SampleOrder(10, 0), seed=0, first_step=0, max_train_steps=10**6,
-                           train_batch_size=2, num_workers=2)
+batches = training_batches(Images(), SampleOrder(10, 0), BatchSplit(2), range(10**6), num_workers=2)
 next(batches)
 workers = multiprocessing.active_children()
 assert len(workers) == 2

@@ -11,7 +11,7 @@ from diffusers import DDIMScheduler
 from torch import nn
 
 from utils.diffusion.ddpm import make_noise_scheduler, training_target
-from utils.diffusion.ideal_denoiser import denoiser_gap, ideal_clean_images, ideal_prediction
+from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, ideal_clean_images, ideal_prediction
 
 CPU = torch.device("cpu")
 
@@ -183,7 +183,7 @@ class Denoiser(nn.Module):
 
 def gap(unet, scheduler, training, held_out=None, **options):
     options = {"timesteps": [0, 300, 700, 999], "seed": 0, "device": CPU} | options
-    return denoiser_gap(unet, scheduler, training, held_out, **options)
+    return denoiser_gap(unet, scheduler, training, held_out, GapPlan(**options))
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])

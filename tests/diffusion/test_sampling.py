@@ -26,7 +26,7 @@ from models.edm_heun import EDMHeunScheduler
 from utils.core import randomness
 from utils.core.errors import UserError
 from utils.core.images import denoising_path, is_complete_png, make_grid, save_png, side_by_side
-from utils.diffusion.sampling import full_precision, make_sampler, path_steps, sample, set_timesteps, to_uint8
+from utils.diffusion.sampling import SamplePlan, full_precision, make_sampler, path_steps, sample, set_timesteps, to_uint8
 
 REPOSITORY = Path(__file__).parents[2]
 SHAPE = (1, 8, 8)
@@ -54,17 +54,7 @@ def tiny_unet(seed: int = 0, **changes) -> UNet2DModel:
 def run_sample(unet, scheduler, n=5, steps=10, batch_size=8, numbers=None, **kwargs):
     numbers = torch.arange(n) if numbers is None else torch.tensor(numbers)
     with full_precision(unet):
-        return sample(
-            unet,
-            scheduler,
-            num_inference_steps=steps,
-            sample_numbers=numbers,
-            seed=3,
-            shape=SHAPE,
-            device="cpu",
-            batch_size=batch_size,
-            **kwargs,
-        )
+        return sample(unet, SamplePlan(scheduler, steps, SHAPE, 3, batch_size, "cpu"), numbers, **kwargs)
 
 
 SCHEDULES = {
@@ -114,10 +104,14 @@ def test_ddpm_adds_noise_that_belongs_to_its_image_and_step():
             return type("Output", (), {"sample": torch.zeros_like(images)})
 
     noise_scheduler = DDPMScheduler(prediction_type="sample")
-    options = {"num_inference_steps": 100, "shape": (1, 4, 4), "device": "cpu", "batch_size": 500}
-    options |= {"record_timesteps": (40, 30, 20), "sample_numbers": torch.arange(2000)}  # small enough to be shown unclamped
-    path = sample(Zero(), make_sampler("ddpm", noise_scheduler), seed=0, **options)[1].double()
-    assert not torch.equal(path, sample(Zero(), make_sampler("ddpm", noise_scheduler), seed=1, **options)[1])
+    small = (40, 30, 20)  # timesteps whose noise is small enough to be shown unclamped
+
+    def path_of(seed):
+        plan = SamplePlan(make_sampler("ddpm", noise_scheduler), 100, (1, 4, 4), seed, 500, "cpu")
+        return sample(Zero(), plan, torch.arange(2000), record_timesteps=small)[1]
+
+    path = path_of(0).double()
+    assert not torch.equal(path, path_of(1))
 
     def added(step, timestep):
         """What the step from `timestep` has added, in standard deviations of the posterior (Ho et al. 2020, eq. 7)."""
@@ -155,16 +149,7 @@ def test_a_step_copies_nothing_to_the_device(name):
     unet, copies = tiny_unet().eval().to("meta"), []
     for steps in (2, 5):
         with CopiesToDevice() as log:
-            images = sample(
-                unet,
-                scheduler,
-                num_inference_steps=steps,
-                sample_numbers=torch.arange(3),
-                seed=0,
-                shape=SHAPE,
-                device="meta",
-                batch_size=3,
-            )
+            images = sample(unet, SamplePlan(scheduler, steps, SHAPE, 0, 3, "meta"), torch.arange(3))
         assert images.shape == (3, *SHAPE)
         copies.append(log.count)
     assert copies == [2, 2]  # the image numbers and the timesteps, once
@@ -274,16 +259,8 @@ def test_a_perfect_network_gives_its_image_back():
             return type("Output", (), {"sample": target.expand_as(images)})
 
     for name in ("ddim", "ddpm", "dpmsolver++"):
-        images = sample(
-            Oracle(),
-            make_sampler(name, noise_scheduler),
-            num_inference_steps=50,
-            sample_numbers=torch.arange(3),
-            seed=0,
-            shape=SHAPE,
-            device="cpu",
-            batch_size=2,
-        )
+        plan = SamplePlan(make_sampler(name, noise_scheduler), 50, SHAPE, 0, 2, "cpu")
+        images = sample(Oracle(), plan, torch.arange(3))
         torch.testing.assert_close(images, target.expand(3, *SHAPE), rtol=0, atol=1e-3)
 
 

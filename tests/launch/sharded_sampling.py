@@ -9,7 +9,7 @@ from diffusers import DDPMScheduler
 from test_sampling import tiny_unet
 
 from utils.core.distributed import make_accelerator
-from utils.diffusion.sampling import full_precision, make_sampler, sample_sharded
+from utils.diffusion.sampling import SamplePlan, full_precision, make_sampler, sample_sharded
 
 accelerator = make_accelerator(cpu_threads=1)
 unet = tiny_unet()
@@ -24,12 +24,8 @@ for name, num_images, record_timesteps, should_stop in [
         results[name] = sample_sharded(
             accelerator,
             unet,
-            make_sampler("ddpm", DDPMScheduler()),
-            num_images=num_images,
-            num_inference_steps=4,
-            seed=3,
-            shape=(1, 8, 8),
-            batch_size=2,
+            SamplePlan(make_sampler("ddpm", DDPMScheduler()), 4, (1, 8, 8), 3, 2, accelerator.device),
+            num_images,
             should_stop=should_stop,
             record_timesteps=record_timesteps,
         )

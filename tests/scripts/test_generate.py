@@ -116,9 +116,7 @@ def test_resumes_what_is_missing_and_no_more(pipeline, here, tmp_path, monkeypat
     from utils.diffusion import sampling
 
     calls, real_sample = [], sampling.sample
-    monkeypatch.setattr(
-        sampling, "sample", lambda *a, **k: (calls.append(k["sample_numbers"].tolist()), real_sample(*a, **k))[1]
-    )
+    monkeypatch.setattr(sampling, "sample", lambda *a, **k: (calls.append(a[2].tolist()), real_sample(*a, **k))[1])
     here(pipeline, part)
     assert calls == [[2, 3], [6]]
     assert contents(part) == whole and (part / "000000.png").stat().st_mtime == 1

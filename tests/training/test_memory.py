@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from utils.optim.ema import EMA
 from utils.optim.optimizers import make_optimizer
 from utils.optim.power_ema import PowerEMA
 from utils.options.flags import DDPMOptions, EDM2Options, OptimizerOptions
-from utils.training.memory import AUTOCAST, estimate_memory, flops_per_image
+from utils.training.memory import AUTOCAST, UpdateParts, estimate_memory, flops_per_image
 
 SHAPE = (1, 16, 16)
 
@@ -44,10 +45,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return make_optimizer(model, OptimizerOptions(learning_rate=1e-4))
 
 
-def estimate(make_network=network, make=adamw, batch: int = 4, precision: str = "no", **options):
-    return estimate_memory(
-        make_network, make, image_shape=SHAPE, micro_batch_size=batch, device="cpu", mixed_precision=precision, **options
-    )
+def estimate(make_network=network, make=adamw, batch: int = 4, accumulates: bool = False, **parts):
+    return estimate_memory(UpdateParts(make_network, make, SHAPE, **parts), batch, "cpu", accumulates=accumulates)
 
 
 def forward(model: nn.Module, batch: int, precision: str) -> torch.Tensor:
@@ -93,7 +92,7 @@ def test_activations_are_what_a_real_step_keeps(name):
     make_network, batch, precision = CONFIGURATIONS[name]
     real = bytes_kept(make_network().train(), batch, precision)
     assert real > 100_000
-    assert estimate(make_network, batch=batch, precision=precision).activations == pytest.approx(real, rel=0.01)
+    assert estimate(make_network, batch=batch, mixed_precision=precision).activations == pytest.approx(real, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["adamw", *slow_turns("adam", "rmsprop", "sgd")])
@@ -108,7 +107,7 @@ def test_static_parts_are_those_of_the_real_objects(name):
     assert predicted.optimizer == sum(value.nbytes for value in states)
     assert predicted.ema == sum(tensor.nbytes for tensor in EMA(model).shadow.values())
     assert predicted.parameters == predicted.gradients == sum(parameter.nbytes for parameter in model.parameters())
-    assert estimate(make=make, use_ema=False).ema == 0
+    assert estimate(make=make, averages=0).ema == 0
 
 
 def most_allocated(model: nn.Module, batch: int, micro_steps: int = 1) -> int:
@@ -137,7 +136,7 @@ def most_allocated(model: nn.Module, batch: int, micro_steps: int = 1) -> int:
 @pytest.mark.parametrize("batch", [2, *slow_turns(16)])
 def test_peak_is_that_of_a_real_update(batch, checkpointing):
     make_network = partial(network, checkpointing=checkpointing)
-    predicted = estimate(make_network, batch=batch, use_ema=False)
+    predicted = estimate(make_network, batch=batch, averages=0)
     there_before = predicted.parameters + predicted.optimizer
     real = there_before + most_allocated(make_network().train(), batch)
     assert predicted.peak - predicted.workspace == pytest.approx(real, rel=0.05)
@@ -154,7 +153,7 @@ def process_group():
 @pytest.mark.parametrize("micro_steps", [3, *slow_turns(1)])
 @pytest.mark.parametrize("batch", [2, *slow_turns(16)])
 def test_peak_with_ddp_is_that_of_a_real_update(process_group, batch, micro_steps):
-    predicted = estimate(batch=batch, use_ema=False, distributed=True, accumulates=micro_steps > 1)
+    predicted = estimate(batch=batch, averages=0, distributed=True, accumulates=micro_steps > 1)
     model = DistributedDataParallel(network().train(), gradient_as_bucket_view=True)
     buckets = sum(parameter.nbytes for parameter in model.parameters())
     there_before = predicted.parameters + buckets + predicted.optimizer
@@ -187,13 +186,13 @@ def test_flops_are_those_of_the_closed_form():
         def forward(self, images, timesteps):
             pixels = self.first(images).flatten(2).transpose(1, 2)
             mixed = nn.functional.scaled_dot_product_attention(pixels, pixels, pixels)
-            return self.last(mixed.transpose(1, 2).unflatten(2, images.shape[2:]))
+            return SimpleNamespace(sample=self.last(mixed.transpose(1, 2).unflatten(2, images.shape[2:])))
 
     count = 8 * 8
     convolution, product = 2 * count * 9 * 4, 2 * count * count * 4
     # The image needs no gradient: the first layer has no second product in the backward pass.
     expected = convolution * (2 + 3) + 2 * product * 3
-    assert flops_per_image(Network, (1, 8, 8), lambda model, images, timesteps: model(images, timesteps)) == expected
+    assert flops_per_image(Network, (1, 8, 8)) == expected
 
 
 @pytest.mark.slow
@@ -207,7 +206,7 @@ def test_checkpointing_changes_no_flops_and_prediction_leaves_no_trace():
 
 def test_several_averages_and_an_edm2_network_are_counted_as_they_are():
     make_network = partial(make_edm2_unet, EDM2Options(resolution=16, image_channels=1, model_preset="digits16"))
-    predicted = estimate(make_network, use_ema=2)
+    predicted = estimate(make_network, averages=2)
     model = make_network().train()
     assert predicted.activations == pytest.approx(bytes_kept(model, 4, "no"), rel=0.03)
     averages = PowerEMA(model, (0.05, 0.1)).averages.values()

@@ -19,7 +19,7 @@ from utils.core.errors import UserError, out_of_memory
 from utils.optim.optimizers import make_optimizer
 from utils.options.flags import DDPMOptions
 from utils.training.batch_split import divisors
-from utils.training.memory import SHARE, TrialStep, estimate_memory
+from utils.training.memory import SHARE, TrialStep, UpdateParts, estimate_memory
 from utils.training.memory_plan import MemoryPlan, largest_that_fits
 
 MIB = 2**20
@@ -67,10 +67,7 @@ def plan_with(monkeypatch):
 
 def peak(batch: int, accumulates: bool, **options) -> float:
     network = partial(make_network, replace(OPTIONS, **options))
-    estimate = estimate_memory(
-        network, OPTIMIZER, image_shape=SHAPE, micro_batch_size=batch, device="cpu", accumulates=accumulates
-    )
-    return estimate.peak / MIB
+    return estimate_memory(UpdateParts(network, OPTIMIZER, SHAPE), batch, "cpu", accumulates=accumulates).peak / MIB
 
 
 def test_the_largest_that_fits_is_that_of_a_search_through_all():
@@ -96,12 +93,12 @@ def tried(monkeypatch) -> list[int]:
     """The micro batches of real updates, which run out of memory with more than four images."""
     sizes, run = [], TrialStep.run
 
-    def limited(step, image_shape, micro_batch_size, *arguments):
+    def limited(step, micro_batch_size, micro_steps):
         if not isinstance(step.parameters[0], FakeTensor):
             sizes.append(micro_batch_size)
             if micro_batch_size > 4:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-        return run(step, image_shape, micro_batch_size, *arguments)
+        return run(step, micro_batch_size, micro_steps)
 
     monkeypatch.setattr(TrialStep, "run", limited)
     return sizes

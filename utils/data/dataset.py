@@ -7,6 +7,7 @@ images.fetch(np.array([5, 0, 7]))     # uint8 [3, 3, 32, 32]
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,7 @@ class DecodedImages:
         return np.stack([pixels[:, top : top + side, left : left + side] for pixels, top, left in zip(whole, tops, lefts)])
 
 
+@dataclass(eq=False)
 class ImageSet:
     """Images and labels by index. Holds no pixels itself, so that a pickled copy is small.
 
@@ -75,24 +77,16 @@ class ImageSet:
         description: the source and the size, for the model card.
     """
 
-    def __init__(
-        self,
-        store: PackedImages | DecodedImages,
-        shape: tuple[int, int, int],
-        max_value: int,
-        labels: np.ndarray | None,
-        class_names: list[str] | None,
-        fingerprint: str,
-        notes: list[str],
-        source: str,
-        rows: np.ndarray | None = None,
-        files: EncodedImages | None = None,
-    ):
-        self.store, self.shape, self.max_value = store, shape, max_value
-        self.labels, self.class_names = labels, class_names
-        self.fingerprint, self.notes, self.source = fingerprint, notes, source
-        self.rows = rows  # of the store; None means all of them
-        self.files = files  # what the pixels were made from, where it is known
+    store: PackedImages | DecodedImages
+    shape: tuple[int, int, int]
+    max_value: int
+    labels: np.ndarray | None
+    class_names: list[str] | None
+    fingerprint: str
+    notes: list[str]
+    source: str
+    rows: np.ndarray | None = None  # of the store; None means all of them
+    files: EncodedImages | None = None  # what the pixels were made from, where it is known
 
     def __getstate__(self) -> dict:
         """A copy in another process does without the files: a dataset in memory would travel with them."""
@@ -194,17 +188,11 @@ class ImageSet:
     def subset(self, indices: Indices) -> "ImageSet":
         """Returns the images at `indices`, in that order; shares the pixels."""
         indices = np.asarray(indices, dtype=np.int64)
-        return ImageSet(
-            self.store,
-            self.shape,
-            self.max_value,
-            None if self.labels is None else self.labels[indices],
-            self.class_names,
-            hashlib.sha256(self.fingerprint.encode() + indices.tobytes()).hexdigest()[:32],
-            self.notes,
-            self.source,
-            self._rows(indices),
-            self.files,
+        return replace(
+            self,
+            labels=None if self.labels is None else self.labels[indices],
+            fingerprint=hashlib.sha256(self.fingerprint.encode() + indices.tobytes()).hexdigest()[:32],
+            rows=self._rows(indices),
         )
 
 

@@ -14,6 +14,7 @@ import os
 import signal
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -71,37 +72,39 @@ class SampleOrder:
         return self.members[self.class_starts[chosen] + positions]
 
 
+@dataclass(frozen=True)
+class BatchSplit:
+    """How the samples of an update are shared out, and which share this process has."""
+
+    train_batch_size: int
+    gradient_accumulation_steps: int = 1
+    process_index: int = 0
+    num_processes: int = 1
+
+
 class _MicroBatches(Sampler):
     """The sample numbers of each micro-batch of one rank, as ranges: nothing grows with the length of the run."""
 
-    def __init__(
-        self,
-        first_step: int,
-        max_train_steps: int,
-        batch_size: int,
-        accumulation_steps: int,
-        process_index: int,
-        num_processes: int,
-    ):
-        self.steps = range(first_step, max_train_steps)
-        self.batch_size, self.accumulation_steps = batch_size, accumulation_steps
-        self.process_index, self.num_processes = process_index, num_processes
+    def __init__(self, split: BatchSplit, steps: range):
+        self.split, self.steps = split, steps
 
     def __len__(self) -> int:
-        return len(self.steps) * self.accumulation_steps
+        return len(self.steps) * self.split.gradient_accumulation_steps
 
     def __iter__(self) -> Iterator[range]:
+        split, size = self.split, self.split.train_batch_size
         for step in self.steps:
-            for micro_step in range(self.accumulation_steps):
-                micro_batch = (step * self.accumulation_steps + micro_step) * self.num_processes + self.process_index
-                yield range(micro_batch * self.batch_size, (micro_batch + 1) * self.batch_size)
+            for micro_step in range(split.gradient_accumulation_steps):
+                turn = step * split.gradient_accumulation_steps + micro_step
+                micro_batch = turn * split.num_processes + split.process_index
+                yield range(micro_batch * size, (micro_batch + 1) * size)
 
 
 class _Samples(Dataset):
     """Sample numbers -> a micro-batch. Runs in the workers, where the order is computed too."""
 
-    def __init__(self, images: ImageSet, order: SampleOrder, seed: int, center_crop: bool):
-        self.images, self.order, self.seed, self.center_crop = images, order, seed, center_crop
+    def __init__(self, images: ImageSet, order: SampleOrder, center_crop: bool):
+        self.images, self.order, self.center_crop = images, order, center_crop
         self._block: tuple[Any, Any] = None, None  # (its number, its indices): the order is computed for many samples at once
 
     def __getitems__(self, sample_numbers: range) -> dict | UserError:
@@ -109,7 +112,7 @@ class _Samples(Dataset):
         indices = self._indices(sample_numbers)
         # Numbers for a crop that has no choice would cost more than the batch's pixels.
         fixed = self.center_crop or self.images.uniform
-        crop = None if fixed else randomness.uniform(self.seed, "crop", sample_numbers, 2).numpy()
+        crop = None if fixed else randomness.uniform(self.order.seed, "crop", sample_numbers, 2).numpy()
         known = len(self.images.bad_images)
         try:
             images = self.images.fetch(indices, crop)
@@ -135,25 +138,19 @@ class _Samples(Dataset):
 def training_batches(
     images: ImageSet,
     order: SampleOrder,
+    split: BatchSplit,
+    steps: range,
     *,
-    seed: int,
-    first_step: int,
-    max_train_steps: int,
-    train_batch_size: int,
-    gradient_accumulation_steps: int = 1,
-    process_index: int = 0,
-    num_processes: int = 1,
     num_workers: int = 0,
     pin_memory: bool = False,
     center_crop: bool = False,
 ) -> Iterator[dict]:
-    """The micro-batches of one process, from update `first_step` up to `max_train_steps`,
-    `gradient_accumulation_steps` each.
+    """The micro-batches of one process for the updates `steps`, `gradient_accumulation_steps` each.
 
     Each is a dict of `images` uint8 or uint16 [batch, channels, resolution, resolution], `labels` int64 [batch] or
-    None, and `sample_numbers` int64 [batch]. Images that are not square are cut at random, by sample number, or at
-    the center. The labels are those of the images that are shown, where some stand for others that cannot be decoded;
-    what the workers learn of such images is added to `images.bad_images` with the batch.
+    None, and `sample_numbers` int64 [batch]. Images that are not square are cut at random, by `order.seed` and sample
+    number, or at the center. The labels are those of the images that are shown, where some stand for others that cannot
+    be decoded; what the workers learn of such images is added to `images.bad_images` with the batch.
 
     The workers ignore SIGTERM, SIGINT and SIGUSR1, which launchers send to the whole process group: the main process
     decides when to stop. They end with the iterator or with the process. The global random state of torch is not
@@ -163,15 +160,8 @@ def training_batches(
         UserError: from the iterator, naming an image that cannot be decoded, once there are more than may be.
     """
     loader = DataLoader(
-        _Samples(images, order, seed, center_crop),
-        batch_sampler=_MicroBatches(
-            first_step,
-            max_train_steps,
-            train_batch_size,
-            gradient_accumulation_steps,
-            process_index,
-            num_processes,
-        ),
+        _Samples(images, order, center_crop),
+        batch_sampler=_MicroBatches(split, steps),
         collate_fn=_as_is,
         num_workers=num_workers,
         pin_memory=pin_memory,

@@ -12,7 +12,7 @@ from utils.core import randomness
 from utils.core.errors import UserError
 from utils.data.augmentation import augment, to_unit_range
 from utils.data.dataset import ImageSet, load_images
-from utils.data.loader import SampleOrder, training_batches
+from utils.data.loader import BatchSplit, SampleOrder, training_batches
 from utils.data.split import check_images, split_validation
 from utils.options.flags import RunOptions
 
@@ -53,25 +53,24 @@ class TrainingSamples:
         self.micro_batch_size = options.micro_batch_size
         self.random_flip, self._color_jitter = options.random_flip, options.color_jitter
         self._order = SampleOrder(len(images), options.seed, images.labels if options.balanced_sampling else None)
-        self._split = {
-            "train_batch_size": options.train_batch_size,
-            "gradient_accumulation_steps": options.gradient_accumulation_steps,
-            "process_index": accelerator.process_index,
-            "num_processes": accelerator.num_processes,
-            "pin_memory": accelerator.device.type not in ("cpu", "mps"),  # else a copy to the device waits for all before it
-            "center_crop": options.center_crop,
-        }
+        self._center_crop = options.center_crop
+        self._split = BatchSplit(
+            train_batch_size=options.micro_batch_size,
+            gradient_accumulation_steps=options.gradient_accumulation_steps,
+            process_index=accelerator.process_index,
+            num_processes=accelerator.num_processes,
+        )
 
     def batches(self, first_step: int, last_step: int, num_workers: int = 0) -> Iterator[dict]:
         """The micro-batches of this process for the updates from `first_step` up to `last_step`; see `training_batches`."""
         return training_batches(
             self.images,
             self._order,
-            seed=self.seed,
-            first_step=first_step,
-            max_train_steps=last_step,
+            self._split,
+            range(first_step, last_step),
             num_workers=num_workers,
-            **self._split,
+            pin_memory=self.device.type not in ("cpu", "mps"),  # else a copy to the device waits for all before it
+            center_crop=self._center_crop,
         )
 
     def on_device(self, batch: dict) -> Batch:
@@ -89,7 +88,7 @@ class TrainingSamples:
 
     def seed_dropout(self, step: int, micro_step: int) -> None:
         """Dropout is the exception: it depends on the rank, so it repeats at the same number of processes only."""
-        seed = randomness.derive_seed(self.seed, "dropout", step, micro_step, self._split["process_index"])
+        seed = randomness.derive_seed(self.seed, "dropout", step, micro_step, self._split.process_index)
         randomness.seed_generator(self.device, seed)
 
     def dataset_rows(self, sample_numbers: torch.Tensor) -> torch.Tensor:
@@ -99,8 +98,8 @@ class TrainingSamples:
     def first_images(self, count: int) -> torch.Tensor:
         """The first clean images of this process, at most `count`, as the network is shown them: those of one pass over the
         data, so that none comes twice unless the sampling is balanced."""
-        of_update = self._split["train_batch_size"] * self._split["gradient_accumulation_steps"]
-        of_a_pass = len(self.images) // (of_update * self._split["num_processes"])
+        of_update = self._split.train_batch_size * self._split.gradient_accumulation_steps
+        of_a_pass = len(self.images) // (of_update * self._split.num_processes)
         updates = max(1, min(math.ceil(count / of_update), of_a_pass))
         return torch.cat([self.on_device(batch).clean_images for batch in self.batches(0, updates)])[:count]
 

@@ -12,7 +12,7 @@ from utils.core import randomness
 from utils.data.dataset import ImageSet
 from utils.data.training_data import TrainingSamples, held_out_images
 from utils.diffusion.ddpm import PREDICTION_TYPES, training_target
-from utils.diffusion.ideal_denoiser import denoiser_gap, gap_by_timestep
+from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
 
 TIMESTEPS = (0, 100, 500, 900, 999)  # of 1000; spread in the same way over other lengths
 PROBE_IMAGES = 32
@@ -128,11 +128,7 @@ def examine_network(unet: nn.Module, noise_scheduler: DDPMScheduler, samples: Tr
     batch_size = probe_batch(samples.micro_batch_size, samples.images.shape)
     found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size)
     if samples.device.type != "mps":
-        gap = denoiser_gap(
-            unet,
-            noise_scheduler,
-            samples.images,
-            held_out,
+        plan = GapPlan(
             timesteps=probe_timesteps(noise_scheduler.config.num_train_timesteps),
             seed=samples.seed,
             device=samples.device,
@@ -140,6 +136,7 @@ def examine_network(unet: nn.Module, noise_scheduler: DDPMScheduler, samples: Tr
             batch_size=batch_size,
             random_flip=samples.random_flip,
         )
+        gap = denoiser_gap(unet, noise_scheduler, samples.images, held_out, plan)
         found |= gap_by_timestep(gap)
     return found
 

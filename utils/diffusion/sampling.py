@@ -10,6 +10,7 @@ on how many there are.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -138,34 +139,41 @@ def path_steps(scheduler: Scheduler, timesteps: Sequence[float]) -> list[tuple[i
     return [(k, chain[k]) for k in nearest]
 
 
+@dataclass(frozen=True)
+class SamplePlan:
+    """How images are made of their numbers."""
+
+    scheduler: Scheduler  # of `make_sampler`; its timesteps are overwritten
+    num_inference_steps: int
+    shape: tuple[int, int, int]  # (C, H, W)
+    seed: int
+    batch_size: int
+    device: torch.device | str
+
+
 @torch.no_grad()
 def sample(
     unet: nn.Module,
-    scheduler: Scheduler,
-    *,
-    num_inference_steps: int,
+    plan: SamplePlan,
     sample_numbers: torch.Tensor,
-    seed: int,
-    shape: tuple[int, int, int],
-    device: torch.device | str,
-    batch_size: int,
+    *,
     should_stop: Callable[[], bool] | None = None,
     record_timesteps: Sequence[float] | None = None,
     predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> Any:
-    """Returns images [n, C, H, W], float32 in [-1, 1] on `device`, for `sample_numbers` int64 [n]; `shape` is (C, H, W).
+    """Returns images [n, C, H, W], float32 in [-1, 1] on the plan's device, for `sample_numbers` int64 [n].
 
     `unet` must be in eval mode, and runs in the precision it is found in: wrap the call in `full_precision` unless
-    autocast is wanted. `scheduler` comes from `make_sampler`; its timesteps are overwritten. The global random state
-    is neither read nor changed. `should_stop` is asked before every step; once it says True the images are dropped and
-    None is returned. With `record_timesteps` the result is (images, path): path [n, T, C, H, W] holds the noisy image
-    nearest to each of these timesteps (see `path_steps`) as the network sees it, clamped to [-1, 1]. `predict` gives the
-    prediction from (what the network sees, timestep, sample numbers); without it the prediction is `unet`'s. Raises
-    UserError for a number of steps that the scheduler cannot do.
+    autocast is wanted. The global random state is neither read nor changed. `should_stop` is asked before every step;
+    once it says True the images are dropped and None is returned. With `record_timesteps` the result is (images, path):
+    path [n, T, C, H, W] holds the noisy image nearest to each of these timesteps (see `path_steps`) as the network sees
+    it, clamped to [-1, 1]. `predict` gives the prediction from (what the network sees, timestep, sample numbers); without
+    it the prediction is `unet`'s. Raises UserError for a number of steps that the scheduler cannot do.
     """
+    scheduler, shape, seed, device = plan.scheduler, plan.shape, plan.seed, plan.device
     images, paths = [], []
-    for numbers in sample_numbers.split(batch_size):
-        set_timesteps(scheduler, num_inference_steps)  # anew for every chunk: multistep solvers keep a history
+    for numbers in sample_numbers.split(plan.batch_size):
+        set_timesteps(scheduler, plan.num_inference_steps)  # anew for every chunk: multistep solvers keep a history
         record_steps = [k for k, _ in path_steps(scheduler, record_timesteps or ())]
         numbers = numbers.to(device)
         current = randomness.normal(seed, "sample", numbers, shape) * scheduler.init_noise_sigma
@@ -226,39 +234,30 @@ def set_timesteps(scheduler: Scheduler, num_inference_steps: int) -> None:
 def sample_sharded(
     accelerator: Accelerator,
     unet: nn.Module,
-    scheduler: Scheduler,
-    *,
+    plan: SamplePlan,
     num_images: int,
-    num_inference_steps: int,
-    seed: int,
-    shape: tuple[int, int, int],
-    batch_size: int,
+    *,
     should_stop: Callable[[], bool] | None = None,
     record_timesteps: Sequence[float] | None = None,
     predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> Any:
     """`sample` of images 0 ... num_images - 1 over all processes, in order, on every process.
 
-    Chunk c goes to process c modulo their number, so `batch_size` decides how many processes have work. Every process
+    Chunk c goes to process c modulo their number, so the plan's batch size decides how many processes have work. Every process
     must call it. `should_stop` may answer differently on each: if any stopped, all return None. Raises UserError on all where
     memory runs out on any.
     """
-    chunks = torch.arange(num_images).split(batch_size)
+    chunks = torch.arange(num_images).split(plan.batch_size)
     rounds = -(-len(chunks) // accelerator.num_processes)
     slots = 1 + len(record_timesteps or ())  # the image and its path travel together
     stopped = torch.zeros(1, device=accelerator.device)
     with if_memory_allows(accelerator, f"a preview of {num_images} samples", "set a smaller --eval_batch_size"):
-        gathered = torch.zeros(rounds, batch_size, slots, *shape, device=accelerator.device)
+        gathered = torch.zeros(rounds, plan.batch_size, slots, *plan.shape, device=accelerator.device)
         for turn, numbers in enumerate(chunks[accelerator.process_index :: accelerator.num_processes]):
             result = sample(
                 unet,
-                scheduler,
-                num_inference_steps=num_inference_steps,
-                sample_numbers=numbers,
-                seed=seed,
-                shape=shape,
-                device=accelerator.device,
-                batch_size=batch_size,
+                plan,
+                numbers,
                 should_stop=should_stop,
                 record_timesteps=record_timesteps,
                 predict=predict,

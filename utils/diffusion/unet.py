@@ -1,16 +1,20 @@
 """The DDPM network: a diffusers UNet2DModel from a preset, a config, or the resolution, and its initialization."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
-from diffusers import UNet2DModel
+from diffusers import ModelMixin, UNet2DModel
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from utils.core.errors import UserError
 from utils.core.randomness import derive_seed
-from utils.options.flags import DDPMOptions
+from utils.options.flags import DDPMOptions, EDM2Options
 from utils.options.presets import NETWORKS, network_for_resolution
 
-ACTIVATIONS = ("silu", "mish", "gelu", "relu")
+Network = TypeVar("Network", bound=ModelMixin)
+
 INITIALIZATIONS = ("default", "xavier", "he")
 ORIGINAL_WEIGHT = ".parametrizations.weight.original"  # what a layer under spectral norm calls its weight
 UNET_DEFAULT_LEVELS = (224, 448, 672, 896)  # UNet2DModel's own block_out_channels
@@ -20,68 +24,93 @@ def make_unet(options: DDPMOptions, device_type: str = "cpu") -> UNet2DModel:
     """Returns a UNet2DModel whose weights are a function of the options (global random state is left as it was).
 
     `activation` and `dropout` of None keep the network's own. `channels_last` puts the channels of kernels innermost in memory,
-    which those of activations follow. Raises UserError when the config cannot be read, when its channels differ from the
-    images', or when the resolution does not divide by the levels.
+    which those of activations follow. Raises UserError as `read_config` and `build_network` do.
     """
-    resolution, image_channels = options.resolution, options.image_channels
-    config_name_or_path = options.model_config_name_or_path
-    if config_name_or_path is not None:
-        try:
-            config = dict(UNet2DModel.load_config(config_name_or_path, cache_dir=options.cache_dir))
-        except OSError as error:
-            first_line = str(error).strip().splitlines()[0]
-            raise UserError(f"cannot read --model_config_name_or_path {config_name_or_path}: {first_line}") from None
-        channels = (config.get("in_channels", 3), config.get("out_channels", 3))  # 3 is diffusers' default
-        if channels != (image_channels, image_channels):
-            raise UserError(
-                f"the model config has in/out channels {channels[0]}/{channels[1]}, the images have {image_channels}; "
-                "set --image_channels or edit the config"
-            )
-        if config.get("class_embed_type") or config.get("num_class_embeds"):
-            raise UserError("the model config is class-conditional; train_ddpm.py trains without classes")
-        config["sample_size"] = resolution  # the config's own size is that of the run it came from
-    else:
-        name = options.model_preset or network_for_resolution(resolution)
+    config = read_config(UNet2DModel, options)
+    if config is None:
+        name = options.model_preset or network_for_resolution(options.resolution)
         if name is None:
-            raise UserError(f"no network fits --resolution {resolution}; use a multiple of 4, or give --model_preset")
+            raise UserError(f"no network fits --resolution {options.resolution}; use a multiple of 4, or give --model_preset")
         if name not in NETWORKS:
             raise UserError(f"unknown --model_preset {name!r}; choose from {', '.join(NETWORKS)}")
-        config = {
-            **NETWORKS[name],
-            "sample_size": resolution,
-            "in_channels": image_channels,
-            "out_channels": image_channels,
-        }
-
-    levels = len(config.get("block_out_channels", UNET_DEFAULT_LEVELS))
-    divisor = 1 << (levels - 1)
-    if resolution % divisor:
-        raise UserError(
-            f"--resolution {resolution} does not divide by {divisor}, which the network's "
-            f"{levels} levels need; use {resolution // divisor * divisor or divisor} "
-            f"or {resolution // divisor * divisor + divisor}"
-        )
+        config = dict(NETWORKS[name])
+    elif config.get("class_embed_type") or config.get("num_class_embeds"):
+        raise UserError("the model config is class-conditional; train_ddpm.py trains without classes")
     if options.activation is not None:
         config["act_fn"] = options.activation
-    if options.dropout is not None:
-        config["dropout"] = options.dropout
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(options.seed, "initial weights"))
-        try:
-            unet = UNet2DModel.from_config(config)
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"diffusers cannot build the network: {str(error).strip().splitlines()[0]}") from None
+
+    def initialized(unet: UNet2DModel) -> None:
         initialize(unet, options.initialisation)
         if options.zero_init_output:
             nn.init.zeros_(unet.conv_out.weight)
             nn.init.zeros_(unet.conv_out.bias)
         if options.spectral_norm:
             normalize_spectra(unet)
+
+    levels = len(config.get("block_out_channels", UNET_DEFAULT_LEVELS))
+    return build_network(UNet2DModel, config, levels, options, device_type, initialized)
+
+
+def read_config(network_class: type, options: DDPMOptions | EDM2Options) -> dict | None:
+    """Returns what --model_config_name_or_path holds; None where it is not given.
+
+    Raises UserError when it cannot be read, is of another class, or when its channels differ from the images'.
+    """
+    name = options.model_config_name_or_path
+    if name is None:
+        return None
+    try:
+        config = dict(network_class.load_config(name, cache_dir=options.cache_dir))  # type: ignore[attr-defined]
+    except OSError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(f"cannot read --model_config_name_or_path {name}: {first_line}") from None
+    needed = network_class.__name__
+    if config.get("_class_name", needed) != needed:
+        raise UserError(f"{name} is the config of a {config['_class_name']}; this script needs that of a {needed}")
+    channels = tuple(config.get(side, options.image_channels) for side in ("in_channels", "out_channels"))
+    if channels != (options.image_channels, options.image_channels):
+        raise UserError(
+            f"the model config has in/out channels {channels[0]}/{channels[1]}, the images have {options.image_channels}; "
+            "set --image_channels or edit the config"
+        )
+    return config
+
+
+def build_network(
+    network_class: type[Network],
+    config: dict,
+    levels: int,
+    options: DDPMOptions | EDM2Options,
+    device_type: str,
+    initialized: Callable[[Network], None] = lambda network: None,
+) -> Network:
+    """Returns the network of a config, for the images of the options, with `levels` resolutions; `initialized` may draw its
+    weights anew. The global random state is left as it was.
+
+    Raises UserError when the resolution does not divide by the levels, or the config does not fit the class.
+    """
+    resolution, divisor = options.resolution, 1 << (levels - 1)
+    if resolution % divisor:
+        raise UserError(
+            f"--resolution {resolution} does not divide by {divisor}, which the network's {levels} levels need; use "
+            f"{resolution // divisor * divisor or divisor} or {resolution // divisor * divisor + divisor}"
+        )
+    # The images decide; the config's own are those of the run that it came from.
+    config |= {"sample_size": resolution, "in_channels": options.image_channels, "out_channels": options.image_channels}
+    if options.dropout is not None:
+        config["dropout"] = options.dropout
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(options.seed, "initial weights"))
+        try:
+            network = network_class.from_config(config)
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"the network cannot be built: {str(error).strip().splitlines()[0]}") from None
+        initialized(network)
     if options.gradient_checkpointing:
-        unet.enable_gradient_checkpointing()
+        network.enable_gradient_checkpointing()
     if options.uses_channels_last(device_type):
-        to_channels_last(unet)
-    return unet
+        to_channels_last(network)
+    return network
 
 
 def to_channels_last(model: nn.Module) -> None:

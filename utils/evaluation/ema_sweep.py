@@ -17,7 +17,7 @@ from utils.diagnostics.report.page import write_page
 from utils.diagnostics.report.plots import Curve, plot
 from utils.diffusion.guidance import make_guided_prediction
 from utils.diffusion.pipelines import image_shape
-from utils.diffusion.sampling import Scheduler, full_precision, make_sampler, sample, sampling_steps, to_uint8
+from utils.diffusion.sampling import SamplePlan, Scheduler, full_precision, make_sampler, sample, sampling_steps, to_uint8
 from utils.evaluation.extractors import make_extractor
 from utils.evaluation.feature_sets import extract, reference_features
 from utils.evaluation.quality import MIN_IMAGES, compare
@@ -64,19 +64,11 @@ def make_judge(
     num_inference_steps = sampling_steps(options["sampler"], requested, scheduler)
 
     def judge(unet: nn.Module) -> float:
+        plan = SamplePlan(sampler, num_inference_steps, image_shape(unet), seed, batch_size, accelerator.device)
+        predict = make_guided_prediction(unet, scheduler.config)
+
         def make_images(numbers: torch.Tensor) -> torch.Tensor:
-            made = sample(
-                unet,
-                sampler,
-                num_inference_steps=num_inference_steps,
-                sample_numbers=numbers,
-                seed=seed,
-                shape=image_shape(unet),
-                device=accelerator.device,
-                batch_size=batch_size,
-                predict=make_guided_prediction(unet, scheduler.config),
-            )
-            return to_uint8(made)
+            return to_uint8(sample(unet, plan, numbers, predict=predict))
 
         with full_precision(unet.to(accelerator.device)):
             (generated,), _ = extract(accelerator, [extractor], num_images, batch_size, make_images)

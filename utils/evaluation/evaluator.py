@@ -20,7 +20,7 @@ from torch import nn
 from utils.core.distributed import from_main_process, on_main_process
 from utils.core.errors import UserError, memory_problem, one_line
 from utils.diagnostics.rules.samples import collapse
-from utils.diffusion.sampling import Scheduler, sample, to_uint8
+from utils.diffusion.sampling import SamplePlan, sample, to_uint8
 from utils.evaluation.classifier import Classifier
 from utils.evaluation.extractor import Extractor
 from utils.evaluation.feature_sets import FeatureSet, extract
@@ -193,32 +193,18 @@ class Evaluation:
 def pipeline_images(
     accelerator: Accelerator,
     unet: nn.Module,
-    scheduler: Scheduler,
+    plan: SamplePlan,
     *,
     name: str,
-    num_inference_steps: int,
-    seed: int,
-    shape: tuple[int, int, int],
-    batch_size: int,
     predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A source for `Evaluation.measure`: the samples that generate.py makes for these numbers and this batch size, as their
+    """A source for `Evaluation.measure`: the samples that generate.py makes for these numbers by this plan, as their
     PNGs hold them. `unet` is in eval mode, on the accelerator's device. `predict` as in `sampling.sample`. The
     source raises UserError when pixels are not finite."""
 
     def make_images(numbers: torch.Tensor) -> torch.Tensor:
         with accelerator.autocast():
-            images = sample(
-                unet,
-                scheduler,
-                num_inference_steps=num_inference_steps,
-                sample_numbers=numbers,
-                seed=seed,
-                shape=shape,
-                device=accelerator.device,
-                batch_size=batch_size,
-                predict=predict,
-            )
+            images = sample(unet, plan, numbers, predict=predict)
         if not images.isfinite().all():
             raise UserError(f"{name} made NaN or infinite pixels; try --mixed_precision no")
         return to_uint8(images)

@@ -33,11 +33,6 @@ def exponent_of_width(width: float) -> float:
     return float(roots.real[np.abs(roots.imag) < 1e-9].max())
 
 
-def width_of_exponent(exponent: float) -> float:
-    """s_rel of g: sqrt((g + 1) / ((g + 2)^2 (g + 3)))."""
-    return ((exponent + 1.0) / ((exponent + 2.0) ** 2 * (exponent + 3.0))) ** 0.5
-
-
 def power_decay(step: int, exponent: float) -> float:
     """Returns the decay b in [0, 1) of the `step`-th update (1 for the first): (1 - 1 / step)^(g + 1)."""
     return (1.0 - 1.0 / step) ** (exponent + 1.0)

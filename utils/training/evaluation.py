@@ -12,7 +12,7 @@ from utils.core.distributed import if_memory_allows, on_main_process
 from utils.core.errors import OUT_OF_MEMORY, UserError
 from utils.core.images import save_png
 from utils.data.dataset import ImageSet, cache_root
-from utils.diffusion.sampling import make_sampler, sample, sampling_steps, to_uint8
+from utils.diffusion.sampling import SamplePlan, make_sampler, sample, sampling_steps, to_uint8
 from utils.evaluation.evaluator import Evaluation
 from utils.evaluation.extractors import make_extractor
 from utils.evaluation.feature_sets import REFERENCE_ROWS, FeatureSet, evenly, reference_features
@@ -40,8 +40,14 @@ class SampleEvaluation:
                 f"--eval_steps: {options.eval_images} samples and {len(training)} training images are too few for figures; "
                 f"--eval_images must be at least {MIN_IMAGES}"
             )
-        self._scheduler = make_sampler(options.sampler, noise_scheduler)
-        self._num_inference_steps = sampling_steps(options.sampler, options.sampling_steps, noise_scheduler)
+        self._plan = SamplePlan(
+            make_sampler(options.sampler, noise_scheduler),
+            sampling_steps(options.sampler, options.sampling_steps, noise_scheduler),
+            training.shape,
+            options.seed,
+            options.evaluation_batch_size,
+            run.accelerator.device,
+        )
         self._evaluation: Evaluation | None = None
         self._stopped = False
 
@@ -123,18 +129,8 @@ class SampleEvaluation:
     def _sample(self, numbers: torch.Tensor) -> torch.Tensor:
         run, images = self._run, None
         if not self._stopped:
-            images = sample(
-                run.objective.exported,
-                self._scheduler,
-                num_inference_steps=self._num_inference_steps,
-                sample_numbers=numbers,
-                seed=run.options.seed,
-                shape=run.data.training.shape,
-                device=run.accelerator.device,
-                batch_size=len(numbers),
-                should_stop=run.stopping,
-                predict=run.objective.predict,
-            )
+            network, predict = run.objective.exported, run.objective.predict
+            images = sample(network, self._plan, numbers, should_stop=run.stopping, predict=predict)
         if images is None:  # told to stop: the other processes wait for as many images, whatever they show
             self._stopped = True
             return torch.zeros(len(numbers), *run.data.training.shape, dtype=torch.uint8, device=run.accelerator.device)

@@ -30,10 +30,6 @@ ALLOCATOR_BLOCK = 512  # bytes; torch's CUDA allocator hands out multiples of it
 CUBLAS_WORKSPACE = 32 * 2**20  # bytes; torch's own choice on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp), 8 MiB before
 
 
-def _predict(network: nn.Module, noisy_images: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-    return network(noisy_images, timesteps).sample
-
-
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes on the device of one process. They are not all there at once: gradients come while activations go."""
@@ -55,35 +51,38 @@ class MemoryEstimate:
         return self.parameters + self.buffers + self.buckets + self.optimizer + self.ema
 
 
+@dataclass(frozen=True)
+class UpdateParts:
+    """What an update is made of, whatever the size of its batch.
+
+    `make_network` builds the network as it will be trained (checkpointing, layout of the weights), on torch's default device.
+    `averages` counts those of the EMA, of which power EMA has several. `distributed`: DDP with `gradient_as_bucket_view`.
+    """
+
+    make_network: Callable[[], nn.Module]
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    image_shape: tuple[int, int, int]
+    mixed_precision: str = "no"
+    averages: int = 1
+    distributed: bool = False
+
+
 def estimate_memory(
-    make_network: Callable[[], nn.Module],
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    *,
-    image_shape: tuple[int, int, int],
-    micro_batch_size: int,
-    device: torch.device | str,
-    mixed_precision: str = "no",
-    use_ema: bool | int = True,
-    accumulates: bool = False,
-    distributed: bool = False,
-    predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _predict,
+    parts: UpdateParts, micro_batch_size: int, device: torch.device | str, *, accumulates: bool = False
 ) -> MemoryEstimate:
     """Returns what training needs on `device`, which must exist but gives no memory.
 
-    `make_network` builds the network as it will be trained (checkpointing, layout of the weights), on torch's default device;
-    `predict(network, noisy_images [B, C, H, W], timesteps [B])` gives its output. `accumulates`: gradients stay from one
-    micro step to the next. `distributed`: DDP with `gradient_as_bucket_view`, whose buckets are as large as all gradients and
-    stay. Gradients are freed after each update, so that they are born outside of the buckets; the backward pass that reduces
+    `accumulates`: gradients stay from one micro step to the next. DDP's buckets are as large as all gradients and stay.
+    Gradients are freed after each update, so that they are born outside of the buckets; the backward pass that reduces
     copies each into its bucket, which takes its place (mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp).
-    Micro steps before that reduce nothing and have both. `use_ema` counts the averages, of which power EMA has several. A
-    compiled network usually needs less.
+    Micro steps before that reduce nothing and have both. A compiled network usually needs less.
     """
     device = torch.device(device)
     live = _LiveMemory(ALLOCATOR_BLOCK if device.type == "cuda" else 1)
     with FakeTensorMode(), device, live:
-        step = TrialStep(make_network, make_optimizer, use_ema, distributed)
+        step = TrialStep(parts)
         live.restart()
-        activations = step.run(image_shape, micro_batch_size, mixed_precision, 1 + accumulates, predict)
+        activations = step.run(micro_batch_size, 1 + accumulates)
 
     workspace = live.largest + (CUBLAS_WORKSPACE if device.type == "cuda" else 0)
     return MemoryEstimate(
@@ -106,62 +105,48 @@ def forward_peak(
     image_shape: tuple[int, int, int],
     batch_size: int,
     device: torch.device | str,
-    predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _predict,
 ) -> int:
     """Bytes that a forward pass of `batch_size` images needs beside the network, as in sampling and validation: in fp32, in
-    eval mode and without gradients; the libraries' workspace included. The arguments are those of `estimate_memory`."""
+    eval mode and without gradients; the libraries' workspace included."""
     device = torch.device(device)
     live = _LiveMemory(ALLOCATOR_BLOCK if device.type == "cuda" else 1)
     with FakeTensorMode(), device, live, torch.no_grad():
         network = make_network().eval()
         live.restart()
         before = live.most
-        predict(network, torch.randn(batch_size, *image_shape), torch.zeros(batch_size, dtype=torch.int64))
+        network(torch.randn(batch_size, *image_shape), torch.zeros(batch_size, dtype=torch.int64))
     return live.most - before + live.largest + (CUBLAS_WORKSPACE if device.type == "cuda" else 0)
 
 
 class TrialStep:
-    """A network, its optimizer and its EMA, made to be tried out: on fake tensors for a prediction, or on the real device.
-
-    The arguments are those of `estimate_memory`; everything is made on torch's default device.
+    """A network, its optimizer and its EMA, made to be tried out: on fake tensors for a prediction, or on the real device,
+    which is torch's default device.
     """
 
-    def __init__(
-        self,
-        make_network: Callable[[], nn.Module],
-        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-        use_ema: bool | int,
-        distributed: bool,
-    ):
-        self.network = make_network().train()
+    def __init__(self, parts: UpdateParts):
+        self.image_shape, self.mixed_precision = parts.image_shape, parts.mixed_precision
+        self.network = parts.make_network().train()
         self.parameters = [p for p in self.network.parameters() if p.requires_grad]
-        self.averages = [EMA(self.network) for _ in range(use_ema)]
-        self.optimizer = make_optimizer(self.network)
+        self.averages = [EMA(self.network) for _ in range(parts.averages)]
+        self.optimizer = parts.make_optimizer(self.network)
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()  # makes its state, so that what follows is like every update but the first
         self.optimizer.zero_grad()
-        self.buckets = {p: torch.zeros_like(p) for p in self.parameters} if distributed else {}
+        self.buckets = {p: torch.zeros_like(p) for p in self.parameters} if parts.distributed else {}
 
     def optimizer_state(self) -> Iterator:
         return (value for state in self.optimizer.state.values() for value in state.values())
 
-    def run(
-        self,
-        image_shape: tuple[int, int, int],
-        micro_batch_size: int,
-        mixed_precision: str,
-        micro_steps: int,
-        predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _predict,
-    ) -> int:
+    def run(self, micro_batch_size: int, micro_steps: int) -> int:
         """Makes one update as in training. Returns the bytes that one forward pass left for its backward pass."""
         device = self.parameters[0].device
         for micro_step in range(micro_steps):
-            clean_images, noise, noisy_images = (torch.randn(micro_batch_size, *image_shape) for _ in range(3))
+            clean_images, noise, noisy_images = (torch.randn(micro_batch_size, *self.image_shape) for _ in range(3))
             timesteps = torch.zeros(micro_batch_size, dtype=torch.int64)
             with SavedTensors(self.network.parameters()) as saved:
-                with autocast(device, mixed_precision):
-                    prediction = predict(self.network, noisy_images, timesteps).float()
+                with autocast(device, self.mixed_precision):
+                    prediction = self.network(noisy_images, timesteps).sample.float()
                 loss = loss_per_sample(prediction, noise, torch.ones(micro_batch_size)).mean()
             activations = saved.bytes
             saved.forget()
@@ -199,7 +184,6 @@ class TrialStep:
 def flops_per_image(
     make_network: Callable[[], nn.Module],
     image_shape: tuple[int, int, int],
-    predict: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = _predict,
 ) -> int:
     """Floating-point operations of the forward and backward pass of one image: convolutions and matrix products, two for each
     multiply-add, nothing for what gradient checkpointing computes again."""
@@ -210,7 +194,7 @@ def flops_per_image(
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]  # a switch of diffusers
         with FlopCounterMode(display=False) as counter:
-            predict(network, torch.randn(1, *image_shape), torch.zeros(1, dtype=torch.int64)).sum().backward()
+            network(torch.randn(1, *image_shape), torch.zeros(1, dtype=torch.int64)).sample.sum().backward()
     return counter.get_total_flops()
 
 

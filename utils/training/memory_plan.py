@@ -20,7 +20,16 @@ from utils.diagnostics.probe import probe_batch
 from utils.options.flags import RunOptions
 from utils.training.batch_split import divisors, per_process, split_batch
 from utils.training.free_memory import free_memory
-from utils.training.memory import GIB, SHARE, MemoryEstimate, TrialStep, estimate_memory, flops_per_image, forward_peak
+from utils.training.memory import (
+    GIB,
+    SHARE,
+    MemoryEstimate,
+    TrialStep,
+    UpdateParts,
+    estimate_memory,
+    flops_per_image,
+    forward_peak,
+)
 
 MIB = 2**20
 NO_ACTIVATIONS = "reports are without activations and noise: they take an eager update, which is predicted not to fit"
@@ -44,12 +53,15 @@ class MemoryPlan:
         probe_bytes: int | None = None,
     ):
         self._accelerator, self._options = accelerator, options
-        self._make_network, self._make_optimizer = partial(make_network, options), make_optimizer
-        self._make_network_of = make_network
-        self._image_shape = (options.image_channels, options.resolution, options.resolution)
-        self._averages = (len(options.ema_widths) if options.ema_type == "power" else 1) if options.use_ema else 0
-        self._precision = accelerator.mixed_precision
-        self._distributed = accelerator.num_processes > 1
+        self._make_network = make_network
+        self._parts = UpdateParts(
+            partial(make_network, options),
+            make_optimizer,
+            image_shape=(options.image_channels, options.resolution, options.resolution),
+            mixed_precision=accelerator.mixed_precision,
+            averages=(len(options.ema_widths) if options.ema_type == "power" else 1) if options.use_ema else 0,
+            distributed=accelerator.num_processes > 1,
+        )
         self._sharing = local_processes(accelerator) if accelerator.device.type == "cpu" else 1
         self.free = free_memory(accelerator.device, self._sharing)  # before anything is there
         self._untried = False
@@ -67,20 +79,13 @@ class MemoryPlan:
         mixed_precision: str | None = None,
     ) -> MemoryEstimate:
         """Of a micro step; what is None is as the plan has it."""
-        options = self._options
+        parts = self._parts
         if gradient_checkpointing is not None:
-            options = replace(options, gradient_checkpointing=gradient_checkpointing)
-        return estimate_memory(
-            partial(self._make_network_of, options),
-            self._make_optimizer,
-            image_shape=self._image_shape,
-            micro_batch_size=micro_batch_size,
-            device=self._accelerator.device,
-            mixed_precision=mixed_precision or self._precision,
-            use_ema=self._averages,
-            accumulates=accumulation > 1,
-            distributed=self._distributed,
-        )
+            options = replace(self._options, gradient_checkpointing=gradient_checkpointing)
+            parts = replace(parts, make_network=partial(self._make_network, options))
+        if mixed_precision is not None:
+            parts = replace(parts, mixed_precision=mixed_precision)
+        return estimate_memory(parts, micro_batch_size, self._accelerator.device, accumulates=accumulation > 1)
 
     def fits(self, estimate: MemoryEstimate) -> bool:
         """Returns whether updates do, and what looks at a micro batch between them."""
@@ -108,16 +113,17 @@ class MemoryPlan:
         if self._options.validation_images:
             found[f"validation of {size}"] = self._with_pass(estimate, size, 8 * size)
         if self._probe_bytes is not None:
-            size = probe_batch(size, self._image_shape)
+            size = probe_batch(size, self._parts.image_shape)
             found[f"probe of {size}"] = self._with_pass(estimate, size, 16 * size) + self._probe_bytes
         return found
 
     def _with_pass(self, estimate: MemoryEstimate, batch_size: int, images: int) -> int:
         """Bytes between two updates with a forward pass, and so many images in fp32 beside it."""
+        parts = self._parts
         if batch_size not in self._passes:
-            options = {"image_shape": self._image_shape, "batch_size": batch_size, "device": self._accelerator.device}
-            self._passes[batch_size] = forward_peak(self._make_network, **options)
-        return estimate.between_updates + self._passes[batch_size] + 4 * images * math.prod(self._image_shape)
+            options = {"image_shape": parts.image_shape, "batch_size": batch_size, "device": self._accelerator.device}
+            self._passes[batch_size] = forward_peak(parts.make_network, **options)
+        return estimate.between_updates + self._passes[batch_size] + 4 * images * math.prod(parts.image_shape)
 
     def settle(self) -> None:
         """Makes numbers of the options about the batch, on every process, and says what to set when memory runs out later."""
@@ -142,7 +148,7 @@ class MemoryPlan:
     def table(self, micro_batch_size: int, accumulation: int) -> str:
         """Returns the estimate in lines to print, with the verdict and, where it does not fit, what to set."""
         estimate = self.estimate(micro_batch_size, accumulation)
-        flops = flops_per_image(self._make_network, self._image_shape)
+        flops = flops_per_image(self._parts.make_network, self._parts.image_shape)
         rows = [
             ("parameters", estimate.parameters),
             ("buffers", estimate.buffers),
@@ -218,9 +224,10 @@ class MemoryPlan:
         device = self._accelerator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         checkpointing = "on" if self._options.gradient_checkpointing else "off"
+        size = "x".join(map(str, self._parts.image_shape))
         return (
-            f"{micro_batch_size} images of {'x'.join(map(str, self._image_shape))} in each of {accumulation} micro steps, "
-            f"precision {self._precision}, gradient checkpointing {checkpointing}, on {name}"
+            f"{micro_batch_size} images of {size} in each of {accumulation} micro steps, "
+            f"precision {self._parts.mixed_precision}, gradient checkpointing {checkpointing}, on {name}"
         )
 
     def advice(self, micro_batch_size: int, accumulation: int) -> str:
@@ -281,8 +288,8 @@ class MemoryPlan:
         device = self._accelerator.device
         try:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-                step = TrialStep(self._make_network, self._make_optimizer, self._averages, self._distributed)
-                step.run(self._image_shape, micro_batch_size, self._precision, min(accumulation, 2))
+                step = TrialStep(self._parts)
+                step.run(micro_batch_size, min(accumulation, 2))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         except Exception as error:

@@ -10,7 +10,15 @@ import torch
 from utils.core.distributed import if_memory_allows, on_main_process
 from utils.core.images import denoising_path, save_png, side_by_side
 from utils.diagnostics.probe import sample_statistics
-from utils.diffusion.sampling import full_precision, make_sampler, path_steps, sample_sharded, sampling_steps, to_uint8
+from utils.diffusion.sampling import (
+    SamplePlan,
+    full_precision,
+    make_sampler,
+    path_steps,
+    sample_sharded,
+    sampling_steps,
+    to_uint8,
+)
 from utils.training.run import Run
 
 ImagesAndPaths = tuple[torch.Tensor, torch.Tensor]  # [B, C, H, W] and [B, T, C, H, W]
@@ -35,8 +43,14 @@ class SampleGrids:
     def __init__(self, run: Run):
         self._run = run
         options, noise_scheduler = run.options, run.objective.noise_scheduler
-        self._scheduler = make_sampler(options.sampler, noise_scheduler)
-        self._num_inference_steps = sampling_steps(options.sampler, options.sampling_steps, noise_scheduler)
+        self._plan = SamplePlan(
+            make_sampler(options.sampler, noise_scheduler),
+            sampling_steps(options.sampler, options.sampling_steps, noise_scheduler),
+            run.data.training.shape,
+            options.seed,
+            math.ceil(options.eval_batch_size / run.accelerator.num_processes),
+            run.accelerator.device,
+        )
         self.newest: Path | None = None
         self.newest_step: int | None = None
 
@@ -65,17 +79,13 @@ class SampleGrids:
 
     def _sample(self, weights: Callable[[], AbstractContextManager]) -> ImagesAndPaths | None:
         """(images, denoising paths) of the main process, from the same noise every time; None when told to stop halfway."""
-        run, count, network = self._run, self._run.options.eval_batch_size, self._run.objective.exported
+        run, network = self._run, self._run.objective.exported
         with weights(), full_precision(network):
             return sample_sharded(
                 run.accelerator,
                 network,
-                self._scheduler,
-                num_images=count,
-                num_inference_steps=self._num_inference_steps,
-                seed=run.options.seed,
-                shape=run.data.training.shape,
-                batch_size=math.ceil(count / run.accelerator.num_processes),
+                self._plan,
+                run.options.eval_batch_size,
                 should_stop=run.stopping,
                 record_timesteps=run.objective.path(),
                 predict=run.objective.predict,
@@ -85,13 +95,13 @@ class SampleGrids:
         run, objective = self._run, self._run.objective
         path_png = path.with_name(f"{step:07d}-path.png")
         # Where the chain really passed: DDIM-50 starts at 980.
-        shown = [objective.caption(timestep) for _, timestep in path_steps(self._scheduler, objective.path())]
+        shown = [objective.caption(timestep) for _, timestep in path_steps(self._plan.scheduler, objective.path())]
         captions = ("raw weights", "EMA weights" if run.ema is not None else "raw weights")
         save_png(side_by_side(to_uint8(raw[0]), to_uint8(ema[0]), captions), path)
         save_png(denoising_path(to_uint8(ema[1][:PATH_IMAGES]), shown), path_png)
         run.trackers.log_image("samples/raw_and_ema", path, step)
         run.trackers.log_image("samples/denoising_path", path_png, step)
         statistics = {"raw": sample_statistics(raw[0]), "ema": sample_statistics(ema[0])}
-        configs = {"sampler": dict(self._scheduler.config), "trained": dict(objective.noise_scheduler.config)}
+        configs = {"sampler": dict(self._plan.scheduler.config), "trained": dict(objective.noise_scheduler.config)}
         kept = {name: {key: config[key] for key in PROCESS if key in config} for name, config in configs.items()}
         run.doctor.record(step, {"samples": statistics | kept})

@@ -22,7 +22,7 @@ from utils.core.errors import UserError
 from utils.diagnostics.audit.declared import SCHEDULES
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diffusion.objective import Objective
-from utils.diffusion.sampling import make_sampler, sample, set_timesteps
+from utils.diffusion.sampling import SamplePlan, make_sampler, sample, set_timesteps
 
 NUMBERS = 4096  # of noise in a batch: their spread is known to 1.1 %
 SIGMAS = 7.0  # how far chance may lead
@@ -79,10 +79,8 @@ def sampler_call(objective: Objective, name: str, steps: int, seed: int = 0) -> 
         stand_in.exported = oracle
         scheduler = make_sampler(name, objective.noise_scheduler)
         image: Any = oracle.image
-        chosen: dict[str, Any] = {"sample_numbers": torch.arange(count), "seed": seed}
-        chosen |= {"shape": tuple(image.shape), "device": image.device}
-        few = _few_steps(scheduler, steps)
-        return sample(oracle, scheduler, num_inference_steps=few, batch_size=count, predict=stand_in.predict, **chosen)
+        plan = SamplePlan(scheduler, _few_steps(scheduler, steps), tuple(image.shape), seed, count, image.device)
+        return sample(oracle, plan, torch.arange(count), predict=stand_in.predict)
 
     return call
 
