@@ -352,7 +352,7 @@ FAULTS = {
     ),
     "offset noise": (
         "noise",
-        "offset",
+        "offset|neighboring",
         set_(noise=lambda self, x0: Loop.noise(self, x0) + 0.3 * torch.randn(len(x0), 3, 1, 1)),
     ),
     "timesteps of a half": ("timestep", "not drawn", set_(timesteps=lambda self: Loop.timesteps(self) // 2)),

@@ -49,8 +49,10 @@ def test_a_healthy_run_has_no_deviation_and_every_stage_is_seen(train_script, sc
     checks = checks_of(tmp_path)
     assert [check for check in checks if check["healthy"] is False] == []
     seen = {check["stage"] for check in checks if check["healthy"]}
-    missing = set(STAGES) - seen - {"ranks", "condition", *(["ema"] if kind == "no averages" else [])}
-    assert not missing if kind != "compiled" else "optimizer" in seen
+    absent = {"ranks", "condition", *(["ema"] if kind == "no averages" else [])}
+    if kind == "compiled":  # three updates are too few for a compiled network, which is looked at in reports
+        absent |= set(STAGES) - {"optimizer", "gradient"}
+    assert set(STAGES) - seen - absent == set()
 
 
 def test_a_resumed_run_is_compared_with_its_checkpoint(train_script, script_flags, tmp_path, monkeypatch):

@@ -95,6 +95,10 @@ class TrainingSamples:
         """Returns rows of the dataset, int64 [B], that the samples int64 [B] show."""
         return self.images.dataset_rows(self.images.shown(self._order.indices(sample_numbers.cpu()).numpy()))
 
+    def drawn_rows(self, sample_numbers: torch.Tensor) -> torch.Tensor:
+        """Returns the rows int64 [B] that the order gives, before others take the places of images that cannot be decoded."""
+        return self.images.dataset_rows(self._order.indices(sample_numbers.cpu()).numpy())
+
     def first_images(self, count: int) -> torch.Tensor:
         """The first clean images of this process, at most `count`, as the network is shown them: those of one pass over the
         data, so that none comes twice unless the sampling is balanced."""

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from utils.diagnostics.audit.updating import (
     check_replay,
     check_state,
 )
-from utils.diagnostics.audit.verdict import Check
+from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diffusion.sampling import sampling_steps
 from utils.optim.power_ema import PowerEMA
 from utils.training.data_audit import DataAudit
@@ -34,7 +35,7 @@ from utils.training.run import Run
 
 
 def audited_updates(count: int) -> set[int]:
-    """Numbers of the updates of a run that are looked at: 1, 2, 3, 5, 8 and so on, so that none is the multiple of another."""
+    """Numbers of the updates of a run that are looked at: 1, 2, 3, 5, 8 and so on, with no rhythm for a fault to share."""
     chosen, following = 1, 2
     numbers = set()
     while chosen <= count:
@@ -58,7 +59,7 @@ class StepAudit:
         self._pool, self._data = Pool(self.declared), DataAudit(run)
         self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
         self._compiled, self._looks, self._scheduled = options.compile, 0, False
-        self._loss_scale: float | torch.Tensor = 1.0
+        self._loss_scale, self._finite = 1.0, torch.tensor(True)
         self._pending: Update | None = None
         self._checks: list[Check] = []
         if options.resume_from_checkpoint:
@@ -103,12 +104,11 @@ class StepAudit:
         """What a micro step was of."""
         self._pool.add_levels(drawn[self._run.objective.level])
         self._data.add(drawn)
-        if self._observer.update is not None:
-            self._observer.tell(**drawn)
-            self._pool.add_noise(drawn["noise"])
+        self._observer.tell(**drawn)
 
-    def end_step(self) -> None:
-        """When the weights are those of the next update."""
+    def end_step(self, finite: torch.Tensor) -> None:
+        """When the weights are those of the next update; `finite`, 0-dim bool: whether its gradient was."""
+        self._finite = finite
         self._observer.end_step()
 
     def end_update(self, between: bool, reported: bool) -> None:
@@ -134,6 +134,13 @@ class StepAudit:
         options, objective = self._run.options, self._run.objective
         noising, denoising = self.declared.noising, self.declared.denoising
         steps = sampling_steps(options.sampler, options.sampling_steps, objective.noise_scheduler)
+        if noising is not None and noising.steps < 10:
+            return [not_observed("export", "sampler", "inverts the noising", "fewer than 10 noise levels")]
+        zero_snr = noising is not None and noising.zero_snr
+        if (
+            noising is not None and zero_snr
+        ):  # diffusers spaces trailing timesteps unevenly where their number does not divide that of the levels
+            steps = max(count for count in range(1, min(steps, 25) + 1) if noising.steps % count == 0)
         return check_sampler(
             sampler_call(objective, options.sampler, steps),
             noising.alphas_cumprod if noising is not None else None,
@@ -141,7 +148,7 @@ class StepAudit:
             (options.image_channels, 8, 8),
             sigma_data=denoising.sigma_data if denoising is not None else None,
             adds_noise=options.sampler == "ddpm",
-            clips=noising is not None,
+            clips=noising is not None and not (zero_snr and options.sampler == "ddpm"),
         )
 
     def check_exported(self) -> None:
@@ -159,7 +166,8 @@ class StepAudit:
         network = run.objective.exported if run.accelerator.device.type == "cpu" else None  # elsewhere memory is planned
         if run.ema is None:
             return check_exported(run.output_dir, raw, declared, None, network)
-        return check_exported(run.output_dir, run.ema.shadow, declared, raw, network)
+        averaged = {name: run.ema.shadow.get(name, tensor) for name, tensor in raw.items()}
+        return check_exported(run.output_dir, averaged, declared, raw, network)
 
     def _check_resumed(self) -> None:
         run = self._run
@@ -212,23 +220,30 @@ class StepAudit:
         last = update.micro_steps[-1].gradient_after if update.micro_steps else None
         if accelerator.num_processes == 1:
             return self._guarded(self._judge_alone, update, last)
-        own = torch.zeros_like(self._observer.sample.take([])) if last is None else last.clone()
+        own = self._observer.sample.take(self._observer.parameters.values()) * 0 if last is None else last.clone()
         mean = accelerator.reduce(own, "mean")
         checks = self._guarded(self._judge_alone, update, mean)
-        mine = digests_of(update, self._observer)
+        num_levels = 2.0**24 if self.declared.noising is None else self.declared.noising.steps
+        mine = digests_of(update, self._observer, num_levels)
         everyone = accelerator.gather(torch.stack([v.to(accelerator.device) for v in mine.values()])[None])
         checks += check_ranks(list(mine), everyone.cpu())
         others = gather_object([[(accelerator.process_index, c) for c in checks if c.healthy is False]])
-        return checks + [c for part in others for rank, c in part if rank != accelerator.process_index and c not in checks]
+        told = {(check.stage, check.name) for check in checks if check.healthy is False}
+        return checks + [
+            replace(check, message=f"on process {rank}: {check.message}")
+            for part in others
+            for rank, check in part
+            if rank != accelerator.process_index and (check.stage, check.name) not in told
+        ]
 
     def _judge_alone(self, update: Update, gradient: torch.Tensor | None) -> list[Check]:
         """`gradient`: what the backward passes left, sampled, averaged over the processes."""
-        declared, scale, first = (
-            self.declared,
-            float(self._loss_scale),
-            update.micro_steps[0].batch if update.micro_steps else {},
-        )
-        skipped = gradient is not None and not bool(torch.isfinite(gradient).all())  # then no step is declared
+        declared, scale = self.declared, float(self._loss_scale)
+        batches = [step.batch for step in update.micro_steps if "noise" in step.batch]
+        for batch in batches:
+            self._pool.add_noise(batch["noise"])
+        first = batches[0] if batches else {}
+        skipped = not bool(self._finite)  # then no step is declared
         checks = self._data.checks(update.step, first.get("sample_numbers"), first.get("clean_images"))
         checks += check_network(update, self._observer, declared)
         if self._observer.eager:
@@ -266,7 +281,7 @@ class StepAudit:
         same = torch.eq(cast(torch.Tensor, self._left), now).tolist()
         checks = []
         for name, fine in zip(("weights", "averages"), same):
-            text = f"the {name} were changed between two updates: by a validation, samples or a checkpoint?"
+            text = f"the {name} were changed between two updates: by a validation, samples, an export or a checkpoint?"
             if name == "weights":
                 text += " Averaged weights may have been left in the network"
             found = "the same" if fine else "others"

@@ -21,10 +21,9 @@ class DataAudit:
     def __init__(self, run: Run):
         self._run = run
         names = ("resolution", "center_crop", "random_flip", "color_jitter", "background")
-        images = run.data.images
         self._declared = DeclaredImages(
             channels=run.options.image_channels,
-            max_value=images.max_value,
+            max_value=65535 if run.options.preserve_input_precision else 255,
             **{name: getattr(run.options, name) for name in names},
         )
         self._draws = Draws()
@@ -41,7 +40,7 @@ class DataAudit:
         if self._pending is None or self._kept >= SAMPLES:
             return
         self._kept += len(self._pending)
-        self._numbers.append(self._pending)
+        self._numbers.append(self._pending.clone())  # a worker's tensor holds a file descriptor
         if "labels" in drawn:
             self._told.append(drawn["labels"].detach())
 
@@ -80,12 +79,12 @@ class DataAudit:
         data = self._run.data
         options: Any = self._run.options  # the dropout of labels is EDM2's own
         numbers = torch.cat(self._numbers).cpu()
-        rows = data.samples.dataset_rows(numbers).numpy()
+        rows = data.samples.drawn_rows(numbers).numpy()
         held_out = data.held_out.dataset_rows(np.arange(len(data.held_out))).tolist()
-        stand_ins = set(data.training.replacements().values())
-        checks = check_rows(rows, numbers.numpy(), len(data.training), held_out, options.balanced_sampling, stand_ins)
+        checks = check_rows(rows, numbers.numpy(), len(data.training), held_out, options.balanced_sampling)
         known = data.images.labels
         if self._told and known is not None and self._run.facts.get("classes"):
             told = torch.cat(self._told).cpu().numpy()
-            checks += check_labels(told, known[rows], options.label_dropout)
+            shown = data.samples.dataset_rows(numbers).numpy()
+            checks += check_labels(told, known[shown], options.label_dropout)
         return checks

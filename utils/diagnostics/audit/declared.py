@@ -131,7 +131,7 @@ def declared_by(options: RunOptions, facts: dict[str, Any]) -> Declared:
         options.optimizer,
         options.adam_beta1,
         options.adam_beta2,
-        facts.get("optimizer_epsilon") if facts.get("resumed") else _epsilon(options),
+        facts["optimizer_epsilon"] if options.resume_from_checkpoint else _epsilon(options),
         options.adam_weight_decay,
         options.momentum,
         lambda step: _learning_rate(step, total, options),

@@ -37,6 +37,8 @@ def check_denoising(micro_steps: list[MicroStep], declared: Declared, loss_scale
     if len(told) != len(drawn) or len(x) != len(drawn):
         message = f"the network got {len(x)} images and {len(told)} noise levels, {len(drawn)} were drawn"
         return [Check("input", "batch", "one noise level for each image", "other numbers", False, message)]
+    if x.shape[1] < 8:
+        return [not_observed("input", "noisy image", "y + sigma noise", "images of so few values tell nothing")]
     checks = [_told(told, drawn), _noisy(x, y, noise, drawn)]
     sigma = told
     raw_x = gather(lambda s: s.calls["unet"].inputs[0])

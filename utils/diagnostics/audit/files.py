@@ -19,7 +19,6 @@ LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
 JITTER_TOLERANCE = 4 * LEVEL  # clamps make the fit of the three factors stop short of the best ones, once in a thousand images
 _LOSSLESS = ("PNG", "BMP", "GIF", "PPM")
 _LARGEST = 30  # times what is shown: larger files are not searched for a piece that was not resized
-_LINES = 24  # of an image, by which its place is found
 _PLACES = 24  # where a jittered image is looked for, of each order
 _THOROUGH = 6  # of them, where its factors are looked for everywhere
 _BILINEAR = Image.Resampling.BILINEAR
@@ -117,10 +116,6 @@ def compare(image: np.ndarray, planes: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """Mean squared difference and correlation of an image with each place of larger planes, [places down, places right]."""
     weights = np.array([0.5, 0.3, 0.2] if len(image) == 3 else [1.0])  # unequal: exchanged channels differ
     y, p = (np.tensordot(weights, part, 1).astype(np.float64) for part in (image, planes))
-    if y.shape != p.shape and y.shape[0] == p.shape[0]:  # slides to the right only: some lines tell the place
-        y, p = (part[:: max(1, len(part) // _LINES)] for part in (y, p))
-    elif y.shape[1] == p.shape[1] and y.shape != p.shape:
-        y, p = (part[:, :: max(1, y.shape[1] // _LINES)] for part in (y, p))
     center = p.mean()
     y, p = y - center, p - center
     if y.shape == p.shape:

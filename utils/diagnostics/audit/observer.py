@@ -132,13 +132,23 @@ def _safely(look: Callable[..., Any]) -> Callable[..., Any]:
     return safe
 
 
+def fingerprint(rows: torch.Tensor) -> torch.Tensor:
+    """int64 [B] of [B, ...]: of the bits of each row and their places, so that equal ones mean equal rows."""
+    bits = rows.detach().contiguous().reshape(len(rows), -1)
+    bits = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]).long()
+    places = torch.arange(1, bits.shape[1] + 1, device=bits.device)
+    weights = (places * -7046029254386353131) ^ (places << 17)  # wraps around: odd multiples of 2^64 / golden ratio, mixed
+    return ((bits * 6364136223846793005 + weights) ^ ((bits + places) << 23)).mul(weights | 1).sum(1)
+
+
 class Observer:
     """Watches the updates for which `begin` is called, up to the next `begin` or `rest`.
 
     Args:
         modules: those whose forward passes are looked at, by name; "network" is what the loop calls, unwrapped.
         averages: name -> {parameter's name: averaged tensor}, such as an EMA's.
-        eager: whether compiled networks run eagerly meanwhile; where they must not, their passes are not observed.
+        eager: whether the network runs eagerly in what is watched, for which the caller cares; where it runs compiled, its
+            passes are not observed.
     """
 
     def __init__(
@@ -160,6 +170,7 @@ class Observer:
         self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}
         self._gradients: dict[int, torch.Tensor] = {}  # sampled, as the newest backward pass left them
         self._replays = self._replaying = False
+        self._buffers: dict[str, torch.Tensor] = {}  # as they were before the first forward pass, for the replay
         self._has_run_backward = False
 
     # ---- what the loop tells
@@ -172,7 +183,6 @@ class Observer:
         self._replays = replays
         self.update = Update(step, digest_begun=digest(self.parameters.values()))
         if self.eager:
-            self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
             for name, module in self.modules.items():
                 before = module.register_forward_pre_hook(partial(self._before_forward, name), with_kwargs=True)
                 self._hooks.callback(before.remove)
@@ -267,6 +277,8 @@ class Observer:
         call = step.calls.setdefault(name, Call(values, training=module.training))
         if self._replays and len(self.update.micro_steps) == 1 and call.randomness is None:
             call.randomness = self._generator_state()
+            if name == "network":
+                self._buffers = {key: buffer.detach().clone() for key, buffer in module.named_buffers()}
 
     @torch.no_grad()
     def _see_start(self, step: MicroStep) -> None:
@@ -364,13 +376,12 @@ class Observer:
             self.update.not_replayed = "its passes were not seen"
             return
         copies = {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
-        buffers = {name: buffer.detach().clone() for name, buffer in network.named_buffers()}
         now, training = self._generator_state(), network.training
         self._replaying = True
         try:
             self._set_generator(call.randomness)
-            with torch.enable_grad():
-                output = torch.func.functional_call(network, copies | buffers, call.inputs)
+            with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+                output = torch.func.functional_call(network, copies | self._buffers, call.inputs)
                 outputs = [value for value in _values(output) if isinstance(value, torch.Tensor)]
                 kept = [outputs[place] for place in call.gradients]
                 gradients = torch.autograd.grad(kept, list(copies.values()), list(call.gradients.values()), allow_unused=True)
@@ -378,7 +389,7 @@ class Observer:
         except (torch.OutOfMemoryError, MemoryError):
             self.update.not_replayed = "too little memory"
         finally:
-            self._replaying = False
+            self._replaying, self._buffers = False, {}
             network.train(training)
             self._set_generator(now)
 

@@ -5,6 +5,7 @@ import math
 import torch
 
 from utils.diagnostics.audit.declared import Declared
+from utils.diagnostics.audit.observer import fingerprint
 from utils.diagnostics.audit.verdict import Check
 
 SIGMAS = 7.0  # beyond which chance does not lie in the looks of any run
@@ -48,8 +49,7 @@ class Pool:
             values.flatten(1).mean(1).square().sum() * size,
         ]
         self._noise.append(torch.stack([torch.as_tensor(s, dtype=torch.float64, device="cpu") for s in sums]))
-        bits = noise.detach().contiguous().view(torch.int32 if noise.element_size() == 4 else torch.int16)
-        for value in bits.reshape(batch, -1).sum(1, dtype=torch.int64).tolist():
+        for value in fingerprint(noise).tolist() if size >= 16 else ():  # few pixels may be equal by chance
             self._seen += 1
             self._repeated += value in self._digests
             self._digests.add(value)
@@ -77,7 +77,7 @@ class Pool:
                 text = f"neighboring {name} share it (correlation {{:.2g}})"
                 figures.append((f"correlation of {name}", sum_of / number / scale, 0.0, 1 / math.sqrt(number), text))
         looks = len(self._noise)
-        if size:
+        if size >= 64:
             spread = math.sqrt(2 / size)  # of the mean over pixels
             figures.append(
                 (
@@ -88,15 +88,9 @@ class Pool:
                     "the images of a batch share it (their sum has {:.3g} times the variance)",
                 )
             )
-        figures.append(
-            (
-                "mean of each image",
-                means / images / scale,
-                1.0,
-                math.sqrt(2 / images),
-                "the pixels of an image share it (offset noise? {:.3g} times the variance)",
-            )
-        )
+        if images >= 64:
+            text = "the pixels of an image share it (offset noise? {:.3g} times the variance)"
+            figures.append(("mean of each image", means / images / scale, 1.0, math.sqrt(2 / images), text))
         said, healthy = [], True
         for _, value, wanted, spread, text in figures:
             if not abs(value - wanted) <= SIGMAS * spread * (1.5 if spread > 0.1 else 1.0) + ROOM:
@@ -110,7 +104,8 @@ class Pool:
     def _level_checks(self) -> list[Check]:
         if not self._levels:
             return []
-        levels = torch.cat(self._levels).double().cpu()
+        self._levels = [torch.cat(self._levels)]
+        levels = self._levels[0].cpu().double()
         count = len(levels)
         if count < 64:
             return []

@@ -1,8 +1,10 @@
 """Whether all processes train one network on different samples: digests of an update, compared."""
 
+import math
+
 import torch
 
-from utils.diagnostics.audit.observer import Observer, Update, digest
+from utils.diagnostics.audit.observer import Observer, Update, digest, fingerprint
 from utils.diagnostics.audit.verdict import Check
 
 _ALIKE = {
@@ -17,20 +19,21 @@ _DIFFERENT = {
 }
 
 
-def digests_of(update: Update, observer: Observer) -> dict[str, torch.Tensor]:
-    """int64, 0-dim each, by what they are of; in the same order on each process."""
+def digests_of(update: Update, observer: Observer, num_levels: float) -> dict[str, torch.Tensor]:
+    """int64, 0-dim each, by what they are of; in the same order on each process. `num_levels`: from how many they are drawn."""
     first = update.micro_steps[0].batch if update.micro_steps else {}
     zero = torch.zeros((), dtype=torch.int64, device=observer.sample.device)
     averages = [tensor for average in observer.averages.values() for tensor in average.values()]
     seen = {"samples": first.get("sample_numbers"), "noise": first.get("noise")}
     levels = first.get("timesteps", first.get("sigmas"))
-    seen["noise levels"] = levels if levels is not None and levels.numel() >= 4 else None  # fewer may be equal by chance
+    many = levels is not None and levels.numel() * math.log10(num_levels) > 12  # fewer may be equal by chance
+    seen["noise levels"] = levels if many else None
     step = update.optimizer_step
     return {
         "weights": update.digest_last if update.digest_last is not None else zero,
         "gradient at the step": digest([step.gradient]) if step is not None else zero,
         "averages": digest(averages) if averages else zero,
-        **{name: digest([value]) if value is not None else zero for name, value in seen.items()},
+        **{name: fingerprint(value.reshape(1, -1))[0] if value is not None else zero for name, value in seen.items()},
     }
 
 
