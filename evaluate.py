@@ -279,10 +279,10 @@ def originals_of(images: "ImageSet", stored: "FeatureSet", split: tuple[int, int
 
     if split is None:
         return Originals(images, rows=stored.rows)
-    training, held_out = split_validation(images, *split)
+    training, validation = split_validation(images, *split)
     rows = images.dataset_rows(stored.indices.numpy())
-    is_held_out = torch.isin(rows, held_out.dataset_rows(range(len(held_out))))
-    return Originals(training, held_out, stored.rows[~is_held_out], stored.rows[is_held_out])
+    is_validation = torch.isin(rows, validation.dataset_rows(range(len(validation))))
+    return Originals(training, validation, stored.rows[~is_validation], stored.rows[is_validation])
 
 
 def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple[int, int] | None:

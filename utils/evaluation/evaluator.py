@@ -148,7 +148,7 @@ class Evaluation:
         sheet = None
         if images is not None and self.originals is not None:
             figures["memorisation"], sheet = memorization(images, self.originals)
-            compared: list[Any] = [sets[0].rows, self.originals.rows, self.originals.held_out_rows]
+            compared: list[Any] = [sets[0].rows, self.originals.rows, self.originals.validation_rows]
             if self.extractor.standardized:
                 mean, spread = (x.cpu().float() for x in location_and_spread(self.reference.moments))
                 compared = [rows if rows is None else (rows - mean) / spread for rows in compared]

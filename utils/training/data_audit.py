@@ -80,7 +80,7 @@ class DataAudit:
         data, options = self._run.data, self._run.options
         numbers = torch.cat([part.cpu() for part in self._numbers])
         rows = data.samples.dataset_rows(numbers).numpy()
-        held_out = data.held_out.dataset_rows(np.arange(len(data.held_out))).tolist()
+        held_out = data.validation.dataset_rows(np.arange(len(data.validation))).tolist()
         stand_ins = set(data.training.replacements().values())
         checks = check_rows(rows, numbers.numpy(), len(data.training), held_out, options.balanced_sampling, stand_ins)
         known = data.images.labels
