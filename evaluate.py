@@ -54,7 +54,7 @@ def main(args: EvaluateOptions) -> None:
     from utils.diffusion.guidance import make_guided_prediction
     from utils.diffusion.pipelines import image_shape, load_network
     from utils.diffusion.sampling import SamplePlan, full_precision, is_edm, make_sampler, sampling_steps
-    from utils.evaluation.evaluator import Evaluation, pipeline_images
+    from utils.evaluation.evaluator import ClassJudge, Evaluation, pipeline_images
     from utils.evaluation.extractors import make_extractor
     from utils.evaluation.feature_sets import load_features, reference_features, save_features, sync_weights
     from utils.evaluation.image_folder import ImageFolder
@@ -126,9 +126,7 @@ def main(args: EvaluateOptions) -> None:
         stored,
         seed=0,
         batch_size=args.batch_size,
-        classifier=classifier,
-        labels=images.labels if images is not None else None,
-        class_names=class_names(images) if classifier is not None else None,
+        judge=ClassJudge(classifier, images.labels, class_names(images)) if classifier is not None else None,
     )
     common = extractor.identity() | {
         "reference": facts["reference"],
@@ -279,10 +277,10 @@ def originals_of(images: "ImageSet", stored: "FeatureSet", split: tuple[int, int
 
     if split is None:
         return Originals(images, rows=stored.rows)
-    training, held_out = split_validation(images, *split)
+    training, validation = split_validation(images, *split)
     rows = images.dataset_rows(stored.indices.numpy())
-    is_held_out = torch.isin(rows, held_out.dataset_rows(range(len(held_out))))
-    return Originals(training, held_out, stored.rows[~is_held_out], stored.rows[is_held_out])
+    is_validation = torch.isin(rows, validation.dataset_rows(range(len(validation))))
+    return Originals(training, validation, stored.rows[~is_validation], stored.rows[is_validation])
 
 
 def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple[int, int] | None:

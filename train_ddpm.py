@@ -82,7 +82,7 @@ class DDPM(Objective):
         return f"t={timestep}"
 
     def probe(self, data: TrainingData) -> dict:
-        return examine_network(self.exported, self.noise_scheduler, data.samples, data.held_out)
+        return examine_network(self.exported, self.noise_scheduler, data.samples, data.validation)
 
     def schedule(self) -> dict:
         return describe_schedule(self.noise_scheduler)

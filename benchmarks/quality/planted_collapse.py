@@ -18,7 +18,7 @@ import torch
 from benchmarks.shared.images import add_noise, digits, enlarged_class, halved_variance, halves, shapes
 from utils.core.distributed import make_accelerator
 from utils.evaluation.classifier import trained_classifier
-from utils.evaluation.evaluator import Evaluation
+from utils.evaluation.evaluator import ClassJudge, Evaluation
 from utils.evaluation.extractors import make_extractor
 from utils.evaluation.feature_sets import FeatureSet
 from utils.evaluation.memorization import Originals
@@ -59,16 +59,17 @@ def main() -> None:
             real = torch.from_numpy(reference_set.pixels)
             extractor = make_extractor("randconv", reference_set)
             # Without labels a judge is needed by no healthy set either; training one takes most of the time.
-            judge = None if args.no_labels or seed >= args.seeds else trained_classifier(reference_set, args.cache_dir)
+            judge = None
+            if not args.no_labels and seed < args.seeds:
+                names = [str(label) for label in range(int(labels.max()) + 1)]
+                judge = ClassJudge(trained_classifier(reference_set, args.cache_dir), reference_set.labels, names)
             reference = FeatureSet.of(extractor(real))
             evaluation = Evaluation(
                 accelerator,
                 extractor,
                 reference,
                 seed=seed,
-                classifier=judge,
-                labels=reference_set.labels,
-                class_names=[str(label) for label in range(int(labels.max()) + 1)],
+                judge=judge,
                 originals=Originals(reference_set, rows=reference.rows),
             )
 

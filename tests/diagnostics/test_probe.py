@@ -47,7 +47,7 @@ def test_the_probe_tells_what_a_network_predicts(images, answer, claimed):
 def test_held_out_images_show_what_is_known_by_heart(images):
     scheduler = make_noise_scheduler()
     others = images.flip(0)
-    found = probe_network(knows(images, scheduler, "epsilon"), scheduler, images, held_out_images=others)
+    found = probe_network(knows(images, scheduler, "epsilon"), scheduler, images, validation_images=others)
     assert found["held_out_error"].keys() == found["error"].keys()
     assert all(found["held_out_error"][step] > 10 * error for step, error in found["error"].items())
     assert probe_network(knows(images, scheduler, "epsilon"), scheduler, images)["held_out_error"] == {}

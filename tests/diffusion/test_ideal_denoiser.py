@@ -181,20 +181,20 @@ class Denoiser(nn.Module):
         return SimpleNamespace(sample=self.answer(noisy_images, timesteps))
 
 
-def gap(unet, scheduler, training, held_out=None, **options):
+def gap(unet, scheduler, training, validation=None, **options):
     options = {"timesteps": [0, 300, 700, 999], "seed": 0, "device": CPU} | options
-    return denoiser_gap(unet, scheduler, training, held_out, GapPlan(**options))
+    return denoiser_gap(unet, scheduler, training, validation, GapPlan(**options))
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
 @pytest.mark.parametrize("random_flip", [False, True])
 def test_the_ideal_denoiser_itself_has_no_gap(prediction_type, random_flip):
-    training, held_out = Images(30), Images(20, seed=1)
+    training, validation = Images(30), Images(20, seed=1)
     scheduler = make_noise_scheduler(prediction_type=prediction_type)
     known = training.scaled()
     known = torch.cat([known, known.flip(-1)]) if random_flip else known
     unet = Denoiser(lambda x, t: ideal_prediction(scheduler, x, t, known).float())
-    figures = gap(unet, scheduler, training, held_out, random_flip=random_flip, batch_size=7)
+    figures = gap(unet, scheduler, training, validation, random_flip=random_flip, batch_size=7)
     assert (figures["images"], figures["images_used"], figures["prediction_type"]) == (30, 30, prediction_type)
     assert [row["timestep"] for row in figures["timesteps"]] == [0, 300, 700, 999]
     for row in figures["timesteps"]:

@@ -68,8 +68,8 @@ def test_features_tell_copies_too():
     training = torch.randn(400, 8, generator=generator)
     fresh = torch.randn(200, 8, generator=generator)
     assert feature_memorization(fresh, training)["feature_ratio"] == pytest.approx(1, abs=0.1)
-    held_out = torch.randn(100, 8, generator=generator)
-    assert feature_memorization(fresh, training, held_out)["feature_ratio"] == pytest.approx(1, abs=0.1)
+    validation = torch.randn(100, 8, generator=generator)
+    assert feature_memorization(fresh, training, validation)["feature_ratio"] == pytest.approx(1, abs=0.1)
     assert feature_memorization(training[:50] + 0.01, training)["feature_ratio"] < 0.1
 
 
@@ -115,12 +115,12 @@ def test_real_images_are_searched_once(real):
             self.fetched += len(indices)
             return super().fetch(indices)
 
-    training, held_out = Counted(real.pixels[:200]), Counted(real.pixels[200:])
-    originals = Originals(training, held_out)
+    training, validation = Counted(real.pixels[:200]), Counted(real.pixels[200:])
+    originals = Originals(training, validation)
     first, _ = memorization(samples(50), originals)
-    once = training.fetched, held_out.fetched
+    once = training.fetched, validation.fetched
     assert memorization(samples(50), originals)[0] == first
-    assert held_out.fetched == once[1] == 100
+    assert validation.fetched == once[1] == 100
     assert training.fetched < 2 * once[0] - 200  # the scan for the held-out images is not made again
 
 
@@ -140,10 +140,10 @@ class LargestTensor(TorchDispatchMode):
 def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr("utils.evaluation.memorization._CHUNK_BYTES", 2**20)
     images = np.random.default_rng(0).integers(0, 256, (120, 3, 128, 128), dtype=np.uint8)
-    training, held_out, drawn = Images(images[:80]), Images(images[80:]), torch.from_numpy(images[:40].copy())
+    training, validation, drawn = Images(images[:80]), Images(images[80:]), torch.from_numpy(images[:40].copy())
     training.shape = (3, 128, 128)
     with LargestTensor() as made:
-        memorization(drawn, Originals(training, held_out))
+        memorization(drawn, Originals(training, validation))
     assert made.largest < 1.5 * 2**20  # all samples as float32 are 8 MB
     assert kept_for_memorization(50_000, 3 * 32 * 32) == 1000
     assert kept_for_memorization(50_000, 3 * 512 * 512) * 3 * 512 * 512 <= 256 * 2**20

@@ -13,7 +13,7 @@ from utils.data.dataset import load_images
 from utils.diagnostics.rules.samples import _tail, collapse
 from utils.evaluation.classifier import trained_classifier
 from utils.evaluation.distances import Moments, frechet_distance
-from utils.evaluation.evaluator import Evaluation
+from utils.evaluation.evaluator import ClassJudge, Evaluation
 from utils.evaluation.extractors import RandomConvolutions
 from utils.evaluation.feature_sets import FeatureSet
 from utils.evaluation.memorization import Originals
@@ -43,16 +43,14 @@ class World:
         self.real_images = torch.from_numpy(self.real.fetch(np.arange(len(self.real))))
         self.generator, self.seed = torch.Generator().manual_seed(seed), seed
         process = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True)
-        judge = {
-            "classifier": trained_classifier(self.real, None),
-            "labels": self.real.labels,
-            "class_names": list("0123456789"),
-        }
+        judge = ClassJudge(trained_classifier(self.real, None), self.real.labels, list("0123456789"))
         reference = features_of(self.real_images)
         originals = Originals(self.real, rows=reference.rows)
         self.evaluations = {
-            judged: Evaluation(process, RandomConvolutions(1), reference, seed=seed, originals=originals, **options)
-            for judged, options in ((True, judge), (False, {}))
+            judged: Evaluation(
+                process, RandomConvolutions(1), reference, seed=seed, originals=originals, judge=judge if judged else None
+            )
+            for judged in (True, False)
         }
 
     def findings(self, images: torch.Tensor, judged: bool = True) -> list[str]:

@@ -160,7 +160,7 @@ class WithoutFloat64(torch.Tensor):
 
 def test_validation_needs_no_float64_of_the_device():
     process = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), reduce=lambda tensor, how: tensor)
-    data = SimpleNamespace(held_out=range(6), held_out_batch=lambda numbers: numbers)
+    data = SimpleNamespace(validation=range(6), validation_batch=lambda numbers: numbers)
     objective = SimpleNamespace(
         network=None,
         draw=lambda batch, places: {"clean_images": batch},

@@ -29,7 +29,7 @@ def test_the_loss_to_show_and_the_loss_that_is_trained(tmp_path):
         options=DDPMOptions(logging_steps=1, max_bad_steps=2),
         accelerator=accelerator,
         output_dir=tmp_path,
-        data=SimpleNamespace(training=no_images, held_out=no_images),
+        data=SimpleNamespace(training=no_images, validation=no_images),
         objective=objective,
         ema=None,
         clipping=FixedLimit(1.0),

@@ -153,7 +153,7 @@ def digits(tmp_path_factory):
 def evaluate_in(tmp_path):
     """A SampleEvaluation of one process, and the lists of what it recorded and said."""
 
-    def make(training, held_out, stopping=lambda: False, seed=0):
+    def make(training, validation, stopping=lambda: False, seed=0):
         process = SimpleNamespace(
             process_index=0, num_processes=1, device=torch.device("cpu"), is_main_process=True, gather=lambda tensor: tensor
         )
@@ -164,7 +164,7 @@ def evaluate_in(tmp_path):
             options=options,
             accelerator=process,
             output_dir=tmp_path,
-            data=SimpleNamespace(training=training, held_out=held_out),
+            data=SimpleNamespace(training=training, validation=validation),
             objective=SimpleNamespace(
                 exported=tiny_unet().eval(), noise_scheduler=DDPMScheduler(num_train_timesteps=20), predict=None
             ),

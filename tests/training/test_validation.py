@@ -48,11 +48,11 @@ def process(rank: int, of: int):
 
 def test_split_is_a_partition_that_depends_on_the_seed_alone(images):
     numbered = Images(np.arange(37))
-    train, held_out = split_validation(numbered, 7, seed=3)
-    assert sorted([*train.pixels, *held_out.pixels]) == list(range(37))
-    assert len(held_out) == 7
-    assert np.array_equal(split_validation(numbered, 7, seed=3)[1].pixels, held_out.pixels)
-    assert not np.array_equal(split_validation(numbered, 7, seed=4)[1].pixels, held_out.pixels)
+    train, validation = split_validation(numbered, 7, seed=3)
+    assert sorted([*train.pixels, *validation.pixels]) == list(range(37))
+    assert len(validation) == 7
+    assert np.array_equal(split_validation(numbered, 7, seed=3)[1].pixels, validation.pixels)
+    assert not np.array_equal(split_validation(numbered, 7, seed=4)[1].pixels, validation.pixels)
     with pytest.raises(UserError, match="leaves none of the 37 images"):
         split_validation(numbered, 37, seed=0)
 
@@ -81,7 +81,7 @@ class Recorder(torch.nn.Module):
 def loss(images, accelerator, unet=None, batch_size: int = 5) -> float:
     options = DDPMOptions(train_batch_size=batch_size)
     data = TrainingData.__new__(TrainingData)
-    data.held_out, data.samples = images, TrainingSamples(images, Accelerator(cpu=True), options)
+    data.validation, data.samples = images, TrainingSamples(images, Accelerator(cpu=True), options)
     objective = DDPM(unet or Recorder(), options, accelerator.device)
     return Validation(SimpleNamespace(options=options, accelerator=accelerator, data=data, objective=objective)).mean_loss()
 

@@ -16,9 +16,9 @@ def split_validation(images: ImageSet, count: int, seed: int) -> tuple[ImageSet,
         return images, images.subset([])  # no list of row numbers, which would grow with the set
     positions = torch.arange(len(images))
     shuffled = randomness.permute(seed, "validation split", torch.zeros_like(positions), positions, len(images)).numpy()
-    held_out = images.subset(np.sort(shuffled[:count]))
-    held_out.fetch([0])  # that none of them can be decoded is told now, not at the first validation
-    return images.subset(np.sort(shuffled[count:])), held_out
+    validation = images.subset(np.sort(shuffled[:count]))
+    validation.fetch([0])  # that none of them can be decoded is told now, not at the first validation
+    return images.subset(np.sort(shuffled[count:])), validation
 
 
 def check_images(images: ImageSet, sample: int = 64) -> None:

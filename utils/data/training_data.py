@@ -112,7 +112,7 @@ class TrainingData:
     """The images that --dataset_name or --train_data_dir name, split into those to train on and those held out.
 
     Attributes:
-        images: all of them; training, held_out: parts of them, the second of which may be empty.
+        images: all of them; training, validation: parts of them, the second of which may be empty.
         samples: the training images in the order of the training.
 
     Raises UserError for anything about the data that a user can mend.
@@ -121,21 +121,21 @@ class TrainingData:
     def __init__(self, options: RunOptions, accelerator: Accelerator, progress: Callable[[int, int], None] | None = None):
         self.images = load_images(options, progress)
         check_images(self.images)
-        self.training, self.held_out = split_validation(self.images, options.validation_images, options.seed)
+        self.training, self.validation = split_validation(self.images, options.validation_images, options.seed)
         self.samples = TrainingSamples(self.training, accelerator, options)
 
-    def held_out_batch(self, numbers: torch.Tensor) -> Batch:
+    def validation_batch(self, numbers: torch.Tensor) -> Batch:
         """Samples int64 [B] of a validation: image i modulo their number, cut in the middle, with noise of its own."""
-        device, rows = self.samples.device, (numbers % len(self.held_out)).numpy()
-        images = self.held_out.fetch(rows, np.full((len(numbers), 2), 0.5, np.float32))
-        clean_images = to_unit_range(torch.from_numpy(images).to(device), self.held_out.max_value)
-        noise = randomness.normal(self.samples.seed, "validation noise", numbers.to(device), self.held_out.shape)
-        known = self.held_out.labels
-        labels = None if known is None else torch.from_numpy(known[self.held_out.shown(rows)])
+        device, rows = self.samples.device, (numbers % len(self.validation)).numpy()
+        images = self.validation.fetch(rows, np.full((len(numbers), 2), 0.5, np.float32))
+        clean_images = to_unit_range(torch.from_numpy(images).to(device), self.validation.max_value)
+        noise = randomness.normal(self.samples.seed, "validation noise", numbers.to(device), self.validation.shape)
+        known = self.validation.labels
+        labels = None if known is None else torch.from_numpy(known[self.validation.shown(rows)])
         return Batch(numbers, clean_images, noise, labels)
 
 
-def held_out_images(images: ImageSet, count: int, device: torch.device) -> torch.Tensor | None:
+def first_validation_images(images: ImageSet, count: int, device: torch.device) -> torch.Tensor | None:
     """The first `count` of the held-out `images`, float32 [B, C, H, W] in [-1, 1], as the validation shows them, or None."""
     if len(images) == 0:
         return None

@@ -10,7 +10,7 @@ from torch import nn
 
 from utils.core import randomness
 from utils.data.dataset import ImageSet
-from utils.data.training_data import TrainingSamples, held_out_images
+from utils.data.training_data import TrainingSamples, first_validation_images
 from utils.diffusion.ddpm import PREDICTION_TYPES, training_target
 from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
 
@@ -36,7 +36,7 @@ def probe_network(
     noise_scheduler: DDPMScheduler,
     clean_images: torch.Tensor,
     seed: int = 0,
-    held_out_images: torch.Tensor | None = None,
+    validation_images: torch.Tensor | None = None,
     batch_size: int | None = None,
 ) -> dict:
     """Returns figures about `unet` (unwrapped, in full precision) on `clean_images` float32 [B, C, H, W] in [-1, 1].
@@ -47,7 +47,7 @@ def probe_network(
 
         images, held_out_images: how many were looked at
         error: timestep -> mean squared error of the prediction, unweighted; for the first timestep, the last and three between
-        held_out_error: the same on `held_out_images` under the same noise, where they are given
+        held_out_error: the same on `validation_images` under the same noise, where they are given
         linear_error: the same of the best predictor that only scales its input (the Wiener gain for white images with the
             batch's variance); a network at or above it has learned nothing yet at that noise level
         output_std, target_std: timestep -> standard deviation
@@ -73,7 +73,7 @@ def probe_network(
     found: dict = {
         "prediction_type": noise_scheduler.config.prediction_type,
         "images": len(clean_images),
-        "held_out_images": 0 if held_out_images is None else min(len(held_out_images), len(clean_images)),
+        "held_out_images": 0 if validation_images is None else min(len(validation_images), len(clean_images)),
         "error": {},
         "held_out_error": {},
         "linear_error": {},
@@ -91,9 +91,9 @@ def probe_network(
         found["linear_error"][str(step)] = _linear_error(alphas_cumprod[step], variance, noise_scheduler.config.prediction_type)
         found["output_std"][str(step)] = prediction.std().item()
         found["target_std"][str(step)] = target.std().item()
-        if held_out_images is not None and len(held_out_images):
-            count = min(len(held_out_images), len(noise))
-            others, noise_of_others, their_steps = held_out_images[:count], noise[:count], timesteps[:count]
+        if validation_images is not None and len(validation_images):
+            count = min(len(validation_images), len(noise))
+            others, noise_of_others, their_steps = validation_images[:count], noise[:count], timesteps[:count]
             noisy_others = noise_scheduler.add_noise(others, noise_of_others, their_steps)
             wanted = training_target(noise_scheduler, others, noise_of_others, their_steps)
             error = predict(noisy_others, their_steps) - wanted
@@ -117,14 +117,14 @@ def probe_network(
     return found
 
 
-def examine_network(unet: nn.Module, noise_scheduler: DDPMScheduler, samples: TrainingSamples, held_out: ImageSet) -> dict:
+def examine_network(unet: nn.Module, noise_scheduler: DDPMScheduler, samples: TrainingSamples, validation: ImageSet) -> dict:
     """`probe_network` on a run's first images, and how far the network is from the best denoiser that there can be for its set.
 
     However many are looked at, a micro batch at once goes through the network, or some small images: what trains can be
     examined. The figures that need float64 are left out on a device without it (mps).
     """
     clean_images = samples.first_images(PROBE_IMAGES).cpu()
-    others = held_out_images(held_out, PROBE_IMAGES, clean_images.device)
+    others = first_validation_images(validation, PROBE_IMAGES, clean_images.device)
     batch_size = probe_batch(samples.micro_batch_size, samples.images.shape)
     found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size)
     if samples.device.type != "mps":
@@ -136,7 +136,7 @@ def examine_network(unet: nn.Module, noise_scheduler: DDPMScheduler, samples: Tr
             batch_size=batch_size,
             random_flip=samples.random_flip,
         )
-        gap = denoiser_gap(unet, noise_scheduler, samples.images, held_out, plan)
+        gap = denoiser_gap(unet, noise_scheduler, samples.images, validation, plan)
         found |= gap_by_timestep(gap)
     return found
 

@@ -126,7 +126,7 @@ def denoiser_gap(
     unet: nn.Module,
     noise_scheduler: DDPMScheduler,
     training_images: ImageSet,
-    held_out_images: ImageSet | None,
+    validation_images: ImageSet | None,
     plan: GapPlan,
 ) -> dict:
     """Measures the mean squared errors of a model and of the ideal denoiser, on the same noisy images, the same every time.
@@ -146,7 +146,7 @@ def denoiser_gap(
 
     Args:
         unet: the unwrapped network, in full precision, with the weights and in the mode to judge.
-        held_out_images: may be None or empty.
+        validation_images: may be None or empty.
 
     Returns:
         {images, images_used, prediction_type, timesteps: [{timestep, train, held_out}]}, where train and held_out (None
@@ -157,8 +157,8 @@ def denoiser_gap(
     subset_size = max(1, min(plan.max_images, _SUBSET_BYTES // (4 * math.prod(training_images.shape))))
     known = _draw(training_images, subset_size, seed, "denoiser gap subset", device)
     noised: dict[str, Any] = {"train": known[: plan.images_per_timestep], "held_out": None}
-    if held_out_images is not None and len(held_out_images):
-        noised["held_out"] = _draw(held_out_images, plan.images_per_timestep, seed, "denoiser gap held out", device)
+    if validation_images is not None and len(validation_images):
+        noised["held_out"] = _draw(validation_images, plan.images_per_timestep, seed, "denoiser gap held out", device)
     if plan.random_flip:
         noised["train"] = noised["train"].clone()
         noised["train"][1::2] = noised["train"][1::2].flip(-1)
@@ -195,8 +195,8 @@ def gap_by_timestep(gap: dict) -> dict[str, dict[str, float]]:
     """What to record of a `denoiser_gap`: timestep -> mean squared distance to the ideal on training images, and -> error above
     the ideal's on held-out ones, where a negative figure at low noise is generalization."""
     found = {"ideal_denoiser_gap": {str(t["timestep"]): t["train"]["distance"] for t in gap["timesteps"]}}
-    if held_out := {str(t["timestep"]): t["held_out"]["gap"] for t in gap["timesteps"] if t["held_out"]}:
-        found["ideal_denoiser_gap_held_out"] = held_out
+    if validation := {str(t["timestep"]): t["held_out"]["gap"] for t in gap["timesteps"] if t["held_out"]}:
+        found["ideal_denoiser_gap_held_out"] = validation
     return found
 
 

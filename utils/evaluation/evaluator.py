@@ -8,8 +8,8 @@ evaluate.py measures pipelines and folders with it, and a training run its own s
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any, cast
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,13 +45,22 @@ def metric_name(kind: str, result: dict) -> str:
     return f"fid_{count // 1000}k" if count >= 1000 else f"fid_{count}"
 
 
+@dataclass(frozen=True)
+class ClassJudge:
+    """What the class balance is measured with."""
+
+    classifier: Classifier  # of the reference's classes
+    labels: np.ndarray  # of the reference, int64 [images]
+    class_names: list[str]
+
+
 class Evaluation:
     """Made and called on all processes alike; the figures are computed on the main one and given to all.
 
     Args:
         extractor: on the CPU; goes to the accelerator's device.
         reference: features of the real images by this extractor.
-        classifier: of the reference's classes, with `labels` (int64 [images]) and `class_names`, for the class balance.
+        judge: for the class balance.
         originals: the real images that samples are compared with one by one; may be set anew between two calls of `measure`.
         batch_size: images at once per process; on a CPU the last bits of the features depend on it.
     """
@@ -64,18 +73,15 @@ class Evaluation:
         *,
         seed: int,
         batch_size: int = 64,
-        classifier: Classifier | None = None,
-        labels: np.ndarray | None = None,
-        class_names: list[str] | None = None,
+        judge: ClassJudge | None = None,
         originals: Originals | None = None,
     ):
         self.accelerator, self.extractor, self.reference = accelerator, extractor, reference
         self.seed, self.batch_size = seed, batch_size
-        self.classifier, self.labels, self.class_names = classifier, labels, class_names
-        self.originals = originals
+        self.judge, self.originals = judge, originals
         self.extractors = [extractor]
-        if classifier is not None and classifier is not extractor:
-            self.extractors.append(classifier)
+        if judge is not None and judge.classifier is not extractor:
+            self.extractors.append(judge.classifier)
         for module in self.extractors:
             module.to(accelerator.device)
         self._floors: dict[int, dict] = {}
@@ -140,15 +146,14 @@ class Evaluation:
         options: dict[str, Any] = {"standardized": self.extractor.standardized, "seed": self.seed, "device": self._device}
         figures = compare(sets[0], self.reference, **options)
         figures["floor"] = self.floor(len(sets[0]))
-        if self.classifier is not None:
+        if (judge := self.judge) is not None:
             device = self.accelerator.device
-            probabilities = self.classifier.probabilities(sets[-1].rows.to(device)).detach().cpu()
-            labels, names = cast(np.ndarray, self.labels), cast(list[str], self.class_names)
-            figures["classes"] = class_figures(probabilities, labels, names, self.classifier.accuracy)
+            probabilities = judge.classifier.probabilities(sets[-1].rows.to(device)).detach().cpu()
+            figures["classes"] = class_figures(probabilities, judge.labels, judge.class_names, judge.classifier.accuracy)
         sheet = None
         if images is not None and self.originals is not None:
             figures["memorisation"], sheet = memorization(images, self.originals)
-            compared: list[Any] = [sets[0].rows, self.originals.rows, self.originals.held_out_rows]
+            compared: list[Any] = [sets[0].rows, self.originals.rows, self.originals.validation_rows]
             if self.extractor.standardized:
                 mean, spread = (x.cpu().float() for x in location_and_spread(self.reference.moments))
                 compared = [rows if rows is None else (rows - mean) / spread for rows in compared]
@@ -178,14 +183,14 @@ class Evaluation:
                 f"{fewest} images for {dimensions} feature dimensions: much of the Frechet distance is its bias; compare it "
                 "with the real/real floor, or read the kernel distance, which has none"
             )
-        if self.classifier is None:
+        if self.judge is None:
             found.append(
                 "without a classifier of labels the modes alone tell what is missing: one class in ten can be absent from a "
                 "thousand images, or five times too frequent, without a finding"
             )
-        elif self.classifier.accuracy < 0.9:
+        elif self.judge.classifier.accuracy < 0.9:
             found.append(
-                f"the classifier is right about {self.classifier.accuracy:.0%} of held-out images: class shares are rough"
+                f"the classifier is right about {self.judge.classifier.accuracy:.0%} of held-out images: class shares are rough"
             )
         return found
 

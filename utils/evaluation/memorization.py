@@ -118,20 +118,20 @@ class Originals:
 
     Args:
         training: all of its images are compared with; memory holds a chunk of them.
-        held_out: real images that were not trained on. Without it, as many of the training images as there are
+        validation: real images that were not trained on. Without it, as many of the training images as there are
             samples stand in, each compared with all others.
-        rows, held_out_rows: features [n, D] of both, or of some of both; without the first, features are not compared.
+        rows, validation_rows: features [n, D] of both, or of some of both; without the first, features are not compared.
     """
 
     def __init__(
         self,
         training: ImageSet,
-        held_out: ImageSet | None = None,
+        validation: ImageSet | None = None,
         rows: torch.Tensor | None = None,
-        held_out_rows: torch.Tensor | None = None,
+        validation_rows: torch.Tensor | None = None,
     ):
-        self.training, self.real = training, held_out if held_out is not None and len(held_out) else training
-        self.rows, self.held_out_rows = rows, held_out_rows
+        self.training, self.real = training, validation if validation is not None and len(validation) else training
+        self.rows, self.validation_rows = rows, validation_rows
         self._real: dict[int, Closest] = {}
 
     def real_closest(self, count: int) -> Closest:
@@ -175,15 +175,15 @@ def _fetch(images: ImageSet, indices: torch.Tensor) -> torch.Tensor:
     return eight_bit(images.fetch(indices.numpy()), images.max_value)
 
 
-def feature_memorization(rows: torch.Tensor, training_rows: torch.Tensor, held_out_rows: torch.Tensor | None = None) -> dict:
+def feature_memorization(rows: torch.Tensor, training_rows: torch.Tensor, validation_rows: torch.Tensor | None = None) -> dict:
     """The same in features: medians of the distance to the nearest training row, their ratio, and what the second is of; JSON.
 
     Args:
-        rows, training_rows, held_out_rows: [n, D]; without the last, training rows stand in, each compared with all others.
+        rows, training_rows, validation_rows: [n, D]; without the last, training rows stand in, each compared with all others.
     """
     rows = rows[evenly(len(rows), MAX_IMAGES)]
-    if held_out_rows is not None and len(held_out_rows):
-        others, real = "held-out images", nearest_rows(held_out_rows[evenly(len(held_out_rows), len(rows))], training_rows)
+    if validation_rows is not None and len(validation_rows):
+        others, real = "held-out images", nearest_rows(validation_rows[evenly(len(validation_rows), len(rows))], training_rows)
     else:
         own = evenly(len(training_rows), len(rows))
         others, real = "other training images", nearest_rows(training_rows[own], training_rows, own)

@@ -80,7 +80,7 @@ class DataAudit:
         options: Any = self._run.options  # the dropout of labels is EDM2's own
         numbers = torch.cat(self._numbers).cpu()
         rows = data.samples.drawn_rows(numbers).numpy()
-        held_out = data.held_out.dataset_rows(np.arange(len(data.held_out))).tolist()
+        held_out = data.validation.dataset_rows(np.arange(len(data.validation))).tolist()
         checks = check_rows(rows, numbers.numpy(), len(data.training), held_out, options.balanced_sampling)
         known = data.images.labels
         if self._told and known is not None and self._run.facts.get("classes"):

@@ -110,7 +110,7 @@ class SampleEvaluation:
 
     def _prepare(self) -> Evaluation:
         run, size = self._run, self._run.options.evaluation_batch_size
-        training, others = run.data.training, run.data.held_out
+        training, others = run.data.training, run.data.validation
         real = _some(training, REFERENCE_ROWS)
         with if_memory_allows(run.accelerator, "the extractor", ADVICE):
             extractor = make_extractor(FEATURES, real).to(run.accelerator.device)
@@ -120,10 +120,10 @@ class SampleEvaluation:
             return reference_features(run.accelerator, extractor, images, batch_size=size, cache_dir=cache)
 
         reference = features(real)
-        held_out = features(_some(others, MAX_IMAGES)).rows if len(others) else None
+        validation = features(_some(others, MAX_IMAGES)).rows if len(others) else None
         # The other processes wait while the main one looks for copies, so it looks through as many images as check_data does.
         most = MAX_COMPARED_BYTES // math.prod(real.shape) if real.cached else MAX_DECODED
-        originals = Originals(_some(real, max(1, most)), others, reference.rows, held_out)
+        originals = Originals(_some(real, max(1, most)), others, reference.rows, validation)
         return Evaluation(run.accelerator, extractor, reference, seed=run.options.seed, batch_size=size, originals=originals)
 
     def _sample(self, numbers: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ class Monitor:
         self._bad_images = BadImageReport(
             run.accelerator,
             run.output_dir / "bad_images.json",
-            (run.data.training, run.data.held_out),
+            (run.data.training, run.data.validation),
             gathers=options.on_bad_image == "replace" and options.cache_images == "no",
             print_line=run.print_line,
         )

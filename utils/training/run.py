@@ -135,7 +135,7 @@ def begin_run(
         "cpu_threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in objective.exported.parameters()),
         "training_images": len(data.training),
-        "validation_images": len(data.held_out),
+        "validation_images": len(data.validation),
         "classes": objective.exported.config.num_class_embeds or 0,
     }
     if resumed:

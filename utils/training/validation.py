@@ -18,7 +18,7 @@ class Validation:
     def due(self) -> bool:
         run, step = self._run, self._run.state.step
         last = step == run.length.max_train_steps
-        return len(run.data.held_out) > 0 and (last or step % run.options.validation_steps == 0)
+        return len(run.data.validation) > 0 and (last or step % run.options.validation_steps == 0)
 
     def make(self) -> None:
         """Logs the loss and notes it in the state. Call it on all processes, with the weights to judge in full precision.
@@ -38,14 +38,14 @@ class Validation:
         weights and not with the luck of the draw.
         """
         run, size = self._run, self._run.options.micro_batch_size
-        objective, accelerator, total = run.objective, run.accelerator, len(run.data.held_out) * DRAWS
+        objective, accelerator, total = run.objective, run.accelerator, len(run.data.validation) * DRAWS
         loss_sum = torch.zeros((), dtype=torch.float64, device="cpu")
 
         def summed(first: int) -> torch.Tensor:
             numbers = torch.arange(first, min(first + size, total))
             # A fixed shuffle decides which image gets which slice.
             slices = randomness.permute(run.options.seed, "validation timesteps", torch.zeros_like(numbers), numbers, total)
-            drawn = objective.draw(run.data.held_out_batch(numbers), (slices.double() + 0.5) / total)
+            drawn = objective.draw(run.data.validation_batch(numbers), (slices.double() + 0.5) / total)
             losses = objective.losses(objective.network, **drawn).shown
             return losses.sum().cpu().double()  # in this order: not every device has float64
 

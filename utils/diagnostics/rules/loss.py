@@ -12,28 +12,28 @@ HELD_OUT_RATIO, MIN_IMAGES = 1.5, 16
 
 
 def overfitting(record: RunRecord) -> Found:
-    steps, held_out = record.finite("validation/loss")
-    best = min(held_out, default=0.0)
-    best_step = steps[held_out.index(best)] if held_out else 0
+    steps, validation = record.finite("validation/loss")
+    best = min(validation, default=0.0)
+    best_step = steps[validation.index(best)] if validation else 0
     train_steps, losses = record.finite("train/loss")
     later = [loss for step, loss in zip(train_steps, losses) if step > best_step]
     then = [loss for step, loss in zip(train_steps, losses) if step <= best_step]
-    harder = _held_out_ratio(record)
-    if len(held_out) >= 3 or harder is not None:
+    harder = _validation_ratio(record)
+    if len(validation) >= 3 or harder is not None:
         yield "overfitting"
     # Held-out loss on fixed noise moves by a per cent or so; the last two must both stand well above the best. Where training
     # images became as hard, it is something else.
-    rose = len(held_out) >= 3 and min(held_out[-2:]) > 1.15 * best
+    rose = len(validation) >= 3 and min(validation[-2:]) > 1.15 * best
     if rose and (harder is None or harder > 1.05) and later and then and median(later[-5:]) <= median(then[-5:]):
-        what = f"held-out loss {held_out[-1]:.3g} after {best:.3g} at update {best_step}"
+        what = f"held-out loss {validation[-1]:.3g} after {best:.3g} at update {best_step}"
         what += f", training loss {median(later[-5:]):.3g}"
-        yield Finding("overfitting", "critical" if held_out[-1] > 1.5 * best else "warning", what, steps[-1])
+        yield Finding("overfitting", "critical" if validation[-1] > 1.5 * best else "warning", what, steps[-1])
     elif harder is not None and harder > HELD_OUT_RATIO:  # this sees it before the held-out loss rises
         what = f"held-out images are up to {harder:.2g} times as hard as training images under the same noise"
         yield Finding("overfitting", "warning", what, record.known("probe")[-1][0])
 
 
-def _held_out_ratio(record: RunRecord) -> float | None:
+def _validation_ratio(record: RunRecord) -> float | None:
     """How much harder held-out images are, at the level where that is most, of those where the noise hides part of the image.
 
     It is the same network under the same noise, so that only the images differ.
