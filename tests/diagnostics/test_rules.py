@@ -31,9 +31,11 @@ from made_up_runs import (
     updates,
 )
 
+from utils.diagnostics.audit.verdict import STAGES, Check
 from utils.diagnostics.catalog import CATALOG
 from utils.diagnostics.diagnose import RULES, diagnose, judge
 from utils.diagnostics.findings import SEVERITIES, Finding, table
+from utils.diagnostics.rules.audit import audited as step_table
 from utils.optim.nonfinite import advice
 from utils.runs.record import RunRecord
 
@@ -46,8 +48,23 @@ NOTHING_FINITE = {"train/loss": math.nan, "train/grad_norm": math.nan} | {
     f"train/loss_timestep_quartile_{i}": math.nan for i in (1, 2, 3, 4)
 }
 
+
+def audited(stage: str, healthy: bool | None) -> RunRecord:
+    """A healthy run in which the step audit looked twice at one quantity of the stage, and lastly saw it as `healthy`."""
+    record = run()
+    for step, seen in ((1, True), (2, healthy)):
+        check = Check(stage, "a quantity", "declared", "observed", seen, "another one")
+        record.history.append({"step": step, "audit": {"checks": [check.to_json()]}})
+    record.history.sort(key=lambda line: line["step"])
+    return record
+
+
 # code -> (a run that must show it, one that just must not)
 CASES = {
+    **{
+        f"step-{s.replace('_', '-')}": [(audited(s, False), audited(s, True)), (audited(s, False), audited(s, None))]
+        for s in STAGES
+    },
     "data-range": [
         (run(lambda n: {"data/max": 255.0}), run(lambda n: {"data/max": 1.01})),
         (run(lambda n: {"data/min": -3.0}), run(lambda n: {"data/min": -1.01})),
@@ -316,6 +333,23 @@ def test_a_rule_fires_on_its_trace_and_not_beside_it(code, number):
     assert code not in codes(healthy)
 
 
+def test_a_step_that_deviates_is_told_with_its_stage_first():
+    record = audited("target", False)
+    record.history += audited("ema", False).history
+    record.history.sort(key=lambda line: line["step"])
+    first, second = diagnose(record)[:2]
+    assert (first.stage, second.stage) == ("target", "ema") and first.severity == "critical"
+    assert (first.declared, first.observed, first.step) == ("declared", "observed", 2)
+    assert first.evidence == "another one; seen in 1 of 4 audits, first at update 2"
+    (target, ema) = step_table(record)
+    assert (target["healthy"], target["looks"], ema["stage"]) == (False, 2, "ema")
+
+
+def test_every_stage_of_a_finding_is_one_of_a_training_step():
+    assert {entry.stage for entry in CATALOG.values()} - {""} == set(STAGES)
+    assert {f"step-{stage.replace('_', '-')}" for stage in STAGES} <= CATALOG.keys()
+
+
 def test_every_finding_of_the_catalog_can_be_made():
     assert set(CASES) == set(CATALOG)
     assert all(f"`{code}`" in table() for code in CASES)
@@ -464,6 +498,7 @@ def test_the_first_bad_update_is_named_and_overflow_is_advice_for_fp16_alone(pre
 def test_what_a_whole_run_records_is_enough_to_judge_everything():
     record = run(evaluated(), validation=(0.5, 0.3, 0.25, 0.26))
     record.history[-1]["train/loss_scale"] = 65536.0
+    record.history[-1]["audit"] = {"checks": [Check(stage, "q", "d", "o", True).to_json() for stage in STAGES]}
     assert judge(record) == ([], set(CATALOG) - {"rule-failed"})
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from utils.training.length import RunLength
 from utils.training.monitor import Monitor
 
 
-def test_the_loss_to_show_and_the_loss_that_is_trained(tmp_path):
+def test_the_loss_to_show_and_the_loss_that_is_trained(tmp_path, monkeypatch):
     """An update is judged by what its gradient is of, and shown by the other."""
     network, accelerator, state = torch.nn.Linear(2, 1), Accelerator(cpu=True), TrainState()
     shown = {}
@@ -40,6 +41,7 @@ def test_the_loss_to_show_and_the_loss_that_is_trained(tmp_path):
         doctor=SimpleNamespace(record_report=lambda *arguments: False),
         print_line=print,
     )
+    monkeypatch.setattr("utils.training.monitor.StepAudit", lambda *arguments: mock.Mock())
     monitor = Monitor(run, measures_eagerly=True)
     monitor._nan_reports = SimpleNamespace(write=lambda bad, *rest: shown.update(losses=bad.losses.tolist()))
     monitor.begin(0)
