@@ -57,7 +57,8 @@ def test_a_healthy_run_has_no_findings_and_a_report(healthy, train, flags, capsy
     assert "<svg" in (healthy / "report.html").read_text()
     status, output = run_doctor(capsys, healthy)
     assert status == 0
-    assert "OK    data-range" in output and "FAIL" not in output and "WARN" not in output
+    assert "OK    step-data" in output and " data-range," in output and "FAIL" not in output and "WARN" not in output
+    assert "OK    target: target of the loss: squared error of the epsilon prediction | epsilon" in output
     # A pipeline that this project's training did not record, on the data that it was made from.
     cache = flags[flags.index("--cache_dir") + 1]
     status, output = run_doctor(capsys, "--pipeline", healthy, "--dataset_name", "digits", "--cache_dir", cache, "--json")
@@ -82,10 +83,10 @@ def test_a_fault_is_said_once_recorded_and_can_end_the_run(train, flags, tmp_pat
     assert train([*flags, "--output_dir", tmp_path / "on"]) == 0
     said = capsys.readouterr()
     assert (said.out + said.err).count("critical: data-range") == 1
-    assert codes(tmp_path / "on")[0] == "data-range"
+    assert codes(tmp_path / "on")[:2] == ["step-data", "data-range"]
     assert logged_scalars(tmp_path / "on", "diagnosis/data-range") == {10: 2.0}
     status, output = run_doctor(capsys, tmp_path / "on", "--no_report")
-    assert status == 1 and output.splitlines()[2].startswith("FAIL  data-range")
+    assert status == 1 and output.splitlines()[2].startswith("FAIL  step-data")
     assert output.startswith(f"{tmp_path / 'on'}: finished, 60 of 60 updates, 6 reports")
     assert train([*flags, "--output_dir", tmp_path / "off", "--stop_on", "critical", "--checkpointing_steps", "50"]) == 3
     assert (tmp_path / "off" / "checkpoint-10").is_dir() and not (tmp_path / "off" / "model_index.json").exists()
