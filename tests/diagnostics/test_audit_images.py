@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import slow_turns
 from PIL import Image, ImageFilter, ImageOps
 
 from utils.data.dataset import load_images
@@ -291,6 +292,7 @@ def plain_images(kind):
 KINDS = ["constant", "binary", "digits", "one pixel", "gradient", "stripe", "symmetric", "noise", "white", "palette", "alpha"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitter", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("channels, max_value, center", [(1, 255, False), (3, 255, True), (3, 65535, False)])
 def test_the_real_pipeline_is_healthy_on_odd_images(channels, max_value, center, jitter, tmp_path):
@@ -322,7 +324,9 @@ def run_pipeline(folder, updates=7, **flags):
     return draws
 
 
-@pytest.mark.parametrize("flags", [{}, {"center_crop": True}, {"image_channels": 1}, {"preserve_input_precision": True}])
+@pytest.mark.parametrize(
+    "flags", [{}, *slow_turns({"center_crop": True}, {"image_channels": 1}, {"preserve_input_precision": True})]
+)
 @pytest.mark.parametrize("jitter", [0.0, 0.4])
 def test_the_real_pipeline_is_healthy_on_files_of_many_kinds(flags, jitter, tmp_path):
     generator, folder = np.random.default_rng(2), tmp_path / "images"
