@@ -108,7 +108,7 @@ def load(args: DiagnoseOptions, resolution: int, image_channels: int) -> "ImageS
 def show(record: "RunRecord", findings: list, judged: set[str], as_json: bool) -> None:
     """What could be judged, FAIL, WARN or OK, with cause and fixes; then the figures of a dataset or a probe."""
     from utils.diagnostics.catalog import CATALOG
-    from utils.diagnostics.findings import described
+    from utils.diagnostics.finding import described
     from utils.diagnostics.rules.audit import audited
     from utils.runs.history import to_json
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from utils.data.dataset import ImageSet
     from utils.evaluation.classifier import Classifier
-    from utils.evaluation.extractor import Extractor
+    from utils.evaluation.extractor_base import Extractor
     from utils.evaluation.feature_sets import FeatureSet
     from utils.evaluation.memorization import Originals
 
@@ -50,7 +50,7 @@ def parse_args(argv: list[str] | None = None) -> EvaluateOptions:
 def main(args: EvaluateOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
     from utils.core.distributed import make_accelerator, on_main_process
-    from utils.diagnostics.findings import Finding, described
+    from utils.diagnostics.finding import Finding, described
     from utils.diffusion.guidance import make_guided_prediction
     from utils.diffusion.pipelines import image_shape, load_network
     from utils.diffusion.sampling import SamplePlan, full_precision, is_edm, make_sampler, sampling_steps

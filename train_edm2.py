@@ -35,12 +35,12 @@ from utils.diagnostics.edm2_probe import examine_denoiser, path_timesteps, sigma
 from utils.diffusion import edm2
 from utils.diffusion.edm2_unet import count_classes, make_edm2_unet
 from utils.diffusion.objective import Losses, Objective
-from utils.optim.nonfinite import propagate_nonfinite
-from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, set_learning_rate, step_if_finite
+from utils.optim.nonfinite import propagate_nonfinite, step_if_finite
+from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, set_learning_rate
+from utils.training.between_updates import Periodic
 from utils.training.compile_check import check_first_batch
 from utils.training.memory_plan import MemoryPlan
 from utils.training.monitor import Monitor
-from utils.training.periodic import Periodic
 from utils.training.progress import PackingBar
 from utils.training.run import begin_run, claim_folder, start_processes
 

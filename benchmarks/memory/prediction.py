@@ -31,7 +31,7 @@ from accelerate import Accelerator
 
 from benchmarks.shared.measuring import PeakMemory, default_device, describe, free
 from benchmarks.shared.real_script import load_script, planned, run_script, synthetic_dataset
-from utils.training.memory import GIB, SavedTensors
+from utils.training.memory_estimate import GIB, SavedTensors
 from utils.training.progress import Stopwatch
 
 UPDATES, REPORT_EVERY = 4, 2

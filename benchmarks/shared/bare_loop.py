@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.shared.measuring import PeakMemory, allocated, synchronize, tf32
 from benchmarks.shared.tasks import DDPM
-from utils.training.memory import SavedTensors, autocast
+from utils.training.memory_estimate import SavedTensors, autocast
 
 
 @dataclass(frozen=True)

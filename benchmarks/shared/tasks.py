@@ -14,7 +14,7 @@ from utils.optim.ema import EMA
 from utils.optim.power_ema import PowerEMA
 from utils.options.flags import DDPMOptions, EDM2Options
 from utils.options.presets import EDM2_FLAGS, NETWORKS
-from utils.training.memory import flops_per_image
+from utils.training.memory_estimate import flops_per_image
 
 SIZES = {"digits16": (16, 1), "cifar10": (32, 3), "celeba64": (64, 3), "256": (256, 3)}  # preset -> resolution, channels
 EDM2_SIZE = (32, 3)  # of the EDM2 presets that are not in SIZES, when nothing else is asked for

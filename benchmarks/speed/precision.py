@@ -21,7 +21,7 @@ from benchmarks.shared.measuring import default_device, describe, free, tf32
 from benchmarks.shared.tasks import SIZES
 from utils.diffusion.unet import make_unet
 from utils.options.flags import DDPMOptions
-from utils.training.memory import autocast
+from utils.training.memory_estimate import autocast
 
 PLAIN = Switches(sdpa=True)
 WAYS = {

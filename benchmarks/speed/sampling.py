@@ -28,7 +28,7 @@ from utils.diffusion.pipelines import image_shape
 from utils.diffusion.sampling import SamplePlan, full_precision, make_sampler, sample, to_uint8
 from utils.diffusion.unet import make_unet
 from utils.options.flags import DDPMOptions
-from utils.training.memory import autocast
+from utils.training.memory_estimate import autocast
 
 SAMPLERS = (("ddim", 50), ("dpmsolver++", 20))
 

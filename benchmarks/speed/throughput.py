@@ -49,9 +49,9 @@ import utils.core.entrypoint
 import utils.diffusion.export
 import utils.optim.ema
 import utils.runs.ema_snapshots
+import utils.training.between_updates
 import utils.training.compile_check
 import utils.training.evaluation
-import utils.training.periodic
 import utils.training.progress
 import utils.training.samples
 import utils.training.validation
@@ -59,7 +59,7 @@ from benchmarks.shared.bare_loop import UNCONDITIONAL, BareLoop, Switches
 from benchmarks.shared.measuring import allocated, default_device, describe, ratio, synchronize
 from benchmarks.shared.real_script import load_script, one_micro_batch, planned, run_script, synthetic_dataset
 from benchmarks.shared.tasks import DDPM, TASKS, make_task
-from utils.training.memory import AUTOCAST
+from utils.training.memory_estimate import AUTOCAST
 
 LOOPS = ("bare", "again", "ema", "eager")
 # What the other loops do not know, so that they would not be the same computation.
@@ -181,7 +181,7 @@ class SideBySide:
         """Inside, stands between the scripts and their utils."""
         apart = (
             ("compiling", utils.training.compile_check, "check_compiled"),
-            ("checkpoint", utils.training.periodic.Periodic, "_save"),
+            ("checkpoint", utils.training.between_updates.Periodic, "_save"),
             ("validation", utils.training.validation.Validation, "mean_loss"),
             ("evaluation", utils.training.evaluation.SampleEvaluation, "make"),
             ("sample grids", utils.training.samples.SampleGrids, "make"),

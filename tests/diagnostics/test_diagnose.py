@@ -15,7 +15,7 @@ import utils.diagnostics.probe
 import utils.training.doctor
 from benchmarks.shared.replace import replace_everywhere
 from utils.core.errors import UserError
-from utils.diagnostics.findings import table
+from utils.diagnostics.finding import table
 from utils.runs.history import HISTORY, read_history
 from utils.runs.record import RunRecord
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from utils.diagnostics.dynamics import Dynamics
-from utils.diagnostics.findings import Finding
+from utils.diagnostics.finding import Finding
 from utils.diagnostics.noise_check import FIGURES, noise_figures
 from utils.diagnostics.rules.process import noise_wrong, timestep_mismatch
 from utils.diffusion.ddpm import describe_schedule, make_noise_scheduler

@@ -34,7 +34,7 @@ from made_up_runs import (
 from utils.diagnostics.audit.verdict import STAGES, Check
 from utils.diagnostics.catalog import CATALOG
 from utils.diagnostics.diagnose import RULES, diagnose, judge
-from utils.diagnostics.findings import SEVERITIES, Finding, table
+from utils.diagnostics.finding import SEVERITIES, Finding, table
 from utils.diagnostics.rules.audit import audited as step_table
 from utils.optim.nonfinite import advice
 from utils.runs.record import RunRecord

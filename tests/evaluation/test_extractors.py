@@ -16,7 +16,7 @@ from scipy.stats import kstest
 from utils.core.errors import UserError
 from utils.data.dataset import load_images
 from utils.evaluation.classifier import trained_classifier
-from utils.evaluation.extractor import eight_bit, weights_sha256
+from utils.evaluation.extractor_base import eight_bit, weights_sha256
 from utils.evaluation.extractors import RandomConvolutions, make_extractor
 from utils.evaluation.pretrained import DINOv2, Inception
 from utils.options.flags import DataOptions

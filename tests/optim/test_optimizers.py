@@ -9,8 +9,8 @@ from torch import nn
 
 from utils.core.errors import UserError
 from utils.optim.clipping import clip_gradients
-from utils.optim.nonfinite import BadUpdates
-from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, match_layouts, set_learning_rate, step_if_finite
+from utils.optim.nonfinite import BadUpdates, step_if_finite
+from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, match_layouts, set_learning_rate
 from utils.options.flags import OptimizerOptions
 
 TOTAL, WARMUP = 120, 20
@@ -195,7 +195,7 @@ def test_fused_adamw_takes_the_decision_on_the_device(monkeypatch):
         parameter.grad = torch.full_like(parameter, math.nan)
     before = copy.deepcopy(model.state_dict())
     flag = torch.tensor(False)
-    monkeypatch.setattr("utils.optim.optimizers.on_cpu", lambda tensor: False)
+    monkeypatch.setattr("utils.optim.nonfinite.on_cpu", lambda tensor: False)
     step_if_finite(optimizer, flag)
     assert optimizer.found_inf.item() == 1.0
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

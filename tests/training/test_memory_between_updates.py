@@ -24,7 +24,7 @@ from utils.diffusion.objective import Losses
 from utils.diffusion.unet import make_unet
 from utils.optim.clipping import Gradients
 from utils.options.flags import DDPMOptions, EDM2Options
-from utils.training.memory import SHARE, forward_peak
+from utils.training.memory_estimate import SHARE, forward_peak
 from utils.training.validation import Validation
 
 plan_with = test_memory_plan.plan_with  # a fixture

@@ -19,7 +19,7 @@ from utils.core.errors import UserError, out_of_memory
 from utils.optim.optimizers import make_optimizer
 from utils.options.flags import DDPMOptions
 from utils.training.batch_split import divisors
-from utils.training.memory import SHARE, TrialStep, UpdateParts, estimate_memory
+from utils.training.memory_estimate import SHARE, TrialStep, UpdateParts, estimate_memory
 from utils.training.memory_plan import MemoryPlan, largest_that_fits
 
 MIB = 2**20

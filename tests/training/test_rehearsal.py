@@ -10,8 +10,8 @@ import pytest
 import torch
 from rehearsal import Device
 
+from utils.training.between_updates import Periodic
 from utils.training.monitor import Monitor
-from utils.training.periodic import Periodic
 
 STEPS, REPORT_EVERY, MICRO_STEPS = 3, 2, 2  # the last update is reported as well
 WHOLE = f"""--max_train_images 40 --max_train_steps {STEPS} --logging_steps {REPORT_EVERY} --adaptive_clipping

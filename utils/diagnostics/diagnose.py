@@ -7,7 +7,7 @@ findings of one severity that order is kept.
 
 from collections.abc import Callable
 
-from utils.diagnostics.findings import SEVERITIES, Finding, Found
+from utils.diagnostics.finding import SEVERITIES, Finding, Found
 from utils.diagnostics.rules.audit import step_deviates
 from utils.diagnostics.rules.data import (
     class_imbalance,

@@ -19,7 +19,7 @@ from utils.core.files import whole_file
 from utils.data.augmentation import to_unit_range
 from utils.data.dataset import ImageSet, content_fingerprint
 from utils.data.loader import SampleOrder
-from utils.evaluation.extractor import Extractor, eight_bit, weights_sha256
+from utils.evaluation.extractor_base import Extractor, eight_bit, weights_sha256
 
 VERSION = 2  # raise it when the same data gives other weights
 _SIDE = 32  # pixels: larger images are averaged down, so that training takes a minute or so at any resolution

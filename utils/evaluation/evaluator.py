@@ -22,7 +22,7 @@ from utils.core.errors import UserError, memory_problem, one_line
 from utils.diagnostics.rules.samples import collapse
 from utils.diffusion.sampling import SamplePlan, sample, to_uint8
 from utils.evaluation.classifier import Classifier
-from utils.evaluation.extractor import Extractor
+from utils.evaluation.extractor_base import Extractor
 from utils.evaluation.feature_sets import FeatureSet, extract
 from utils.evaluation.memorization import Originals, feature_memorization, kept_for_memorization, memorization
 from utils.evaluation.pretrained import INCEPTION_SHA256

@@ -17,7 +17,7 @@ from utils.core import randomness
 from utils.core.errors import UserError
 from utils.data.augmentation import to_unit_range
 from utils.data.dataset import ImageSet
-from utils.evaluation.extractor import Extractor, eight_bit, weights_sha256
+from utils.evaluation.extractor_base import Extractor, eight_bit, weights_sha256
 
 EXTRACTORS = ("randconv", "classifier", "pixels", "inception", "dinov2")
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from utils.core.errors import UserError
-from utils.evaluation.extractor import Extractor, weights_sha256
+from utils.evaluation.extractor_base import Extractor, weights_sha256
 
 # The network of Heusel et al. 2017 as torch-fidelity converted it; the file's name holds the start of its SHA-256.
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"

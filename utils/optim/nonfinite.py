@@ -1,6 +1,6 @@
 """Updates whose loss or gradient is not finite: counted on the device, and told apart from a GradScaler's own skips.
 
-Such an update changes nothing (see `optimizers.step_if_finite`); `nan_report` explains it.
+Such an update changes nothing (`step_if_finite`); `nan_report` explains it.
 """
 
 from typing import Any, NamedTuple
@@ -31,6 +31,28 @@ def propagate_nonfinite(loss: torch.Tensor) -> torch.Tensor:
     The gradient is what all ranks share and what decides on an update.
     """
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
+    """One optimizer update, or none at all where `finite` (0-dim bool on the device) is false.
+
+    Fused optimizers (AdamW, Adam) take the decision on the device, through the `found_inf` protocol that torch's
+    GradScaler uses, so the host does not wait. For others, and on a CPU, the host reads the flag. With a GradScaler (fp16)
+    the scaler skips by itself, on the same condition, because the gradients were unscaled when their norm was taken.
+    """
+    scaler = getattr(optimizer, "scaler", None)
+    inner: Any = getattr(optimizer, "optimizer", optimizer)
+    if scaler is not None and scaler.is_enabled():
+        optimizer.step()
+    elif not on_cpu(finite) and getattr(inner, "_step_supports_amp_scaling", False):
+        inner.found_inf = (~finite).float()
+        inner.step()  # Accelerate's wrapper has nothing to add here, and takes its time
+    elif finite.item():
+        inner.step()
+
+
+def on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 class BadUpdates:

@@ -1,7 +1,6 @@
 """Optimizers, the learning rate as a closed form of the update count, and the update that a bad gradient cannot harm."""
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
@@ -101,25 +100,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 def l1_norm(model: nn.Module) -> torch.Tensor:
     """Returns the sum of |w| over matrices and kernels (not biases or norms), 0-dim, differentiable."""
     return torch.stack([p.abs().sum() for p in model.parameters() if p.requires_grad and p.ndim > 1]).sum()
-
-
-def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
-    """One optimizer update, or none at all where `finite` (0-dim bool on the device) is false.
-
-    Fused optimizers (AdamW, Adam) take the decision on the device, through the `found_inf` protocol that torch's
-    GradScaler uses, so the host does not wait. For others, and on a CPU, the host reads the flag. With a GradScaler (fp16)
-    the scaler skips by itself, on the same condition, because the gradients were unscaled when their norm was taken.
-    """
-    scaler = getattr(optimizer, "scaler", None)
-    inner: Any = getattr(optimizer, "optimizer", optimizer)
-    if scaler is not None and scaler.is_enabled():
-        optimizer.step()
-    elif not on_cpu(finite) and getattr(inner, "_step_supports_amp_scaling", False):
-        inner.found_inf = (~finite).float()
-        inner.step()  # Accelerate's wrapper has nothing to add here, and takes its time
-    elif finite.item():
-        inner.step()
-
-
-def on_cpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"

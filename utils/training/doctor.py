@@ -8,7 +8,7 @@ from pathlib import Path
 
 from utils.core.files import whole_file
 from utils.diagnostics.diagnose import diagnose
-from utils.diagnostics.findings import SEVERITIES, Finding
+from utils.diagnostics.finding import SEVERITIES, Finding
 from utils.diagnostics.report.report import write_report
 from utils.runs.history import History
 from utils.runs.record import RunRecord

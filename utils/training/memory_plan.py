@@ -20,7 +20,7 @@ from utils.diagnostics.probe import probe_batch
 from utils.options.flags import RunOptions
 from utils.training.batch_split import divisors, per_process, split_batch
 from utils.training.free_memory import free_memory
-from utils.training.memory import (
+from utils.training.memory_estimate import (
     GIB,
     SHARE,
     MemoryEstimate,

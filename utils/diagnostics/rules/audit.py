@@ -1,7 +1,7 @@
 """Findings of the step audit: what a training step does that is not declared, stage by stage in the order of the step."""
 
 from utils.diagnostics.audit.verdict import STAGES
-from utils.diagnostics.findings import Finding, Found
+from utils.diagnostics.finding import Finding, Found
 from utils.runs.record import RunRecord
 
 

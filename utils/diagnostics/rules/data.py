@@ -3,7 +3,7 @@
 import math
 from statistics import fmean, median, pvariance
 
-from utils.diagnostics.findings import Finding, Found
+from utils.diagnostics.finding import Finding, Found
 from utils.runs.record import RunRecord
 
 

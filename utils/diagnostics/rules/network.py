@@ -1,6 +1,6 @@
 """Findings about what the network does with its input, and what reaches its layers."""
 
-from utils.diagnostics.findings import Finding, Found
+from utils.diagnostics.finding import Finding, Found
 from utils.diagnostics.rules.loss import errors_of_a_constant
 from utils.runs.record import RunRecord
 

@@ -7,7 +7,7 @@ that of the explanations: where all samples are alike, missing modes follow from
 import math
 from collections.abc import Iterator
 
-from utils.diagnostics.findings import Finding, Found
+from utils.diagnostics.finding import Finding, Found
 from utils.diagnostics.rules.loss import has_had_a_chance
 from utils.runs.record import RunRecord
 

@@ -18,7 +18,7 @@ from utils.optim.ema import EMA
 from utils.optim.optimizers import make_optimizer
 from utils.optim.power_ema import PowerEMA
 from utils.options.flags import DDPMOptions, EDM2Options, OptimizerOptions
-from utils.training.memory import AUTOCAST, UpdateParts, estimate_memory, flops_per_image
+from utils.training.memory_estimate import AUTOCAST, UpdateParts, estimate_memory, flops_per_image
 
 SHAPE = (1, 16, 16)
 
