@@ -2,7 +2,7 @@
 
 import torch
 
-MOST_ELEMENTS = 1 << 20  # of a batch that are looked at: every n-th pixel of larger ones
+MOST_ELEMENTS = 1 << 18  # of a batch that are looked at: every n-th pixel of larger ones
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 KEPT = 3  # micro steps of an update whose tensors are kept
-SAMPLED = 1_000_000  # elements of the parameters that are looked at, at most
+SAMPLED = 1 << 15  # elements of the parameters that are looked at, at most: some tens of vectors of them are made
+REPLAYED = 1 << 17  # elements of the parameters whose gradient is computed once more; or a tenth of all, if that is more
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Update:
     digest_step: torch.Tensor | None = None  # just before the step
     digest_stepped: torch.Tensor | None = None  # when the step and what belongs to it are over
     replayed: torch.Tensor | None = None  # gradient of the first micro step, sampled, computed once more
+    replayed_names: tuple[str, ...] = ()  # of which parameters
     not_replayed: str = ""  # why not
     weights: torch.Tensor | None = None  # sampled, when the step and what belongs to it are over
     row_sizes: torch.Tensor | None = None  # root mean squares of the rows of all matrices then
@@ -170,6 +172,7 @@ class Observer:
         self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}
         self._gradients: dict[int, torch.Tensor] = {}  # sampled, as the newest backward pass left them
         self._replays = self._replaying = False
+        self._first_replayed = 0
         self._buffers: dict[str, torch.Tensor] = {}  # as they were before the first forward pass, for the replay
         self._has_run_backward = False
 
@@ -367,6 +370,28 @@ class Observer:
         device = self.sample.device
         torch.set_rng_state(state) if device.type == "cpu" else torch.get_device_module(device).set_rng_state(state, device)
 
+    def _next_replayed(self) -> list[str]:
+        """The parameters whose turn it is: as many as memory may hold twice, all of a small network."""
+        sizes = {name: p.numel() for name, p in self.parameters.items()}
+        room, names = max(REPLAYED, sum(sizes.values()) // 10), self.sample.names
+        chosen: list[str] = []
+        for number in range(len(names)):
+            name = names[(self._first_replayed + number) % len(names)]
+            if chosen and sum(sizes[known] for known in chosen) + sizes[name] > room:
+                break
+            chosen.append(name)
+        self._first_replayed = (self._first_replayed + len(chosen)) % len(names)
+        return chosen
+
+    def _replay_chunks(self, batch: int) -> int:
+        """In how many parts the batch is taken, so that memory does not hold all activations beside all gradients. In one where
+        its samples hang together: by dropout's random numbers, or by batch normalization."""
+        for module in self.modules["network"].modules():
+            rate = vars(module).get("p", vars(module).get("dropout", 0.0))
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) or (isinstance(rate, float) and rate > 0):
+                return 1
+        return min(batch, 4)
+
     def _replay(self) -> None:
         """Computes the first micro step's gradient from its inputs and the gradient of its outputs, on copies of the weights
         that no hook, no process group and no compiler knows."""
@@ -375,17 +400,30 @@ class Observer:
         if call is None or not call.gradients or call.randomness is None:
             self.update.not_replayed = "its passes were not seen"
             return
-        copies = {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
+        chosen = self._next_replayed()
+        copies = {name: self.parameters[name].detach().clone().requires_grad_() for name in chosen}
         now, training = self._generator_state(), network.training
         self._replaying = True
         try:
             self._set_generator(call.randomness)
-            with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-                output = torch.func.functional_call(network, copies | self._buffers, call.inputs)
-                outputs = [value for value in _values(output) if isinstance(value, torch.Tensor)]
-                kept = [outputs[place] for place in call.gradients]
-                gradients = torch.autograd.grad(kept, list(copies.values()), list(call.gradients.values()), allow_unused=True)
-            self.update.replayed = self.sample.take(gradients)
+            batch = len(call.inputs[0])
+            total: list[torch.Tensor | None] = [None] * len(copies)
+            for rows in torch.arange(batch).chunk(self._replay_chunks(batch)):
+                part = slice(int(rows[0]), int(rows[-1]) + 1)
+                inputs = tuple(_rows(value, part, batch) for value in call.inputs)
+                with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+                    again = {name: buffer.clone() for name, buffer in self._buffers.items()}
+                    output = torch.func.functional_call(network, copies | again, inputs)
+                    outputs = [value for value in _values(output) if isinstance(value, torch.Tensor)]
+                    kept = [outputs[place] for place in call.gradients]
+                    given = [gradient[part] for gradient in call.gradients.values()]
+                    found = torch.autograd.grad(kept, list(copies.values()), given, allow_unused=True)
+                del output, outputs, kept
+                total = [a if b is None else b if a is None else a + b for a, b in zip(total, found)]
+            gradients = total
+            by_name = dict(zip(copies, gradients))
+            self.update.replayed = self.sample.take(by_name.get(name) for name in self.sample.names)
+            self.update.replayed_names = tuple(chosen)
         except (torch.OutOfMemoryError, MemoryError):
             self.update.not_replayed = "too little memory"
         finally:
@@ -410,6 +448,10 @@ class Observer:
             counted = torch.stack([torch.as_tensor(state.get("step", 0.0)).float().cpu().reshape(()) for state in states])
             found["step"] = torch.repeat_interleave(counted, torch.tensor(self.sample.counts)).to(self.sample.device)
         return found
+
+
+def _rows(value: Any, part: slice, batch: int) -> Any:
+    return value[part] if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == batch else value
 
 
 def _values(output: Any) -> tuple[Any, ...]:

@@ -93,7 +93,14 @@ def check_replay(update: Update, declared: Declared, observer: Observer, loss_sc
     exact = declared.autocast is None and not torch.backends.cuda.matmul.allow_tf32
     tolerance = 1e-2 if exact else 0.2
     floor = 1e-5 * float(should.norm()) * (1 if exact else 100)
-    parts = zip(observer.sample.names, seen.split(observer.sample.counts), should.split(observer.sample.counts))
+    parts = [
+        (parameter, s, w)
+        for parameter, s, w in zip(
+            observer.sample.names, seen.split(observer.sample.counts), should.split(observer.sample.counts)
+        )
+        if parameter in update.replayed_names
+    ]
+    seen, should = torch.cat([s for _, s, _ in parts]), torch.cat([w for _, _, w in parts])
     wrong = [(name, s, w) for name, s, w in parts if float((s - w).norm()) > tolerance * float(w.norm()) + floor]
     off = float((seen - should).norm() / should.norm().clamp(min=1e-300))
     if not wrong:
@@ -104,7 +111,7 @@ def check_replay(update: Update, declared: Declared, observer: Observer, loss_sc
     how = f"{simple(factor)} times it" if left < 2 * tolerance else f"something else ({left:.0%} of it)"
     how = "zero" if not observed.any() else how
     text = (
-        f"the backward pass leaves another gradient than that of the loss in {len(wrong)} of {len(observer.sample.names)} "
+        f"the backward pass leaves another gradient than that of the loss in {len(wrong)} of {len(parts)} "
         f"parameters, such as {first}: {how}"
     )
     return [Check("gradient", name, wanted, f"off by {off:.1e}", False, text)]
@@ -447,7 +454,7 @@ def _explain_average(old, new, weights, before_step, decay_at, number, declared)
     rounding = 2 * ROUNDING * float(torch.maximum(old.abs(), weights.abs()).norm())
     if torch.equal(old, new):
         return f"it does not move in this update, declared is a decay of {decay:.6g}"
-    if moved is not None and moved < 0:
+    if moved is not None and moved < 0 and left < 0.05:
         return f"it moves away from the weights (decay {1 - moved:.4g}): a wrong sign"
     if moved is not None and left < 0.02 + 4 * rounding / max(float((new - old).norm()), 1e-300):
         seen = 1 - moved
