@@ -134,7 +134,8 @@ class Result:
 
     @property
     def right(self) -> bool:
-        codes = [finding["code"] for finding in self.findings]
+        # The step audit's findings, for which there is audit.py, come before those of the rules, which are asked here.
+        codes = [finding["code"] for finding in self.findings if not finding["code"].startswith("step-")]
         if self.expected is None:
             return not any(finding["severity"] != "info" for finding in self.findings)
         return self.expected in codes[:2]
