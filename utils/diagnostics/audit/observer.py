@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 KEPT = 3  # micro steps of an update whose tensors are kept
 SAMPLED = 1 << 15  # elements of the parameters that are looked at, at most: some tens of vectors of them are made
-REPLAYED = 1 << 17  # elements of the parameters whose gradient is computed once more; or a tenth of all, if that is more
+REPLAYED = 1 << 18  # elements of the parameters of a network whose gradient is computed once more; larger ones: too much memory
 
 
 @dataclass
@@ -71,7 +71,6 @@ class Update:
     digest_step: torch.Tensor | None = None  # just before the step
     digest_stepped: torch.Tensor | None = None  # when the step and what belongs to it are over
     replayed: torch.Tensor | None = None  # gradient of the first micro step, sampled, computed once more
-    replayed_names: tuple[str, ...] = ()  # of which parameters
     not_replayed: str = ""  # why not
     weights: torch.Tensor | None = None  # sampled, when the step and what belongs to it are over
     row_sizes: torch.Tensor | None = None  # root mean squares of the rows of all matrices then
@@ -172,7 +171,6 @@ class Observer:
         self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}
         self._gradients: dict[int, torch.Tensor] = {}  # sampled, as the newest backward pass left them
         self._replays = self._replaying = False
-        self._first_replayed = 0
         self._buffers: dict[str, torch.Tensor] = {}  # as they were before the first forward pass, for the replay
         self._has_run_backward = False
 
@@ -370,19 +368,6 @@ class Observer:
         device = self.sample.device
         torch.set_rng_state(state) if device.type == "cpu" else torch.get_device_module(device).set_rng_state(state, device)
 
-    def _next_replayed(self) -> list[str]:
-        """The parameters whose turn it is: as many as memory may hold twice, all of a small network."""
-        sizes = {name: p.numel() for name, p in self.parameters.items()}
-        room, names = max(REPLAYED, sum(sizes.values()) // 10), self.sample.names
-        chosen: list[str] = []
-        for number in range(len(names)):
-            name = names[(self._first_replayed + number) % len(names)]
-            if chosen and sum(sizes[known] for known in chosen) + sizes[name] > room:
-                break
-            chosen.append(name)
-        self._first_replayed = (self._first_replayed + len(chosen)) % len(names)
-        return chosen
-
     def _replay_chunks(self, batch: int) -> int:
         """In how many parts the batch is taken, so that memory does not hold all activations beside all gradients. In one where
         its samples hang together: by dropout's random numbers, or by batch normalization."""
@@ -400,8 +385,11 @@ class Observer:
         if call is None or not call.gradients or call.randomness is None:
             self.update.not_replayed = "its passes were not seen"
             return
-        chosen = self._next_replayed()
-        copies = {name: self.parameters[name].detach().clone().requires_grad_() for name in chosen}
+        if sum(p.numel() for p in self.parameters.values()) > REPLAYED:
+            self.update.not_replayed = "it would take the memory of two more copies of a large network"
+            return
+        # All of them: kernels that are asked for the gradients of some alone are not those of a training.
+        copies = {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
         now, training = self._generator_state(), network.training
         self._replaying = True
         try:
@@ -420,10 +408,7 @@ class Observer:
                     found = torch.autograd.grad(kept, list(copies.values()), given, allow_unused=True)
                 del output, outputs, kept
                 total = [a if b is None else b if a is None else a + b for a, b in zip(total, found)]
-            gradients = total
-            by_name = dict(zip(copies, gradients))
-            self.update.replayed = self.sample.take(by_name.get(name) for name in self.sample.names)
-            self.update.replayed_names = tuple(chosen)
+            self.update.replayed = self.sample.take(total)
         except (torch.OutOfMemoryError, MemoryError):
             self.update.not_replayed = "too little memory"
         finally:

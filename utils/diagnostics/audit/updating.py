@@ -93,14 +93,7 @@ def check_replay(update: Update, declared: Declared, observer: Observer, loss_sc
     exact = declared.autocast is None and not torch.backends.cuda.matmul.allow_tf32
     tolerance = 1e-2 if exact else 0.2
     floor = 1e-5 * float(should.norm()) * (1 if exact else 100)
-    parts = [
-        (parameter, s, w)
-        for parameter, s, w in zip(
-            observer.sample.names, seen.split(observer.sample.counts), should.split(observer.sample.counts)
-        )
-        if parameter in update.replayed_names
-    ]
-    seen, should = torch.cat([s for _, s, _ in parts]), torch.cat([w for _, _, w in parts])
+    parts = list(zip(observer.sample.names, seen.split(observer.sample.counts), should.split(observer.sample.counts)))
     wrong = [(name, s, w) for name, s, w in parts if float((s - w).norm()) > tolerance * float(w.norm()) + floor]
     off = float((seen - should).norm() / should.norm().clamp(min=1e-300))
     if not wrong:
