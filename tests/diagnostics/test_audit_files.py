@@ -290,3 +290,16 @@ def test_an_average_begins_at_the_weights_of_a_run_that_had_none(finished, tmp_p
     given = finished.resumed | {"ema_state": weights}
     assert not deviations(check_resumed(checkpoint, **given))
     assert "not that of the checkpoint" in deviations(check_resumed(checkpoint, **finished.resumed), "ema")
+
+
+def test_code_in_the_exported_folder_is_compared_and_never_run(finished, copied, tmp_path):
+    folder, _ = copied
+    carried = list((folder / "unet").glob("*.py"))
+    assert len(carried) == finished.is_edm2
+    if not carried:
+        return
+    (code,) = carried
+    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n" + code.read_text())
+    wrong = deviations(exported(finished, folder), "export")
+    assert "is not the code of the network that was trained" in wrong
+    assert not (tmp_path / "ran").exists()

@@ -4,7 +4,7 @@ They are read with safetensors and json, the network is loaded as its users will
 diffusers: nothing here calls what training exports with.
 """
 
-import importlib.util
+import inspect
 import json
 import re
 from collections.abc import Mapping
@@ -53,8 +53,8 @@ def check_exported(
     """The pipeline in `folder` against the tensors that it should hold, the averaged ones or where there are none the raw ones.
 
     `raw_weights` lets a message say that these were exported in their place. With `network`, the one under test, unwrapped,
-    its output with `weights` is compared with that of the exported one. Code that lies in the folder is run for it: the folder
-    must be one that this run has written. The random state is left as it was.
+    its output with `weights` is compared with that of the exported one. No code that lies in the folder is run. The random
+    state is left as it was.
     """
     folder = Path(folder)
     files = [path for path in (folder / "unet").glob("*.safetensors") if WEIGHTS_FILES.fullmatch(path.name)]
@@ -196,7 +196,7 @@ def _network(folder: Path, weights: dict[str, torch.Tensor] | None, network: Mod
         return [*checks, not_observed("export", name, close, "the weights are others")]
     try:
         with torch.random.fork_rng(devices=[]):
-            exported = _load(folder).to(next(network.parameters()).device).eval()
+            exported = _load(folder, network).to(next(network.parameters()).device).eval()
     except Exception as error:  # each library raises its own kind
         why = f"the exported network cannot be loaded: {str(error).strip().splitlines()[0]}"
         return [*checks, Check("export", name, close, "none", False, why)]
@@ -213,14 +213,16 @@ def _network(folder: Path, weights: dict[str, torch.Tensor] | None, network: Mod
     return [*checks, Check("export", name, f"within {tolerance:g}", f"{distance:.1g}", healthy, "" if healthy else why)]
 
 
-def _load(folder: Path) -> nn.Module:
+def _load(folder: Path, network: ModelMixin) -> nn.Module:
+    """The exported network. Code that the folder carries is compared with the trained network's own, and never run."""
     module, class_name = json.loads((folder / "model_index.json").read_text())["unet"]
-    if not (code := folder / "unet" / f"{module}.py").exists():
-        return getattr(diffusers, class_name).from_pretrained(folder / "unet", use_safetensors=True).float()
-    spec = importlib.util.spec_from_file_location(f"exported_{module}", code)
-    carried = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(carried)
-    return getattr(carried, class_name).from_pretrained(folder / "unet", use_safetensors=True).float()
+    kind = type(network)
+    if (code := folder / "unet" / f"{module}.py").exists():
+        if class_name != kind.__name__ or code.read_text() != Path(inspect.getfile(kind)).read_text():
+            raise ValueError(f"unet/{code.name} is not the code of the network that was trained")
+    else:
+        kind = getattr(diffusers, class_name)
+    return kind.from_pretrained(folder / "unet", use_safetensors=True).float()
 
 
 def _fixed_input(network: ModelMixin) -> tuple[torch.Tensor, ...]:
