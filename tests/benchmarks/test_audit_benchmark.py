@@ -35,6 +35,7 @@ def test_an_edit_must_occur_once():
             edited(text, [Edit("x", "b", "a")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [DDPM, EDM2])
 def test_every_command_is_understood(script, tmp_path, monkeypatch):
     parse_args = importlib.import_module(script.removesuffix(".py")).parse_args

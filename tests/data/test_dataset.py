@@ -138,6 +138,7 @@ print(json.dumps([images.fetch(range(6)).tolist(), images.labels.tolist(), image
 """
 
 
+@pytest.mark.slow
 def test_hub_name_downloads_once_and_then_works_offline(tmp_path):
     repository = tmp_path / "repository"
     repository.mkdir()

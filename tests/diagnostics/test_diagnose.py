@@ -92,6 +92,7 @@ def test_a_fault_is_said_once_recorded_and_can_end_the_run(train, flags, tmp_pat
     assert (tmp_path / "off" / "checkpoint-10").is_dir() and not (tmp_path / "off" / "model_index.json").exists()
 
 
+@pytest.mark.slow
 def test_what_only_the_last_look_finds_is_said_even_where_the_report_fails(train, flags, tmp_path, monkeypatch, capsys):
     plain = utils.diagnostics.probe.examine_network
     blind = {"timestep_response": 0.0}
@@ -162,6 +163,7 @@ def test_what_cannot_be_diagnosed_ends_with_status_2(tmp_path):
         diagnose.main(diagnose.parse_args([str(synthetic_run(tmp_path / "run", reports=0, samples=0))]))
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_crash(tmp_path):
     run = synthetic_run(tmp_path / "run", reports=20, samples=0)
     command = [*script_command("diagnose.py", [run]), "|", "head", "-1", ";", "exit", "${PIPESTATUS[0]}"]

@@ -87,6 +87,7 @@ def results(output: str) -> list[dict]:
     return json.loads(output)["results"]
 
 
+@pytest.mark.slow
 def test_two_processes_with_an_uneven_split_give_the_figures_of_one(server, folder, call, tmp_path):
     flags = ["--pipeline", folder / "run", "--dataset_name", "digits", *SAMPLING, "--no_classes", "--json"]
     (alone,) = results(call(*flags))
@@ -140,6 +141,7 @@ def test_the_split_is_the_run_s_own_or_unknown(folder, call, tmp_path):
     assert output.count(": unknown split") == 2
 
 
+@pytest.mark.slow
 def test_edm2_with_classes_and_guidance_is_evaluated_as_it_is_generated(folder, call, tmp_path):
     import generate
 
@@ -153,6 +155,7 @@ def test_edm2_with_classes_and_guidance_is_evaluated_as_it_is_generated(folder, 
     assert made["figures"] == files["figures"]
 
 
+@pytest.mark.slow
 def test_several_seeds_are_all_shown_with_mean_and_minimum(folder, call):
     flags = ["--pipeline", folder / "run", "--dataset_name", "digits", *SAMPLING, "--no_classes", "--seeds", 0, 1]
     first, second = (result["figures"]["fd"] for result in results(call(*flags, "--json")))
@@ -196,6 +199,7 @@ def test_stored_reference_statistics_serve_like_the_images(folder, call, tmp_pat
         call("--images", folder / "first", "--reference", path, "--features", "pixels")
 
 
+@pytest.mark.slow
 def test_only_what_was_made_alike_is_compared(folder, call, tmp_path, monkeypatch):
     flags = ["--images", folder / "first", "--dataset_name", "digits", "--no_classes"]
     call(*flags, "--output_dir", tmp_path / "a")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import logged_scalars, run_script, same_bytes, slow_turns
+from conftest import logged_scalars, run_script, same_bytes
 from PIL import Image
 
 import utils.core.entrypoint
@@ -100,7 +100,8 @@ def replaced(server, flags, tmp_path_factory, script) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("cache", "workers"), [("yes", 2), *slow_turns(("no", 0), ("no", 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("cache", "workers"), [("yes", 2), ("no", 0), ("no", 2)])
 def test_replacing_trains_the_same_model_by_every_way_to_read(train_script, flags, replaced, tmp_path, cache, workers):
     check_report(replaced)
     options = ["--cache_images", cache, "--dataloader_num_workers", workers, "--output_dir", tmp_path]

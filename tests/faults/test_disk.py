@@ -74,7 +74,8 @@ def test_a_file_that_cannot_be_written_on_one_rank(server, script, script_flags,
     assert len(logged_scalars(tmp_path, "train/loss")) == 8
 
 
-@pytest.mark.parametrize("damage", ["truncated", *slow_turns("flipped", "deleted")])
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "deleted"])
 def test_each_damaged_file_is_noticed_before_anything_is_loaded(server, script, script_flags, whole, tmp_path, damage):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)

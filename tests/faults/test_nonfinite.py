@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import logged_scalars, same_bytes, slow_turns
+from conftest import logged_scalars, same_bytes
 from safetensors.torch import load_file
 
 from benchmarks.shared.replace import replace_everywhere
@@ -187,9 +187,8 @@ def test_one_bad_sample_changes_nothing_and_is_named(train_script, script_flags,
     assert not list(tmp_path.glob("nan_report/update-[!3]"))
 
 
-@pytest.mark.parametrize(
-    "options", [["--dropout", "0.2"], *slow_turns(["--spectral_norm"], ["--gradient_checkpointing"])], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--dropout", "0.2"], ["--spectral_norm"], ["--gradient_checkpointing"]], ids=str)
 def test_the_report_leaves_the_training_as_it_was(train_script, script_flags, trained, tmp_path, monkeypatch, options):
     """Bad in update 3 alone, whatever is computed again: the same weights with a report at once and with one at the end."""
     if options == ["--spectral_norm"] and trained is OfEDM2:

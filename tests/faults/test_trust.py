@@ -11,7 +11,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, slow_turns
 
 from utils.runs.checkpoints import verify_checkpoint
 
@@ -85,7 +85,7 @@ def test_no_source_asks_for_code_to_be_run():
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--logging_dir", "../../escaped"],
+        *slow_turns(["--logging_dir", "../../escaped"], ids=["--logging_dir ../../escaped"]),
         ["--logging_dir", "{outside}/escaped"],
         ["--logging_dir", "a/../../escaped"],
         ["--hub_model_id", "../../escaped"],

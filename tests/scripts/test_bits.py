@@ -23,7 +23,7 @@ def compare(found: dict, expected: dict, same_kernels: bool, rel: float = 1e-3) 
             assert found[file]["size"] == pytest.approx(print_["size"], rel=rel), file
 
 
-@pytest.mark.parametrize("name", ["fp32", "accumulation", *slow_turns("bf16", "two processes", "preset")])
+@pytest.mark.parametrize("name", ["fp32", *slow_turns("accumulation", "bf16", "two processes", "preset")])
 @pytest.mark.parametrize("script_of_bits", SMALL)
 def test_updates_give_the_recorded_bits(server, tmp_path, same_kernels, script_of_bits, name):
     processes = RUNS[name][1]

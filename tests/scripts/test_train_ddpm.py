@@ -99,11 +99,8 @@ def test_curves_would_notice_other_noise(split_runs, tiny_flags, tmp_path, train
             ["--dropout", "0.3", "--optimizer", "rmsprop", "--prediction_type", "v_prediction", "--no-use_ema"],
             ["--cache_images", "no", "--dataloader_num_workers", "2", "--balanced_sampling", "--snr_gamma", "5"],
             ["--spectral_norm", "--adaptive_clipping", "--save_model_steps", "3"],
-            ids=["dropout-rmsprop", "workers-balanced", "spectral-adaptive"],
-        ),
-        pytest.param(
             ["--mixed_precision", "bf16", "--gradient_checkpointing", "--l1_weight", "1e-5", "--zero_init_output"],
-            id="bf16-checkpointing",
+            ids=["dropout-rmsprop", "workers-balanced", "spectral-adaptive", "bf16-checkpointing"],
         ),
     ],
 )
@@ -172,6 +169,7 @@ def test_existing_run_is_refused_or_replaced(train, tiny_flags, tmp_path):
 # ---- stopping
 
 
+@pytest.mark.slow
 def test_early_stopping_keeps_the_best_checkpoint(train, tiny_flags, tmp_path):
     """With a learning rate of practically nothing the validation loss stands still, and only the first one counts."""
     flags = [*tiny_flags, "--output_dir", tmp_path, "--learning_rate", "1e-30", "--max_train_steps", "40"]
@@ -196,6 +194,7 @@ def test_a_run_that_stopped_early_stays_stopped(train, tiny_flags, tmp_path):
     assert max(logged_scalars(tmp_path, "train/loss")) == 14
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_anew_with_one_value_per_step(train, tiny_flags, tmp_path):
     flags = [*tiny_flags, "--output_dir", tmp_path, "--resume_from_checkpoint", "latest"]
     for _ in range(2):

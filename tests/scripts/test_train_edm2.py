@@ -316,7 +316,8 @@ def test_adam_s_epsilon_is_that_of_a_loss_summed_over_channels_and_pixels(train_
     assert (recorded["options"]["adam_epsilon"], recorded["resolved"]["optimizer_epsilon"]) == (1e-6, 1e-6 / 256)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", *slow_turns("sgd")])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_a_run_begun_before_epsilon_was_divided_goes_on_as_it_was(train_edm, flags, tmp_path, optimizer, monkeypatch, capsys):
     run = [*flags, "--optimizer", optimizer, "--max_train_steps", "2", "--checkpointing_steps", "1", "--output_dir", tmp_path]
 

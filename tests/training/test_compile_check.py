@@ -110,7 +110,8 @@ def rounding_backend():
     return aot_autograd(fw_compiler=lambda graph, inputs: rounded_anew(graph))
 
 
-@pytest.mark.parametrize(("make", "size"), [(OneToken, 4), *slow_turns((one_token_unet, 2))], ids=["attention", "unet"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "size"), [(OneToken, 4), (one_token_unet, 2)], ids=["attention", "unet"])
 def test_layers_whose_gradient_is_rounding_alone_are_no_error(make, size):
     """Queries and keys of an attention to one token: the softmax is 1 whatever they are."""
     setup = Setup(make, backend=rounding_backend(), size=size)

@@ -84,7 +84,7 @@ CONFIGURATIONS = {
 }
 
 
-FAST = ["batch 8", "checkpointing, bf16", "dropout"]
+FAST = ["checkpointing, bf16"]
 
 
 @pytest.mark.parametrize("name", [*FAST, *slow_turns(*(name for name in CONFIGURATIONS if name not in FAST))])
@@ -132,7 +132,7 @@ def most_allocated(model: nn.Module, batch: int, micro_steps: int = 1) -> int:
     return most
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, *slow_turns(True)])
 @pytest.mark.parametrize("batch", [2, *slow_turns(16)])
 def test_peak_is_that_of_a_real_update(batch, checkpointing):
     make_network = partial(network, checkpointing=checkpointing)
