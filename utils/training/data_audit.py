@@ -7,6 +7,7 @@ import torch
 
 from utils.diagnostics.audit.files import DeclaredImages
 from utils.diagnostics.audit.images import Draws, check_images
+from utils.diagnostics.audit.passes import Passes
 from utils.diagnostics.audit.rows import check_labels, check_rows
 from utils.diagnostics.audit.verdict import Check
 from utils.training.run import Run
@@ -27,6 +28,7 @@ class DataAudit:
             **{name: getattr(run.options, name) for name in names},
         )
         self._draws = Draws()
+        self._passes = Passes(len(run.data.training), self._declared, run.data.samples.dataset_rows)
         self._numbers: list[torch.Tensor] = []  # samples of each micro step
         self._told: list[torch.Tensor] = []  # their labels as they were drawn
         self._kept, self._misread = 0, False
@@ -37,7 +39,10 @@ class DataAudit:
 
     def add(self, drawn: dict[str, torch.Tensor]) -> None:
         """What the micro step under way was of."""
-        if self._pending is None or self._kept >= SAMPLES:
+        if self._pending is None:
+            return
+        self._passes.add(self._pending.tolist(), drawn["clean_images"])
+        if self._kept >= SAMPLES:
             return
         self._kept += len(self._pending)
         self._numbers.append(self._pending.clone())  # a worker's tensor holds a file descriptor
@@ -51,7 +56,7 @@ class DataAudit:
             checks.append(self._position(step, sample_numbers))
             large = self._declared.resolution > 64  # where the search for the place of a cut takes as long as an update
             checks += self._images(sample_numbers[: FILES // 2 if large else FILES], clean_images)
-        return checks + self._drawn()
+        return checks + self._drawn() + self._passes.checks()
 
     def _position(self, step: int, numbers: torch.Tensor) -> Check:
         accelerator, options = self._run.accelerator, self._run.options
