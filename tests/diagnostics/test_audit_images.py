@@ -389,3 +389,23 @@ def test_half_precision_and_an_older_decoder_are_no_deviation():
     pictures = unit([crop(resized(image)) for image in LARGE])
     shown = pictures + np.random.default_rng(0).choice([-1, 0, 0, 1], pictures.shape) / 127.5
     assert verdict(shown, LARGE_FILES).healthy
+
+
+@pytest.mark.parametrize("period", [8, 50])
+def test_flips_that_repeat_are_said_with_what_they_repeat_in(period):
+    drawn = np.random.default_rng(5).random(1000) < 0.5
+    declared, periods = replace(PLAIN, random_flip=True), {"batch": 8, "pass over the data": 50}
+    numbers = range(0, 100) if period == 50 else range(0, 400, 3)
+
+    def found(of_number) -> list:
+        draws = Draws()
+        for number in numbers:
+            draws.flips[number] = bool(of_number(number))
+            draws.sided += 1
+            draws.mirrored += draws.flips[number]
+        return [check for check in draws.checks(declared, periods) if check.name == "mirrored"]
+
+    [healthy] = found(lambda number: drawn[number])
+    [repeated] = found(lambda number: drawn[number % period + period])
+    assert healthy.healthy, healthy
+    assert repeated.healthy is False and ("each batch" if period == 8 else "each pass over the data") in repeated.message

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from utils.diagnostics.audit.chance import IMPOSSIBLE, agrees
+from utils.diagnostics.audit.chance import IMPOSSIBLE, agrees, at_least
 from utils.diagnostics.audit.files import EXACT, JITTER_TOLERANCE, DeclaredImages, DecodedFile, Match, compare, cut, find
 from utils.diagnostics.audit.misreadings import Seen, describe
 from utils.diagnostics.audit.verdict import Check, not_observed
@@ -35,8 +35,14 @@ class Draws:
     jittered: int = 0
     # Decimal logarithm of the chance that every crop so far lay at this place; a place leaves when a crop lies elsewhere.
     places: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PLACES, 0.0))
+    flips: dict[int, bool] = field(
+        default_factory=dict
+    )  # by the number of the sample, of images that differ from their mirror image
 
-    def add(self, match: Match, planes: np.ndarray, declared: DeclaredImages, tolerance: float) -> None:
+    def add(self, seen: Seen, declared: DeclaredImages, number: int | None) -> None:
+        """`number`: of the sample, where it is known."""
+        match, planes, tolerance = seen.match, seen.planes, seen.tolerance
+
         def alike(window):  # the places of the planes that could not be told from `window`
             difference, correlation = compare(window, planes)
             return (difference <= (4 * tolerance) ** 2) | ((correlation > 0.98) & bool(declared.color_jitter))
@@ -44,6 +50,8 @@ class Draws:
         if declared.random_flip and not alike(match.window[..., ::-1]).any():
             self.sided += 1
             self.mirrored += match.mirrored
+            if number is not None:
+                self.flips[number] = match.mirrored
         side = match.window.shape[-1]
         room = max(planes.shape[1:]) - side
         for name in list(self.places) if room else ():
@@ -65,10 +73,26 @@ class Draws:
         if self.alike is not None and sided > 1:
             self.alike = self.alike + (1 - sided) * math.log10(2) if mirrored in (0, sided) else None
 
-    def checks(self, declared: DeclaredImages) -> list[Check]:
+    def _repeated(self, periods: dict[str, int]) -> str:
+        """Of numbers of samples, by what repeats after so many: where images are mirrored as those that many samples before."""
+        for name, period in periods.items():
+            newest: dict[int, bool] = {}
+            pairs = same = 0
+            for number, mirrored in sorted(self.flips.items()):
+                before = newest.get(number % period)
+                pairs, same = pairs + (before is not None), same + (before == mirrored)
+                newest[number % period] = mirrored
+            if at_least(same, pairs, 0.5) < IMPOSSIBLE:
+                return (
+                    f"the same places of each {name} are mirrored ({same} of {pairs}): is it drawn without the sample's number?"
+                )
+        return ""
+
+    def checks(self, declared: DeclaredImages, periods: dict[str, int] | None = None) -> list[Check]:
+        """`periods`: name -> samples in one, such as a batch's."""
         checks = []
         if declared.random_flip:
-            message = ""
+            message = self._repeated(periods or {})
             if self.alike is not None and self.alike < math.log10(IMPOSSIBLE):
                 message = "all images of a batch are mirrored or none is, declared is every second one, at random"
             if not agrees(self.mirrored, self.sided, 0.5):
@@ -92,7 +116,13 @@ class Draws:
         return checks
 
 
-def check_images(shown: torch.Tensor, files: list, declared: DeclaredImages, draws: Draws | None = None) -> list[Check]:
+def check_images(
+    shown: torch.Tensor,
+    files: list,
+    declared: DeclaredImages,
+    draws: Draws | None = None,
+    sample_numbers: list[int] | None = None,
+) -> list[Check]:
     """Whether a batch is made of its files as it is declared to be.
 
     Args:
@@ -100,6 +130,7 @@ def check_images(shown: torch.Tensor, files: list, declared: DeclaredImages, dra
         files: the encoded image of each: bytes, a path, or an object with `data` and `path`. Those that Pillow cannot decode
             are left out.
         draws: counts what the augmentations drew.
+        sample_numbers: of each image, for `draws`.
     """
     size = (declared.channels, declared.resolution, declared.resolution)
     text = "the files' images, {}x{}x{}, in [-1, 1]".format(*size)
@@ -122,7 +153,7 @@ def check_images(shown: torch.Tensor, files: list, declared: DeclaredImages, dra
         if match.error > (tolerance if declared.color_jitter else rounding):
             misread.append(batch[-1])
         if draws is not None and match.error <= tolerance:
-            draws.add(match, planes, declared, tolerance)
+            draws.add(batch[-1], declared, None if sample_numbers is None else sample_numbers[number])
     if draws is not None:
         draws.end_batch(*before)
     if not batch:
