@@ -111,6 +111,17 @@ def test_damaged_lines_of_the_history_are_counted_and_left_out(tmp_path, capsys)
     assert output.splitlines()[1] == "2 damaged lines of history.jsonl are left out"
 
 
+def test_what_earlier_versions_recorded_is_still_shown(tmp_path, capsys):
+    """Codes of findings, and figures, that no rule knows any more."""
+    run = synthetic_run(tmp_path / "run", reports=20, samples=0)
+    (run / "diagnosis.json").write_text('[{"code": "ema-frozen", "severity": "critical"}]')
+    with open(run / HISTORY, "a") as file:
+        file.write('{"step": 1000, "noise/variance": 4.0, "samples": {"sampler": {"prediction_type": "sample"}}}\n')
+    _, output = run_doctor(capsys, run)
+    assert "20 reports" in output and "rule-failed" not in output
+    assert "ema-frozen" not in codes(run) and "</html>" in (run / "report.html").read_text()
+
+
 def test_json_is_valid_whatever_the_figures(tmp_path, capsys):
     with open(synthetic_run(tmp_path / "run", reports=3, samples=0) / HISTORY, "a") as file:
         file.write('{"step": 150, "probe": {"error": {"0": 1.0, "500": "inf"}}}\n')
