@@ -17,7 +17,6 @@ from benchmarks.shared.replace import replace_everywhere
 from utils.core.errors import UserError
 from utils.diagnostics.finding import table
 from utils.runs.history import HISTORY, read_history
-from utils.runs.record import RunRecord
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +98,6 @@ def test_what_only_the_last_look_finds_is_said_even_where_the_report_fails(train
     said = "".join(capsys.readouterr())
     assert said.count("critical: timestep-ignored") == 1
     assert "report.html was not written: KeyError: 'no such figure'" in said
-    (tmp_path / "run" / "scheduler" / "scheduler_config.json").write_text('{"num_train_')
-    assert RunRecord.read(tmp_path / "run").scheduler == {}
 
 
 def test_damaged_lines_of_the_history_are_counted_and_left_out(tmp_path, capsys):

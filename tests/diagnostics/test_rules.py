@@ -316,7 +316,7 @@ def test_growing_gradients_are_not_a_tight_limit():
 def test_a_record_of_next_to_nothing_gives_nothing(length):
     healthy = run()
     assert diagnose(RunRecord(Path("run"), history=[r for r in healthy.history if "train/loss" in r][:length])) == []
-    assert diagnose(RunRecord(Path("run"), {}, {}, {}, [{"step": 1}] * length)) == []
+    assert diagnose(RunRecord(Path("run"), history=[{"step": 1}] * length)) == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0])

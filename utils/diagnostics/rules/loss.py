@@ -51,9 +51,9 @@ def _validation_ratio(record: RunRecord) -> float | None:
 def not_learning(record: RunRecord) -> Found:
     """A network that does no better than to answer the same for every image, at every noise level, after a fair chance."""
     known = [r for r in record.history if "train/loss_timestep_quartile_4" in r]
-    reports = known[-max(1, len(known) // 4) :]
-    updates = reports[-1]["step"] - max((r["step"] for r in known[: -len(reports)]), default=0) if reports else 0
-    seen = updates * (record.resolved.get("global_batch_size") or 0)
+    steps, count = [0, *(r["step"] for r in known)], -(-len(known) // 4)
+    reports = known[-count:]
+    seen = (steps[-1] - steps[-count - 1]) * (record.resolved.get("global_batch_size") or 0)
     warmup = record.options.get("lr_warmup_steps") or 0
     # 400 are a hundred samples in each quartile.
     if not has_had_a_chance(record) or seen < 400 or reports[-1]["step"] < warmup + 100:
