@@ -46,7 +46,7 @@ from utils.training.run import begin_run, claim_folder, start_processes
 class DDPM(Objective):
     """The network's error about noised images (Ho et al. 2020, algorithm 1)."""
 
-    level, checks_noise, loader = "timesteps", True, "DDPMPipeline.from_pretrained({path!r})"
+    level, loader = "timesteps", "DDPMPipeline.from_pretrained({path!r})"
 
     def __init__(self, unet: nn.Module, options: DDPMOptions, device: torch.device):
         self.network = self.exported = unet

@@ -48,7 +48,7 @@ from utils.training.run import begin_run, claim_folder, start_processes
 class EDM2(Objective):
     """The denoised image, by noise levels that weigh alike (Karras et al. 2024, section 2 and eq. 14)."""
 
-    level, num_ranks, checks_noise = "sigmas", edm2.NOISE_RANKS, False
+    level, num_ranks = "sigmas", edm2.NOISE_RANKS
     loader = "DiffusionPipeline.from_pretrained({path!r}, trust_remote_code=True)"
     path, caption = staticmethod(path_timesteps), staticmethod(sigma_caption)
     network: edm2.EDM2Denoiser

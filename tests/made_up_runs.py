@@ -9,16 +9,6 @@ REPORTS, EVERY = 20, 50
 LAYER_NAMES = ("conv_in.weight", "mid_block.weight", "conv_out.weight")
 
 
-NOISE = {
-    "variance": 1.0,
-    "kurtosis": 3.0,
-    "between_images": 0.0,
-    "within_images": 0.02,
-    "repeated": 0.0,
-    "timestep_order": 0.95,
-}
-
-
 def layers(**figures: float) -> dict:
     return {name: {"weight": 0.1, "gradient": 1e-3, "update": 1e-3, **figures} for name in LAYER_NAMES}
 
@@ -26,8 +16,7 @@ def layers(**figures: float) -> dict:
 def report(number: int, **figures) -> dict:
     """The `number`-th report (from 1) of a healthy run."""
     step = number * EVERY
-    levels = {f"train/timestep_share_{i}": 0.1 for i in range(1, 11)}
-    levels |= {f"train/loss_timestep_quartile_{i}": 0.5 / i + 0.5 / number for i in (1, 2, 3, 4)}
+    levels = {f"train/loss_timestep_quartile_{i}": 0.5 / i + 0.5 / number for i in (1, 2, 3, 4)}
     return {
         "step": step,
         "train/loss": 0.1 + 1 / number,
@@ -37,8 +26,6 @@ def report(number: int, **figures) -> dict:
         "train/bad_updates_in_a_row": 0.0,
         "train/ema_decay": 1 - step**-0.75,
         "train/ema_distance": 0.05 / number,
-        "train/ema_norm": 10 + 0.01 * number,
-        "train/timesteps_drawn": 800.0,
         "perf/data_wait": 0.02,
         "data/min": -1.0,
         "data/max": 1.0,
@@ -46,8 +33,6 @@ def report(number: int, **figures) -> dict:
         "data/std": 0.7,
         "layers": layers(),
         "train/lr": 1e-3 * math.cos(math.pi * number / (2 * REPORTS)) ** 2,
-        "gradients/left_over": 0.0,
-        **{f"noise/{name}": value for name, value in NOISE.items()},
         **levels,
         **figures,
     }
@@ -68,8 +53,6 @@ DATA |= {"damaged": {"images": 0, "share": 0.0, "files": []}, "sizes": {"enlarge
 BAD_FILE = {"row": 3, "file": "cats/3.png", "reason": "image file is truncated"}
 SCHEDULE = {"alphas_cumprod": [0.9999 * math.exp(-10 * (t / 100) ** 2) for t in range(101)]}  # the linear schedule
 SAMPLES = {
-    "sampler": {"prediction_type": "epsilon", "beta_schedule": "linear"},
-    "trained": {"prediction_type": "epsilon", "beta_schedule": "linear"},
     "raw": {"std": 0.6, "pair_distance": 0.7},
     "ema": {"std": 0.6, "pair_distance": 0.8},
 }
@@ -107,21 +90,8 @@ def run(change=None, *, options=None, data=None, schedule=None, samples=None, pr
     )
 
 
-def shares(first: float):
-    values = {f"train/timestep_share_{i}": first if i == 1 else (1 - first) / 9 for i in range(1, 11)}
-    return lambda number: values
-
-
 def updates(size: float, warmup: int = 0):
     return lambda number: {"layers": layers(update=size if number > warmup else 0.0)}
-
-
-def noise(name: str, value: float):
-    return lambda number: {f"noise/{name}": value}
-
-
-def polynomial(power: float):
-    return lambda number: {"train/lr": 1e-3 * (1 - number / REPORTS) ** power}
 
 
 def distance(kind: str, value: float) -> dict:
@@ -142,13 +112,6 @@ def jumps(every: int, factor: float = 5.0, quartiles=(1, 2, 3, 4)):
 def rise(factor: float, quartiles=(1, 2, 3, 4)):
     rising = {f"train/loss_timestep_quartile_{i}": 0.1 * factor for i in quartiles}
     return lambda number: quartile_losses(0.1, 0.1, 0.1, 0.1)(number) | (rising if number >= 14 else {})
-
-
-def moving(*names: str, lr: float = 1e-3, rounding: str = ""):
-    """Only these layers are changed by the optimizer; one has no gradient but for rounding."""
-    changed = {name: figures | {"update": 1e-3 if name in names else 0.0} for name, figures in layers().items()}
-    changed |= {rounding: changed[rounding] | {"gradient": 1e-9}} if rounding else {}
-    return lambda number: {"layers": changed, "train/lr": lr}
 
 
 def sizes(newest: float):

@@ -56,9 +56,6 @@ def synthetic_run(folder: Path, *, reports: int, layers: int = 60, layer_records
         line |= {"train/ema_decay": 1 - 1 / (1 + step) ** 0.75, "train/ema_distance": 0.08 * math.sin(math.pi * done) + 0.005}
         line |= {"perf/images_per_second": chance.gauss(450, 25), "perf/data_wait": abs(chance.gauss(0.01, 0.005))}
         line |= {"perf/peak_memory_gib": 1.25, "data/min": -1.0, "data/max": 1.0, "data/mean": -0.4, "data/std": 0.75}
-        line |= {f"train/timestep_share_{t}": chance.gauss(0.1, 0.004) for t in range(1, 11)}
-        noise = {"variance": 1.0, "kurtosis": 3.0, "between_images": 0.0, "within_images": 0.0, "repeated": 0.0}
-        line |= {f"noise/{name}": chance.gauss(mean, 0.03) for name, mean in noise.items()} | {"noise/timestep_order": 0.95}
         lines.append({"step": step, **line})
         if i % max(1, reports // 12) == 0:
             lines.append({"step": step, "validation/loss": loss * 1.1})

@@ -1,4 +1,4 @@
-"""Does the doctor name the stage of a training step that is wrong? Edits the scripts, trains, and reads diagnosis.json.
+"""Does the doctor name what is wrong? Puts a fault into a script, trains, and reads diagnosis.json.
 
     python benchmarks/doctor/audit.py --jobs 2 --json audit.json                        # all faults, healthy runs: hours
     python benchmarks/doctor/audit.py --stages ema state --seeds 0 --healthy 0          # the faults of two stages
@@ -7,9 +7,10 @@
     python benchmarks/doctor/audit.py --check                                           # seconds: do all edits still apply?
 
 A fault of step_faults.py is an edit of a copy of the repository, in which the real script then trains a small network in a
-process of its own, or in two; an older one of faults.py or later_faults.py is put in by faulty_run.py. It counts as found when
-the first or the second finding that is more than "info" has the stage that was expected. A healthy run must have no such
-finding. Nothing of the doctor is imported here: a run's diagnosis.json is all that is read.
+process of its own, or in two; one of faults.py or later_faults.py is a function, a flag or a data set that faulty_run.py puts
+in its place. A fault counts as found when the first or the second finding that is more than "info" has the stage that was
+expected. A healthy run must have no such finding. Nothing of the doctor is called here: a run's diagnosis.json is all that is
+read.
 """
 
 import argparse
@@ -30,8 +31,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.doctor.faults import FAULTS
+from benchmarks.doctor.later_faults import LATER_FAULTS
 from benchmarks.doctor.step_data import CHANNELS, flags_of, make_dataset
-from benchmarks.doctor.step_faults import DDPM, OLDER_STAGES, STEP_FAULTS, Edit, edited
+from benchmarks.doctor.step_faults import DDPM, STEP_FAULTS, Edit, edited
 from benchmarks.doctor.step_kinds import (
     BASES,
     EPSILON_LINEAR,
@@ -48,7 +51,8 @@ from benchmarks.doctor.step_kinds import (
 ROOT = Path(__file__).parents[2]
 # What an update does to the weights; the other stages are data, noise, timestep, condition, network, learning_rate and export.
 IDENTITIES = ("input", "target", "weight", "gradient", "optimizer", "ema", "state", "ranks")
-OLDER_KINDS = (EPSILON_LINEAR, V_COSINE, SAMPLE_LINEAR)  # of diagnosis.py
+OLDER_FAULTS = FAULTS | LATER_FAULTS
+OLDER_KINDS = (EPSILON_LINEAR, V_COSINE, SAMPLE_LINEAR)  # one for each seed, in turn
 # Smaller images and a larger network know 32 images by heart in half a minute.
 OVERFIT = {"resolution": 8, "network": "large", "train_batch_size": 32, "learning_rate": 3e-3, "max_train_steps": 600}
 OVERFIT |= {"logging_steps": 30, "validation_images": 64, "validation_steps": 100, "save_images_steps": 300}
@@ -67,7 +71,7 @@ class Case:
     script: str
     flags: dict
     stages: tuple[str, ...] = ()  # of which one is expected; none for a healthy run
-    code: str | None = None  # of the older faults, for which a rule may speak
+    code: str | None = None  # of the finding that is expected, where that has no stage
     edits: tuple[Edit, ...] = ()
     processes: int = 1
     resumed: bool = False
@@ -115,15 +119,11 @@ def new_case(name: str, seed: int, dataset: str) -> Case:
 
 
 def older_case(name: str, seed: int, dataset: str) -> Case:
-    from benchmarks.doctor.faults import FAULTS
-    from benchmarks.doctor.later_faults import LATER_FAULTS
-
-    fault = (FAULTS | LATER_FAULTS)[name]
+    fault = OLDER_FAULTS[name]
     flags = BASES[DDPM] | OLDER_KINDS[seed % len(OLDER_KINDS)] | fault.flags(seed)
     if flags.pop("overfit", False):
         flags |= OVERFIT
-    imbalanced = fault.data == "imbalanced"
-    return Case(name, "older", dataset, seed, DDPM, flags, OLDER_STAGES[name], fault.code, imbalanced=imbalanced)
+    return Case(name, "older", dataset, seed, DDPM, flags, fault.stages, fault.code, imbalanced=fault.imbalanced)
 
 
 def healthy_case(name: str, number: int, dataset: str) -> Case:
@@ -368,10 +368,10 @@ def summary(results: list[Result]) -> str:
 
 
 def main() -> int:
-    everything = [*STEP_FAULTS, *OLDER_STAGES]
-    stages = sorted({stage for fault in STEP_FAULTS.values() for stage in fault.stages})
+    everything = STEP_FAULTS | OLDER_FAULTS
+    stages = sorted({stage for fault in everything.values() for stage in fault.stages})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", nargs="*", default=everything, choices=everything, metavar="NAME", help="(all)")
+    parser.add_argument("--faults", nargs="*", default=list(everything), choices=list(everything), metavar="NAME", help="(all)")
     parser.add_argument("--group", choices=("all", "new", "older"), default="all", help="of the faults (all)")
     parser.add_argument("--stages", nargs="+", choices=stages, metavar="STAGE", help=f"of {', '.join(stages)} (all)")
     parser.add_argument("--scripts", nargs="+", choices=list(BASES), default=list(BASES), help="(both)")
@@ -390,7 +390,7 @@ def main() -> int:
         return bool(found)
     faults = [name for name in args.faults if args.group == "all" or (name in STEP_FAULTS) == (args.group == "new")]
     if args.stages:
-        faults = [n for n in faults if (STEP_FAULTS[n].stages if n in STEP_FAULTS else OLDER_STAGES[n])[0] in args.stages]
+        faults = [name for name in faults if everything[name].stages[0] in args.stages]
     chosen = cases(faults, args.healthy, args.seeds, args.datasets, args.every_dataset)
     chosen = [case for case in chosen if case.script in args.scripts]
     start = time.monotonic()

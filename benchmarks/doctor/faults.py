@@ -1,4 +1,4 @@
-"""The faults of diagnosis.py, each a bug of a user's.
+"""Faults of all kinds that audit.py plants, each a bug of a user's: of the data, the settings, the network, the step.
 
 Each fault changes flags, the data, or functions of the project before `main` runs. Its form varies with the seed (for instance
 three ways to cut off the timestep), so that a rule cannot live on the traces of one.
@@ -34,10 +34,15 @@ def no_flags(seed: int) -> dict:
 
 @dataclass(frozen=True)
 class Fault:
-    code: str  # the finding that names it
+    stage: str | tuple[str, ...]  # of the finding that names it; several where each would be right
     patch: Callable[[int], None] | None = None  # of the seed, which chooses the variant
     flags: Flags = no_flags  # added to the run's
-    data: str = "good"  # which of the data sets that the benchmark makes
+    imbalanced: bool = False  # nearly all images are of one class
+    code: str | None = None  # of the finding that names it, where that has no stage
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return (self.stage,) if isinstance(self.stage, str) else self.stage
 
 
 def choose(seed: int, *variants):
@@ -311,34 +316,36 @@ def scale_collapses(seed: int) -> None:
 
 
 FAULTS = {
-    "images in [0, 1]": Fault("data-range", from_0_to_1),
-    "images in [0, 255]": Fault("data-range", from_0_to_255),
-    "normalized twice": Fault("data-range", normalized_twice),
-    "learning rate x 100": Fault("lr-too-high", flags=lambda seed: {"learning_rate": choose(seed, 0.1, 0.2, 0.05)}),
-    "learning rate / 1000": Fault("lr-too-low", flags=lambda seed: {"learning_rate": choose(seed, 1e-6, 2e-6, 5e-7)}),
+    "images in [0, 1]": Fault("data", from_0_to_1),
+    "images in [0, 255]": Fault("data", from_0_to_255),
+    "normalized twice": Fault("data", normalized_twice),
+    "learning rate x 100": Fault("learning_rate", flags=lambda seed: {"learning_rate": choose(seed, 0.1, 0.2, 0.05)}),
+    "learning rate / 1000": Fault("learning_rate", flags=lambda seed: {"learning_rate": choose(seed, 1e-6, 2e-6, 5e-7)}),
     "high learning rate, no warm-up": Fault(
-        "no-warmup", flags=lambda seed: {"lr_warmup_steps": 0, "learning_rate": choose(seed, 0.03, 0.1, 0.02)}
+        "learning_rate", flags=lambda seed: {"lr_warmup_steps": 0, "learning_rate": choose(seed, 0.03, 0.1, 0.02)}
     ),
-    "timestep cut off": Fault("timestep-ignored", timestep_cut_off),
-    "timesteps of a tenth": Fault("timesteps-uneven", timesteps_of_a_tenth),
+    "timestep cut off": Fault(("network", "timestep"), timestep_cut_off),
+    "timesteps of a tenth": Fault("timestep", timesteps_of_a_tenth),
     "betas too small": Fault(
-        "schedule-leaves-signal",
+        "input",
         betas_too_small,
         lambda seed: choose(seed, {}, {}, {"ddpm_num_steps": 100, "ddpm_beta_schedule": "linear"}),
     ),
-    "betas too large": Fault("schedule-destroys-early", betas_too_large),
-    "another sampler": Fault("sampler-mismatch", other_sampler),
-    "EMA frozen": Fault("ema-frozen", ema_frozen),
-    "EMA too long": Fault("ema-too-long", ema_too_long, lambda seed: choose(seed, {}, {}, {"ema_power": 3.0})),
-    "clip at 1e-6": Fault("clip-too-tight", flags=lambda seed: {"max_grad_norm": choose(seed, 1e-6, 1e-6, 1e-5)}),
-    "gradients exploding": Fault("gradients-exploding", exploding),
-    "NaN from a bad image": Fault("non-finite", bad_image),
-    "block without gradient": Fault("no-gradient", no_gradient),
-    "images alike": Fault("data-alike", alike),
-    "one class 95 %": Fault("class-imbalance", data="imbalanced"),
+    "betas too large": Fault("input", betas_too_large),
+    "another sampler": Fault(("export", "target"), other_sampler),
+    "EMA frozen": Fault("ema", ema_frozen),
+    "EMA too long": Fault("ema", ema_too_long, lambda seed: choose(seed, {}, {}, {"ema_power": 3.0})),
+    "clip at 1e-6": Fault("gradient", flags=lambda seed: {"max_grad_norm": choose(seed, 1e-6, 1e-6, 1e-5)}),
+    "gradients exploding": Fault(("gradient", "network", "weight"), exploding),
+    "NaN from a bad image": Fault(("data", "network"), bad_image),
+    "block without gradient": Fault(("gradient", "network"), no_gradient),
+    "images alike": Fault("data", alike),
+    "one class 95 %": Fault(("data", "condition"), imbalanced=True),
     "overfitting on 32 images": Fault(
-        "overfitting", flags=lambda seed: {"max_train_images": 96, "validation_images": 64, "overfit": True}
+        "data",
+        flags=lambda seed: {"max_train_images": 96, "validation_images": 64, "overfit": True},
+        code="overfitting",
     ),
-    "data loader starving": Fault("data-starved", starving, lambda seed: {"max_train_steps": 64}),
-    "fp16 scale collapsing": Fault("fp16-scale-collapse", scale_collapses),
+    "data loader starving": Fault("data", starving, lambda seed: {"max_train_steps": 64}),
+    "fp16 scale collapsing": Fault(("network", "gradient"), scale_collapses),
 }

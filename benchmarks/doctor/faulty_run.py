@@ -1,4 +1,4 @@
-"""One run of diagnosis.py: train_ddpm.py with a fault in it, or with "none".
+"""One run of audit.py: train_ddpm.py with a fault of faults.py or later_faults.py in it.
 
 python benchmarks/doctor/faulty_run.py "EMA frozen" 0 -- --max_train_steps 160 --output_dir runs/frozen
 """
@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.argv = ["train_ddpm.py", *args.flags]
     # Before its first update a run refuses networks that its export would not hold: here the doctor alone is asked.
     replace_everywhere("utils.diffusion.export.check_export", lambda *arguments: None)
-    patch = None if args.fault == "none" else (FAULTS | LATER_FAULTS)[args.fault].patch
+    patch = (FAULTS | LATER_FAULTS)[args.fault].patch
     if patch is not None:
         patch(args.seed)
     run_script(check_fired(train_ddpm.main), train_ddpm.parse_args)

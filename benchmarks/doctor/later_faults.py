@@ -1,4 +1,4 @@
-"""Faults that were thought of after the doctor's first rules and thresholds stood: the third group of diagnosis.py.
+"""Faults that were thought of after the doctor's first rules and thresholds stood.
 
 Written before the doctor was asked about any of them; what it said at first, and what it says now, is in RESULTS.md.
 """
@@ -196,24 +196,22 @@ def loader_gives_blanks(seed: int) -> None:
 
 
 LATER_FAULTS = {
-    "target of other noise": Fault("not-learning", another_target),
-    "noise not normal": Fault("noise-wrong", noise_not_normal),
-    "noise shared": Fault("noise-wrong", noise_shared),
-    "timesteps told wrongly": Fault("timestep-mismatch", timesteps_told_wrongly),
-    "optimizer without parameters": Fault("not-updated", parameters_forgotten),
-    "learning rate ended early": Fault("lr-ended-early", learning_rate_ended),
-    "weight decay enormous": Fault(
-        "weights-shrinking", flags=lambda seed: {"adam_weight_decay": choose(seed, 100.0, 30.0, 300.0)}
-    ),
-    "dropout 0.9": Fault("train-eval-gap", flags=lambda seed: {"dropout": choose(seed, 0.9, 0.8, 0.95)}),
-    "batch leaks": Fault("batch-leak", batch_leak),
-    "images inverted": Fault("data-changed", inverted),
-    "the same batch": Fault("data-stuck", same_batch),
-    "gradients never cleared": Fault("gradients-not-cleared", never_cleared),
-    "ImageNet statistics": Fault("data-range", imagenet_statistics),
-    "noise clipped": Fault("noise-wrong", noise_clipped),
-    "target of the wrong sign": Fault("train-eval-gap", wrong_sign),
-    "timesteps scaled in training": Fault("timestep-mismatch", timesteps_as_fractions),
-    "weights reset": Fault("loss-unstable", weights_reset),
-    "blanks from the loader": Fault("data-blank", loader_gives_blanks),
+    "target of other noise": Fault("target", another_target),
+    "noise not normal": Fault("noise", noise_not_normal),
+    "noise shared": Fault("noise", noise_shared),
+    "timesteps told wrongly": Fault("timestep", timesteps_told_wrongly),
+    "optimizer without parameters": Fault("optimizer", parameters_forgotten),
+    "learning rate ended early": Fault("learning_rate", learning_rate_ended),
+    "weight decay enormous": Fault("optimizer", flags=lambda seed: {"adam_weight_decay": choose(seed, 100.0, 30.0, 300.0)}),
+    "dropout 0.9": Fault("network", flags=lambda seed: {"dropout": choose(seed, 0.9, 0.8, 0.95)}),
+    "batch leaks": Fault("network", batch_leak),
+    "images inverted": Fault("data", inverted),
+    "the same batch": Fault("data", same_batch),
+    "gradients never cleared": Fault("gradient", never_cleared),
+    "ImageNet statistics": Fault("data", imagenet_statistics),
+    "noise clipped": Fault("noise", noise_clipped),
+    "target of the wrong sign": Fault("target", wrong_sign),
+    "timesteps scaled in training": Fault("timestep", timesteps_as_fractions),
+    "weights reset": Fault("state", weights_reset),
+    "blanks from the loader": Fault("data", loader_gives_blanks),
 }

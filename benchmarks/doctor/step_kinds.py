@@ -131,6 +131,8 @@ def healthy_runs() -> dict[str, Healthy]:
     ddpm("sampler ddpm", {"sampler": "ddpm", "ddpm_num_inference_steps": 20})
     ddpm("sampler dpmsolver++", {"sampler": "dpmsolver++"})
     ddpm("evaluation", {"eval_steps": 100, "eval_images": 32})
+    ddpm("batch 128", {"train_batch_size": 128, "max_train_steps": 72})
+    ddpm("60 updates, few reports", {"max_train_steps": 60, "logging_steps": 50, "lr_warmup_steps": 500})
     ddpm("compiled", {"compile": True, "max_train_steps": 120})
 
     edm2("plain")

@@ -1,4 +1,4 @@
-"""benchmarks/doctor/audit.py without its trainings: its edits apply, its commands are understood, answers are judged right."""
+"""benchmarks/doctor/audit.py: its edits apply, its commands are understood, answers are judged right; and some of its runs."""
 
 import importlib
 import json
@@ -6,9 +6,7 @@ import json
 import pytest
 
 from benchmarks.doctor import audit
-from benchmarks.doctor.faults import FAULTS
-from benchmarks.doctor.later_faults import LATER_FAULTS
-from benchmarks.doctor.step_faults import DDPM, EDM2, OLDER_STAGES, STEP_FAULTS, Edit, edited
+from benchmarks.doctor.step_faults import DDPM, EDM2, STEP_FAULTS, Edit, edited
 from benchmarks.doctor.step_kinds import healthy_runs
 from utils.diagnostics.audit.verdict import STAGES
 
@@ -23,8 +21,8 @@ def test_every_edit_applies_to_the_code_as_it_is():
 def test_there_are_faults_of_every_stage_and_script():
     expected = [stage for fault in STEP_FAULTS.values() for stage in fault.stages]
     assert set(expected) == set(STAGES)
-    assert {stage for stages in OLDER_STAGES.values() for stage in stages} <= set(STAGES)
-    assert OLDER_STAGES.keys() == (FAULTS | LATER_FAULTS).keys()
+    assert {stage for fault in audit.OLDER_FAULTS.values() for stage in fault.stages} <= set(STAGES)
+    assert len(audit.OLDER_FAULTS) >= 40 and audit.OLDER_FAULTS.keys().isdisjoint(STEP_FAULTS)
     assert sum(fault.script == EDM2 for fault in STEP_FAULTS.values()) > 60 and len(healthy_runs()) > 60
 
 
@@ -39,8 +37,8 @@ def test_an_edit_must_occur_once():
 @pytest.mark.parametrize("script", [DDPM, EDM2])
 def test_every_command_is_understood(script, tmp_path, monkeypatch):
     parse_args = importlib.import_module(script.removesuffix(".py")).parse_args
-    chosen = audit.cases([*STEP_FAULTS, *OLDER_STAGES], 1000, [0], DATASETS)
-    assert {case.name for case in chosen} == STEP_FAULTS.keys() | OLDER_STAGES.keys() | healthy_runs().keys()
+    chosen = audit.cases([*STEP_FAULTS, *audit.OLDER_FAULTS], 1000, [0], DATASETS)
+    assert {case.name for case in chosen} == STEP_FAULTS.keys() | audit.OLDER_FAULTS.keys() | healthy_runs().keys()
     chosen += audit.cases(["EMA decay squared", "lambda missing", "never mirrored"], 0, [1, 2, 3], DATASETS, every_dataset=True)
     for case in (case for case in chosen if case.script == script):
         words = audit.command(case, tmp_path, tmp_path / "run", {})
@@ -68,3 +66,15 @@ def test_answers_are_judged(tmp_path):
     assert right("ema") and right("state", "ema") and right("data", code="b") and right("data", code="c")
     assert not (right("state") or right("data") or right("data", code="d") or right())
     assert audit.findings_of(tmp_path / "nowhere") == []
+
+
+@pytest.mark.slow
+def test_the_doctor_names_faults_and_finds_none_in_healthy_runs():
+    """Each fault with another seed, which is its variant, and on another data set."""
+    chosen = []
+    for number, fault in enumerate(["learning rate x 100", "betas too small", "block without gradient", "EMA frozen"]):
+        chosen += audit.cases([fault], 0, [number], DATASETS[number:] + DATASETS[:number])
+    chosen += audit.cases([], 2, [], DATASETS)
+    for case in chosen:
+        case.flags.update({"max_train_steps": 96, "validation_steps": 48})
+    assert [audit.line(result) for result in audit.run_cases(chosen) if not result.right] == []

@@ -182,6 +182,18 @@ def test_a_healthy_loop_has_no_deviation_and_all_is_observed(prediction_type, mi
     }
 
 
+def test_without_hooks_of_the_forward_pass_gradients_and_averages_are_still_observed():
+    """As in updates of a compiled network that must not run eagerly."""
+    loop = Loop(declared())
+    loop.observer.eager = False
+    seen = {check.name: check.healthy for check in loop.update(0)}
+    assert False not in seen.values() and seen["gradients before the first backward pass"] and seen["EMA"]
+    loop.clear = lambda: None
+    loop.update_average = lambda number: None
+    loop.update(1)
+    assert {check.name for check in wrong(loop.update(2))} == {"gradients before the first backward pass", "EMA"}
+
+
 def set_(**methods):
     def change(loop):
         for name, method in methods.items():

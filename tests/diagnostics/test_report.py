@@ -114,7 +114,7 @@ ALL_TITLES = (
         "After 3,000 updates",
     ),
     *("Over time", "From noise to image", "Figures of the samples after 3,000 updates", "Gap to the ideal denoiser"),
-    *("Checks on a real batch", "Check of the data at the start", "Pixels that the network is trained on", "Timesteps drawn"),
+    *("Checks on a real batch", "Check of the data at the start", "Pixels that the network is trained on"),
     *("Set for this run", "What followed from them"),
 )
 
@@ -135,7 +135,7 @@ def test_a_full_run_has_every_section_in_order(run):
     assert re.search(r"--resolution</code></td><td[^>]*>16</td><td[^>]*>preset digits16", html)
     assert html.index("All other flags") < html.index("--seed</code>")
     # every plot says what healthy is, names its unit and its horizontal axis
-    assert html.count('class="frame"') == 18
+    assert html.count('class="frame"') == 16
     for figure in re.findall(r'<figure class="plot">.*?</figure>', html, re.S):
         if 'class="frame"' in figure:
             assert "Healthy:" in figure and 'class="y-label"' in figure and 'class="x-label"' in figure
@@ -149,8 +149,6 @@ SERIES = {
     "Distance from raw to EMA weights": "train/ema_distance",
     "Waiting for data": "perf/data_wait",
     "Pixels that the network is trained on": "data/",
-    "Timesteps drawn": "train/timestep_share",
-    "Noise that the network is shown": "noise/",
     "Activations": "layers",
     "Gap to the ideal denoiser": "probe",
     "Check of the data at the start": "data",

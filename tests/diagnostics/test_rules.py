@@ -10,7 +10,6 @@ import pytest
 from made_up_runs import (
     BAD_FILE,
     EVERY,
-    LAYER_NAMES,
     bins,
     by_level,
     copies,
@@ -19,14 +18,10 @@ from made_up_runs import (
     jumps,
     layers,
     linear_schedule,
-    moving,
-    noise,
-    polynomial,
     quartile_losses,
     report,
     rise,
     run,
-    shares,
     sizes,
     updates,
 )
@@ -68,8 +63,6 @@ CASES = {
     "data-range": [
         (run(lambda n: {"data/max": 255.0}), run(lambda n: {"data/max": 1.01})),
         (run(lambda n: {"data/min": -3.0}), run(lambda n: {"data/min": -1.01})),
-        (run(lambda n: {"data/min": 0.0, "data/std": 0.35}), run(lambda n: {"data/min": 0.0, "data/std": 0.5})),
-        (run(lambda n: {"data/mean": -1.0, "data/std": 0.005}), run(lambda n: {"data/mean": -0.3, "data/std": 0.8})),
     ],
     "data-alike": [
         (run(data={"copies": {"share": 0.9}}), run(data={"copies": {"share": 0.09}})),
@@ -95,56 +88,13 @@ CASES = {
     ],
     "schedule-leaves-signal": [(run(schedule=linear_schedule(2.0)), run(schedule=linear_schedule(5.0)))],
     "schedule-destroys-early": [(run(schedule=linear_schedule(100.0)), run(schedule=linear_schedule(15.0)))],
-    "timesteps-uneven": [(run(shares(0.01)), run(shares(0.03)))],
     "sampler-mismatch": [
-        (
-            run(samples={"sampler": {"beta_schedule": "scaled_linear"}}),
-            run(samples={"sampler": {"beta_schedule": "linear"}}),
-        ),
         (
             run(probe={"errors_as": {"epsilon": by_level(0.9, 1.2), "v_prediction": by_level(0.9, 0.3)}}),
             run(probe={"errors_as": {"epsilon": by_level(0.5, 1.2), "v_prediction": by_level(0.9, 0.3)}}),
         ),
     ],
     "timestep-ignored": [(run(probe={"timestep_response": 0.0}), run(probe={"timestep_response": 1e-3}))],
-    "data-changed": [
-        (run(lambda n: {"data/mean": 0.4}), run(lambda n: {"data/mean": -0.1})),
-        (run(lambda n: {"data/mean": 0.4}), run(lambda n: {"data/mean": 0.4}, options={"balanced_sampling": True})),
-        (run(lambda n: {"data/mean": -0.9}), run(lambda n: {"data/mean": -0.9}, options={"color_jitter": 0.5})),
-        (run(lambda n: {"data/mean": 0.4}), run(lambda n: {"data/mean": 0.4, "data/max": 255.0})),
-    ],
-    "data-stuck": [
-        (run(lambda n: {"data/mean": -0.4}), run(lambda n: {"data/mean": -0.4 + 1e-4 * n})),
-        (run(lambda n: {"data/mean": -0.4}), run(lambda n: {"data/mean": -0.4}, data={"copies": {"share": 0.9}})),
-    ],
-    "noise-wrong": [
-        (run(noise("variance", 0.25)), run(noise("variance", 0.9))),
-        (run(noise("variance", 4.0)), run(noise("variance", 1.1))),
-        (run(noise("kurtosis", 1.8)), run(noise("kurtosis", 2.7))),
-        (run(noise("between_images", 1.0)), run(noise("between_images", 0.05))),
-        (run(noise("within_images", 0.6)), run(noise("within_images", 0.1))),
-        (run(noise("repeated", 1.0)), run(noise("repeated", -0.2))),
-        (run(noise("variance", 4.0)), run(noise("variance", 4.0), schedule={"alphas_cumprod": None})),
-    ],
-    "timestep-mismatch": [
-        (run(noise("timestep_order", -1.0)), run(noise("timestep_order", 0.7))),
-        (run(noise("timestep_mean", 0.5)), run(noise("timestep_mean", 350.0))),
-        (run(noise("timestep_order", 0.1)), run(noise("timestep_order", 0.1), schedule={"alphas_cumprod": [0.005] * 101})),
-    ],
-    "gradients-not-cleared": [
-        (run(lambda n: {"gradients/left_over": 2.0}), run(lambda n: {"gradients/left_over": 2.0 * (n < 19)}))
-    ],
-    "not-updated": [
-        (run(moving("conv_in.weight", "mid_block.weight")), run(moving(*LAYER_NAMES))),
-        (run(moving()), run(moving(lr=0.0))),
-        (run(moving(rounding=LAYER_NAMES[1])), run(moving(LAYER_NAMES[0], LAYER_NAMES[2], rounding=LAYER_NAMES[1]))),
-        (run(moving()), run(lambda n: moving()(n) | {"train/scaler_skips": n + 1.0})),
-        (
-            run(lambda n: moving()(n) | {"train/scaler_skips": 4.0}),
-            run(lambda n: moving()(n) | {"train/scaler_skips": 0.5 * n}),
-        ),
-        (run(moving("conv_in.weight")), run(lambda n: moving("conv_in.weight")(n) | {"train/skipped_updates": 3.0})),
-    ],
     "weights-shrinking": [(run(sizes(0.01)), run(sizes(0.05)))],
     "loss-unstable": [
         (run(jumps(4)), run(jumps(15))),
@@ -152,16 +102,6 @@ CASES = {
         (run(jumps(4)), run(jumps(4, quartiles=(1,)))),
         (run(rise(4.0)), run(rise(2.5))),
         (run(rise(4.0, quartiles=(1, 2, 4))), run(rise(4.0, quartiles=(1, 2)))),
-    ],
-    "lr-ended-early": [
-        (run(lambda n: {"train/lr": 1e-3 * (n < 15)}), run(lambda n: {"train/lr": 1e-3 * (n < 19)})),
-        (run(lambda n: {"train/lr": 1e-3 * (n < 15)}), run(lambda n: {"train/lr": 1e-3 if n < 15 else 2e-6})),
-        (run(polynomial(4.0)), run(polynomial(4.0), options={"lr_scheduler": "polynomial", "lr_power": 4.0})),
-        (run(polynomial(4.0)), run(polynomial(1.0), options={"lr_scheduler": "polynomial"})),
-        (
-            run(lambda n: {"train/lr": 1e-3 * (n < 9)}, options={"lr_scheduler": "polynomial", "lr_power": 4.0}),
-            run(polynomial(4.0), options={"lr_scheduler": "polynomial", "lr_power": 4.0}),
-        ),
     ],
     "not-learning": [
         (run(quartile_losses(1.1, 1.0, 0.97, 1.0)), run(quartile_losses(1.1, 1.0, 0.7, 1.0))),
@@ -250,10 +190,6 @@ CASES = {
             run(probe={"held_out_error": {"100": 0.4, "500": 0.2, "900": 0.05}, "images": 1}),
         ),
     ],
-    "ema-frozen": [
-        (run(lambda n: {"train/ema_norm": 10.0}), run(lambda n: {"train/ema_norm": 10 + 1e-6 * n})),
-        (run(lambda n: {"train/ema_norm": 10.0}), run(lambda n: {"train/ema_norm": 10.0, "layers": layers(update=0.0)})),
-    ],
     "ema-too-long": [(run(lambda n: {"train/ema_decay": 0.9999}), run(lambda n: {"train/ema_decay": 0.99}))],
     "samples-alike": [
         (run(evaluated(variance_ratio=1e-3)), run(evaluated(variance_ratio=0.9))),
@@ -278,17 +214,6 @@ CASES = {
     "rule-failed": [(run(schedule={"alphas_cumprod": ["?"]}), run())],
     "data-starved": [(run(lambda n: {"perf/data_wait": 0.7}), run(lambda n: {"perf/data_wait": 0.15}))],
 }
-
-
-def test_batches_of_one_image_are_judged_together_and_not_too_few_of_them():
-    """Images of one gray each, which lie as far apart as the files' pixels, and none apart."""
-    grays = run(lambda n: {"data/mean": -0.4 + 0.7 * (-1) ** n, "data/std": 0.0})
-    same = run(lambda n: {"data/mean": -0.4 + 0.01 * (-1) ** n, "data/std": 0.0})
-    for record in (grays, same):
-        record.resolved["global_batch_size"] = 2
-    assert codes(grays) == [] and codes(same) == ["data-range"]
-    same.resolved["global_batch_size"] = 1  # 20 images in all
-    assert codes(same) == []
 
 
 @pytest.mark.parametrize(("weights", "found"), [(1e-3, []), (1e-6, ["lr-too-low"])])
@@ -391,7 +316,7 @@ def test_growing_gradients_are_not_a_tight_limit():
 def test_a_record_of_next_to_nothing_gives_nothing(length):
     healthy = run()
     assert diagnose(RunRecord(Path("run"), history=[r for r in healthy.history if "train/loss" in r][:length])) == []
-    assert diagnose(RunRecord(Path("run"), {}, {}, {}, [{"step": 1}] * length)) == []
+    assert diagnose(RunRecord(Path("run"), history=[{"step": 1}] * length)) == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0])
@@ -451,7 +376,7 @@ def test_a_figure_that_is_not_finite_is_no_evidence(value):
         return record
 
     everything = set().union(*(figures_of(line) for line in healthy().history))
-    assert len(everything) > 100
+    assert len(everything) > 80
     for *path, last in everything:
         record = healthy()
         for line in record.history:
@@ -460,21 +385,6 @@ def test_a_figure_that_is_not_finite_is_no_evidence(value):
             if isinstance(line.get(last), (int, float)):
                 line[last] = value
         assert diagnose(record) == [], (*path, last)
-
-
-def test_windows_without_a_finite_loss_tell_nothing_of_the_timesteps():
-    """Of a run whose learning rate broke it at update 2; earlier versions recorded zeros."""
-    tags = ["train/timesteps_drawn", *(f"train/timestep_share_{i}" for i in range(1, 11))]
-    for zeros in (False, True):
-        record = run(lambda n: NOTHING_FINITE | {"noise/timestep_order": 0.95, "noise/timestep_mean": 480.0 + n})
-        for line in record.history:
-            if "train/loss" in line and line["step"] > EVERY:
-                line.update(dict.fromkeys(tags, 0.0)) if zeros else [line.pop(tag) for tag in tags]
-        assert codes(record) == []
-        for line in record.history:
-            [line.pop(tag, None) for tag in tags]
-        found, judged = judge(record)
-        assert found == [] and judged.isdisjoint({"timestep-mismatch", "timesteps-uneven"})
 
 
 @pytest.mark.parametrize(("precision", "overflow"), [("fp16", True), ("bf16", False), ("no", False), (None, False)])
@@ -508,8 +418,8 @@ def test_too_little_is_not_enough_to_call_a_run_healthy():
     record.history = [line for line in record.history if line["step"] <= 2 * EVERY]
     found, judged = judge(record)
     assert found == [] and {"data-alike", "schedule-leaves-signal", "non-finite", "lr-too-high"} <= judged
-    late = {"data-starved", "not-learning", "lr-too-low", "loss-unstable", "not-updated", "no-gradient", "overfitting"}
-    assert judged.isdisjoint(late | {"samples-alike", "ema-frozen", "timestep-ignored"})
+    late = {"data-starved", "not-learning", "lr-too-low", "loss-unstable", "no-gradient", "overfitting"}
+    assert judged.isdisjoint(late | {"samples-alike", "timestep-ignored", "sampler-mismatch"})
 
 
 def test_few_samples_are_not_judged_by_their_variety():
@@ -520,7 +430,7 @@ def test_few_samples_are_not_judged_by_their_variety():
 
 def test_a_rule_that_fails_is_not_said_to_have_judged():
     _, judged = judge(run(schedule={"alphas_cumprod": ["?"]}))
-    assert judged.isdisjoint({"schedule-leaves-signal", "noise-wrong"}) and "data-alike" in judged
+    assert judged.isdisjoint({"schedule-leaves-signal", "not-learning"}) and "data-alike" in judged
 
 
 def test_a_rule_that_fails_hides_no_other_finding():

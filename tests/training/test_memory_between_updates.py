@@ -136,10 +136,10 @@ def test_reports_can_leave_compiled_code_alone(eager):
     norms = torch.stack([p.grad.norm() for p in model.parameters()])
     dynamics.before_step()
     dynamics.end(Gradients(norms.norm(), torch.tensor(True), norms, None))
-    figures, layers = dynamics.report()
+    _, layers = dynamics.report()
     torch._dynamo.reset()
     assert (len(graphs) == 0) is eager and ("activation" in layers["layer.weight"]) is eager
-    assert layers["layer.weight"]["gradient"] > 0 and figures["gradients/left_over"] == 0
+    assert layers["layer.weight"]["gradient"] > 0
 
 
 # ---- devices without float64

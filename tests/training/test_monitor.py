@@ -24,7 +24,7 @@ def test_the_loss_to_show_and_the_loss_that_is_trained(tmp_path, monkeypatch):
     """An update is judged by what its gradient is of, and shown by the other."""
     network, accelerator, state = torch.nn.Linear(2, 1), Accelerator(cpu=True), TrainState()
     shown = {}
-    objective = SimpleNamespace(network=network, num_ranks=20, checks_noise=False, ranks=lambda ranks: ranks)
+    objective = SimpleNamespace(network=network, num_ranks=20, ranks=lambda ranks: ranks)
     no_images = SimpleNamespace(bad_images=BadImages(0))
     run = SimpleNamespace(
         options=DDPMOptions(logging_steps=1, max_bad_steps=2),

@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState
 from conftest import logged_scalars
 
 from utils.optim.clipping import Gradients
-from utils.training.progress import BINS, StepStatistics, Stopwatch, Trackers, read_together
+from utils.training.progress import QUARTILES, StepStatistics, Stopwatch, Trackers, read_together
 
 ALONE = SimpleNamespace(reduce=lambda tensor, reduction: tensor)
 
@@ -27,13 +27,12 @@ def test_means_are_over_samples_by_quartile_of_the_timestep():
     report = statistics.report(ALONE)
     assert report["train/loss"] == 4.0
     assert [report.get(f"train/loss_timestep_quartile_{i}") for i in (1, 2, 3, 4)] == [1.5, 4.0, None, 9.0]
-    assert [report[f"train/timestep_share_{i}"] for i in range(1, 11)] == [0.25, 0, 0.5, 0, 0, 0, 0, 0, 0, 0.25]
     assert report["train/grad_norm"] == 4.0
     statistics.add_losses(torch.tensor([7.0]), torch.tensor([600]))
     assert statistics.report(ALONE)["train/loss"] == 7.0  # the sums were emptied
 
 
-def test_a_window_without_a_finite_loss_records_no_shares():
+def test_a_window_without_a_finite_loss_records_no_others():
     statistics = StepStatistics(torch.device("cpu"), 1000)
     statistics.add_losses(torch.tensor([float("nan"), float("inf")]), torch.tensor([3, 950]))
     statistics.add_update(gradients(float("nan")))
@@ -41,20 +40,11 @@ def test_a_window_without_a_finite_loss_records_no_shares():
     assert report.keys() == {"train/loss"} and math.isnan(report["train/loss"])
 
 
-def test_shares_are_of_all_timesteps_that_were_drawn():
-    """Or a loss that overflows at one end of the schedule would look like timesteps that are never drawn there."""
-    statistics = StepStatistics(torch.device("cpu"), 1000)
-    statistics.add_losses(torch.tensor([1.0, 2.0, 3.0, float("inf")]), torch.tensor([0, 150, 250, 999]))
-    report = statistics.report(ALONE)
-    assert [report[f"train/timestep_share_{i}"] for i in range(1, 11)] == [0.25, 0.25, 0.25, 0, 0, 0, 0, 0, 0, 0.25]
-    assert (report["train/loss"], report["train/timesteps_drawn"]) == (2.0, 4)
-
-
 def test_two_processes_report_the_mean_of_all_samples():
     statistics = StepStatistics(torch.device("cpu"), 4)
     statistics.add_losses(torch.tensor([1.0, 3.0]), torch.tensor([0, 1]))
-    other = torch.zeros(3 * BINS)
-    other[0], other[BINS], other[2 * BINS] = 5.0, 1.0, 1.0  # one sample of loss 5 in the first quartile
+    other = torch.zeros(2 * QUARTILES)
+    other[0], other[QUARTILES] = 5.0, 1.0  # one sample of loss 5 in the first quartile
     report = statistics.report(SimpleNamespace(reduce=lambda tensor, reduction: tensor + other))
     assert report["train/loss"] == 3.0
     assert report["train/loss_timestep_quartile_1"] == 3.0

@@ -108,28 +108,10 @@ CATALOG: dict[str, Entry] = {
     ),
     "data-range": Entry(
         "the images that the network sees are not in [-1, 1]",
-        "they were scaled twice, or not at all, or to [0, 1]; the noise schedule assumes [-1, 1]",
+        "they were scaled twice, or not at all, or some of them are damaged; the noise schedule assumes [-1, 1]",
         (
             "scale uint8 by x / 127.5 - 1, once",
             "look at one batch: its min, max and mean are in the report",
-        ),
-        stage="data",
-    ),
-    "data-changed": Entry(
-        "the images that the network sees are darker or brighter than the files",
-        "they are inverted, normalized with the figures of another data set, or changed too much by augmentation",
-        (
-            "look at a batch as the network gets it",
-            "leave out augmentation that changes brightness",
-        ),
-        stage="data",
-    ),
-    "data-stuck": Entry(
-        "the same images come in every update",
-        "an iterator that is made anew for each update, or an order that does not depend on the update",
-        (
-            "make the iterator once, outside the loop",
-            "check how the sampler is seeded",
         ),
         stage="data",
     ),
@@ -208,35 +190,11 @@ CATALOG: dict[str, Entry] = {
         ),
         stage="input",
     ),
-    "timesteps-uneven": Entry(
-        "parts of the noise schedule are hardly trained",
-        "timesteps are not drawn uniformly from the whole range",
-        (
-            "draw timesteps with torch.randint(0, num_train_timesteps, ...)",
-            "check the upper bound: it is exclusive",
-        ),
-        stage="timestep",
-    ),
-    "noise-wrong": Entry(
-        "the noise is not independent standard normal noise",
-        "it is scaled, of another distribution, broadcast over pixels or images, or its generator is seeded anew each time",
-        (
-            "noise = torch.randn_like(clean_images), in every update",
-            "leave the seeding of generators out of the loop",
-        ),
-        stage="noise",
-    ),
-    "timestep-mismatch": Entry(
-        "the network is told other timesteps than the images were noised with",
-        "timesteps are drawn, shuffled or reversed between add_noise and the network",
-        ("pass one tensor to both: add_noise(clean_images, noise, timesteps), unet(noisy_images, timesteps)",),
-        stage="timestep",
-    ),
     "sampler-mismatch": Entry(
-        "samples are drawn with another process than was trained",
-        "the sampling scheduler's prediction type or noise schedule is not the training's",
+        "the scheduler takes the network's output for something else than it is",
+        "the prediction type in the scheduler's config is not the one that was trained",
         (
-            "build the sampler from the training scheduler's config",
+            "set prediction_type in scheduler/scheduler_config.json to what was trained",
             "export the scheduler with the model",
         ),
         stage="export",
@@ -287,21 +245,6 @@ CATALOG: dict[str, Entry] = {
             "leave them out of the network if they are not needed",
         ),
         stage="gradient",
-    ),
-    "gradients-not-cleared": Entry(
-        "updates begin with the gradients of the one before",
-        "zero_grad is not called, or on another optimizer or model: each update follows the sum of all gradients so far",
-        ("optimizer.zero_grad() after every step, not only at the start",),
-        stage="gradient",
-    ),
-    "not-updated": Entry(
-        "parameters have gradients and are never changed",
-        "the optimizer was made without them, or for a copy of the network, or its step is never taken",
-        (
-            "make the optimizer from unet.parameters() after the network has its final form",
-            "call optimizer.step() once per update",
-        ),
-        stage="optimizer",
     ),
     "gradients-exploding": Entry(
         "gradients grow without end",
@@ -362,15 +305,6 @@ CATALOG: dict[str, Entry] = {
         ),
         stage="learning_rate",
     ),
-    "lr-ended-early": Entry(
-        "the learning rate ended long before the run",
-        "its schedule is laid out for fewer updates, or stepped more than once per update, as once per process",
-        (
-            "lay the schedule out for --max_train_steps, and step it once per update",
-            "--lr_floor 0.1",
-        ),
-        stage="learning_rate",
-    ),
     "weights-shrinking": Entry(
         "the weights shrink away",
         "the weight decay outweighs what is learned",
@@ -394,15 +328,6 @@ CATALOG: dict[str, Entry] = {
             "compare the loop with the sampler: timesteps as integers, the sign and kind of the target, the scale of the noise",
         ),
         stage="network",
-    ),
-    "ema-frozen": Entry(
-        "the averaged weights do not follow the raw ones",
-        "the EMA is not updated, or updated before the step, or on a copy of the model that is not trained",
-        (
-            "update the EMA after every optimizer step, from the unwrapped model",
-            "check that ema_decay is below 1",
-        ),
-        stage="ema",
     ),
     "ema-too-long": Entry(
         "the average still holds much of the run's beginning",

@@ -13,29 +13,23 @@ from utils.diagnostics.rules.data import (
     class_imbalance,
     data_alike,
     data_blank,
-    data_changed,
     data_damaged,
     data_enlarged,
     data_range,
     data_starved,
-    data_stuck,
 )
 from utils.diagnostics.rules.loss import not_learning, overfitting
 from utils.diagnostics.rules.network import batch_leak, no_gradient, timestep_ignored, train_eval_gap
 from utils.diagnostics.rules.optimizer import (
     clip_too_tight,
-    ema_frozen,
     ema_too_long,
     fp16_scale,
     gradients_exploding,
-    gradients_not_cleared,
     learning_rate,
-    lr_ended_early,
     non_finite,
-    not_updated,
     weights_shrinking,
 )
-from utils.diagnostics.rules.process import noise_wrong, sampler_mismatch, schedule, timestep_mismatch, timesteps_uneven
+from utils.diagnostics.rules.process import sampler_mismatch, schedule
 from utils.diagnostics.rules.samples import evaluated_samples, previewed_samples
 from utils.runs.record import RunRecord
 
@@ -65,9 +59,8 @@ def judge(record: RunRecord) -> tuple[list[Finding], set[str]]:
 # gradients, or with NaN.
 RULES: tuple[Callable[[RunRecord], Found], ...] = (
     step_deviates,
-    *(data_range, data_changed, schedule, timesteps_uneven, noise_wrong, timestep_mismatch, sampler_mismatch),
-    *(gradients_not_cleared, not_updated, weights_shrinking, learning_rate, lr_ended_early),
-    *(batch_leak, timestep_ignored, no_gradient, fp16_scale, non_finite, clip_too_tight, ema_frozen, ema_too_long),
-    *(data_stuck, data_damaged, data_blank, data_alike, overfitting, class_imbalance, not_learning),
+    *(data_range, schedule, sampler_mismatch, weights_shrinking, learning_rate),
+    *(batch_leak, timestep_ignored, no_gradient, fp16_scale, non_finite, clip_too_tight, ema_too_long),
+    *(data_damaged, data_blank, data_alike, overfitting, class_imbalance, not_learning),
     *(train_eval_gap, evaluated_samples, previewed_samples, gradients_exploding, data_starved, data_enlarged),
 )

@@ -10,11 +10,10 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from utils.diagnostics.noise_check import FIGURES, noise_figures
 from utils.optim.clipping import Gradients
 
 MEASURED = (nn.Conv2d, nn.Linear)  # layers whose outputs are watched
-SEEN = ("data/min", "data/max", "data/mean", "data/std", *(f"noise/{name}" for name in FIGURES), "gradients/left_over")
+SEEN = ("data/min", "data/max", "data/mean", "data/std")
 
 
 class Dynamics:
@@ -24,13 +23,11 @@ class Dynamics:
 
     Args:
         eager: whether updates that are measured run eagerly where the network is compiled. Where they do not, compiled code
-            calls no hooks, and activations and noise are not measured.
-        checks_noise: whether `model(noisy_images, timesteps)` is shown x_t = a x_0 + b eps with a^2 + b^2 = 1, of the images
-            that `see_images` was told before: then the noise is looked at too.
+            calls no hooks, and activations are not measured.
     """
 
-    def __init__(self, model: nn.Module, checks_noise: bool = True, eager: bool = True):
-        self._model, self._checks_noise, self.eager = model, checks_noise, eager
+    def __init__(self, model: nn.Module, eager: bool = True):
+        self.eager = eager
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # Frozen ones are shown as without gradient; the random frequencies of a Fourier time embedding are meant to be.
         frozen = (name for name, p in model.named_parameters() if not p.requires_grad)
@@ -41,10 +38,6 @@ class Dynamics:
         self._hooks = ExitStack()
         self._activations: dict[str, list[torch.Tensor]] = {}
         self._images: list[torch.Tensor] = []
-        self._clean_images: torch.Tensor | None = None
-        self._noise: list[torch.Tensor] = []
-        self._earlier_noise: torch.Tensor | None = None  # of one image of the update measured before
-        self._left_over: torch.Tensor | None = None
         self._before: list[torch.Tensor] | None = None
         self._measured: torch.Tensor | None = None
         self._watching = False
@@ -53,13 +46,9 @@ class Dynamics:
         """If `wanted`, watches every forward pass until `before_step`; these run eagerly."""
         if not wanted:
             return
-        self._watching, self._activations, self._images, self._noise = True, {}, [], []
-        left_over = [p.grad for p in self._parameters.values() if p.grad is not None]
-        self._left_over = torch.stack(torch._foreach_norm(left_over)).norm() if left_over else None
+        self._watching, self._activations, self._images = True, {}, []
         if not self.eager:
             return
-        if self._checks_noise:
-            self._hooks.callback(self._model.register_forward_pre_hook(self._see_inputs).remove)
         for name, module in self._layers:
             self._hooks.callback(module.register_forward_hook(self._watch(name)).remove)
         self._hooks.enter_context(torch.compiler.set_stance("force_eager"))
@@ -72,18 +61,9 @@ class Dynamics:
         return look
 
     @torch.no_grad()
-    def _see_inputs(self, module: nn.Module, inputs: tuple) -> None:
-        if self._clean_images is None or len(inputs) != 2:
-            return
-        figures, noise = noise_figures(self._clean_images, *inputs, self._earlier_noise)
-        self._clean_images, self._earlier_noise = None, noise
-        self._noise.append(figures)
-
-    @torch.no_grad()
     def see_images(self, clean_images: torch.Tensor) -> None:
         """Notes what the network is trained on: range, mean and variance of [B, C, H, W]."""
         if self._watching:
-            self._clean_images = clean_images
             variance, mean = torch.var_mean(clean_images.float(), correction=0)
             count = torch.full_like(mean, clean_images.numel())
             self._images.append(torch.stack([*clean_images.float().aminmax(), mean, variance, count]))
@@ -114,10 +94,7 @@ class Dynamics:
         mean = (counts * means).sum() / counts.sum()  # of all micro steps together, as the variance: within them and between
         variance = (counts * (variances + (means - mean).square())).sum() / (counts.sum() - 1)
         images = torch.stack([least.min(), most.max(), mean, variance.sqrt()])
-        noise = torch.stack(self._noise).nanmean(0) if self._noise else weights.new_full((len(FIGURES),), torch.nan)
-        left_over = weights.new_zeros(()) if self._left_over is None else self._left_over
-        seen = torch.cat([images, noise, left_over[None]])
-        self._measured = torch.cat([seen, weights / sizes, gradients.norms / sizes, ratios, activations])
+        self._measured = torch.cat([images, weights / sizes, gradients.norms / sizes, ratios, activations])
 
     def measured(self) -> torch.Tensor:
         """Returns what a report is made of, on the device; empty where no update was measured."""
@@ -129,8 +106,7 @@ class Dynamics:
 
         The layers: name of each parameter -> {"weight", "gradient": rms, "update": change over weight}, and "activation":
         rms of its layer's output where it is a layer's weight. The figures: data/min, max, mean, std of this process's
-        images; noise/... as `noise_figures`, those that are known; the largest and the smallest gradient by layer, how many
-        parameters get none (H1), and the L2 norm of what the update before had left in them, which should be 0.
+        images; the largest and the smallest gradient by layer, and how many parameters get none.
         """
         if self._measured is None:
             return {}, {}
@@ -147,7 +123,6 @@ class Dynamics:
         for name, value in zip(self._activations, values[3 * count :]):
             layers.setdefault(f"{name}.weight", {})["activation"] = value
         gradients = values[count : 2 * count]
-        figures = {name: value for name, value in zip(SEEN, seen) if value == value or not name.startswith("noise/")}
-        figures |= {"gradients/largest_rms": max(gradients), "gradients/smallest_rms": min(gradients)}
+        figures = dict(zip(SEEN, seen)) | {"gradients/largest_rms": max(gradients), "gradients/smallest_rms": min(gradients)}
         figures["gradients/parameters_without"] = sum(gradient == 0.0 for gradient in gradients) + len(self._frozen)
         return figures, layers

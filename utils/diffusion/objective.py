@@ -25,7 +25,6 @@ class Objective(ABC):
         noise_scheduler: of diffusers, what the pipeline is exported with.
         level: the name of the noise levels [B] among what `draw` gives.
         num_ranks: `ranks` are below it.
-        checks_noise: whether `draw` gives noise and timesteps of which the doctor knows what they should be like.
         loader: the Python expression that loads the exported pipeline, with `{path!r}` in it.
         predict: what a sampler asks in place of `exported`, see `sampling.sample`; None for a plain call.
     """
@@ -35,7 +34,6 @@ class Objective(ABC):
     noise_scheduler: Scheduler
     level: str
     num_ranks: int
-    checks_noise: bool
     loader: str
     predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 

@@ -89,7 +89,7 @@ class EMA:
 
     def report(self) -> dict[str, Any]:
         """Returns figures to log, 0-dim tensors on the device."""
-        return {"train/ema_distance": self.distance(), "train/ema_norm": self.norm()}
+        return {"train/ema_distance": self.distance()}
 
     @torch.no_grad()
     def restart(self) -> None:

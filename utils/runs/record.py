@@ -19,7 +19,6 @@ class RunRecord:
     output_dir: Path
     options: dict = field(default_factory=dict)  # every flag
     resolved: dict = field(default_factory=dict)  # what followed from them, such as max_train_steps
-    scheduler: dict = field(default_factory=dict)  # the noise schedule's config that the pipeline was exported with, if it was
     history: list[dict] = field(default_factory=list)
     command: str = ""  # that of the newest start
     starts: list[str] = field(default_factory=list)  # when it was started and resumed, ISO 8601, oldest first
@@ -43,7 +42,6 @@ class RunRecord:
             output_dir,
             recorded.get("options", {}),
             recorded.get("resolved", {}),
-            _scheduler_config(output_dir),
             history,
             command=recorded.get("command") or "",
             starts=[s["started"] for s in (*recorded.get("earlier_starts", []), recorded) if s.get("started")],
@@ -96,14 +94,6 @@ def _finite_part(value: Any) -> Any:
 def _whole_lines(path: Path) -> int:
     """Without the last one, where a kill cut it short."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def _scheduler_config(output_dir: Path) -> dict:
-    """Empty where there is none, or where a full disk or a kill cut it short."""
-    try:
-        return json.loads((output_dir / "scheduler" / "scheduler_config.json").read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
 
 
 def _exit_status(output_dir: Path) -> int | None:

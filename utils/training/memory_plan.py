@@ -32,7 +32,9 @@ from utils.training.memory_estimate import (
 )
 
 MIB = 2**20
-NO_ACTIVATIONS = "reports are without activations and noise: they take an eager update, which is predicted not to fit"
+NO_ACTIVATIONS = (
+    "reports are without activations, and the step audit without forward passes: an eager update is predicted not to fit"
+)
 
 
 class MemoryPlan:

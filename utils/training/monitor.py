@@ -30,7 +30,7 @@ class Monitor:
         device = run.accelerator.device
         self._stopwatch = Stopwatch(state.step)
         self._statistics = StepStatistics(device, objective.num_ranks)
-        self._dynamics = Dynamics(objective.network, objective.checks_noise, measures_eagerly)
+        self._dynamics = Dynamics(objective.network, measures_eagerly)
         num_parameters = sum(parameter.requires_grad for parameter in objective.network.parameters())
         counts = state.skipped_updates, state.scaler_skips, state.bad_in_a_row
         self._bad_updates = BadUpdates(run.accelerator, num_parameters, *counts)

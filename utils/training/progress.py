@@ -20,23 +20,20 @@ from tqdm import tqdm
 from utils.core.errors import UserError
 from utils.optim.clipping import Gradients
 
-QUARTILES, TENTHS = 4, 10
-BINS = 20  # of the timesteps: both divide it
+QUARTILES = 4
 
 
 class StepStatistics:
     """Sums on the device between two reports, so that the training path never waits for the host.
 
     Loss figures are means over samples, over micro steps, updates and (in `report`) processes; samples whose loss is not
-    finite are left out (`nonfinite.BadUpdates` counts them), but for the shares of timesteps, which are of all that were drawn.
-    Quartiles and tenths are of the timestep: 1 is the least noise.
+    finite are left out (`nonfinite.BadUpdates` counts them). Quartiles are of the timestep: 1 is the least noise.
     """
 
     def __init__(self, device: torch.device, num_train_timesteps: int):
         self._num_timesteps = num_train_timesteps
-        self._loss_sum = torch.zeros(BINS, device=device)
-        self._loss_count = torch.zeros(BINS, device=device)
-        self._drawn = torch.zeros(BINS, device=device)
+        self._loss_sum = torch.zeros(QUARTILES, device=device)
+        self._loss_count = torch.zeros(QUARTILES, device=device)
         self._norm_sum = torch.zeros((), device=device)
         self._updates = torch.zeros((), device=device)
 
@@ -44,10 +41,9 @@ class StepStatistics:
     def add_losses(self, losses: torch.Tensor, timesteps: torch.Tensor) -> None:
         """Adds one micro batch: `losses` and `timesteps` are [B]."""
         finite = torch.isfinite(losses)
-        bins = timesteps * BINS // self._num_timesteps
-        self._loss_sum.index_add_(0, bins, losses.detach().float().where(finite, 0.0))
-        self._loss_count.index_add_(0, bins, finite.float())
-        self._drawn.index_add_(0, bins, torch.ones_like(bins, dtype=torch.float32))
+        quartiles = timesteps * QUARTILES // self._num_timesteps
+        self._loss_sum.index_add_(0, quartiles, losses.detach().float().where(finite, 0.0))
+        self._loss_count.index_add_(0, quartiles, finite.float())
 
     @torch.no_grad()
     def add_update(self, gradients: Gradients) -> None:
@@ -57,7 +53,7 @@ class StepStatistics:
 
     def sums(self, accelerator: Accelerator) -> torch.Tensor:
         """Returns what a report is made of, over all processes, on the device."""
-        losses = accelerator.reduce(torch.cat([self._loss_sum, self._loss_count, self._drawn]), "sum")
+        losses = accelerator.reduce(torch.cat([self._loss_sum, self._loss_count]), "sum")
         return torch.cat([losses, torch.stack([self._norm_sum, self._updates])])
 
     def report(self, accelerator: Accelerator, values: list[float] | None = None) -> dict[str, float]:
@@ -67,18 +63,14 @@ class StepStatistics:
         Of what there was none there is no figure, except that the loss is NaN.
         """
         values = self.sums(accelerator).tolist() if values is None else values
-        sums, counts, drawn = values[:BINS], values[BINS : 2 * BINS], values[2 * BINS : 3 * BINS]
-        norm_sum, updates = values[3 * BINS :]
+        sums, counts, (norm_sum, updates) = values[:QUARTILES], values[QUARTILES:-2], values[-2:]
         report = {"train/loss": sum(sums) / sum(counts) if sum(counts) else math.nan}
-        for i, (loss_sum, count) in enumerate(zip(_joined(sums, QUARTILES), _joined(counts, QUARTILES))):
+        for i, (loss_sum, count) in enumerate(zip(sums, counts)):
             if count:
                 report[f"train/loss_timestep_quartile_{i + 1}"] = loss_sum / count
-        if sum(counts):  # else nothing was trained
-            report["train/timesteps_drawn"] = sum(drawn)
-            report |= {f"train/timestep_share_{i + 1}": count / sum(drawn) for i, count in enumerate(_joined(drawn, TENTHS))}
         if updates:
             report["train/grad_norm"] = norm_sum / updates
-        for tensor in (self._loss_sum, self._loss_count, self._drawn, self._norm_sum, self._updates):
+        for tensor in (self._loss_sum, self._loss_count, self._norm_sum, self._updates):
             tensor.zero_()
         return report
 
@@ -88,12 +80,6 @@ def read_together(tensors: Sequence[torch.Tensor]) -> list[list]:
     packed = torch.cat([tensor.detach().flatten().view(torch.uint8) for tensor in tensors]).cpu()
     parts = packed.split([tensor.numel() * tensor.element_size() for tensor in tensors])
     return [part.clone().view(tensor.dtype).tolist() for part, tensor in zip(parts, tensors)]
-
-
-def _joined(bins: list[float], parts: int) -> list[float]:
-    """Sums of neighboring bins, `parts` of them."""
-    width = len(bins) // parts
-    return [sum(bins[i : i + width]) for i in range(0, len(bins), width)]
 
 
 class Stopwatch:

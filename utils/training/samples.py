@@ -24,12 +24,6 @@ from utils.training.run import Run
 ImagesAndPaths = tuple[torch.Tensor, torch.Tensor]  # [B, C, H, W] and [B, T, C, H, W]
 
 PATH_IMAGES = 4
-PROCESS = (
-    "prediction_type",
-    "beta_schedule",
-    "num_train_timesteps",
-    "rescale_betas_zero_snr",
-)  # what training and sampling share
 
 
 class SampleGrids:
@@ -102,6 +96,4 @@ class SampleGrids:
         run.trackers.log_image("samples/raw_and_ema", path, step)
         run.trackers.log_image("samples/denoising_path", path_png, step)
         statistics = {"raw": sample_statistics(raw[0]), "ema": sample_statistics(ema[0])}
-        configs = {"sampler": dict(self._plan.scheduler.config), "trained": dict(objective.noise_scheduler.config)}
-        kept = {name: {key: config[key] for key in PROCESS if key in config} for name, config in configs.items()}
-        run.doctor.record(step, {"samples": statistics | kept})
+        run.doctor.record(step, {"samples": statistics})

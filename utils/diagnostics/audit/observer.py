@@ -202,6 +202,8 @@ class Observer:
         """Of a loop that says where one begins; else it begins with the network's forward pass."""
         self._close_micro_step()
         self.tell(**facts)
+        if not self.eager:  # no forward pass will be seen
+            self._see_start(self._micro_step())
 
     @_safely
     def tell(self, **facts: Any) -> None:

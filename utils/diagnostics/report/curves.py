@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.diagnostics.report.plots import Band, Curve, bars, heat_map, plot, smooth
+from utils.diagnostics.report.plots import Band, Curve, heat_map, plot, smooth
 from utils.runs.record import RunRecord
 
 SMOOTHING = 30  # the smoothed curves average over about a thirtieth of the reports
@@ -14,12 +14,6 @@ MAX_LAYER_RECORDS = 240  # of longer runs as many, evenly spread
 
 
 PROBED = ("error", "held_out_error", "linear_error", "output_std", "target_std", "ideal_denoiser_gap")  # plotted
-CORRELATIONS = {  # of utils/diagnostics/noise_check.py
-    "timestep_order": "share of noise and timestep",
-    "between_images": "images of a batch",
-    "within_images": "neighboring pixels",
-    "repeated": "an earlier update",
-}
 
 
 def columns(*figures: str) -> str:
@@ -289,41 +283,12 @@ def probe_plots(records: list[tuple[int, dict]]) -> list[str]:
     return [errors, sizes, gaps]
 
 
-def data_plots(record: RunRecord) -> list[str]:
+def data_plot(record: RunRecord) -> str:
     names = {"max": "largest", "mean": "mean", "std": "standard deviation", "min": "smallest"}
-    pixels = plot(
+    return plot(
         "Pixels that the network is trained on",
         [_curve(record, f"data/{key}", label, style) for style, (key, label) in enumerate(names.items(), start=1)],
         unit="pixel value after scaling to [-1, 1]",
         scale="linear",
         reading="Healthy: smallest and largest near -1 and 1, mean and standard deviation level. A step: the data changed.",
     )
-    tenths = [record.series(f"train/timestep_share_{i}")[1] for i in range(1, 11)]
-    shares = [100 * float(np.nanmean(values)) for values in tenths if any(math.isfinite(value) for value in values)]
-    timesteps = ""
-    if len(shares) == 10:
-        timesteps = bars(
-            "Timesteps drawn",
-            [f"{10 * i}-{10 * i + 10} %" for i in range(10)],
-            shares,
-            unit="% of the samples, by tenth of the schedule; the first has the least noise",
-            reading="Healthy: 10 % each, within chance, unless you chose to draw them otherwise.",
-        )
-    moments = plot(
-        "Noise that the network is shown",
-        [
-            _curve(record, "noise/variance", "variance", 1),
-            _curve(record, "noise/kurtosis", "kurtosis", 2, lambda value: value / 3),
-        ],
-        unit="over that of a standard normal distribution",
-        scale="linear",
-        reading="Healthy: both near 1.",
-    )
-    correlations = plot(
-        "What the noise goes with",
-        [_curve(record, f"noise/{name}", label, style) for style, (name, label) in enumerate(CORRELATIONS.items(), start=1)],
-        unit="correlation",
-        scale="linear",
-        reading="Healthy: the share of noise goes with the timestep that the network is told, nearly 1; the rest is near 0.",
-    )
-    return [pixels, timesteps, moments, correlations]

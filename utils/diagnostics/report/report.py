@@ -13,7 +13,7 @@ from utils.core.signals import EXIT_DIVERGED, EXIT_STOPPED
 from utils.diagnostics.report.curves import (
     PROBED,
     columns,
-    data_plots,
+    data_plot,
     ema_plots,
     gradient_plots,
     layer_plots,
@@ -209,7 +209,7 @@ def _data(record: RunRecord) -> str:
     records = record.records("data")
     rows = [[key.replace("_", " "), cell(value)] for key, value in flatten(records[-1][1]).items()] if records else []
     reading = "Shares are of the images, sizes in pixels, values as the network sees them, in [-1, 1]."
-    return table("Check of the data at the start", reading, ["", ""], rows) + columns(*data_plots(record))
+    return table("Check of the data at the start", reading, ["", ""], rows) + columns(data_plot(record))
 
 
 def _options(record: RunRecord) -> str:

@@ -1,94 +1,22 @@
 """Findings about the images themselves and about how they reach the network."""
 
-import math
-from statistics import fmean, median, pvariance
+from statistics import median
 
 from utils.diagnostics.finding import Finding, Found
 from utils.runs.record import RunRecord
 
 
 def data_range(record: RunRecord) -> Found:
+    """The audit sets a few images beside their files; here is every one of the reported updates."""
     steps, lows = record.finite("data/min")
     _, highs = record.finite("data/max")
     if not lows or not highs:
         return
-    low, high = min(lows), max(highs)
-    seen = f"seen from {low:.3g} to {high:.3g}"
-    if _out_of_range(low, high):
-        yield Finding("data-range", "critical", seen, steps[-1])
-        return
-    checks = record.known("data")
-    files = _mean_and_std(checks[0][1]) if checks else None
-    _, means = record.finite("data/mean")
-    _, stds = record.finite("data/std")
-    if files is None or not means or not stds:
-        return
-    # The mean squares of single images differ by about as much as they are, so that those of 32 are known to a sixth or so.
-    if _images_seen(record, len(means)) < 32:
-        return
-    # What the network sees has the mean and spread of what the files hold. Flips change neither, jitter of 0.5 the spread by
-    # a quarter, balanced sampling and small batches less; the usual mistakes, [0, 1] among them, halve the spread or more.
-    # Of batches of one or two images most of the spread may lie between them.
     yield "data-range"
-    mean, std = fmean(means), math.sqrt(fmean(s * s for s in stds) + pvariance(means))
-    if not 0.6 < std / max(files[1], 1e-6) < 1.7:
-        what = f"{seen}, mean {mean:.2f}, spread {std:.2g}; in the files mean {files[0]:.2f}, spread {files[1]:.2g}"
-        yield Finding("data-range", "critical", what, steps[-1])
-
-
-def _out_of_range(low: float, high: float) -> bool:
-    """Scaling uint8 gives [-1, 1] exactly, and jitter clamps: anything beyond by more than rounding is another scale."""
-    return low < -1.02 or high > 1.02
-
-
-def _images_seen(record: RunRecord, reports: int) -> int:
-    """By this process, in the updates that so many reports are of."""
-    return reports * (record.resolved.get("global_batch_size") or 0) // (record.resolved.get("num_processes") or 1)
-
-
-def data_changed(record: RunRecord) -> Found:
-    """Images that come to the network darker or brighter than they are in the files: inverted, or badly normalized."""
-    checks = record.known("data")
-    files = _mean_and_std(checks[0][1]) if checks else None
-    steps, means = record.finite("data/mean")
-    # The means of single images lie within about one spread of the whole, so that of 100 images has a standard error below a
-    # tenth of it, and half a spread is five of those. Balanced sampling shows other images than the files hold on average.
-    if files is None or _images_seen(record, len(means)) < 100 or record.options.get("balanced_sampling"):
-        return
-    _, lows = record.finite("data/min")
-    _, highs = record.finite("data/max")
-    if lows and highs and _out_of_range(min(lows), max(highs)):  # of which another mean is a part: `data_range` tells it
-        return
-    yield "data-changed"
-    mean = sum(means) / len(means)
-    # Jitter of strength s darkens white by s / 2 on average, because what it would brighten is clamped.
-    if abs(mean - files[0]) > 0.5 * files[1] + 0.5 * (record.options.get("color_jitter") or 0.0):
-        what = f"their mean is {mean:.2f} as the network sees them, {files[0]:.2f} in the files (spread {files[1]:.2g})"
-        yield Finding("data-changed", "critical", what, steps[-1])
-
-
-def data_stuck(record: RunRecord) -> Found:
-    """The figures of one batch again and again, although there are others."""
-    seen = [record.finite(f"data/{name}") for name in ("mean", "std")]
-    images, batch = record.resolved.get("training_images") or 0, record.resolved.get("global_batch_size") or 0
-    copies = [(data.get("copies") or {}).get("share", 0.0) for _, data in record.known("data")[:1]]
-    if not batch or images < 2 * batch or max(copies, default=0.0) > 0.5 or any(len(values) < 4 for _, values in seen):
-        return
-    yield "data-stuck"
-    # Means of different batches differ by hundredths; of the same images in another order or mirrored, by float rounding.
-    if all(max(values) - min(values) < 1e-5 for _, values in seen):
-        steps, means = seen[0]
-        what = f"{len(steps)} batches had the same mean, {means[0]:.6g}, of {images} training images"
-        yield Finding("data-stuck", "critical", what, steps[-1])
-
-
-def _mean_and_std(data: dict) -> tuple[float, float] | None:
-    """Over all pixels and channels of the files, from the figures per channel."""
-    means, stds = data.get("mean"), data.get("std")
-    if not means or not stds:
-        return None
-    mean = sum(means) / len(means)
-    return mean, math.sqrt(sum(std**2 + (m - mean) ** 2 for m, std in zip(means, stds)) / len(means))
+    low, high = min(lows), max(highs)
+    # Scaling uint8 gives [-1, 1] exactly, and jitter clamps: anything beyond by more than rounding is another scale.
+    if low < -1.02 or high > 1.02:
+        yield Finding("data-range", "critical", f"seen from {low:.3g} to {high:.3g}", steps[-1])
 
 
 def data_alike(record: RunRecord) -> Found:

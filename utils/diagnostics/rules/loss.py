@@ -50,9 +50,10 @@ def _validation_ratio(record: RunRecord) -> float | None:
 
 def not_learning(record: RunRecord) -> Found:
     """A network that does no better than to answer the same for every image, at every noise level, after a fair chance."""
-    reports = [r for r in record.history if "train/loss_timestep_quartile_4" in r]
-    reports = reports[-max(1, len(reports) // 4) :]
-    seen = sum(drawn for drawn in (r.get("train/timesteps_drawn") for r in reports) if drawn and math.isfinite(drawn))
+    known = [r for r in record.history if "train/loss_timestep_quartile_4" in r]
+    steps, count = [0, *(r["step"] for r in known)], -(-len(known) // 4)
+    reports = known[-count:]
+    seen = (steps[-1] - steps[-count - 1]) * (record.resolved.get("global_batch_size") or 0)
     warmup = record.options.get("lr_warmup_steps") or 0
     # 400 are a hundred samples in each quartile.
     if not has_had_a_chance(record) or seen < 400 or reports[-1]["step"] < warmup + 100:

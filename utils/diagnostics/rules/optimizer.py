@@ -168,60 +168,6 @@ def _spikes(record: RunRecord) -> list[int]:
     return spikes if len(spikes) >= max(3, 0.05 * len(above)) else []
 
 
-def lr_ended_early(record: RunRecord) -> Found:
-    steps, rates = record.finite("train/lr")
-    total = record.resolved.get("max_train_steps") or 0
-    peak = max(rates, default=0.0)
-    if len(steps) < 4 or peak <= 0 or not total:
-        return
-    yield "lr-ended-early"
-    last = max(step for step, rate in zip(steps, rates) if rate >= 1e-3 * peak)
-    # A cosine to zero spends the last fiftieth of the run below a thousandth of its peak, a line a thousandth; a steep
-    # polynomial, (1 - progress)^power, far more.
-    polynomial = record.options.get("lr_scheduler") == "polynomial"
-    meant = 1e-3 ** (1.0 / max(record.options.get("lr_power") or 1.0, 1e-3)) if polynomial else 0.0
-    if steps[-1] - last > (0.15 + meant) * total:
-        what = f"below a thousandth of its peak, {peak:.2g}, from update {last} on, of {total}"
-        yield Finding("lr-ended-early", "critical", what, steps[-1])
-
-
-def not_updated(record: RunRecord) -> Found:
-    """Weights that have a gradient and do not move at all, while the learning rate would move them visibly."""
-    rates = dict(zip(*record.finite("train/lr")))
-    peak = max(rates.values(), default=0.0)
-    steps, skips = record.finite("train/scaler_skips")  # so far; a GradScaler that looks for its scale skips the first updates
-    skipping = {step for step, skipped, before in zip(steps, skips, [0.0, *skips]) if skipped > before}
-    moving = {step for step, rate in rates.items() if rate > max(0.01 * peak, 1e-7)} - skipping
-    newest = [(step, layers) for step, layers in record.records("layers") if step in moving][-3:]
-    _, skipped = record.finite("train/skipped_updates")
-    if len(newest) < 3 or any(skipped):  # a skipped update moves nothing either
-        return
-
-    yield "not-updated"
-
-    def with_gradient(layers: dict) -> set[str]:  # beyond the rounding that a key's bias gets in attention
-        return {name for name, layer in layers.items() if "update" in layer and layer.get("gradient", 0.0) > 1e-7}
-
-    moves = [typical_update(layers) or 0.0 for _, layers in newest]
-    asked = set.intersection(*(with_gradient(layers) for _, layers in newest))
-    names = [n for n in newest[-1][1] if n in asked and all(layers[n]["update"] == 0.0 for _, layers in newest)]
-    # Adam moves every weight by about the learning rate: where others move by 1e-5 of their size, none rounds to nothing.
-    # Where nothing moves at all there are biases among it, which start at zero, where nothing is lost to rounding.
-    if names and (min(moves) > 1e-5 or len(names) == len(asked)):
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        what = f"{len(names)} of {len(asked)} parameters with a gradient did not change: {listed}"
-        yield Finding("not-updated", "critical", what, newest[-1][0])
-
-
-def gradients_not_cleared(record: RunRecord) -> Found:
-    steps, left = record.finite("gradients/left_over")
-    if len(left) < 2:
-        return
-    yield "gradients-not-cleared"
-    if min(left[-2:]) > 0:
-        yield Finding("gradients-not-cleared", "critical", f"an update starts with gradients of norm {left[-1]:.3g}", steps[-1])
-
-
 def weights_shrinking(record: RunRecord) -> Found:
     records = record.records("layers")
     if len(records) < 3:
@@ -245,24 +191,6 @@ def _of_matrices(layers: dict, figure: str) -> list[tuple[str, float]]:
     weights = {name: layer for name, layer in layers.items() if name.endswith(("weight", ".weight.original"))}
     named = [(name, layer.get(figure)) for name, layer in weights.items() if "norm" not in name]
     return [(name, value) for name, value in named if value is not None and math.isfinite(value)]
-
-
-def ema_frozen(record: RunRecord) -> Found:
-    steps, norms = record.finite("train/ema_norm")
-    if len(norms) >= 4:
-        yield "ema-frozen"
-    still = [step for step, norm in zip(steps, norms) if norm == norms[-1]]
-    if len(still) < 4 or steps[-len(still) :] != still:
-        return
-    moves = [(s, typical_update(layers) or 0.0) for s, layers in record.records("layers") if s in still[1:]]
-    moved = sum(move * (step - before) for before, (step, move) in zip(still, moves))
-    # Averages of weights that went a way of a hundredth of their size cannot keep their norm to the last bit. A learning rate
-    # near zero, as at the end of a run, goes no such way.
-    if moved > 0.01:
-        what = (
-            f"its norm has stood at {norms[-1]:.6g} since update {still[0]}, while the weights went {moved:.2g} of their size"
-        )
-        yield Finding("ema-frozen", "critical", what, steps[-1])
 
 
 def ema_too_long(record: RunRecord) -> Found:
