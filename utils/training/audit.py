@@ -11,13 +11,15 @@ from accelerate.utils import gather_object
 
 from utils.diagnostics.audit.declared import declared_by
 from utils.diagnostics.audit.denoising import check_denoising
+from utils.diagnostics.audit.elements import digest
 from utils.diagnostics.audit.export import DeclaredExport, check_exported
 from utils.diagnostics.audit.noising import check_noising
-from utils.diagnostics.audit.observer import Observer, Update, digest
+from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.ranks import check_ranks, digests_of
 from utils.diagnostics.audit.resume import check_resumed
 from utils.diagnostics.audit.sampler import check_sampler, sampler_call
+from utils.diagnostics.audit.seen import Update
 from utils.diagnostics.audit.updating import (
     check_averages,
     check_gradients,

@@ -5,7 +5,7 @@ import math
 import torch
 
 from utils.diagnostics.audit.declared import Declared
-from utils.diagnostics.audit.observer import fingerprint
+from utils.diagnostics.audit.elements import fingerprint
 from utils.diagnostics.audit.verdict import Check
 
 SIGMAS = 7.0  # beyond which chance does not lie in the looks of any run

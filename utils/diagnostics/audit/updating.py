@@ -6,7 +6,8 @@ import torch
 
 from utils.diagnostics.audit.declared import Declared, DeclaredOptimizer
 from utils.diagnostics.audit.fitting import simple
-from utils.diagnostics.audit.observer import Observer, Step, Update
+from utils.diagnostics.audit.observer import Observer
+from utils.diagnostics.audit.seen import Step, Update
 from utils.diagnostics.audit.verdict import Check, not_observed
 
 ROUNDING = 2.0**-24  # of fp32, relative
