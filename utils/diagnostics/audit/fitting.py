@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 TOLERANCE = 2e-5  # of fp32 arithmetic, which leaves 1e-7, far above its rounding and far below bf16's 4e-3
+ROUNDING = 2.0**-24  # of fp32, relative
 SMALL = 1e-3  # of what no training would feel
 Values = torch.Tensor | float
 MOST_ELEMENTS = 1 << 18  # of a batch that are looked at: every n-th pixel of larger ones
@@ -39,6 +40,12 @@ def fit(target: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, torch
     return (coefficients / sizes)[:, :, 0], relative
 
 
+def slope(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+    """(the factor with which y [N] follows x [N], the norm of what is left of y over its own)."""
+    factor = float((x * y).sum() / (x * x).sum().clamp(min=1e-300))
+    return factor, float((y - factor * x).norm() / y.norm().clamp(min=1e-300))
+
+
 def worst(values: torch.Tensor) -> float:
     """The largest magnitude; NaN where there is one."""
     return float(values.abs().max()) if values.numel() else 0.0
@@ -70,8 +77,8 @@ def constant(values: torch.Tensor, tolerance: float = 1e-3) -> float | None:
 def recognize(observed: Values, known: Mapping[str, Values], tolerance: Values, share: float = 0.0) -> str | None:
     """The name of the first `known` values that are those observed, to `tolerance` plus a `share` of their own size."""
     for name, values in known.items():
-        off = torch.as_tensor(abs(observed - values))
-        if bool((off <= tolerance + share * abs(values)).all()):
+        off, size = torch.as_tensor(observed - values).abs(), torch.as_tensor(values).abs()
+        if bool((off <= tolerance + share * size).all()):
             return name
     return None
 

@@ -5,7 +5,6 @@ the loss with respect to that, the gradients, the optimizer's step, the averages
 import functools
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ class Observer:
         # The random frequencies of a Fourier time embedding are meant to stay.
         self.frozen = [n for n, p in network.named_parameters() if not p.requires_grad and not n.startswith("time_proj.")]
         self.sample = ElementSample(self.parameters)
-        self._hooks = ExitStack()
+        self._hooks: list[Any] = []  # handles that remove them
         self.update: Update | None = None
         self.failure = ""  # why the newest observation ended early
         self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}
@@ -81,16 +80,14 @@ class Observer:
         self.update = Update(step, digest_begun=digest(self.parameters.values()))
         if self.eager:
             for name, module in self.modules.items():
-                before = module.register_forward_pre_hook(partial(self._before_forward, name), with_kwargs=True)
-                self._hooks.callback(before.remove)
-                self._hooks.callback(module.register_forward_hook(partial(self._after_forward, name)).remove)
-            inner = self.modules.get("unet", self.modules["network"])
-            first = next(m for m in inner.modules() if next(m.parameters(recurse=False), None) is not None)
-            self._hooks.callback(first.register_forward_pre_hook(self._see_autocast).remove)
-        for parameter in self.parameters.values():
-            self._hooks.callback(parameter.register_post_accumulate_grad_hook(self._see_gradient).remove)
-        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
+                before, after = partial(self._before_forward, name), partial(self._after_forward, name)
+                self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(after))
+            first = next(m for m in self.averaged_module.modules() if next(m.parameters(recurse=False), None) is not None)
+            self._hooks.append(first.register_forward_pre_hook(self._see_autocast))
+        self._hooks += [p.register_post_accumulate_grad_hook(self._see_gradient) for p in self.parameters.values()]
+        self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
+        self._hooks.append(register_optimizer_step_post_hook(self._after_step))
         self._gradients, self._has_run_backward = {}, False
 
     @_safely
@@ -128,8 +125,9 @@ class Observer:
         return self.update
 
     def rest(self) -> None:
-        self._hooks.close()
-        self.update = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.update = [], None
 
     # ---- what the hooks see
 
@@ -149,6 +147,11 @@ class Observer:
             if len(steps) > KEPT:  # of an update of many micro steps the first ones and the last are kept
                 forgotten = steps[-2]
                 forgotten.calls, forgotten.batch, forgotten.gradient_before, forgotten.gradient_after = {}, {}, None, None
+
+    @property
+    def averaged_module(self) -> nn.Module:
+        """What an average is of: the raw network in a denoiser, else the network."""
+        return self.modules.get("unet", self.modules["network"])
 
     def averaged(self, name: str) -> torch.Tensor:
         """Which elements of the sample that average has, bool [n]."""
@@ -175,14 +178,13 @@ class Observer:
     @torch.no_grad()
     def _see_start(self, step: MicroStep) -> None:
         gradients = [p.grad for p in self.parameters.values()]
-        known = [g for g in gradients if g is not None]
         if len(self.update.micro_steps) == 1:
-            self.update.left_over = torch.stack(torch._foreach_norm(known)).norm() if known else torch.zeros(())
+            self.update.left_over = _norm(gradients)
             self.update.digest_first = digest(self.parameters.values())
             self.update.averages_before = self._take_averages()
             if self._replays:
                 self._replay.prepare()
-        if known:
+        if any(gradient is not None for gradient in gradients):
             step.gradient_before = self.sample.take(gradients)
 
     @_safely
@@ -192,9 +194,8 @@ class Observer:
         call = self._micro_step().calls.get(name)
         if call is None or call.outputs:
             return
-        values = tensors_in(output)
-        call.outputs = tuple(v.detach() for v in values)
-        for place, value in enumerate(values):
+        call.outputs = tuple(value.detach() for value in tensors_in(output))
+        for place, value in enumerate(tensors_in(output)):
             if value.requires_grad:
                 value.register_hook(partial(_keep, call, place))
 
@@ -231,12 +232,11 @@ class Observer:
         self._close_micro_step()
         self.update.digest_step = digest(self.parameters.values())
         gradients = [p.grad for p in self.parameters.values()]
-        known = [g for g in gradients if g is not None]
         groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         member = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.update.optimizer_step = Step(
             gradient=self.sample.take(gradients),
-            gradient_norm=torch.stack(torch._foreach_norm(known)).norm() if known else torch.zeros(()),
+            gradient_norm=_norm(gradients),
             before=self.sample.take(self.parameters.values()),
             state_before=self._state(optimizer),
             groups=groups,
@@ -245,19 +245,18 @@ class Observer:
         )
         if self._replays and self.eager:
             first = self.update.micro_steps[0].calls.get("network") if self.update.micro_steps else None
-            gradients = self._replay.gradients(first)
-            if isinstance(gradients, str):
-                self.update.not_replayed = gradients
+            again = self._replay.gradients(first)
+            if isinstance(again, str):
+                self.update.not_replayed = again
             else:
-                self.update.replayed = self.sample.take(gradients)
+                self.update.replayed = self.sample.take(again)
 
     @_safely
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, *arguments: Any) -> None:
-        if self.update.optimizer_step is None or not self._ours(optimizer):
-            return
         step = self.update.optimizer_step
-        step.after, step.state_after = self.sample.take(self.parameters.values()), self._state(optimizer)
+        if step is not None and self._ours(optimizer):
+            step.after, step.state_after = self.sample.take(self.parameters.values()), self._state(optimizer)
 
     def _state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         """The optimizer's state, sampled, and "step": how many it has counted, [n]."""
@@ -265,9 +264,14 @@ class Observer:
         names = dict.fromkeys(name for state in states for name, value in state.items() if isinstance(value, torch.Tensor))
         found = {name: self.sample.take(state.get(name) for state in states) for name in names if name != "step"}
         if "step" in names:
-            counted = torch.stack([torch.as_tensor(state.get("step", 0.0)).float().cpu().reshape(()) for state in states])
-            found["step"] = torch.repeat_interleave(counted, torch.tensor(self.sample.counts)).to(self.sample.device)
+            found["step"] = self.sample.per_element(int(state.get("step", 0)) for state in states).float()
         return found
+
+
+def _norm(gradients: list[torch.Tensor | None]) -> torch.Tensor:
+    """Of all of them together, 0-dim."""
+    known = [gradient for gradient in gradients if gradient is not None]
+    return torch.stack(torch._foreach_norm(known)).norm() if known else torch.zeros(())
 
 
 def _keep(call: Call, place: int, gradient: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from utils.core.errors import UserError
 from utils.diagnostics.audit.declared import SCHEDULES
+from utils.diagnostics.audit.fitting import ROUNDING
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diffusion.objective import Objective
 from utils.diffusion.sampling import SamplePlan, make_sampler, sample, set_timesteps
@@ -31,7 +32,6 @@ MOST_STEPS = 25
 # (DDIM), by chance alone (DDPM), by 4e-4 (DPM-Solver++ with epsilon: at the cosine's end it divides rounding by a) and by 7e-5
 # (EDM's two).
 END_TOLERANCE, STEP_TOLERANCE = 1e-4, 5e-3
-ROUNDING = 2.0**-24  # of float32
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
 
 

@@ -42,6 +42,16 @@ class Step:
     state_after: dict[str, torch.Tensor] = field(default_factory=dict)
     steps: int = 1  # how often a step was made
 
+    @property
+    def rate(self) -> float:
+        """The learning rate, of the first group."""
+        return float(self.groups[0]["lr"])
+
+    @property
+    def inside(self) -> torch.Tensor:
+        """Which elements the optimizer has, bool [n]."""
+        return self.group_of >= 0
+
 
 @dataclass
 class Update:
