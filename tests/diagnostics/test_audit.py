@@ -8,18 +8,14 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, UNet2DModel
 
+from utils.diagnostics.audit.averages import check_averages
 from utils.diagnostics.audit.declared import Declared, DeclaredNoising, DeclaredOptimizer
+from utils.diagnostics.audit.gradients import check_gradients, check_replay
 from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.observer import Observer
+from utils.diagnostics.audit.optimizer import check_optimizer
 from utils.diagnostics.audit.pooled import Pool
-from utils.diagnostics.audit.updating import (
-    check_averages,
-    check_gradients,
-    check_network,
-    check_optimizer,
-    check_replay,
-    check_state,
-)
+from utils.diagnostics.audit.state import check_network, check_state
 
 RATE, DECAY, STEPS = 1e-3, 0.9, 1000
 

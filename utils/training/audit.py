@@ -9,24 +9,21 @@ from typing import Any, cast
 import torch
 from accelerate.utils import gather_object
 
+from utils.diagnostics.audit.averages import check_averages
 from utils.diagnostics.audit.declared import declared_by
 from utils.diagnostics.audit.denoising import check_denoising
+from utils.diagnostics.audit.elements import digest
 from utils.diagnostics.audit.export import DeclaredExport, check_exported
+from utils.diagnostics.audit.gradients import check_gradients, check_replay
 from utils.diagnostics.audit.noising import check_noising
-from utils.diagnostics.audit.observer import Observer, Update, digest
+from utils.diagnostics.audit.observer import Observer
+from utils.diagnostics.audit.optimizer import check_learning_rate, check_optimizer
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.ranks import check_ranks, digests_of
 from utils.diagnostics.audit.resume import check_resumed
 from utils.diagnostics.audit.sampler import check_sampler, sampler_call
-from utils.diagnostics.audit.updating import (
-    check_averages,
-    check_gradients,
-    check_learning_rate,
-    check_network,
-    check_optimizer,
-    check_replay,
-    check_state,
-)
+from utils.diagnostics.audit.seen import Update
+from utils.diagnostics.audit.state import check_network, check_state
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diffusion.sampling import sampling_steps
 from utils.optim.power_ema import PowerEMA

@@ -1,7 +1,14 @@
-"""Least squares for each sample, in float64, and how figures are said."""
+"""Least squares for each sample, in float64; which of some named values were observed; and how figures are said."""
+
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 
+TOLERANCE = 2e-5  # of fp32 arithmetic, which leaves 1e-7, far above its rounding and far below bf16's 4e-3
+ROUNDING = 2.0**-24  # of fp32, relative
+SMALL = 1e-3  # of what no training would feel
+Values = torch.Tensor | float
 MOST_ELEMENTS = 1 << 18  # of a batch that are looked at: every n-th pixel of larger ones
 
 
@@ -11,6 +18,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.cpu() if tensor.device.type == "mps" else tensor
     stride = -(-tensor.numel() // MOST_ELEMENTS) | 1  # odd, so that it does not fall in step with rows of pixels
     return tensor.reshape(len(tensor), -1)[:, ::stride].double()
+
+
+def gather(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """[B, N] of all micro steps together, as `flat` gives them."""
+    return torch.cat([flat(part) for part in parts])
 
 
 def fit(target: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,6 +40,12 @@ def fit(target: torch.Tensor, *parts: torch.Tensor) -> tuple[torch.Tensor, torch
     return (coefficients / sizes)[:, :, 0], relative
 
 
+def slope(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+    """(the factor with which y [N] follows x [N], the norm of what is left of y over its own)."""
+    factor = float((x * y).sum() / (x * x).sum().clamp(min=1e-300))
+    return factor, float((y - factor * x).norm() / y.norm().clamp(min=1e-300))
+
+
 def worst(values: torch.Tensor) -> float:
     """The largest magnitude; NaN where there is one."""
     return float(values.abs().max()) if values.numel() else 0.0
@@ -39,6 +57,8 @@ def middle(values: torch.Tensor) -> float:
 
 def span(values: torch.Tensor) -> str:
     """The middle of the values, and how far they spread where they do."""
+    if not values.numel():
+        return "-"
     values = values.double()
     low, high = float(values.min()), float(values.max())
     if abs(high - low) <= 1e-3 * max(abs(low), abs(high), 1e-12):
@@ -52,6 +72,30 @@ def constant(values: torch.Tensor, tolerance: float = 1e-3) -> float | None:
         return None
     center = middle(values)
     return center if center and worst(values / center - 1) <= tolerance else None
+
+
+def recognize(observed: Values, known: Mapping[str, Values], tolerance: Values, share: float = 0.0) -> str | None:
+    """The name of the first `known` values that are those observed, to `tolerance` plus a `share` of their own size."""
+    for name, values in known.items():
+        off, size = torch.as_tensor(observed - values).abs(), torch.as_tensor(values).abs()
+        if bool((off <= tolerance + share * size).all()):
+            return name
+    return None
+
+
+def recognize_multiple(observed: torch.Tensor, known: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of the `known` values that are proportional to those observed, and the factor where it is not 1."""
+    factors = {name: constant(observed / values) for name, values in known.items()}
+    factors = {name: factor for name, factor in factors.items() if factor is not None}
+    if not factors:
+        return None
+    name = min(factors, key=lambda name: abs(math.log(abs(factors[name]))))
+    return name if abs(factors[name] - 1) < SMALL else f"{name}, times {simple(factors[name])}"
+
+
+def neighbors(what: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The values [B, ...] that the images beside each one have, by what they are called."""
+    return {f"{what} of the next image": values.roll(-1, 0), f"{what} of the image before": values.roll(1, 0)}
 
 
 def simple(value: float, tolerance: float = 2e-3) -> str:

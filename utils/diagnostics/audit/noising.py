@@ -2,16 +2,56 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from utils.diagnostics.audit.declared import SCHEDULES, WEIGHTINGS, Declared, DeclaredNoising, alphas_cumprod
-from utils.diagnostics.audit.fitting import constant, fit, flat, middle, simple, span, worst
-from utils.diagnostics.audit.observer import MicroStep
+from utils.diagnostics.audit.fitting import (
+    SMALL,
+    TOLERANCE,
+    constant,
+    fit,
+    gather,
+    middle,
+    recognize,
+    recognize_multiple,
+    span,
+    worst,
+)
+from utils.diagnostics.audit.loss import NO_GRADIENT, Loss, seen_loss
+from utils.diagnostics.audit.seen import Call, MicroStep
 from utils.diagnostics.audit.verdict import Check, not_observed
 
-TOLERANCE = 2e-5  # of fp32 arithmetic, which leaves 1e-7, far above its rounding and far below bf16's 4e-3
-SMALL = 1e-3  # of what no training would feel
+
+@dataclass(frozen=True)
+class Seen:
+    """The batches of an update's micro steps together. Images are [B, N]; `abar` is the declared one at the timesteps drawn."""
+
+    x: torch.Tensor  # the network's input
+    told: torch.Tensor  # timesteps that the network is given, [B]
+    clean: torch.Tensor
+    noise: torch.Tensor
+    timesteps: torch.Tensor  # those drawn, int64 [B]
+    abar: torch.Tensor  # [B]
+
+    @property
+    def signal(self) -> torch.Tensor:
+        """Coefficient of the image, [B, 1]."""
+        return self.abar.sqrt()[:, None]
+
+    @property
+    def rest(self) -> torch.Tensor:
+        """Coefficient of the noise, [B, 1]."""
+        return (1 - self.abar).sqrt()[:, None]
+
+    @property
+    def implied_noise(self) -> torch.Tensor:
+        return (self.x - self.signal * self.clean) / self.rest.clamp(min=1e-12)
+
+    @property
+    def v(self) -> torch.Tensor:
+        return self.signal * self.noise - self.rest * self.clean
 
 
 def check_noising(micro_steps: list[MicroStep], declared: Declared, loss_scale: float = 1.0) -> list[Check]:
@@ -19,47 +59,31 @@ def check_noising(micro_steps: list[MicroStep], declared: Declared, loss_scale: 
 
     Clean images, noise and timesteps are those that the loop told as "clean_images", "noise" and "timesteps".
     """
+    formula, wanted = declared.noising, "a x_0 + b noise"
     usable = [step for step in micro_steps if _complete(step)]
     if not usable:
-        return [not_observed("input", "noisy image", "a x_0 + b noise", "the network's forward pass was not seen")]
-    x = torch.cat([flat(step.calls["network"].inputs[0]) for step in usable])
-    told = torch.cat([_timesteps(step) for step in usable])
-    clean = torch.cat([flat(step.batch["clean_images"]) for step in usable])
-    noise = torch.cat([flat(step.batch["noise"]) for step in usable])
+        return [not_observed("input", "noisy image", wanted, "the network's forward pass was not seen")]
+    calls = [step.calls["network"] for step in usable]
+    x, told = gather(call.inputs[0] for call in calls), torch.cat([_timesteps(call) for call in calls])
+    clean, noise = (gather(step.batch[name] for step in usable) for name in ("clean_images", "noise"))
     drawn = torch.cat([step.batch["timesteps"].detach().reshape(-1) for step in usable])
     if not (len(x) == len(told) == len(clean) == len(noise) == len(drawn)):
         message = f"the network got {len(x)} images and {len(told)} timesteps, the loss {len(clean)} images"
         return [Check("input", "batch", "one timestep for each image", "other numbers", False, message)]
-    formula = declared.noising
     if x.shape[1] < 8:
-        return [not_observed("input", "noisy image", "a x_0 + b noise", "images of so few values tell nothing")]
-    checks = [_timesteps_told(told, drawn, formula.steps)]
-    input_check = _noisy_images(x, clean, noise, drawn, told, formula)
-    checks.append(input_check)
-    seen = [step for step in usable if step.calls["network"].gradients.get(0) is not None]
-    if len(seen) < len(usable):
-        return [*checks, not_observed("target", "target", formula.prediction_type, "no gradient reached the output")]
-    output = torch.cat([flat(step.calls["network"].outputs[0]) for step in seen])
-    gradient = torch.cat([flat(step.calls["network"].gradients[0]) for step in seen]) / loss_scale
-    if not torch.isfinite(gradient).all():
-        return [*checks, not_observed("target", "target", formula.prediction_type, "the gradient is not finite")]
-    known = drawn.long().clamp(0, formula.steps - 1).to(x.device)
-    abar = formula.alphas_cumprod.to(x.device)[known][:, None]
-    precision = float(torch.finfo(seen[0].calls["network"].outputs[0].dtype).eps)
-    target_check, scale = _target(gradient, output, clean, noise, x, abar, formula, precision)
-    if target_check.healthy is False and input_check.healthy is False:
+        return [not_observed("input", "noisy image", wanted, "images of so few values tell nothing")]
+    timesteps = drawn.double().round().clamp(0, formula.steps - 1).long().to(x.device)
+    seen = Seen(x, told, clean, noise, timesteps, formula.alphas_cumprod.to(x.device)[timesteps])
+    checks = [_timesteps_told(told, drawn, formula.steps), _noisy_images(seen, formula)]
+    loss = seen_loss(calls, declared.micro_steps, loss_scale)
+    if isinstance(loss, str):
+        return [*checks, not_observed("target", "target", formula.prediction_type, loss)]
+    target, weights = _target(seen, loss, formula.prediction_type)
+    if target.healthy is False and checks[1].healthy is False:
         # The image may hold other noise than was drawn, and the loss may ask for that.
-        implied = (x - abar.sqrt() * clean) / (1 - abar).sqrt().clamp(min=1e-12)
-        other_check, other_scale = _target(gradient, output, clean, implied, x, abar, formula, precision)
-        if other_check.healthy:
-            target_check, scale = other_check, other_scale
-    checks.append(target_check)
-    if scale is not None:
-        sizes = torch.cat([torch.full((len(s.batch["timesteps"]),), float(len(s.batch["timesteps"]))) for s in seen])
-        pixels = seen[0].calls["network"].outputs[0][0].numel()
-        observed = scale * pixels * sizes.to(scale) * declared.micro_steps / 2
-        checks.append(_weights(observed, known, formula, declared.micro_steps, pixels, int(sizes[0]), precision))
-    return checks
+        other = _target(replace(seen, noise=seen.implied_noise), loss, formula.prediction_type)
+        target, weights = other if other[0].healthy else (target, weights)
+    return [*checks, target] + ([] if weights is None else [_weights(weights, seen, loss, formula)])
 
 
 def _complete(step: MicroStep) -> bool:
@@ -68,13 +92,13 @@ def _complete(step: MicroStep) -> bool:
     return known and call is not None and bool(call.outputs) and len(call.inputs) >= 2
 
 
-def _timesteps(step: MicroStep) -> torch.Tensor:
-    images, timesteps = step.calls["network"].inputs[:2]
+def _timesteps(call: Call) -> torch.Tensor:
+    images, timesteps = call.inputs[:2]
     timesteps = torch.as_tensor(timesteps, device=images.device).reshape(-1)
     return timesteps.expand(len(images)) if len(timesteps) == 1 else timesteps
 
 
-# ---- the timestep and the noisy image
+# ---- the timestep
 
 _TOLD_AS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "reversed (T - 1 - t)": lambda t, steps: steps - 1 - t,
@@ -100,11 +124,11 @@ _TOLD_AS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 
 
 def _named(told: torch.Tensor, drawn: torch.Tensor, steps: int) -> str:
-    for name, change in _TOLD_AS.items():
-        expected = change(drawn.double(), steps)
-        if worst(expected - told.double()) <= 1e-4 * max(worst(expected), 1e-3):
-            return name
-    same = torch.equal(told.double().sort().values, drawn.double().sort().values)
+    told, drawn = told.double(), drawn.double()
+    known = {name: change(drawn, steps) for name, change in _TOLD_AS.items()}
+    if name := recognize(told, known, 1e-4 * max(worst(told), 1e-3)):
+        return name
+    same = torch.equal(told.sort().values, drawn.sort().values)
     return "those of other images of the batch (shuffled)" if same else "others"
 
 
@@ -129,236 +153,178 @@ def _few(values: torch.Tensor) -> str:
     return ", ".join(f"{float(v):.5g}" for v in values[:3]) + (", ..." if len(values) > 3 else "")
 
 
-def _noisy_images(x, clean, noise, drawn, told, formula: DeclaredNoising) -> Check:
+# ---- the noisy image
+
+_MIXTURES: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    # of abar and t / T: coefficients of image and noise
+    "the square roots are missing: the network sees abar x_0 + (1 - abar) noise": lambda a, t: (a, 1 - a),
+    "sqrt(1 - abar) x_0 + sqrt(abar) noise: the two coefficients are exchanged": lambda a, t: ((1 - a).sqrt(), a.sqrt()),
+    "x_0 + sqrt(1 - abar) noise: the image is not scaled": lambda a, t: (a**0, (1 - a).sqrt()),
+    "sqrt(abar) x_0 + noise: the noise is not scaled": lambda a, t: (a.sqrt(), a**0),
+    "sqrt(abar) x_0 - sqrt(1 - abar) noise: the noise is subtracted": lambda a, t: (a.sqrt(), -(1 - a).sqrt()),
+    "the square root of the image's coefficient is missing": lambda a, t: (a, (1 - a).sqrt()),
+    "the square root of the noise's coefficient is missing": lambda a, t: (a.sqrt(), 1 - a),
+    "x_0 + sigma noise: the input is not scaled to variance 1": lambda a, t: (a**0, ((1 - a) / a).sqrt()),
+    "the clean image, without noise": lambda a, t: (a**0, a * 0),
+    "noise alone, without the image": lambda a, t: (a * 0, a**0),
+    "noise alone, without the image (scaled)": lambda a, t: (a * 0, (1 - a).sqrt()),
+    "a mixture with weights t / T": lambda a, t: (1 - t, t),
+}
+
+
+def _noisy_images(seen: Seen, formula: DeclaredNoising) -> Check:
     name, wanted = "coefficients of image and noise", f"sqrt(abar), sqrt(1 - abar) of the {formula.schedule} schedule"
-    coefficients, residual = fit(x, clean, noise)
-    table = formula.alphas_cumprod.to(x.device)
-    integer = drawn.double().round().clamp(0, formula.steps - 1).long().to(x.device)
+    coefficients, residual = fit(seen.x, seen.clean, seen.noise)
     a, b = coefficients.T
     # An image without contrast says nothing of its coefficient.
-    clear = clean.norm(dim=1) > 1e-3 * x.shape[1] ** 0.5
-    off = torch.where(clear, (a - table[integer].sqrt()).abs(), 0.0), (b - (1 - table[integer]).sqrt()).abs()
-    observed = f"off by {worst(off[0]):.1e}, {worst(off[1]):.1e}; residual {worst(residual):.1e}"
-    if worst(torch.stack(off)) <= TOLERANCE and worst(residual) <= TOLERANCE:
+    clear = seen.clean.norm(dim=1) > 1e-3 * seen.x.shape[1] ** 0.5
+    off = worst((a - seen.abar.sqrt())[clear]), worst(b - (1 - seen.abar).sqrt())
+    observed = f"off by {off[0]:.1e}, {off[1]:.1e}; residual {worst(residual):.1e}"
+    if all(value <= TOLERANCE for value in (*off, worst(residual))):
         return Check("input", name, wanted, observed, True)
-    stage, message = _explain_input(x, clean, noise, a, b, residual, clear, integer, told, formula)
+    if not torch.isfinite(seen.x).all():
+        return Check("input", name, wanted, observed, False, "the network's input has values that are not finite")
+    if worst(residual) > 1e-3:
+        return Check("input", name, wanted, observed, False, _explain_rest(seen, residual))
+    stage, message = _explain_coefficients(a.where(clear, torch.nan), b, seen, formula)
     return Check(stage, name, wanted, observed, False, message)
 
 
-def _explain_input(x, clean, noise, a, b, residual, clear, integer, told, formula) -> tuple[str, str]:
-    table = formula.alphas_cumprod.to(x.device)
-    signal, rest = table[integer], 1 - table[integer]
-    if not torch.isfinite(x).all():
-        return "input", "the network's input has values that are not finite"
-    if worst(residual) <= 1e-3:
-        shapes = {
-            "the square roots are missing: the network sees abar x_0 + (1 - abar) noise": (signal, rest),
-            "sqrt(1 - abar) x_0 + sqrt(abar) noise: the two coefficients are exchanged": (rest.sqrt(), signal.sqrt()),
-            "x_0 + sqrt(1 - abar) noise: the image is not scaled": (torch.ones_like(signal), rest.sqrt()),
-            "sqrt(abar) x_0 + noise: the noise is not scaled": (signal.sqrt(), torch.ones_like(signal)),
-            "sqrt(abar) x_0 - sqrt(1 - abar) noise: the noise is subtracted": (signal.sqrt(), -rest.sqrt()),
-            "the square root of the image's coefficient is missing": (signal, rest.sqrt()),
-            "the square root of the noise's coefficient is missing": (signal.sqrt(), rest),
-            "x_0 + sigma noise: the input is not scaled to variance 1": (torch.ones_like(signal), (rest / signal).sqrt()),
-            "the clean image, without noise": (torch.ones_like(signal), torch.zeros_like(signal)),
-            "noise alone, without the image": (torch.zeros_like(signal), torch.ones_like(signal)),
-            "noise alone, without the image (scaled)": (torch.zeros_like(signal), rest.sqrt()),
-            "a mixture with weights t / T": (1 - integer / formula.steps, integer / formula.steps),
-        }
-        for text, (for_image, for_noise) in shapes.items():
-            if worst(torch.where(clear, a - for_image, 0.0)) < SMALL and worst(b - for_noise) < SMALL:
-                return "input", text
-        both = torch.where(clear, a, (1 - b**2).clamp(min=0).sqrt())
-        for schedule in SCHEDULES:
-            for zero_snr in (False, True):
-                other = alphas_cumprod(schedule, formula.steps, zero_snr).to(x.device)[integer]
-                if worst(both - other.sqrt()) < SMALL and worst(b - (1 - other).sqrt()) < SMALL:
-                    ending = " with zero terminal SNR" if zero_snr else ""
-                    return (
-                        "input",
-                        f"images are noised by the {schedule} schedule{ending}, declared {formula.schedule}",
-                    )
-        # Timesteps at which the declared schedule has the observed coefficients.
-        nearest = (table.sqrt()[None] - both[:, None]).abs() + ((1 - table).sqrt()[None] - b[:, None]).abs()
-        distance, other = nearest.min(1)
-        if worst(distance) < 1e-4 and not torch.equal(other, integer):
-            if torch.equal(other.double(), told.double().to(other.device)):
-                return "timestep", "images are noised with the timesteps told, which are not those drawn"
-            how = _named(other, integer, formula.steps)
-            return "timestep", f"images are noised with other timesteps than the network is told: {how}"
-        ratios = torch.where(clear, a / signal.sqrt().clamp(min=1e-12), torch.nan)
-        text = (
-            f"the coefficients of image and noise are {span(ratios[~ratios.isnan()])} and {span(b / rest.sqrt())} "
-            "times those declared"
-        )
+def _explain_coefficients(a: torch.Tensor, b: torch.Tensor, seen: Seen, formula: DeclaredNoising) -> tuple[str, str]:
+    """(stage, message) of an input that is a image + b noise; `a` is NaN where nothing is known of it."""
+    clear, table = ~a.isnan(), formula.alphas_cumprod.to(a.device)
+    mixtures = {text: mixture(seen.abar, seen.timesteps / formula.steps) for text, mixture in _MIXTURES.items()}
+    known = {text: torch.cat([image[clear], noise]) for text, (image, noise) in mixtures.items()}
+    if text := recognize(torch.cat([a[clear], b]), known, SMALL):
         return "input", text
+    both = torch.stack([torch.where(clear, a, (1 - b**2).clamp(min=0).sqrt()), b])
+    others = {
+        schedule + " schedule" + " with zero terminal SNR" * zero: alphas_cumprod(schedule, formula.steps, zero).to(a.device)
+        for schedule in SCHEDULES
+        for zero in (False, True)
+    }
+    others = {name: other[seen.timesteps] for name, other in others.items()}
+    if text := recognize(both, {name: torch.stack([o.sqrt(), (1 - o).sqrt()]) for name, o in others.items()}, SMALL):
+        return "input", f"images are noised by the {text}, declared {formula.schedule}"
+    # Timesteps at which the declared schedule has the observed coefficients.
+    distance, other = (torch.stack([table.sqrt(), (1 - table).sqrt()])[:, None] - both[..., None]).abs().sum(0).min(1)
+    if worst(distance) < 1e-4 and not torch.equal(other, seen.timesteps):
+        if torch.equal(other.double(), seen.told.double().to(other.device)):
+            return "timestep", "images are noised with the timesteps told, which are not those drawn"
+        how = _named(other, seen.timesteps, formula.steps)
+        return "timestep", f"images are noised with other timesteps than the network is told: {how}"
+    of_image = span((a / seen.abar.sqrt().clamp(min=1e-12))[clear])
+    of_noise = span(b / (1 - seen.abar).sqrt())
+    return "input", f"the coefficients of image and noise are {of_image} and {of_noise} times those declared"
+
+
+def _explain_rest(seen: Seen, residual: torch.Tensor) -> str:
+    """Of an input that has something else than image and noise, of which `residual` [B] is the share."""
     if worst(residual) < 3e-2:
-        text = f"the noised image is rounded: {middle(residual):.1e} of it is neither image nor noise (bf16 leaves 3e-3)"
-        return "input", text
-    left = x - signal.sqrt()[:, None] * clean
-    implied = left / rest.sqrt().clamp(min=1e-12)[:, None]
-    shifted = {f"of another image (rolled by {k})": noise.roll(k, 0) for k in (1, -1)}
-    for text, other in shifted.items():
+        return f"the noised image is rounded: {middle(residual):.1e} of it is neither image nor noise (bf16 leaves 3e-3)"
+    implied = seen.implied_noise
+    for k in (1, -1):
+        other = seen.noise.roll(k, 0)
         if middle((implied - other).norm(dim=1) / other.norm(dim=1)) < 1e-2:
-            return "input", f"the noise in the image is not the noise drawn for it, but that {text}"
-    variance = middle(implied.square().mean(1))
-    alike = middle((implied * noise).mean(1))
-    of_image, _ = fit(x, clean)
+            return f"the noise in the image is not the noise drawn for it, but that of another image (rolled by {k})"
+    of_image, _ = fit(seen.x, seen.clean)
     if worst(residual) > 0.9999 and middle(of_image.abs()) < 1e-6:
-        return "input", "the network's input has nothing of image or noise"
-    text = f"the network's input is not made of image and noise: {middle(residual):.0%} of it is something else"
-    if 0.8 < variance < 1.25 and abs(alike) < 0.2:
-        text = "the noise in the image is other noise than the one drawn for it"
-    return "input", text
+        return "the network's input has nothing of image or noise"
+    if 0.8 < middle(implied.square().mean(1)) < 1.25 and abs(middle((implied * seen.noise).mean(1))) < 0.2:
+        return "the noise in the image is other noise than the one drawn for it"
+    return f"the network's input is not made of image and noise: {middle(residual):.0%} of it is something else"
 
 
 # ---- what is predicted, and how its error is weighed
 
-
-def _target(gradient, output, clean, noise, x, abar, formula, precision) -> tuple[Check, torch.Tensor | None]:
-    """(the check, c [B] with G = c (output - target); None where no target fits)."""
-    name, wanted = "target of the loss", f"squared error of the {formula.prediction_type} prediction"
-    signal, rest = abar.sqrt(), (1 - abar).sqrt()
-    candidates: dict[str, Callable[[], torch.Tensor]] = {
-        "epsilon": lambda: noise,
-        "sample": lambda: clean,
-        "v_prediction": lambda: signal * noise - rest * clean,
-        "minus the noise": lambda: -noise,
-        "minus the clean image": lambda: -clean,
-        "v of the wrong sign": lambda: rest * clean - signal * noise,
-        "v with its coefficients exchanged": lambda: rest * noise - signal * clean,
-        "the noised image": lambda: x,
-        "the flow's velocity noise - x_0": lambda: noise - clean,
-        "x_0 - noise": lambda: clean - noise,
-        "the score -noise / sqrt(1 - abar)": lambda: -noise / rest.clamp(min=1e-3),
-        "the clean image in [0, 1]": lambda: (clean + 1) / 2,
-        "zero": lambda: torch.zeros_like(clean),
-        "half of the noise": lambda: noise / 2,
-        "the noise of the next image": lambda: noise.roll(-1, 0),
-        "the noise of the image before": lambda: noise.roll(1, 0),
-        "the next clean image": lambda: clean.roll(-1, 0),
-        "the clean image before": lambda: clean.roll(1, 0),
-        "v of the next image": lambda: (signal * noise - rest * clean).roll(-1, 0),
-        "v of the image before": lambda: (signal * noise - rest * clean).roll(1, 0),
-        "the noise, upside down or mirrored": lambda: noise.flip(1),
-    }
-    used = gradient.norm(dim=1) > 0
-    if not used.any():
-        return Check("target", name, wanted, "no gradient", False, "the loss has no gradient with respect to the output"), None
-    own = formula.prediction_type
-    order = [own, *(key for key in candidates if key != own)]
-    for key in order:
-        scale, residual = fit(gradient[used], (output - candidates[key]())[used])
-        limit = max(10 * TOLERANCE if key == own else 10 * SMALL, 2 * precision)
-        if float(residual.quantile(0.9)) <= limit and worst(residual) <= 10 * limit:
-            c = torch.zeros(len(gradient), dtype=gradient.dtype, device=gradient.device)
-            c[used] = scale[:, 0]
-            if key == own:
-                observed = f"{own}, residual {worst(residual):.1e}"
-                return Check("target", name, wanted, observed, True), c
-            message = f"the loss compares the output with {_said(key)}, not with {_said(own)}"
-            return Check("target", name, wanted, _said(key), False, message), c
-    likely = {key: candidates[key]()[used] for key in ("epsilon", "sample", "v_prediction")}
-    return _other_loss(gradient[used], output[used], likely, clean[used], noise[used], own)
+_TARGETS: dict[str, Callable[[Seen], torch.Tensor]] = {
+    "epsilon": lambda seen: seen.noise,
+    "sample": lambda seen: seen.clean,
+    "v_prediction": lambda seen: seen.v,
+    "minus the noise": lambda seen: -seen.noise,
+    "minus the clean image": lambda seen: -seen.clean,
+    "v of the wrong sign": lambda seen: -seen.v,
+    "v with its coefficients exchanged": lambda seen: seen.rest * seen.noise - seen.signal * seen.clean,
+    "the noised image": lambda seen: seen.x,
+    "the flow's velocity noise - x_0": lambda seen: seen.noise - seen.clean,
+    "x_0 - noise": lambda seen: seen.clean - seen.noise,
+    "the score -noise / sqrt(1 - abar)": lambda seen: -seen.noise / seen.rest.clamp(min=1e-3),
+    "the clean image in [0, 1]": lambda seen: (seen.clean + 1) / 2,
+    "zero": lambda seen: seen.clean * 0,
+    "half of the noise": lambda seen: seen.noise / 2,
+    "the noise of the next image": lambda seen: seen.noise.roll(-1, 0),
+    "the noise of the image before": lambda seen: seen.noise.roll(1, 0),
+    "the next clean image": lambda seen: seen.clean.roll(-1, 0),
+    "the clean image before": lambda seen: seen.clean.roll(1, 0),
+    "v of the next image": lambda seen: seen.v.roll(-1, 0),
+    "v of the image before": lambda seen: seen.v.roll(1, 0),
+    "the noise, upside down or mirrored": lambda seen: seen.noise.flip(1),
+}
+_CALLED = {"epsilon": "the noise (epsilon)", "sample": "the clean image (sample)", "v_prediction": "v (v_prediction)"}
 
 
-def _said(key: str) -> str:
-    names = {"epsilon": "the noise (epsilon)", "sample": "the clean image (sample)", "v_prediction": "v (v_prediction)"}
-    return names.get(key, key)
-
-
-def _other_loss(gradient, output, candidates, clean, noise, own) -> tuple[Check, None]:
+def _target(seen: Seen, loss: Loss, own: str) -> tuple[Check, torch.Tensor | None]:
+    """(the check, what each sample's mean squared error counts, [B]; None where no target fits)."""
     name, wanted = "target of the loss", f"squared error of the {own} prediction"
-
-    def agreement(key: str) -> float:
-        signs = torch.sign(gradient) * torch.sign(output - candidates[key])
-        return float(signs.mean())
-
-    best = max(candidates, key=agreement)
-    of = "" if best == own else f" of {_said(best)}, not of {_said(own)}"
-    if agreement(best) > 0.99:
-        difference, size = output - candidates[best], gradient.abs()
-        largest = size.amax(1, keepdim=True)
-        flat_share = float((size > 0.999 * largest).double().mean())
-        if flat_share > 0.9:
-            text = f"the loss is the absolute error (L1){of}, not the squared one"
-        elif flat_share > 0.01:
-            text = f"the loss is a Huber (smooth L1) error{of}: large errors count less than their square"
-        else:
-            power, _ = fit(size.clamp(min=1e-30).log(), difference.abs().clamp(min=1e-30).log(), torch.ones_like(size))
-            text = f"the loss is no squared error{of}: its gradient grows as the error to the power {middle(power[:, 0]):.2g}"
-        return Check("target", name, wanted, "another loss", False, text), None
-    coefficients, residual = fit(gradient, output, clean, noise)
+    if not loss.used.any():
+        return Check("target", name, wanted, "no gradient", False, NO_GRADIENT), None
+    for key in dict.fromkeys([own, *_TARGETS]):
+        weights, residual = loss.compared_with(_TARGETS[key](seen))
+        limit = max(10 * TOLERANCE if key == own else 10 * SMALL, 2 * loss.precision)
+        if float(residual.quantile(0.9)) <= limit and worst(residual) <= 10 * limit:
+            if key == own:
+                return Check("target", name, wanted, f"{own}, residual {worst(residual):.1e}", True), weights
+            called = _CALLED.get(key, key)
+            message = f"the loss compares the output with {called}, not with {_CALLED[own]}"
+            return Check("target", name, wanted, called, False, message), weights
+    best = max(_CALLED, key=lambda key: loss.agreement(_TARGETS[key](seen)))
+    if loss.agreement(_TARGETS[best](seen)) > 0.99:
+        message = loss.other_error(_TARGETS[best](seen), "" if best == own else f" of {_CALLED[best]}, not of {_CALLED[own]}")
+        return Check("target", name, wanted, "another loss", False, message), None
+    coefficients, residual = fit(*(part[loss.used] for part in (loss.gradient, loss.output, seen.clean, seen.noise)))
     c, of_clean, of_noise = coefficients.T
     parts = f"{middle(-of_clean / c):.2g} x_0 + {middle(-of_noise / c):.2g} noise"
-    text = f"what the loss compares the output with is not {_said(own)}: {parts}, and {middle(residual):.0%} is something else"
-    return Check("target", name, wanted, parts, False, text), None
+    message = f"what the loss compares the output with is not {_CALLED[own]}: {parts}"
+    return Check("target", name, wanted, parts, False, f"{message}, and {middle(residual):.0%} is something else"), None
 
 
-def _weights(
-    observed, timesteps, formula: DeclaredNoising, micro_steps: int, pixels: int, batch: int, precision: float
-) -> Check:
-    """`observed` [B]: what each sample's mean squared error counts in the batch's mean."""
-    name, wanted = (
-        "weight of each sample's loss",
-        formula.weighting + (f", gamma {formula.snr_gamma:g}" if formula.snr_gamma else ""),
-    )
-    declared = formula.weights.to(observed.device)
-    ratio = observed / declared[timesteps]
-    if worst(ratio - 1) <= max(SMALL, precision):
-        return Check("weight", name, wanted, f"{span(ratio)} times it", True)
-    message = _explain_weights(observed, ratio, timesteps, declared, formula, micro_steps, pixels, batch)
-    return Check("weight", name, wanted, f"{span(ratio)} times it", False, message)
+def _weights(observed: torch.Tensor, seen: Seen, loss: Loss, formula: DeclaredNoising) -> Check:
+    """`observed` [B]: what each sample's mean squared error counts in the declared mean."""
+    name, wanted = "weight of each sample's loss", formula.weighting
+    wanted += f", gamma {formula.snr_gamma:g}" if formula.snr_gamma else ""
+    ratio = observed / formula.weights.to(observed.device)[seen.timesteps]
+    fine = worst(ratio - 1) <= max(SMALL, loss.precision)
+    message = "" if fine else _explain_weights(observed, seen, loss, formula)
+    return Check("weight", name, wanted, f"{span(ratio)} times it", fine, message)
 
 
-def _explain_weights(observed, ratio, timesteps, declared, formula, micro_steps, pixels, batch) -> str:
-    far = int((ratio.clamp(min=1e-30).log().abs()).argmax())
-    sample = f"t = {int(timesteps[far])} counts {float(observed[far]):.3g}, declared {float(declared[timesteps[far]]):.3g}"
-    everywhere = constant(ratio)
-    if everywhere is not None:
-        return explain_factor(everywhere, micro_steps, pixels, batch)
+def _explain_weights(observed: torch.Tensor, seen: Seen, loss: Loss, formula: DeclaredNoising) -> str:
+    table, t = formula.weights.to(observed.device), seen.timesteps
+    expected, own = table[t], formula.weighting
+    ratio = observed / expected
+    far = int(ratio.clamp(min=1e-30).log().abs().argmax())
+    sample = f"t = {int(t[far])} counts {float(observed[far]):.3g}, declared {float(expected[far]):.3g}"
+    if (everywhere := constant(ratio)) is not None:
+        return loss.explain_factor(everywhere)
     if float(ratio.min()) < 0:
         return f"some samples' errors are increased: their weight is negative ({sample})"
-    if constant(observed) is not None and constant(declared[timesteps]) is None:
-        mean = float(declared[timesteps].mean())
-        if abs(float(observed.mean()) / mean - 1) < 0.05:
-            return f"every sample of the batch has the same weight, the mean of all: a shape mistake? ({sample})"
+    if constant(observed) is not None and constant(expected) is None and abs(observed.mean() / expected.mean() - 1) < 0.05:
+        return f"every sample of the batch has the same weight, the mean of all: a shape mistake? ({sample})"
     snr, gamma = formula.snr.to(observed.device), formula.snr_gamma or 5.0
-    others = {key: function(snr, gamma) for key, function in WEIGHTINGS.items() if key != formula.weighting}
+    others = {key: function(snr, gamma) for key, function in WEIGHTINGS.items() if key != own}
     others |= {
-        "the declared weights, reversed in time": declared.flip(0),
-        "the declared weights, squared": declared**2,
-        "the declared weights, their square root": declared.sqrt(),
-        "1 / the declared weights": 1 / declared,
-        "the declared weights of the next timestep": declared.roll(-1),
-        "the declared weights of the timestep before": declared.roll(1),
+        "the declared weights, reversed in time": table.flip(0),
+        "the declared weights, squared": table**2,
+        "the declared weights, their square root": table.sqrt(),
+        "1 / the declared weights": 1 / table,
+        "the declared weights of the next timestep": table.roll(-1),
+        "the declared weights of the timestep before": table.roll(1),
     }
-    factors = {key: constant(observed / weights[timesteps]) for key, weights in others.items()}
-    factors = {key: factor for key, factor in factors.items() if factor is not None}
-    if factors:
-        key = min(factors, key=lambda key: abs(factors[key] - 1))
-        times = "" if abs(factors[key] - 1) < SMALL else f", times {simple(factors[key])}"
-        return f"errors are weighed by {key}{times}, not by {formula.weighting} ({sample})"
-    if torch.allclose(observed.sort().values, declared[timesteps].sort().values, rtol=SMALL):
+    if text := recognize_multiple(observed, {key: weights[t] for key, weights in others.items()}):
+        return f"errors are weighed by {text}, not by {own} ({sample})"
+    if torch.allclose(observed.sort().values, expected.sort().values, rtol=SMALL):
         return f"the weights are those of other images of the batch ({sample})"
     counted = int((observed.abs() > 1e-9).sum())
     if counted < len(observed):
         return f"only {counted} of {len(observed)} samples count in the loss"
-    return f"errors are weighed by something else than {formula.weighting}: {sample}"
-
-
-def explain_factor(factor: float, micro_steps: int, pixels: int, batch: int) -> str:
-    """In words, why the whole loss may be `factor` times the declared mean over pixels, batch and micro steps."""
-    causes = {
-        "its sign is wrong: the loss is maximized": -1.0,
-        "it is summed over the pixels, not averaged": float(pixels),
-        "it is summed over the batch, not averaged": float(batch),
-        "it is summed over pixels and batch, not averaged": float(pixels * batch),
-        "it is not divided by the number of micro steps": float(micro_steps),
-        "it is divided by the number of micro steps twice": 1.0 / micro_steps,
-        "it is divided by the batch size twice": 1.0 / batch,
-    }
-    for text, value in causes.items():
-        if value != 1.0 and abs(factor / value - 1) < 2e-3:
-            return f"the loss is {simple(factor)} times the declared mean: {text}"
-    return f"the loss is {simple(factor)} times the declared mean over pixels, batch and micro steps"
+    return f"errors are weighed by something else than {own}: {sample}"

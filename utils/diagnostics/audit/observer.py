@@ -3,11 +3,8 @@ the loss with respect to that, the gradients, the optimizer's step, the averages
 """
 
 import functools
-import math
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,103 +13,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from utils.diagnostics.audit.elements import ElementSample, digest
+from utils.diagnostics.audit.replay import Replay
+from utils.diagnostics.audit.seen import Call, MicroStep, Step, Update, tensors_in
+
 KEPT = 3  # micro steps of an update whose tensors are kept
-SAMPLED = 1 << 15  # elements of the parameters that are looked at, at most: some tens of vectors of them are made
-REPLAYED = 1 << 18  # elements of the parameters of a network whose gradient is computed once more; larger ones: too much memory
-
-
-@dataclass
-class Call:
-    """One forward pass of a module. Tensors are those of the training, detached."""
-
-    inputs: tuple[Any, ...]
-    outputs: tuple[torch.Tensor, ...] = ()
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # of the loss, by the output's place
-    training: bool = True
-    randomness: torch.Tensor | None = None  # state of torch's generator when it began
-    autocast: torch.dtype | None = None  # in which its layers compute; None: no autocast
-
-
-@dataclass
-class MicroStep:
-    calls: dict[str, Call] = field(default_factory=dict)  # by the name of the module; the first pass of each
-    batch: dict[str, Any] = field(default_factory=dict)  # what the loop told: the loader's batch, what was drawn
-    gradient_before: torch.Tensor | None = None  # sampled, [n]; None where no parameter had one
-    gradient_after: torch.Tensor | None = None
-    finished: bool = False  # its backward pass is over
-
-
-@dataclass
-class Step:
-    """The optimizer around its step; vectors are sampled, [n]."""
-
-    gradient: torch.Tensor
-    gradient_norm: torch.Tensor  # of all parameters, 0-dim
-    before: torch.Tensor
-    state_before: dict[str, torch.Tensor]
-    groups: list[dict[str, Any]]  # hyperparameters of the parameter groups
-    group_of: torch.Tensor  # of each element, int64 [n]; -1: in none
-    optimizer: str
-    after: torch.Tensor | None = None
-    state_after: dict[str, torch.Tensor] = field(default_factory=dict)
-    steps: int = 1  # how often a step was made
-
-
-@dataclass
-class Update:
-    """What was seen of one update. `step`: updates finished before it."""
-
-    step: int
-    micro_steps: list[MicroStep] = field(default_factory=list)
-    left_over: torch.Tensor | None = None  # norm of the gradients that stood there before the first forward pass
-    digest_first: torch.Tensor | None = None  # of all weights, at the first forward pass
-    optimizer_step: Step | None = None
-    digest_begun: torch.Tensor | None = None  # of all weights, when it began
-    digest_step: torch.Tensor | None = None  # just before the step
-    digest_stepped: torch.Tensor | None = None  # when the step and what belongs to it are over
-    replayed: torch.Tensor | None = None  # gradient of the first micro step, sampled, computed once more
-    not_replayed: str = ""  # why not
-    weights: torch.Tensor | None = None  # sampled, when the step and what belongs to it are over
-    row_sizes: torch.Tensor | None = None  # root mean squares of the rows of all matrices then
-    averages_before: dict[str, torch.Tensor] = field(default_factory=dict)
-    averages: dict[str, torch.Tensor] = field(default_factory=dict)
-    digest_last: torch.Tensor | None = None
-
-
-class ElementSample:
-    """A fixed choice of at most `SAMPLED` elements of tensors that have the shapes of `parameters`: every n-th of each."""
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor]):
-        self.names = list(parameters)
-        self.shapes = [p.shape for p in parameters.values()]
-        stride = max(1, math.ceil(sum(p.numel() for p in parameters.values()) / SAMPLED))
-        self._strides = [max(1, min(stride, p.numel())) for p in parameters.values()]
-        self.counts = [-(-p.numel() // stride) for p, stride in zip(parameters.values(), self._strides)]
-        self.device = next(iter(parameters.values())).device
-
-    def take(self, tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
-        """float32 [n]; zeros for tensors that are None or have another shape."""
-        parts = []
-        for tensor, shape, stride, count in zip(tensors, self.shapes, self._strides, self.counts):
-            known = tensor is not None and tensor.shape == shape
-            part = tensor.detach().reshape(-1)[::stride] if known else torch.zeros(count, device=self.device)
-            parts.append(part.float())
-        return torch.cat(parts)
-
-    def per_element(self, values: Iterable[int]) -> torch.Tensor:
-        """int64 [n] of one number for each tensor."""
-        return torch.repeat_interleave(torch.tensor(list(values)), torch.tensor(self.counts)).to(self.device)
-
-
-def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """int64, 0-dim: a sum over the bits of all tensors, each with a weight of its own. Equal tensors have equal digests."""
-    total: torch.Tensor | None = None
-    for number, tensor in enumerate(tensors, 1):
-        tensor = tensor.detach()
-        bits = tensor.reshape(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-        part = bits.sum(dtype=torch.int64) * (2 * number + 1)
-        total = part if total is None else total + part
-    return torch.zeros((), dtype=torch.int64) if total is None else total
 
 
 def _safely(look: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,15 +36,6 @@ def _safely(look: Callable[..., Any]) -> Callable[..., Any]:
             return None
 
     return safe
-
-
-def fingerprint(rows: torch.Tensor) -> torch.Tensor:
-    """int64 [B] of [B, ...]: of the bits of each row and their places, so that equal ones mean equal rows."""
-    bits = rows.detach().contiguous().reshape(len(rows), -1)
-    bits = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]).long()
-    places = torch.arange(1, bits.shape[1] + 1, device=bits.device)
-    weights = (places * -7046029254386353131) ^ (places << 17)  # wraps around: odd multiples of 2^64 / golden ratio, mixed
-    return ((bits * 6364136223846793005 + weights) ^ ((bits + places) << 23)).mul(weights | 1).sum(1)
 
 
 class Observer:
@@ -165,13 +61,12 @@ class Observer:
         # The random frequencies of a Fourier time embedding are meant to stay.
         self.frozen = [n for n, p in network.named_parameters() if not p.requires_grad and not n.startswith("time_proj.")]
         self.sample = ElementSample(self.parameters)
-        self._hooks = ExitStack()
+        self._hooks: list[Any] = []  # handles that remove them
         self.update: Update | None = None
         self.failure = ""  # why the newest observation ended early
         self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}
         self._gradients: dict[int, torch.Tensor] = {}  # sampled, as the newest backward pass left them
-        self._replays = self._replaying = False
-        self._buffers: dict[str, torch.Tensor] = {}  # as they were before the first forward pass, for the replay
+        self._replay, self._replays = Replay(network, self.parameters), False
         self._has_run_backward = False
 
     # ---- what the loop tells
@@ -185,16 +80,14 @@ class Observer:
         self.update = Update(step, digest_begun=digest(self.parameters.values()))
         if self.eager:
             for name, module in self.modules.items():
-                before = module.register_forward_pre_hook(partial(self._before_forward, name), with_kwargs=True)
-                self._hooks.callback(before.remove)
-                self._hooks.callback(module.register_forward_hook(partial(self._after_forward, name)).remove)
-            inner = self.modules.get("unet", self.modules["network"])
-            first = next(m for m in inner.modules() if next(m.parameters(recurse=False), None) is not None)
-            self._hooks.callback(first.register_forward_pre_hook(self._see_autocast).remove)
-        for parameter in self.parameters.values():
-            self._hooks.callback(parameter.register_post_accumulate_grad_hook(self._see_gradient).remove)
-        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
+                before, after = partial(self._before_forward, name), partial(self._after_forward, name)
+                self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(after))
+            first = next(m for m in self.averaged_module.modules() if next(m.parameters(recurse=False), None) is not None)
+            self._hooks.append(first.register_forward_pre_hook(self._see_autocast))
+        self._hooks += [p.register_post_accumulate_grad_hook(self._see_gradient) for p in self.parameters.values()]
+        self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
+        self._hooks.append(register_optimizer_step_post_hook(self._after_step))
         self._gradients, self._has_run_backward = {}, False
 
     @_safely
@@ -234,8 +127,9 @@ class Observer:
         return self.update
 
     def rest(self) -> None:
-        self._hooks.close()
-        self.update = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.update = [], None
 
     # ---- what the hooks see
 
@@ -250,12 +144,16 @@ class Observer:
         steps = self.update.micro_steps
         if steps and self._has_run_backward:
             self._has_run_backward, steps[-1].finished = False, True
-            parts = [self._gradients.get(number) for number in range(len(self._ids))]
-            zeros = (torch.zeros(count, device=self.sample.device) for count in self.sample.counts)
-            steps[-1].gradient_after = torch.cat([zero if part is None else part for part, zero in zip(parts, zeros)])
+            parts = [self._gradients.get(number, self.sample.part(number, None)) for number in range(len(self._ids))]
+            steps[-1].gradient_after = torch.cat(parts)
             if len(steps) > KEPT:  # of an update of many micro steps the first ones and the last are kept
                 forgotten = steps[-2]
                 forgotten.calls, forgotten.batch, forgotten.gradient_before, forgotten.gradient_after = {}, {}, None, None
+
+    @property
+    def averaged_module(self) -> nn.Module:
+        """What an average is of: the raw network in a denoiser, else the network."""
+        return self.modules.get("unet", self.modules["network"])
 
     def averaged(self, name: str) -> torch.Tensor:
         """Which elements of the sample that average has, bool [n]."""
@@ -269,7 +167,7 @@ class Observer:
 
     @_safely
     def _before_forward(self, name: str, module: nn.Module, inputs: tuple, options: dict) -> None:
-        if self._replaying or not torch.is_grad_enabled():
+        if self._replay.running or not torch.is_grad_enabled():
             return
         if name == "network":
             self._close_micro_step()
@@ -277,41 +175,31 @@ class Observer:
         if name == "network" and name not in step.calls:
             self._see_start(step)
         values = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in (*inputs, *options.values()))
-        call = step.calls.setdefault(name, Call(values, training=module.training))
-        if self._replays and len(self.update.micro_steps) == 1 and call.randomness is None:
-            call.randomness = self._generator_state()
-            if name == "network":
-                self._buffers = {key: buffer.detach().clone() for key, buffer in module.named_buffers()}
+        step.calls.setdefault(name, Call(values, training=module.training))
 
     @torch.no_grad()
     def _see_start(self, step: MicroStep) -> None:
         gradients = [p.grad for p in self.parameters.values()]
-        known = [g for g in gradients if g is not None]
         if len(self.update.micro_steps) == 1:
-            self.update.left_over = torch.stack(torch._foreach_norm(known)).norm() if known else torch.zeros(())
+            self.update.left_over = _norm(gradients)
             self.update.digest_first = digest(self.parameters.values())
             self.update.averages_before = self._take_averages()
-        if known:
+            if self._replays:
+                self._replay.prepare()
+        if any(gradient is not None for gradient in gradients):
             step.gradient_before = self.sample.take(gradients)
 
     @_safely
     def _after_forward(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
-        if self._replaying or not torch.is_grad_enabled():
+        if self._replay.running or not torch.is_grad_enabled():
             return
         call = self._micro_step().calls.get(name)
         if call is None or call.outputs:
             return
-        values = [v for v in _values(output) if isinstance(v, torch.Tensor)]
-        call.outputs = tuple(v.detach() for v in values)
-        for place, value in enumerate(values):
+        call.outputs = tuple(value.detach() for value in tensors_in(output))
+        for place, value in enumerate(tensors_in(output)):
             if value.requires_grad:
-                value.register_hook(self._keep(call, place))
-
-    def _keep(self, call: Call, place: int):
-        def keep(gradient: torch.Tensor) -> None:
-            call.gradients[place] = gradient.detach()
-
-        return keep
+                value.register_hook(partial(_keep, call, place))
 
     @_safely
     def _see_autocast(self, module: nn.Module, inputs: tuple) -> None:
@@ -329,9 +217,8 @@ class Observer:
     def _see_gradient(self, parameter: torch.Tensor) -> None:
         number = self._ids.get(id(parameter))
         if number is not None and parameter.grad is not None:
-            stride = self.sample._strides[number]
             self._has_run_backward = True
-            self._gradients[number] = parameter.grad.detach().reshape(-1)[::stride].float().clone()
+            self._gradients[number] = self.sample.part(number, parameter.grad).clone()
 
     def _ours(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
@@ -347,12 +234,11 @@ class Observer:
         self._close_micro_step()
         self.update.digest_step = digest(self.parameters.values())
         gradients = [p.grad for p in self.parameters.values()]
-        known = [g for g in gradients if g is not None]
         groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         member = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.update.optimizer_step = Step(
             gradient=self.sample.take(gradients),
-            gradient_norm=torch.stack(torch._foreach_norm(known)).norm() if known else torch.zeros(()),
+            gradient_norm=_norm(gradients),
             before=self.sample.take(self.parameters.values()),
             state_before=self._state(optimizer),
             groups=groups,
@@ -360,71 +246,19 @@ class Observer:
             optimizer=type(optimizer).__name__,
         )
         if self._replays and self.eager:
-            self._replay()
-
-    def _generator_state(self) -> torch.Tensor:
-        device = self.sample.device
-        return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-    def _set_generator(self, state: torch.Tensor) -> None:
-        device = self.sample.device
-        torch.set_rng_state(state) if device.type == "cpu" else torch.get_device_module(device).set_rng_state(state, device)
-
-    def _replay_chunks(self, batch: int) -> int:
-        """In how many parts the batch is taken, so that memory does not hold all activations beside all gradients. In one where
-        its samples hang together: by dropout's random numbers, or by batch normalization."""
-        for module in self.modules["network"].modules():
-            rate = vars(module).get("p", vars(module).get("dropout", 0.0))
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) or (isinstance(rate, float) and rate > 0):
-                return 1
-        return min(batch, 4)
-
-    def _replay(self) -> None:
-        """Computes the first micro step's gradient from its inputs and the gradient of its outputs, on copies of the weights
-        that no hook, no process group and no compiler knows."""
-        step = self.update.micro_steps[0] if self.update.micro_steps else MicroStep()
-        call, network = step.calls.get("network"), self.modules["network"]
-        if call is None or not call.gradients or call.randomness is None:
-            self.update.not_replayed = "its passes were not seen"
-            return
-        if sum(p.numel() for p in self.parameters.values()) > REPLAYED:
-            self.update.not_replayed = "it would take the memory of two more copies of a large network"
-            return
-        # All of them: kernels that are asked for the gradients of some alone are not those of a training.
-        copies = {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
-        now, training = self._generator_state(), network.training
-        self._replaying = True
-        try:
-            self._set_generator(call.randomness)
-            batch = len(call.inputs[0])
-            total: list[torch.Tensor | None] = [None] * len(copies)
-            for rows in torch.arange(batch).chunk(self._replay_chunks(batch)):
-                part = slice(int(rows[0]), int(rows[-1]) + 1)
-                inputs = tuple(_rows(value, part, batch) for value in call.inputs)
-                with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-                    again = {name: buffer.clone() for name, buffer in self._buffers.items()}
-                    output = torch.func.functional_call(network, copies | again, inputs)
-                    outputs = [value for value in _values(output) if isinstance(value, torch.Tensor)]
-                    kept = [outputs[place] for place in call.gradients]
-                    given = [gradient[part] for gradient in call.gradients.values()]
-                    found = torch.autograd.grad(kept, list(copies.values()), given, allow_unused=True)
-                del output, outputs, kept
-                total = [a if b is None else b if a is None else a + b for a, b in zip(total, found)]
-            self.update.replayed = self.sample.take(total)
-        except (torch.OutOfMemoryError, MemoryError):
-            self.update.not_replayed = "too little memory"
-        finally:
-            self._replaying, self._buffers = False, {}
-            network.train(training)
-            self._set_generator(now)
+            first = self.update.micro_steps[0].calls.get("network") if self.update.micro_steps else None
+            again = self._replay.gradients(first)
+            if isinstance(again, str):
+                self.update.not_replayed = again
+            else:
+                self.update.replayed = self.sample.take(again)
 
     @_safely
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, *arguments: Any) -> None:
-        if self.update.optimizer_step is None or not self._ours(optimizer):
-            return
         step = self.update.optimizer_step
-        step.after, step.state_after = self.sample.take(self.parameters.values()), self._state(optimizer)
+        if step is not None and self._ours(optimizer):
+            step.after, step.state_after = self.sample.take(self.parameters.values()), self._state(optimizer)
 
     def _state(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         """The optimizer's state, sampled, and "step": how many it has counted, [n]."""
@@ -432,18 +266,15 @@ class Observer:
         names = dict.fromkeys(name for state in states for name, value in state.items() if isinstance(value, torch.Tensor))
         found = {name: self.sample.take(state.get(name) for state in states) for name in names if name != "step"}
         if "step" in names:
-            counted = torch.stack([torch.as_tensor(state.get("step", 0.0)).float().cpu().reshape(()) for state in states])
-            found["step"] = torch.repeat_interleave(counted, torch.tensor(self.sample.counts)).to(self.sample.device)
+            found["step"] = self.sample.per_element(int(state.get("step", 0)) for state in states).float()
         return found
 
 
-def _rows(value: Any, part: slice, batch: int) -> Any:
-    return value[part] if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == batch else value
+def _norm(gradients: list[torch.Tensor | None]) -> torch.Tensor:
+    """Of all of them together, 0-dim."""
+    known = [gradient for gradient in gradients if gradient is not None]
+    return torch.stack(torch._foreach_norm(known)).norm() if known else torch.zeros(())
 
 
-def _values(output: Any) -> tuple[Any, ...]:
-    if isinstance(output, torch.Tensor):
-        return (output,)
-    if isinstance(output, Mapping):  # diffusers' outputs
-        return tuple(output.values())
-    return tuple(output) if isinstance(output, (tuple, list)) else ()
+def _keep(call: Call, place: int, gradient: torch.Tensor) -> None:
+    call.gradients[place] = gradient.detach()

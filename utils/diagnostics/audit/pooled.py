@@ -1,11 +1,12 @@
 """What one update cannot tell: distributions over all that was seen of a run, and repetitions."""
 
 import math
+from collections import Counter
 
 import torch
 
 from utils.diagnostics.audit.declared import Declared
-from utils.diagnostics.audit.observer import fingerprint
+from utils.diagnostics.audit.elements import fingerprint
 from utils.diagnostics.audit.verdict import Check
 
 SIGMAS = 7.0  # beyond which chance does not lie in the looks of any run
@@ -14,11 +15,13 @@ _MOST = 1 << 16  # noise levels and labels that are kept
 
 
 class Pool:
-    """Sums over a run of what was drawn; the host reads them when `checks` is called."""
+    """What was drawn over a run, summed up."""
 
     def __init__(self, declared: Declared):
         self._declared = declared
-        self._noise: list[torch.Tensor] = []
+        self._counts: Counter[str] = Counter()  # what was seen of the noise
+        self._sums: Counter[str] = Counter()
+        self._looks = 0
         self._levels: list[torch.Tensor] = []
         self._kept = 0
         self._digests: set[int] = set()
@@ -34,21 +37,22 @@ class Pool:
     def add_noise(self, noise: torch.Tensor) -> None:
         """The noise [B, C, H, W] of one audited micro step."""
         values = noise.detach().float()
-        batch, channels = values.shape[:2]
-        size = values[0].numel()
-        sums = [values.numel(), values.sum(), values.square().sum(), values.pow(4).sum()]
-        down, across = (values[:, :, 1:] * values[:, :, :-1]), (values[..., 1:] * values[..., :-1])
-        sums += [down.numel(), down.sum(), across.numel(), across.sum()]
-        between = (values[:, 1:] * values[:, :-1]) if channels > 1 else values.new_zeros(1)
-        sums += [between.numel() if channels > 1 else 0, between.sum()]
-        # Of images: their joint sum has the variance `batch` in each pixel, and each one's mean the variance 1 / size.
-        sums += [
-            size if batch > 1 else 0,
-            values.sum(0).square().sum() / batch,
-            batch,
-            values.flatten(1).mean(1).square().sum() * size,
-        ]
-        self._noise.append(torch.stack([torch.as_tensor(s, dtype=torch.float64, device="cpu") for s in sums]))
+        batch, size = len(values), values[0].numel()
+        totals = {  # (sum, number)
+            "values": _total(values),
+            "squares": _total(values.square()),
+            "fourth powers": _total(values.pow(4)),
+            "rows": _total(values[:, :, 1:] * values[:, :, :-1]),
+            "columns": _total(values[..., 1:] * values[..., :-1]),
+            "channels": _total(values[:, 1:] * values[:, :-1]),
+            # The sum of the images has the variance `batch` in each pixel, and the mean of each one the variance 1 / size.
+            "sum of images": _total(values.sum(0).square() / batch if batch > 1 else values.new_zeros(0)),
+            "means of images": _total(values.flatten(1).mean(1).square() * size),
+        }
+        sums = torch.stack([total for total, _ in totals.values()]).tolist()
+        self._sums.update(dict(zip(totals, sums)))
+        self._counts.update({name: number for name, (_, number) in totals.items()})
+        self._looks += 1
         for value in fingerprint(noise).tolist() if size >= 16 else ():  # few pixels may be equal by chance
             self._seen += 1
             self._repeated += value in self._digests
@@ -58,78 +62,63 @@ class Pool:
         return [*self._noise_checks(), *self._level_checks()]
 
     def _noise_checks(self) -> list[Check]:
-        if not self._noise:
-            return []
-        total = torch.stack(self._noise).sum(0).tolist()
-        count, first, second, fourth, downs, down, acrosses, across, pairs, between, size, joint, images, means = total
+        numbers = self._counts
+        count = numbers["values"]
         if count < 200:
             return []
-        mean, variance = first / count, second / count
-        kurtosis = fourth / count / variance**2 if variance else math.nan
-        figures = [
-            ("mean", mean, 0.0, 1 / math.sqrt(count), "its mean is {:.3g}, not 0"),
-            ("variance", variance, 1.0, math.sqrt(2 / count), "its variance is {:.3g}, not 1"),
-            ("kurtosis", kurtosis, 3.0, math.sqrt(96 / count), "its kurtosis is {:.3g}, not the 3 of normal numbers"),
+        means = {name: self._sums[name] / number for name, number in numbers.items() if number}
+        mean, variance = means["values"], means["squares"]
+        kurtosis, scale = means["fourth powers"] / variance**2 if variance else math.nan, variance or 1.0
+        figures = [  # each with its mean and spread by chance
+            (mean, 0.0, 1 / math.sqrt(count), "its mean is {:.3g}, not 0"),
+            (variance, 1.0, math.sqrt(2 / count), "its variance is {:.3g}, not 1"),
+            (kurtosis, 3.0, math.sqrt(96 / count), "its kurtosis is {:.3g}, not the 3 of normal numbers"),
         ]
-        scale = variance or 1.0
-        for name, sum_of, number in (("rows", down, downs), ("columns", across, acrosses), ("channels", between, pairs)):
-            if number:
+        for name in ("rows", "columns", "channels"):
+            if numbers[name]:
                 text = f"neighboring {name} share it (correlation {{:.2g}})"
-                figures.append((f"correlation of {name}", sum_of / number / scale, 0.0, 1 / math.sqrt(number), text))
-        looks = len(self._noise)
-        if size >= 64:
-            spread = math.sqrt(2 / size)  # of the mean over pixels
-            figures.append(
-                (
-                    "images together",
-                    joint / size / scale,
-                    1.0,
-                    spread,
-                    "the images of a batch share it (their sum has {:.3g} times the variance)",
-                )
-            )
-        if images >= 64:
-            text = "the pixels of an image share it (offset noise? {:.3g} times the variance)"
-            figures.append(("mean of each image", means / images / scale, 1.0, math.sqrt(2 / images), text))
-        said, healthy = [], True
-        for _, value, wanted, spread, text in figures:
-            if not abs(value - wanted) <= SIGMAS * spread * (1.5 if spread > 0.1 else 1.0) + ROOM:
-                said.append(text.format(value))
+                figures.append((means[name] / scale, 0.0, 1 / math.sqrt(numbers[name]), text))
+        for name, text in (
+            ("sum of images", "the images of a batch share it (their sum has {:.3g} times the variance)"),
+            ("means of images", "the pixels of an image share it (offset noise? {:.3g} times the variance)"),
+        ):
+            if numbers[name] >= 64:
+                figures.append((means[name] / scale, 1.0, math.sqrt(2 / numbers[name]), text))
+        said = [
+            text.format(value)
+            for value, wanted, spread, text in figures
+            if not abs(value - wanted) <= SIGMAS * spread * (1.5 if spread > 0.1 else 1.0) + ROOM
+        ]
         if self._repeated:
             said.append(f"{self._repeated} of {self._seen} images have noise that was there before")
-        healthy = not said
-        observed = f"mean {mean:.2g}, variance {variance:.4g}, kurtosis {kurtosis:.3g} over {looks} looks"
-        return [Check("noise", "noise", "independent, mean 0, variance 1, normal", observed, healthy, "; ".join(said))]
+        observed = f"mean {mean:.2g}, variance {variance:.4g}, kurtosis {kurtosis:.3g} over {self._looks} looks"
+        return [Check("noise", "noise", "independent, mean 0, variance 1, normal", observed, not said, "; ".join(said))]
 
     def _level_checks(self) -> list[Check]:
-        if not self._levels:
+        self._levels = [torch.cat(self._levels)] if self._levels else []
+        if not self._levels or (count := len(self._levels[0])) < 64:
             return []
-        self._levels = [torch.cat(self._levels)]
-        levels = self._levels[0].cpu().double()
-        count = len(levels)
-        if count < 64:
-            return []
-        limit = math.sqrt(math.log(2e12) / 2 / count)  # of the distance of two distributions, by chance 1e-12
-        if self._declared.noising is not None:
-            steps = self._declared.noising.steps
-            places = (levels + 0.5) / steps
-            wanted, said = (
-                f"uniform from 0 to {steps - 1}",
-                f"{levels.min():.0f} to {levels.max():.0f}, mean {levels.mean():.4g}",
-            )
+        levels, noising, denoising = self._levels[0].cpu().double(), self._declared.noising, self._declared.denoising
+        if noising is not None:
+            step, places = 1 / noising.steps, (levels + 0.5) / noising.steps
+            wanted = f"uniform from 0 to {noising.steps - 1}"
+            said = f"{levels.min():.0f} to {levels.max():.0f}, mean {levels.mean():.4g}"
         else:
-            formula = self._declared.denoising
-            normal = (levels.log() - formula.P_mean) / formula.P_std
-            places = torch.special.ndtr(normal)
-            wanted = f"ln sigma normal, mean {formula.P_mean:g}, standard deviation {formula.P_std:g}"
-            said = f"mean {levels.log().mean():.4g}, standard deviation {levels.log().std():.4g}"
-        ordered = places.sort().values
+            step, logs = 0.0, levels.log()
+            places = torch.special.ndtr((logs - denoising.P_mean) / denoising.P_std)
+            wanted = f"ln sigma normal, mean {denoising.P_mean:g}, standard deviation {denoising.P_std:g}"
+            said = f"mean {logs.mean():.4g}, standard deviation {logs.std():.4g}"
+        # `places` are uniform from 0 to 1 where the levels are as declared.
+        limit = math.sqrt(math.log(2e12) / 2 / count)  # of the distance of two distributions, by chance 1e-12
         ranks = torch.arange(1, count + 1, dtype=torch.float64) / count
-        distance = float(torch.maximum((ranks - ordered).abs(), (ranks - 1 / count - ordered).abs()).max())
-        step = 0.0 if self._declared.noising is None else 1 / self._declared.noising.steps
+        below = ranks - places.sort().values
+        distance = float(torch.maximum(below.abs(), (below - 1 / count).abs()).max())
         center, spread = float(places.mean()) - 0.5, float(places.var()) * 12 - 1
         fine = distance <= limit + step and abs(center) <= SIGMAS / math.sqrt(12 * count) + step
         fine = fine and abs(spread) <= SIGMAS * math.sqrt(0.8 / count) + 2 * step + ROOM
-        stage, name = "timestep", "distribution of the noise levels"
         text = f"{count} noise levels are not drawn as declared: {said}, declared {wanted}"
-        return [Check(stage, name, wanted, said, fine, text)]
+        return [Check("timestep", "distribution of the noise levels", wanted, said, fine, text)]
+
+
+def _total(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return values.sum(), values.numel()

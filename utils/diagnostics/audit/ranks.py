@@ -4,7 +4,9 @@ import math
 
 import torch
 
-from utils.diagnostics.audit.observer import Observer, Update, digest, fingerprint
+from utils.diagnostics.audit.elements import digest, fingerprint
+from utils.diagnostics.audit.observer import Observer
+from utils.diagnostics.audit.seen import Update
 from utils.diagnostics.audit.verdict import Check
 
 _ALIKE = {

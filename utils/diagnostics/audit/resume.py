@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,18 +17,14 @@ def check_resumed(
     checkpoint: Path,
     *,
     network_state: Mapping[str, torch.Tensor],
-    optimizer,
+    optimizer: Any,
     step: int,
     ema_state: Mapping[str, torch.Tensor] | None = None,
-    scaler=None,
-    sample_numbers: torch.Tensor | None = None,
-    global_batch_size: int | None = None,
-    process_index: int = 0,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> list[Check]:
     """What was resumed against the files of `checkpoint`, before the first update that follows.
 
-    `network_state` is the state_dict of what the optimizer trains, `ema_state` that of its average (None: the run has none),
-    `scaler` the GradScaler. `sample_numbers` are those of this process's first micro batch, of `global_batch_size` per update.
+    `network_state` is the state_dict of what the optimizer trains, `ema_state` that of its average (None: the run has none).
     """
     checkpoint = Path(checkpoint)
     stored = Stored(checkpoint / "model.safetensors")
@@ -37,9 +34,6 @@ def check_resumed(
         checks.append(_scaler(checkpoint / "scaler.pt", scaler.state_dict()))
     if ema_state is not None:
         checks.append(_ema(checkpoint / "ema.safetensors", stored, unwrapped(ema_state)))
-    if sample_numbers is not None and global_batch_size:
-        declared = step * global_batch_size + process_index * len(sample_numbers)
-        checks.append(_position(declared, int(sample_numbers[0])))
     return checks
 
 
@@ -146,11 +140,3 @@ def _ema(path: Path, weights: Stored, live: dict[str, torch.Tensor]) -> Check:
     else:
         why = f"the average is not that of the checkpoint: it differs by {found.distance:.2g} of its size"
     return Check("ema", name, declared, observed, False, why)
-
-
-def _position(declared: int, observed: int) -> Check:
-    why = ""
-    if observed != declared:
-        why = f"the data goes on at sample {observed}, and the checkpoint ended before sample {declared}"
-        why += ": the run reads the data from the beginning again" if observed < declared and observed == 0 else ""
-    return Check("data", "data position after the resume", str(declared), str(observed), not why, why)

@@ -7,7 +7,7 @@ declared level.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
@@ -20,6 +20,7 @@ from torch import nn
 
 from utils.core.errors import UserError
 from utils.diagnostics.audit.declared import SCHEDULES
+from utils.diagnostics.audit.fitting import ROUNDING
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diffusion.objective import Objective
 from utils.diffusion.sampling import SamplePlan, make_sampler, sample, set_timesteps
@@ -31,7 +32,6 @@ MOST_STEPS = 25
 # (DDIM), by chance alone (DDPM), by 4e-4 (DPM-Solver++ with epsilon: at the cosine's end it divides rounding by a) and by 7e-5
 # (EDM's two).
 END_TOLERANCE, STEP_TOLERANCE = 1e-4, 5e-3
-ROUNDING = 2.0**-24  # of float32
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
 
 
@@ -41,7 +41,9 @@ class Oracle(nn.Module):
     `alphas_cumprod` float [T] is the declared schedule; None with `sigma_data`, where the answer is F of EDM's preconditioning.
     """
 
-    def __init__(self, image: torch.Tensor, prediction_type: str, alphas_cumprod=None, sigma_data: float | None = None):
+    def __init__(
+        self, image: torch.Tensor, prediction_type: str, alphas_cumprod: torch.Tensor | None, sigma_data: float | None
+    ):
         super().__init__()
         self.anchor = nn.Parameter(torch.zeros(()))  # samplers ask a network for its device
         self.image, self.prediction_type, self.sigma_data = image.double(), prediction_type, sigma_data
@@ -49,7 +51,7 @@ class Oracle(nn.Module):
         self.asked: list[tuple[float, float, float, torch.Tensor]] = []
         self.outside: float | None = None  # a timestep that was never trained
 
-    def forward(self, x: torch.Tensor, level, *labels, **others) -> SimpleNamespace:
+    def forward(self, x: torch.Tensor, level: torch.Tensor | float, *labels: Any, **others: Any) -> SimpleNamespace:
         level = float(torch.as_tensor(level).reshape(-1)[0])
         image, wide = self.image.to(x.device), x.double()
         if self.sigma_data is not None:
@@ -85,7 +87,7 @@ def sampler_call(objective: Objective, name: str, steps: int, seed: int = 0) -> 
     return call
 
 
-def _few_steps(scheduler, steps: int) -> int:
+def _few_steps(scheduler: Any, steps: int) -> int:
     """`steps`, or at most 25 that this sampler can do: what a step does does not depend on their number."""
     for count in (min(steps, MOST_STEPS), *range(MOST_STEPS, 0, -1)):
         try:
@@ -145,7 +147,7 @@ def check_sampler(
     return checks[: first + 1] + skipped
 
 
-def _known_mistakes(prediction_type: str, alphas: torch.Tensor):
+def _known_mistakes(prediction_type: str, alphas: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, str]]:
     for other in PREDICTION_TYPES:
         if other != prediction_type:
             yield other, alphas, f"the sampler takes the network's output for {other}; trained is {prediction_type}"
@@ -153,11 +155,8 @@ def _known_mistakes(prediction_type: str, alphas: torch.Tensor):
         for zero in (False, True):
             made = DDPMScheduler(len(alphas), beta_schedule=name, rescale_betas_zero_snr=zero).alphas_cumprod
             if not torch.allclose(made.sqrt(), alphas.float().sqrt(), atol=1e-5):
-                yield (
-                    prediction_type,
-                    made,
-                    f"the sampler steps along the schedule {name}{', zero SNR' * zero}, not the trained one",
-                )
+                called = f"{name}{', zero SNR' * zero}"
+                yield prediction_type, made, f"the sampler steps along the schedule {called}, not the trained one"
 
 
 def _verdict(name: str, declared: str, observed: str, message: str) -> Check:

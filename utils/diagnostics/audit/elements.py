@@ -1,0 +1,56 @@
+"""Few numbers that stand for many: a sample of the parameters' elements, and digests of tensors."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+SAMPLED = 1 << 15  # elements of the parameters that are looked at, at most: some tens of vectors of them are made
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size in bytes
+
+
+class ElementSample:
+    """A fixed choice of at most `SAMPLED` elements of tensors that have the shapes of `parameters`: every n-th of each."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]):
+        self.names = list(parameters)
+        self.shapes = [p.shape for p in parameters.values()]
+        stride = max(1, math.ceil(sum(p.numel() for p in parameters.values()) / SAMPLED))
+        self._strides = [max(1, min(stride, p.numel())) for p in parameters.values()]
+        self.counts = [-(-p.numel() // stride) for p, stride in zip(parameters.values(), self._strides)]
+        self.device = next(iter(parameters.values())).device
+
+    def part(self, number: int, tensor: torch.Tensor | None) -> torch.Tensor:
+        """float32, of the tensor with that number; zeros for one that is None or has another shape."""
+        if tensor is None or tensor.shape != self.shapes[number]:
+            return torch.zeros(self.counts[number], device=self.device)
+        return tensor.detach().reshape(-1)[:: self._strides[number]].float()
+
+    def take(self, tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
+        """float32 [n], of all tensors."""
+        return torch.cat([self.part(number, tensor) for number, tensor in enumerate(tensors)])
+
+    def per_element(self, values: Iterable[int]) -> torch.Tensor:
+        """int64 [n] of one number for each tensor."""
+        return torch.repeat_interleave(torch.tensor(list(values)), torch.tensor(self.counts)).to(self.device)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """int64, 0-dim: a sum over the bits of all tensors, each with a weight of its own. Equal tensors have equal digests."""
+    total: torch.Tensor | None = None
+    for number, tensor in enumerate(tensors, 1):
+        part = _bits(tensor.reshape(-1)).sum(dtype=torch.int64) * (2 * number + 1)
+        total = part if total is None else total + part
+    return torch.zeros((), dtype=torch.int64) if total is None else total
+
+
+def fingerprint(rows: torch.Tensor) -> torch.Tensor:
+    """int64 [B] of [B, ...]: of the bits of each row and their places, so that equal ones mean equal rows."""
+    bits = _bits(rows.reshape(len(rows), -1)).long()
+    places = torch.arange(1, bits.shape[1] + 1, device=bits.device)
+    weights = (places * -7046029254386353131) ^ (places << 17)  # wraps around: odd multiples of 2^64 / golden ratio, mixed
+    return ((bits * 6364136223846793005 + weights) ^ ((bits + places) << 23)).mul(weights | 1).sum(1)

@@ -1,0 +1,148 @@
+"""Gradients, from the first backward pass of an update to the optimizer's step: accumulated, averaged, clipped once."""
+
+import math
+
+import torch
+
+from utils.diagnostics.audit.declared import Declared
+from utils.diagnostics.audit.fitting import SMALL, simple, slope
+from utils.diagnostics.audit.observer import Observer
+from utils.diagnostics.audit.seen import Step, Update
+from utils.diagnostics.audit.verdict import Check, not_observed
+
+
+def check_gradients(
+    update: Update, declared: Declared, loss_scale: float = 1.0, mean_gradient: torch.Tensor | None = None
+) -> list[Check]:
+    """Checks of the gradients from the first backward pass to the optimizer's step.
+
+    `mean_gradient` [n]: what the backward passes left, sampled, averaged over all processes; None with one process.
+    """
+    checks = []
+    if update.left_over is not None:
+        name, wanted = "gradients before the first backward pass", "none left over from the update before"
+        left = float(update.left_over)
+        text = "gradients of the update before are still there: they are not cleared, and add up"
+        checks.append(Check("gradient", name, wanted, f"norm {left:.3g}", left == 0.0, text))
+    passes, wanted = sum(step.finished for step in update.micro_steps), str(declared.micro_steps)
+    if passes:
+        text = f"the optimizer steps after {passes} backward passes, declared are {wanted} micro steps"
+        checks.append(Check("gradient", "backward passes of an update", wanted, str(passes), str(passes) == wanted, text))
+    checks += _between_micro_steps(update)
+    name, wanted = "gradient at the step", "that of the backward passes"
+    if update.optimizer_step is None:
+        return [*checks, not_observed("gradient", name, wanted, "no step was made")]
+    last = update.micro_steps[-1].gradient_after if update.micro_steps else None
+    if last is None:
+        return [*checks, Check("gradient", name, wanted, "none", False, "the optimizer made a step without a backward pass")]
+    accumulated = (last if mean_gradient is None else mean_gradient) / loss_scale
+    return [*checks, _at_the_step(update.optimizer_step, accumulated, declared.optimizer.max_grad_norm)]
+
+
+def _between_micro_steps(update: Update) -> list[Check]:
+    name, wanted = "gradients between micro steps", "unchanged until the last one"
+    pairs = list(zip(update.micro_steps[:-1], update.micro_steps[1:]))
+    known = [
+        (before.gradient_after, after.gradient_before)
+        for before, after in pairs
+        if before.gradient_after is not None and "network" in after.calls
+    ]
+    for before, after in known:
+        after = torch.zeros_like(before) if after is None else after
+        if not (torch.isfinite(before).all() and torch.isfinite(after).all()):
+            return [not_observed("gradient", name, wanted, "gradients are not finite")]
+        if before.any() and not after.any():
+            text = "gradients are cleared between the micro steps of an update: only the last one counts"
+            return [Check("gradient", name, wanted, "cleared", False, text)]
+        if after.any() and not torch.allclose(before, after, rtol=1e-6, atol=0.0):
+            times = f"times {slope(before, after)[0]:.3g}"
+            text = f"gradients are changed between the micro steps of an update ({times}): clipped or scaled each time?"
+            return [Check("gradient", name, wanted, times, False, text)]
+    return [Check("gradient", name, wanted, "unchanged", True)] if known else []
+
+
+def _at_the_step(step: Step, accumulated: torch.Tensor, limit: float | None) -> Check:
+    """`limit` of the joint norm. 0: no clipping; None: adaptive."""
+    clipping = {None: "adaptive", 0.0: "none"}.get(limit, f"{limit} over the joint norm, at most 1")
+    name, wanted = "gradient at the step over that of the backward passes", f"one factor for all: {clipping}"
+    a, g = accumulated.double(), step.gradient.double()
+    if not (torch.isfinite(a).all() and torch.isfinite(g).all()):
+        return not_observed("gradient", name, wanted, "gradients are not finite")
+    if not a.any():
+        return not_observed("gradient", name, wanted, "gradients are zero")
+    factor, residual = slope(a, g) if g.any() else (0.0, 1.0)
+    norm = float(step.gradient_norm)
+    observed = f"{factor:.4g}, norm {norm:.3g} at the step"
+    if residual > 1e-4:
+        text = _explain_gradient(a, g, factor, residual)
+        return Check("gradient", name, wanted, f"{observed}, residual {residual:.1e}", False, text)
+    before = norm / abs(factor) if factor else math.inf
+    if limit is None:
+        fine = abs(factor - 1) < SMALL if norm < 0.1 * (1 - SMALL) else 0 < factor <= 1 + SMALL and norm < 10 * (1 + SMALL)
+    else:
+        expected = min(1.0, limit / (before + 1e-6)) if limit else 1.0  # as torch's clip_grad_norm_
+        fine = abs(factor / expected - 1) < SMALL
+    return Check("gradient", name, wanted, observed, fine, _explain_factor(factor, before, norm, limit))
+
+
+def _explain_factor(factor: float, before: float, norm: float, limit: float | None) -> str:
+    """`before` and `norm`: the joint norm, as the backward passes left it and at the step."""
+    if factor < 0:
+        return f"the gradient changes its sign before the step (times {factor:.3g})"
+    if limit and before > limit and abs(factor - 1) < SMALL:
+        return f"the gradient is not clipped: its norm is {norm:.3g}, declared is a limit of {limit:g}"
+    said = f"the gradient is {simple(factor)} times what the backward passes left"
+    if limit and before <= limit * (1 + SMALL):
+        return f"{said}, though its norm {before:.3g} is below {limit:g}"
+    if limit:
+        return f"the gradient is clipped to a norm of {norm:.3g}, declared {limit:g}"
+    return f"{said}, and no clipping is declared"
+
+
+def _explain_gradient(a: torch.Tensor, g: torch.Tensor, factor: float, residual: float) -> str:
+    """Of a gradient g at the step that is not `factor` times the one that the backward passes left, a."""
+    highest = float(g.abs().max())
+    at_limit = int((g.abs() > highest * (1 - 1e-5)).sum())
+    if highest and at_limit >= 2 and torch.allclose(g, a.clamp(-highest, highest), rtol=1e-4, atol=1e-12):
+        return f"each element of the gradient is clipped to {highest:.3g} by itself, not the joint norm"
+    lost = (a != 0) & (g == 0)
+    share = float(lost.double().mean())
+    if share > 1e-3 and torch.allclose(g[~lost], a[~lost] * factor, rtol=0.1):
+        return f"{share:.0%} of the gradient is set to zero before the step"
+    return (
+        f"the gradient at the step is not that of the backward passes: {residual:.0%} of it is something else "
+        "(changed per layer, mixed with another, not averaged over processes, or noise added)"
+    )
+
+
+def check_replay(update: Update, declared: Declared, observer: Observer, loss_scale: float = 1.0) -> list[Check]:
+    """Whether the first backward pass left the gradient that follows from the output's, parameter by parameter."""
+    name, wanted = "gradient of the first backward pass", "that of the loss, by the chain rule"
+    if update.not_replayed:
+        return [not_observed("gradient", name, wanted, update.not_replayed)]
+    step = update.micro_steps[0] if update.micro_steps else None
+    others = bool(update.digest_first != update.digest_step)  # weights than those of the pass
+    if update.replayed is None or step is None or step.gradient_after is None or others:
+        return []
+    seen = step.gradient_after - (0.0 if step.gradient_before is None else step.gradient_before)
+    seen, should = seen.double() / loss_scale, update.replayed.double() / loss_scale
+    if declared.l1_weight:
+        penalized = {id(p) for p in observer.averaged_module.parameters() if p.ndim > 1}
+        matrices = observer.sample.per_element(id(p) in penalized for p in observer.parameters.values())
+        should += matrices * update.optimizer_step.before.double().sign() * declared.l1_weight / declared.micro_steps
+    if not (torch.isfinite(seen).all() and torch.isfinite(should).all()):
+        return [not_observed("gradient", name, wanted, "gradients are not finite")]
+    exact = declared.autocast is None and not torch.backends.cuda.matmul.allow_tf32
+    tolerance, floor = (1e-2, 1e-5) if exact else (0.2, 1e-3)
+    floor *= float(should.norm())
+    parts = list(zip(observer.sample.names, seen.split(observer.sample.counts), should.split(observer.sample.counts)))
+    wrong = [part for part in parts if float((part[1] - part[2]).norm()) > tolerance * float(part[2].norm()) + floor]
+    observed = f"off by {float((seen - should).norm() / should.norm().clamp(min=1e-300)):.1e}"
+    if not wrong:
+        return [Check("gradient", name, wanted, observed, True)]
+    first, found, expected = max(wrong, key=lambda part: float((part[1] - part[2]).norm()))
+    factor, left = slope(expected, found)
+    how = f"{simple(factor)} times it" if left < 2 * tolerance else f"something else ({left:.0%} of it)"
+    how = how if found.any() else "zero"
+    text = f"the backward pass leaves another gradient than that of the loss in {len(wrong)} of {len(parts)} parameters"
+    return [Check("gradient", name, wanted, observed, False, f"{text}, such as {first}: {how}")]

@@ -1,0 +1,58 @@
+"""The network itself: its mode and precision, and whether only what is declared changes its weights."""
+
+import torch
+
+from utils.diagnostics.audit.declared import Declared
+from utils.diagnostics.audit.observer import Observer
+from utils.diagnostics.audit.seen import Update
+from utils.diagnostics.audit.verdict import Check
+
+_PRECISIONS = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # by the dtype of autocast
+
+
+def check_state(update: Update, declared: Declared, observer: Observer) -> list[Check]:
+    """Whether nothing but the optimizer's step, and forced weight normalization where it is declared, changes the weights."""
+    moments = (
+        ("weights at the forward pass", "those that the update began with", update.digest_begun, update.digest_first),
+        ("weights at the step", "those of the forward pass", update.digest_first, update.digest_step),
+        ("weights at the end of the update", "those that the step left", update.digest_stepped, update.digest_last),
+    )
+    checks = []
+    for name, wanted, before, after in moments:
+        if before is not None and after is not None:
+            text = f"the {name} are not {wanted}: something else than the optimizer changes them"
+            checks.append(_unchanged(name, wanted, bool(before == after), text))
+    forced = declared.denoising is not None and declared.denoising.force_weight_norm
+    step = update.optimizer_step
+    if forced and update.row_sizes is not None:
+        off = float((update.row_sizes - 1).abs().max())
+        text = f"rows of the weights have root mean squares that are {off:.2g} off 1: they are not normalized after the step"
+        found = f"within {off:.1e} of 1"
+        checks.append(Check("optimizer", "forced weight norm", "rows of root mean square 1", found, off < 1e-3, text))
+    elif step is not None and step.after is not None and update.weights is not None:
+        text = "the weights change after the optimizer's step, before the update is over"
+        same = torch.equal(step.after, update.weights)
+        checks.append(_unchanged("weights after the step", "those of the step", same, text))
+    return checks
+
+
+def _unchanged(name: str, wanted: str, same: bool, text: str) -> Check:
+    return Check("state", name, wanted, "the same" if same else "others", same, text)
+
+
+def check_network(update: Update, observer: Observer, declared: Declared) -> list[Check]:
+    """Mode, gradients, dtypes of the network in its forward passes."""
+    frozen, trained = observer.frozen, len(observer.parameters)
+    total = trained + len(frozen)
+    text = f"{len(frozen)} of {total} parameters are frozen, such as {frozen[0]}" if frozen else ""
+    checks = [Check("network", "trained parameters", f"all {total}", f"{trained} of {total}", not frozen, text)]
+    if calls := [step.calls["network"] for step in update.micro_steps if "network" in step.calls]:
+        training = all(call.training for call in calls)
+        text = "the network is in evaluation mode: dropout is off while it trains"
+        checks.append(Check("network", "mode", "training", "training" if training else "evaluation", training, text))
+        wanted, found = (_PRECISIONS.get(dtype, str(dtype)) for dtype in (declared.autocast, calls[0].autocast))
+        text = f"layers compute in {found}, declared is {wanted}"
+        checks.append(Check("network", "precision of the layers", wanted, found, found == wanted, text))
+    found = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in observer.parameters.values()}))
+    text = f"weights are kept in {found}: updates below its rounding are lost"
+    return [*checks, Check("network", "precision of the weights", "float32", found, found == "float32", text)]
