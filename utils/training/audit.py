@@ -9,14 +9,14 @@ from typing import Any, cast
 import torch
 from accelerate.utils import gather_object
 
-from utils.diagnostics.audit.declared import declared_by
+from utils.diagnostics.audit.declared import AdaptiveClipping, Declared, declared_by
 from utils.diagnostics.audit.denoising import check_denoising
 from utils.diagnostics.audit.export import DeclaredExport, check_exported
 from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.observer import Observer, Update, digest
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.ranks import check_ranks, digests_of
-from utils.diagnostics.audit.resume import check_resumed
+from utils.diagnostics.audit.resume import check_norm_mean, check_resumed
 from utils.diagnostics.audit.sampler import check_sampler, sampler_call
 from utils.diagnostics.audit.updating import (
     check_averages,
@@ -29,6 +29,7 @@ from utils.diagnostics.audit.updating import (
 )
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diffusion.sampling import sampling_steps
+from utils.optim.clipping import Gradients
 from utils.optim.power_ema import PowerEMA
 from utils.training.data_audit import DataAudit
 from utils.training.run import Run
@@ -60,6 +61,10 @@ class StepAudit:
         self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
         self._compiled, self._looks, self._scheduled = options.compile, 0, False
         self._loss_scale, self._finite = 1.0, torch.tensor(True)
+        device, self._stored_mean = run.accelerator.device, run.state.grad_norm_mean
+        self._clipping = AdaptiveClipping(self._stored_mean, device) if options.adaptive_clipping else None
+        self._limit: float | torch.Tensor = options.max_grad_norm  # of the update under way
+        self._norm: torch.Tensor | None = None
         self._pending: Update | None = None
         self._checks: list[Check] = []
         if options.resume_from_checkpoint:
@@ -106,9 +111,13 @@ class StepAudit:
         self._data.add(drawn)
         self._observer.tell(**drawn)
 
-    def end_step(self, finite: torch.Tensor) -> None:
-        """When the weights are those of the next update; `finite`, 0-dim bool: whether its gradient was."""
-        self._finite = finite
+    def end_step(self, gradients: Gradients) -> None:
+        """When the weights are those of the next update; `gradients`: those of this one, before they were clipped."""
+        self._finite, self._norm = gradients.finite, gradients.norm
+        if self._clipping is not None:
+            if self._scheduled:
+                self._limit = self._clipping.limit()
+            self._clipping.count(gradients.norm)
         self._observer.end_step()
 
     def end_update(self, between: bool, reported: bool) -> None:
@@ -177,7 +186,8 @@ class StepAudit:
 
     def _read_checkpoint(self, checkpoint: Path) -> list[Check]:
         run = self._run
-        return check_resumed(
+        clipping = [check_norm_mean(checkpoint, run.clipping.mean)] if run.options.adaptive_clipping else []
+        return clipping + check_resumed(
             checkpoint,
             network_state=run.objective.network.state_dict(),
             optimizer=run.accelerator._optimizers[0],
@@ -238,13 +248,14 @@ class StepAudit:
 
     def _judge_alone(self, update: Update, gradient: torch.Tensor | None) -> list[Check]:
         """`gradient`: what the backward passes left, sampled, averaged over the processes."""
-        declared, scale = self.declared, float(self._loss_scale)
+        scale = float(self._loss_scale)
         batches = [step.batch for step in update.micro_steps if "noise" in step.batch]
         for batch in batches:
             self._pool.add_noise(batch["noise"])
         first = batches[0] if batches else {}
         skipped = not bool(self._finite)  # then no step is declared
-        checks = self._data.checks(update.step, first.get("sample_numbers"), first.get("clean_images"))
+        checks, declared = self._clipped(update)
+        checks += self._data.checks(update.step, first.get("sample_numbers"), first.get("clean_images"))
         checks += check_network(update, self._observer, declared)
         if self._observer.eager:
             look = check_noising if declared.noising is not None else check_denoising
@@ -255,6 +266,16 @@ class StepAudit:
         checks += check_state(update, declared, self._observer)
         checks += check_averages(update, declared, self._observer, skipped)
         return [*checks, *self._pool.checks()]
+
+    def _clipped(self, update: Update) -> tuple[list[Check], Declared]:
+        """(checks of the limit that this update's gradient is clipped to, what is declared of it)."""
+        limit, used, update.told_norm = float(self._limit), float(self._run.clipping.value), self._norm
+        declared = replace(self.declared, optimizer=replace(self.declared.optimizer, max_grad_norm=limit))
+        if self._clipping is None:
+            return [], declared
+        text = f"the gradient is clipped to {used:.4g}, and the norms so far give {limit:.4g}"
+        fine = abs(used / limit - 1) < 1e-3
+        return [Check("gradient", "limit of the norm", f"{limit:.4g}", f"{used:.4g}", fine, text)], declared
 
     def _guarded(self, look: Callable[..., list[Check]], *arguments: Any) -> list[Check]:
         """An audit that fails must not end the training that it looks at; it is said to have failed."""
@@ -287,4 +308,10 @@ class StepAudit:
             found = "the same" if fine else "others"
             said = f"those that update {self._run.state.step} left"
             checks.append(Check("state", f"{name} at the next update", said, found, fine, text))
+        stored, before = self._run.state.grad_norm_mean, self._stored_mean
+        if self._clipping is not None and stored != before:  # a checkpoint was made, which asked for it
+            self._stored_mean, mean = stored, float(self._clipping.mean)
+            fine = stored is not None and abs(stored - mean) <= 1e-3 * mean
+            text = f"the running mean of the gradient's norm is {mean:.4g}, and checkpoints store {stored}"
+            checks.append(Check("state", "mean of the gradient's norm", f"{mean:.4g}", f"{stored}", fine, text))
         return checks

@@ -91,7 +91,25 @@ class DeclaredOptimizer:
     weight_decay: float  # of tensors of two dimensions or more
     momentum: float
     learning_rate: Callable[[int], float]  # of the update after so many finished ones
-    max_grad_norm: float | None  # 0: no clipping; None: adaptive
+    max_grad_norm: float | None  # of the update's gradient, 0: no clipping; None: as `AdaptiveClipping` says
+
+
+class AdaptiveClipping:
+    """Clips to twice the running mean of the norms so far, within 0.1 to 10. The mean begins with the first norm, and each of
+    the others moves it by a hundredth of the way. A norm counts as 10 at most; one that is not finite does not count."""
+
+    def __init__(self, mean: float | None, device: torch.device):
+        """`mean`: of a run that goes on; None where none was counted yet."""
+        self.mean = torch.tensor(math.nan if mean is None else mean, device=device)  # not read here: no update waits for it
+
+    def limit(self) -> torch.Tensor:
+        """Of the next update, 0-dim; 10 where no norm was counted."""
+        return torch.where(self.mean.isnan(), 10.0, 2 * self.mean.clip(0.05, 5.0))
+
+    def count(self, norm: torch.Tensor) -> None:
+        moved = self.mean.lerp(norm.clip(max=10.0), 0.01)
+        moved = torch.where(self.mean.isnan(), norm.clip(max=10.0), moved)
+        self.mean = torch.where(norm.isfinite(), moved, self.mean)
 
 
 @dataclass(frozen=True)

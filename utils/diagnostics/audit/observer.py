@@ -67,6 +67,7 @@ class Update:
     left_over: torch.Tensor | None = None  # norm of the gradients that stood there before the first forward pass
     digest_first: torch.Tensor | None = None  # of all weights, at the first forward pass
     optimizer_step: Step | None = None
+    told_norm: torch.Tensor | None = None  # of its gradient before it is clipped, as the loop says, 0-dim
     digest_begun: torch.Tensor | None = None  # of all weights, when it began
     digest_step: torch.Tensor | None = None  # just before the step
     digest_stepped: torch.Tensor | None = None  # when the step and what belongs to it are over

@@ -49,6 +49,19 @@ def _step(checkpoint: Path, step: int) -> Check:
     return Check("state", "step after the resume", str(declared), str(step), step == declared, message * (step != declared))
 
 
+def check_norm_mean(checkpoint: Path, mean: float | None) -> Check:
+    """Of a run with adaptive clipping: whether the running `mean` of the gradient's norm goes on as the checkpoint has it."""
+    stored = json.loads((checkpoint / "state.json").read_text())
+    declared = stored["grad_norm_mean"]
+    counted = stored["options"].get("adaptive_clipping") and stored["step"] > stored["skipped_updates"]
+    why = ""
+    if declared is None and counted:
+        why = f"{checkpoint.name} does not have the running mean of the gradient's norm: it begins anew"
+    elif declared != mean:
+        why = f"the running mean of the gradient's norm goes on from {mean}, the checkpoint has {declared}"
+    return Check("state", "mean of the gradient's norm after the resume", str(declared), str(mean), not why, why)
+
+
 def _weights(stored: Stored, live: dict[str, torch.Tensor], checkpoint: Path) -> Check:
     name = "weights after the resume"
     found = difference(stored, live)

@@ -42,7 +42,7 @@ def check_gradients(
         text = "the optimizer made a step without a backward pass"
         return [*checks, Check("gradient", "gradient at the step", "that of the backward passes", "none", False, text)]
     accumulated = (last if mean_gradient is None else mean_gradient) / loss_scale
-    return [*checks, *_at_the_step(step, accumulated, declared)]
+    return [*checks, *_at_the_step(step, accumulated, declared, update.told_norm)]
 
 
 def _between_micro_steps(update: Update) -> list[Check]:
@@ -110,9 +110,9 @@ def check_replay(update: Update, declared: Declared, observer: Observer, loss_sc
     return [Check("gradient", name, wanted, f"off by {off:.1e}", False, text)]
 
 
-def _at_the_step(step: Step, accumulated: torch.Tensor, declared: Declared) -> list[Check]:
+def _at_the_step(step: Step, accumulated: torch.Tensor, declared: Declared, told: torch.Tensor | None) -> list[Check]:
     limit = declared.optimizer.max_grad_norm
-    clipping = {None: "adaptive", 0.0: "none"}.get(limit, f"{limit} over the joint norm, at most 1")
+    clipping = f"{limit:.4g} over the joint norm, at most 1" if limit else "none"
     name, wanted = "gradient at the step over that of the backward passes", f"one factor for all: {clipping}"
     a, g = accumulated.double(), step.gradient.double()
     if not (torch.isfinite(a).all() and torch.isfinite(g).all()):
@@ -127,13 +127,15 @@ def _at_the_step(step: Step, accumulated: torch.Tensor, declared: Declared) -> l
         text = _explain_gradient(a, g, factor, residual)
         return [Check("gradient", name, wanted, f"{observed}, residual {residual:.1e}", False, text)]
     before = norm / abs(factor) if factor else math.inf
-    if limit is None:
-        fine = abs(factor - 1) < SMALL if norm < 0.1 * (1 - SMALL) else 0 < factor <= 1 + SMALL and norm < 10 * (1 + SMALL)
-    else:
-        expected = min(1.0, limit / (before + 1e-6)) if limit else 1.0  # as torch's clip_grad_norm_
-        fine = abs(factor / expected - 1) < SMALL
+    expected = min(1.0, limit / (before + 1e-6)) if limit else 1.0  # as torch's clip_grad_norm_
+    fine = abs(factor / expected - 1) < SMALL
     text = _explain_factor(factor, before, norm, limit)
-    return [Check("gradient", name, wanted, observed, fine, text)]
+    checks = [Check("gradient", name, wanted, observed, fine, text)]
+    if told is not None and factor:
+        off = abs(float(told) / before - 1) if before else abs(float(told))
+        text = f"the gradient's norm is {before:.4g} before it is clipped, and {float(told):.4g} is taken for it"
+        checks.append(Check("gradient", "norm before clipping", f"{before:.4g}", f"{float(told):.4g}", off < SMALL, text))
+    return checks
 
 
 def _explain_factor(factor: float, before: float, norm: float, limit: float | None) -> str:
