@@ -190,7 +190,7 @@ class StepAudit:
         return clipping + check_resumed(
             checkpoint,
             network_state=run.objective.network.state_dict(),
-            optimizer=run.accelerator._optimizers[0],
+            optimizer=None if "optimizer" in run.options.allow_option_change else run.accelerator._optimizers[0],
             step=run.state.step,
             ema_state=None if run.ema is None else run.ema.state_dict(),
             scaler=run.accelerator.scaler,

@@ -149,7 +149,7 @@ def declared_by(options: RunOptions, facts: dict[str, Any]) -> Declared:
         options.optimizer,
         options.adam_beta1,
         options.adam_beta2,
-        facts["optimizer_epsilon"] if options.resume_from_checkpoint else _epsilon(options),
+        facts["optimizer_epsilon"] if _keeps_epsilon(options) else _epsilon(options),
         options.adam_weight_decay,
         options.momentum,
         lambda step: _learning_rate(step, total, options),
@@ -165,6 +165,11 @@ def declared_by(options: RunOptions, facts: dict[str, Any]) -> Declared:
         options.l1_weight,
         _decays(options),
     )
+
+
+def _keeps_epsilon(options: RunOptions) -> bool:
+    """Whether it is the checkpoint's: earlier versions of EDM2's recipe had another one."""
+    return bool(options.resume_from_checkpoint) and not {"adam_epsilon", "optimizer"} & set(options.allow_option_change)
 
 
 def _epsilon(options: RunOptions) -> float:

@@ -27,12 +27,14 @@ def check_resumed(
     """What was resumed against the files of `checkpoint`, before the first update that follows.
 
     `network_state` is the state_dict of what the optimizer trains, `ema_state` that of its average (None: the run has none),
+    `optimizer` None where it is another one than before,
     `scaler` the GradScaler. `sample_numbers` are those of this process's first micro batch, of `global_batch_size` per update.
     """
     checkpoint = Path(checkpoint)
     stored = Stored(checkpoint / "model.safetensors")
     checks = [_step(checkpoint, step), _weights(stored, unwrapped(network_state), checkpoint)]
-    checks += _optimizer(checkpoint / "optimizer.bin", getattr(optimizer, "optimizer", optimizer))
+    if optimizer is not None:
+        checks += _optimizer(checkpoint / "optimizer.bin", getattr(optimizer, "optimizer", optimizer))
     if scaler is not None and scaler.is_enabled():
         checks.append(_scaler(checkpoint / "scaler.pt", scaler.state_dict()))
     if ema_state is not None:
