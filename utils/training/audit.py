@@ -4,7 +4,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -13,7 +13,7 @@ from utils.diagnostics.audit.declared import AdaptiveClipping, Declared, declare
 from utils.diagnostics.audit.denoising import check_denoising
 from utils.diagnostics.audit.export import DeclaredExport, check_exported
 from utils.diagnostics.audit.noising import check_noising
-from utils.diagnostics.audit.observer import Observer, Update, digest
+from utils.diagnostics.audit.observer import Observer, Update, digest, judged_on, on_cpu
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.ranks import check_ranks, digests_of
 from utils.diagnostics.audit.resume import check_norm_mean, check_resumed
@@ -33,6 +33,8 @@ from utils.optim.clipping import Gradients
 from utils.optim.power_ema import PowerEMA
 from utils.training.data_audit import DataAudit
 from utils.training.run import Run
+
+T = TypeVar("T")
 
 
 def audited_updates(count: int) -> set[int]:
@@ -171,11 +173,11 @@ class StepAudit:
             declared = DeclaredExport(noising.steps, noising.schedule, noising.prediction_type, noising.zero_snr)
         elif denoising is not None:
             declared = DeclaredExport(sigma_data=denoising.sigma_data)
-        raw = run.objective.exported.state_dict()
+        raw = self._judged(run.objective.exported.state_dict())
         network = run.objective.exported if run.accelerator.device.type == "cpu" else None  # elsewhere memory is planned
         if run.ema is None:
             return check_exported(run.output_dir, raw, declared, None, network)
-        averaged = {name: run.ema.shadow.get(name, tensor) for name, tensor in raw.items()}
+        averaged = raw | self._judged({name: run.ema.shadow[name] for name in raw if name in run.ema.shadow})
         return check_exported(run.output_dir, averaged, declared, raw, network)
 
     def _check_resumed(self) -> None:
@@ -254,6 +256,7 @@ class StepAudit:
             self._pool.add_noise(batch["noise"])
         first = batches[0] if batches else {}
         skipped = not bool(self._finite)  # then no step is declared
+        update, gradient = self._judged(update), self._judged(gradient)
         checks, declared = self._clipped(update)
         checks += self._data.checks(update.step, first.get("sample_numbers"), first.get("clean_images"))
         checks += check_network(update, self._observer, declared)
@@ -276,6 +279,11 @@ class StepAudit:
         text = f"the gradient is clipped to {used:.4g}, and the norms so far give {limit:.4g}"
         fine = abs(used / limit - 1) < 1e-3
         return [Check("gradient", "limit of the norm", f"{limit:.4g}", f"{used:.4g}", fine, text)], declared
+
+    def _judged(self, seen: T) -> T:
+        """What was seen, where it can be computed with in float64."""
+        device = self._run.accelerator.device
+        return seen if judged_on(device) == device else on_cpu(seen)
 
     def _guarded(self, look: Callable[..., list[Check]], *arguments: Any) -> list[Check]:
         """An audit that fails must not end the training that it looks at; it is said to have failed."""

@@ -7,7 +7,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,24 @@ class Update:
     digest_last: torch.Tensor | None = None
 
 
+def judged_on(device: torch.device) -> torch.device:
+    """Where what was seen is computed with, in float64: MPS has none."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def on_cpu(value: Any) -> Any:
+    """What was seen, with all of its tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {name: on_cpu(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(on_cpu(part) for part in value)
+    if isinstance(value, (Update, MicroStep, Call, Step)):
+        return replace(value, **{part.name: on_cpu(getattr(value, part.name)) for part in fields(value)})
+    return value
+
+
 class ElementSample:
     """A fixed choice of at most `SAMPLED` elements of tensors that have the shapes of `parameters`: every n-th of each."""
 
@@ -89,15 +107,15 @@ class ElementSample:
         stride = max(1, math.ceil(sum(p.numel() for p in parameters.values()) / SAMPLED))
         self._strides = [max(1, min(stride, p.numel())) for p in parameters.values()]
         self.counts = [-(-p.numel() // stride) for p, stride in zip(parameters.values(), self._strides)]
-        self.device = next(iter(parameters.values())).device
+        self.device = judged_on(next(iter(parameters.values())).device)
 
     def take(self, tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
         """float32 [n]; zeros for tensors that are None or have another shape."""
         parts = []
         for tensor, shape, stride, count in zip(tensors, self.shapes, self._strides, self.counts):
             known = tensor is not None and tensor.shape == shape
-            part = tensor.detach().reshape(-1)[::stride] if known else torch.zeros(count, device=self.device)
-            parts.append(part.float())
+            part = tensor.detach().reshape(-1)[::stride] if known else torch.zeros(count)
+            parts.append(part.float().to(self.device))
         return torch.cat(parts)
 
     def per_element(self, values: Iterable[int]) -> torch.Tensor:
@@ -166,6 +184,7 @@ class Observer:
         # The random frequencies of a Fourier time embedding are meant to stay.
         self.frozen = [n for n, p in network.named_parameters() if not p.requires_grad and not n.startswith("time_proj.")]
         self.sample = ElementSample(self.parameters)
+        self._device = next(iter(self.parameters.values())).device
         self._hooks = ExitStack()
         self.update: Update | None = None
         self.failure = ""  # why the newest observation ended early
@@ -330,7 +349,8 @@ class Observer:
         if number is not None and parameter.grad is not None:
             stride = self.sample._strides[number]
             self._has_run_backward = True
-            self._gradients[number] = parameter.grad.detach().reshape(-1)[::stride].float().clone()
+            part = parameter.grad.detach().reshape(-1)[::stride].float()
+            self._gradients[number] = part.to(self.sample.device, copy=True)
 
     def _ours(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
@@ -362,11 +382,11 @@ class Observer:
             self._replay()
 
     def _generator_state(self) -> torch.Tensor:
-        device = self.sample.device
+        device = self._device
         return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
     def _set_generator(self, state: torch.Tensor) -> None:
-        device = self.sample.device
+        device = self._device
         torch.set_rng_state(state) if device.type == "cpu" else torch.get_device_module(device).set_rng_state(state, device)
 
     def _replay_chunks(self, batch: int) -> int:

@@ -48,7 +48,7 @@ class Pool:
             batch,
             values.flatten(1).mean(1).square().sum() * size,
         ]
-        self._noise.append(torch.stack([torch.as_tensor(s, dtype=torch.float64, device="cpu") for s in sums]))
+        self._noise.append(torch.stack([torch.as_tensor(s).cpu().double() for s in sums]))  # in this order: MPS has no float64
         for value in fingerprint(noise).tolist() if size >= 16 else ():  # few pixels may be equal by chance
             self._seen += 1
             self._repeated += value in self._digests
