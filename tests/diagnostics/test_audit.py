@@ -10,11 +10,14 @@ from diffusers import DDPMScheduler, UNet2DModel
 
 from utils.diagnostics.audit.averages import check_averages
 from utils.diagnostics.audit.declared import Declared, DeclaredNoising, DeclaredOptimizer
+from utils.diagnostics.audit.elements import ElementSample
 from utils.diagnostics.audit.gradients import check_gradients, check_replay
 from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.audit.optimizer import check_optimizer
 from utils.diagnostics.audit.pooled import Pool
+from utils.diagnostics.audit.sampler import Oracle
+from utils.diagnostics.audit.seen import on_cpu
 from utils.diagnostics.audit.state import check_network, check_state
 
 RATE, DECAY, STEPS = 1e-3, 0.9, 1000
@@ -404,3 +407,44 @@ def test_what_is_not_declared_is_said_with_the_schedule_and_prediction_that_are_
     loop.weights = lambda t: torch.ones(16)
     messages = {check.stage: check.message for check in wrong(loop.update(0))}
     assert "linear" in messages["input"] and "epsilon" in messages["target"]
+
+
+class WithoutFloat64(torch.Tensor):
+    """As on Apple's GPUs: what becomes float64 there is an error; `cpu` takes it to the host."""
+
+    device = property(lambda self: torch.device("mps"))
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        result = super().__torch_function__(function, types, arguments, options or {})
+        if function is torch.Tensor.cpu or (function is torch.Tensor.to and arguments[1] == torch.device("cpu")):
+            return result.as_subclass(torch.Tensor)
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return result
+
+
+def test_what_is_seen_on_a_device_without_float64_is_judged_on_the_cpu(monkeypatch):
+    def moved(update):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "cpu", lambda tensor: tensor.as_subclass(WithoutFloat64))
+            return on_cpu(update)
+
+    loop = Loop(declared())
+    end_update = loop.observer.end_update
+    loop.observer.end_update = lambda: moved(end_update())
+    with pytest.raises(TypeError, match="float64"):
+        loop.update(0)
+    loop.observer.end_update = lambda: on_cpu(moved(end_update()))
+    assert wrong(loop.update(1)) == []
+
+
+def test_the_sampled_weights_and_the_samplers_oracle_need_no_float64_of_the_device():
+    weights = torch.randn(4, 3).as_subclass(WithoutFloat64)
+    sample = ElementSample({"weight": weights})
+    assert sample.device.type == "cpu" and type(sample.take([weights])) is torch.Tensor
+    assert type(sample.take([None])) is torch.Tensor
+    oracle = Oracle(torch.zeros(3, 8, 8), "epsilon", DDPMScheduler().alphas_cumprod, None)
+    with pytest.raises((TypeError, RuntimeError, NotImplementedError), match=r"MPS|mps"):
+        oracle(torch.randn(2, 3, 8, 8).as_subclass(WithoutFloat64), 10)  # the way back, to a device that is not there
+    assert oracle.asked[0][3].dtype == torch.float64

@@ -6,8 +6,9 @@ from itertools import product
 import pytest
 import torch
 
-from utils.diagnostics.audit.declared import declared_by
+from utils.diagnostics.audit.declared import AdaptiveClipping, declared_by
 from utils.diffusion.ddpm import loss_weights, make_noise_scheduler
+from utils.optim.clipping import AdaptiveLimit, Gradients
 from utils.optim.optimizers import learning_rate_at
 from utils.optim.power_ema import make_ema
 from utils.options.flags import DDPMOptions, EDM2Options
@@ -23,6 +24,17 @@ SCHEDULES = (
     "cyclic",
     "inverse_sqrt",
 )
+
+
+@pytest.mark.parametrize("mean", [None, 0.7])
+def test_adaptive_clipping_is_that_of_the_training(mean):
+    declared, trained = AdaptiveClipping(mean, torch.device("cpu")), AdaptiveLimit(torch.device("cpu"), mean)
+    for norm in [float("nan"), 1.0, 3.0, 0.5, float("inf"), 1e6, *[9.0] * 200, *[0.01] * 900]:
+        norm = torch.tensor(norm)
+        assert float(declared.limit()) == pytest.approx(float(trained.limit()), rel=1e-4)
+        trained.add(Gradients(norm, torch.isfinite(norm), norm[None], None))
+        declared.count(norm)
+    assert float(declared.limit()) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,4 +1,4 @@
-"""The same images in several passes, drawn anew or not: the audit's judgement beside what is declared."""
+"""The same images in several passes, drawn anew or not: the audit's judgment beside what is declared."""
 
 import pytest
 import torch

@@ -6,7 +6,7 @@ import torch
 
 from utils.data.loader import SampleOrder
 from utils.diagnostics.audit.chance import agrees, at_least
-from utils.diagnostics.audit.rows import check_labels, check_rows
+from utils.diagnostics.audit.rows import check_labels, check_pass, check_rows, check_split
 
 
 def looked_at(updates=(0, 1, 2, 9, 29, 99, 299, 999), batch=16):
@@ -128,6 +128,26 @@ def test_a_wrong_rate_of_dropped_labels_is_named():
     (_, dropped) = check_labels(np.array([1, -1]), np.array([1, 1]), 0.0)
     assert "in 50.0% of the samples" in dropped.message
     assert all(check.healthy is None for check in check_labels(np.array([-1]), np.array([-1]), 0.1))
+
+
+def test_labels_that_are_not_dropped_each_at_random_are_named():
+    labels = np.tile(np.arange(10), 200)
+    together = np.repeat(RANDOM.random(250) < 0.1, 8)
+    (_, dropped) = check_labels(np.where(together, -1, labels), labels, 0.1)
+    assert "neighbors are dropped together" in dropped.message
+    of_one = (labels == 3) & (RANDOM.random(2000) < 0.9)
+    (_, dropped) = check_labels(np.where(of_one, -1, labels), labels, 0.1)
+    assert "labels of class" in dropped.message
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_split_by_chance_is_healthy(seed):
+    for total, count in [(2, 1), (5, 0), (10, 2), (100, 12), (1797, 16), (50_000, 5000)]:
+        rows = np.random.default_rng(seed).permutation(total)
+        (check,) = check_split(np.sort(rows[count:]), np.sort(rows[:count]), total, count)
+        assert check.healthy, check.message
+        (check,) = check_pass(np.random.default_rng(seed).permutation(rows[count:]), np.sort(rows[count:]))
+        assert check.healthy, check.message
 
 
 def test_tails_are_those_of_the_binomial_distribution():

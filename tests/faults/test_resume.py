@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import logged_scalars, same_bytes
+import torch
+from conftest import logged_scalars, same_bytes, slow_turns
 from kills import BYTES, newest, same
 from safetensors.torch import load_file
 
@@ -82,6 +83,35 @@ def test_harmless_options_pass_and_others_when_allowed(server, script, run_to_re
     [run] = server.start([script, *resume, "--learning_rate", 2e-3, "--allow_option_change", "learning_rate"])
     assert run.wait() == 0, run.text()
     assert not same_bytes(folder / "checkpoint-8" / BYTES[0], weights[BYTES[0]])
+
+
+NEW = {  # options that are allowed to change: what the optimizer has after it
+    "adam_beta1": (["--adam_beta1", 0.5], ("betas", (0.5, 0.999))),
+    "adam_beta2": (["--adam_beta2", 0.9], ("betas", (0.95, 0.9))),
+    "adam_epsilon": (["--adam_epsilon", 1e-3], ("eps", 1e-3)),
+    "adam_weight_decay": (["--adam_weight_decay", 0.3], ("weight_decay", 0.3)),
+    "optimizer": (["--optimizer", "adam"], ("decoupled_weight_decay", False)),
+    "optimizer momentum": (["--optimizer", "sgd", "--momentum", 0.5], ("momentum", 0.5)),
+}
+
+
+@pytest.mark.parametrize("names", ["adam_beta1", *slow_turns(*list(NEW)[1:])])
+def test_an_optimizer_takes_an_allowed_change_from_the_resume_on(train_script, script, script_flags, tmp_path, names):
+    flags, (given, (setting, value)) = [*script_flags, "--output_dir", tmp_path, "--checkpointing_steps", 4], NEW[names]
+    flags += ["--lr_scheduler", "constant", "--adam_beta1", 0.95, "--adam_beta2", 0.999]
+    assert train_script([*flags, "--max_train_steps", 4]) == 0
+    resumed = [*flags, "--resume_from_checkpoint", "latest", *given, "--allow_option_change", *names.split()]
+    assert train_script([*resumed, "--max_train_steps", 8]) == 0
+    stored = torch.load(tmp_path / "checkpoint-8/optimizer.bin", weights_only=True)["param_groups"]
+    if setting == "eps" and script == "train_edm2.py":
+        value /= 16 * 16
+    assert stored[0][setting] == pytest.approx(value) and stored[0]["params"]
+    if setting == "weight_decay":
+        assert stored[1][setting] == 0
+    findings = json.loads((tmp_path / "diagnosis.json").read_text())
+    assert not [finding for finding in findings if finding["code"].startswith("step-")]
+    last = [*flags, "--resume_from_checkpoint", "latest", *given, "--max_train_steps", 9]
+    assert train_script(last) == 0  # the checkpoint has it by now: nothing changes any more
 
 
 def largest_difference(first: Path, second: Path) -> float:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from benchmarks.shared.replace import replace_everywhere
 from utils.core.errors import UserError
 from utils.diagnostics.audit.verdict import STAGES
+from utils.optim.clipping import AdaptiveLimit
 from utils.training import audit as step_audit
 from utils.training.audit import StepAudit, audited_updates
 
@@ -115,3 +116,44 @@ def test_a_wrong_step_is_said_with_what_is_declared_and_observed(train, tiny_fla
     assert finding["severity"] == "critical" and "minus the noise" in finding["observed"]
     assert finding["declared"] == "squared error of the epsilon prediction"
     assert "declared" in (tmp_path / "report.html").read_text()
+
+
+def told_halved(self, accelerator, parameters, old=AdaptiveLimit.clip):
+    gradients = old(self, accelerator, parameters)
+    return gradients._replace(norm=gradients.norm / 2)
+
+
+def counted_when_clipped(self, gradients, old=AdaptiveLimit.add):
+    old(self, gradients._replace(norm=gradients.norm.clamp(max=2.0)))
+
+
+CLIPPING_FAULTS = {  # parts of the limit that are replaced
+    "none": {},
+    "once the mean": {"FACTOR": 1.0},
+    "too fast": {"RATE": 0.5},
+    "too low": {"HIGHEST": 0.2},
+    "never counted": {"add": lambda self, gradients: None},
+    "counted when it is clipped": {"add": counted_when_clipped},
+    "another norm is told": {"clip": told_halved},
+}
+
+
+@pytest.mark.parametrize("fault", ["none", "too fast", *slow_turns(*list(CLIPPING_FAULTS)[3:], "once the mean")])
+def test_adaptive_clipping_that_does_not_follow_its_rule_is_named(train, tiny_flags, tmp_path, fault, monkeypatch):
+    for name, value in CLIPPING_FAULTS[fault].items():
+        monkeypatch.setattr(AdaptiveLimit, name, value)
+    assert train([*tiny_flags, "--adaptive_clipping", "--output_dir", tmp_path]) == 0
+    assert {finding["stage"] for finding in found_in(tmp_path)} == ({"gradient"} if fault != "none" else set())
+
+
+@pytest.mark.parametrize("fault", ["not restored", *slow_turns("none", "not stored")])
+def test_the_mean_of_adaptive_clipping_that_a_resume_loses_is_named(train, tiny_flags, tmp_path, fault, monkeypatch):
+    flags = [*tiny_flags, "--adaptive_clipping", "--checkpointing_steps", "4", "--lr_scheduler", "constant"]
+    with monkeypatch.context() as patch:
+        if fault == "not stored":
+            patch.setattr(AdaptiveLimit, "mean", None)
+        assert train([*flags, "--max_train_steps", "4", "--output_dir", tmp_path]) == 0
+    if fault == "not restored":
+        monkeypatch.setattr(AdaptiveLimit, "__init__", lambda self, device, mean, old=AdaptiveLimit.__init__: old(self, device))
+    assert train([*flags, "--resume_from_checkpoint", "latest", "--output_dir", tmp_path]) == 0
+    assert ("state" in {finding["stage"] for finding in found_in(tmp_path)}) == (fault != "none")

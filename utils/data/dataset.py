@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from utils.data.columns import EncodedImages, find_image_column, find_labels
 from utils.data.decode import ImagePreparation, crop_offsets, describe_remarks, size_from_header
 from utils.data.sources import open_dataset
 from utils.options.flags import DataOptions
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Indices = Sequence[int] | np.ndarray
 
@@ -87,10 +91,11 @@ class ImageSet:
     source: str
     rows: np.ndarray | None = None  # of the store; None means all of them
     files: EncodedImages | None = None  # what the pixels were made from, where it is known
+    opened: "Dataset | None" = None  # of `datasets`, before rows and columns of it were chosen: for the step audit
 
     def __getstate__(self) -> dict:
         """A copy in another process does without the files: a dataset in memory would travel with them."""
-        return {**self.__dict__, "files": None}
+        return {**self.__dict__, "files": None, "opened": None}
 
     def __len__(self) -> int:
         return len(self.store) if self.rows is None else len(self.rows)
@@ -235,7 +240,8 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     else:
         store = DecodedImages(files, prepare, allowed)
     shape = (image_channels, resolution, resolution)
-    images = ImageSet(store, shape, max_value, labels, class_names, fingerprint, notes, opened.description, files=files)
+    about = (labels, class_names, fingerprint, notes, opened.description)
+    images = ImageSet(store, shape, max_value, *about, files=files, opened=opened.dataset)
     images.fetch([0])  # a format that nobody can read is told now, not in a worker
     return images
 

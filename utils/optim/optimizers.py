@@ -50,6 +50,34 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
     raise UserError(f"unknown optimizer {name!r}; choose from {', '.join(OPTIMIZERS)}")
 
 
+_SETTING_OF = {  # of the parameter groups
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "adam_epsilon": "eps",
+    "adam_weight_decay": "weight_decay",
+    "momentum": "momentum",
+}
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """Returns what each parameter group has beside its parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def change_settings(optimizer: torch.optim.Optimizer, asked: list[dict], options: list[str]) -> None:
+    """Takes the settings of these options from those `asked` for, after a checkpoint brought its own."""
+    names = {_SETTING_OF.get(option) for option in options}
+    for group, settings in zip(optimizer.param_groups, asked):
+        if "optimizer" in options:
+            parameters = group["params"]
+            group.clear()
+            group.update(settings, params=parameters)
+        group.update({name: value for name, value in settings.items() if name in names})
+    for parameter, state in optimizer.state.items():
+        if "square_avg" in state:  # RMSprop's, which had no momentum so far
+            state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
 def match_layouts(optimizer: torch.optim.Optimizer) -> None:
     """Lays the optimizer's state out in memory as its parameters are, after it was loaded from one with another layout
     (channels last or not): fused kernels take elements in the order of memory, and would mix them up without a word."""

@@ -24,7 +24,7 @@ from utils.core.distributed import from_main_process, on_main_process
 from utils.core.errors import UserError
 from utils.core.files import sync
 from utils.optim.ema import EMA
-from utils.optim.optimizers import match_layouts
+from utils.optim.optimizers import change_settings, match_layouts, settings_of
 from utils.runs.folder import check_options
 from utils.runs.state import STATE, TrainState, read_state
 
@@ -244,8 +244,17 @@ def resume(
     checkpoint, notes = from_main_process(found)
     if checkpoint is None:
         return [*notes, f"no checkpoint in {output_dir} yet: starting a new run"]
-    laid_out_for = read_state(checkpoint).max_train_steps
+    saved = read_state(checkpoint)
+    laid_out_for, optimizers = saved.max_train_steps, [optimizer.optimizer for optimizer in accelerator._optimizers]
+    asked = [settings_of(optimizer) for optimizer in optimizers]
     load_checkpoint(accelerator, checkpoint)
+    for optimizer, settings in zip(optimizers, asked):
+        change_settings(optimizer, settings, allowed_changes)
+    before, now = (options.get("optimizer", "adamw") for options in (saved.options, state.options))
+    if before != now and not {before, now} <= {"adam", "adamw"}:
+        for optimizer in optimizers:
+            optimizer.state.clear()
+        notes.append(f"the optimizer was {before} and is now {now}: it begins without a memory of earlier gradients")
     if laid_out_for != state.max_train_steps:
         notes.append(
             f"the run was laid out for {laid_out_for} updates and is now for {state.max_train_steps}: "

@@ -4,15 +4,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import gather_object
 
 from utils.diagnostics.audit.averages import check_averages
-from utils.diagnostics.audit.declared import declared_by
+from utils.diagnostics.audit.declared import AdaptiveClipping, Declared, declared_by
 from utils.diagnostics.audit.denoising import check_denoising
-from utils.diagnostics.audit.elements import digest
+from utils.diagnostics.audit.elements import digest, judged_on
 from utils.diagnostics.audit.export import DeclaredExport, check_exported
 from utils.diagnostics.audit.gradients import check_gradients, check_replay
 from utils.diagnostics.audit.noising import check_noising
@@ -20,15 +20,18 @@ from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.audit.optimizer import check_learning_rate, check_optimizer
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.ranks import check_ranks, digests_of
-from utils.diagnostics.audit.resume import check_resumed
+from utils.diagnostics.audit.resume import check_norm_mean, check_resumed
 from utils.diagnostics.audit.sampler import check_sampler, sampler_call
-from utils.diagnostics.audit.seen import Update
+from utils.diagnostics.audit.seen import Update, on_cpu
 from utils.diagnostics.audit.state import check_network, check_state
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diffusion.sampling import sampling_steps
+from utils.optim.clipping import Gradients
 from utils.optim.power_ema import PowerEMA
 from utils.training.data_audit import DataAudit
 from utils.training.run import Run
+
+T = TypeVar("T")
 
 
 def audited_updates(count: int) -> set[int]:
@@ -57,6 +60,10 @@ class StepAudit:
         self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
         self._compiled, self._looks, self._scheduled = options.compile, 0, False
         self._loss_scale, self._finite = 1.0, torch.tensor(True)
+        device, self._stored_mean = run.accelerator.device, run.state.grad_norm_mean
+        self._clipping = AdaptiveClipping(self._stored_mean, device) if options.adaptive_clipping else None
+        self._limit: float | torch.Tensor = options.max_grad_norm  # of the update under way
+        self._norm: torch.Tensor | None = None
         self._pending: Update | None = None
         self._checks: list[Check] = []
         if options.resume_from_checkpoint:
@@ -103,9 +110,13 @@ class StepAudit:
         self._data.add(drawn)
         self._observer.tell(**drawn)
 
-    def end_step(self, finite: torch.Tensor) -> None:
-        """When the weights are those of the next update; `finite`, 0-dim bool: whether its gradient was."""
-        self._finite = finite
+    def end_step(self, gradients: Gradients) -> None:
+        """When the weights are those of the next update; `gradients`: those of this one, before they were clipped."""
+        self._finite, self._norm = gradients.finite, gradients.norm
+        if self._clipping is not None:
+            if self._scheduled:
+                self._limit = self._clipping.limit()
+            self._clipping.count(gradients.norm)
         self._observer.end_step()
 
     def end_update(self, between: bool, reported: bool) -> None:
@@ -159,11 +170,11 @@ class StepAudit:
             declared = DeclaredExport(noising.steps, noising.schedule, noising.prediction_type, noising.zero_snr)
         elif denoising is not None:
             declared = DeclaredExport(sigma_data=denoising.sigma_data)
-        raw = run.objective.exported.state_dict()
+        raw = self._judged(run.objective.exported.state_dict())
         network = run.objective.exported if run.accelerator.device.type == "cpu" else None  # elsewhere memory is planned
         if run.ema is None:
             return check_exported(run.output_dir, raw, declared, None, network)
-        averaged = {name: run.ema.shadow.get(name, tensor) for name, tensor in raw.items()}
+        averaged = raw | self._judged({name: run.ema.shadow[name] for name in raw if name in run.ema.shadow})
         return check_exported(run.output_dir, averaged, declared, raw, network)
 
     def _check_resumed(self) -> None:
@@ -174,10 +185,11 @@ class StepAudit:
 
     def _read_checkpoint(self, checkpoint: Path) -> list[Check]:
         run = self._run
-        return check_resumed(
+        clipping = [check_norm_mean(checkpoint, run.clipping.mean)] if run.options.adaptive_clipping else []
+        return clipping + check_resumed(
             checkpoint,
             network_state=run.objective.network.state_dict(),
-            optimizer=run.accelerator._optimizers[0],
+            optimizer=None if "optimizer" in run.options.allow_option_change else run.accelerator._optimizers[0],
             step=run.state.step,
             ema_state=None if run.ema is None else run.ema.state_dict(),
             scaler=run.accelerator.scaler,
@@ -235,13 +247,15 @@ class StepAudit:
 
     def _judge_alone(self, update: Update, gradient: torch.Tensor | None) -> list[Check]:
         """`gradient`: what the backward passes left, sampled, averaged over the processes."""
-        declared, scale = self.declared, float(self._loss_scale)
+        scale = float(self._loss_scale)
         batches = [step.batch for step in update.micro_steps if "noise" in step.batch]
         for batch in batches:
             self._pool.add_noise(batch["noise"])
         first = batches[0] if batches else {}
         skipped = not bool(self._finite)  # then no step is declared
-        checks = self._data.checks(update.step, first.get("sample_numbers"), first.get("clean_images"))
+        update, gradient = self._judged(update), self._judged(gradient)
+        checks, declared = self._clipped(update)
+        checks += self._data.checks(update.step, first.get("sample_numbers"), first.get("clean_images"))
         checks += check_network(update, self._observer, declared)
         if self._observer.eager:
             look = check_noising if declared.noising is not None else check_denoising
@@ -252,6 +266,21 @@ class StepAudit:
         checks += check_state(update, declared, self._observer)
         checks += check_averages(update, declared, self._observer, skipped)
         return [*checks, *self._pool.checks()]
+
+    def _clipped(self, update: Update) -> tuple[list[Check], Declared]:
+        """(checks of the limit that this update's gradient is clipped to, what is declared of it)."""
+        limit, used, update.told_norm = float(self._limit), float(self._run.clipping.value), self._norm
+        declared = replace(self.declared, optimizer=replace(self.declared.optimizer, max_grad_norm=limit))
+        if self._clipping is None:
+            return [], declared
+        text = f"the gradient is clipped to {used:.4g}, and the norms so far give {limit:.4g}"
+        fine = abs(used / limit - 1) < 1e-3
+        return [Check("gradient", "limit of the norm", f"{limit:.4g}", f"{used:.4g}", fine, text)], declared
+
+    def _judged(self, seen: T) -> T:
+        """What was seen, where it can be computed with in float64."""
+        device = self._run.accelerator.device
+        return seen if judged_on(device) == device else on_cpu(seen)
 
     def _guarded(self, look: Callable[..., list[Check]], *arguments: Any) -> list[Check]:
         """An audit that fails must not end the training that it looks at; it is said to have failed."""
@@ -284,4 +313,10 @@ class StepAudit:
             found = "the same" if fine else "others"
             said = f"those that update {self._run.state.step} left"
             checks.append(Check("state", f"{name} at the next update", said, found, fine, text))
+        stored, before = self._run.state.grad_norm_mean, self._stored_mean
+        if self._clipping is not None and stored != before:  # a checkpoint was made, which asked for it
+            self._stored_mean, mean = stored, float(self._clipping.mean)
+            fine = stored is not None and abs(stored - mean) <= 1e-3 * mean
+            text = f"the running mean of the gradient's norm is {mean:.4g}, and checkpoints store {stored}"
+            checks.append(Check("state", "mean of the gradient's norm", f"{mean:.4g}", f"{stored}", fine, text))
         return checks

@@ -1,19 +1,24 @@
 """The data's side of the step audit: the images of samples beside their files, and which samples, rows and labels came."""
 
-from typing import Any
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from utils.diagnostics.audit.files import DeclaredImages
+from utils.diagnostics.audit.files import DeclaredImages, DecodedFile
 from utils.diagnostics.audit.images import Draws, check_images
 from utils.diagnostics.audit.passes import Passes
-from utils.diagnostics.audit.rows import check_labels, check_rows
+from utils.diagnostics.audit.rows import check_balance, check_labels, check_pass, check_rows, check_split, check_stand_ins
+from utils.diagnostics.audit.table import Table
 from utils.diagnostics.audit.verdict import Check
 from utils.training.run import Run
 
 FILES = 4  # decoded at an audit; half as many large ones
 SAMPLES = 8192  # of which rows and labels are kept
+AGAIN = 48  # samples whose places are looked at in the next pass too, about
+WHOLE = 1 << 18  # samples whose rows are asked for at once, at most
 
 
 class DataAudit:
@@ -31,8 +36,14 @@ class DataAudit:
         self._passes = Passes(len(run.data.training), self._declared, run.data.samples.dataset_rows)
         self._numbers: list[torch.Tensor] = []  # samples of each micro step
         self._told: list[torch.Tensor] = []  # their labels as they were drawn
-        self._kept, self._misread = 0, False
+        self._again: set[int] = set()  # samples that have the places of some that were looked at, one pass later
+        self._kept, self._misread, self._looked = 0, False, False
         self._pending: torch.Tensor | None = None
+
+    @cached_property
+    def _table(self) -> Table | None:
+        opened = self._run.data.images.opened
+        return None if opened is None else Table(opened, self._run.options)
 
     def begin_micro_step(self, batch: dict[str, Any]) -> None:
         self._pending = batch["sample_numbers"]
@@ -41,7 +52,12 @@ class DataAudit:
         """What the micro step under way was of."""
         if self._pending is None:
             return
-        self._passes.add(self._pending.tolist(), drawn["clean_images"])
+        numbers = self._pending.tolist()
+        self._passes.add(numbers, drawn["clean_images"])
+        if self._again and not self._again.isdisjoint(numbers):
+            places = [place for place, number in enumerate(numbers) if number in self._again]
+            self._again.difference_update(numbers)
+            self._compare(self._pending[places], drawn["clean_images"][places])
         if self._kept >= SAMPLES:
             return
         self._kept += len(self._pending)
@@ -52,6 +68,8 @@ class DataAudit:
     def checks(self, step: int, sample_numbers: torch.Tensor | None, clean_images: torch.Tensor | None) -> list[Check]:
         """Of all samples so far, and the images of the first micro step of the update after `step` finished ones."""
         checks = []
+        if not self._looked and self._run.accelerator.is_main_process and self._table is not None:
+            checks, self._looked = self._whole(self._table), True
         if sample_numbers is not None:
             checks.append(self._position(step, sample_numbers))
             large = self._declared.resolution > 64  # where the search for the place of a cut takes as long as an update
@@ -69,14 +87,60 @@ class DataAudit:
         text = f"update {step + 1} is made of the samples {found}, declared {wanted}: does the data begin again, or repeat?"
         return Check("data", name, wanted, found, fine, text)
 
+    def _whole(self, table: Table) -> list[Check]:
+        """What is asked once: the split, the first pass over the images, those held out, and the classes."""
+        data, options = self._run.data, self._run.options
+        training, held_out = (part.dataset_rows(np.arange(len(part))).numpy() for part in (data.training, data.validation))
+        stored = table.stored
+        total = len(table) if stored is None else min(stored, options.max_train_images or stored)
+        checks = check_split(training, held_out, total, options.validation_images)
+        if options.balanced_sampling and table.labels is not None:
+            first = data.samples.drawn_rows(torch.arange(min(8 * len(training), WHOLE))).numpy()
+            checks += check_balance(first, table.labels, training)
+        elif len(training) <= WHOLE:
+            checks += check_pass(data.samples.drawn_rows(torch.arange(len(training))).numpy(), training)
+        if getattr(options, "class_conditional", False):
+            found, wanted = self._run.facts["classes"], table.num_classes
+            text = f"the network has {found} classes, and the data has {wanted}"
+            checks.append(Check("condition", "classes of the network", str(wanted), str(found), found == wanted, text))
+        return checks + (self._held_out_images(table) if len(held_out) else [])
+
+    def _held_out_images(self, table: Table) -> list[Check]:
+        data = self._run.data
+        numbers = np.arange(min(FILES, len(data.validation)))
+        batch = data.validation_batch(torch.from_numpy(numbers))
+        rows = data.validation.dataset_rows(data.validation.shown(numbers)).tolist()
+        declared = replace(self._declared, random_flip=False, color_jitter=0.0)
+        checks = check_images(batch.clean_images, table.images(rows), declared)
+        if batch.labels is not None and table.labels is not None:
+            (check, _) = check_labels(batch.labels.numpy(), table.labels[rows], 0.0)
+            checks.append(check)
+        return [replace(c, name=f"{c.name} of the validation", message=f"in the validation, {c.message}") for c in checks]
+
     def _images(self, numbers: torch.Tensor, clean_images: torch.Tensor | None) -> list[Check]:
-        files = self._run.data.images.files
-        if files is None or clean_images is None or self._misread:  # once said, a fault is not looked into again
+        if self._table is None or clean_images is None or self._misread:  # once said, a fault is not looked into again
             return []
-        rows = self._run.data.samples.dataset_rows(numbers).tolist()
-        checks = check_images(clean_images[: len(rows)], files.at(rows), self._declared, self._draws)
+        checks = self._compare(numbers, clean_images[: len(numbers)])
         self._misread = any(check.healthy is False for check in checks)
-        return checks + self._draws.checks(self._declared)
+        of_a_pass = len(self._run.data.training)
+        if self._declared.random_flip and len(self._again) < AGAIN and int(numbers[-1]) < of_a_pass:
+            self._again |= {number + of_a_pass for number in numbers.tolist()}
+        batch, update = int(self._run.options.train_batch_size), self._run.length.global_batch_size
+        periods = {"batch": batch, "update": update, "pass over the data": of_a_pass}
+        return checks + self._draws.checks(self._declared, periods)
+
+    def _compare(self, numbers: torch.Tensor, clean_images: torch.Tensor) -> list[Check]:
+        """Images of samples beside their files."""
+        rows = self._run.data.samples.dataset_rows(numbers).tolist()
+        files = cast(Table, self._table).images(rows)
+        return check_images(clean_images, files, self._declared, self._draws, numbers.tolist())
+
+    def _readable(self, table: Table, row: int) -> bool:
+        try:
+            DecodedFile(table.images([row])[0], self._declared).planes()
+        except Exception:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
+            return False
+        return True
 
     def _drawn(self) -> list[Check]:
         if not self._numbers:
@@ -84,12 +148,13 @@ class DataAudit:
         data = self._run.data
         options: Any = self._run.options  # the dropout of labels is EDM2's own
         numbers = torch.cat(self._numbers).cpu()
-        rows = data.samples.drawn_rows(numbers).numpy()
+        rows, shown = (of(numbers).numpy() for of in (data.samples.drawn_rows, data.samples.dataset_rows))
         held_out = data.validation.dataset_rows(np.arange(len(data.validation))).tolist()
         checks = check_rows(rows, numbers.numpy(), len(data.training), held_out, options.balanced_sampling)
-        known = data.images.labels
-        if self._told and known is not None and self._run.facts.get("classes"):
-            told = torch.cat(self._told).cpu().numpy()
-            shown = data.samples.dataset_rows(numbers).numpy()
-            checks += check_labels(told, known[shown], options.label_dropout)
+        if self._table is None:
+            return checks
+        if options.on_bad_image == "replace":
+            checks += check_stand_ins(rows, shown, held_out, partial(self._readable, self._table))
+        if self._told and self._run.facts.get("classes") and self._table.labels is not None:
+            checks += check_labels(torch.cat(self._told).cpu().numpy(), self._table.labels[shown], options.label_dropout)
         return checks

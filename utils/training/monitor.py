@@ -80,7 +80,7 @@ class Monitor:
         self._bad_updates.add(self._run.state.step, gradients)
         self._dynamics.before_step()
         yield
-        self.audit.end_step(gradients.finite)
+        self.audit.end_step(gradients)
         self._dynamics.end(gradients)
         self._statistics.add_update(gradients)
 

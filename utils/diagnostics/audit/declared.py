@@ -91,7 +91,25 @@ class DeclaredOptimizer:
     weight_decay: float  # of tensors of two dimensions or more
     momentum: float
     learning_rate: Callable[[int], float]  # of the update after so many finished ones
-    max_grad_norm: float | None  # 0: no clipping; None: adaptive
+    max_grad_norm: float | None  # of the update's gradient, 0: no clipping; None: as `AdaptiveClipping` says
+
+
+class AdaptiveClipping:
+    """Clips to twice the running mean of the norms so far, within 0.1 to 10. The mean begins with the first norm, and each of
+    the others moves it by a hundredth of the way. A norm counts as 10 at most; one that is not finite does not count."""
+
+    def __init__(self, mean: float | None, device: torch.device):
+        """`mean`: of a run that goes on; None where none was counted yet."""
+        self.mean = torch.tensor(math.nan if mean is None else mean, device=device)  # not read here: no update waits for it
+
+    def limit(self) -> torch.Tensor:
+        """Of the next update, 0-dim; 10 where no norm was counted."""
+        return torch.where(self.mean.isnan(), 10.0, 2 * self.mean.clip(0.05, 5.0))
+
+    def count(self, norm: torch.Tensor) -> None:
+        moved = self.mean.lerp(norm.clip(max=10.0), 0.01)
+        moved = torch.where(self.mean.isnan(), norm.clip(max=10.0), moved)
+        self.mean = torch.where(norm.isfinite(), moved, self.mean)
 
 
 @dataclass(frozen=True)
@@ -131,7 +149,7 @@ def declared_by(options: RunOptions, facts: dict[str, Any]) -> Declared:
         options.optimizer,
         options.adam_beta1,
         options.adam_beta2,
-        facts["optimizer_epsilon"] if options.resume_from_checkpoint else _epsilon(options),
+        facts["optimizer_epsilon"] if _keeps_epsilon(options) else _epsilon(options),
         options.adam_weight_decay,
         options.momentum,
         lambda step: _learning_rate(step, total, options),
@@ -147,6 +165,11 @@ def declared_by(options: RunOptions, facts: dict[str, Any]) -> Declared:
         options.l1_weight,
         _decays(options),
     )
+
+
+def _keeps_epsilon(options: RunOptions) -> bool:
+    """Whether it is the checkpoint's: earlier versions of EDM2's recipe had another one."""
+    return bool(options.resume_from_checkpoint) and not {"adam_epsilon", "optimizer"} & set(options.allow_option_change)
 
 
 def _epsilon(options: RunOptions) -> float:

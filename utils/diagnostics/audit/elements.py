@@ -9,6 +9,11 @@ SAMPLED = 1 << 15  # elements of the parameters that are looked at, at most: som
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size in bytes
 
 
+def judged_on(device: torch.device) -> torch.device:
+    """Where what was seen is computed with, in float64: MPS has none."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 class ElementSample:
     """A fixed choice of at most `SAMPLED` elements of tensors that have the shapes of `parameters`: every n-th of each."""
 
@@ -18,13 +23,13 @@ class ElementSample:
         stride = max(1, math.ceil(sum(p.numel() for p in parameters.values()) / SAMPLED))
         self._strides = [max(1, min(stride, p.numel())) for p in parameters.values()]
         self.counts = [-(-p.numel() // stride) for p, stride in zip(parameters.values(), self._strides)]
-        self.device = next(iter(parameters.values())).device
+        self.device = judged_on(next(iter(parameters.values())).device)
 
     def part(self, number: int, tensor: torch.Tensor | None) -> torch.Tensor:
         """float32, of the tensor with that number; zeros for one that is None or has another shape."""
         if tensor is None or tensor.shape != self.shapes[number]:
             return torch.zeros(self.counts[number], device=self.device)
-        return tensor.detach().reshape(-1)[:: self._strides[number]].float()
+        return tensor.detach().reshape(-1)[:: self._strides[number]].float().to(self.device)
 
     def take(self, tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
         """float32 [n], of all tensors."""

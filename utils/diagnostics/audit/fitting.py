@@ -13,9 +13,8 @@ MOST_ELEMENTS = 1 << 18  # of a batch that are looked at: every n-th pixel of la
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """[B, N] float64 of [B, ...], on the CPU where the device has no float64. Large images are thinned out, all alike."""
+    """[B, N] float64 of [B, ...]. Large images are thinned out, all alike."""
     tensor = tensor.detach()
-    tensor = tensor.cpu() if tensor.device.type == "mps" else tensor
     stride = -(-tensor.numel() // MOST_ELEMENTS) | 1  # odd, so that it does not fall in step with rows of pixels
     return tensor.reshape(len(tensor), -1)[:, ::stride].double()
 

@@ -1,6 +1,7 @@
 """Gradients, from the first backward pass of an update to the optimizer's step: accumulated, averaged, clipped once."""
 
 import math
+from typing import cast
 
 import torch
 
@@ -36,7 +37,7 @@ def check_gradients(
     if last is None:
         return [*checks, Check("gradient", name, wanted, "none", False, "the optimizer made a step without a backward pass")]
     accumulated = (last if mean_gradient is None else mean_gradient) / loss_scale
-    return [*checks, _at_the_step(update.optimizer_step, accumulated, declared.optimizer.max_grad_norm)]
+    return [*checks, *_at_the_step(update, accumulated, declared.optimizer.max_grad_norm)]
 
 
 def _between_micro_steps(update: Update) -> list[Check]:
@@ -61,28 +62,35 @@ def _between_micro_steps(update: Update) -> list[Check]:
     return [Check("gradient", name, wanted, "unchanged", True)] if known else []
 
 
-def _at_the_step(step: Step, accumulated: torch.Tensor, limit: float | None) -> Check:
-    """`limit` of the joint norm. 0: no clipping; None: adaptive."""
-    clipping = {None: "adaptive", 0.0: "none"}.get(limit, f"{limit} over the joint norm, at most 1")
+def _at_the_step(update: Update, accumulated: torch.Tensor, limit: float | None) -> list[Check]:
+    """`limit` of the joint norm. 0: no clipping; None: not known."""
+    step = cast(Step, update.optimizer_step)
+    clipping = {None: "not known", 0.0: "none"}.get(limit, f"{limit} over the joint norm, at most 1")
     name, wanted = "gradient at the step over that of the backward passes", f"one factor for all: {clipping}"
     a, g = accumulated.double(), step.gradient.double()
     if not (torch.isfinite(a).all() and torch.isfinite(g).all()):
-        return not_observed("gradient", name, wanted, "gradients are not finite")
+        return [not_observed("gradient", name, wanted, "gradients are not finite")]
     if not a.any():
-        return not_observed("gradient", name, wanted, "gradients are zero")
+        return [not_observed("gradient", name, wanted, "gradients are zero")]
     factor, residual = slope(a, g) if g.any() else (0.0, 1.0)
     norm = float(step.gradient_norm)
     observed = f"{factor:.4g}, norm {norm:.3g} at the step"
     if residual > 1e-4:
         text = _explain_gradient(a, g, factor, residual)
-        return Check("gradient", name, wanted, f"{observed}, residual {residual:.1e}", False, text)
+        return [Check("gradient", name, wanted, f"{observed}, residual {residual:.1e}", False, text)]
     before = norm / abs(factor) if factor else math.inf
     if limit is None:
         fine = abs(factor - 1) < SMALL if norm < 0.1 * (1 - SMALL) else 0 < factor <= 1 + SMALL and norm < 10 * (1 + SMALL)
     else:
         expected = min(1.0, limit / (before + 1e-6)) if limit else 1.0  # as torch's clip_grad_norm_
         fine = abs(factor / expected - 1) < SMALL
-    return Check("gradient", name, wanted, observed, fine, _explain_factor(factor, before, norm, limit))
+    checks = [Check("gradient", name, wanted, observed, fine, _explain_factor(factor, before, norm, limit))]
+    if update.told_norm is not None and factor:
+        told = float(update.told_norm)
+        off = abs(told / before - 1) if before else abs(told)
+        text = f"the gradient's norm is {before:.4g} before it is clipped, and {told:.4g} is taken for it"
+        checks.append(Check("gradient", "norm before clipping", f"{before:.4g}", f"{told:.4g}", off < SMALL, text))
+    return checks
 
 
 def _explain_factor(factor: float, before: float, norm: float, limit: float | None) -> str:

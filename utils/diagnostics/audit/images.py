@@ -138,7 +138,7 @@ def check_images(
         found = "x".join(map(str, shown.shape[1:]))
         return [Check("data", "images", text, found, False, f"the network sees images of {found}, declared are {text}")]
     rounding = max(EXACT, torch.finfo(shown.dtype).eps if shown.dtype in (torch.float16, torch.bfloat16) else 0)
-    images = shown.detach().to("cpu", torch.float64).numpy()
+    images = shown.detach().cpu().double().numpy()
     batch, misread = [], []
     before = (draws.mirrored, draws.sided) if draws is not None else (0, 0)
     for number, (image, file) in enumerate(zip(images, files)):

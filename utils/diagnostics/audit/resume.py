@@ -24,12 +24,14 @@ def check_resumed(
 ) -> list[Check]:
     """What was resumed against the files of `checkpoint`, before the first update that follows.
 
-    `network_state` is the state_dict of what the optimizer trains, `ema_state` that of its average (None: the run has none).
+    `network_state` is the state_dict of what the optimizer trains, `optimizer` None where it is another one than before,
+    `ema_state` the state_dict of the average (None: the run has none).
     """
     checkpoint = Path(checkpoint)
     stored = Stored(checkpoint / "model.safetensors")
     checks = [_step(checkpoint, step), _weights(stored, unwrapped(network_state), checkpoint)]
-    checks += _optimizer(checkpoint / "optimizer.bin", getattr(optimizer, "optimizer", optimizer))
+    if optimizer is not None:
+        checks += _optimizer(checkpoint / "optimizer.bin", getattr(optimizer, "optimizer", optimizer))
     if scaler is not None and scaler.is_enabled():
         checks.append(_scaler(checkpoint / "scaler.pt", scaler.state_dict()))
     if ema_state is not None:
@@ -41,6 +43,19 @@ def _step(checkpoint: Path, step: int) -> Check:
     declared = json.loads((checkpoint / "state.json").read_text())["step"]
     message = f"the run goes on from update {step}, but {checkpoint.name} was made after update {declared}"
     return Check("state", "step after the resume", str(declared), str(step), step == declared, message * (step != declared))
+
+
+def check_norm_mean(checkpoint: Path, mean: float | None) -> Check:
+    """Of a run with adaptive clipping: whether the running `mean` of the gradient's norm goes on as the checkpoint has it."""
+    stored = json.loads((checkpoint / "state.json").read_text())
+    declared = stored["grad_norm_mean"]
+    counted = stored["options"].get("adaptive_clipping") and stored["step"] > stored["skipped_updates"]
+    why = ""
+    if declared is None and counted:
+        why = f"{checkpoint.name} does not have the running mean of the gradient's norm: it begins anew"
+    elif declared != mean:
+        why = f"the running mean of the gradient's norm goes on from {mean}, the checkpoint has {declared}"
+    return Check("state", "mean of the gradient's norm after the resume", str(declared), str(mean), not why, why)
 
 
 def _weights(stored: Stored, live: dict[str, torch.Tensor], checkpoint: Path) -> Check:

@@ -1,6 +1,7 @@
 """Stages "data" and "condition" of the step audit: which images were drawn, and which labels the network was told."""
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -104,6 +105,100 @@ def _part(ranks, length) -> str:
     return ""
 
 
+def check_split(training: np.ndarray, held_out: np.ndarray, total: int, declared: int) -> list[Check]:
+    """Whether each row is either trained on or held out, as many as declared, and those held out are chosen at random.
+
+    Args:
+        training: int64 [N], the rows to train on; held_out: int64 [M], the others.
+        total: number of rows of the files that are declared to be used; declared: of those held out.
+    """
+    wanted = f"each of {total} rows once, {declared} held out"
+    known = np.zeros(total, bool)
+    both = np.concatenate([training, held_out])
+    inside = both[(both >= 0) & (both < total)]
+    known[inside] = True
+    message, shared = "", np.intersect1d(training, held_out)
+    if len(outside := both[(both < 0) | (both >= total)]):
+        message = f"row {outside[0]} is used, which is none of the {total} rows"
+    elif len(shared):
+        message = f"{len(shared)} rows are trained on and held out, such as row {shared[0]}: the validation is none"
+    elif len(both) > known.sum():
+        message = f"{len(both) - known.sum()} rows come more than once among those trained on or held out"
+    elif len(lost := np.flatnonzero(~known)):
+        message = f"{len(lost)} of {total} rows are neither trained on nor held out, such as row {lost[0]}"
+    elif len(held_out) != declared:
+        message = f"{len(held_out)} images are held out, declared are {declared}"
+    elif len(held_out) > 1:
+        message = _chosen(np.sort(held_out), total)
+    observed = f"{len(training)} trained on, {len(held_out)} held out"
+    return [Check("data", "rows", wanted, observed, not message, message)]
+
+
+def _chosen(held_out, total) -> str:
+    count, step = len(held_out), int(held_out[1] - held_out[0])
+    share = (held_out[-1] - held_out[0] + 1) / total
+    if count * share ** (count - 1) < IMPOSSIBLE:
+        return f"the held-out images all lie among the rows {held_out[0]} to {held_out[-1]} of {total}: not chosen at random"
+    # Few of the sets of as many rows are a sequence of equal steps: at most total^2 of them.
+    sets = math.lgamma(total + 1) - math.lgamma(count + 1) - math.lgamma(total - count + 1)
+    if (np.diff(held_out) == step).all() and 2 * math.log(total) - sets < math.log(IMPOSSIBLE):
+        return f"the held-out images are every {step}th row from row {held_out[0]} on: not chosen at random"
+    return ""
+
+
+def check_pass(rows: np.ndarray, training: np.ndarray) -> list[Check]:
+    """Whether the first samples, as many as there are `training` images, show each of them once. `rows`: int64 [N]."""
+    wanted, message = f"each of {len(training)} training images once", ""
+    missing, other = np.setdiff1d(training, rows), np.setdiff1d(rows, training)
+    if len(other):
+        message = f"a pass shows {len(other)} rows that are not to be trained on, such as row {other[0]}"
+    elif len(missing):
+        message = f"a pass leaves out {len(missing)} of {len(training)} training images, such as row {missing[0]}"
+    found = f"{len(training) - len(missing)} of them"
+    return [Check("data", "a whole pass", wanted, found, not message, message)]
+
+
+def check_balance(rows: np.ndarray, labels: np.ndarray, training: np.ndarray) -> list[Check]:
+    """Whether balanced samples show every class once in as many samples as there are classes, and each class's images in turn.
+
+    Args:
+        rows: int64 [N], those of the first samples; labels: int64, the class of each row of the data set.
+    """
+    classes, sizes = np.unique(labels[training], return_counts=True)
+    shown = labels[rows[: len(rows) // len(classes) * len(classes)]].reshape(-1, len(classes))
+    wrong, message = np.flatnonzero((np.sort(shown, 1) != classes).any(1)), ""
+    if len(wrong):
+        message = (
+            f"{len(wrong)} of {len(shown)} blocks of {len(classes)} samples do not show each of {len(classes)} classes once"
+        )
+    else:
+        for label, size in zip(classes, sizes):
+            own = rows[labels[rows] == label][:size]
+            if len(np.unique(own)) < len(own):
+                message = f"images of class {label} come again before all {size} of them were shown"
+                break
+    declared = f"each of {len(classes)} classes once in {len(classes)} samples"
+    return [Check("data", "balance", declared, f"{len(shown) - len(wrong)} of {len(shown)} blocks", not message, message)]
+
+
+def check_stand_ins(
+    drawn: np.ndarray, shown: np.ndarray, held_out: Collection[int], readable: Callable[[int], bool], most: int = 4
+) -> list[Check]:
+    """Whether the rows that are shown are those drawn, or training rows in the place of ones that cannot be decoded.
+
+    Args:
+        readable: whether the image of a row can be decoded; asked for `most` rows.
+    """
+    others, message = np.unique(drawn[drawn != shown]), ""
+    strange = np.intersect1d(shown, np.fromiter(held_out, np.int64))
+    if len(strange):
+        message = f"row {strange[0]} is trained on in the place of another, and is held out"
+    elif needless := [row for row in others[:most].tolist() if readable(row)]:
+        message = f"row {needless[0]} is replaced by another image, though it can be decoded"
+    said = f"{len(others)} rows are replaced"
+    return [Check("data", "rows shown", "those drawn, or the next for one that cannot be decoded", said, not message, message)]
+
+
 def check_labels(told: np.ndarray, expected: np.ndarray, dropout: float) -> list[Check]:
     """Whether the network is told the labels of the images that it sees.
 
@@ -124,9 +219,16 @@ def check_labels(told: np.ndarray, expected: np.ndarray, dropout: float) -> list
     if not kept.any():
         label = not_observed("condition", "label", declared[0], "all labels looked at were dropped")
     message = ""
+    pairs = ~kept[: count // 2 * 2].reshape(-1, 2)  # neighbors of a batch
+    of_class = [(label, ~kept[expected == label]) for label in np.unique(expected)]
+    uneven = [label for label, gone in of_class if not agrees(int(gone.sum()), len(gone), dropout)]
     if not agrees(dropped, count, dropout):
         often = {0: "never", count: "always"}.get(dropped, f"in {dropped / count:.1%} of the samples")
         message = f"labels are dropped {often}, declared is a share of {dropout:.3g}"
+    elif not agrees(int(pairs.all(1).sum()), len(pairs), dropout**2):
+        message = f"labels of neighbors are dropped together ({pairs.all(1).mean():.0%} of the pairs), not each at random"
+    elif uneven:
+        message = f"labels of class {uneven[0]} are dropped more or less often than declared, a share of {dropout:.3g} of each"
     return [label, Check("condition", "dropped", declared[1], f"{dropped} of {count}", not message, message)]
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from utils.core.errors import UserError
 from utils.diagnostics.audit.declared import SCHEDULES
+from utils.diagnostics.audit.elements import judged_on
 from utils.diagnostics.audit.fitting import ROUNDING
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diffusion.objective import Objective
@@ -53,7 +54,8 @@ class Oracle(nn.Module):
 
     def forward(self, x: torch.Tensor, level: torch.Tensor | float, *labels: Any, **others: Any) -> SimpleNamespace:
         level = float(torch.as_tensor(level).reshape(-1)[0])
-        image, wide = self.image.to(x.device), x.double()
+        wide = x.to(judged_on(x.device)).double()
+        image = self.image.to(wide.device)
         if self.sigma_data is not None:
             if not -10.0 < level < 5.0:  # ln(sigma) / 4
                 self.outside, level = level, min(max(level, -10.0), 5.0) if math.isfinite(level) else 0.0
@@ -61,7 +63,7 @@ class Oracle(nn.Module):
             wide = wide * variance**0.5  # c_in undone
             self.asked.append((1.0, sigma, sigma, wide))
             answer = (image - self.sigma_data**2 / variance * wide) * variance**0.5 / (sigma * self.sigma_data)
-            return SimpleNamespace(sample=answer.to(x.dtype))
+            return SimpleNamespace(sample=answer.to(x.dtype).to(x.device))
         index = round(level) if math.isfinite(level) else -1
         if index != level or not 0 <= index < len(self.alphas_cumprod):
             self.outside = level
@@ -70,7 +72,7 @@ class Oracle(nn.Module):
         self.asked.append((a, b, index, wide))
         noise = (wide - a * image) / b
         answer = {"epsilon": noise, "sample": image.expand_as(wide), "v_prediction": a * noise - b * image}
-        return SimpleNamespace(sample=answer[self.prediction_type].to(x.dtype))
+        return SimpleNamespace(sample=answer[self.prediction_type].to(x.dtype).to(x.device))
 
 
 def sampler_call(objective: Objective, name: str, steps: int, seed: int = 0) -> Callable:
@@ -127,7 +129,7 @@ def check_sampler(
     def ask(oracle_type: str, oracle_alphas: torch.Tensor | None, scale: float = 1.0) -> tuple[Oracle, torch.Tensor]:
         oracle = Oracle(scale * image, oracle_type, oracle_alphas, sigma_data)
         with torch.no_grad():
-            return oracle, call(oracle, count).double().cpu()
+            return oracle, call(oracle, count).cpu().double()
 
     oracle, images = ask(prediction_type, alphas)
     if len(oracle.asked) < 2:

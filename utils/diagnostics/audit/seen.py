@@ -1,7 +1,7 @@
 """What was seen of an update: tensors of the training, detached, and samples and digests of larger ones."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class Update:
     digest_begun: torch.Tensor | None = None  # when it began
     digest_first: torch.Tensor | None = None  # at the first forward pass
     optimizer_step: Step | None = None
+    told_norm: torch.Tensor | None = None  # of its gradient before it is clipped, as the loop says, 0-dim
     digest_step: torch.Tensor | None = None  # just before the step
     replayed: torch.Tensor | None = None  # gradient of the first micro step, sampled, computed once more
     not_replayed: str = ""  # why not
@@ -78,3 +79,16 @@ def tensors_in(output: Any) -> tuple[torch.Tensor, ...]:
     """Those that a module gives: alone, in a sequence, or in a mapping as diffusers' outputs are."""
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else (output,)
     return tuple(value for value in values if isinstance(value, torch.Tensor))
+
+
+def on_cpu(value: Any) -> Any:
+    """What was seen, with all of its tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {name: on_cpu(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(on_cpu(part) for part in value)
+    if isinstance(value, (Update, MicroStep, Call, Step)):
+        return replace(value, **{part.name: on_cpu(getattr(value, part.name)) for part in fields(value)})
+    return value
