@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, UNet2DModel
 
+from utils.diagnostics.audit import denoising
 from utils.diagnostics.audit.averages import check_averages
 from utils.diagnostics.audit.declared import Declared, DeclaredNoising, DeclaredOptimizer
 from utils.diagnostics.audit.elements import ElementSample
@@ -17,10 +18,11 @@ from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.audit.optimizer import check_optimizer
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.sampler import Oracle
-from utils.diagnostics.audit.seen import on_cpu
+from utils.diagnostics.audit.seen import Call, MicroStep, on_cpu
 from utils.diagnostics.audit.state import check_network, check_state
 
 RATE, DECAY, STEPS = 1e-3, 0.9, 1000
+LABELS = torch.tensor([0, 2, 1, 5])
 
 
 def network() -> UNet2DModel:
@@ -448,3 +450,13 @@ def test_the_sampled_weights_and_the_samplers_oracle_need_no_float64_of_the_devi
     with pytest.raises((TypeError, RuntimeError, NotImplementedError), match=r"MPS|mps"):
         oracle(torch.randn(2, 3, 8, 8).as_subclass(WithoutFloat64), 10)  # the way back, to a device that is not there
     assert oracle.asked[0][3].dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [((LABELS,), ""), ((), "none"), ((None,), "none"), ((LABELS + 1,), "one too high"), ((LABELS.roll(-1),), "the next")],
+)
+def test_labels_that_the_network_is_not_told_are_named(given, words):
+    call = Call((torch.zeros(4, 1, 8, 8), torch.zeros(4), *given))
+    [check] = denoising._labels([MicroStep({"unet": call}, {"labels": LABELS})])
+    assert check.healthy is (not words) and words in check.message

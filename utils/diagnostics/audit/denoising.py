@@ -257,12 +257,12 @@ def _coefficient(
 
 def _labels(usable: list[MicroStep]) -> list[Check]:
     """Whether the raw network is told the labels that were drawn."""
-    pairs = [(step.batch.get("labels"), step.calls["unet"].inputs[2:3]) for step in usable]
-    if any(drawn is None or not given for drawn, given in pairs):
+    pairs = [(step.batch.get("labels"), (*step.calls["unet"].inputs[2:3], None)[0]) for step in usable]
+    if any(drawn is None for drawn, _ in pairs):
         return []
     drawn = torch.cat([drawn for drawn, _ in pairs]).long().cpu()
     none = torch.full_like(drawn, -1)
-    told = torch.cat([none[: len(drawn)] if given is None else given.reshape(-1).long().cpu() for drawn, (given,) in pairs])
+    told = torch.cat([none[: len(drawn)] if given is None else given.reshape(-1).long().cpu() for drawn, given in pairs])
     text, name = "", "labels that the network is told"
     if not (same := torch.equal(drawn, told)):
         known = neighbors("those", drawn) | {"none": none, "one too high": drawn + 1, "always 0": drawn * 0}
