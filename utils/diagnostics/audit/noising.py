@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from utils.diagnostics.audit.declared import SCHEDULES, WEIGHTINGS, Declared, DeclaredNoising, alphas_cumprod
+from utils.diagnostics.audit.declared import WEIGHTINGS, Declared, DeclaredNoising
 from utils.diagnostics.audit.fitting import (
     SMALL,
     TOLERANCE,
@@ -198,14 +198,9 @@ def _explain_coefficients(a: torch.Tensor, b: torch.Tensor, seen: Seen, formula:
     if text := recognize(torch.cat([a[clear], b]), known, SMALL):
         return "input", text
     both = torch.stack([torch.where(clear, a, (1 - b**2).clamp(min=0).sqrt()), b])
-    others = {
-        schedule + " schedule" + " with zero terminal SNR" * zero: alphas_cumprod(schedule, formula.steps, zero).to(a.device)
-        for schedule in SCHEDULES
-        for zero in (False, True)
-    }
-    others = {name: other[seen.timesteps] for name, other in others.items()}
-    if text := recognize(both, {name: torch.stack([o.sqrt(), (1 - o).sqrt()]) for name, o in others.items()}, SMALL):
-        return "input", f"images are noised by the {text}, declared {formula.schedule}"
+    others = {other.called: other.alphas_cumprod.to(a.device)[seen.timesteps] for other in formula.others()}
+    if name := recognize(both, {name: torch.stack([o.sqrt(), (1 - o).sqrt()]) for name, o in others.items()}, SMALL):
+        return "input", f"images are noised by the schedule {name}; declared is {formula.called}"
     # Timesteps at which the declared schedule has the observed coefficients.
     distance, other = (torch.stack([table.sqrt(), (1 - table).sqrt()])[:, None] - both[..., None]).abs().sum(0).min(1)
     if worst(distance) < 1e-4 and not torch.equal(other, seen.timesteps):
