@@ -1,6 +1,5 @@
 """The step audit in the loop: which updates are looked at, what they are compared with, and what is recorded of it."""
 
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from utils.diagnostics.audit.elements import digest
 from utils.diagnostics.audit.export import check_exported
 from utils.diagnostics.audit.gradients import check_gradients, check_replay
 from utils.diagnostics.audit.noising import check_noising
-from utils.diagnostics.audit.observer import Observer
+from utils.diagnostics.audit.observer import Observer, failure_text
 from utils.diagnostics.audit.optimizer import check_learning_rate, check_optimizer
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.ranks import check_ranks, digests_of
@@ -250,8 +249,7 @@ class StepAudit:
         try:
             return look(*arguments)
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            self._say_failed(f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})")
+            self._say_failed(failure_text(error))
             return []
 
     def _say_failed(self, text: str) -> None:
