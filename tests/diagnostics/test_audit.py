@@ -446,7 +446,7 @@ def test_the_sampled_weights_and_the_samplers_oracle_need_no_float64_of_the_devi
     sample = ElementSample({"weight": weights})
     assert sample.device.type == "cpu" and type(sample.take([weights])) is torch.Tensor
     assert type(sample.take([None])) is torch.Tensor
-    oracle = Oracle(torch.zeros(3, 8, 8), "epsilon", DDPMScheduler().alphas_cumprod, None)
+    oracle = Oracle(torch.zeros(3, 8, 8), DeclaredNoising("linear", 1000, False, "epsilon", None))
     with pytest.raises((TypeError, RuntimeError, NotImplementedError), match=r"MPS|mps"):
         oracle(torch.randn(2, 3, 8, 8).as_subclass(WithoutFloat64), 10)  # the way back, to a device that is not there
     assert oracle.asked[0][3].dtype == torch.float64

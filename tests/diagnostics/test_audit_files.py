@@ -8,15 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import SCRIPTS, TINY_NETWORK, make_tiny_flags
-from diffusers import UNet2DModel
+from diffusers import DDPMScheduler, UNet2DModel
 from safetensors.torch import load_file, save_file
 
-from utils.diagnostics.audit.export import DeclaredExport, check_exported
+from utils.diagnostics.audit.declared import DeclaredDenoising, DeclaredNoising
+from utils.diagnostics.audit.export import check_exported
 from utils.diagnostics.audit.resume import check_resumed
 from utils.diffusion.ddpm import BETA_SCHEDULES, config_for_any, make_noise_scheduler
 from utils.diffusion.export import export_pipeline
 from utils.diffusion.unet import normalize_spectra
 
+LINEAR = DeclaredNoising("linear", 1000, False, "epsilon", None)
 WEIGHTS, SCHEDULER = "unet/diffusion_pytorch_model.safetensors", "scheduler/scheduler_config.json"
 
 
@@ -51,7 +53,7 @@ def finished(request, train, tmp_path_factory):
     seen.averaged = {n: t for n, t in load_file(last / "ema.safetensors").items() if "/" not in n}
     raw = load_file(last / "model.safetensors")
     seen.raw = {n.removeprefix("unet."): t for n, t in raw.items() if not n.startswith("uncertainty.")}
-    seen.declared = DeclaredExport(sigma_data=0.5) if seen.is_edm2 else DeclaredExport()
+    seen.declared = DeclaredDenoising(0.5, -0.4, 1.0, 0, 0.0, False) if seen.is_edm2 else LINEAR
     return seen
 
 
@@ -162,7 +164,7 @@ def test_another_class_and_written_out_betas_are_the_same_schedule(finished, cop
     if finished.is_edm2:
         return
     folder, edit = copied
-    betas = finished.declared.scheduler().betas.tolist()
+    betas = DDPMScheduler().betas.tolist()
     edit(SCHEDULER, {"_class_name": "DDIMScheduler", "trained_betas": betas, "timestep_spacing": "trailing"})
     assert not deviations(exported(finished, folder))
 
@@ -177,7 +179,7 @@ def test_every_schedule_passes_as_it_is_exported(finished, copied, schedule, zer
     for steps in (10, 1000):
         made = make_noise_scheduler(**named, num_train_timesteps=steps)
         type(made).from_config(config_for_any(made.config)).save_pretrained(folder / "scheduler")
-        declared = DeclaredExport(**named, num_train_timesteps=steps)
+        declared = DeclaredNoising(schedule, steps, zero, "v_prediction", None)
         assert not deviations(exported(finished, folder, declared=declared, network=None))
 
 
@@ -188,11 +190,11 @@ def test_spectral_norm_passes_and_autocast_is_left_out(tmp_path):
     unet._original_forward, forward = unet.forward, unet.forward
     unet.forward = torch.autocast("cpu", dtype=torch.bfloat16)(forward)  # as accelerate does it
     patched = unet.forward
-    checks = check_exported(tmp_path, unet.state_dict(), DeclaredExport(), network=unet)
+    checks = check_exported(tmp_path, unet.state_dict(), LINEAR, network=unet)
     assert all(check.healthy for check in checks) and len(checks) == 7, checks
     assert unet.forward is patched and unet.training
     other = {name: tensor * 1.1 if name.endswith("_u") else tensor for name, tensor in unet.state_dict().items()}
-    text = deviations(check_exported(tmp_path, other, DeclaredExport()), "export")
+    text = deviations(check_exported(tmp_path, other, LINEAR), "export")
     assert "some exported weights are not those of the network" in text
 
 

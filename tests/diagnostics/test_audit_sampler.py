@@ -9,6 +9,7 @@ from test_edm2_unet import tiny
 
 import train_edm2
 from models.edm_heun import EDMHeunScheduler
+from utils.diagnostics.audit.declared import DeclaredDenoising, DeclaredNoising
 from utils.diagnostics.audit.sampler import check_sampler, sampler_call
 from utils.diffusion.ddpm import make_noise_scheduler
 from utils.diffusion.sampling import NoiseOfSamples, make_sampler
@@ -21,8 +22,14 @@ def objective(scheduler, predict=None):
     return SimpleNamespace(noise_scheduler=scheduler, predict=predict, exported=None)
 
 
-def audit(call, scheduler, prediction_type="epsilon", adds_noise=False):
-    return check_sampler(call, scheduler.alphas_cumprod, prediction_type, SHAPE, adds_noise=adds_noise, clips=True)
+def audit(call, scheduler, adds_noise=False):
+    config = scheduler.config
+    settings = (config.beta_schedule, config.num_train_timesteps, config.rescale_betas_zero_snr, config.prediction_type, None)
+    return check_sampler(call, DeclaredNoising(*settings), SHAPE, adds_noise=adds_noise, clips=True)
+
+
+def edm(sigma_data):
+    return DeclaredDenoising(sigma_data, -0.4, 1.0, 0, 0.0, False)
 
 
 def only(checks) -> str:
@@ -47,7 +54,7 @@ def test_the_samplers_of_training_arrive(name, schedule, prediction_type, zero):
             rescale_betas_zero_snr=zero,
         )
         call = sampler_call(objective(scheduler), name, steps)
-        checks = audit(call, scheduler, prediction_type, adds_noise=name == "ddpm")
+        checks = audit(call, scheduler, adds_noise=name == "ddpm")
         assert all(check.healthy for check in checks) and len(checks) == 5, [c for c in checks if not c.healthy]
 
 
@@ -56,17 +63,17 @@ def test_the_samplers_of_training_arrive(name, schedule, prediction_type, zero):
 def test_the_samplers_of_edm_arrive(name, steps):
     recipe = SimpleNamespace(noise_scheduler=EDMHeunScheduler(sigma_data=0.3))
     recipe.predict = None
-    checks = check_sampler(sampler_call(recipe, name, steps), None, shape=(1, 8, 8), sigma_data=0.3)
+    checks = check_sampler(sampler_call(recipe, name, steps), edm(0.3), (1, 8, 8))
     assert all(check.healthy for check in checks) and len(checks) == 4, [c for c in checks if not c.healthy]
 
 
 def test_the_recipe_of_edm2_is_asked_by_its_own_predict():
     options = train_edm2.parse_args(["--dataset_name", "digits", "--sigma_data", "0.4"])
     recipe = train_edm2.EDM2(tiny(), options)
-    checks = check_sampler(sampler_call(recipe, "heun", 18), None, shape=(1, 8, 8), sigma_data=0.4)
+    checks = check_sampler(sampler_call(recipe, "heun", 18), edm(0.4), (1, 8, 8))
     assert all(check.healthy for check in checks)
     assert isinstance(recipe.exported, type(tiny()))
-    checks = check_sampler(sampler_call(recipe, "heun", 18), None, shape=(1, 8, 8), sigma_data=0.5)
+    checks = check_sampler(sampler_call(recipe, "heun", 18), edm(0.5), (1, 8, 8))
     assert "ends at 0.8 times the image" in only(checks)
 
 
@@ -96,7 +103,7 @@ def test_a_loop_of_edm_that_does_something_else_is_named(change, message):
             x = scheduler.step(output, t, x).prev_sample
         return x
 
-    checks = check_sampler(call, None, shape=SHAPE, sigma_data=0.5)
+    checks = check_sampler(call, edm(0.5), SHAPE)
     assert all(check.healthy for check in checks) if message is None else message in only(checks)
 
 
@@ -197,7 +204,7 @@ def test_another_end_is_named(images, message):
 def test_a_chain_with_zero_snr_starts_at_its_end():
     trained = make_noise_scheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True)
     leading = DDIMScheduler.from_config(trained.config, timestep_spacing="leading")
-    assert "still has some of the image" in only(audit(run(leading), trained, "v_prediction"))
+    assert "still has some of the image" in only(audit(run(leading), trained))
 
 
 def test_a_sampler_that_asks_nobody_is_not_judged():

@@ -1,6 +1,5 @@
 """The step audit in the loop: which updates are looked at, what they are compared with, and what is recorded of it."""
 
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,10 @@ from utils.diagnostics.audit.averages import check_averages
 from utils.diagnostics.audit.declared import AdaptiveClipping, Declared, declared_by
 from utils.diagnostics.audit.denoising import check_denoising
 from utils.diagnostics.audit.elements import digest, judged_on
-from utils.diagnostics.audit.export import DeclaredExport, check_exported
+from utils.diagnostics.audit.export import check_exported
 from utils.diagnostics.audit.gradients import check_gradients, check_replay
 from utils.diagnostics.audit.noising import check_noising
-from utils.diagnostics.audit.observer import Observer
+from utils.diagnostics.audit.observer import Observer, failure_text
 from utils.diagnostics.audit.optimizer import check_learning_rate, check_optimizer
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.ranks import check_ranks, digests_of
@@ -140,23 +139,19 @@ class StepAudit:
 
     def _ask_sampler(self) -> list[Check]:
         options, objective = self._run.options, self._run.objective
-        noising, denoising = self.declared.noising, self.declared.denoising
+        noising = self.declared.noising
         steps = sampling_steps(options.sampler, options.sampling_steps, objective.noise_scheduler)
         if noising is not None and noising.steps < 10:
             return [not_observed("export", "sampler", "inverts the noising", "fewer than 10 noise levels")]
-        zero_snr = noising is not None and noising.zero_snr
-        if (
-            noising is not None and zero_snr
-        ):  # diffusers spaces trailing timesteps unevenly where their number does not divide that of the levels
+        if noising is not None and noising.zero_snr:
+            # diffusers spaces trailing timesteps unevenly where their number does not divide that of the levels.
             steps = max(count for count in range(1, min(steps, 25) + 1) if noising.steps % count == 0)
         return check_sampler(
             sampler_call(objective, options.sampler, steps),
-            noising.alphas_cumprod if noising is not None else None,
-            noising.prediction_type if noising is not None else "",
+            self.declared.process,
             (options.image_channels, 8, 8),
-            sigma_data=denoising.sigma_data if denoising is not None else None,
             adds_noise=options.sampler == "ddpm",
-            clips=noising is not None and not (zero_snr and options.sampler == "ddpm"),
+            clips=noising is not None and not (noising.zero_snr and options.sampler == "ddpm"),
         )
 
     def check_exported(self) -> None:
@@ -165,11 +160,7 @@ class StepAudit:
             self._record(self._guarded(self._read_exported))
 
     def _read_exported(self) -> list[Check]:
-        run, noising, denoising = self._run, self.declared.noising, self.declared.denoising
-        if noising is not None:
-            declared = DeclaredExport(noising.steps, noising.schedule, noising.prediction_type, noising.zero_snr)
-        elif denoising is not None:
-            declared = DeclaredExport(sigma_data=denoising.sigma_data)
+        run, declared = self._run, self.declared.process
         raw = self._judged(run.objective.exported.state_dict())
         network = run.objective.exported if run.accelerator.device.type == "cpu" else None  # elsewhere memory is planned
         if run.ema is None:
@@ -287,8 +278,7 @@ class StepAudit:
         try:
             return look(*arguments)
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            self._say_failed(f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})")
+            self._say_failed(failure_text(error))
             return []
 
     def _say_failed(self, text: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from utils.diagnostics.audit.declared import Declared
-from utils.diagnostics.audit.fitting import ROUNDING, SMALL, recognize, slope
+from utils.diagnostics.audit.fitting import ROUNDING, SMALL, named, slope
 from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.audit.seen import Update
 from utils.diagnostics.audit.verdict import Check, not_observed
@@ -76,7 +76,7 @@ def _explain(seen: Seen, decay_at: Callable[[int], float], number: int, micro_st
         known |= {f"it has the decay of update {n}": decay_at(n) for n in numbers if n > 0}
         known |= {"it is updated in each micro step": decay**micro_steps}
         known = {text: value for text, value in known.items() if value != decay}
-        if text := recognize(observed, known, max(2e-3 * (1 - decay), 1e-7)):
+        if text := named(observed, known, max(2e-3 * (1 - decay), 1e-7)):
             return f"{text} (decay {observed:.6g}, declared {decay:.6g})"
         if abs(observed) < 1e-6:
             return f"it is a copy of the weights, declared is a decay of {decay:.6g}"

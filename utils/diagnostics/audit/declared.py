@@ -6,7 +6,7 @@ itself. diffusers' own scheduler gives the noise schedules; the audit's checks u
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,12 +36,6 @@ _BY_PREDICTION = {  # the weighting of each prediction type, without and with ga
 }
 
 
-def alphas_cumprod(schedule: str, steps: int, zero_snr: bool = False) -> torch.Tensor:
-    """float64 [T], as diffusers computes them."""
-    scheduler = DDPMScheduler(num_train_timesteps=steps, beta_schedule=schedule, rescale_betas_zero_snr=zero_snr)
-    return scheduler.alphas_cumprod.double()
-
-
 @dataclass(frozen=True)
 class DeclaredNoising:
     """x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, and a weighted squared error of what the network predicts."""
@@ -54,7 +48,17 @@ class DeclaredNoising:
 
     @cached_property
     def alphas_cumprod(self) -> torch.Tensor:
-        return alphas_cumprod(self.schedule, self.steps, self.zero_snr)
+        """float64 [T], as diffusers computes them."""
+        settings = {"beta_schedule": self.schedule, "rescale_betas_zero_snr": self.zero_snr}
+        return DDPMScheduler(num_train_timesteps=self.steps, **settings).alphas_cumprod.double()
+
+    @property
+    def called(self) -> str:
+        return self.schedule + ", zero SNR" * self.zero_snr
+
+    def others(self) -> list["DeclaredNoising"]:
+        """The same with each schedule that has a name."""
+        return [replace(self, schedule=name, zero_snr=zero_snr) for name in SCHEDULES for zero_snr in (False, True)]
 
     @property
     def snr(self) -> torch.Tensor:
@@ -80,6 +84,9 @@ class DeclaredDenoising:
     classes: int
     label_dropout: float
     force_weight_norm: bool
+
+
+DeclaredProcess = DeclaredNoising | DeclaredDenoising
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,10 @@ class Declared:
     autocast: torch.dtype | None
     l1_weight: float = 0.0
     averages: dict[str, Callable[[int], float]] = field(default_factory=dict)  # name -> decay of the n-th update
+
+    @property
+    def process(self) -> DeclaredProcess:
+        return self.noising or self.denoising
 
 
 def declared_by(options: RunOptions, facts: dict[str, Any]) -> Declared:

@@ -13,9 +13,9 @@ from utils.diagnostics.audit.fitting import (
     fit,
     gather,
     middle,
+    named,
+    named_multiple,
     neighbors,
-    recognize,
-    recognize_multiple,
     simple,
     span,
     worst,
@@ -124,7 +124,7 @@ def _told(seen: Seen) -> Check:
         "rounded to bf16": drawn.to(torch.bfloat16).double(),
     }
     factor = constant(told / drawn)
-    how = f"{simple(factor)} times those" if factor else recognize(told, known, 1e-4 * worst(told)) or "others"
+    how = f"{simple(factor)} times those" if factor else named(told, known, 1e-4 * worst(told)) or "others"
     message = f"the network is told other noise levels than those drawn: {how}"
     return Check("timestep", name, wanted, how, False, message)
 
@@ -150,7 +150,7 @@ def _noisy(seen: Seen) -> Check:
         message = f"the noise is {simple(factor)} times sigma, and the image {span(a[clear])} times itself"
     else:
         known = {"sigma squared": sigma**2, "the square root of sigma": sigma.sqrt(), "1": sigma**0}
-        said = recognize(b, known | neighbors("sigma", sigma), 0.0, SMALL) or f"{span(b / sigma)} times sigma"
+        said = named(b, known | neighbors("sigma", sigma), 0.0, SMALL) or f"{span(b / sigma)} times sigma"
         message = f"the noise in the image is scaled by {said}, not by sigma"
     return Check("input", name, wanted, observed, False, message)
 
@@ -220,7 +220,7 @@ def _noise_level(seen: Seen, sigma_data: float) -> Check:
     if not fine:
         known = {name: formula(seen.sigma, sigma_data) for name, formula in _OTHER_NOISE_LEVELS.items()}
         known |= neighbors("those", declared)
-        how = recognize(seen.c_noise, known, 1e-4 * max(worst(seen.c_noise), 1e-3)) or "something else"
+        how = named(seen.c_noise, known, 1e-4 * max(worst(seen.c_noise), 1e-3)) or "something else"
         text = f"the network is told {how} as noise level, not c_noise = ln(sigma) / 4"
     return Check("timestep", "c_noise", "ln(sigma) / 4", "the same" if fine else "others", fine, text)
 
@@ -241,7 +241,7 @@ def _coefficient(
         return Check(stage, name, wanted, said, True)
     known = {text: other(sigma, sigma_data) for text, other in _OTHER_COEFFICIENTS.items()}
     known |= {f"-{wanted}": -declared} | neighbors("that", declared)
-    how = recognize(observed, known, 10 * blur, SMALL)
+    how = named(observed, known, 10 * blur, SMALL)
     if how is None and worst(residual) > 1e-2:
         how = f"something else ({middle(residual):.0%} of it)"
     if how is None:
@@ -353,7 +353,7 @@ def _weights(observed: torch.Tensor, seen: Seen, loss: Loss, sigma_data: float) 
     known = {text: formula(weight, seen.u, seen.sigma, sigma_data) for text, formula in _WEIGHTS.items()}
     far = int(ratio.clamp(min=1e-30).log().abs().argmax())
     counts = f"sigma = {float(seen.sigma[far]):.3g} counts {float(observed[far]):.3g}, declared {float(expected[far]):.3g}"
-    message = f"errors are weighed by {recognize_multiple(observed, known) or f'something else: {counts}'}"
+    message = f"errors are weighed by {named_multiple(observed, known) or f'something else: {counts}'}"
     if (factor := constant(ratio)) is not None:
         message = loss.explain_factor(factor)
     return Check("weight", name, wanted, f"{span(ratio)} times it", False, message)
@@ -377,7 +377,7 @@ def _uncertainty(to_u: torch.Tensor, weighted: torch.Tensor, u: torch.Tensor, lo
         "1/2 - lambda error / exp(u): u counts half": 0.5 - share,
         "2 - lambda error / exp(u): u counts twice": 2 - share,
     }
-    how, factor = recognize(to_u, known, blur), constant(to_u / expected)
+    how, factor = named(to_u, known, blur), constant(to_u / expected)
     if how is None and factor is not None:
         how = replace(loss, pixels=1).explain_factor(factor)  # it has no pixels to be summed over
     return Check("weight", name, wanted, found, False, f"the gradient that u(sigma) gets is {how or 'something else'}")

@@ -8,7 +8,6 @@ import inspect
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from diffusers import ModelMixin
 from torch import nn
 
-from utils.diagnostics.audit.declared import SCHEDULES
+from utils.diagnostics.audit.declared import DeclaredDenoising, DeclaredNoising, DeclaredProcess
 from utils.diagnostics.audit.tensors import Difference, Stored, clean, difference, unwrapped
 from utils.diagnostics.audit.verdict import Check, not_observed
 
@@ -27,26 +26,10 @@ NORMALIZED = ".parametrizations.weight."  # spectral norm: `original`, and the s
 COEFFICIENT_TOLERANCE = 1e-5
 
 
-@dataclass(frozen=True)
-class DeclaredExport:
-    """What the options say of the process that is trained; with `sigma_data`, EDM's."""
-
-    num_train_timesteps: int = 1000
-    beta_schedule: str = "linear"
-    prediction_type: str = "epsilon"
-    rescale_betas_zero_snr: bool = False
-    clip_sample: bool = True
-    sigma_data: float | None = None
-
-    def scheduler(self, **changes) -> diffusers.DDPMScheduler:
-        names = ("num_train_timesteps", "beta_schedule", "prediction_type", "rescale_betas_zero_snr", "clip_sample")
-        return diffusers.DDPMScheduler(**({name: getattr(self, name) for name in names} | changes))
-
-
 def check_exported(
     folder: Path,
     weights: Mapping[str, torch.Tensor],
-    declared: DeclaredExport,
+    declared: DeclaredProcess,
     raw_weights: Mapping[str, torch.Tensor] | None = None,
     network: nn.Module | None = None,
 ) -> list[Check]:
@@ -69,7 +52,7 @@ def check_exported(
         weights = {name: weights[name] for name in network.state_dict() if name in weights}
     checks = _weights(Stored(*sorted(files)), weights, unwrapped(raw_weights) if raw_weights else None)
     config = json.loads(configs[2].read_text())
-    checks += _edm_schedule(config, declared) if declared.sigma_data is not None else _schedule(config, declared)
+    checks += _schedule(config, declared) if isinstance(declared, DeclaredNoising) else [_edm_schedule(config, declared)]
     if network is not None:
         same_weights = all(check.healthy for check in checks[:2])
         checks += _network(folder, weights if same_weights else None, network)
@@ -131,7 +114,7 @@ def _coefficients(alphas_cumprod: torch.Tensor) -> torch.Tensor:
     return torch.stack([alphas_cumprod.sqrt(), (1.0 - alphas_cumprod).clamp(min=0.0).sqrt()])
 
 
-def _schedule(config: dict, declared: DeclaredExport) -> list[Check]:
+def _schedule(config: dict, declared: DeclaredNoising) -> list[Check]:
     settings = {key: value for key, value in config.items() if key != "_use_default_values"}
     try:
         made = diffusers.DDPMScheduler.from_config(settings)
@@ -139,26 +122,21 @@ def _schedule(config: dict, declared: DeclaredExport) -> list[Check]:
         why = f"diffusers cannot make a scheduler from the exported config: {str(error).splitlines()[0]}"
         return [Check("export", "noise schedule", _called(declared), "none", False, why)]
     observed, message = _called(declared), ""
-    if not _alike(made.alphas_cumprod, declared.scheduler().alphas_cumprod):
-        changes: list[dict[str, Any]] = [
-            {"beta_schedule": name, "rescale_betas_zero_snr": zero} for name in SCHEDULES for zero in (False, True)
-        ]
-        alike = [c for c in changes if _alike(declared.scheduler(**c).alphas_cumprod, made.alphas_cumprod)]
-        observed = f"{config.get('beta_schedule')}, {len(made.alphas_cumprod)} timesteps, other numbers"
-        if alike:
-            observed = alike[0]["beta_schedule"] + ", zero SNR" * alike[0]["rescale_betas_zero_snr"]
+    if not _alike(made.alphas_cumprod, declared.alphas_cumprod):
+        others = f"{config.get('beta_schedule')}, {len(made.alphas_cumprod)} timesteps, other numbers"
+        alike = (other.called for other in declared.others() if _alike(other.alphas_cumprod, made.alphas_cumprod))
+        observed = next(alike, others)
         message = f"the exported scheduler's noise schedule is {observed}; trained is {_called(declared)}"
     checks = [Check("export", "noise schedule", _called(declared), observed, not message, message)]
     observed, wanted = made.config.prediction_type, declared.prediction_type
     message = f"the exported scheduler takes the network's output for {observed}; trained is {wanted}" * (observed != wanted)
     checks.append(Check("export", "prediction type", wanted, observed, not message, message))
-    expected: dict[str, Any] = {"clip_sample": declared.clip_sample, "thresholding": False}
-    expected |= {"clip_sample_range": 1.0} if declared.clip_sample else {}
-    expected |= {"timestep_spacing": "trailing"} if declared.rescale_betas_zero_snr else {}
+    expected: dict[str, Any] = {"clip_sample": True, "thresholding": False, "clip_sample_range": 1.0}
+    expected |= {"timestep_spacing": "trailing"} if declared.zero_snr else {}
     others = {key: made.config[key] for key, value in expected.items() if made.config[key] != value}
     wanted, observed = (", ".join(f"{key} {value}" for key, value in part.items()) for part in (expected, expected | others))
     message = "the exported scheduler samples in another way: " + ", ".join(f"{key} is {others[key]}" for key in others)
-    return [*checks, Check("export", "sampling settings", wanted, observed, not others, message if others else "")]
+    return [*checks, Check("export", "sampling settings", wanted, observed, not others, message)]
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -166,20 +144,18 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(close) and bool(a[-1] == 0) == bool(b[-1] == 0)
 
 
-def _called(declared: DeclaredExport) -> str:
-    zero = ", zero SNR" * declared.rescale_betas_zero_snr
-    return f"{declared.beta_schedule}, {declared.num_train_timesteps} timesteps{zero}"
+def _called(declared: DeclaredNoising) -> str:
+    return f"{declared.schedule}, {declared.steps} timesteps" + ", zero SNR" * declared.zero_snr
 
 
-def _edm_schedule(config: dict, declared: DeclaredExport) -> list[Check]:
+def _edm_schedule(config: dict, declared: DeclaredDenoising) -> Check:
     expected = {"sigma_data": declared.sigma_data, "sigma_min": 0.002, "sigma_max": 80.0, "rho": 7.0}
     found = {key: config.get(key, value if key != "sigma_data" else None) for key, value in expected.items()}
     wanted, observed = (", ".join(f"{key} {value}" for key, value in part.items()) for part in (expected, found))
     others = [key for key in expected if found[key] != expected[key]]
-    message = "the exported scheduler is for other noise levels: " + ", ".join(
-        f"{key} is {found[key]}, not {expected[key]}" for key in others
-    )
-    return [Check("export", "noise levels", wanted, observed, not others, message if others else "")]
+    said = ", ".join(f"{key} is {found[key]}, not {expected[key]}" for key in others)
+    message = f"the exported scheduler is for other noise levels: {said}"
+    return Check("export", "noise levels", wanted, observed, not others, message)
 
 
 def _network(folder: Path, weights: dict[str, torch.Tensor] | None, network: ModelMixin) -> list[Check]:
@@ -190,7 +166,7 @@ def _network(folder: Path, weights: dict[str, torch.Tensor] | None, network: Mod
     others = [key for key, value in config.items() if key in written and written[key] != value]
     wanted, found = (", ".join(f"{key} {part[key]}" for key in others[:3]) or "the network's" for part in (config, written))
     message = "the exported network's config is another one: " + ", ".join(f"{key} is {written[key]}" for key in others[:3])
-    checks = [Check("export", "network config", wanted, found, not others, message if others else "")]
+    checks = [Check("export", "network config", wanted, found, not others, message)]
     name, close = "output on a fixed input", "that of the network"
     if weights is None:
         return [*checks, not_observed("export", name, close, "the weights are others")]
@@ -208,9 +184,8 @@ def _network(folder: Path, weights: dict[str, torch.Tensor] | None, network: Mod
     distance = float((output - expected).norm() / expected.norm().clamp(min=1e-30))
     # Some fifty layers in fp32, other kernels for other layouts in memory; TF32 keeps 10 bits of each factor.
     tolerance = 1e-3 if expected.device.type == "cpu" else 2e-2
-    healthy = distance <= tolerance
     why = f"the exported network gives another output than the one trained: it differs by {distance:.2g} of its size"
-    return [*checks, Check("export", name, f"within {tolerance:g}", f"{distance:.1g}", healthy, "" if healthy else why)]
+    return [*checks, Check("export", name, f"within {tolerance:g}", f"{distance:.1g}", distance <= tolerance, why)]
 
 
 def _load(folder: Path, network: ModelMixin) -> nn.Module:

@@ -73,7 +73,7 @@ def constant(values: torch.Tensor, tolerance: float = 1e-3) -> float | None:
     return center if center and worst(values / center - 1) <= tolerance else None
 
 
-def recognize(observed: Values, known: Mapping[str, Values], tolerance: Values, share: float = 0.0) -> str | None:
+def named(observed: Values, known: Mapping[str, Values], tolerance: Values, share: float = 0.0) -> str | None:
     """The name of the first `known` values that are those observed, to `tolerance` plus a `share` of their own size."""
     for name, values in known.items():
         off, size = torch.as_tensor(observed - values).abs(), torch.as_tensor(values).abs()
@@ -82,7 +82,7 @@ def recognize(observed: Values, known: Mapping[str, Values], tolerance: Values, 
     return None
 
 
-def recognize_multiple(observed: torch.Tensor, known: Mapping[str, torch.Tensor]) -> str | None:
+def named_multiple(observed: torch.Tensor, known: Mapping[str, torch.Tensor]) -> str | None:
     """The name of the `known` values that are proportional to those observed, and the factor where it is not 1."""
     factors = {name: constant(observed / values) for name, values in known.items()}
     factors = {name: factor for name, factor in factors.items() if factor is not None}

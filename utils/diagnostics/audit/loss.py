@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from utils.diagnostics.audit.fitting import fit, gather, middle, recognize, simple
+from utils.diagnostics.audit.fitting import fit, gather, middle, named, simple
 from utils.diagnostics.audit.seen import Call
 
 NO_GRADIENT = "the loss has no gradient with respect to the output"
@@ -61,7 +61,7 @@ class Loss:
             "it is divided by the number of micro steps twice": 1.0 / self.micro_steps,
             "it is divided by the batch size twice": 1.0 / batch,
         }
-        cause = recognize(factor, {text: value for text, value in causes.items() if value != 1.0}, 0.0, share=2e-3)
+        cause = named(factor, {text: value for text, value in causes.items() if value != 1.0}, 0.0, share=2e-3)
         times = f"the loss is {simple(factor)} times the declared mean"
         return f"{times}: {cause}" if cause else f"{times} over pixels, batch and micro steps"
 

@@ -6,19 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from utils.diagnostics.audit.declared import SCHEDULES, WEIGHTINGS, Declared, DeclaredNoising, alphas_cumprod
-from utils.diagnostics.audit.fitting import (
-    SMALL,
-    TOLERANCE,
-    constant,
-    fit,
-    gather,
-    middle,
-    recognize,
-    recognize_multiple,
-    span,
-    worst,
-)
+from utils.diagnostics.audit.declared import WEIGHTINGS, Declared, DeclaredNoising
+from utils.diagnostics.audit.fitting import SMALL, TOLERANCE, constant, fit, gather, middle, named, named_multiple, span, worst
 from utils.diagnostics.audit.loss import NO_GRADIENT, Loss, seen_loss
 from utils.diagnostics.audit.seen import Call, MicroStep
 from utils.diagnostics.audit.verdict import Check, not_observed
@@ -26,24 +15,15 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 
 @dataclass(frozen=True)
 class Seen:
-    """The batches of an update's micro steps together. Images are [B, N]; `abar` is the declared one at the timesteps drawn."""
+    """The batches of an update's micro steps together. Images are [B, N]."""
 
     x: torch.Tensor  # the network's input
     told: torch.Tensor  # timesteps that the network is given, [B]
     clean: torch.Tensor
     noise: torch.Tensor
     timesteps: torch.Tensor  # those drawn, int64 [B]
-    abar: torch.Tensor  # [B]
-
-    @property
-    def signal(self) -> torch.Tensor:
-        """Coefficient of the image, [B, 1]."""
-        return self.abar.sqrt()[:, None]
-
-    @property
-    def rest(self) -> torch.Tensor:
-        """Coefficient of the noise, [B, 1]."""
-        return (1 - self.abar).sqrt()[:, None]
+    signal: torch.Tensor  # coefficient of the image that is declared for them, [B, 1]
+    rest: torch.Tensor  # that of the noise
 
     @property
     def implied_noise(self) -> torch.Tensor:
@@ -73,7 +53,8 @@ def check_noising(micro_steps: list[MicroStep], declared: Declared, loss_scale: 
     if x.shape[1] < 8:
         return [not_observed("input", "noisy image", wanted, "images of so few values tell nothing")]
     timesteps = drawn.double().round().clamp(0, formula.steps - 1).long().to(x.device)
-    seen = Seen(x, told, clean, noise, timesteps, formula.alphas_cumprod.to(x.device)[timesteps])
+    abar = formula.alphas_cumprod.to(x.device)[timesteps][:, None]
+    seen = Seen(x, told, clean, noise, timesteps, abar.sqrt(), (1 - abar).sqrt())
     checks = [_timesteps_told(told, drawn, formula.steps), _noisy_images(seen, formula)]
     loss = seen_loss(calls, declared.micro_steps, loss_scale)
     if isinstance(loss, str):
@@ -123,10 +104,10 @@ _TOLD_AS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 
 
-def _named(told: torch.Tensor, drawn: torch.Tensor, steps: int) -> str:
+def _how_told(told: torch.Tensor, drawn: torch.Tensor, steps: int) -> str:
     told, drawn = told.double(), drawn.double()
     known = {name: change(drawn, steps) for name, change in _TOLD_AS.items()}
-    if name := recognize(told, known, 1e-4 * max(worst(told), 1e-3)):
+    if name := named(told, known, 1e-4 * max(worst(told), 1e-3)):
         return name
     same = torch.equal(told.sort().values, drawn.sort().values)
     return "those of other images of the batch (shuffled)" if same else "others"
@@ -144,7 +125,7 @@ def _timesteps_told(told: torch.Tensor, drawn: torch.Tensor, steps: int) -> Chec
             message = "all images of the update have one timestep; each image should have its own"
             return Check("timestep", name, "one for each image", f"{int(told[0])} for all", False, message)
         return Check("timestep", name, wanted, "the same", True)
-    how = _named(told, drawn, steps)
+    how = _how_told(told, drawn, steps)
     message = f"the network is told other timesteps than those drawn: {how} ({_few(told)} instead of {_few(drawn)})"
     return Check("timestep", name, wanted, how, False, message)
 
@@ -155,20 +136,20 @@ def _few(values: torch.Tensor) -> str:
 
 # ---- the noisy image
 
-_MIXTURES: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
-    # of abar and t / T: coefficients of image and noise
-    "the square roots are missing: the network sees abar x_0 + (1 - abar) noise": lambda a, t: (a, 1 - a),
-    "sqrt(1 - abar) x_0 + sqrt(abar) noise: the two coefficients are exchanged": lambda a, t: ((1 - a).sqrt(), a.sqrt()),
-    "x_0 + sqrt(1 - abar) noise: the image is not scaled": lambda a, t: (a**0, (1 - a).sqrt()),
-    "sqrt(abar) x_0 + noise: the noise is not scaled": lambda a, t: (a.sqrt(), a**0),
-    "sqrt(abar) x_0 - sqrt(1 - abar) noise: the noise is subtracted": lambda a, t: (a.sqrt(), -(1 - a).sqrt()),
-    "the square root of the image's coefficient is missing": lambda a, t: (a, (1 - a).sqrt()),
-    "the square root of the noise's coefficient is missing": lambda a, t: (a.sqrt(), 1 - a),
-    "x_0 + sigma noise: the input is not scaled to variance 1": lambda a, t: (a**0, ((1 - a) / a).sqrt()),
-    "the clean image, without noise": lambda a, t: (a**0, a * 0),
-    "noise alone, without the image": lambda a, t: (a * 0, a**0),
-    "noise alone, without the image (scaled)": lambda a, t: (a * 0, (1 - a).sqrt()),
-    "a mixture with weights t / T": lambda a, t: (1 - t, t),
+# Of the declared coefficients a, b and of t / T: coefficients of image and noise.
+_MIXTURES: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
+    "the square roots are missing: the network sees abar x_0 + (1 - abar) noise": lambda a, b, t: (a**2, b**2),
+    "sqrt(1 - abar) x_0 + sqrt(abar) noise: the two coefficients are exchanged": lambda a, b, t: (b, a),
+    "x_0 + sqrt(1 - abar) noise: the image is not scaled": lambda a, b, t: (a**0, b),
+    "sqrt(abar) x_0 + noise: the noise is not scaled": lambda a, b, t: (a, b**0),
+    "sqrt(abar) x_0 - sqrt(1 - abar) noise: the noise is subtracted": lambda a, b, t: (a, -b),
+    "the square root of the image's coefficient is missing": lambda a, b, t: (a**2, b),
+    "the square root of the noise's coefficient is missing": lambda a, b, t: (a, b**2),
+    "x_0 + sigma noise: the input is not scaled to variance 1": lambda a, b, t: (a**0, b / a),
+    "the clean image, without noise": lambda a, b, t: (a**0, b * 0),
+    "noise alone, without the image": lambda a, b, t: (a * 0, b**0),
+    "noise alone, without the image (scaled)": lambda a, b, t: (a * 0, b),
+    "a mixture with weights t / T": lambda a, b, t: (1 - t, t),
 }
 
 
@@ -178,7 +159,7 @@ def _noisy_images(seen: Seen, formula: DeclaredNoising) -> Check:
     a, b = coefficients.T
     # An image without contrast says nothing of its coefficient.
     clear = seen.clean.norm(dim=1) > 1e-3 * seen.x.shape[1] ** 0.5
-    off = worst((a - seen.abar.sqrt())[clear]), worst(b - (1 - seen.abar).sqrt())
+    off = worst((a - seen.signal[:, 0])[clear]), worst(b - seen.rest[:, 0])
     observed = f"off by {off[0]:.1e}, {off[1]:.1e}; residual {worst(residual):.1e}"
     if all(value <= TOLERANCE for value in (*off, worst(residual))):
         return Check("input", name, wanted, observed, True)
@@ -193,28 +174,23 @@ def _noisy_images(seen: Seen, formula: DeclaredNoising) -> Check:
 def _explain_coefficients(a: torch.Tensor, b: torch.Tensor, seen: Seen, formula: DeclaredNoising) -> tuple[str, str]:
     """(stage, message) of an input that is a image + b noise; `a` is NaN where nothing is known of it."""
     clear, table = ~a.isnan(), formula.alphas_cumprod.to(a.device)
-    mixtures = {text: mixture(seen.abar, seen.timesteps / formula.steps) for text, mixture in _MIXTURES.items()}
+    signal, rest, t = seen.signal[:, 0], seen.rest[:, 0], seen.timesteps / formula.steps
+    mixtures = {text: mixture(signal, rest, t) for text, mixture in _MIXTURES.items()}
     known = {text: torch.cat([image[clear], noise]) for text, (image, noise) in mixtures.items()}
-    if text := recognize(torch.cat([a[clear], b]), known, SMALL):
+    if text := named(torch.cat([a[clear], b]), known, SMALL):
         return "input", text
     both = torch.stack([torch.where(clear, a, (1 - b**2).clamp(min=0).sqrt()), b])
-    others = {
-        schedule + " schedule" + " with zero terminal SNR" * zero: alphas_cumprod(schedule, formula.steps, zero).to(a.device)
-        for schedule in SCHEDULES
-        for zero in (False, True)
-    }
-    others = {name: other[seen.timesteps] for name, other in others.items()}
-    if text := recognize(both, {name: torch.stack([o.sqrt(), (1 - o).sqrt()]) for name, o in others.items()}, SMALL):
-        return "input", f"images are noised by the {text}, declared {formula.schedule}"
+    others = {other.called: other.alphas_cumprod.to(a.device)[seen.timesteps] for other in formula.others()}
+    if name := named(both, {name: torch.stack([o.sqrt(), (1 - o).sqrt()]) for name, o in others.items()}, SMALL):
+        return "input", f"images are noised by the schedule {name}; declared is {formula.called}"
     # Timesteps at which the declared schedule has the observed coefficients.
     distance, other = (torch.stack([table.sqrt(), (1 - table).sqrt()])[:, None] - both[..., None]).abs().sum(0).min(1)
     if worst(distance) < 1e-4 and not torch.equal(other, seen.timesteps):
         if torch.equal(other.double(), seen.told.double().to(other.device)):
             return "timestep", "images are noised with the timesteps told, which are not those drawn"
-        how = _named(other, seen.timesteps, formula.steps)
+        how = _how_told(other, seen.timesteps, formula.steps)
         return "timestep", f"images are noised with other timesteps than the network is told: {how}"
-    of_image = span((a / seen.abar.sqrt().clamp(min=1e-12))[clear])
-    of_noise = span(b / (1 - seen.abar).sqrt())
+    of_image, of_noise = span((a / signal.clamp(min=1e-12))[clear]), span(b / rest)
     return "input", f"the coefficients of image and noise are {of_image} and {of_noise} times those declared"
 
 
@@ -320,7 +296,7 @@ def _explain_weights(observed: torch.Tensor, seen: Seen, loss: Loss, formula: De
         "the declared weights of the next timestep": table.roll(-1),
         "the declared weights of the timestep before": table.roll(1),
     }
-    if text := recognize_multiple(observed, {key: weights[t] for key, weights in others.items()}):
+    if text := named_multiple(observed, {key: weights[t] for key, weights in others.items()}):
         return f"errors are weighed by {text}, not by {own} ({sample})"
     if torch.allclose(observed.sort().values, expected.sort().values, rtol=SMALL):
         return f"the weights are those of other images of the batch ({sample})"

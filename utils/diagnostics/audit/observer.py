@@ -20,6 +20,11 @@ from utils.diagnostics.audit.seen import Call, MicroStep, Step, Update, tensors_
 KEPT = 3  # micro steps of an update whose tensors are kept
 
 
+def failure_text(error: Exception) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+
+
 def _safely(look: Callable[..., Any]) -> Callable[..., Any]:
     """A look that fails ends the observation, and not the training: `failure` says why."""
 
@@ -30,8 +35,7 @@ def _safely(look: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return look(self, *arguments, **options)
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            self.failure = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+            self.failure = failure_text(error)
             self.update = None  # the hooks do nothing from here on; they are removed when none of them runs
             return None
 

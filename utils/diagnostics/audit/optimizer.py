@@ -5,7 +5,7 @@ import math
 import torch
 
 from utils.diagnostics.audit.declared import Declared, DeclaredOptimizer
-from utils.diagnostics.audit.fitting import ROUNDING, SMALL, recognize, simple, slope
+from utils.diagnostics.audit.fitting import ROUNDING, SMALL, named, simple, slope
 from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.audit.seen import Step, Update
 from utils.diagnostics.audit.verdict import Check, not_observed
@@ -61,7 +61,7 @@ def check_learning_rate(rates: list[float], wanted: DeclaredOptimizer, finished:
     others |= {f"that of update {finished * k + 1} (stepped {k} times per update)": finished * k for k in (2, 3, 4, 8)}
     others |= {f"that of update {finished // k + 1} (stepped every {k} updates)": finished // k for k in (2, 3, 4, 8)}
     known = {said: wanted.learning_rate(number) for said, number in others.items()}
-    if said := recognize(rates[0], {said: other for said, other in known.items() if other}, 0.0, share=1e-6):
+    if said := named(rates[0], {said: other for said, other in known.items() if other}, 0.0, share=1e-6):
         text += f": {said}"
     elif rate:
         text += f": {simple(rates[0] / rate)} times it"

@@ -15,11 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers import DDPMScheduler
 from torch import nn
 
 from utils.core.errors import UserError
-from utils.diagnostics.audit.declared import SCHEDULES
+from utils.diagnostics.audit.declared import DeclaredDenoising, DeclaredNoising, DeclaredProcess
 from utils.diagnostics.audit.elements import judged_on
 from utils.diagnostics.audit.fitting import ROUNDING
 from utils.diagnostics.audit.verdict import Check, not_observed
@@ -37,18 +36,13 @@ PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
 
 
 class Oracle(nn.Module):
-    """In the place of the network. It notes what it is asked: `asked` has (a, b, level, x) with x = a image + b noise.
+    """In the place of the network. It notes what it is asked: `asked` has (a, b, level, x) with x = a image + b noise. Of EDM's
+    process it answers F of the preconditioning."""
 
-    `alphas_cumprod` float [T] is the declared schedule; None with `sigma_data`, where the answer is F of EDM's preconditioning.
-    """
-
-    def __init__(
-        self, image: torch.Tensor, prediction_type: str, alphas_cumprod: torch.Tensor | None, sigma_data: float | None
-    ):
+    def __init__(self, image: torch.Tensor, declared: DeclaredProcess):
         super().__init__()
         self.anchor = nn.Parameter(torch.zeros(()))  # samplers ask a network for its device
-        self.image, self.prediction_type, self.sigma_data = image.double(), prediction_type, sigma_data
-        self.alphas_cumprod = None if alphas_cumprod is None else alphas_cumprod.double().cpu()
+        self.image, self.declared = image.double(), declared
         self.asked: list[tuple[float, float, float, torch.Tensor]] = []
         self.outside: float | None = None  # a timestep that was never trained
 
@@ -56,23 +50,25 @@ class Oracle(nn.Module):
         level = float(torch.as_tensor(level).reshape(-1)[0])
         wide = x.to(judged_on(x.device)).double()
         image = self.image.to(wide.device)
-        if self.sigma_data is not None:
+        if isinstance(self.declared, DeclaredDenoising):
+            sigma_data = self.declared.sigma_data
             if not -10.0 < level < 5.0:  # ln(sigma) / 4
                 self.outside, level = level, min(max(level, -10.0), 5.0) if math.isfinite(level) else 0.0
-            sigma, variance = math.exp(4.0 * level), math.exp(8.0 * level) + self.sigma_data**2
+            sigma, variance = math.exp(4.0 * level), math.exp(8.0 * level) + sigma_data**2
             wide = wide * variance**0.5  # c_in undone
             self.asked.append((1.0, sigma, sigma, wide))
-            answer = (image - self.sigma_data**2 / variance * wide) * variance**0.5 / (sigma * self.sigma_data)
+            answer = (image - sigma_data**2 / variance * wide) * variance**0.5 / (sigma * sigma_data)
             return SimpleNamespace(sample=answer.to(x.dtype).to(x.device))
         index = round(level) if math.isfinite(level) else -1
-        if index != level or not 0 <= index < len(self.alphas_cumprod):
+        if index != level or not 0 <= index < self.declared.steps:
             self.outside = level
-            index = min(max(index, 0), len(self.alphas_cumprod) - 1)
-        a, b = (float(value) ** 0.5 for value in (self.alphas_cumprod[index], 1.0 - self.alphas_cumprod[index]))
+            index = min(max(index, 0), self.declared.steps - 1)
+        abar = float(self.declared.alphas_cumprod[index])
+        a, b = abar**0.5, (1.0 - abar) ** 0.5
         self.asked.append((a, b, index, wide))
         noise = (wide - a * image) / b
         answer = {"epsilon": noise, "sample": image.expand_as(wide), "v_prediction": a * noise - b * image}
-        return SimpleNamespace(sample=answer[self.prediction_type].to(x.dtype).to(x.device))
+        return SimpleNamespace(sample=answer[self.declared.prediction_type].to(x.dtype).to(x.device))
 
 
 def sampler_call(objective: Objective, name: str, steps: int, seed: int = 0) -> Callable:
@@ -108,39 +104,36 @@ def known_image(shape: tuple[int, int, int]) -> torch.Tensor:
 
 def check_sampler(
     call: Callable[[nn.Module, int], torch.Tensor],
-    scheduler_alphas: torch.Tensor | None,
-    prediction_type: str = "epsilon",
+    declared: DeclaredProcess,
     shape: tuple[int, int, int] = (3, 8, 8),
     *,
-    sigma_data: float | None = None,
     adds_noise: bool = False,
     clips: bool = False,
 ) -> list[Check]:
     """`call(oracle, count)` samples `count` images [count, C, H, W] with the oracle in the network's place.
 
-    `scheduler_alphas` is the declared alphas_cumprod, or None with EDM's `sigma_data`. `adds_noise`: whether the sampler draws
-    new noise at each step, as DDPM's does, with the variance of the true posterior. `clips`: whether it is declared to keep
-    the denoised image within [-1, 1]; an answer beyond it is then tried as well. Only the first thing that is wrong is told.
+    `adds_noise`: whether the sampler draws new noise at each step, as DDPM's does, with the variance of the true posterior.
+    `clips`: whether it is declared to keep the denoised image within [-1, 1]; an answer beyond it is then tried as well. Only
+    the first thing that is wrong is told.
     """
     count = max(4, math.ceil(NUMBERS / math.prod(shape)))
-    alphas, edm = scheduler_alphas, sigma_data is not None
     image = known_image(shape)
 
-    def ask(oracle_type: str, oracle_alphas: torch.Tensor | None, scale: float = 1.0) -> tuple[Oracle, torch.Tensor]:
-        oracle = Oracle(scale * image, oracle_type, oracle_alphas, sigma_data)
+    def ask(process: DeclaredProcess, scale: float = 1.0) -> tuple[Oracle, torch.Tensor]:
+        oracle = Oracle(scale * image, process)
         with torch.no_grad():
             return oracle, call(oracle, count).cpu().double()
 
-    oracle, images = ask(prediction_type, alphas)
+    oracle, images = ask(declared)
     if len(oracle.asked) < 2:
         return [not_observed("export", "sampler", "asks the network at each step", f"it asked {len(oracle.asked)} times")]
-    checks = [_told(oracle), _start(oracle, alphas), _end(images, image), _steps(oracle, adds_noise)]
-    if clips and not edm and all(check.healthy for check in checks):
-        checks.append(_clipping(ask(prediction_type, alphas, 3.0)[0], image))
+    checks = [_told(oracle), _start(oracle), _end(images, image), _steps(oracle, adds_noise)]
+    if clips and all(check.healthy for check in checks):
+        checks.append(_clipping(ask(declared, 3.0)[0]))
     first = next((k for k, check in enumerate(checks) if not check.healthy), len(checks))
-    if first < len(checks) and not edm:
-        for other_type, other_alphas, cause in _known_mistakes(prediction_type, alphas):
-            oracle, images = ask(other_type, other_alphas)
+    if first < len(checks) and isinstance(declared, DeclaredNoising):
+        for other, cause in _known_mistakes(declared):
+            oracle, images = ask(other)
             if _end(images, image).healthy and _steps(oracle, adds_noise).healthy:
                 checks[first] = replace(checks[first], message=cause)
                 break
@@ -149,16 +142,15 @@ def check_sampler(
     return checks[: first + 1] + skipped
 
 
-def _known_mistakes(prediction_type: str, alphas: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, str]]:
-    for other in PREDICTION_TYPES:
-        if other != prediction_type:
-            yield other, alphas, f"the sampler takes the network's output for {other}; trained is {prediction_type}"
-    for name in SCHEDULES:
-        for zero in (False, True):
-            made = DDPMScheduler(len(alphas), beta_schedule=name, rescale_betas_zero_snr=zero).alphas_cumprod
-            if not torch.allclose(made.sqrt(), alphas.float().sqrt(), atol=1e-5):
-                called = f"{name}{', zero SNR' * zero}"
-                yield prediction_type, made, f"the sampler steps along the schedule {called}, not the trained one"
+def _known_mistakes(declared: DeclaredNoising) -> Iterator[tuple[DeclaredNoising, str]]:
+    trained = declared.prediction_type
+    for other_type in PREDICTION_TYPES:
+        if other_type != trained:
+            other = replace(declared, prediction_type=other_type)
+            yield other, f"the sampler takes the network's output for {other_type}; trained is {trained}"
+    for other in declared.others():
+        if not torch.allclose(other.alphas_cumprod.sqrt(), declared.alphas_cumprod.sqrt(), atol=1e-5):
+            yield other, f"the sampler steps along the schedule {other.called}, not the trained one"
 
 
 def _verdict(name: str, declared: str, observed: str, message: str) -> Check:
@@ -166,20 +158,21 @@ def _verdict(name: str, declared: str, observed: str, message: str) -> Check:
 
 
 def _told(oracle: Oracle) -> Check:
-    last, message = "noise levels", ""
+    last, message, declared = "noise levels", "", oracle.declared
     levels = [level for _, _, level, _ in oracle.asked]
     if oracle.outside is not None:
         message = f"the sampler tells the network timestep {oracle.outside:g}, which it was never trained on"
     elif any(later > earlier * (1 + 1e-6) for earlier, later in pairwise(levels)):
         message = "the sampler's noise levels do not fall from step to step"
-    elif oracle.alphas_cumprod is not None and oracle.alphas_cumprod[-1] == 0.0 and levels[0] != len(oracle.alphas_cumprod) - 1:
+    elif isinstance(declared, DeclaredNoising) and declared.alphas_cumprod[-1] == 0.0 and levels[0] != declared.steps - 1:
         last = "from the last timestep"
         message = f"the sampler starts at timestep {levels[0]:g}, where the trained schedule still has some of the image"
     return _verdict("sampler's noise levels", f"{last}, falling", f"{levels[0]:.4g} to {levels[-1]:.4g}", message)
 
 
-def _start(oracle: Oracle, alphas: torch.Tensor | None) -> Check:
-    noise = oracle.asked[0][3].cpu() / (1.0 if alphas is not None else oracle.asked[0][1])
+def _start(oracle: Oracle) -> Check:
+    _, sigma, _, x = oracle.asked[0]
+    noise = x.cpu() / (sigma if isinstance(oracle.declared, DeclaredDenoising) else 1.0)
     mean, spread = noise.mean().item(), noise.var(0).mean().sqrt().item()  # alike in all images: no spread
     message = ""
     if not (abs(mean) < SIGMAS / noise.numel() ** 0.5 and abs(spread - 1.0) < SIGMAS / (2 * noise.numel()) ** 0.5):
@@ -235,7 +228,7 @@ def _steps(oracle: Oracle, adds_noise: bool) -> Check:
     return _verdict("sampler's steps", "the noise of the next level", observed, message)
 
 
-def _clipping(oracle: Oracle, image: torch.Tensor) -> Check:
+def _clipping(oracle: Oracle) -> Check:
     """Told of an image that is three times too strong, a sampler that clips steps toward the clipped image."""
     shares = []
     noisiest = sorted((b for _, b, _, _ in oracle.asked), reverse=True)[len(oracle.asked) // 2]
