@@ -38,6 +38,8 @@ HEALTHY = {
     "SGD": ["--optimizer", "sgd", "--learning_rate", "1e-2"],
     "RMSprop": ["--optimizer", "rmsprop"],
     "no averages": ["--no-use_ema"],
+    "dropout": ["--dropout", "0.3", "--gradient_accumulation_steps", "2", "--train_batch_size", "4"],
+    "dropout, checkpointing": ["--dropout", "0.3", "--gradient_checkpointing"],
     "workers, no clipping": ["--dataloader_num_workers", "1", "--max_grad_norm", "0"],
 }
 
@@ -51,6 +53,14 @@ def test_a_healthy_run_has_no_deviation_and_every_stage_is_seen(train_script, sc
     seen = {check["stage"] for check in checks if check["healthy"]}
     absent = {"ranks", "condition", *(["ema"] if kind == "no averages" else [])}
     assert set(STAGES) - seen - absent == set()
+    assert [check["name"] for check in checks if check["declared"] == "the slope of the loss" and check["healthy"]]
+
+
+def test_a_healthy_run_with_spectral_norm_has_no_deviation(train, tiny_flags, tmp_path):
+    assert train([*tiny_flags, "--spectral_norm", "--output_dir", tmp_path]) == 0
+    checks = checks_of(tmp_path)
+    assert [check for check in checks if check["healthy"] is False] == []
+    assert [check["name"] for check in checks if check["declared"] == "the slope of the loss" and check["healthy"]]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 KEPT = 3  # micro steps of an update whose tensors are kept
 SAMPLED = 1 << 15  # elements of the parameters that are looked at, at most: some tens of vectors of them are made
-REPLAYED = 1 << 18  # elements of the parameters of a network whose gradient is computed once more; larger ones: too much memory
+ASKED = 1 << 18  # elements of the parameters of a network that is asked again; larger ones: too much time and memory
 
 
 @dataclass
@@ -71,8 +71,8 @@ class Update:
     digest_begun: torch.Tensor | None = None  # of all weights, when it began
     digest_step: torch.Tensor | None = None  # just before the step
     digest_stepped: torch.Tensor | None = None  # when the step and what belongs to it are over
-    replayed: torch.Tensor | None = None  # gradient of the first micro step, sampled, computed once more
-    not_replayed: str = ""  # why not
+    network: dict[str, torch.Tensor] | None = None  # its parameters and buffers in the first forward pass, to ask it again
+    not_asked: str = ""  # why not
     weights: torch.Tensor | None = None  # sampled, when the step and what belongs to it are over
     row_sizes: torch.Tensor | None = None  # root mean squares of the rows of all matrices then
     averages_before: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -105,14 +105,14 @@ class ElementSample:
         self.names = list(parameters)
         self.shapes = [p.shape for p in parameters.values()]
         stride = max(1, math.ceil(sum(p.numel() for p in parameters.values()) / SAMPLED))
-        self._strides = [max(1, min(stride, p.numel())) for p in parameters.values()]
-        self.counts = [-(-p.numel() // stride) for p, stride in zip(parameters.values(), self._strides)]
+        self.strides = [max(1, min(stride, p.numel())) for p in parameters.values()]
+        self.counts = [-(-p.numel() // stride) for p, stride in zip(parameters.values(), self.strides)]
         self.device = judged_on(next(iter(parameters.values())).device)
 
     def take(self, tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
         """float32 [n]; zeros for tensors that are None or have another shape."""
         parts = []
-        for tensor, shape, stride, count in zip(tensors, self.shapes, self._strides, self.counts):
+        for tensor, shape, stride, count in zip(tensors, self.shapes, self.strides, self.counts):
             known = tensor is not None and tensor.shape == shape
             part = tensor.detach().reshape(-1)[::stride] if known else torch.zeros(count)
             parts.append(part.float().to(self.device))
@@ -190,18 +190,16 @@ class Observer:
         self.failure = ""  # why the newest observation ended early
         self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}
         self._gradients: dict[int, torch.Tensor] = {}  # sampled, as the newest backward pass left them
-        self._replays = self._replaying = False
-        self._buffers: dict[str, torch.Tensor] = {}  # as they were before the first forward pass, for the replay
+        self._asks = False
         self._has_run_backward = False
 
     # ---- what the loop tells
 
     @torch.no_grad()
-    def begin(self, step: int, replays: bool = False) -> None:
-        """Watches the update that follows `step` finished ones. `replays`: a forward and a backward pass are made to compute
-        the first micro step's gradient once more."""
+    def begin(self, step: int, asks: bool = False) -> None:
+        """Watches the update that follows `step` finished ones. `asks`: keeps what it takes to ask the network again."""
         self.rest()
-        self._replays = replays
+        self._asks = asks
         self.update = Update(step, digest_begun=digest(self.parameters.values()))
         if self.eager:
             for name, module in self.modules.items():
@@ -287,7 +285,7 @@ class Observer:
 
     @_safely
     def _before_forward(self, name: str, module: nn.Module, inputs: tuple, options: dict) -> None:
-        if self._replaying or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         if name == "network":
             self._close_micro_step()
@@ -296,10 +294,8 @@ class Observer:
             self._see_start(step)
         values = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in (*inputs, *options.values()))
         call = step.calls.setdefault(name, Call(values, training=module.training))
-        if self._replays and len(self.update.micro_steps) == 1 and call.randomness is None:
-            call.randomness = self._generator_state()
-            if name == "network":
-                self._buffers = {key: buffer.detach().clone() for key, buffer in module.named_buffers()}
+        if self._asks and len(self.update.micro_steps) == 1 and call.randomness is None:
+            call.randomness = self.generator_state()
 
     @torch.no_grad()
     def _see_start(self, step: MicroStep) -> None:
@@ -314,16 +310,25 @@ class Observer:
 
     @_safely
     def _after_forward(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
-        if self._replaying or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         call = self._micro_step().calls.get(name)
         if call is None or call.outputs:
             return
-        values = [v for v in _values(output) if isinstance(v, torch.Tensor)]
+        values = outputs_of(output)
         call.outputs = tuple(v.detach() for v in values)
+        if name == "network" and self._asks and len(self.update.micro_steps) == 1:
+            self._keep_network(module)
         for place, value in enumerate(values):
             if value.requires_grad:
                 value.register_hook(self._keep(call, place))
+
+    def _keep_network(self, module: nn.Module) -> None:
+        if sum(p.numel() for p in self.parameters.values()) > ASKED:
+            self.update.not_asked = "it would take too much time with a network of this size"
+        else:
+            tensors = [*module.named_parameters(), *module.named_buffers()]
+            self.update.network = {name: tensor.detach().clone() for name, tensor in tensors}
 
     def _keep(self, call: Call, place: int):
         def keep(gradient: torch.Tensor) -> None:
@@ -347,7 +352,7 @@ class Observer:
     def _see_gradient(self, parameter: torch.Tensor) -> None:
         number = self._ids.get(id(parameter))
         if number is not None and parameter.grad is not None:
-            stride = self.sample._strides[number]
+            stride = self.sample.strides[number]
             self._has_run_backward = True
             part = parameter.grad.detach().reshape(-1)[::stride].float()
             self._gradients[number] = part.to(self.sample.device, copy=True)
@@ -378,64 +383,14 @@ class Observer:
             group_of=self.sample.per_element(member.get(id(p), -1) for p in self.parameters.values()),
             optimizer=type(optimizer).__name__,
         )
-        if self._replays and self.eager:
-            self._replay()
 
-    def _generator_state(self) -> torch.Tensor:
+    def generator_state(self) -> torch.Tensor:
         device = self._device
         return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
-    def _set_generator(self, state: torch.Tensor) -> None:
+    def set_generator(self, state: torch.Tensor) -> None:
         device = self._device
         torch.set_rng_state(state) if device.type == "cpu" else torch.get_device_module(device).set_rng_state(state, device)
-
-    def _replay_chunks(self, batch: int) -> int:
-        """In how many parts the batch is taken, so that memory does not hold all activations beside all gradients. In one where
-        its samples hang together: by dropout's random numbers, or by batch normalization."""
-        for module in self.modules["network"].modules():
-            rate = vars(module).get("p", vars(module).get("dropout", 0.0))
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) or (isinstance(rate, float) and rate > 0):
-                return 1
-        return min(batch, 4)
-
-    def _replay(self) -> None:
-        """Computes the first micro step's gradient from its inputs and the gradient of its outputs, on copies of the weights
-        that no hook, no process group and no compiler knows."""
-        step = self.update.micro_steps[0] if self.update.micro_steps else MicroStep()
-        call, network = step.calls.get("network"), self.modules["network"]
-        if call is None or not call.gradients or call.randomness is None:
-            self.update.not_replayed = "its passes were not seen"
-            return
-        if sum(p.numel() for p in self.parameters.values()) > REPLAYED:
-            self.update.not_replayed = "it would take the memory of two more copies of a large network"
-            return
-        # All of them: kernels that are asked for the gradients of some alone are not those of a training.
-        copies = {name: p.detach().clone().requires_grad_() for name, p in self.parameters.items()}
-        now, training = self._generator_state(), network.training
-        self._replaying = True
-        try:
-            self._set_generator(call.randomness)
-            batch = len(call.inputs[0])
-            total: list[torch.Tensor | None] = [None] * len(copies)
-            for rows in torch.arange(batch).chunk(self._replay_chunks(batch)):
-                part = slice(int(rows[0]), int(rows[-1]) + 1)
-                inputs = tuple(_rows(value, part, batch) for value in call.inputs)
-                with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-                    again = {name: buffer.clone() for name, buffer in self._buffers.items()}
-                    output = torch.func.functional_call(network, copies | again, inputs)
-                    outputs = [value for value in _values(output) if isinstance(value, torch.Tensor)]
-                    kept = [outputs[place] for place in call.gradients]
-                    given = [gradient[part] for gradient in call.gradients.values()]
-                    found = torch.autograd.grad(kept, list(copies.values()), given, allow_unused=True)
-                del output, outputs, kept
-                total = [a if b is None else b if a is None else a + b for a, b in zip(total, found)]
-            self.update.replayed = self.sample.take(total)
-        except (torch.OutOfMemoryError, MemoryError):
-            self.update.not_replayed = "too little memory"
-        finally:
-            self._replaying, self._buffers = False, {}
-            network.train(training)
-            self._set_generator(now)
 
     @_safely
     @torch.no_grad()
@@ -456,13 +411,7 @@ class Observer:
         return found
 
 
-def _rows(value: Any, part: slice, batch: int) -> Any:
-    return value[part] if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == batch else value
-
-
-def _values(output: Any) -> tuple[Any, ...]:
-    if isinstance(output, torch.Tensor):
-        return (output,)
-    if isinstance(output, Mapping):  # diffusers' outputs
-        return tuple(output.values())
-    return tuple(output) if isinstance(output, (tuple, list)) else ()
+def outputs_of(output: Any) -> list[torch.Tensor]:
+    """The tensors that a network returns."""
+    values = tuple(output.values()) if isinstance(output, Mapping) else output  # diffusers' outputs
+    return [v for v in (values if isinstance(values, (tuple, list)) else [values]) if isinstance(v, torch.Tensor)]

@@ -68,48 +68,6 @@ def _between_micro_steps(update: Update) -> list[Check]:
     return [Check("gradient", name, wanted, "unchanged", True)]
 
 
-def check_replay(update: Update, declared: Declared, observer: Observer, loss_scale: float = 1.0) -> list[Check]:
-    """Whether the first backward pass left the gradient that follows from the output's, parameter by parameter."""
-    name, wanted = "gradient of the first backward pass", "that of the loss, by the chain rule"
-    step = update.micro_steps[0] if update.micro_steps else None
-    if update.not_replayed:
-        return [not_observed("gradient", name, wanted, update.not_replayed)]
-    if (
-        update.replayed is None
-        or step is None
-        or step.gradient_after is None
-        or bool(update.digest_first != update.digest_step)
-    ):
-        return []
-    seen = step.gradient_after - (0.0 if step.gradient_before is None else step.gradient_before)
-    seen, should = seen.double() / loss_scale, update.replayed.double() / loss_scale
-    if declared.l1_weight:
-        penalized = {id(p) for p in observer.modules.get("unet", observer.modules["network"]).parameters() if p.ndim > 1}
-        matrices = observer.sample.per_element(id(p) in penalized for p in observer.parameters.values())
-        weights = update.optimizer_step.before.double()
-        should = should + matrices * weights.sign() * declared.l1_weight / declared.micro_steps
-    if not (torch.isfinite(seen).all() and torch.isfinite(should).all()):
-        return [not_observed("gradient", name, wanted, "gradients are not finite")]
-    exact = declared.autocast is None and not torch.backends.cuda.matmul.allow_tf32
-    tolerance = 1e-2 if exact else 0.2
-    floor = 1e-5 * float(should.norm()) * (1 if exact else 100)
-    parts = list(zip(observer.sample.names, seen.split(observer.sample.counts), should.split(observer.sample.counts)))
-    wrong = [(name, s, w) for name, s, w in parts if float((s - w).norm()) > tolerance * float(w.norm()) + floor]
-    off = float((seen - should).norm() / should.norm().clamp(min=1e-300))
-    if not wrong:
-        return [Check("gradient", name, wanted, f"off by {off:.1e}", True)]
-    first, observed, expected = max(wrong, key=lambda part: float((part[1] - part[2]).norm()))
-    factor = float((observed * expected).sum() / (expected * expected).sum().clamp(min=1e-300))
-    left = float((observed - factor * expected).norm() / observed.norm().clamp(min=1e-300))
-    how = f"{simple(factor)} times it" if left < 2 * tolerance else f"something else ({left:.0%} of it)"
-    how = "zero" if not observed.any() else how
-    text = (
-        f"the backward pass leaves another gradient than that of the loss in {len(wrong)} of {len(parts)} "
-        f"parameters, such as {first}: {how}"
-    )
-    return [Check("gradient", name, wanted, f"off by {off:.1e}", False, text)]
-
-
 def _at_the_step(step: Step, accumulated: torch.Tensor, declared: Declared, told: torch.Tensor | None) -> list[Check]:
     limit = declared.optimizer.max_grad_norm
     clipping = f"{limit:.4g} over the joint norm, at most 1" if limit else "none"
