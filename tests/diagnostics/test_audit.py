@@ -12,13 +12,14 @@ from utils.diagnostics.audit import denoising
 from utils.diagnostics.audit.averages import check_averages
 from utils.diagnostics.audit.declared import Declared, DeclaredNoising, DeclaredOptimizer
 from utils.diagnostics.audit.elements import ElementSample
-from utils.diagnostics.audit.gradients import check_gradients, check_replay
+from utils.diagnostics.audit.gradients import check_gradients
 from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.audit.optimizer import check_optimizer
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.sampler import Oracle
 from utils.diagnostics.audit.seen import Call, MicroStep, on_cpu
+from utils.diagnostics.audit.slopes import check_slopes
 from utils.diagnostics.audit.state import check_network, check_state
 
 RATE, DECAY, STEPS = 1e-3, 0.9, 1000
@@ -127,9 +128,9 @@ class Loop:
         for name, p in self.network.named_parameters():
             self.average[name].lerp_(p.detach(), 1 - DECAY)
 
-    def update(self, number: int, replays=False):
+    def update(self, number: int, asks=False):
         """One update, audited; its checks."""
-        self.observer.begin(number, replays)
+        self.observer.begin(number, asks)
         cast = self.declared.autocast
         for micro_step in range(self.declared.micro_steps):
             if micro_step:
@@ -150,7 +151,7 @@ class Loop:
         self.update_average(number)
         seen = self.observer.end_update()
         checks = check_network(seen, self.observer, self.declared) + check_noising(seen.micro_steps, self.declared)
-        checks += check_gradients(seen, self.declared) + check_replay(seen, self.declared, self.observer)
+        checks += check_gradients(seen, self.declared) + check_slopes(seen, self.declared, self.observer)
         checks += check_optimizer(seen, self.declared, self.observer) + check_state(seen, self.declared, self.observer)
         return checks + check_averages(seen, self.declared, self.observer) + self.pool.checks()
 
@@ -164,7 +165,7 @@ def wrong(checks) -> list:
 def test_a_healthy_loop_has_no_deviation_and_all_is_observed(prediction_type, micro_steps, autocast):
     loop = Loop(declared(prediction_type, micro_steps, autocast))
     for number in range(2):
-        checks = loop.update(number, replays=number == 0)
+        checks = loop.update(number, asks=number == 0)
         assert wrong(checks) == []
         assert [check for check in checks if check.healthy is None] == []
     stages = {check.stage for check in checks}
@@ -237,6 +238,28 @@ def hooked_parameter(loop):
     loop.network.conv_in.weight.register_hook(lambda gradient: gradient / 2)
 
 
+def detached(loop):
+    """The skip connections of the last block take no gradients."""
+    block = loop.network.up_blocks[1]
+    forward = block.forward
+    block.forward = lambda x, skips, *rest, **named: forward(x, tuple(s.detach() for s in skips), *rest, **named)
+
+
+def without_gradients(loop):
+    loop.network.mid_block.forward = torch.no_grad()(loop.network.mid_block.forward)
+
+
+def frozen_scale(loop):
+    norm = loop.network.conv_norm_out
+    norm.forward = lambda x: torch.nn.functional.group_norm(x, 4, norm.weight.detach(), norm.bias, norm.eps)
+
+
+def halved_path(loop):
+    block = loop.network.mid_block
+    forward = block.forward
+    block.forward = lambda *given, **named: (lambda y: (y + y.detach()) / 2)(forward(*given, **named))
+
+
 FAULTS = {
     # fault: (stage, words of the message, the change of the loop)
     "roots missing": ("input", "square roots are missing", set_(noisy=noisy_with(lambda a: a, lambda a: 1 - a))),
@@ -280,6 +303,10 @@ FAULTS = {
     "broadcast": ("weight", "shape", set_(loss=lambda self, e, t: (self.weights(t) * e[:, None]).mean())),
     "output's gradient changed": ("gradient", "3 times", set_(error=hooked)),
     "a hook on a parameter": ("gradient", "conv_in.weight: 1/2", hooked_parameter),
+    "skips without gradients": ("gradient", "parts of the network, such as", detached),
+    "a block without gradients": ("gradient", "such as mid_block.*: zero", without_gradients),
+    "a frozen scale": ("gradient", "1 of .* conv_norm_out.weight: zero", frozen_scale),
+    "half of a path": ("gradient", "parts of the network, such as", halved_path),
     "never cleared": ("gradient", "not cleared", set_(clear=lambda self: None)),
     "not clipped": ("gradient", "not clipped", set_(clip=lambda self: None)),
     "clipped by value": (
@@ -379,7 +406,7 @@ def test_a_fault_is_named_with_its_stage(fault):
     change(loop)
     checks = []
     for number in range(6):  # distributions need several updates
-        checks += loop.update(number, replays=number == 0)
+        checks += loop.update(number, asks=number == 0)
         if any(check.stage == stage for check in wrong(checks)):
             break
     found = [check for check in wrong(checks) if check.stage == stage]

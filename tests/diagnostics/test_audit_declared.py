@@ -69,3 +69,10 @@ def test_the_decay_of_the_average_is_that_of_the_training(options):
     _, trained = make_ema(network, options)
     decay = next(iter(declared_by(options, FACTS).averages.values()))
     assert [decay(n) for n in range(1, 300)] == pytest.approx([trained(n) for n in range(1, 300)], rel=1e-9, abs=1e-12)
+
+
+def test_the_precision_is_the_one_that_was_asked_for(monkeypatch):
+    assert declared_by(DDPMOptions(mixed_precision="bf16"), FACTS).autocast == torch.bfloat16
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # by the launcher
+    assert declared_by(DDPMOptions(), FACTS).autocast == torch.bfloat16
+    assert declared_by(DDPMOptions(mixed_precision="no"), FACTS).autocast is None

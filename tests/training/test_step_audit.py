@@ -1,6 +1,7 @@
 """The step audit in real runs: it finds nothing in healthy ones, changes no number, and says what a wrong step does."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,8 @@ HEALTHY = {
     "SGD": ["--optimizer", "sgd", "--learning_rate", "1e-2"],
     "RMSprop": ["--optimizer", "rmsprop"],
     "no averages": ["--no-use_ema"],
+    "dropout": ["--dropout", "0.3", "--gradient_accumulation_steps", "2", "--train_batch_size", "4"],
+    "dropout, checkpointing": ["--dropout", "0.3", "--gradient_checkpointing"],
     "workers, no clipping": ["--dataloader_num_workers", "1", "--max_grad_norm", "0"],
 }
 
@@ -51,6 +54,14 @@ def test_a_healthy_run_has_no_deviation_and_every_stage_is_seen(train_script, sc
     seen = {check["stage"] for check in checks if check["healthy"]}
     absent = {"ranks", "condition", *(["ema"] if kind == "no averages" else [])}
     assert set(STAGES) - seen - absent == set()
+    assert [check["name"] for check in checks if check["declared"] == "the slope of the loss" and check["healthy"]]
+
+
+def test_a_healthy_run_with_spectral_norm_has_no_deviation(train, tiny_flags, tmp_path):
+    assert train([*tiny_flags, "--spectral_norm", "--output_dir", tmp_path]) == 0
+    checks = checks_of(tmp_path)
+    assert [check for check in checks if check["healthy"] is False] == []
+    assert [check["name"] for check in checks if check["declared"] == "the slope of the loss" and check["healthy"]]
 
 
 @pytest.mark.slow
@@ -157,3 +168,16 @@ def test_the_mean_of_adaptive_clipping_that_a_resume_loses_is_named(train, tiny_
         monkeypatch.setattr(AdaptiveLimit, "__init__", lambda self, device, mean, old=AdaptiveLimit.__init__: old(self, device))
     assert train([*flags, "--resume_from_checkpoint", "latest", "--output_dir", tmp_path]) == 0
     assert ("state" in {finding["stage"] for finding in found_in(tmp_path)}) == (fault != "none")
+
+
+def test_a_dropout_that_the_network_does_not_have_is_named(train, tiny_flags, tmp_path, monkeypatch):
+    config, out = tmp_path / "config.json", tmp_path / "run"
+    network = json.loads(Path(tiny_flags[tiny_flags.index("--model_config_name_or_path") + 1], "config.json").read_text())
+    config.write_text(json.dumps(network | {"dropout": 0.2}))
+    flags = [*tiny_flags, "--max_train_steps", "2", "--model_config_name_or_path", str(tmp_path), "--output_dir", out]
+    assert train([*flags, "--dropout", "0.2"]) == 0 and found_in(out) == []
+    monkeypatch.setattr(
+        "torch.nn.Dropout.__init__", lambda self, p=0.5, inplace=False, old=torch.nn.Dropout.__init__: old(self, p / 2)
+    )
+    assert train([*flags, "--dropout", "0.2", "--overwrite_output_dir"]) == 0
+    assert [(f["stage"], f["observed"]) for f in found_in(out)] == [("network", "0.1")]

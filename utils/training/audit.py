@@ -13,7 +13,7 @@ from utils.diagnostics.audit.declared import AdaptiveClipping, Declared, declare
 from utils.diagnostics.audit.denoising import check_denoising
 from utils.diagnostics.audit.elements import digest, judged_on
 from utils.diagnostics.audit.export import check_exported
-from utils.diagnostics.audit.gradients import check_gradients, check_replay
+from utils.diagnostics.audit.gradients import check_gradients
 from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.observer import Observer, failure_text
 from utils.diagnostics.audit.optimizer import check_learning_rate, check_optimizer
@@ -22,6 +22,7 @@ from utils.diagnostics.audit.ranks import check_ranks, digests_of
 from utils.diagnostics.audit.resume import check_norm_mean, check_resumed
 from utils.diagnostics.audit.sampler import check_sampler, sampler_call
 from utils.diagnostics.audit.seen import Update, on_cpu
+from utils.diagnostics.audit.slopes import check_slopes
 from utils.diagnostics.audit.state import check_network, check_state
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diffusion.sampling import sampling_steps
@@ -58,7 +59,7 @@ class StepAudit:
         self._pool, self._data = Pool(self.declared), DataAudit(run)
         self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
         self._compiled, self._looks, self._scheduled = options.compile, 0, False
-        self._loss_scale, self._finite = 1.0, torch.tensor(True)
+        self._loss_scale, self._finite, self._followed = 1.0, torch.tensor(True), True
         device, self._stored_mean = run.accelerator.device, run.state.grad_norm_mean
         self._clipping = AdaptiveClipping(self._stored_mean, device) if options.adaptive_clipping else None
         self._limit: float | torch.Tensor = options.max_grad_norm  # of the update under way
@@ -90,7 +91,7 @@ class StepAudit:
         if wanted:
             scaler = self._run.accelerator.scaler
             self._loss_scale = 1.0 if scaler is None else scaler.get_scale()
-            self._observer.begin(step, replays=self._looks % 3 == 1)
+            self._observer.begin(step, asks=self._looks % 3 == 1 and self._followed)
             self._looks += 1
 
     def _due_of_compiled(self, step: int) -> bool:
@@ -252,7 +253,9 @@ class StepAudit:
             look = check_noising if declared.noising is not None else check_denoising
             checks += look(update.micro_steps, declared, scale)
         checks += check_gradients(update, declared, scale, gradient)
-        checks += check_replay(update, declared, self._observer, scale)
+        slopes = check_slopes(update, declared, self._observer, scale)
+        self._followed = not any(check.healthy is False for check in slopes)  # once said, it is not looked into again
+        checks += slopes
         checks += check_optimizer(update, declared, self._observer, skipped)
         checks += check_state(update, declared, self._observer)
         checks += check_averages(update, declared, self._observer, skipped)

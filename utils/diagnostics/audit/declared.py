@@ -5,6 +5,7 @@ itself. diffusers' own scheduler gives the noise schedules; the audit's checks u
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ from diffusers import DDPMScheduler
 
 from utils.options.flags import DDPMOptions, EDM2Options, OptimizerOptions, RunOptions
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
 WEIGHTINGS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {  # of the SNR and gamma, to name what is observed
     "1": lambda snr, gamma: torch.ones_like(snr),
@@ -129,6 +131,7 @@ class Declared:
     autocast: torch.dtype | None
     l1_weight: float = 0.0
     averages: dict[str, Callable[[int], float]] = field(default_factory=dict)  # name -> decay of the n-th update
+    dropout: float | None = None  # of the network's activations; None: not declared
 
     @property
     def process(self) -> DeclaredProcess:
@@ -172,9 +175,11 @@ def declared_by(options: RunOptions, facts: dict[str, Any]) -> Declared:
         optimizer,
         facts["gradient_accumulation_steps"],
         facts["num_processes"],
-        {"bf16": torch.bfloat16, "fp16": torch.float16}.get(facts["mixed_precision"]),
+        # Not from the accelerator, which may have been given something else.
+        _DTYPES.get(options.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")),
         options.l1_weight,
         _decays(options),
+        options.dropout if isinstance(options, DDPMOptions | EDM2Options) else None,
     )
 
 

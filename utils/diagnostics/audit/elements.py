@@ -21,15 +21,15 @@ class ElementSample:
         self.names = list(parameters)
         self.shapes = [p.shape for p in parameters.values()]
         stride = max(1, math.ceil(sum(p.numel() for p in parameters.values()) / SAMPLED))
-        self._strides = [max(1, min(stride, p.numel())) for p in parameters.values()]
-        self.counts = [-(-p.numel() // stride) for p, stride in zip(parameters.values(), self._strides)]
+        self.strides = [max(1, min(stride, p.numel())) for p in parameters.values()]
+        self.counts = [-(-p.numel() // stride) for p, stride in zip(parameters.values(), self.strides)]
         self.device = judged_on(next(iter(parameters.values())).device)
 
     def part(self, number: int, tensor: torch.Tensor | None) -> torch.Tensor:
         """float32, of the tensor with that number; zeros for one that is None or has another shape."""
         if tensor is None or tensor.shape != self.shapes[number]:
             return torch.zeros(self.counts[number], device=self.device)
-        return tensor.detach().reshape(-1)[:: self._strides[number]].float().to(self.device)
+        return tensor.detach().reshape(-1)[:: self.strides[number]].float().to(self.device)
 
     def take(self, tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
         """float32 [n], of all tensors."""

@@ -7,7 +7,6 @@ import torch
 
 from utils.diagnostics.audit.declared import Declared
 from utils.diagnostics.audit.fitting import SMALL, simple, slope
-from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.audit.seen import Step, Update
 from utils.diagnostics.audit.verdict import Check, not_observed
 
@@ -121,36 +120,3 @@ def _explain_gradient(a: torch.Tensor, g: torch.Tensor, factor: float, residual:
         f"the gradient at the step is not that of the backward passes: {residual:.0%} of it is something else "
         "(changed per layer, mixed with another, not averaged over processes, or noise added)"
     )
-
-
-def check_replay(update: Update, declared: Declared, observer: Observer, loss_scale: float = 1.0) -> list[Check]:
-    """Whether the first backward pass left the gradient that follows from the output's, parameter by parameter."""
-    name, wanted = "gradient of the first backward pass", "that of the loss, by the chain rule"
-    if update.not_replayed:
-        return [not_observed("gradient", name, wanted, update.not_replayed)]
-    step = update.micro_steps[0] if update.micro_steps else None
-    others = bool(update.digest_first != update.digest_step)  # weights than those of the pass
-    if update.replayed is None or step is None or step.gradient_after is None or others:
-        return []
-    seen = step.gradient_after - (0.0 if step.gradient_before is None else step.gradient_before)
-    seen, should = seen.double() / loss_scale, update.replayed.double() / loss_scale
-    if declared.l1_weight:
-        penalized = {id(p) for p in observer.averaged_module.parameters() if p.ndim > 1}
-        matrices = observer.sample.per_element(id(p) in penalized for p in observer.parameters.values())
-        should += matrices * update.optimizer_step.before.double().sign() * declared.l1_weight / declared.micro_steps
-    if not (torch.isfinite(seen).all() and torch.isfinite(should).all()):
-        return [not_observed("gradient", name, wanted, "gradients are not finite")]
-    exact = declared.autocast is None and not torch.backends.cuda.matmul.allow_tf32
-    tolerance, floor = (1e-2, 1e-5) if exact else (0.2, 1e-3)
-    floor *= float(should.norm())
-    parts = list(zip(observer.sample.names, seen.split(observer.sample.counts), should.split(observer.sample.counts)))
-    wrong = [part for part in parts if float((part[1] - part[2]).norm()) > tolerance * float(part[2].norm()) + floor]
-    observed = f"off by {float((seen - should).norm() / should.norm().clamp(min=1e-300)):.1e}"
-    if not wrong:
-        return [Check("gradient", name, wanted, observed, True)]
-    first, found, expected = max(wrong, key=lambda part: float((part[1] - part[2]).norm()))
-    factor, left = slope(expected, found)
-    how = f"{simple(factor)} times it" if left < 2 * tolerance else f"something else ({left:.0%} of it)"
-    how = how if found.any() else "zero"
-    text = f"the backward pass leaves another gradient than that of the loss in {len(wrong)} of {len(parts)} parameters"
-    return [Check("gradient", name, wanted, observed, False, f"{text}, such as {first}: {how}")]

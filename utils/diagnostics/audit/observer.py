@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from utils.diagnostics.audit.elements import ElementSample, digest
-from utils.diagnostics.audit.replay import Replay
 from utils.diagnostics.audit.seen import Call, MicroStep, Step, Update, tensors_in
 
 KEPT = 3  # micro steps of an update whose tensors are kept
+ASKED = 1 << 18  # elements of the parameters of a network that is asked again; larger ones: too much time and memory
 
 
 def failure_text(error: Exception) -> str:
@@ -65,22 +65,21 @@ class Observer:
         # The random frequencies of a Fourier time embedding are meant to stay.
         self.frozen = [n for n, p in network.named_parameters() if not p.requires_grad and not n.startswith("time_proj.")]
         self.sample = ElementSample(self.parameters)
+        self.device = next(iter(self.parameters.values())).device
         self._hooks: list[Any] = []  # handles that remove them
         self.update: Update | None = None
         self.failure = ""  # why the newest observation ended early
         self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}
         self._gradients: dict[int, torch.Tensor] = {}  # sampled, as the newest backward pass left them
-        self._replay, self._replays = Replay(network, self.parameters), False
-        self._has_run_backward = False
+        self._asks = self._has_run_backward = False
 
     # ---- what the loop tells
 
     @torch.no_grad()
-    def begin(self, step: int, replays: bool = False) -> None:
-        """Watches the update that follows `step` finished ones. `replays`: a forward and a backward pass are made to compute
-        the first micro step's gradient once more."""
+    def begin(self, step: int, asks: bool = False) -> None:
+        """Watches the update that follows `step` finished ones. `asks`: keeps what it takes to ask the network again."""
         self.rest()
-        self._replays = replays
+        self._asks = asks
         self.update = Update(step, digest_begun=digest(self.parameters.values()))
         if self.eager:
             for name, module in self.modules.items():
@@ -171,7 +170,7 @@ class Observer:
 
     @_safely
     def _before_forward(self, name: str, module: nn.Module, inputs: tuple, options: dict) -> None:
-        if self._replay.running or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         if name == "network":
             self._close_micro_step()
@@ -179,7 +178,9 @@ class Observer:
         if name == "network" and name not in step.calls:
             self._see_start(step)
         values = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in (*inputs, *options.values()))
-        step.calls.setdefault(name, Call(values, training=module.training))
+        call = step.calls.setdefault(name, Call(values, training=module.training))
+        if self._asks and len(self.update.micro_steps) == 1 and call.randomness is None:
+            call.randomness = generator_state(self.device)
 
     @torch.no_grad()
     def _see_start(self, step: MicroStep) -> None:
@@ -188,29 +189,36 @@ class Observer:
             self.update.left_over = _norm(gradients)
             self.update.digest_first = digest(self.parameters.values())
             self.update.averages_before = self._take_averages()
-            if self._replays:
-                self._replay.prepare()
         if any(gradient is not None for gradient in gradients):
             step.gradient_before = self.sample.take(gradients)
 
     @_safely
     def _after_forward(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
-        if self._replay.running or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         call = self._micro_step().calls.get(name)
         if call is None or call.outputs:
             return
         call.outputs = tuple(value.detach() for value in tensors_in(output))
+        if name == "network" and self._asks and len(self.update.micro_steps) == 1:
+            self._keep_network(module)
         for place, value in enumerate(tensors_in(output)):
             if value.requires_grad:
                 value.register_hook(partial(_keep, call, place))
+
+    def _keep_network(self, module: nn.Module) -> None:
+        if sum(p.numel() for p in self.parameters.values()) > ASKED:
+            self.update.not_asked = "it would take too much time with a network of this size"
+        else:
+            tensors = [*module.named_parameters(), *module.named_buffers()]
+            self.update.network = {name: tensor.detach().clone() for name, tensor in tensors}
 
     @_safely
     def _see_autocast(self, module: nn.Module, inputs: tuple) -> None:
         if not self.update.micro_steps:
             return
         call = self.update.micro_steps[-1].calls.get("network")
-        device = next(iter(self.parameters.values())).device.type
+        device = self.device.type
         if call is None or call.outputs or not torch.amp.is_autocast_available(device):
             return
         if torch.is_autocast_enabled(device):
@@ -249,13 +257,6 @@ class Observer:
             group_of=self.sample.per_element(member.get(id(p), -1) for p in self.parameters.values()),
             optimizer=type(optimizer).__name__,
         )
-        if self._replays and self.eager:
-            first = self.update.micro_steps[0].calls.get("network") if self.update.micro_steps else None
-            again = self._replay.gradients(first)
-            if isinstance(again, str):
-                self.update.not_replayed = again
-            else:
-                self.update.replayed = self.sample.take(again)
 
     @_safely
     @torch.no_grad()
@@ -282,3 +283,11 @@ def _norm(gradients: list[torch.Tensor | None]) -> torch.Tensor:
 
 def _keep(call: Call, place: int, gradient: torch.Tensor) -> None:
     call.gradients[place] = gradient.detach()
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def set_generator(device: torch.device, state: torch.Tensor) -> None:
+    torch.set_rng_state(state) if device.type == "cpu" else torch.get_device_module(device).set_rng_state(state, device)

@@ -15,6 +15,7 @@ class Call:
     outputs: tuple[torch.Tensor, ...] = ()
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # of the loss, by the output's place
     training: bool = True
+    randomness: torch.Tensor | None = None  # state of torch's generator when it began
     autocast: torch.dtype | None = None  # in which its layers compute; None: no autocast
 
 
@@ -65,8 +66,8 @@ class Update:
     optimizer_step: Step | None = None
     told_norm: torch.Tensor | None = None  # of its gradient before it is clipped, as the loop says, 0-dim
     digest_step: torch.Tensor | None = None  # just before the step
-    replayed: torch.Tensor | None = None  # gradient of the first micro step, sampled, computed once more
-    not_replayed: str = ""  # why not
+    network: dict[str, torch.Tensor] | None = None  # its parameters and buffers in the first forward pass, to ask it again
+    not_asked: str = ""  # why not
     digest_stepped: torch.Tensor | None = None  # when the step and what belongs to it are over
     weights: torch.Tensor | None = None  # sampled, then
     row_sizes: torch.Tensor | None = None  # root mean squares of the rows of all matrices, then

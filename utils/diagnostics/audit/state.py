@@ -1,6 +1,7 @@
 """The network itself: its mode and precision, and whether only what is declared changes its weights."""
 
 import torch
+from torch import nn
 
 from utils.diagnostics.audit.declared import Declared
 from utils.diagnostics.audit.observer import Observer
@@ -46,6 +47,12 @@ def check_network(update: Update, observer: Observer, declared: Declared) -> lis
     total = trained + len(frozen)
     text = f"{len(frozen)} of {total} parameters are frozen, such as {frozen[0]}" if frozen else ""
     checks = [Check("network", "trained parameters", f"all {total}", f"{trained} of {total}", not frozen, text)]
+    if declared.dropout is not None:
+        modules = observer.averaged_module.modules()
+        rates = [m.p if isinstance(m, nn.Dropout) else vars(m).get("dropout") for m in modules]
+        found = max((float(rate) for rate in rates if isinstance(rate, (int, float))), default=0.0)
+        text = f"the network drops a share of {found:g} of its activations, declared are {declared.dropout:g}"
+        checks.append(Check("network", "dropout", f"{declared.dropout:g}", f"{found:g}", found == declared.dropout, text))
     if calls := [step.calls["network"] for step in update.micro_steps if "network" in step.calls]:
         training = all(call.training for call in calls)
         text = "the network is in evaluation mode: dropout is off while it trains"
