@@ -140,7 +140,10 @@ def check_slopes(update: Update, declared: Declared, observer: Observer, loss_sc
     if not torch.isfinite(seen).all():
         return [not_observed("gradient", NAME, WANTED, "gradients are not finite")]
     quotients = _Quotients(update, observer, seen)
-    off, _, _ = quotients.off(set(quotients.names))
+    try:
+        off, _, _ = quotients.off(set(quotients.names))
+    except (RuntimeError, MemoryError) as error:  # a kernel without float64, or too little memory
+        return [not_observed("gradient", NAME, WANTED, (str(error) or type(error).__name__).splitlines()[0])]
     if quotients.another:
         return [not_observed("gradient", NAME, WANTED, "the network gives something else when it is asked again")]
     if off <= quotients.tolerance:
