@@ -25,6 +25,7 @@ MOVED = 1e-3  # share of its size by which a parameter moves, at most
 # (share of the largest gradient below which that of a parameter is not looked into, what may be off of a parameter's): fp32
 # leaves 1e-6 of the second, bf16 1e-2.
 EXACT, ROUGH = (1e-3, 1e-3), (0.1, 0.1)
+LEARNED = 5  # updates after which a network uses all of its parts
 SMALLEST = 1e-2  # size that is taken for parameters that are zero
 
 
@@ -95,19 +96,32 @@ class _Quotients:
         return abs(slope - seen) / self._change / len(directions) ** 0.5, seen, slope
 
     def _loss(self, directions: dict[str, torch.Tensor], sign: float) -> float:
-        network, moved = self._observer.modules["network"], {}
+        moved = {}
         for name, stride in zip(self._sample.names, self._sample.strides):
             if name in directions:
                 flat = self._state[name].reshape(-1).clone()
                 flat[::stride] += sign * directions[name]
                 moved[name] = self._state[name].clone().copy_(flat.view_as(self._state[name]))  # in its own memory layout
-        with _as_it_was(self._observer, self._call.randomness):
-            outputs = tensors_in(torch.func.functional_call(network, self._state | moved, tuple(self._inputs)))
+        outputs = self._outputs(moved, self._inputs)
         total = 0.0
         for place, gradient in self._call.gradients.items():
             self._off = max(self._off, _distance(outputs[place], self._call.outputs[place]))
             total += float((outputs[place] * gradient.double()).sum())
         return total
+
+    def _outputs(self, moved: dict[str, torch.Tensor], inputs: list) -> tuple[torch.Tensor, ...]:
+        with _as_it_was(self._observer, self._call.randomness):
+            network = self._observer.modules["network"]
+            return tensors_in(torch.func.functional_call(network, self._state | moved, tuple(inputs)))
+
+    def of_other_labels(self) -> bool | None:
+        """Whether the outputs are others with the labels of the next images; None without labels, or where they are alike."""
+        places = [k for k, value in enumerate(self._inputs) if k > 1 and isinstance(value, torch.Tensor) and value.ndim == 1]
+        others = [value.roll(-1) if k in places else value for k, value in enumerate(self._inputs)]
+        if not any((self._inputs[k] != others[k]).any() for k in places):
+            return None
+        pairs = zip(self._outputs({}, self._inputs), self._outputs({}, others))
+        return any(bool((one != other).any()) for one, other in pairs)
 
     @property
     def another(self) -> bool:
@@ -146,9 +160,14 @@ def check_slopes(update: Update, declared: Declared, observer: Observer, loss_sc
         return [not_observed("gradient", NAME, WANTED, (str(error) or type(error).__name__).splitlines()[0])]
     if quotients.another:
         return [not_observed("gradient", NAME, WANTED, "the network gives something else when it is asked again")]
-    if off <= quotients.tolerance:
-        return [Check("gradient", NAME, WANTED, f"off by {off:.1e}", True)]
-    return [Check("gradient", NAME, WANTED, f"off by {off:.1e}", False, _explain(quotients))]
+    fine = off <= quotients.tolerance
+    checks = [Check("gradient", NAME, WANTED, f"off by {off:.1e}", fine, "" if fine else _explain(quotients))]
+    # A fresh network's embeddings may be scaled by zero, until some updates have moved that.
+    if update.step >= LEARNED and (used := quotients.of_other_labels()) is not None:
+        text = "the network's output does not depend on the label"
+        found = "others" if used else "the same"
+        checks.append(Check("condition", "output for another label", "another one", found, used, text))
+    return checks
 
 
 def _explain(quotients: _Quotients) -> str:
