@@ -60,9 +60,9 @@ class StepAudit:
         self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
         self._compiled, self._looks, self._scheduled = options.compile, 0, False
         self._loss_scale, self._finite, self._followed = 1.0, torch.tensor(True), True
-        device, self._stored_mean = run.accelerator.device, run.state.grad_norm_mean
-        self._clipping = AdaptiveClipping(self._stored_mean, device) if options.adaptive_clipping else None
-        self._limit: float | torch.Tensor = options.max_grad_norm  # of the update under way
+        self._stored_mean = run.state.grad_norm_mean
+        self._clipping = AdaptiveClipping(self._stored_mean) if options.adaptive_clipping else None
+        self._limit: float = options.max_grad_norm  # of the update under way
         self._norm: torch.Tensor | None = None
         self._pending: Update | None = None
         self._checks: list[Check] = []
@@ -263,7 +263,7 @@ class StepAudit:
 
     def _clipped(self, update: Update) -> tuple[list[Check], Declared]:
         """(checks of the limit that this update's gradient is clipped to, what is declared of it)."""
-        limit, used, update.told_norm = float(self._limit), float(self._run.clipping.value), self._norm
+        limit, used, update.told_norm = self._limit, float(self._run.clipping.value), self._norm
         declared = replace(self.declared, optimizer=replace(self.declared.optimizer, max_grad_norm=limit))
         if self._clipping is None:
             return [], declared
@@ -308,8 +308,8 @@ class StepAudit:
             checks.append(Check("state", f"{name} at the next update", said, found, fine, text))
         stored, before = self._run.state.grad_norm_mean, self._stored_mean
         if self._clipping is not None and stored != before:  # a checkpoint was made, which asked for it
-            self._stored_mean, mean = stored, float(self._clipping.mean)
-            fine = stored is not None and abs(stored - mean) <= 1e-3 * mean
-            text = f"the running mean of the gradient's norm is {mean:.4g}, and checkpoints store {stored}"
-            checks.append(Check("state", "mean of the gradient's norm", f"{mean:.4g}", f"{stored}", fine, text))
+            self._stored_mean, mean = stored, self._clipping.mean()
+            fine = stored is not None and mean is not None and abs(stored - mean) <= 1e-3 * mean
+            text = f"the running mean of the gradient's norm is {mean}, and checkpoints store {stored}"
+            checks.append(Check("state", "mean of the gradient's norm", f"{mean}", f"{stored}", fine, text))
         return checks

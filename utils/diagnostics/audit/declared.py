@@ -107,18 +107,29 @@ class AdaptiveClipping:
     """Clips to twice the running mean of the norms so far, within 0.1 to 10. The mean begins with the first norm, and each of
     the others moves it by a hundredth of the way. A norm counts as 10 at most; one that is not finite does not count."""
 
-    def __init__(self, mean: float | None, device: torch.device):
+    def __init__(self, mean: float | None):
         """`mean`: of a run that goes on; None where none was counted yet."""
-        self.mean = torch.tensor(math.nan if mean is None else mean, device=device)  # not read here: no update waits for it
-
-    def limit(self) -> torch.Tensor:
-        """Of the next update, 0-dim; 10 where no norm was counted."""
-        return torch.where(self.mean.isnan(), 10.0, 2 * self.mean.clip(0.05, 5.0))
+        self._mean = mean
+        self._norms: list[torch.Tensor] = []
 
     def count(self, norm: torch.Tensor) -> None:
-        moved = self.mean.lerp(norm.clip(max=10.0), 0.01)
-        moved = torch.where(self.mean.isnan(), norm.clip(max=10.0), moved)
-        self.mean = torch.where(norm.isfinite(), moved, self.mean)
+        """Of one update, 0-dim; read later, so that no update waits for it."""
+        self._norms.append(norm)
+        if len(self._norms) == 256:
+            self.mean()
+
+    def mean(self) -> float | None:
+        for norm in torch.stack(self._norms).tolist() if self._norms else ():
+            if math.isfinite(norm):
+                counted = min(norm, 10.0)
+                self._mean = counted if self._mean is None else 0.99 * self._mean + 0.01 * counted
+        self._norms.clear()
+        return self._mean
+
+    def limit(self) -> float:
+        """Of the next update; 10 where no norm was counted."""
+        mean = self.mean()
+        return 10.0 if mean is None else min(max(2 * mean, 0.1), 10.0)
 
 
 @dataclass(frozen=True)
