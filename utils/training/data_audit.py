@@ -35,6 +35,7 @@ class DataAudit:
         self._draws = Draws()
         self._passes = Passes(len(run.data.training), self._declared, run.data.samples.dataset_rows)
         self._numbers: list[torch.Tensor] = []  # samples of each micro step
+        self._rows: list[torch.Tensor] = []  # of the first of them, as the order gives them
         self._told: list[torch.Tensor] = []  # their labels as they were drawn
         self._again: set[int] = set()  # samples that have the places of some that were looked at, one pass later
         self._kept, self._misread, self._looked = 0, False, False
@@ -147,13 +148,17 @@ class DataAudit:
             return []
         data = self._run.data
         options: Any = self._run.options  # the dropout of labels is EDM2's own
-        numbers = torch.cat(self._numbers).cpu()
-        rows, shown = (of(numbers).numpy() for of in (data.samples.drawn_rows, data.samples.dataset_rows))
+        new = torch.cat(self._numbers[len(self._rows) :] or [torch.zeros(0, dtype=torch.int64)]).cpu()
+        sizes = [len(part) for part in self._numbers[len(self._rows) :]]
+        self._rows += data.samples.drawn_rows(new).split(sizes)
+        rows, numbers = torch.cat(self._rows).numpy(), torch.cat(self._numbers).cpu()
+        replaces = options.on_bad_image == "replace"
+        shown = data.samples.dataset_rows(numbers).numpy() if replaces else rows
         held_out = data.validation.dataset_rows(np.arange(len(data.validation))).tolist()
         checks = check_rows(rows, numbers.numpy(), len(data.training), held_out, options.balanced_sampling)
         if self._table is None:
             return checks
-        if options.on_bad_image == "replace":
+        if replaces:
             checks += check_stand_ins(rows, shown, held_out, partial(self._readable, self._table))
         if self._told and self._run.facts.get("classes") and self._table.labels is not None:
             checks += check_labels(torch.cat(self._told).cpu().numpy(), self._table.labels[shown], options.label_dropout)
