@@ -1,5 +1,6 @@
 """What the objects of a script say of themselves: Accelerate's settings, schedules of the learning rate, averaged weights."""
 
+import argparse
 import gc
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-
-MOST_NAMES = 3
 
 
 @dataclass
@@ -59,6 +58,7 @@ class Facts:
     loaders: list[Any] = field(default_factory=list)
     noise_schedulers: list[Any] = field(default_factory=list)
     autoencoder: Any = None
+    options: dict[str, Any] = field(default_factory=dict)  # of the script's command line, as argparse gave them
 
     @property
     def micro_steps(self) -> int | None:
@@ -99,6 +99,8 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
             facts.noise_schedulers.append(thing)
         elif word == "autoencoder":
             facts.autoencoder = thing
+        elif word == "options":
+            facts.options |= vars(thing)
         elif word == "ema":
             shadow = list(getattr(thing, "shadow_params", ()))
             if [p.shape for p in shadow] == shapes:
@@ -130,6 +132,8 @@ def _word(kind: type, network: type) -> str:
         return "ema"
     if issubclass(kind, torch.utils.data.DataLoader):
         return "loader"
+    if issubclass(kind, argparse.Namespace):
+        return "options"
     if "SchedulerMixin" in names:
         return "scheduler"
     return "autoencoder" if kind.__name__.startswith("AutoencoderKL") else ""

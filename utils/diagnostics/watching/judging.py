@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from utils.diagnostics.audit.declared import Declared, DeclaredOptimizer
-from utils.diagnostics.audit.fitting import fit, flat, span, worst
+from utils.diagnostics.audit.fitting import flat
 from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.observer import Call, MicroStep, Observer, Update
 from utils.diagnostics.audit.pooled import Pool
@@ -19,6 +19,7 @@ from utils.diagnostics.watching.averages import check_average
 from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.mixture import find
 from utils.diagnostics.watching.optimizing import check_step
+from utils.diagnostics.watching.options import check_options, check_schedule, declared_prediction
 from utils.diagnostics.watching.process import Levels, Look, Table
 
 DTYPES = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -46,6 +47,7 @@ class Judge:
     _passes: Counter = field(default_factory=Counter)
     _firsts: dict[str, torch.Tensor] = field(default_factory=dict)  # averages when they were first seen
     _raw: bool = False
+    _facts: Facts = field(default_factory=Facts)
 
     def begin(self, network: nn.Module, raw: bool) -> None:
         self.is_words["network"] = type(network).__name__
@@ -60,7 +62,13 @@ class Judge:
     def record(self, step: int, checks: list[Check]) -> None:
         self.history.append({"step": step, "audit": {"checks": [check.to_json() for check in checks]}})
 
+    def end(self, updates: int, ended: bool) -> None:
+        """`ended`: the script came to its own end."""
+        if checks := check_schedule(self._facts, self.rates, updates, ended):
+            self.record(updates, checks)
+
     def look(self, look: LastLook) -> None:
+        self._facts = look.facts
         checks = self._process(look)
         checks += self._network(look)
         checks += self._update(look)
@@ -142,6 +150,7 @@ class Judge:
         config = getattr(scheduler, "config", {}) if scheduler is not None else {}
         prediction = config.get("prediction_type") if config else None
         prediction = prediction if prediction in ("epsilon", "sample", "v_prediction") else None
+        prediction = declared_prediction(self._facts) or prediction
         drawn = torch.cat([one.times[-1].double() for one in looks]) if all(one.times for one in looks) else None
         used = torch.cat([one.noised_with for one in looks]) if looks[0].noised_with is not None else None  # type: ignore[misc]
         if scheduler is not None and used is not None and "num_train_timesteps" in config:
@@ -315,6 +324,7 @@ class Judge:
             if old is not None and new is not None:
                 first = self._firsts.setdefault(average.name, old)
                 checks += check_average(average, old, new, first, look.update, look.observer)
+        checks += check_options(look.facts, passes, limit, update.step > 1)
         self._say_update(look, micro_steps, limit)
         return checks
 

@@ -1,6 +1,5 @@
 """Watches the training loop of a script that tells nothing: finds its network, and looks at some of its updates."""
 
-import math
 import os
 import sys
 import traceback
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.diagnostics.audit.observer import Call, MicroStep, Observer, Update
+from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.watching.facts import Facts, find_facts
 from utils.diagnostics.watching.judging import Judge, LastLook
 from utils.diagnostics.watching.seen import Recorder, Seen
@@ -286,10 +285,11 @@ class Watcher:
         if self._auditing:
             self._clips.append((kind, limit))
 
-    def end(self) -> None:
-        """When the script is over."""
+    def end(self, ended: bool) -> None:
+        """When the script is over; `ended`: by itself, and not by an error, an interruption or `--watch_updates`."""
         if self._stepped and self._auditing:
             self.safely(self._finish)
+        self.safely(self.judge.end, self.updates, ended)
         self.rest()
 
 
