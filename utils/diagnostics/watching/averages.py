@@ -8,6 +8,7 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.facts import Average
 
 SMALL = 2e-2
+SETTLED = 13  # updates after which a decay is no longer one of a warm-up's begin
 PATIENCE = 20  # updates after which an average that never moved is called frozen
 
 
@@ -92,7 +93,7 @@ def _decay(average: Average, slope: float, observed: str, update: Update, blur: 
     if slope > 1 + 1e-3 + blur:
         return Check("ema", name, wanted, observed, False, f"{name} overshoots the weights (decay {decay:.4g})")
     if settings is None:
-        if 0.5 < slope < 1 - 1e-6:
+        if 0.5 < slope < 1 - 1e-6 and update.step + 1 >= SETTLED:
             text = f"{name} forgets nearly all in each update (decay {decay:.4g}): are decay and 1 - decay exchanged?"
             return Check("ema", name, wanted, observed, False, text, "warning")
         return Check("ema", name, wanted, observed, True)

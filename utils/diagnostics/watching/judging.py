@@ -1,6 +1,5 @@
 """What an update of a script shows: each quantity is identified, and held against what the script's own objects declare."""
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +19,10 @@ from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.mixture import find
 from utils.diagnostics.watching.optimizing import check_step
 from utils.diagnostics.watching.options import check_options, check_schedule, declared_prediction
+from utils.diagnostics.watching.preconditioning import check_preconditioning
 from utils.diagnostics.watching.process import Levels, Look, Table
+from utils.diagnostics.watching.ranks import Everyone, gather
+from utils.diagnostics.watching.seen import Seen
 
 DTYPES = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -35,23 +37,21 @@ class LastLook:
     loss_scale: float
     clips: list[tuple[str, float]]
     moved: torch.Tensor | None  # whether the weights changed between updates since the look before
+    everyone: Everyone = field(default_factory=Everyone)  # what all processes saw
 
 
 @dataclass
 class Judge:
     history: list[dict] = field(default_factory=list)  # as in a run's history
     is_words: dict[str, str] = field(default_factory=dict)  # what the script is found to do, by stage
-    told: dict[str, Any] = field(default_factory=dict)
+    mixed: bool = False  # the network was seen to get a mixture of image and noise
     rates: list[tuple[int, list[float]]] = field(default_factory=list)
     _pool: Pool | None = None
-    _passes: Counter = field(default_factory=Counter)
     _firsts: dict[str, torch.Tensor] = field(default_factory=dict)  # averages when they were first seen
-    _raw: bool = False
     _facts: Facts = field(default_factory=Facts)
 
-    def begin(self, network: nn.Module, raw: bool) -> None:
+    def begin(self, network: nn.Module) -> None:
         self.is_words["network"] = type(network).__name__
-        self._raw = raw
 
     def rate(self, update: int, rates: list[float]) -> None:
         if not self.rates or self.rates[-1][1] != rates:
@@ -71,7 +71,9 @@ class Judge:
         self._facts = look.facts
         checks = self._process(look)
         checks += self._network(look)
+        look.everyone = gather(look.update, look.observer)
         checks += self._update(look)
+        checks += look.everyone.checks
         self.record(look.update.step + 1, checks)
 
     # ---- the process
@@ -83,12 +85,14 @@ class Judge:
             if call is None or not call.outputs or not call.inputs or not isinstance(call.inputs[0], torch.Tensor):
                 continue
             x = call.inputs[0]
-            seen, noisings = step.batch.get("seen"), step.batch.get("noising") or []
+            seen: Seen = step.batch.get("seen") or Seen()
+            noisings = step.batch.get("noising") or []
             noising = next((n for n in reversed(noisings) if n[1].shape == x.shape), None)
             told = (noising[1], noising[2], type(noising[0]).__name__) if noising is not None else None
             mixture = find(x, seen, told)
             if mixture is None:
                 continue
+            step.batch |= {"noise": mixture.noise_tensor, "sample_numbers": mixture.clean_tensor}
             gradient = call.gradients.get(0)
             times = [t for t in seen.times if t.numel() == len(x)]
             bounds = (seen.lowest[-1], seen.highest[-1]) if seen.highest else None
@@ -111,6 +115,7 @@ class Judge:
         if not looks:
             why = "what the network gets is no mixture of noise and a tensor that was seen before it"
             return [not_observed("input", "coefficients of image and noise", "one family for all noise levels", why)]
+        self.mixed = True
         levels = Levels(looks)
         micro_steps = self._micro_steps(look)
         scheduler = self._scheduler(look)
@@ -132,16 +137,16 @@ class Judge:
                 weighting = process.identify_weights(weights, levels, target.name, micro_steps)
                 checks.append(process.check_weights(weighting, weights, target.name))
                 gamma = f" with gamma {weighting.gamma:g}" if weighting.gamma else ""
-                self.is_words["weight"] = (weighting.name or "weights of its own") + gamma
-        return [*checks, *self._noise(looks), *self._data(looks, look)]
+                if gamma or "gamma" not in self.is_words.get("weight", ""):  # a batch without high SNRs shows none
+                    self.is_words["weight"] = (weighting.name or "a function of their own") + gamma
+        return [*checks, *_raw_network(look, levels), *self._noise(looks), *self._data(looks, look)]
 
     def _scheduler(self, look: LastLook) -> Any:
         """The noise scheduler that the script calls, or has told."""
-        told = self.told.get("noise_scheduler")
         for step in look.update.micro_steps:
             for noising in step.batch.get("noising") or []:
                 return noising[0]
-        return told
+        return look.facts.noise_schedulers[0] if len(look.facts.noise_schedulers) == 1 else None
 
     def _levels(
         self, levels: Levels, looks: list[Look], scheduler: Any, micro_steps: int
@@ -307,15 +312,15 @@ class Judge:
         limit = next((limit for kind, limit in reversed(look.clips) if kind == "norm"), 0.0)
         declared = _declared(None, max(1, micro_steps), limit)
         checks = []
-        if not any(kind == "value" for kind, _ in look.clips):
-            checks += [self._scaled(c, limit) for c in check_gradients(update, declared, look.loss_scale)]
+        if not any(kind == "value" for kind, _ in look.clips) and (look.everyone.alone or look.everyone.mean is not None):
+            checks += [self._scaled(c, limit) for c in check_gradients(update, declared, look.loss_scale, look.everyone.mean)]
         checks += check_step(update, observer)
         checks += check_state(update, declared, observer)
         if look.moved is not None:
             moved = bool(look.moved)
             text = (
-                "the weights were changed between two updates, by something else than the optimizer: averaged weights that were "
-                "copied in and not restored?"
+                "the weights were changed between two updates, by something else than the optimizer: "
+                "averaged weights that were copied in and not restored?"
             )
             found = "others" if moved else "the same"
             checks.append(Check("state", "weights at the next update", "those that the step left", found, not moved, text))
@@ -356,6 +361,17 @@ class Judge:
         for average in look.facts.averages:
             if average.is_average:
                 self.is_words["ema"] = average.name
+
+
+def _raw_network(look: LastLook, levels: Levels) -> list[Check]:
+    """Where the denoiser is made around a network of its own."""
+    calls = look.update.micro_steps[0].calls if look.update.micro_steps else {}
+    outer, inner = calls.get("network"), calls.get("raw")
+    if outer is None or inner is None or not outer.outputs or not inner.outputs:
+        return []
+    if not isinstance(inner.inputs[0], torch.Tensor):
+        return []
+    return check_preconditioning(levels, outer.inputs[0], outer.outputs[0], inner.inputs[0], inner.outputs[0])
 
 
 def flat_as(mixture: Any, x: torch.Tensor) -> torch.Tensor:

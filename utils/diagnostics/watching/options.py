@@ -70,7 +70,7 @@ def check_schedule(facts: Facts, rates: list[tuple[int, list[float]]], updates: 
         return [Check("learning_rate", name, wanted, observed, False, text, "warning")]
     if share > 1.1:
         text = (
-            f"the schedule of the learning rate {how} over after {length / share / max(length, 1):.0%} of the run: it is laid out "
+            f"the schedule of the learning rate {how} over after {1 / share:.0%} of the run: it is laid out "
             f"for {length} steps and makes {at_end:.0f} (stepped once per process, or per micro step?)"
         )
         return [Check("learning_rate", name, wanted, observed, False, text, "warning")]

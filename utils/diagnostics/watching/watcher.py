@@ -68,7 +68,7 @@ class Watcher:
         self._optimizers: dict[int, Any] = {}
         self._optimizer: Optimizer | None = None
         self._hooks: list[Any] = []
-        self._stepped = self._auditing = False
+        self._stepped = self._auditing = self._busy = False
         self._facts = Facts()
         self._next, self._following = 2, 3  # updates that are looked at
         self._noising: list[tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -78,12 +78,15 @@ class Watcher:
         self._probe: torch.Tensor | None = None
         self._moved: torch.Tensor | None = None
         self._discovering = True
+        self._told = Facts()
+        # Networks that may be the denoiser: (what is called, modules in it, optimizer, shape of the input).
+        self._choices: list[tuple[nn.Module, list[nn.Module], Optimizer, torch.Size]] = []
 
     # ---- guards
 
     def safely(self, look: Callable[..., None], *arguments: Any) -> None:
         """Calls `look`. What goes wrong there ends the watching, and not the training."""
-        if self.failure or os.getpid() != self.process:
+        if self.failure or self._busy or os.getpid() != self.process:
             return
         try:
             look(*arguments)
@@ -102,8 +105,9 @@ class Watcher:
             self._observer.rest()
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._discovering, self._auditing = [], False, False
-        self._noising, self._candidates, self._stack = [], [], []
+        self._end_discovery()
+        _run_eagerly(False)
+        self._hooks, self._auditing, self._noising = [], False, []
 
     @property
     def discovering(self) -> bool:
@@ -127,48 +131,56 @@ class Watcher:
         made = next((v for v in values_of(output) if isinstance(v, torch.Tensor)), None)
         if given is None or made is None or given.ndim < 3 or not given.is_floating_point() or given.ndim != made.ndim:
             return
-        if given.shape[0] == made.shape[0] and given.shape[2:] == made.shape[2:] and made.requires_grad:
-            if made.shape[1] in (given.shape[1], 2 * given.shape[1]):
-                self._candidates.append(Candidate(module, given.shape, depth))
+        alike = given.shape[0] == made.shape[0] and given.shape[2:] == made.shape[2:] and made.requires_grad
+        if alike and made.shape[1] in (given.shape[1], 2 * given.shape[1]):
+            self._candidates.append(Candidate(module, given.shape, depth))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        if self._discovering and not self._stepped:
-            self._discover(optimizer)
-
-    def _discover(self, optimizer: Optimizer) -> None:
+        self._recorder.stop()
+        if id(optimizer) in self._optimizers:
+            return
+        self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [c for c in self._candidates if any(id(p) in owned for p in c.module.parameters())]
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = weakref.ref(optimizer)
-            count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-            name = type(unwrapped(mine[-1].module)).__name__ if mine else "no network seen"
-            self.networks.append((name, type(optimizer).__name__, count))
-        if not mine or self._optimizer is not None:
-            return
-        outermost = min(mine, key=lambda c: c.depth)
-        network = unwrapped(outermost.module)
-        self._optimizer, self.network = optimizer, network
-        self._recorder.shape = outermost.shape
-        self._install(network, [c.module for c in mine])
+        count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        outermost = min(mine, key=lambda c: c.depth) if mine else None
+        name = type(unwrapped(outermost.module)).__name__ if outermost else "another network"
+        self.networks.append((name, type(optimizer).__name__, count))
+        if outermost is not None and self._discovering:
+            self._choices.append((outermost.module, [c.module for c in mine], optimizer, outermost.shape))
+            if self._optimizer is None:
+                self._choose()
 
-    def _install(self, network: nn.Module, candidates: list[nn.Module]) -> None:
+    def _choose(self) -> None:
+        """Watches the next of the networks that may be the denoiser."""
+        called, candidates, self._optimizer, self._recorder.shape = self._choices.pop(0)
+        self._install(called, candidates)
+
+    def _install(self, called: nn.Module, candidates: list[nn.Module]) -> None:
+        network = self.network = unwrapped(called)
+        inside = set(network.modules()) - {network}
         total = sum(p.numel() for p in network.parameters())
-        inner = [
-            m
-            for m in candidates
-            if m is not network and m in set(network.modules()) and sum(p.numel() for p in m.parameters()) >= 0.9 * total
-        ]
+        inner = [m for m in candidates if m in inside and sum(p.numel() for p in m.parameters()) >= 0.9 * total]
         modules = {"network": network} | ({"raw": inner[-1]} if inner else {})
         self._observer = ForeignObserver(modules)
-        self._hooks.append(network.register_forward_pre_hook(self._before_network, with_kwargs=True))
-        self.judge.begin(network, "raw" in modules)
+        for hook in self._hooks:
+            hook.remove()
+        # On the module that is called: a compiled one does not call the hooks of what is inside.
+        self._hooks = [called.register_forward_pre_hook(self._before_network, with_kwargs=True)]
+        self.judge.begin(network)
 
-    def told(self, network: nn.Module, optimizer: Optimizer, facts: dict[str, Any]) -> None:
-        """By `watch`: nothing of this is searched for."""
-        self._optimizer, self.network = optimizer, unwrapped(network)
-        self.networks.append((type(self.network).__name__, type(optimizer).__name__, 0))
-        self._install(self.network, [])
-        self.judge.told = facts
+    def told(self, network: nn.Module, optimizer: Optimizer, facts: Facts) -> None:
+        """By `watch`: nothing is searched for that it names."""
+        self._optimizer, self._told = getattr(optimizer, "optimizer", optimizer), facts
+        self.networks.append((type(unwrapped(network)).__name__, type(self._optimizer).__name__, 0))
+        self._optimizers[id(self._optimizer)] = weakref.ref(self._optimizer)
+        self._install(network, [])
+        self._end_discovery()
+
+    def _end_discovery(self) -> None:
+        if self._discovering:
+            self._discovering, self._candidates, self._stack = False, [], []
+            _run_eagerly(False)
 
     # ---- later updates
 
@@ -182,10 +194,13 @@ class Watcher:
         observer = self._observer
         if observer is None:
             return
+        if self._recorder.shape is None:  # of a loop that told its network
+            self._recorder.shape = next((v.shape for v in inputs if isinstance(v, torch.Tensor)), None)
         seen = self._recorder.stop() if self._recorder.running else None
         begins = False
         if self._stepped:
             self._stepped = False
+            self._end_discovery()
             self._compare_probe()
             self._finish()
             begins = self.updates + 1 >= self._next
@@ -204,6 +219,7 @@ class Watcher:
             self._next, self._following = self._following, self._next + self._following
         self._clips = []
         observer.averages = {a.name: a.tensors for a in self._facts.averages}  # type: ignore[union-attr]
+        _run_eagerly(True)
         observer.begin(self.updates)  # type: ignore[union-attr]
 
     def _finish(self) -> None:
@@ -211,15 +227,20 @@ class Watcher:
         if not self._auditing or self._observer is None:
             return
         self._auditing = False
+        _run_eagerly(False)
         update = self._observer.end_update()
         if update is None:
             raise RuntimeError(self._observer.failure or "an update was not seen")
-        self._recorder.paused = True
         look = LastLook(update, self._observer, self._facts, self._scale, list(self._clips), self._moved)
         self._moved = None
-        self.judge.look(look)
-        self._recorder.paused = False
+        self._busy = True  # the judge makes optimizer steps of its own
+        try:
+            self.judge.look(look)
+        finally:
+            self._busy = False
         self._report(self)
+        if not self.judge.mixed and self._choices:
+            self._choose()
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._optimizer is None or optimizer is not self._optimizer:
@@ -228,10 +249,9 @@ class Watcher:
             return
         self._stepped = True
         self.updates += 1
-        self._discovering, self._candidates, self._stack = False, [], []
         if self.updates in SEARCHES:
             self._facts = find_facts(self.network, optimizer)  # type: ignore[arg-type]
-            self._facts.noise_schedulers += []
+            self._facts.add(self._told)
         if self._auditing:
             self._observer.end_step()  # type: ignore[union-attr]
         self._probe = self._take_probe()
@@ -262,9 +282,6 @@ class Watcher:
         if self._auditing and not self._stepped:
             self._recorder.start()
 
-    def before_optimizer_steps(self) -> None:
-        self._recorder.stop()
-
     def scaled(self, scaler: Any) -> None:
         self._scaler = weakref.ref(scaler)
 
@@ -293,9 +310,15 @@ class Watcher:
         self.rest()
 
 
+def _run_eagerly(eagerly: bool) -> None:
+    """Compiled networks: hooks are called in what runs eagerly."""
+    torch.compiler.set_stance("force_eager" if eagerly else "default")
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     while type(module).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
-        module = getattr(module, "_orig_mod", None) or module.module  # type: ignore[assignment]
+        inner: Any = getattr(module, "_orig_mod", None) or module.module
+        module = inner
     return module
 
 
