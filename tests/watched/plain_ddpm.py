@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-STEPS = int(sys.argv[1])
 T = 1000
 
 
@@ -31,6 +30,7 @@ def pictures(count=64, size=8):
 
 
 def main():
+    steps = int(sys.argv[1])
     torch.manual_seed(0)
     betas = torch.linspace(1e-4, 0.02, T)
     alpha_bar = torch.cumprod(1 - betas, dim=0)
@@ -39,7 +39,7 @@ def main():
     ema = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = 0
-    while step < STEPS:
+    while step < steps:
         for (images,) in loader:
             x0 = images / 127.5 - 1
             t = torch.randint(0, T, (len(x0),))
@@ -56,7 +56,7 @@ def main():
                     average.lerp_(weight, 0.01)
             step += 1
             print(step, loss.item().hex(), flush=True)
-            if step == STEPS:
+            if step == steps:
                 break
 
 

@@ -15,7 +15,17 @@ PATIENCE = 20  # updates after which an average that never moved is called froze
 def check_average(
     average: Average, old: torch.Tensor, new: torch.Tensor, first: torch.Tensor, update: Update, observer: Observer
 ) -> list[Check]:
-    """`old`, `new`: before and after the update; `first`: when it was first seen. All sampled, [n]."""
+    """`old`, `new`: before and after the update; `first`: when it was first seen. All sampled, [n].
+
+    Of tensors that nothing calls an average, only what behaves as one is told.
+    """
+    checks = _checked(average, old, new, first, update, observer)
+    return [check for check in checks if average.is_average or check.healthy is not False]
+
+
+def _checked(
+    average: Average, old: torch.Tensor, new: torch.Tensor, first: torch.Tensor, update: Update, observer: Observer
+) -> list[Check]:
     name, wanted = average.name, "d e + (1 - d) w, with w after the step"
     mask = observer.averaged(name)
     step, weights = update.optimizer_step, update.weights

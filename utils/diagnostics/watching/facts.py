@@ -85,6 +85,7 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
     shapes = [p.shape for p in parameters.values()]
     own = {p.data_ptr() for p in parameters.values()}
     facts = Facts()
+    optimizers: list[Optimizer] = []
     kinds: dict[type, str] = {}
     lists: list[Any] = []
     networks: list[nn.Module] = []
@@ -103,6 +104,8 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
             facts.accelerator = thing
         elif word == "schedule" and getattr(thing, "optimizer", None) is optimizer:
             facts.schedules.append(thing)
+        elif word == "optimizer":
+            optimizers.append(thing)
         elif word == "loader":
             facts.loaders.append(thing)
         elif word == "scheduler":
@@ -123,6 +126,7 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
                 facts.averages.append(Average("AveragedModel", dict(tensors), thing))
         elif word == "copy" and thing is not network:
             networks.append(thing)
+    own |= {p.data_ptr() for o in optimizers for group in getattr(o, "param_groups", ()) for p in group["params"]}
     names = _names({id(thing) for thing in (*networks, *lists)})
     _add_copies(facts, networks, parameters, own, names)
     _add_lists(facts, lists, parameters, _storages(facts, own, parameters, optimizer), names)
@@ -141,6 +145,8 @@ def _word(kind: type, network: type) -> str:
         return "copy"
     if "EMAModel" in names:
         return "ema"
+    if issubclass(kind, Optimizer):
+        return "optimizer"
     if issubclass(kind, torch.utils.data.DataLoader):
         return "loader"
     if issubclass(kind, argparse.Namespace):

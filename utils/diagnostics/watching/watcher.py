@@ -136,7 +136,8 @@ class Watcher:
             self._candidates.append(Candidate(module, given.shape, depth))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        self._recorder.stop()
+        if optimizer is self._optimizer:
+            self._recorder.stop()
         if id(optimizer) in self._optimizers:
             return
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
@@ -203,6 +204,8 @@ class Watcher:
             self._end_discovery()
             self._compare_probe()
             self._finish()
+            if self._observer is not observer:  # this was not the denoiser
+                return
             begins = self.updates + 1 >= self._next
         if begins:
             self._begin()
@@ -272,7 +275,7 @@ class Watcher:
             self._moved = changed if self._moved is None else self._moved | changed
 
     def before_backward(self) -> None:
-        if self._auditing and self._observer is not None:
+        if self._auditing and not self._stepped and self._observer is not None:
             if self._scaler is not None:
                 scaler = self._scaler()
                 self._scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
