@@ -33,6 +33,7 @@ def main():
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(pictures()), batch_size=8, shuffle=True)
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=args.steps)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    torch.manual_seed(accelerator.process_index)
     step = 0
     while step < args.steps:
         for (images,) in loader:

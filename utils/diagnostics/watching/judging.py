@@ -27,6 +27,15 @@ from utils.diagnostics.watching.seen import Seen
 DTYPES = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+@dataclass(frozen=True)
+class Clip:
+    """A call that clips gradients."""
+
+    kind: str  # "norm" or "value"
+    limit: float
+    micro_step: int  # after which it came, from 1
+
+
 @dataclass
 class LastLook:
     """One update as it was seen."""
@@ -35,7 +44,7 @@ class LastLook:
     observer: Observer
     facts: Facts
     loss_scale: float
-    clips: list[tuple[str, float]]
+    clips: list[Clip]
     moved: torch.Tensor | None  # whether the weights changed between updates since the look before
     everyone: Everyone = field(default_factory=Everyone)  # what all processes saw
 
@@ -309,11 +318,16 @@ class Judge:
         micro_steps = look.facts.micro_steps or passes
         if look.facts.micro_steps and passes < look.facts.micro_steps:
             micro_steps = passes  # the end of the data cuts an accumulation short
-        limit = next((limit for kind, limit in reversed(look.clips) if kind == "norm"), 0.0)
+        limit = next((clip.limit for clip in reversed(look.clips) if clip.kind == "norm"), 0.0)
         declared = _declared(None, max(1, micro_steps), limit)
         checks = []
-        if not any(kind == "value" for kind, _ in look.clips) and (look.everyone.alone or look.everyone.mean is not None):
+        if not any(clip.kind == "value" for clip in look.clips) and (look.everyone.alone or look.everyone.mean is not None):
             checks += [self._scaled(c, limit) for c in check_gradients(update, declared, look.loss_scale, look.everyone.mean)]
+        early = [clip.micro_step for clip in look.clips if clip.micro_step < passes]
+        if passes > 1 and look.clips:
+            text = f"gradients are clipped after micro step {min(early, default=0)} of {passes}, before they are complete"
+            found = ", ".join(str(clip.micro_step) for clip in look.clips)
+            checks.append(Check("gradient", "clipped after micro step", str(passes), found, not early, text))
         checks += check_step(update, observer)
         checks += check_state(update, declared, observer)
         if look.moved is not None:

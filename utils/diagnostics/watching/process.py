@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ class Levels:
 # ---- known noise schedules
 
 
+@lru_cache(maxsize=4)
 def tables(steps: int) -> dict[str, torch.Tensor]:
     """Name -> alphas_cumprod of the schedules that scripts use, [T]."""
     known = {name: alphas_cumprod(name, steps) for name in SCHEDULES}
@@ -310,6 +311,8 @@ def identify_weights(weights: torch.Tensor, levels: Levels, target: str, micro_s
             exact = factor is not None and abs(abs(factor) - 1) < SMALL
             if factor is not None and (exact or gamma in (None, *_GAMMAS)) and (exact or name in familiar or len(weights) > 3):
                 found.append((name in familiar, exact, Weighting(name, gamma, factor, True)))
+        if found and found[-1][:2] == (True, True):
+            break
     if found:
         familiar_one, _, best = max(found, key=lambda one: one[:2])
         return _judged(best, familiar_one, target, micro_steps, levels.pixels, batch)

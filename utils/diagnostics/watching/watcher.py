@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.watching.facts import Facts, find_facts
-from utils.diagnostics.watching.judging import Judge, LastLook
+from utils.diagnostics.watching.judging import Clip, Judge, LastLook
 from utils.diagnostics.watching.seen import Recorder, Seen
 
-SEARCHES = {1, 4, 33, 376, 4180}  # finished updates after which all objects are looked through
+SEARCHES = {1, 20, 609, 10945}  # finished updates after which all objects are looked through
 
 
 class Enough(SystemExit):
@@ -72,11 +72,12 @@ class Watcher:
         self._facts = Facts()
         self._next, self._following = 2, 3  # updates that are looked at
         self._noising: list[tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._clips: list[tuple[str, float]] = []
+        self._clips: list[Clip] = []
         self._scaler: Any = None
         self._scale = 1.0
         self._probe: torch.Tensor | None = None
         self._moved: torch.Tensor | None = None
+        self._probed: list[torch.Tensor] = []
         self._discovering = True
         self._told = Facts()
         # Networks that may be the denoiser: (what is called, modules in it, optimizer, shape of the input).
@@ -164,6 +165,8 @@ class Watcher:
         inner = [m for m in candidates if m in inside and sum(p.numel() for p in m.parameters()) >= 0.9 * total]
         modules = {"network": network} | ({"raw": inner[-1]} if inner else {})
         self._observer = ForeignObserver(modules)
+        trained = list(self._observer.parameters.values())
+        self._probed = trained[:: max(1, len(trained) // 3)][:3]
         for hook in self._hooks:
             hook.remove()
         # On the module that is called: a compiled one does not call the hooks of what is inside.
@@ -265,9 +268,7 @@ class Watcher:
     @torch.no_grad()
     def _take_probe(self) -> torch.Tensor:
         """Some elements of the weights: whether anything changes them between two updates."""
-        parameters = list(self._observer.parameters.values())  # type: ignore[union-attr]
-        chosen = parameters[:: max(1, len(parameters) // 6)][:6]
-        return torch.cat([p.detach().reshape(-1)[:4].float() for p in chosen])
+        return torch.cat([p.detach().reshape(-1)[:4].float() for p in self._probed])
 
     def _compare_probe(self) -> None:
         if self._probe is not None:
@@ -303,7 +304,8 @@ class Watcher:
 
     def clipped(self, kind: str, limit: float) -> None:
         if self._auditing:
-            self._clips.append((kind, limit))
+            micro_steps = self._observer.update.micro_steps if self._observer.update is not None else []
+            self._clips.append(Clip(kind, limit, len(micro_steps)))
 
     def end(self, ended: bool) -> None:
         """When the script is over; `ended`: by itself, and not by an error, an interruption or `--watch_updates`."""
