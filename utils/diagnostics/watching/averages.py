@@ -37,6 +37,9 @@ def _checked(
     if torch.equal(e, after):
         return [_still(average, torch.equal(new, first), update, torch.equal(e, w))]
     rounding = 2 * ROUNDING * float(torch.maximum(e.abs(), w.abs()).norm())
+    begun = first.double()[mask]
+    if float((after - begun).norm()) <= 4 * rounding < 1e-2 * float((w - begun).norm()) and update.step + 1 >= PATIENCE:
+        return [_still(average, True, update, False)]  # it moves by its rounding alone
     moved = after - e
     slope = _slope(w - e, moved)
     if slope is None:

@@ -36,7 +36,7 @@ def check_preconditioning(
             return [Check("network", name, wanted, f"{kind}: {observed}", True)]
         if len(wrong) == 1:
             text = f"{wrong[0]} does not belong to the others: they are {kind}"
-            return [Check("network", name, wanted, observed, False, text)]
+            return [Check("input" if wrong == ["c_in"] else "network", name, wanted, observed, False, text)]
     return [Check("network", name, wanted, observed, False, f"they belong to no known preconditioning ({observed})")]
 
 

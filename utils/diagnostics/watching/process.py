@@ -278,11 +278,16 @@ def _velocity(target: Target, levels: Levels, wanted: str, observed: str) -> Che
 
 _GAMMAS = (5.0, 1.0, 2.0, 3.0, 4.0, 7.0, 10.0, 20.0)
 _FAMILIAR = {  # what scripts weigh errors by on purpose
-    "epsilon": ("1", "min(SNR, gamma) / SNR"),
-    "sample": ("1", "SNR", "max(SNR, 1)", "min(SNR, gamma)"),
-    "v_prediction": ("1", "min(SNR, gamma) / (SNR + 1)", "SNR / (SNR + 1)"),
+    "epsilon": ("1", "min(SNR, gamma) / SNR", "(SNR + 1) / SNR"),
+    "sample": ("1", "SNR", "max(SNR, 1)", "min(SNR, gamma)", "SNR + 1"),
+    "v_prediction": ("1", "SNR / (SNR + 1)", "min(SNR, gamma) / (SNR + 1)", "1 / (SNR + 1)"),
 }
-_FUNCTIONS = WEIGHTINGS | {"SNR / (SNR + 1)": lambda snr, gamma: snr / (snr + 1)}
+_FUNCTIONS = WEIGHTINGS | {
+    "SNR / (SNR + 1)": lambda snr, gamma: snr / (snr + 1),
+    "1 / (SNR + 1)": lambda snr, gamma: 1 / (snr + 1),
+    "(SNR + 1) / SNR": lambda snr, gamma: (snr + 1) / snr,
+    "SNR + 1": lambda snr, gamma: snr + 1,
+}
 
 
 @dataclass
@@ -443,6 +448,14 @@ def check_told(levels: Levels) -> tuple[Check, str]:
 def check_mixture(levels: Levels) -> Check:
     """Of a process without a table of steps."""
     name, wanted = "coefficients of image and noise", "one family for all noise levels"
+    if worst(levels.a) < 1e-3 and worst(levels.residual) < 1e-3:
+        return Check("input", name, wanted, "noise alone", False, "the network sees noise alone, without the image")
+    if shift := next((look.mixture.constant for look in levels.looks if look.mixture.constant), 0.0):
+        text = (
+            f"the network's input is image, noise and a constant of {shift:.3g}: "
+            "is the noise added before the images are normalized?"
+        )
+        return Check("input", name, wanted, f"and {shift:.3g}", False, text)
     kind = levels.kind
     formulas = {
         "variance-preserving": "a^2 + b^2 = 1",
@@ -460,7 +473,7 @@ def check_mixture(levels: Levels) -> Check:
     if kind in formulas:
         return Check("input", name, wanted, f"{kind}: {formulas[kind]}", True)
     if len(levels.a) > 2 and constant(levels.b) is not None and constant(levels.a) is not None:
-        text = f"all images have the same mixture of image and noise: {spread}"
-        return Check("input", name, wanted, spread, False, text)
+        text = f"all images of the batch have one noise level ({spread}); each image should have its own"
+        return Check("timestep", name, "one for each image", spread, False, text)
     text = f"the coefficients of image and noise belong to no known process ({spread})"
     return Check("input", name, wanted, spread, False, text)

@@ -27,6 +27,8 @@ class Enough(SystemExit):
 class ForeignObserver(Observer):
     """Of a loop that may clear its gradients between the forward and the backward pass."""
 
+    stepped: frozenset[int] = frozenset()  # ids of the parameters that the optimizer owns
+
     def _before_forward(self, name: str, module: nn.Module, inputs: tuple, options: dict | None = None) -> None:
         if options is not None:  # a hook that was taken away in this pass comes once more, without them
             super()._before_forward(name, module, inputs, options)
@@ -39,7 +41,8 @@ class ForeignObserver(Observer):
         known = [g for g in gradients if g is not None]
         step = self.update.micro_steps[-1]
         if len(self.update.micro_steps) == 1:
-            self.update.left_over = torch.stack(torch._foreach_norm(known)).norm() if known else torch.zeros(())
+            owned = [p.grad for p in self.parameters.values() if p.grad is not None and id(p) in self.stepped]
+            self.update.left_over = torch.stack(torch._foreach_norm(owned)).norm() if owned else torch.zeros(())
         step.gradient_before = self.sample.take(gradients) if known else None
 
 
@@ -78,6 +81,8 @@ class Watcher:
         self._probe: torch.Tensor | None = None
         self._moved: torch.Tensor | None = None
         self._probed: list[torch.Tensor] = []
+        self._encoder: nn.Module | None = None
+        self._encoded = False
         self._discovering = True
         self._told = Facts()
         # Networks that may be the denoiser: (what is called, modules in it, optimizer, shape of the input).
@@ -165,7 +170,9 @@ class Watcher:
         inner = [m for m in candidates if m in inside and sum(p.numel() for p in m.parameters()) >= 0.9 * total]
         modules = {"network": network} | ({"raw": inner[-1]} if inner else {})
         self._observer = ForeignObserver(modules)
-        trained = list(self._observer.parameters.values())
+        groups = self._optimizer.param_groups  # type: ignore[union-attr]
+        self._observer.stepped = frozenset(id(p) for group in groups for p in group["params"])
+        trained: list[torch.Tensor] = list(self._observer.parameters.values())
         self._probed = trained[:: max(1, len(trained) // 3)][:3]
         for hook in self._hooks:
             hook.remove()
@@ -220,7 +227,7 @@ class Watcher:
 
     def _begin(self) -> None:
         observer = self._observer
-        self._auditing = True
+        self._auditing, self._encoded = True, self._encoded and self._encoder is not None
         while self.updates + 1 >= self._next:
             self._next, self._following = self._following, self._next + self._following
         self._clips = []
@@ -237,7 +244,7 @@ class Watcher:
         update = self._observer.end_update()
         if update is None:
             raise RuntimeError(self._observer.failure or "an update was not seen")
-        look = LastLook(update, self._observer, self._facts, self._scale, list(self._clips), self._moved)
+        look = LastLook(update, self._observer, self._facts, self._scale, list(self._clips), self._moved, self._encoded)
         self._moved = None
         self._busy = True  # the judge makes optimizer steps of its own
         try:
@@ -258,12 +265,24 @@ class Watcher:
         if self.updates in SEARCHES:
             self._facts = find_facts(self.network, optimizer)  # type: ignore[arg-type]
             self._facts.add(self._told)
+            self._watch_autoencoder()
         if self._auditing:
             self._observer.end_step()  # type: ignore[union-attr]
         self._probe = self._take_probe()
         if self.updates + 1 >= self._next:
             self._recorder.start()
         self.judge.rate(self.updates, [float(group["lr"]) for group in optimizer.param_groups])
+
+    def _watch_autoencoder(self) -> None:
+        """Whether images are encoded in an update."""
+        encoder = getattr(self._facts.autoencoder, "encoder", None)
+        if isinstance(encoder, nn.Module) and self._encoder is None:
+            self._encoder = encoder
+
+            def encoded(*arguments: Any) -> None:
+                self._encoded = True
+
+            self._hooks.append(encoder.register_forward_hook(encoded))
 
     @torch.no_grad()
     def _take_probe(self) -> torch.Tensor:
@@ -305,7 +324,7 @@ class Watcher:
     def clipped(self, kind: str, limit: float) -> None:
         if self._auditing:
             micro_steps = self._observer.update.micro_steps if self._observer.update is not None else []
-            self._clips.append(Clip(kind, limit, len(micro_steps)))
+            self._clips.append(Clip(kind, limit, len(micro_steps), self._stepped))
 
     def end(self, ended: bool) -> None:
         """When the script is over; `ended`: by itself, and not by an error, an interruption or `--watch_updates`."""
