@@ -4,10 +4,10 @@ import contextlib
 import json
 import os
 import sys
-import textwrap
 from pathlib import Path
 
 from utils.core.files import whole_file
+from utils.diagnostics.audit.verdict import step_lines
 from utils.diagnostics.diagnose import judge
 from utils.diagnostics.finding import Finding, described
 from utils.diagnostics.report.report import write_report
@@ -24,7 +24,7 @@ class Result:
         self.folder = folder.absolute()
         self.main = os.environ.get("RANK", "0") == "0"
 
-    def write(self, watcher: Watcher, ended: bool = False) -> None:
+    def write(self, watcher: Watcher) -> None:
         """Both files, at each look and in the end; a full disk is no reason to stop."""
         if not self.main:
             return
@@ -36,7 +36,8 @@ class Result:
             write_report(self._record(watcher), findings, self.folder / REPORT)
 
     def _record(self, watcher: Watcher) -> RunRecord:
-        return RunRecord(self.folder, history=watcher.judge.history, command=" ".join(sys.argv))
+        history = [*watcher.judge.history, {"step": watcher.updates}]
+        return RunRecord(self.folder, history=history, summary=describe(watcher), exit_status=watcher.exit_status)
 
     def findings(self, watcher: Watcher) -> list[Finding]:
         return judge(self._record(watcher))[0]
@@ -49,18 +50,6 @@ class Result:
         print(f"\nwatched: {describe(watcher)}", end="\n\n")
         for finding in self.findings(watcher):
             print("\n".join(described(finding)))
-        for line in table(audited(self._record(watcher))):
-            print(line)
+        if checks := audited(self._record(watcher)):
+            print(*step_lines(checks), sep="\n")
         print(f"\n{self.folder / REPORT}", flush=True)
-
-
-def table(checks: list[dict]) -> list[str]:
-    """The step audit as a table: stage, quantity, declared | observed."""
-    lines = ["the training step    declared | observed"]
-    for check in checks:
-        mark = {True: "OK", False: "FAIL", None: "-"}[check["healthy"]]
-        if check["healthy"] is False and check.get("severity", "critical") != "critical":
-            mark = {"warning": "WARN", "info": "INFO"}[check["severity"]]
-        text = f"{check['stage']}: {check['name']}: {check['declared']} | {check['observed']}"
-        lines += textwrap.wrap(text, 110, initial_indent=f"{mark:<6}", subsequent_indent=" " * 6, break_on_hyphens=False)
-    return lines if len(lines) > 1 else []

@@ -30,6 +30,7 @@ def watch_script(script: Path, arguments: list[str], result_dir: Path, most_upda
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever waits is told that it was interrupted
         os.kill(os.getpid(), signal.SIGINT)
         return 130
+    watcher.exit_status = status
     _finish(watcher, result, hooks, ended)
     return status
 
@@ -38,7 +39,7 @@ def _finish(watcher: Watcher, result: Result, hooks: ExitStack, ended: bool) -> 
     watcher.end(ended)
     hooks.close()
     if os.getpid() == watcher.process:
-        result.write(watcher, ended=True)
+        result.write(watcher)
         result.show(watcher)
 
 

@@ -49,15 +49,16 @@ class Recorder(TorchDispatchMode):
 
     def start(self) -> None:
         if not self.running:
-            self.seen = Seen()
             self.running = True
             self.__enter__()
 
     def stop(self) -> Seen:
+        """What was seen, which is then forgotten here."""
         if self.running:
             self.running = False
             self.__exit__(None, None, None)
-        return self.seen
+        seen, self.seen = self.seen, Seen()
+        return seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -74,6 +75,10 @@ class Recorder(TorchDispatchMode):
             if name in _DRAWS and result.ndim > 1:
                 if len(seen.draws) < MOST:
                     seen.draws.append(Draw(result, name in _NORMAL, result._version))
+            elif name == "_to_copy" and result.ndim > 1:  # to another device or precision
+                drawn = next((draw for draw in seen.draws if draw.tensor is args[0]), None)
+                if drawn is not None and len(seen.draws) < MOST:
+                    seen.draws.append(Draw(result, drawn.normal, result._version))
             elif name in _INTEGERS and result.ndim == 1 and len(seen.times) < MOST:
                 seen.times.append(result)
                 numbers = [a for a in args if isinstance(a, int)]

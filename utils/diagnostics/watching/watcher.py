@@ -61,6 +61,7 @@ class Watcher:
         self.updates = 0  # finished ones of the network that is watched
         self.judge = Judge()
         self.failure = ""
+        self.exit_status: int | None = None  # of the script
         self.networks: list[tuple[str, str, int]] = []  # (network's class, optimizer's class, parameters)
         self.network: nn.Module | None = None
         self._report, self._most = report, most_updates
