@@ -357,7 +357,10 @@ class Judge:
             old, new = update.averages_before.get(average.name), update.averages.get(average.name)
             if old is not None and new is not None:
                 first = self._firsts.setdefault(average.name, old)
-                checks += check_average(average, old, new, first, look.update, look.observer)
+                found = check_average(average, old, new, first, look.update, look.observer)
+                checks += found
+                if any(check.healthy for check in found):
+                    self.is_words["ema"] = f"{average.name}, {found[0].observed.split(',')[0]}"
         checks += check_options(look.facts, passes, limit, update.step > 1)
         self._say_update(look, micro_steps, limit)
         return checks
@@ -406,7 +409,7 @@ class Judge:
             self.is_words["clipping"] = f"gradients clipped to {limit:g}"
         for average in look.facts.averages:
             if average.is_average:
-                self.is_words["ema"] = average.name
+                self.is_words.setdefault("ema", average.name)
 
 
 def _raw_network(look: LastLook, levels: Levels) -> list[Check]:
