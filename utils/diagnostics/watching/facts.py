@@ -61,6 +61,7 @@ class Facts:
     loaders: list[Any] = field(default_factory=list)
     noise_schedulers: list[Any] = field(default_factory=list)
     autoencoder: Any = None
+    shared: str = ""  # the name of an average that holds the network's own weights
     options: dict[str, Any] = field(default_factory=dict)  # of the script's command line, as argparse gave them
 
     def add(self, told: "Facts") -> None:
@@ -191,6 +192,9 @@ def _add_lists(
         if not all(isinstance(v, torch.Tensor) for v in values) or [v.shape for v in values] != shapes:
             continue
         pointers = {v.data_ptr() for v in values}
+        last = names.get(id(thing), "").rsplit(".", 1)[-1]
+        if [v.data_ptr() for v in values] == [p.data_ptr() for p in parameters.values()] and _says_average(last):
+            facts.shared = names[id(thing)]
         if pointers & taken or len(pointers) < len(values) or not all(v.is_floating_point() for v in values):
             continue
         name = names.get(id(thing), "")

@@ -23,8 +23,9 @@ from utils.diagnostics.watching.options import check_options, check_schedule, de
 from utils.diagnostics.watching.preconditioning import check_preconditioning
 from utils.diagnostics.watching.process import Levels, Look, Table
 from utils.diagnostics.watching.ranks import Everyone, gather
-from utils.diagnostics.watching.seen import Seen
+from utils.diagnostics.watching.seen import Seen, Times
 
+FAR = 1.2  # beyond the range of images
 DTYPES = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -63,6 +64,7 @@ class Judge:
     _facts: Facts = field(default_factory=Facts)
     _reached: set[str] = field(default_factory=set)  # parameters that ever got a gradient
     _looks_made: int = 0
+    _conditions: list[torch.Tensor | None] = field(default_factory=list)  # the row that all images share; None: they differ
 
     def begin(self, network: nn.Module) -> None:
         self.is_words["network"] = type(network).__name__
@@ -85,6 +87,7 @@ class Judge:
         self._facts = look.facts
         checks = self._process(look)
         checks += self._network(look)
+        checks += self._condition(look)
         look.everyone = gather(look.update, look.observer)
         checks += self._update(look)
         checks += look.everyone.checks
@@ -108,17 +111,15 @@ class Judge:
                 continue
             step.batch |= {"noise": mixture.noise_tensor, "sample_numbers": mixture.clean_tensor}
             gradient = call.gradients.get(0)
-            times = [t for t in seen.times if t.numel() == len(x)]
-            bounds = (seen.lowest[-1], seen.highest[-1]) if seen.highest else None
+            told_level = _told(call, len(x))
             found.append(
                 Look(
                     x,
-                    _told(call, len(x)),
+                    told_level,
                     call.outputs[0],
                     gradient / look.loss_scale if gradient is not None else None,
                     mixture,
-                    times,
-                    bounds,
+                    _times(seen, told_level, len(x)),
                     noising[3].reshape(-1).double() if noising is not None else None,
                 )
             )
@@ -133,6 +134,8 @@ class Judge:
             return [not_observed("input", "coefficients of image and noise", "one family for all noise levels", why)]
         self.mixed = True
         levels = Levels(looks)
+        if (twice := _noised_twice(look)) is not None:
+            return [twice, *self._noise(looks)]
         micro_steps = self._micro_steps(look)
         scheduler = self._scheduler(look)
         checks, table, names = self._levels(levels, looks, scheduler, micro_steps)
@@ -155,7 +158,14 @@ class Judge:
                 gamma = f" with gamma {weighting.gamma:g}" if weighting.gamma else ""
                 if gamma or "gamma" not in self.is_words.get("weight", ""):  # a batch without high SNRs shows none
                     self.is_words["weight"] = (weighting.name or "a function of their own") + gamma
-        return [*checks, *_raw_network(look, levels), *self._noise(looks), *self._data(looks, look)]
+        if table is not None:
+            self._add_levels(table, looks)
+        return [
+            *checks,
+            *_raw_network(look, levels),
+            *self._noise(looks),
+            *([] if levels.constant else self._data(looks, look)),
+        ]
 
     def _scheduler(self, look: LastLook) -> Any:
         """The noise scheduler that the script calls, or has told."""
@@ -172,13 +182,14 @@ class Judge:
         prediction = config.get("prediction_type") if config else None
         prediction = prediction if prediction in ("epsilon", "sample", "v_prediction") else None
         prediction = declared_prediction(self._facts) or prediction
-        drawn = torch.cat([one.times[-1].double() for one in looks]) if all(one.times for one in looks) else None
+        times = [one.times for one in looks if one.times is not None]
+        drawn = torch.cat([one.values.double() for one in times]) if len(times) == len(looks) else None
         used = torch.cat([one.noised_with for one in looks]) if looks[0].noised_with is not None else None  # type: ignore[misc]
         if scheduler is not None and used is not None and "num_train_timesteps" in config:
             table = _own_table(scheduler)
             name = str(config.get("beta_schedule", "own"))
             return [*self._steps(levels, looks, used, name, table, micro_steps)], table, (name, prediction)
-        steps = looks[0].drawn_from[1] if looks[0].drawn_from else 1000
+        steps = (times[0].highest if times else 0) or 1000
         for places in (levels.told, drawn):
             if places is not None and bool((places == places.round()).all()) and len(places) == len(levels.a):
                 found = process.matching(levels, places, steps)
@@ -203,8 +214,7 @@ class Judge:
     ) -> list[Check]:
         """By the audit's own checks of DDPM."""
         self.is_words["schedule"] = f"{process.said(name)} schedule of {len(table)} steps"
-        formula = Table(name, len(table), False, "epsilon", None, values=table)
-        declared = _declared(formula, micro_steps)
+        declared = _declared(Table(name, len(table), False, "epsilon", None, values=table), micro_steps)
         steps, position = [], 0
         for one in looks:
             part = places[position : position + len(one.x)]
@@ -217,9 +227,7 @@ class Judge:
                 noise = ((flat_as(mixture, one.x)) if one.x.numel() <= 1 << 18 else noise).to(noise)
             batch = {"clean_images": mixture.clean_tensor, "noise": noise, "timesteps": part}
             steps.append(MicroStep({"network": call}, batch))
-        checks = [c for c in check_noising(steps, declared) if c.stage in ("timestep", "input") and c.name != "target"]
-        self._add_levels(declared, looks, places)
-        return checks
+        return [c for c in check_noising(steps, declared) if c.stage in ("timestep", "input")]
 
     def _broken(
         self, levels: Levels, looks: list[Look], places: torch.Tensor, steps: int, micro_steps: int
@@ -237,12 +245,15 @@ class Judge:
             self.is_words = kept
         return None
 
-    def _add_levels(self, declared: Declared, looks: list[Look], places: torch.Tensor) -> None:
+    def _add_levels(self, table: torch.Tensor, looks: list[Look]) -> None:
+        """Of steps that were drawn as whole numbers: those that the images have."""
+        drawn = [one.noised_with if one.noised_with is not None else one.times.values for one in looks if one.times]
         if self._pool is None:
-            self._pool = Pool(declared)
-        if all(one.times or one.noised_with is not None for one in looks):
-            self._pool._declared = declared
-            self._pool.add_levels(places)
+            self._pool = Pool(_declared(None, 1))
+        if len(drawn) == len(looks):
+            self._pool._declared = _declared(Table("", len(table), False, "epsilon", None, values=table), 1)
+            for levels in drawn:
+                self._pool.add_levels(levels)
 
     def _noise(self, looks: list[Look]) -> list[Check]:
         if self._pool is None:
@@ -271,9 +282,9 @@ class Judge:
         return checks
 
     def _distribution(self, check: Check, looks: list[Look]) -> Check:
-        bounds = looks[0].drawn_from
+        times = looks[0].times
         steps = self._pool._declared.noising.steps  # type: ignore[union-attr]
-        if check.healthy is False and (bounds is None or bounds == (0, steps)):
+        if check.healthy is False and (times is None or not times.highest or (times.lowest, times.highest) == (0, steps)):
             return replace(check, severity="info")  # drawn in another way on purpose
         return replace(check, severity="warning") if check.healthy is False else check
 
@@ -293,7 +304,26 @@ class Judge:
         if low >= -1e-3 and high <= 1 + 1e-3 and high > 0.5:
             text = f"the images that the noise is added to reach from {low:.3g} to {high:.3g}: [0, 1], not [-1, 1]"
             return [Check("data", name, wanted, observed, False, text, "warning", "data-range")]
+        if max(high, -low) > FAR and look.facts.autoencoder is None:
+            text = f"the images that the noise is added to reach from {low:.3g} to {high:.3g}, not from -1 to 1"
+            return [Check("data", name, wanted, observed, False, text, "warning", "data-range")]
         return [Check("data", name, wanted, observed, True)]
+
+    def _condition(self, look: LastLook) -> list[Check]:
+        """Of what the network is told beside the noise level: whether it differs between images at all."""
+        calls = [s.calls["network"] for s in look.update.micro_steps if "network" in s.calls]
+        if not calls or not isinstance(calls[0].inputs[0], torch.Tensor) or len(calls[0].inputs[0]) < 2:
+            return []
+        batch = len(calls[0].inputs[0])
+        for value in [v for v in calls[0].inputs[2:] if isinstance(v, torch.Tensor) and len(v.shape) and len(v) == batch]:
+            rows = value.detach().reshape(batch, -1)
+            self._conditions.append(rows[:1] if bool((rows == rows[:1]).all()) else None)
+        if len(self._conditions) < 4 or any(c is None or c.shape != self._conditions[0].shape for c in self._conditions):
+            return []
+        same = all(bool((c == self._conditions[0]).all()) for c in self._conditions)
+        text = f"the network is told the same label or text for all images, in all {len(self._conditions)} updates looked at"
+        name, wanted = "label or text", "different for different images"
+        return [Check("condition", name, wanted, "one for all" if same else "different", not same, text, "info")]
 
     # ---- the network and the update
 
@@ -353,6 +383,9 @@ class Judge:
             )
             found = "others" if moved else "the same"
             checks.append(Check("state", "weights at the next update", "those that the step left", found, not moved, text))
+        if look.facts.shared:
+            text = f"{look.facts.shared} holds the network's own weights, not copies of them: it moves as they do"
+            checks.append(Check("ema", look.facts.shared, "copies of the weights", "the weights themselves", False, text))
         for average in look.facts.averages:
             old, new = update.averages_before.get(average.name), update.averages.get(average.name)
             if old is not None and new is not None:
@@ -423,6 +456,19 @@ def _raw_network(look: LastLook, levels: Levels) -> list[Check]:
     return check_preconditioning(levels, outer.inputs[0], outer.outputs[0], inner.inputs[0], inner.outputs[0])
 
 
+def _noised_twice(look: LastLook) -> Check | None:
+    """What `add_noise` got for a clean image is what it gave before."""
+    for step in look.update.micro_steps:
+        noisings = step.batch.get("noising") or []
+        for place, first in enumerate(noisings):
+            for later in noisings[place + 1 :]:
+                if later[1].data_ptr() == first[4].data_ptr() and later[1].shape == first[4].shape:
+                    text = "noise is added twice: the image that add_noise gets is one that it has noised before"
+                    name, wanted = "coefficients of image and noise", "noise is added once"
+                    return Check("input", name, wanted, "twice", False, text)
+    return None
+
+
 def _unexplained(look: LastLook) -> Check | None:
     """Where the loss asks for a noise that was drawn, the network's input should be made of it."""
     for step in look.update.micro_steps:
@@ -462,6 +508,15 @@ def _told(call: Call, batch: int) -> torch.Tensor | None:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return torch.full((batch,), float(value), dtype=torch.float64)
     return None
+
+
+def _times(seen: Seen, told: torch.Tensor | None, batch: int) -> Times | None:
+    """Of the whole numbers drawn for the batch: those that the network is told, else those of the widest range."""
+    drawn = [times for times in seen.times if times.values.numel() == batch]
+    for times in drawn:
+        if told is not None and torch.equal(times.values.double().cpu(), told.cpu()):
+            return times
+    return max(drawn, key=lambda times: times.highest, default=None)
 
 
 def _order(declared: str | None, levels: Levels) -> list[str]:

@@ -12,6 +12,7 @@ from utils.diagnostics.audit.fitting import constant, fit, flat, middle, simple,
 from utils.diagnostics.audit.noising import SMALL
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.mixture import EXACT, Mixture, family
+from utils.diagnostics.watching.seen import Times
 
 
 @dataclass
@@ -23,8 +24,7 @@ class Look:
     output: torch.Tensor
     gradient: torch.Tensor | None  # of the loss, by the output; without the loss's scale
     mixture: Mixture
-    times: list[torch.Tensor] = field(default_factory=list)  # whole numbers that were drawn, [B]
-    drawn_from: tuple[int, int] | None = None  # the bounds of the draw, the second exclusive
+    times: Times | None = None  # whole numbers that were drawn, [B]
     noised_with: torch.Tensor | None = None  # timesteps that `add_noise` got
 
 
@@ -64,6 +64,10 @@ class Levels:
     @property
     def sigma(self) -> torch.Tensor:
         return self.b / self.a.clamp(min=1e-12)
+
+    @property
+    def constant(self) -> float:
+        return next((look.mixture.constant for look in self.looks if look.mixture.constant), 0.0)
 
     @property
     def kind(self) -> str:
@@ -450,7 +454,7 @@ def check_mixture(levels: Levels) -> Check:
     name, wanted = "coefficients of image and noise", "one family for all noise levels"
     if worst(levels.a) < 1e-3 and worst(levels.residual) < 1e-3:
         return Check("input", name, wanted, "noise alone", False, "the network sees noise alone, without the image")
-    if shift := next((look.mixture.constant for look in levels.looks if look.mixture.constant), 0.0):
+    if shift := levels.constant:
         text = (
             f"the network's input is image, noise and a constant of {shift:.3g}: "
             "is the noise added before the images are normalized?"

@@ -26,13 +26,20 @@ class Draw:
 
 
 @dataclass
+class Times:
+    """Whole numbers drawn, [B], from `lowest` to below `highest`; 0: not known."""
+
+    values: torch.Tensor
+    lowest: int = 0
+    highest: int = 0
+
+
+@dataclass
 class Seen:
     """Tensors by reference, in the order in which they came."""
 
     draws: list[Draw] = field(default_factory=list)
-    times: list[torch.Tensor] = field(default_factory=list)  # whole numbers drawn, [B]
-    highest: list[int] = field(default_factory=list)  # the exclusive bounds that they were drawn below
-    lowest: list[int] = field(default_factory=list)
+    times: list[Times] = field(default_factory=list)
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)  # floating, [B, C, ...]
     scaled: set[int] = field(default_factory=set)  # ids of those that are another one times a number of each sample
 
@@ -80,11 +87,8 @@ class Recorder(TorchDispatchMode):
                 if drawn is not None and len(seen.draws) < MOST:
                     seen.draws.append(Draw(result, drawn.normal, result._version))
             elif name in _INTEGERS and result.ndim == 1 and len(seen.times) < MOST:
-                seen.times.append(result)
-                numbers = [a for a in args if isinstance(a, int)]
-                if name == "randint" and numbers:
-                    seen.highest.append(numbers[-1])
-                    seen.lowest.append(numbers[0] if len(numbers) > 1 else 0)
+                bounds = [a for a in args if isinstance(a, int)] if name == "randint" else []
+                seen.times.append(Times(result, bounds[0] if len(bounds) > 1 else 0, bounds[-1] if bounds else 0))
             if name in _SCALINGS and self._fits(result) and self._is_scaling(args):
                 seen.scaled.add(id(result))
             self._keep(result)
