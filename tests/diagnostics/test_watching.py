@@ -21,6 +21,7 @@ FAULTS = [  # (script, what is replaced, by what, code of the finding)
     ("plain_ddpm.py", "images / 127.5 - 1", "images", "data-range"),
     ("plain_ddpm.py", "lerp_(weight, 0.01)", "lerp_(weight, -0.01)", "step-ema"),
     ("plain_ddpm.py", "torch.randn_like(x0)", "torch.randn_like(x0[:1]).expand_as(x0)", "step-noise"),
+    ("plain_ddpm.py", "step += 1", "step += 1; step == 4 and model.load_state_dict(ema.state_dict())", "step-state"),
     ("accelerated.py", "model(noisy, timesteps)", "model(noisy, timesteps.roll(1))", "step-timestep"),
     ("accelerated.py", "get_velocity(clean, noise,", "get_velocity(noise, clean,", "step-target"),
     ("accelerated.py", "backward(loss)\n", "backward(loss); ema.step(model.parameters())\n", "step-ema"),

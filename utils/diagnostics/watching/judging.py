@@ -48,7 +48,7 @@ class LastLook:
     facts: Facts
     loss_scale: float
     clips: list[Clip]
-    moved: torch.Tensor | None  # whether the weights changed between updates since the look before
+    moved: bool  # whether the weights changed between updates since the look before
     encoded: bool = False  # an autoencoder made the clean images from others
     everyone: Everyone = field(default_factory=Everyone)  # what all processes saw
 
@@ -375,14 +375,12 @@ class Judge:
         checks += self._without_gradient(look)
         checks += check_step(update, observer)
         checks += check_state(update, declared, observer)
-        if look.moved is not None:
-            moved = bool(look.moved)
-            text = (
-                "the weights were changed between two updates, by something else than the optimizer: "
-                "averaged weights that were copied in and not restored?"
-            )
-            found = "others" if moved else "the same"
-            checks.append(Check("state", "weights at the next update", "those that the step left", found, not moved, text))
+        text = (
+            "the weights were changed between two updates, by something else than the optimizer: "
+            "averaged weights that were copied in and not restored?"
+        )
+        wanted, found = "those that the step left", "others" if look.moved else "the same"
+        checks.append(Check("state", "weights at the next update", wanted, found, not look.moved, text))
         if look.facts.shared:
             text = f"{look.facts.shared} holds the network's own weights, not copies of them: it moves as they do"
             checks.append(Check("ema", look.facts.shared, "copies of the weights", "the weights themselves", False, text))

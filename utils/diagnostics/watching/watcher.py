@@ -17,7 +17,9 @@ from utils.diagnostics.watching.facts import Facts, find_facts
 from utils.diagnostics.watching.judging import Clip, Judge, LastLook
 from utils.diagnostics.watching.seen import Recorder, Seen
 
-SEARCHES = {1, 20, 609, 10945}  # finished updates after which all objects are looked through
+SEARCHES = {1, 20, 609, 10945}  # finished updates after which all objects may be looked through
+MOST_PROBES = 256  # that are kept until they are compared
+PROBED = 16  # elements of the weights that are compared between two updates
 
 
 class Enough(SystemExit):
@@ -44,6 +46,40 @@ class ForeignObserver(Observer):
             owned = [p.grad for p in self.parameters.values() if p.grad is not None and id(p) in self.stepped]
             self.update.left_over = torch.stack(torch._foreach_norm(owned)).norm() if owned else torch.zeros(())
         step.gradient_before = self.sample.take(gradients) if known else None
+
+
+class Probe:
+    """Some elements of the weights, after each step and before the next forward pass: whether anything else changes them."""
+
+    def __init__(self, weights: torch.Tensor):
+        self._weights, self._place = weights, -1
+        self._left: list[torch.Tensor] = []
+        self._found: list[torch.Tensor] = []
+        self._moved = False
+
+    def _clone(self) -> torch.Tensor:
+        weights = self._weights.detach()
+        if weights.data_ptr() != self._place:
+            self._place = weights.data_ptr()
+            self._view = weights.as_strided((min(PROBED, weights.numel()),), (1,), weights.storage_offset())
+        return self._view.clone()
+
+    def take(self) -> None:
+        del self._left[len(self._found) :]
+        self._left.append(self._clone())
+
+    def again(self) -> None:
+        if len(self._left) > len(self._found):
+            self._found.append(self._clone())
+        if len(self._found) >= MOST_PROBES:
+            self._moved = self.moved()
+
+    def moved(self) -> bool:
+        """Whether it was so since it was last asked."""
+        pairs = list(zip(self._left, self._found))
+        moved = self._moved or (bool(pairs) and any(not torch.equal(a, b) for a, b in pairs))
+        self._left, self._found, self._moved = [], [], False
+        return moved
 
 
 class Candidate:
@@ -79,9 +115,7 @@ class Watcher:
         self._clips: list[Clip] = []
         self._scaler: Any = None
         self._scale = 1.0
-        self._probe: torch.Tensor | None = None
-        self._moved: torch.Tensor | None = None
-        self._probed: list[torch.Tensor] = []
+        self._probe = Probe(torch.zeros(1))
         self._encoder: nn.Module | None = None
         self._encoded = False
         self._discovering = True
@@ -173,8 +207,7 @@ class Watcher:
         self._observer = ForeignObserver(modules)
         groups = self._optimizer.param_groups  # type: ignore[union-attr]
         self._observer.stepped = frozenset(id(p) for group in groups for p in group["params"])
-        trained: list[torch.Tensor] = list(self._observer.parameters.values())
-        self._probed = trained[:: max(1, len(trained) // 3)][:3]
+        self._probe = Probe(max(self._observer.parameters.values(), key=torch.Tensor.numel))
         for hook in self._hooks:
             hook.remove()
         # On the module that is called: a compiled one does not call the hooks of what is inside.
@@ -213,7 +246,7 @@ class Watcher:
         if self._stepped:
             self._stepped = False
             self._end_discovery()
-            self._compare_probe()
+            self._probe.again()
             self._finish()
             if self._observer is not observer:  # this was not the denoiser
                 return
@@ -230,7 +263,7 @@ class Watcher:
         observer = self._observer
         self._auditing, self._encoded = True, self._encoded and self._encoder is not None
         while self.updates + 1 >= self._next:
-            self._next, self._following = self._following, self._next + self._following
+            self._next, self._following = _next_looks(self._next, self._following)
         self._clips = []
         observer.averages = {a.name: a.tensors for a in self._facts.averages}  # type: ignore[union-attr]
         _run_eagerly(True)
@@ -245,8 +278,7 @@ class Watcher:
         update = self._observer.end_update()
         if update is None:
             raise RuntimeError(self._observer.failure or "an update was not seen")
-        look = LastLook(update, self._observer, self._facts, self._scale, list(self._clips), self._moved, self._encoded)
-        self._moved = None
+        look = LastLook(update, self._observer, self._facts, self._scale, list(self._clips), self._probe.moved(), self._encoded)
         self._busy = True  # the judge makes optimizer steps of its own
         try:
             self.judge.look(look)
@@ -263,13 +295,13 @@ class Watcher:
             return
         self._stepped = True
         self.updates += 1
-        if self.updates in SEARCHES:
+        if self.updates in SEARCHES and (self.updates != 20 or not any(a.is_average for a in self._facts.averages)):
             self._facts = find_facts(self.network, optimizer)  # type: ignore[arg-type]
             self._facts.add(self._told)
             self._watch_autoencoder()
         if self._auditing:
             self._observer.end_step()  # type: ignore[union-attr]
-        self._probe = self._take_probe()
+        self._probe.take()
         if self.updates + 1 >= self._next:
             self._recorder.start()
         self.judge.rate(self.updates, [float(group["lr"]) for group in optimizer.param_groups])
@@ -284,16 +316,6 @@ class Watcher:
                 self._encoded = True
 
             self._hooks.append(encoder.register_forward_hook(encoded))
-
-    @torch.no_grad()
-    def _take_probe(self) -> torch.Tensor:
-        """Some elements of the weights: whether anything changes them between two updates."""
-        return torch.cat([p.detach().reshape(-1)[:4].float() for p in self._probed])
-
-    def _compare_probe(self) -> None:
-        if self._probe is not None:
-            changed = (self._take_probe() != self._probe).any()
-            self._moved = changed if self._moved is None else self._moved | changed
 
     def before_backward(self) -> None:
         if self._auditing and not self._stepped and self._observer is not None:
@@ -333,6 +355,12 @@ class Watcher:
             self.safely(self._finish)
         self.safely(self.judge.end, self.updates, ended)
         self.rest()
+
+
+def _next_looks(first: int, second: int) -> tuple[int, int]:
+    """2, 3, 5, 8, then 21, 55, 144 and so on: of Fibonacci's numbers, which have no rhythm for a fault to share."""
+    third = first + second
+    return (second, third) if second <= 8 else (third, second + third)
 
 
 def _run_eagerly(eagerly: bool) -> None:
