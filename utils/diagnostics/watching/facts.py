@@ -73,7 +73,9 @@ class Facts:
 
     @property
     def micro_steps(self) -> int | None:
-        return None if self.accelerator is None else int(self.accelerator.gradient_accumulation_steps)
+        """Declared to Accelerate; its default of 1 says nothing of a loop that accumulates by hand."""
+        found = 1 if self.accelerator is None else int(self.accelerator.gradient_accumulation_steps)
+        return found if found > 1 else None
 
     @property
     def precision(self) -> str | None:

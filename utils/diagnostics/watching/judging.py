@@ -59,7 +59,9 @@ class Judge:
     is_words: dict[str, str] = field(default_factory=dict)  # what the script is found to do, by stage
     mixed: bool = False  # the network was seen to get a mixture of image and noise
     rates: list[tuple[int, list[float]]] = field(default_factory=list)
-    _pool: Pool | None = None
+    _noise_pool: Pool = field(default_factory=lambda: Pool(_declared(None, 1)))
+    _level_pool: Pool | None = None
+    _num_steps: int = 0  # of the noise schedule
     _firsts: dict[str, torch.Tensor] = field(default_factory=dict)  # averages when they were first seen
     _facts: Facts = field(default_factory=Facts)
     _reached: set[str] = field(default_factory=set)  # parameters that ever got a gradient
@@ -227,7 +229,10 @@ class Judge:
                 noise = ((flat_as(mixture, one.x)) if one.x.numel() <= 1 << 18 else noise).to(noise)
             batch = {"clean_images": mixture.clean_tensor, "noise": noise, "timesteps": part}
             steps.append(MicroStep({"network": call}, batch))
-        return [c for c in check_noising(steps, declared) if c.stage in ("timestep", "input")]
+        checks = [c for c in check_noising(steps, declared) if c.stage in ("timestep", "input")]
+        if looks[0].x.dtype.itemsize < 4:  # image and noise are in half precision, as the script wants them
+            checks = [replace(c, severity="info") if "is rounded" in c.message else c for c in checks]
+        return checks
 
     def _broken(
         self, levels: Levels, looks: list[Look], places: torch.Tensor, steps: int, micro_steps: int
@@ -248,23 +253,21 @@ class Judge:
     def _add_levels(self, table: torch.Tensor, looks: list[Look]) -> None:
         """Of steps that were drawn as whole numbers: those that the images have."""
         drawn = [one.noised_with if one.noised_with is not None else one.times.values for one in looks if one.times]
-        if self._pool is None:
-            self._pool = Pool(_declared(None, 1))
+        if self._level_pool is None or self._num_steps != len(table):
+            self._num_steps = len(table)
+            self._level_pool = Pool(_declared(Table("", len(table), False, "epsilon", None, values=table), 1))
         if len(drawn) == len(looks):
-            self._pool._declared = _declared(Table("", len(table), False, "epsilon", None, values=table), 1)
             for levels in drawn:
-                self._pool.add_levels(levels)
+                self._level_pool.add_levels(levels)
 
     def _noise(self, looks: list[Look]) -> list[Check]:
-        if self._pool is None:
-            self._pool = Pool(_declared(None, 1))
         for one in looks:
             noise = one.mixture.noise_tensor
             if noise.ndim == 4:
                 if one.mixture.offset:
                     noise = noise - noise.flatten(2).mean(2)[:, :, None, None]
-                self._pool.add_noise(noise)
-        checks = [c for c in self._pool._noise_checks()]
+                self._noise_pool.add_noise(noise)
+        checks = self._noise_pool.checks()
         if checks and any(one.mixture.offset for one in looks):
             text = f"one number for each channel is added to the noise (offset noise of {looks[0].mixture.offset:.3g})"
             fine = replace(checks[0], healthy=None, observed=f"{checks[0].observed}; offset noise")
@@ -277,13 +280,13 @@ class Judge:
             self.is_words["perturbation"] = f"input perturbation of {looks[0].mixture.extra:.3g}"
         if not looks[0].mixture.drawn:
             checks.append(not_observed("noise", "where it is drawn", "by torch, in this update", "it was not drawn by torch"))
-        if self._pool._declared.noising is not None:
-            checks += [self._distribution(check, looks) for check in self._pool._level_checks()]
+        if self._level_pool is not None:
+            checks += [self._distribution(check, looks) for check in self._level_pool.checks()]
         return checks
 
     def _distribution(self, check: Check, looks: list[Look]) -> Check:
         times = looks[0].times
-        steps = self._pool._declared.noising.steps  # type: ignore[union-attr]
+        steps = self._num_steps
         if check.healthy is False and (times is None or not times.highest or (times.lowest, times.highest) == (0, steps)):
             return replace(check, severity="info")  # drawn in another way on purpose
         return replace(check, severity="warning") if check.healthy is False else check

@@ -28,7 +28,7 @@ def check_options(facts: Facts, passes: int, limit: float, searched: bool) -> li
     averages would have been found."""
     checks = []
     wanted = declared_micro_steps(facts)
-    if wanted is not None and wanted > 1 and passes == 1 and facts.micro_steps in (None, 1):
+    if wanted is not None and wanted > 1 and passes == 1 and facts.micro_steps is None:
         name = "backward passes of an update, by the command line"
         text = f"the command line asks for {wanted} micro steps per update, and the optimizer steps after each backward pass"
         checks.append(Check("gradient", name, str(wanted), str(passes), False, text))

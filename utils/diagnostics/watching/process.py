@@ -473,7 +473,7 @@ def check_mixture(levels: Levels) -> Check:
         return Check("input", name, wanted, spread, False, text)
     if worst(levels.residual) > 100 * EXACT:
         text = f"the noised image is rounded: {middle(levels.residual):.1e} of it is neither image nor noise (bf16 leaves 3e-3)"
-        return Check("input", name, wanted, spread, False, text, "warning")
+        return Check("input", name, wanted, spread, False, text, "info" if levels.looks[0].x.dtype.itemsize < 4 else "critical")
     if kind in formulas:
         return Check("input", name, wanted, f"{kind}: {formulas[kind]}", True)
     if len(levels.a) > 2 and constant(levels.b) is not None and constant(levels.a) is not None:
