@@ -41,6 +41,10 @@ FAULTS = [  # (script, what is replaced, by what, code of the finding)
 ]
 
 
+def slow(script: str) -> list:
+    return [pytest.mark.slow] if script == "accelerated.py" else []
+
+
 def watch(server, folder: Path, script: Path, *arguments, updates: int | None = None) -> tuple[int, str, dict[str, dict]]:
     """(exit status, what was printed, the findings by their codes)"""
     limit = [] if updates is None else ["--watch_updates", updates]
@@ -52,7 +56,7 @@ def watch(server, folder: Path, script: Path, *arguments, updates: int | None = 
     return status, run.text(), {finding["code"]: finding for finding in findings}
 
 
-@pytest.mark.parametrize("script", HEALTHY)
+@pytest.mark.parametrize("script", [pytest.param(script, marks=slow(script)) for script in HEALTHY])
 def test_a_healthy_loop_is_identified_and_trains_the_same_bits(server, tmp_path, script):
     steps = 9
     status, text, findings = watch(server, tmp_path, LOOPS / script, steps)
@@ -63,7 +67,7 @@ def test_a_healthy_loop_is_identified_and_trains_the_same_bits(server, tmp_path,
     assert losses.count("0x") == steps and text.startswith(losses.rstrip("\n"))
 
 
-@pytest.mark.parametrize(("script", "old", "new", "code"), FAULTS)
+@pytest.mark.parametrize(("script", "old", "new", "code"), [pytest.param(*fault, marks=slow(fault[0])) for fault in FAULTS])
 def test_a_fault_is_named_by_its_stage(server, tmp_path, script, old, new, code):
     shutil.copytree(LOOPS, tmp_path / "loops", ignore=shutil.ignore_patterns("__pycache__"))
     broken = tmp_path / "loops" / script
@@ -118,6 +122,7 @@ def test_a_loop_that_tells_what_it_trains(server, tmp_path):
     assert "epsilon" in (folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [False, True])
 def test_two_processes(server, tmp_path, fault):
     shutil.copytree(LOOPS, tmp_path / "loops", ignore=shutil.ignore_patterns("__pycache__"))

@@ -18,11 +18,6 @@ _SCALINGS = {"mul", "mul_", "div", "div_"}
 class Draw:
     tensor: torch.Tensor
     normal: bool  # else uniform
-    version: int  # of the tensor when it was drawn
-
-    @property
-    def changed(self) -> bool:
-        return self.tensor._version != self.version
 
 
 @dataclass
@@ -81,11 +76,11 @@ class Recorder(TorchDispatchMode):
         if isinstance(result, torch.Tensor):
             if name in _DRAWS and result.ndim > 1:
                 if len(seen.draws) < MOST:
-                    seen.draws.append(Draw(result, name in _NORMAL, result._version))
+                    seen.draws.append(Draw(result, name in _NORMAL))
             elif name == "_to_copy" and result.ndim > 1:  # to another device or precision
                 drawn = next((draw for draw in seen.draws if draw.tensor is args[0]), None)
                 if drawn is not None and len(seen.draws) < MOST:
-                    seen.draws.append(Draw(result, drawn.normal, result._version))
+                    seen.draws.append(Draw(result, drawn.normal))
             elif name in _INTEGERS and result.ndim == 1 and len(seen.times) < MOST:
                 bounds = [a for a in args if isinstance(a, int)] if name == "randint" else []
                 seen.times.append(Times(result, bounds[0] if len(bounds) > 1 else 0, bounds[-1] if bounds else 0))
