@@ -3,8 +3,10 @@
     python diagnose.py runs/digits                                      # a run, going on, ended or crashed; writes report.html
     python diagnose.py --pipeline runs/digits --dataset_name digits     # any unconditional diffusers pipeline, on real images
     python diagnose.py --dataset_name uoft-cs/cifar10 --resolution 32   # the data alone, before anything is trained
+    python diagnose.py --watch my_train.py --its_flags ...              # any training script; --watch is the last flag
 
 Exit status: 0 nothing found, 1 findings, 2 it could not run. Findings that are only for information do not count.
+With --watch it is that of the script.
 """
 
 import json
@@ -26,11 +28,24 @@ if TYPE_CHECKING:
 
 
 def parse_args(argv: list[str] | None = None) -> DiagnoseOptions:
-    return parse_options(DiagnoseOptions, __doc__, argv)
+    return parse_options(DiagnoseOptions, __doc__, _split(argv)[0])
+
+
+def _split(argv: list[str] | None) -> tuple[list[str], list[str]]:
+    """(our arguments, those of the script that --watch names)"""
+    words = sys.argv[1:] if argv is None else argv
+    ends = [place + 1 + (word == "--watch") for place, word in enumerate(words) if word.split("=")[0] == "--watch"]
+    end = min(ends, default=len(words))
+    return words[:end], words[end:]
 
 
 def main(args: DiagnoseOptions) -> int:
     # Imported here because torch takes seconds, which --help and a mistyped flag should not pay for.
+    if args.watch is not None:
+        from utils.diagnostics.watching.script import watch_script
+
+        folder = args.watch_dir or Path("watch") / Path(args.watch).stem
+        sys.exit(watch_script(Path(args.watch), _split(None)[1], folder, args.watch_updates))
     from utils.diagnostics import diagnose as diagnostics
     from utils.diagnostics.report.report import write_report
     from utils.runs.record import RunRecord
@@ -107,6 +122,7 @@ def load(args: DiagnoseOptions, resolution: int, image_channels: int) -> "ImageS
 
 def show(record: "RunRecord", findings: list, judged: set[str], as_json: bool) -> None:
     """What could be judged, FAIL, WARN or OK, with cause and fixes; then the figures of a dataset or a probe."""
+    from utils.diagnostics.audit.verdict import step_lines
     from utils.diagnostics.catalog import CATALOG
     from utils.diagnostics.finding import described
     from utils.diagnostics.rules.audit import audited
@@ -124,7 +140,7 @@ def show(record: "RunRecord", findings: list, judged: set[str], as_json: bool) -
     for finding in findings:
         print("\n".join(described(finding)))
     if steps := audited(record):
-        print(*_step_lines(steps), sep="\n", end="\n\n")
+        print(*step_lines(steps), sep="\n", end="\n\n")
     missing = CATALOG.keys() - judged - found - {"rule-failed"} if record.options else ()  # of a dataset or a pipeline most is
     for word, before, codes in (("OK", "", healthy), ("-", "too little recorded to judge: ", missing)):
         listed = before + ", ".join(code for code in CATALOG if code in codes)
@@ -133,16 +149,6 @@ def show(record: "RunRecord", findings: list, judged: set[str], as_json: bool) -
     for kind in ("data", "probe"):
         if kind in figures:
             print(f"\n{kind}", *_figure_lines(figures[kind]), sep="\n")
-
-
-def _step_lines(checks: list[dict]) -> list[str]:
-    """The step audit as a table: stage, quantity, declared | observed."""
-    lines = ["the training step    declared | observed"]
-    for check in checks:
-        mark = {True: "OK", False: "FAIL", None: "-"}[check["healthy"]]
-        text = f"{check['stage']}: {check['name']}: {check['declared']} | {check['observed']}"
-        lines += textwrap.wrap(text, 110, initial_indent=f"{mark:<6}", subsequent_indent=" " * 6, break_on_hyphens=False)
-    return lines
 
 
 def _run_lines(record: "RunRecord") -> list[str]:

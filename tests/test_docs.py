@@ -18,6 +18,7 @@ OTHERS = {  # of launchers and tools
     *("--config_file", "--num_processes", "--machine_rank", "--main_process_ip", "--cpu", "--standalone", "--nproc_per_node"),
     *("--help", "--local_rank", "--logdir", "--nodes", "--signal", "--time", "--check", "--wait"),
     *("--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"),
+    *("--my_flags", "--its_flags"),  # of a script that is not ours
 }
 of_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

@@ -1,5 +1,6 @@
 """What the step audit says of one quantity of a training step: what it is declared to be, and what was observed."""
 
+import textwrap
 from dataclasses import asdict, dataclass
 
 STAGES = (
@@ -19,6 +20,8 @@ class Check:
     observed: str
     healthy: bool | None  # None: not observed
     message: str = ""
+    severity: str = "critical"  # of what is wrong; see `finding.SEVERITIES`
+    code: str = ""  # of the finding; empty: that of the stage
 
     def __post_init__(self):
         if self.stage not in STAGES:
@@ -32,3 +35,15 @@ class Check:
 
 def not_observed(stage: str, name: str, declared: str, why: str) -> Check:
     return Check(stage, name, declared, f"not observed: {why}", None)
+
+
+def step_lines(checks: list[dict]) -> list[str]:
+    """Checks as a table for the terminal: stage, quantity, declared | observed."""
+    lines = ["the training step    declared | observed"]
+    for check in checks:
+        mark = {True: "OK", False: "FAIL", None: "-"}[check["healthy"]]
+        if check["healthy"] is False:
+            mark = {"warning": "WARN", "info": "INFO"}.get(check.get("severity", "critical"), mark)
+        text = f"{check['stage']}: {check['name']}: {check['declared']} | {check['observed']}"
+        lines += textwrap.wrap(text, 110, initial_indent=f"{mark:<6}", subsequent_indent=" " * 6, break_on_hyphens=False)
+    return lines

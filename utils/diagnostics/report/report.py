@@ -68,9 +68,13 @@ def _sections(record: RunRecord, findings: list) -> list[tuple[str, str]]:
 
 def _step(record: RunRecord) -> str:
     """Declared and observed, stage by stage."""
-    marks = {True: "✓", False: f"{SYMBOLS['critical']} differs", None: "– not observed"}
+    marks = {True: "✓", None: "– not observed"}
     rows = [
-        [c["stage"].replace("_", " "), c["name"], c["declared"], c["observed"], marks[c["healthy"]], str(c["looks"])]
+        [
+            *(c["stage"].replace("_", " "), c["name"], c["declared"], c["observed"]),
+            marks.get(c["healthy"], f"{SYMBOLS[c.get('severity', 'critical')]} differs"),
+            str(c["looks"]),
+        ]
         for c in audited(record)
     ]
     reading = (
@@ -109,9 +113,10 @@ def _header(record: RunRecord, name: str) -> str:
     }
     entries = "".join(f"<div><dt>{key}</dt><dd>{escape(str(value))}</dd></div>" for key, value in facts.items() if value)
     state, kind = run_state(record, done, total)
+    summary = f"<p>{escape(record.summary)}</p>" if record.summary else ""
     return (
         f'<header><h1>{escape(name)}</h1><p class="state"><b class="{kind}">{escape(state)}</b> {updates}</p>{share}'
-        f"<dl>{entries}</dl></header>"
+        f"{summary}<dl>{entries}</dl></header>"
     )
 
 

@@ -1,0 +1,55 @@
+"""What was seen of a script: diagnosis.json, report.html, and the table in the terminal."""
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from utils.core.files import whole_file
+from utils.diagnostics.audit.verdict import step_lines
+from utils.diagnostics.diagnose import judge
+from utils.diagnostics.finding import Finding, described
+from utils.diagnostics.report.report import write_report
+from utils.diagnostics.rules.audit import audited
+from utils.diagnostics.watching.description import describe
+from utils.diagnostics.watching.watcher import Watcher
+from utils.runs.record import RunRecord
+
+DIAGNOSIS, REPORT = "diagnosis.json", "report.html"
+
+
+class Result:
+    def __init__(self, folder: Path):
+        self.folder = folder.absolute()
+        self.main = os.environ.get("RANK", "0") == "0"
+
+    def write(self, watcher: Watcher) -> None:
+        """Both files, at each look and in the end; a full disk is no reason to stop."""
+        if not self.main:
+            return
+        findings = self.findings(watcher)
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with whole_file(self.folder / DIAGNOSIS) as draft:
+                draft.write_text(json.dumps([vars(finding) for finding in findings], indent=2) + "\n")
+            write_report(self._record(watcher), findings, self.folder / REPORT)
+
+    def _record(self, watcher: Watcher) -> RunRecord:
+        history = [*watcher.judge.history, {"step": watcher.updates}]
+        return RunRecord(self.folder, history=history, summary=describe(watcher), exit_status=watcher.exit_status)
+
+    def findings(self, watcher: Watcher) -> list[Finding]:
+        return judge(self._record(watcher))[0]
+
+    def show(self, watcher: Watcher) -> None:
+        """In the terminal, after all that the script printed."""
+        if not self.main:
+            return
+        sys.stdout.flush()
+        print(f"\nwatched: {describe(watcher)}", end="\n\n")
+        for finding in self.findings(watcher):
+            print("\n".join(described(finding)))
+        if checks := audited(self._record(watcher)):
+            print(*step_lines(checks), sep="\n")
+        print(f"\n{self.folder / REPORT}", flush=True)
