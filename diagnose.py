@@ -3,8 +3,10 @@
     python diagnose.py runs/digits                                      # a run, going on, ended or crashed; writes report.html
     python diagnose.py --pipeline runs/digits --dataset_name digits     # any unconditional diffusers pipeline, on real images
     python diagnose.py --dataset_name uoft-cs/cifar10 --resolution 32   # the data alone, before anything is trained
+    python diagnose.py --watch my_train.py --its_flags ...              # any training script, unchanged; --watch is the last flag
 
 Exit status: 0 nothing found, 1 findings, 2 it could not run. Findings that are only for information do not count.
+With --watch it is that of the script.
 """
 
 import json
@@ -26,11 +28,23 @@ if TYPE_CHECKING:
 
 
 def parse_args(argv: list[str] | None = None) -> DiagnoseOptions:
-    return parse_options(DiagnoseOptions, __doc__, argv)
+    return parse_options(DiagnoseOptions, __doc__, _split(argv)[0])
+
+
+def _split(argv: list[str] | None) -> tuple[list[str], list[str]]:
+    """(our arguments, those of the script that --watch names)"""
+    words = sys.argv[1:] if argv is None else argv
+    end = words.index("--watch") + 2 if "--watch" in words else len(words)
+    return words[:end], words[end:]
 
 
 def main(args: DiagnoseOptions) -> int:
     # Imported here because torch takes seconds, which --help and a mistyped flag should not pay for.
+    if args.watch is not None:
+        from utils.diagnostics.watching.script import watch_script
+
+        folder = args.watch_dir or Path("watch") / Path(args.watch).stem
+        sys.exit(watch_script(Path(args.watch), _split(None)[1], folder, args.watch_updates))
     from utils.diagnostics import diagnose as diagnostics
     from utils.diagnostics.report.report import write_report
     from utils.runs.record import RunRecord

@@ -452,6 +452,11 @@ class DiagnosedOptions(Options):
     json: bool = flag(False, "print JSON instead of a table")
     no_report: bool = flag(False, "leave the run's report.html and diagnosis.json as they are")
     seed: int = flag(0)
+    watch: str | None = flag(
+        None, "runs any training script, and watches it; all that follows is the script's", metavar="SCRIPT ..."
+    )
+    watch_dir: Path | None = flag(None, "folder for what was seen of it (watch/<the script's name>)")
+    watch_updates: int | None = flag(None, "ends it after so many updates", at_least=1)
 
 
 @dataclass(kw_only=True)
@@ -460,6 +465,10 @@ class DiagnoseOptions(DiagnosedOptions, DataOptions):
 
     def check(self) -> None:
         named = [self.run is not None, self.pipeline is not None, bool(self.dataset_name or self.train_data_dir)]
+        if self.watch is not None:
+            if any(named):
+                raise UserError("--watch SCRIPT takes no run, --pipeline or dataset")
+            return
         if named not in ([True, False, False], [False, True, True], [False, False, True]):
             raise UserError("name a run, or --pipeline with --dataset_name or --train_data_dir, or a dataset alone")
 

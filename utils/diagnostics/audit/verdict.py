@@ -19,6 +19,8 @@ class Check:
     observed: str
     healthy: bool | None  # None: not observed
     message: str = ""
+    severity: str = "critical"  # of what is wrong; see `finding.SEVERITIES`
+    code: str = ""  # of the finding; empty: that of the stage
 
     def __post_init__(self):
         if self.stage not in STAGES:

@@ -1,7 +1,7 @@
 """Findings of the step audit: what a training step does that is not declared, stage by stage in the order of the step."""
 
 from utils.diagnostics.audit.verdict import STAGES
-from utils.diagnostics.finding import Finding, Found
+from utils.diagnostics.finding import SEVERITIES, Finding, Found
 from utils.runs.record import RunRecord
 
 
@@ -25,16 +25,29 @@ def step_deviates(record: RunRecord) -> Found:
     if failed:
         yield Finding("rule-failed", "info", f"the step audit: {failed[-1][1]}", failed[-1][0])
     for stage in STAGES:
-        code = f"step-{stage.replace('_', '-')}"
         own = [(step, check) for step, checks in audits for check in checks if check.get("stage") == stage]
-        if any(check.get("healthy") is not None for _, check in own):
-            yield code
-        wrong = [(step, check) for step, check in own if check.get("healthy") is False]
-        if not wrong:
-            continue
-        step, check = wrong[-1]
-        steps = sorted({step for step, _ in wrong})
-        others = list(dict.fromkeys(c["name"] for _, c in wrong if c["name"] != check["name"]))
-        evidence = f"{check['message']}; seen in {len(steps)} of {len(audits)} audits, first at update {steps[0]}"
-        evidence += f"; also: {', '.join(others)}" if others else ""
-        yield Finding(code, "critical", evidence, step, declared=check["declared"], observed=check["observed"])
+        codes = dict.fromkeys((_code(stage), *(check.get("code") or _code(stage) for _, check in own)))
+        for code in codes:
+            part = [(step, check) for step, check in own if (check.get("code") or _code(stage)) == code]
+            yield from _deviations(code, part, len(audits))
+
+
+def _code(stage: str) -> str:
+    return f"step-{stage.replace('_', '-')}"
+
+
+def _deviations(code: str, seen: list[tuple[int, dict]], looks: int) -> Found:
+    """The finding of the checks (update, check) that have its code."""
+    if any(check.get("healthy") is not None for _, check in seen):
+        yield code
+    severities = [SEVERITIES.index(check.get("severity", "critical")) for _, check in seen if check.get("healthy") is False]
+    if not severities:
+        return
+    severity = SEVERITIES[min(severities)]
+    wrong = [one for one in seen if one[1].get("healthy") is False and one[1].get("severity", "critical") == severity]
+    step, check = wrong[-1]
+    steps = sorted({step for step, _ in wrong})
+    others = list(dict.fromkeys(c["name"] for _, c in wrong if c["name"] != check["name"]))
+    evidence = f"{check['message']}; seen in {len(steps)} of {looks} audits, first at update {steps[0]}"
+    evidence += f"; also: {', '.join(others)}" if others else ""
+    yield Finding(code, severity, evidence, step, declared=check["declared"], observed=check["observed"])

@@ -1,0 +1,114 @@
+"""Averaged weights that a script keeps, or seems to keep: e' = d e + (1 - d) w, after the optimizer's step."""
+
+import torch
+
+from utils.diagnostics.audit.observer import Observer, Update
+from utils.diagnostics.audit.updating import ROUNDING
+from utils.diagnostics.audit.verdict import Check, not_observed
+from utils.diagnostics.watching.facts import Average
+
+SMALL = 2e-2
+PATIENCE = 20  # updates after which an average that never moved is called frozen
+
+
+def check_average(
+    average: Average, old: torch.Tensor, new: torch.Tensor, first: torch.Tensor, update: Update, observer: Observer
+) -> list[Check]:
+    """`old`, `new`: before and after the update; `first`: when it was first seen. All sampled, [n]."""
+    name, wanted = average.name, "d e + (1 - d) w, with w after the step"
+    mask = observer.averaged(name)
+    step, weights = update.optimizer_step, update.weights
+    if weights is None or step is None:
+        return [not_observed("ema", name, wanted, "no step was seen")]
+    if not average.is_average and torch.equal(new, first):
+        return []
+    e, after, w, before = (v.double()[mask] for v in (old, new, weights, step.before))
+    if torch.equal(e, after):
+        return [_still(average, torch.equal(new, first), update, torch.equal(e, w))]
+    rounding = 2 * ROUNDING * float(torch.maximum(e.abs(), w.abs()).norm())
+    moved = after - e
+    slope = _slope(w - e, moved)
+    if slope is None:
+        return [not_observed("ema", name, wanted, "average and weights are the same")]
+    left = float((moved - slope * (w - e)).norm())
+    size = float(moved.norm())
+    observed = f"decay {1 - slope:.6g}"
+    if size < 4 * rounding:
+        return [not_observed("ema", name, wanted, "its change drowns in its own rounding")]
+    if left <= 2 * rounding + SMALL * size:
+        return [_decay(average, slope, observed, update, rounding / max(float((w - e).norm()), 1e-300))]
+    stale = _slope(before - e, moved)
+    if stale is not None and float((moved - stale * (before - e)).norm()) <= 2 * rounding + SMALL * size:
+        text = f"{name} takes the weights before the optimizer's step, not after it"
+        return [Check("ema", name, wanted, observed, False, text)]
+    twice = _two(e, after, before, w)
+    if twice is not None and twice <= 2 * rounding + SMALL * size:
+        text = f"{name} is updated more than once in an update: with the weights before the step and with those after it"
+        return [Check("ema", name, wanted, observed, False, text)]
+    text = f"{name} moves towards other weights than those of the network ({left / size:.0%} of its change is something else)"
+    return [Check("ema", name, wanted, observed, False, text)]
+
+
+def _two(e: torch.Tensor, after: torch.Tensor, before: torch.Tensor, w: torch.Tensor) -> float | None:
+    columns = torch.stack([before - e, w - e], 1)
+    sizes = columns.norm(dim=0).clamp(min=1e-300)
+    solution = torch.linalg.lstsq(columns / sizes, (after - e)[:, None]).solution
+    shares = solution[:, 0] / sizes
+    if not bool(((shares > 0) & (shares < 1)).all()):
+        return None
+    return float((columns / sizes @ solution - (after - e)[:, None]).norm())
+
+
+def _slope(x: torch.Tensor, y: torch.Tensor) -> float | None:
+    size = float((x * x).sum())
+    return float((x * y).sum()) / size if size else None
+
+
+def _still(average: Average, always: bool, update: Update, equal: bool) -> Check:
+    name, wanted = average.name, "d e + (1 - d) w, with w after the step"
+    settings = average.settings
+    if settings is not None:
+        count = int(average.owner.optimization_step)
+        if count == 0:
+            text = f"{name} does not move: its step() has not been called in {update.step + 1} updates"
+            return Check("ema", name, wanted, "no update", False, text)
+        if settings.at(count) >= 1:
+            text = f"{name} does not move: its decay is {settings.at(count):g}"
+            return Check("ema", name, wanted, "a decay of 1", False, text)
+    if always and update.step + 1 >= PATIENCE and not equal:
+        text = f"{name} does not move: it is the same as when it was first seen, {update.step + 1} updates into the training"
+        return Check("ema", name, wanted, "no change", False, text)
+    return not_observed("ema", name, wanted, "it was not updated in this update")
+
+
+def _decay(average: Average, slope: float, observed: str, update: Update, blur: float) -> Check:
+    name, wanted = average.name, "a decay from 0 to 1"
+    decay = 1 - slope
+    settings = average.settings
+    if slope < 0:
+        return Check(
+            "ema", name, wanted, observed, False, f"{name} moves away from the weights (decay {decay:.4g}): a wrong sign"
+        )
+    if slope > 1 + 1e-3 + blur:
+        return Check("ema", name, wanted, observed, False, f"{name} overshoots the weights (decay {decay:.4g})")
+    if settings is None:
+        if 0.5 < slope < 1 - 1e-6:
+            text = f"{name} forgets nearly all in each update (decay {decay:.4g}): are decay and 1 - decay exchanged?"
+            return Check("ema", name, wanted, observed, False, text, "warning")
+        return Check("ema", name, wanted, observed, True)
+    count = int(average.owner.optimization_step)
+    declared = settings.at(count)
+    wanted = f"decay {declared:.6g}, by its settings"
+    tolerance = 2e-3 * (1 - declared) + 2 * blur + 1e-7
+    if abs(decay - declared) <= tolerance:
+        fine = count <= update.step + 1
+        text = f"{name} has been updated {count} times in {update.step + 1} updates: it is updated in each micro step"
+        return Check("ema", name, f"{wanted}, once per update", f"{observed}, {count} updates of it", fine, text)
+    text = f"{name} has the decay {decay:.6g}, by its settings it should be {declared:.6g}"
+    for times in (2, 3, 4, 8):
+        expected = 1.0
+        for number in range(count - times + 1, count + 1):
+            expected *= settings.at(number)
+        if abs(decay - expected) <= tolerance * times:
+            text = f"{name} is updated {times} times in an update: in each micro step?"
+    return Check("ema", name, wanted, observed, False, text)

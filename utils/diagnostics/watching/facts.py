@@ -1,0 +1,221 @@
+"""What the objects of a script say of themselves: Accelerate's settings, schedules of the learning rate, averaged weights."""
+
+import argparse
+import gc
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+@dataclass
+class Average:
+    """Tensors that follow the weights, or seem meant to."""
+
+    name: str
+    tensors: dict[str, torch.Tensor]  # by the parameter's name
+    owner: Any  # the object that holds them
+    is_average: bool = True  # by its class or its name; else it is one if it moves
+
+    @property
+    def settings(self) -> "EMASettings | None":
+        if type(self.owner).__name__ != "EMAModel" or not hasattr(self.owner, "update_after_step"):
+            return None
+        o = self.owner
+        return EMASettings(o.decay, o.min_decay, o.update_after_step, o.use_ema_warmup, o.inv_gamma, o.power)
+
+
+@dataclass(frozen=True)
+class EMASettings:
+    """Of diffusers' EMAModel; its documentation's formula, written here once more."""
+
+    decay: float
+    min_decay: float
+    update_after_step: int
+    warmup: bool
+    inv_gamma: float
+    power: float
+
+    def at(self, number: int) -> float:
+        """Decay of the average's own update `number`, from 1."""
+        step = max(0, number - self.update_after_step - 1)
+        if step == 0:
+            return 0.0
+        value = 1 - (1 + step / self.inv_gamma) ** -self.power if self.warmup else (1 + step) / (10 + step)
+        return max(min(value, self.decay), self.min_decay)
+
+
+@dataclass
+class Facts:
+    accelerator: Any = None
+    schedules: list[Any] = field(default_factory=list)  # of the learning rate of the optimizer
+    averages: list[Average] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+    noise_schedulers: list[Any] = field(default_factory=list)
+    autoencoder: Any = None
+    options: dict[str, Any] = field(default_factory=dict)  # of the script's command line, as argparse gave them
+
+    @property
+    def micro_steps(self) -> int | None:
+        return None if self.accelerator is None else int(self.accelerator.gradient_accumulation_steps)
+
+    @property
+    def precision(self) -> str | None:
+        return None if self.accelerator is None else str(self.accelerator.mixed_precision)
+
+
+def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
+    """Looks through all objects of the process, which takes some tenths of a second."""
+    parameters = dict(network.named_parameters())
+    shapes = [p.shape for p in parameters.values()]
+    own = {p.data_ptr() for p in parameters.values()}
+    facts = Facts()
+    kinds: dict[type, str] = {}
+    lists: list[Any] = []
+    networks: list[nn.Module] = []
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if kind is list or kind is dict or kind is tuple:
+            if len(thing) == len(shapes) and len(shapes) > 1:
+                lists.append(thing)
+            continue
+        word = kinds.get(kind)
+        if word is None:
+            word = kinds[kind] = _word(kind, type(network))
+        if not word:
+            continue
+        if word == "accelerator":
+            facts.accelerator = thing
+        elif word == "schedule" and getattr(thing, "optimizer", None) is optimizer:
+            facts.schedules.append(thing)
+        elif word == "loader":
+            facts.loaders.append(thing)
+        elif word == "scheduler":
+            facts.noise_schedulers.append(thing)
+        elif word == "autoencoder":
+            facts.autoencoder = thing
+        elif word == "options":
+            facts.options |= vars(thing)
+        elif word == "ema":
+            shadow = list(getattr(thing, "shadow_params", ()))
+            if [p.shape for p in shadow] == shapes:
+                facts.averages.append(Average("EMA", dict(zip(parameters, shadow)), thing))
+        elif word == "averaged":
+            inner = dict(thing.module.named_parameters())
+            tensors = {name: inner[name] for name in parameters if name in inner}
+            tensors = tensors or {n: inner[f"module.{n}"] for n in parameters if f"module.{n}" in inner}
+            if tensors:
+                facts.averages.append(Average("AveragedModel", tensors, thing))
+        elif word == "copy" and thing is not network:
+            networks.append(thing)
+    _add_copies(facts, networks, parameters, own)
+    _add_lists(facts, lists, parameters, own, optimizer)
+    return facts
+
+
+def _word(kind: type, network: type) -> str:
+    names = {base.__name__ for base in kind.__mro__}
+    if "Accelerator" in names and kind.__module__.startswith("accelerate"):
+        return "accelerator"
+    if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+        return "schedule"
+    if issubclass(kind, torch.optim.swa_utils.AveragedModel):
+        return "averaged"
+    if issubclass(kind, network):
+        return "copy"
+    if "EMAModel" in names:
+        return "ema"
+    if issubclass(kind, torch.utils.data.DataLoader):
+        return "loader"
+    if issubclass(kind, argparse.Namespace):
+        return "options"
+    if "SchedulerMixin" in names:
+        return "scheduler"
+    return "autoencoder" if kind.__name__.startswith("AutoencoderKL") else ""
+
+
+def _add_copies(facts: Facts, networks: list[nn.Module], parameters: Mapping[str, torch.Tensor], own: set[int]) -> None:
+    taken = {t.data_ptr() for average in facts.averages for t in average.tensors.values()}
+    for copy in networks:
+        theirs = dict(copy.named_parameters())
+        if list(theirs) != list(parameters) or any(theirs[n].shape != p.shape for n, p in parameters.items()):
+            continue
+        pointers = {p.data_ptr() for p in theirs.values()}
+        if pointers & own or pointers & taken:
+            continue
+        names = list(_names_of(copy))
+        is_average = any("ema" in name.lower() or "avg" in name.lower() or "average" in name.lower() for name in names)
+        facts.averages.append(Average(names[0] if names else "a copy of the network", theirs, copy, is_average))
+
+
+def _add_lists(
+    facts: Facts, lists: list[Any], parameters: Mapping[str, torch.Tensor], own: set[int], optimizer: Optimizer
+) -> None:
+    taken = {t.data_ptr() for average in facts.averages for t in average.tensors.values()}
+    taken |= own | {p.grad.data_ptr() for p in parameters.values() if p.grad is not None}
+    taken |= {v.data_ptr() for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)}
+    shapes = [p.shape for p in parameters.values()]
+    for thing in lists:
+        values = list(thing.values()) if isinstance(thing, dict) else list(thing)
+        if not all(isinstance(v, torch.Tensor) for v in values) or [v.shape for v in values] != shapes:
+            continue
+        pointers = {v.data_ptr() for v in values}
+        if pointers & taken or len(pointers) < len(values) or not all(v.is_floating_point() for v in values):
+            continue
+        names = list(_names_of(thing))
+        is_average = any("ema" in n.lower() or "shadow" in n.lower() or "avg" in n.lower() for n in names)
+        if isinstance(thing, tuple) and not is_average:
+            continue
+        facts.averages.append(
+            Average(names[0] if names else "a list of tensors", dict(zip(parameters, values)), thing, is_average)
+        )
+        taken |= pointers
+
+
+def _names_of(thing: Any) -> Iterator[str]:
+    """The names under which the script has it: variables of its functions, attributes of its objects."""
+    frame: FrameType | None = sys._getframe()
+    frames: list[Mapping[str, Any]] = []
+    while frame is not None:
+        if "/torch/" not in frame.f_code.co_filename and "watching" not in frame.f_code.co_filename:
+            frames.append(frame.f_locals)
+        frame = frame.f_back
+    main = sys.modules.get("__main__")
+    for names in (*frames, vars(main) if main is not None else {}):
+        for name, value in list(names.items()):
+            if value is thing:
+                yield name
+            elif hasattr(value, "__dict__") and not isinstance(value, type):
+                for inner, part in list(vars(value).items()):
+                    if part is thing:
+                        yield f"{name}.{inner}"
+
+
+def schedule_length(schedule: Any) -> int | None:
+    """In steps of its own, as its settings say."""
+    for name in ("T_max", "total_iters", "total_steps"):
+        if isinstance(getattr(schedule, name, None), int):
+            return int(getattr(schedule, name))
+    for function in getattr(schedule, "lr_lambdas", ()):
+        found = _captured(function).get("num_training_steps")
+        if isinstance(found, int):
+            return found
+    return None
+
+
+def _captured(function: Any) -> dict[str, Any]:
+    keywords = dict(getattr(function, "keywords", None) or {})
+    inner = getattr(function, "func", function)
+    code, cells = getattr(inner, "__code__", None), getattr(inner, "__closure__", None) or ()
+    if code is not None:
+        for name, cell in zip(code.co_freevars, cells):
+            try:
+                keywords.setdefault(name, cell.cell_contents)
+            except ValueError:
+                continue
+    return keywords

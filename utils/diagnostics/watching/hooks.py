@@ -1,0 +1,117 @@
+"""Where a script's training loop can be seen: torch's global hooks, and functions of torch and diffusers that are wrapped."""
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from utils.diagnostics.watching.watcher import Watcher
+
+
+def install(watcher: Watcher) -> ExitStack:
+    """Closing the result takes all of them away."""
+    hooks = ExitStack()
+    safely = watcher.safely
+    every = ExitStack()  # the hooks of all modules, which cost something in each of them
+
+    def before_forward(module: Any, inputs: tuple) -> None:
+        safely(watcher.before_any_forward, module, inputs)
+
+    def after_forward(module: Any, inputs: tuple, output: Any) -> None:
+        safely(watcher.after_any_forward, module, inputs, output)
+
+    def before_step(optimizer: Any, *arguments: Any) -> None:
+        safely(watcher.before_optimizer_steps)
+        safely(watcher.before_step, optimizer)
+
+    def after_step(optimizer: Any, *arguments: Any) -> None:
+        safely(watcher.after_step, optimizer)
+        if not watcher.discovering:
+            every.close()
+
+    if watcher.discovering:
+        every.callback(register_module_forward_pre_hook(before_forward).remove)
+        every.callback(register_module_forward_hook(after_forward).remove)
+    hooks.callback(every.close)
+    hooks.callback(register_optimizer_step_pre_hook(before_step).remove)
+    # The observer's own hooks must come first: they see the step, and `after_step` closes it.
+    hooks.callback(register_optimizer_step_post_hook(after_step).remove)
+
+    def backward(original: Callable, *arguments: Any, **options: Any) -> Any:
+        safely(watcher.before_backward)
+        result = original(*arguments, **options)
+        safely(watcher.after_backward)
+        return result
+
+    def clip(original: Callable, parameters: Any, max_norm: Any, *arguments: Any, **options: Any) -> Any:
+        safely(watcher.clipped, "norm", float(max_norm))
+        return original(parameters, max_norm, *arguments, **options)
+
+    def clip_value(original: Callable, parameters: Any, limit: Any, *arguments: Any, **options: Any) -> Any:
+        safely(watcher.clipped, "value", float(limit))
+        return original(parameters, limit, *arguments, **options)
+
+    def scale(original: Callable, scaler: Any, *arguments: Any, **options: Any) -> Any:
+        safely(watcher.scaled, scaler)
+        return original(scaler, *arguments, **options)
+
+    def scaler_step(original: Callable, scaler: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+        before = watcher.updates
+        result = original(scaler, optimizer, *arguments, **options)
+        safely(watcher.skipped, optimizer, before)
+        return result
+
+    wrap = functools.partial(_wrap, hooks)
+    wrap(torch.autograd, "backward", backward)
+    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        wrap(module, "clip_grad_norm_", clip)
+        wrap(module, "clip_grad_value_", clip_value)
+    wrap(torch.amp.GradScaler, "scale", scale)
+    wrap(torch.amp.GradScaler, "step", scaler_step)
+    _watch_schedulers(hooks, watcher)
+    return hooks
+
+
+def _wrap(hooks: ExitStack, owner: Any, name: str, around: Callable) -> None:
+    original = vars(owner)[name]
+
+    @functools.wraps(original)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        return around(original, *arguments, **options)
+
+    setattr(owner, name, wrapped)
+    hooks.callback(setattr, owner, name, original)
+
+
+def _watch_schedulers(hooks: ExitStack, watcher: Watcher) -> None:
+    """`add_noise` of all noise schedulers of diffusers: those that are there, and those that are imported later."""
+    from diffusers import SchedulerMixin
+
+    def add_noise(original: Callable, scheduler: Any, *arguments: Any, **options: Any) -> Any:
+        result = original(scheduler, *arguments, **options)
+        names = ("original_samples", "noise", "timesteps")
+        given = [*arguments, *(options[name] for name in names[len(arguments) :] if name in options)]
+        if len(given) == 3:
+            watcher.safely(watcher.noised, scheduler, *given, result)
+        return result
+
+    def watch(kind: type) -> None:
+        if "add_noise" in vars(kind) and not hasattr(vars(kind)["add_noise"], "__wrapped__"):
+            _wrap(hooks, kind, "add_noise", add_noise)
+
+    def kinds(of: type) -> list[type]:
+        return [kind for child in of.__subclasses__() for kind in (child, *kinds(child))]
+
+    for kind in kinds(SchedulerMixin):
+        watch(kind)
+
+    def subclassed(cls: type, **options: Any) -> None:
+        super(SchedulerMixin, cls).__init_subclass__(**options)
+        watcher.safely(watch, cls)
+
+    SchedulerMixin.__init_subclass__ = classmethod(subclassed)
+    hooks.callback(delattr, SchedulerMixin, "__init_subclass__")

@@ -1,0 +1,192 @@
+"""Of what a network's input is mixed: x = a x_0 + b noise, found by least squares among the tensors that were seen."""
+
+from dataclasses import dataclass
+
+import torch
+
+from utils.diagnostics.audit.fitting import constant, fit, flat, worst
+from utils.diagnostics.watching.seen import Seen
+
+EXACT = 1e-4  # of a fit's residual: arithmetic in fp32 leaves 1e-7
+ROUNDED = 2e-2  # in half precision
+
+
+@dataclass
+class Mixture:
+    """Of one micro step; float64, [B, N] and [B]."""
+
+    clean: torch.Tensor
+    noise: torch.Tensor
+    of_clean: torch.Tensor  # a
+    of_noise: torch.Tensor  # b
+    residual: torch.Tensor
+    clean_tensor: torch.Tensor  # as the script has them, [B, C, ...]
+    noise_tensor: torch.Tensor
+    drawn: bool = True  # the noise was seen when it was drawn
+    extra: float = 0.0  # a second noise in the input alone, as a share of the first ("input perturbation")
+    offset: float = 0.0  # of one more number for each channel that was added to the noise ("offset noise")
+    told_by: str = ""  # who said what the parts are: the name of a method; "": found by least squares
+
+
+def family(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-3) -> str:
+    """What kind of mixture the coefficients are of."""
+    if worst(a**2 + b**2 - 1) < tolerance:
+        return "variance-preserving"
+    if worst(a + b - 1) < tolerance:
+        return "flow"
+    if worst(a - 1) < tolerance and constant(b) is None:
+        return "variance-exploding"
+    sigma = b / a
+    if constant(b) is None and constant(1 / a**2 - sigma**2, 1e-2) is not None and bool((a > 0).all()):
+        return "preconditioned"
+    return "other"
+
+
+def find(x: torch.Tensor, seen: Seen, told: "tuple[torch.Tensor, torch.Tensor, str] | None" = None) -> Mixture | None:
+    """`told`: (clean images, noise, by whom). None where nothing that was seen makes up `x`."""
+    limit = EXACT if x.dtype in (torch.float32, torch.float64) else ROUNDED
+    values = flat(x)
+    if not torch.isfinite(values).all() or values.shape[1] < 8:
+        return None
+    if told is not None:
+        clean, noise, name = told
+        if clean.shape == x.shape and noise.shape == x.shape:
+            return _with_extras(_mixture(values, clean, noise, name), values, seen, limit)
+    noises = _noises(x, seen)
+    images = _images(values, x, seen)
+    found: list[tuple[int, int, Mixture]] = []
+    for noise in noises:
+        for place, image in enumerate(images):
+            mixture = _mixture(values, image, noise)
+            if worst(mixture.residual) <= limit and worst(mixture.of_clean) > 1e-3 and worst(mixture.of_noise) > 1e-3:
+                rank = ("variance-preserving", "flow", "variance-exploding", "preconditioned", "other")
+                kind = rank.index(family(mixture.of_clean, mixture.of_noise))
+                found.append((kind if id(image) not in seen.scaled else 9, place, mixture))
+        if found:
+            break
+    if found:
+        return _with_offset(min(found, key=lambda one: one[:2])[2], seen)
+    for noise in noises[:3]:  # of two noises
+        for image in images:
+            first = _mixture(values, image, noise)
+            if worst(first.residual) < 0.5:
+                mixed = _with_extras(first, values, seen, limit)
+                if worst(mixed.residual) <= limit:
+                    return _with_offset(mixed, seen)
+    return None if noises else _undrawn(values, images, limit)
+
+
+def _mixture(values: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor, name: str = "") -> Mixture:
+    parts = flat(clean), flat(noise.expand(clean.shape))
+    (a, b), residual = (lambda result: (result[0].T, result[1]))(fit(values, *parts))
+    return Mixture(*parts, a, b, residual, clean, noise.expand(clean.shape), told_by=name)
+
+
+def _noises(x: torch.Tensor, seen: Seen) -> list[torch.Tensor]:
+    """What was drawn and has the size of `x`, or is spread over it: the newest first."""
+    found = []
+    for draw in reversed(seen.draws):
+        tensor = draw.tensor
+        per_channel = x.shape[0] * x.shape[1]
+        if tensor.numel() > max(per_channel, 16) and tensor.device == x.device:
+            if tensor.shape == x.shape:
+                found.append(tensor)
+            else:
+                try:
+                    found.append(tensor.expand(x.shape))
+                except RuntimeError:
+                    continue
+    return found[:8]
+
+
+def _images(values: torch.Tensor, x: torch.Tensor, seen: Seen) -> list[torch.Tensor]:
+    """Tensors that may be the clean images, in the order in which they came."""
+    drawn = {draw.tensor.data_ptr() for draw in seen.draws}
+    found = []
+    for tensor in seen.tensors.values():
+        if tensor.shape == x.shape and tensor.device == x.device and tensor.data_ptr() not in drawn:
+            other = flat(tensor)
+            if other.any() and torch.isfinite(other).all():
+                _, alone = fit(values, other)
+                if worst(alone) > 1e-6:
+                    found.append(tensor)
+    return found[:24]
+
+
+def _with_extras(mixture: Mixture, values: torch.Tensor, seen: Seen, limit: float) -> Mixture:
+    """With a second noise that only the input got, where that explains what is left."""
+    if worst(mixture.residual) <= limit:
+        return _with_offset(_undone(mixture, seen), seen)
+    shape, pointer = mixture.clean_tensor.shape, mixture.noise_tensor.data_ptr()
+    for draw in seen.draws:
+        if draw.tensor.shape == shape and draw.tensor.data_ptr() != pointer and draw.normal:
+            second = flat(draw.tensor)
+            coefficients, residual = fit(values, mixture.clean, mixture.noise, second)
+            a, b, c = coefficients.T
+            share = constant(c / b, 1e-2)
+            if worst(residual) <= limit and share is not None and abs(share) < 1:
+                mixture.of_clean, mixture.of_noise, mixture.residual, mixture.extra = a, b, residual, abs(share)
+                return _with_offset(mixture, seen)
+            if worst(residual) <= limit and share is not None:
+                noise, extra = draw.tensor, abs(1 / share)
+                return _with_offset(
+                    Mixture(
+                        *(mixture.clean, second, a, c, residual, mixture.clean_tensor, noise),
+                        extra=extra,
+                        told_by=mixture.told_by,
+                    ),
+                    seen,
+                )
+    return mixture
+
+
+def _undone(mixture: Mixture, seen: Seen) -> Mixture:
+    """Where the noise told is itself a sum of two that were drawn (perturbed input), the larger one is the noise."""
+    shape, told = mixture.clean_tensor.shape, mixture.noise_tensor
+    draws = [draw.tensor for draw in seen.draws if draw.tensor.shape == shape and draw.normal][:6]
+    if any(tensor.data_ptr() == told.data_ptr() for tensor in draws):
+        return mixture
+    for place, first in enumerate(draws):
+        for second in draws[place + 1 :]:
+            coefficients, residual = fit(mixture.noise, flat(first), flat(second))
+            sizes = coefficients.abs().mean(0)
+            if worst(residual) < EXACT and bool((sizes > 1e-3).all()):
+                main = first if sizes[0] > sizes[1] else second
+                mixture.noise, mixture.noise_tensor = flat(main), main
+                mixture.extra = float(sizes.min() / sizes.max())
+                return mixture
+    return mixture
+
+
+def _with_offset(mixture: Mixture, seen: Seen) -> Mixture:
+    noise = mixture.noise_tensor
+    if noise.ndim < 4:
+        return mixture
+    means = noise.detach().double().flatten(2).mean(2)
+    for draw in seen.draws:
+        if draw.tensor.numel() == means.numel() and draw.tensor.ndim == noise.ndim and draw.normal:
+            steps = draw.tensor.detach().double().reshape(means.shape)
+            share = float((means * steps).sum() / steps.square().sum().clamp(min=1e-30))
+            if abs(share) > 6 / (means.numel() * noise[0, 0].numel()) ** 0.5:
+                mixture.offset = share
+    return mixture
+
+
+def _undrawn(values: torch.Tensor, images: list[torch.Tensor], limit: float) -> Mixture | None:
+    """Of noise that torch did not draw in this update: two of the tensors seen, of which one looks like noise."""
+    for noise in images:
+        drawn = flat(noise)
+        if abs(float(drawn.mean())) > 0.1 or not 0.9 < float(drawn.var()) < 1.1 or abs(_neighbors(noise)) > 0.05:
+            continue
+        for image in images:
+            if image is not noise:
+                mixture = _mixture(values, image, noise)
+                if worst(mixture.residual) <= limit and worst(mixture.of_noise) > 1e-3 and worst(mixture.of_clean) > 1e-3:
+                    mixture.drawn = False
+                    return mixture
+    return None
+
+
+def _neighbors(tensor: torch.Tensor) -> float:
+    values = tensor.detach().double()
+    return float((values[..., 1:] * values[..., :-1]).mean() / values.square().mean().clamp(min=1e-30))

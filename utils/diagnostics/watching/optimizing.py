@@ -1,0 +1,112 @@
+"""A script's optimizer step against torch's own optimizer of that class with the settings of the script's groups."""
+
+import inspect
+import math
+
+import torch
+
+from utils.diagnostics.audit.fitting import simple
+from utils.diagnostics.audit.observer import Observer, Update
+from utils.diagnostics.audit.updating import ROUNDING
+from utils.diagnostics.audit.verdict import Check, not_observed
+
+SMALL = 1e-3
+KNOWN = ("AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad")
+
+
+def check_step(update: Update, observer: Observer) -> list[Check]:
+    step = update.optimizer_step
+    if step is None or step.after is None:
+        return [not_observed("optimizer", "step", "one per update", "no step was seen")]
+    text = f"the optimizer steps {step.steps} times in one update"
+    checks = [Check("optimizer", "steps per update", "1", str(step.steps), step.steps == 1, text)]
+    checks.append(_members(update, observer))
+    if step.optimizer not in KNOWN:
+        why = f"torch has no optimizer {step.optimizer} to compare with"
+        return [*checks, not_observed("optimizer", "change of the weights", step.optimizer, why)]
+    return [*checks, *_recursions(update, observer)]
+
+
+def _members(update: Update, observer: Observer) -> Check:
+    """Whether all parameters that get a gradient are the optimizer's."""
+    step = update.optimizer_step
+    gradient = update.micro_steps[-1].gradient_after if update.micro_steps else None
+    missing, position = [], 0
+    for name, count in zip(observer.sample.names, observer.sample.counts):
+        part = slice(position, position + count)
+        if step is not None and int(step.group_of[position]) < 0 and gradient is not None and bool(gradient[part].any()):
+            missing.append(name)
+        position += count
+    total = len(observer.sample.names)
+    text = f"{len(missing)} of {total} parameters get gradients and are not in the optimizer" if missing else ""
+    text += f", such as {missing[0]}" if missing else ""
+    name, wanted = "parameters in the optimizer", "all that get gradients"
+    return Check("optimizer", name, wanted, f"{total - len(missing)} of {total}", not missing, text)
+
+
+def _recursions(update: Update, observer: Observer) -> list[Check]:
+    step = update.optimizer_step
+    if step is None or step.after is None:
+        return []
+    kind = getattr(torch.optim, step.optimizer)
+    allowed = inspect.signature(kind).parameters
+    before, after = step.before.double(), step.after.double()
+    inside = (step.group_of >= 0) & ~_untouched(update, observer)
+    expected = before.clone()
+    moments: dict[str, torch.Tensor] = {}
+    for number, group in enumerate(step.groups):
+        part = step.group_of == number
+        if not part.any():
+            continue
+        names = allowed.keys() - {"params", "foreach", "fused", "capturable", "differentiable"}
+        settings = {name: value for name, value in group.items() if name in names}
+        settings["lr"] = float(group["lr"])
+        parameter = torch.nn.Parameter(before[part].cpu().clone())
+        judge = kind([parameter], **settings)
+        parameter.grad = step.gradient.double()[part].cpu()
+        state = {k: v.double()[part].cpu().clone() for k, v in step.state_before.items() if k != "step"}
+        if state:
+            counted = step.state_before.get("step")
+            if counted is not None:
+                state["step"] = counted[part][0].float().cpu().clone()
+            judge.state[parameter] = state
+        judge.step()
+        expected[part] = parameter.detach().to(before)
+        for name, value in judge.state[parameter].items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                moments.setdefault(name, torch.zeros_like(before))[part] = value.to(before)
+    checks = []
+    for name, value in moments.items():
+        seen = step.state_after.get(name)
+        if seen is not None:
+            size = float(value[inside].norm())
+            off = float((seen.double() - value)[inside].norm()) / size if size else 0.0
+            text = f"the optimizer's {name} is not what its own settings give ({off:.0%} off)"
+            checks.append(Check("optimizer", f"state: {name}", "torch's", f"off by {off:.1e}", off < 1e-3, text))
+    return [*checks, _change(step.optimizer, before, after, expected, inside)]
+
+
+def _untouched(update: Update, observer: Observer) -> torch.Tensor:
+    """Elements of parameters without a gradient, which torch's optimizers leave alone; bool [n]."""
+    step = update.optimizer_step
+    pieces = zip(*(v.split(observer.sample.counts) for v in (step.gradient, step.before, step.after)))  # type: ignore[union-attr]
+    return observer.sample.per_element(not g.any() and torch.equal(b, a) for g, b, a in pieces).bool()
+
+
+def _change(kind: str, before: torch.Tensor, after: torch.Tensor, expected: torch.Tensor, inside: torch.Tensor) -> Check:
+    change, should = (after - before)[inside], (expected - before)[inside]
+    rounding = ROUNDING * float(before[inside].norm()) * 1.5 + 1e-30
+    distance, size = float((change - should).norm()), float(should.norm())
+    name, wanted = "change of the weights", f"{kind}'s"
+    observed = f"off by {distance / size if size else math.inf:.1e} of it"
+    if distance <= 5 * rounding + SMALL * size:
+        if 0 < size < 5 * rounding:
+            return not_observed("optimizer", name, wanted, "the change drowns in the weights' own rounding")
+        return Check("optimizer", name, wanted, observed if size else "none", True)
+    if not change.any():
+        return Check("optimizer", name, wanted, "none", False, "the weights do not change, though the optimizer makes a step")
+    factor = float((change * should).sum() / (should * should).sum()) if size else math.nan
+    left = float((change - factor * should).norm() / change.norm())
+    how = f"{simple(factor)} times" if left < 1e-2 else f"not (by {left:.0%})"
+    text = f"the weights change {how} what {kind} gives with the settings of its groups"
+    return Check("optimizer", name, wanted, observed, False, text)

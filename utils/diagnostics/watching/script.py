@@ -1,0 +1,67 @@
+"""Runs a script in this interpreter as Python would run it, under the hooks, and says in the end what was seen."""
+
+import os
+import runpy
+import signal
+import sys
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+
+from utils.core.errors import UserError
+from utils.diagnostics.watching.hooks import install
+from utils.diagnostics.watching.result import Result
+from utils.diagnostics.watching.watcher import Enough, Watcher
+
+OURS = Path(__file__).resolve().parents[3]
+
+
+def watch_script(script: Path, arguments: list[str], result_dir: Path, most_updates: int | None) -> int:
+    """Returns the script's exit status. Raises UserError where there is no script."""
+    if not script.is_file():
+        raise UserError(f"no such script: {script}")
+    result = Result(result_dir)
+    watcher = Watcher(result.write, most_updates)
+    hooks = install(watcher)
+    try:
+        status, ended = _run(script, arguments)
+    except KeyboardInterrupt:
+        _finish(watcher, result, hooks, False)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever waits is told that it was interrupted
+        os.kill(os.getpid(), signal.SIGINT)
+        return 130
+    _finish(watcher, result, hooks, ended)
+    return status
+
+
+def _finish(watcher: Watcher, result: Result, hooks: ExitStack, ended: bool) -> None:
+    watcher.end(ended)
+    hooks.close()
+    if os.getpid() == watcher.process:
+        result.write(watcher, ended=True)
+        result.show(watcher)
+
+
+def _run(script: Path, arguments: list[str]) -> tuple[int, bool]:
+    """(exit status, whether it came to its own end). The script's modules may have the names of ours: ours are put out of its sight."""
+    sys.argv = [str(script), *arguments]
+    folder = str(script.resolve().parent)
+    sys.path[:] = [folder, *(p for p in sys.path if Path(p or ".").resolve() != OURS)]
+    for name in [n for n in sys.modules if n.split(".")[0] in ("utils", "models", "diagnose")]:
+        del sys.modules[name]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Enough:
+        return 0, False
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0, not end.code
+        print(end.code, file=sys.stderr)
+        return 1, False
+    except Exception as error:
+        trace = error.__traceback__
+        while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve() != script.resolve():
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace or error.__traceback__)
+        return 1, False
+    return 0, True
