@@ -47,14 +47,14 @@ from benchmarks.doctor.watch_faults import (
 ROOT = Path(__file__).parents[2]
 FOREIGN = Path(__file__).parent / "foreign"
 BASES = {  # what each script is run with
-    HAND: {"steps": 60, "sample_every": 25},
-    UNCONDITIONAL: {"steps": 60, "preview_steps": 25, "use_ema": True},
-    EDM: {"steps": 60, "sample_every": 25, "labels": True},
-    FLOW: {"steps": 60, "sample_every": 25},
-    LATENTS: {"steps": 60, "validation_steps": 25, "use_ema": True},
-    MODULE: {"steps": 60},
-    AMP: {"steps": 60, "evaluate_every": 25},
-    PUBLIC: {"resolution": 16, "train_batch_size": 16, "num_epochs": 4, "lr_warmup_steps": 5, "use_ema": True},
+    HAND: {"steps": 48, "sample_every": 20},
+    UNCONDITIONAL: {"steps": 48, "preview_steps": 20, "use_ema": True},
+    EDM: {"steps": 48, "sample_every": 20, "labels": True},
+    FLOW: {"steps": 48, "sample_every": 20},
+    LATENTS: {"steps": 48, "validation_steps": 20, "use_ema": True},
+    MODULE: {"steps": 48},
+    AMP: {"steps": 48, "evaluate_every": 20},
+    PUBLIC: {"resolution": 16, "train_batch_size": 16, "num_epochs": 3, "lr_warmup_steps": 5, "use_ema": True},
 }
 BASES[PUBLIC] |= {"random_flip": True, "ddpm_num_inference_steps": 3, "eval_batch_size": 2, "learning_rate": 1e-3}
 BASES[PUBLIC] |= {"save_images_epochs": 2, "save_model_epochs": 100}
