@@ -81,6 +81,7 @@ HEALTHY = (  # script, flags over its usual ones, processes
     (LATENTS, {"prediction_type": "v_prediction", "snr_gamma": 5.0}, 1),
     (LATENTS, {"noise_offset": 0.1}, 1),
     (LATENTS, {"input_perturbation": 0.1, "gradient_accumulation_steps": 2}, 1),
+    (MODULE, {}, 1),
     (MODULE, {"min_snr": True}, 1),
     (MODULE, {"objective": "pred_noise", "schedule": "sigmoid", "accumulate": 2}, 1),
     (MODULE, {"objective": "pred_x0", "amp": "bf16"}, 1),
