@@ -55,6 +55,7 @@ def fault(name: str, script: str, stages: str, *edits: tuple[str, ...], **option
 TWICE = {"gradient_accumulation_steps": 2}
 HAND_TWICE = {"accumulate": 2}
 V_BY_HAND = {"prediction": "v"}
+HALF = {"dtype": "fp16", "steps": 16}  # slow on a CPU
 
 # ---- data
 
@@ -489,7 +490,7 @@ fault(
     AMP,
     "gradient",
     ("            scaler.unscale_(optimizer)\n", ""),
-    flags={"dtype": "fp16"},
+    flags=HALF,
     source=SCALED_CLIP,
 )
 fault(
@@ -497,7 +498,7 @@ fault(
     MODULE,
     "gradient",
     ("            self.scaler.unscale_(self.opt)\n", ""),
-    flags={"amp": "fp16"},
+    flags={"amp": "fp16", "steps": 16},
     source=SCALED_CLIP,
 )
 fault("gradients never cleared", HAND, "gradient", ("    optimizer.zero_grad()\n", ""))
@@ -911,7 +912,7 @@ fault(
 )
 fault("network in evaluation mode", MODULE, "network", ("        self.diffusion.train()\n", "        self.diffusion.eval()\n"))
 NAN = (NETWORKS, "        h = self.middle(h2, emb)\n", '        h = self.middle(h2, emb) * float("inf")\n')
-fault("NaN in each forward pass", AMP, "network, gradient", NAN, flags={"dtype": "fp16"}, source="45: guided-diffusion 50")
+fault("NaN in each forward pass", AMP, "network, gradient", NAN, flags=HALF, source="45: guided-diffusion 50")
 fault("NaN in each forward pass", EDM, "network, gradient", NAN, source="45: guided-diffusion 50")
 NO_TIME = (NETWORKS, "        h = h + self.embed(F.silu(emb))[:, :, None, None]\n", "")
 fault("time is not used", HAND, "network, timestep, gradient", NO_TIME)
