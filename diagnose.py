@@ -3,7 +3,7 @@
     python diagnose.py runs/digits                                      # a run, going on, ended or crashed; writes report.html
     python diagnose.py --pipeline runs/digits --dataset_name digits     # any unconditional diffusers pipeline, on real images
     python diagnose.py --dataset_name uoft-cs/cifar10 --resolution 32   # the data alone, before anything is trained
-    python diagnose.py --watch my_train.py --its_flags ...              # any training script, unchanged; --watch is the last flag
+    python diagnose.py --watch my_train.py --its_flags ...              # any training script; --watch is the last flag
 
 Exit status: 0 nothing found, 1 findings, 2 it could not run. Findings that are only for information do not count.
 With --watch it is that of the script.

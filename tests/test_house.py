@@ -34,7 +34,8 @@ def test_there_is_no_circle():
 
 
 def test_packages_are_empty_and_no_utility_imports_a_script():
-    assert all(path.read_text() == "" for path in MODULES.values() if path.name == "__init__.py")
+    written = [name for name, path in MODULES.items() if path.name == "__init__.py" and path.read_text()]
+    assert written == ["utils.diagnostics.__init__"]  # `watch`, for loops that are not ours; it imports nothing before
     scripts = {path.stem for path in Path(ROOT).glob("*.py")}
     for name, path in MODULES.items():
         words = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}

@@ -8,13 +8,24 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.facts import Average
 
 SMALL = 2e-2
+SETTLED = 13  # updates after which a decay is no longer one of a warm-up's begin
 PATIENCE = 20  # updates after which an average that never moved is called frozen
 
 
 def check_average(
     average: Average, old: torch.Tensor, new: torch.Tensor, first: torch.Tensor, update: Update, observer: Observer
 ) -> list[Check]:
-    """`old`, `new`: before and after the update; `first`: when it was first seen. All sampled, [n]."""
+    """`old`, `new`: before and after the update; `first`: when it was first seen. All sampled, [n].
+
+    Of tensors that nothing calls an average, only what behaves as one is told.
+    """
+    checks = _checked(average, old, new, first, update, observer)
+    return [check for check in checks if average.is_average or check.healthy is not False]
+
+
+def _checked(
+    average: Average, old: torch.Tensor, new: torch.Tensor, first: torch.Tensor, update: Update, observer: Observer
+) -> list[Check]:
     name, wanted = average.name, "d e + (1 - d) w, with w after the step"
     mask = observer.averaged(name)
     step, weights = update.optimizer_step, update.weights
@@ -26,6 +37,9 @@ def check_average(
     if torch.equal(e, after):
         return [_still(average, torch.equal(new, first), update, torch.equal(e, w))]
     rounding = 2 * ROUNDING * float(torch.maximum(e.abs(), w.abs()).norm())
+    begun = first.double()[mask]
+    if float((after - begun).norm()) <= 4 * rounding < 1e-2 * float((w - begun).norm()) and update.step + 1 >= PATIENCE:
+        return [_still(average, True, update, False)]  # it moves by its rounding alone
     moved = after - e
     slope = _slope(w - e, moved)
     if slope is None:
@@ -92,7 +106,7 @@ def _decay(average: Average, slope: float, observed: str, update: Update, blur: 
     if slope > 1 + 1e-3 + blur:
         return Check("ema", name, wanted, observed, False, f"{name} overshoots the weights (decay {decay:.4g})")
     if settings is None:
-        if 0.5 < slope < 1 - 1e-6:
+        if 0.5 < slope < 1 - 1e-6 and update.step + 1 >= SETTLED:
             text = f"{name} forgets nearly all in each update (decay {decay:.4g}): are decay and 1 - decay exchanged?"
             return Check("ema", name, wanted, observed, False, text, "warning")
         return Check("ema", name, wanted, observed, True)

@@ -25,7 +25,7 @@ def describe(watcher: Watcher) -> str:
     if "schedule" in words:
         parts[0] += f" on a {words['schedule']}"
     if "weight" in words:
-        parts.append(f"weights of the errors {words['weight']}")
+        parts.append("errors weighed " + ("equally" if words["weight"] == "1" else f"by {words['weight']}"))
     parts += [words[key] for key in ("noise", "perturbation", "optimizer", "accumulation", "clipping") if key in words]
     if words.get("precision", "fp32") != "fp32":
         parts.append(words["precision"])

@@ -3,14 +3,17 @@
 import argparse
 import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+DEEP = 5  # attributes of attributes, in which names are looked for
+MOST_ENTRIES = 64  # of a dict or list that is looked into
 
 
 @dataclass
@@ -60,6 +63,13 @@ class Facts:
     autoencoder: Any = None
     options: dict[str, Any] = field(default_factory=dict)  # of the script's command line, as argparse gave them
 
+    def add(self, told: "Facts") -> None:
+        """What the script told by itself comes first."""
+        self.accelerator = told.accelerator or self.accelerator
+        self.noise_schedulers = told.noise_schedulers or self.noise_schedulers
+        known = {id(average.owner) for average in self.averages}
+        self.averages += [average for average in told.averages if id(average.owner) not in known]
+
     @property
     def micro_steps(self) -> int | None:
         return None if self.accelerator is None else int(self.accelerator.gradient_accumulation_steps)
@@ -75,6 +85,7 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
     shapes = [p.shape for p in parameters.values()]
     own = {p.data_ptr() for p in parameters.values()}
     facts = Facts()
+    optimizers: list[Optimizer] = []
     kinds: dict[type, str] = {}
     lists: list[Any] = []
     networks: list[nn.Module] = []
@@ -93,6 +104,8 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
             facts.accelerator = thing
         elif word == "schedule" and getattr(thing, "optimizer", None) is optimizer:
             facts.schedules.append(thing)
+        elif word == "optimizer":
+            optimizers.append(thing)
         elif word == "loader":
             facts.loaders.append(thing)
         elif word == "scheduler":
@@ -110,11 +123,13 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
             tensors = {name: inner[name] for name in parameters if name in inner}
             tensors = tensors or {n: inner[f"module.{n}"] for n in parameters if f"module.{n}" in inner}
             if tensors:
-                facts.averages.append(Average("AveragedModel", tensors, thing))
+                facts.averages.append(Average("AveragedModel", dict(tensors), thing))
         elif word == "copy" and thing is not network:
             networks.append(thing)
-    _add_copies(facts, networks, parameters, own)
-    _add_lists(facts, lists, parameters, own, optimizer)
+    own |= {p.data_ptr() for o in optimizers for group in getattr(o, "param_groups", ()) for p in group["params"]}
+    names = _names({id(thing) for thing in (*networks, *lists)})
+    _add_copies(facts, networks, parameters, own, names)
+    _add_lists(facts, lists, parameters, _storages(facts, own, parameters, optimizer), names)
     return facts
 
 
@@ -130,6 +145,8 @@ def _word(kind: type, network: type) -> str:
         return "copy"
     if "EMAModel" in names:
         return "ema"
+    if issubclass(kind, Optimizer):
+        return "optimizer"
     if issubclass(kind, torch.utils.data.DataLoader):
         return "loader"
     if issubclass(kind, argparse.Namespace):
@@ -139,26 +156,35 @@ def _word(kind: type, network: type) -> str:
     return "autoencoder" if kind.__name__.startswith("AutoencoderKL") else ""
 
 
-def _add_copies(facts: Facts, networks: list[nn.Module], parameters: Mapping[str, torch.Tensor], own: set[int]) -> None:
+def _add_copies(
+    facts: Facts,
+    networks: list[nn.Module],
+    parameters: Mapping[str, torch.Tensor],
+    own: set[int],
+    names: Mapping[int, str],
+) -> None:
     taken = {t.data_ptr() for average in facts.averages for t in average.tensors.values()}
     for copy in networks:
-        theirs = dict(copy.named_parameters())
+        theirs: dict[str, torch.Tensor] = dict(copy.named_parameters())
         if list(theirs) != list(parameters) or any(theirs[n].shape != p.shape for n, p in parameters.items()):
             continue
         pointers = {p.data_ptr() for p in theirs.values()}
         if pointers & own or pointers & taken:
             continue
-        names = list(_names_of(copy))
-        is_average = any("ema" in name.lower() or "avg" in name.lower() or "average" in name.lower() for name in names)
-        facts.averages.append(Average(names[0] if names else "a copy of the network", theirs, copy, is_average))
+        name = names.get(id(copy), "")
+        facts.averages.append(Average(name or "a copy of the network", theirs, copy, _says_average(name)))
+
+
+def _storages(facts: Facts, own: set[int], parameters: Mapping[str, torch.Tensor], optimizer: Optimizer) -> set[int]:
+    """Where the tensors lie that are known not to be another average."""
+    taken = {t.data_ptr() for average in facts.averages for t in average.tensors.values()}
+    taken |= own | {p.grad.data_ptr() for p in parameters.values() if p.grad is not None}
+    return taken | {v.data_ptr() for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)}
 
 
 def _add_lists(
-    facts: Facts, lists: list[Any], parameters: Mapping[str, torch.Tensor], own: set[int], optimizer: Optimizer
+    facts: Facts, lists: list[Any], parameters: Mapping[str, torch.Tensor], taken: set[int], names: Mapping[int, str]
 ) -> None:
-    taken = {t.data_ptr() for average in facts.averages for t in average.tensors.values()}
-    taken |= own | {p.grad.data_ptr() for p in parameters.values() if p.grad is not None}
-    taken |= {v.data_ptr() for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)}
     shapes = [p.shape for p in parameters.values()]
     for thing in lists:
         values = list(thing.values()) if isinstance(thing, dict) else list(thing)
@@ -167,33 +193,51 @@ def _add_lists(
         pointers = {v.data_ptr() for v in values}
         if pointers & taken or len(pointers) < len(values) or not all(v.is_floating_point() for v in values):
             continue
-        names = list(_names_of(thing))
-        is_average = any("ema" in n.lower() or "shadow" in n.lower() or "avg" in n.lower() for n in names)
+        name = names.get(id(thing), "")
+        is_average = _says_average(name)
         if isinstance(thing, tuple) and not is_average:
             continue
-        facts.averages.append(
-            Average(names[0] if names else "a list of tensors", dict(zip(parameters, values)), thing, is_average)
-        )
+        facts.averages.append(Average(name or "a list of tensors", dict(zip(parameters, values)), thing, is_average))
         taken |= pointers
 
 
-def _names_of(thing: Any) -> Iterator[str]:
-    """The names under which the script has it: variables of its functions, attributes of its objects."""
+def _names(wanted: Collection[int]) -> dict[int, str]:
+    """Under which name the script has the objects of these ids: variables of its functions, attributes of its objects."""
     frame: FrameType | None = sys._getframe()
-    frames: list[Mapping[str, Any]] = []
+    layer: list[tuple[str, Any]] = []
     while frame is not None:
-        if "/torch/" not in frame.f_code.co_filename and "watching" not in frame.f_code.co_filename:
-            frames.append(frame.f_locals)
+        if not any(part in frame.f_code.co_filename for part in ("/torch/", "/watching/", "/accelerate/")):
+            layer += frame.f_locals.items()
         frame = frame.f_back
     main = sys.modules.get("__main__")
-    for names in (*frames, vars(main) if main is not None else {}):
-        for name, value in list(names.items()):
-            if value is thing:
-                yield name
-            elif hasattr(value, "__dict__") and not isinstance(value, type):
-                for inner, part in list(vars(value).items()):
-                    if part is thing:
-                        yield f"{name}.{inner}"
+    layer += list(vars(main).items()) if main is not None else []
+    found: dict[int, str] = {}
+    visited: set[int] = set()
+    for _ in range(DEEP):
+        following: list[tuple[str, Any]] = []
+        for name, value in layer:
+            if id(value) in wanted:
+                found.setdefault(id(value), name)
+            if id(value) not in visited and not isinstance(value, (type, ModuleType, torch.Tensor)):
+                visited.add(id(value))
+                following += [(f"{name}.{inner}", part) for inner, part in _parts(value)]
+        layer = following
+    return found
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    parts = list(getattr(value, "__dict__", {}).items())
+    if isinstance(value, nn.Module):
+        return [(name, part) for name, part in parts if not name.startswith("_")] + list(value._modules.items())
+    if isinstance(value, dict) and len(value) <= MOST_ENTRIES:
+        return [(str(key), part) for key, part in value.items()]
+    if isinstance(value, (list, tuple)) and len(value) <= MOST_ENTRIES:
+        return [(str(place), part) for place, part in enumerate(value)]
+    return parts
+
+
+def _says_average(name: str) -> bool:
+    return any(word in name.lower() for word in ("ema", "avg", "average", "shadow"))
 
 
 def schedule_length(schedule: Any) -> int | None:

@@ -25,7 +25,6 @@ def install(watcher: Watcher) -> ExitStack:
         safely(watcher.after_any_forward, module, inputs, output)
 
     def before_step(optimizer: Any, *arguments: Any) -> None:
-        safely(watcher.before_optimizer_steps)
         safely(watcher.before_step, optimizer)
 
     def after_step(optimizer: Any, *arguments: Any) -> None:
@@ -34,6 +33,7 @@ def install(watcher: Watcher) -> ExitStack:
             every.close()
 
     if watcher.discovering:
+        torch.compiler.set_stance("force_eager")  # until the network is found
         every.callback(register_module_forward_pre_hook(before_forward).remove)
         every.callback(register_module_forward_hook(after_forward).remove)
     hooks.callback(every.close)
@@ -104,7 +104,8 @@ def _watch_schedulers(hooks: ExitStack, watcher: Watcher) -> None:
             _wrap(hooks, kind, "add_noise", add_noise)
 
     def kinds(of: type) -> list[type]:
-        return [kind for child in of.__subclasses__() for kind in (child, *kinds(child))]
+        children: list[type] = of.__subclasses__()
+        return children + [kind for child in children for kind in kinds(child)]
 
     for kind in kinds(SchedulerMixin):
         watch(kind)

@@ -1,6 +1,5 @@
 """What an update of a script shows: each quantity is identified, and held against what the script's own objects declare."""
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 
 from utils.diagnostics.audit.declared import Declared, DeclaredOptimizer
-from utils.diagnostics.audit.fitting import flat
+from utils.diagnostics.audit.fitting import fit, flat, middle, span, worst
 from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.observer import Call, MicroStep, Observer, Update
 from utils.diagnostics.audit.pooled import Pool
@@ -17,12 +16,26 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching import process
 from utils.diagnostics.watching.averages import check_average
 from utils.diagnostics.watching.facts import Facts
+from utils.diagnostics.watching.latents import check_latents
 from utils.diagnostics.watching.mixture import find
 from utils.diagnostics.watching.optimizing import check_step
 from utils.diagnostics.watching.options import check_options, check_schedule, declared_prediction
+from utils.diagnostics.watching.preconditioning import check_preconditioning
 from utils.diagnostics.watching.process import Levels, Look, Table
+from utils.diagnostics.watching.ranks import Everyone, gather
+from utils.diagnostics.watching.seen import Seen
 
 DTYPES = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A call that clips gradients."""
+
+    kind: str  # "norm" or "value"
+    limit: float
+    micro_step: int  # after which it came, from 1
+    too_late: bool = False  # it came after the optimizer's step
 
 
 @dataclass
@@ -33,25 +46,26 @@ class LastLook:
     observer: Observer
     facts: Facts
     loss_scale: float
-    clips: list[tuple[str, float]]
+    clips: list[Clip]
     moved: torch.Tensor | None  # whether the weights changed between updates since the look before
+    encoded: bool = False  # an autoencoder made the clean images from others
+    everyone: Everyone = field(default_factory=Everyone)  # what all processes saw
 
 
 @dataclass
 class Judge:
     history: list[dict] = field(default_factory=list)  # as in a run's history
     is_words: dict[str, str] = field(default_factory=dict)  # what the script is found to do, by stage
-    told: dict[str, Any] = field(default_factory=dict)
+    mixed: bool = False  # the network was seen to get a mixture of image and noise
     rates: list[tuple[int, list[float]]] = field(default_factory=list)
     _pool: Pool | None = None
-    _passes: Counter = field(default_factory=Counter)
     _firsts: dict[str, torch.Tensor] = field(default_factory=dict)  # averages when they were first seen
-    _raw: bool = False
     _facts: Facts = field(default_factory=Facts)
+    _reached: set[str] = field(default_factory=set)  # parameters that ever got a gradient
+    _looks_made: int = 0
 
-    def begin(self, network: nn.Module, raw: bool) -> None:
+    def begin(self, network: nn.Module) -> None:
         self.is_words["network"] = type(network).__name__
-        self._raw = raw
 
     def rate(self, update: int, rates: list[float]) -> None:
         if not self.rates or self.rates[-1][1] != rates:
@@ -71,7 +85,9 @@ class Judge:
         self._facts = look.facts
         checks = self._process(look)
         checks += self._network(look)
+        look.everyone = gather(look.update, look.observer)
         checks += self._update(look)
+        checks += look.everyone.checks
         self.record(look.update.step + 1, checks)
 
     # ---- the process
@@ -83,12 +99,14 @@ class Judge:
             if call is None or not call.outputs or not call.inputs or not isinstance(call.inputs[0], torch.Tensor):
                 continue
             x = call.inputs[0]
-            seen, noisings = step.batch.get("seen"), step.batch.get("noising") or []
+            seen: Seen = step.batch.get("seen") or Seen()
+            noisings = step.batch.get("noising") or []
             noising = next((n for n in reversed(noisings) if n[1].shape == x.shape), None)
             told = (noising[1], noising[2], type(noising[0]).__name__) if noising is not None else None
             mixture = find(x, seen, told)
             if mixture is None:
                 continue
+            step.batch |= {"noise": mixture.noise_tensor, "sample_numbers": mixture.clean_tensor}
             gradient = call.gradients.get(0)
             times = [t for t in seen.times if t.numel() == len(x)]
             bounds = (seen.lowest[-1], seen.highest[-1]) if seen.highest else None
@@ -109,8 +127,11 @@ class Judge:
     def _process(self, look: LastLook) -> list[Check]:
         looks = self._looks(look)
         if not looks:
+            if (unexplained := _unexplained(look)) is not None:
+                return [unexplained]
             why = "what the network gets is no mixture of noise and a tensor that was seen before it"
             return [not_observed("input", "coefficients of image and noise", "one family for all noise levels", why)]
+        self.mixed = True
         levels = Levels(looks)
         micro_steps = self._micro_steps(look)
         scheduler = self._scheduler(look)
@@ -132,16 +153,16 @@ class Judge:
                 weighting = process.identify_weights(weights, levels, target.name, micro_steps)
                 checks.append(process.check_weights(weighting, weights, target.name))
                 gamma = f" with gamma {weighting.gamma:g}" if weighting.gamma else ""
-                self.is_words["weight"] = (weighting.name or "weights of its own") + gamma
-        return [*checks, *self._noise(looks), *self._data(looks, look)]
+                if gamma or "gamma" not in self.is_words.get("weight", ""):  # a batch without high SNRs shows none
+                    self.is_words["weight"] = (weighting.name or "a function of their own") + gamma
+        return [*checks, *_raw_network(look, levels), *self._noise(looks), *self._data(looks, look)]
 
     def _scheduler(self, look: LastLook) -> Any:
         """The noise scheduler that the script calls, or has told."""
-        told = self.told.get("noise_scheduler")
         for step in look.update.micro_steps:
             for noising in step.batch.get("noising") or []:
                 return noising[0]
-        return told
+        return look.facts.noise_schedulers[0] if len(look.facts.noise_schedulers) == 1 else None
 
     def _levels(
         self, levels: Levels, looks: list[Look], scheduler: Any, micro_steps: int
@@ -173,7 +194,8 @@ class Judge:
             if broken is not None:
                 return broken, None, ("", prediction)
         told, words = process.check_told(levels)
-        self.is_words["schedule"] = levels.kind + (f", told as {words}" if words else "")
+        known = "process of an unknown kind" if levels.kind == "other" else f"{levels.kind} path"
+        self.is_words["schedule"] = known + (f", told {words}" if words else "")
         return [told, process.check_mixture(levels)], None, ("", prediction)
 
     def _steps(
@@ -259,6 +281,9 @@ class Judge:
         images = looks[0].mixture.clean_tensor.detach().float()
         low, high, spread = float(images.min()), float(images.max()), float(images.std())
         name, observed = "range of the clean images", f"{low:.3g} to {high:.3g}, standard deviation {spread:.3g}"
+        if look.encoded and look.facts.autoencoder is not None:
+            seen: Seen = look.update.micro_steps[0].batch.get("seen") or Seen()
+            return [check_latents(looks[0].mixture.clean_tensor, seen, look.facts.autoencoder.config)]
         if images.shape[1] not in (1, 3):
             return [not_observed("data", name, "-1 to 1", f"{images.shape[1]} channels are no images; they are {observed}")]
         wanted = "-1 to 1"
@@ -304,18 +329,27 @@ class Judge:
         micro_steps = look.facts.micro_steps or passes
         if look.facts.micro_steps and passes < look.facts.micro_steps:
             micro_steps = passes  # the end of the data cuts an accumulation short
-        limit = next((limit for kind, limit in reversed(look.clips) if kind == "norm"), 0.0)
+        limit = next((clip.limit for clip in reversed(look.clips) if clip.kind == "norm" and not clip.too_late), 0.0)
         declared = _declared(None, max(1, micro_steps), limit)
         checks = []
-        if not any(kind == "value" for kind, _ in look.clips):
-            checks += [self._scaled(c, limit) for c in check_gradients(update, declared, look.loss_scale)]
+        if not any(clip.kind == "value" for clip in look.clips) and (look.everyone.alone or look.everyone.mean is not None):
+            checks += [self._scaled(c, limit) for c in check_gradients(update, declared, look.loss_scale, look.everyone.mean)]
+        if any(clip.too_late for clip in look.clips):
+            text = "gradients are clipped after the optimizer's step, where it has no effect"
+            checks.append(Check("gradient", "clipping", "before the step", "after the step", False, text))
+        early = [clip.micro_step for clip in look.clips if clip.micro_step < passes]
+        if passes > 1 and look.clips:
+            text = f"gradients are clipped after micro step {min(early, default=0)} of {passes}, before they are complete"
+            found = ", ".join(str(clip.micro_step) for clip in look.clips)
+            checks.append(Check("gradient", "clipped after micro step", str(passes), found, not early, text))
+        checks += self._without_gradient(look)
         checks += check_step(update, observer)
         checks += check_state(update, declared, observer)
         if look.moved is not None:
             moved = bool(look.moved)
             text = (
-                "the weights were changed between two updates, by something else than the optimizer: averaged weights that were "
-                "copied in and not restored?"
+                "the weights were changed between two updates, by something else than the optimizer: "
+                "averaged weights that were copied in and not restored?"
             )
             found = "others" if moved else "the same"
             checks.append(Check("state", "weights at the next update", "those that the step left", found, not moved, text))
@@ -327,6 +361,23 @@ class Judge:
         checks += check_options(look.facts, passes, limit, update.step > 1)
         self._say_update(look, micro_steps, limit)
         return checks
+
+    def _without_gradient(self, look: LastLook) -> list[Check]:
+        """Parameters that the optimizer was given, and that never got a gradient in any look."""
+        step, sample = look.update.optimizer_step, look.observer.sample
+        if step is None:
+            return []
+        self._looks_made += 1
+        parts = list(zip(sample.names, step.gradient.split(sample.counts), step.group_of.split(sample.counts)))
+        self._reached |= {name for name, gradient, _ in parts if gradient.any()}
+        missing = [name for name, _, group in parts if name not in self._reached and int(group[0]) >= 0]
+        if self._looks_made < 3 or not self._reached:
+            return []
+        text = f"{len(missing)} of {len(parts)} parameters never get a gradient"
+        text += f", such as {missing[0]}" if missing else ""
+        name, wanted = "parameters without a gradient", "none"
+        found = str(len(missing)) if missing else "none"
+        return [Check("gradient", name, wanted, found, not missing, text, "warning", "no-gradient")]
 
     def _scaled(self, check: Check, limit: float) -> Check:
         """A factor between backward pass and step is no fault where nobody declares a clipping."""
@@ -356,6 +407,38 @@ class Judge:
         for average in look.facts.averages:
             if average.is_average:
                 self.is_words["ema"] = average.name
+
+
+def _raw_network(look: LastLook, levels: Levels) -> list[Check]:
+    """Where the denoiser is made around a network of its own."""
+    calls = look.update.micro_steps[0].calls if look.update.micro_steps else {}
+    outer, inner = calls.get("network"), calls.get("raw")
+    if outer is None or inner is None or not outer.outputs or not inner.outputs:
+        return []
+    if not isinstance(inner.inputs[0], torch.Tensor):
+        return []
+    return check_preconditioning(levels, outer.inputs[0], outer.outputs[0], inner.inputs[0], inner.outputs[0])
+
+
+def _unexplained(look: LastLook) -> Check | None:
+    """Where the loss asks for a noise that was drawn, the network's input should be made of it."""
+    for step in look.update.micro_steps:
+        call, seen = step.calls.get("network"), step.batch.get("seen") or Seen()
+        if call is None or not call.outputs or 0 not in call.gradients or not isinstance(call.inputs[0], torch.Tensor):
+            continue
+        x, output, gradient = call.inputs[0], call.outputs[0], call.gradients[0]
+        for draw in seen.draws:
+            if draw.tensor.shape == x.shape == output.shape and draw.normal and torch.isfinite(gradient).all():
+                _, residual = fit(flat(gradient), flat(output) - flat(draw.tensor))
+                if worst(residual) < 1e-2:
+                    of_noise, left = fit(flat(x), flat(draw.tensor))
+                    text = (
+                        "the loss asks for the noise that was drawn, and the network's input is not that noise and an image "
+                        f"that was seen: {middle(left):.0%} of it is not the noise, which counts {span(of_noise[:, 0])}"
+                    )
+                    name, wanted = "coefficients of image and noise", "a mixture of image and noise"
+                    return Check("input", name, wanted, f"residual {worst(left):.1e}", False, text)
+    return None
 
 
 def flat_as(mixture: Any, x: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ class Mixture:
     drawn: bool = True  # the noise was seen when it was drawn
     extra: float = 0.0  # a second noise in the input alone, as a share of the first ("input perturbation")
     offset: float = 0.0  # of one more number for each channel that was added to the noise ("offset noise")
+    constant: float = 0.0  # that is added to all values
     told_by: str = ""  # who said what the parts are: the name of a method; "": found by least squares
 
 
@@ -66,6 +67,17 @@ def find(x: torch.Tensor, seen: Seen, told: "tuple[torch.Tensor, torch.Tensor, s
             break
     if found:
         return _with_offset(min(found, key=lambda one: one[:2])[2], seen)
+    for noise in noises:
+        alone = _mixture(values, torch.zeros_like(noise), noise)
+        if worst(alone.residual) < 1e-6:  # nothing of an image
+            return alone
+    for noise in noises[:3]:  # with a constant
+        for image in images:
+            parts = flat(image), flat(noise)
+            coefficients, residual = fit(values, *parts, torch.ones_like(values))
+            a, b, c = coefficients.T
+            if worst(residual) <= limit and worst(a) > 1e-3 and worst(b) > 1e-3 and constant(c, 1e-2) is not None:
+                return Mixture(*parts, a, b, residual, image, noise, constant=float(c.mean()))
     for noise in noises[:3]:  # of two noises
         for image in images:
             first = _mixture(values, image, noise)

@@ -51,11 +51,12 @@ def _recursions(update: Update, observer: Observer) -> list[Check]:
     kind = getattr(torch.optim, step.optimizer)
     allowed = inspect.signature(kind).parameters
     before, after = step.before.double(), step.after.double()
-    inside = (step.group_of >= 0) & ~_untouched(update, observer)
+    untouched = _untouched(update, observer)
+    inside = (step.group_of >= 0) & ~untouched
     expected = before.clone()
     moments: dict[str, torch.Tensor] = {}
     for number, group in enumerate(step.groups):
-        part = step.group_of == number
+        part = (step.group_of == number) & ~untouched
         if not part.any():
             continue
         names = allowed.keys() - {"params", "foreach", "fused", "capturable", "differentiable"}
@@ -75,7 +76,7 @@ def _recursions(update: Update, observer: Observer) -> list[Check]:
         for name, value in judge.state[parameter].items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 moments.setdefault(name, torch.zeros_like(before))[part] = value.to(before)
-    checks = []
+    checks = _counted(update, inside)
     for name, value in moments.items():
         seen = step.state_after.get(name)
         if seen is not None:
@@ -84,6 +85,17 @@ def _recursions(update: Update, observer: Observer) -> list[Check]:
             text = f"the optimizer's {name} is not what its own settings give ({off:.0%} off)"
             checks.append(Check("optimizer", f"state: {name}", "torch's", f"off by {off:.1e}", off < 1e-3, text))
     return [*checks, _change(step.optimizer, before, after, expected, inside)]
+
+
+def _counted(update: Update, inside: torch.Tensor) -> list[Check]:
+    """A state that is lost counts fewer steps than were made."""
+    step, made = update.optimizer_step, update.step + 1
+    counted = step.state_after.get("step")
+    if counted is None or not inside.any():
+        return []
+    most = int(counted[inside].max())
+    text = f"after {made} updates the optimizer has counted {most} steps: its state is lost on the way, or it is made anew"
+    return [Check("optimizer", "steps that it has counted", f"{made} or more", str(most), most >= made, text)]
 
 
 def _untouched(update: Update, observer: Observer) -> torch.Tensor:

@@ -46,6 +46,13 @@ def check_options(facts: Facts, passes: int, limit: float, searched: bool) -> li
 def check_schedule(facts: Facts, rates: list[tuple[int, list[float]]], updates: int, ended: bool) -> list[Check]:
     """Where the learning rate's schedule stands at the end of the run: seen, or projected from the script's options."""
     name, wanted = "schedule of the learning rate at the end of the run", "at its own end"
+    made_none = [schedule for schedule in facts.schedules if int(schedule.last_epoch) == 0]
+    if made_none and updates >= 5:
+        text = f"the schedule of the learning rate has not been stepped in {updates} updates: its step() is not called"
+        return [Check("learning_rate", name, wanted, "never stepped", False, text)]
+    if updates >= 5 and rates and all(max(values) == 0 for _, values in rates):
+        text = f"the learning rate has been 0 in all {updates} updates: the network does not move"
+        return [Check("learning_rate", name, wanted, "0", False, text)]
     lengths = [(s, schedule_length(s)) for s in facts.schedules]
     known = [(schedule, length) for schedule, length in lengths if length]
     if not known or not rates or not updates:
@@ -70,7 +77,7 @@ def check_schedule(facts: Facts, rates: list[tuple[int, list[float]]], updates: 
         return [Check("learning_rate", name, wanted, observed, False, text, "warning")]
     if share > 1.1:
         text = (
-            f"the schedule of the learning rate {how} over after {length / share / max(length, 1):.0%} of the run: it is laid out "
+            f"the schedule of the learning rate {how} over after {1 / share:.0%} of the run: it is laid out "
             f"for {length} steps and makes {at_end:.0f} (stepped once per process, or per micro step?)"
         )
         return [Check("learning_rate", name, wanted, observed, False, text, "warning")]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ class Levels:
 # ---- known noise schedules
 
 
+@lru_cache(maxsize=4)
 def tables(steps: int) -> dict[str, torch.Tensor]:
     """Name -> alphas_cumprod of the schedules that scripts use, [T]."""
     known = {name: alphas_cumprod(name, steps) for name in SCHEDULES}
@@ -277,9 +278,15 @@ def _velocity(target: Target, levels: Levels, wanted: str, observed: str) -> Che
 
 _GAMMAS = (5.0, 1.0, 2.0, 3.0, 4.0, 7.0, 10.0, 20.0)
 _FAMILIAR = {  # what scripts weigh errors by on purpose
-    "epsilon": ("1", "min(SNR, gamma) / SNR"),
-    "sample": ("1", "SNR", "max(SNR, 1)", "min(SNR, gamma)"),
-    "v_prediction": ("1", "min(SNR, gamma) / (SNR + 1)"),
+    "epsilon": ("1", "min(SNR, gamma) / SNR", "(SNR + 1) / SNR"),
+    "sample": ("1", "SNR", "max(SNR, 1)", "min(SNR, gamma)", "SNR + 1"),
+    "v_prediction": ("1", "SNR / (SNR + 1)", "min(SNR, gamma) / (SNR + 1)", "1 / (SNR + 1)"),
+}
+_FUNCTIONS = WEIGHTINGS | {
+    "SNR / (SNR + 1)": lambda snr, gamma: snr / (snr + 1),
+    "1 / (SNR + 1)": lambda snr, gamma: 1 / (snr + 1),
+    "(SNR + 1) / SNR": lambda snr, gamma: (snr + 1) / snr,
+    "SNR + 1": lambda snr, gamma: snr + 1,
 }
 
 
@@ -303,25 +310,44 @@ def identify_weights(weights: torch.Tensor, levels: Levels, target: str, micro_s
     snr = (levels.a / levels.b.clamp(min=1e-12)) ** 2
     familiar = _FAMILIAR.get(target, ("1",))
     found: list[tuple[bool, bool, Weighting]] = []
-    for name in (*familiar, *WEIGHTINGS):
+    for name in (*familiar, *_FUNCTIONS):
         for gamma in _gammas(weights, snr, name):
-            factor = constant(weights / WEIGHTINGS[name](snr, gamma or 0.0))
-            if factor is not None:
-                found.append((abs(abs(factor) - 1) < SMALL, name in familiar, Weighting(name, gamma, factor, True)))
-        if found and found[-1][1]:
+            factor = constant(weights / _FUNCTIONS[name](snr, gamma or 0.0))
+            exact = factor is not None and abs(abs(factor) - 1) < SMALL
+            if factor is not None and (exact or gamma in (None, *_GAMMAS)) and (exact or name in familiar or len(weights) > 3):
+                found.append((name in familiar, exact, Weighting(name, gamma, factor, True)))
+        if found and found[-1][:2] == (True, True):
             break
     if found:
-        exact = max(found, key=lambda one: (one[1], one[0]))
-        return _judged(exact[2], exact[1], target, micro_steps, levels.pixels, batch)
+        familiar_one, _, best = max(found, key=lambda one: one[:2])
+        return _judged(best, familiar_one, target, micro_steps, levels.pixels, batch)
     for shift in (1, -1):
         for name in familiar:
             for gamma in _gammas(weights, snr.roll(shift), name):
-                if constant(weights / WEIGHTINGS[name](snr.roll(shift), gamma or 0.0)) is not None:
+                if constant(weights / _FUNCTIONS[name](snr.roll(shift), gamma or 0.0)) is not None:
                     return Weighting(name, gamma, 1.0, False, "errors are weighed by the weight of another image of the batch")
+    if (of_levels := _of_levels(weights, levels)) is not None:
+        return of_levels
     counted = int((weights.abs() > 1e-9).sum())
     if counted < len(weights):
         return Weighting("", None, 1.0, False, f"only {counted} of {len(weights)} samples count in the loss")
     return Weighting("", None, 1.0, True)
+
+
+def _of_levels(weights: torch.Tensor, levels: Levels) -> Weighting | None:
+    """EDM's lambda(sigma) = 1 / sigma^2 + 1 / sigma_data^2, and 1 / sigma^2, times a number."""
+    sigma = levels.sigma.clamp(min=1e-12)
+    if len(weights) < 4:
+        return None
+    columns = torch.stack([1 / sigma**2, torch.ones_like(sigma)], 1) / weights[:, None]
+    sizes = columns.norm(dim=0)
+    solution = torch.linalg.lstsq(columns / sizes, torch.ones_like(sigma)[:, None]).solution
+    factor, level = (solution[:, 0] / sizes).tolist()
+    if worst(columns @ (solution[:, 0] / sizes) - 1) > SMALL or factor <= 0:
+        return None
+    sigma_data = (factor / level) ** 0.5 if level > 1e-6 * factor else 0.0
+    name = f"(sigma^2 + sigma_data^2) / (sigma sigma_data)^2, sigma_data {sigma_data:.3g}" if sigma_data else "1 / sigma^2"
+    return _judged(Weighting(name, None, factor, True), True, "", 1, levels.pixels, float(levels.sizes[0]))
 
 
 def _gammas(weights: torch.Tensor, snr: torch.Tensor, name: str) -> list[float | None]:
@@ -422,10 +448,18 @@ def check_told(levels: Levels) -> tuple[Check, str]:
 def check_mixture(levels: Levels) -> Check:
     """Of a process without a table of steps."""
     name, wanted = "coefficients of image and noise", "one family for all noise levels"
+    if worst(levels.a) < 1e-3 and worst(levels.residual) < 1e-3:
+        return Check("input", name, wanted, "noise alone", False, "the network sees noise alone, without the image")
+    if shift := next((look.mixture.constant for look in levels.looks if look.mixture.constant), 0.0):
+        text = (
+            f"the network's input is image, noise and a constant of {shift:.3g}: "
+            "is the noise added before the images are normalized?"
+        )
+        return Check("input", name, wanted, f"and {shift:.3g}", False, text)
     kind = levels.kind
     formulas = {
         "variance-preserving": "a^2 + b^2 = 1",
-        "flow": "(1 - s) x_0 + s noise",
+        "flow": "a + b = 1",
         "variance-exploding": "x_0 + sigma noise",
         "preconditioned": f"c_in (x_0 + sigma noise), sigma_data {levels.sigma_data or 0:.3g}",
     }
@@ -439,7 +473,7 @@ def check_mixture(levels: Levels) -> Check:
     if kind in formulas:
         return Check("input", name, wanted, f"{kind}: {formulas[kind]}", True)
     if len(levels.a) > 2 and constant(levels.b) is not None and constant(levels.a) is not None:
-        text = f"all images have the same mixture of image and noise: {spread}"
-        return Check("input", name, wanted, spread, False, text)
+        text = f"all images of the batch have one noise level ({spread}); each image should have its own"
+        return Check("timestep", name, "one for each image", spread, False, text)
     text = f"the coefficients of image and noise belong to no known process ({spread})"
     return Check("input", name, wanted, spread, False, text)

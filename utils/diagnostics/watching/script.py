@@ -43,7 +43,7 @@ def _finish(watcher: Watcher, result: Result, hooks: ExitStack, ended: bool) -> 
 
 
 def _run(script: Path, arguments: list[str]) -> tuple[int, bool]:
-    """(exit status, whether it came to its own end). The script's modules may have the names of ours: ours are put out of its sight."""
+    """(exit status, whether it came to its own end). Its modules may have the names of ours: ours are put out of its sight."""
     sys.argv = [str(script), *arguments]
     folder = str(script.resolve().parent)
     sys.path[:] = [folder, *(p for p in sys.path if Path(p or ".").resolve() != OURS)]

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.watching.facts import Facts, find_facts
-from utils.diagnostics.watching.judging import Judge, LastLook
+from utils.diagnostics.watching.judging import Clip, Judge, LastLook
 from utils.diagnostics.watching.seen import Recorder, Seen
 
-SEARCHES = {1, 4, 33, 376, 4180}  # finished updates after which all objects are looked through
+SEARCHES = {1, 20, 609, 10945}  # finished updates after which all objects are looked through
 
 
 class Enough(SystemExit):
@@ -26,6 +26,8 @@ class Enough(SystemExit):
 
 class ForeignObserver(Observer):
     """Of a loop that may clear its gradients between the forward and the backward pass."""
+
+    stepped: frozenset[int] = frozenset()  # ids of the parameters that the optimizer owns
 
     def _before_forward(self, name: str, module: nn.Module, inputs: tuple, options: dict | None = None) -> None:
         if options is not None:  # a hook that was taken away in this pass comes once more, without them
@@ -39,7 +41,8 @@ class ForeignObserver(Observer):
         known = [g for g in gradients if g is not None]
         step = self.update.micro_steps[-1]
         if len(self.update.micro_steps) == 1:
-            self.update.left_over = torch.stack(torch._foreach_norm(known)).norm() if known else torch.zeros(())
+            owned = [p.grad for p in self.parameters.values() if p.grad is not None and id(p) in self.stepped]
+            self.update.left_over = torch.stack(torch._foreach_norm(owned)).norm() if owned else torch.zeros(())
         step.gradient_before = self.sample.take(gradients) if known else None
 
 
@@ -68,22 +71,28 @@ class Watcher:
         self._optimizers: dict[int, Any] = {}
         self._optimizer: Optimizer | None = None
         self._hooks: list[Any] = []
-        self._stepped = self._auditing = False
+        self._stepped = self._auditing = self._busy = False
         self._facts = Facts()
         self._next, self._following = 2, 3  # updates that are looked at
         self._noising: list[tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._clips: list[tuple[str, float]] = []
+        self._clips: list[Clip] = []
         self._scaler: Any = None
         self._scale = 1.0
         self._probe: torch.Tensor | None = None
         self._moved: torch.Tensor | None = None
+        self._probed: list[torch.Tensor] = []
+        self._encoder: nn.Module | None = None
+        self._encoded = False
         self._discovering = True
+        self._told = Facts()
+        # Networks that may be the denoiser: (what is called, modules in it, optimizer, shape of the input).
+        self._choices: list[tuple[nn.Module, list[nn.Module], Optimizer, torch.Size]] = []
 
     # ---- guards
 
     def safely(self, look: Callable[..., None], *arguments: Any) -> None:
         """Calls `look`. What goes wrong there ends the watching, and not the training."""
-        if self.failure or os.getpid() != self.process:
+        if self.failure or self._busy or os.getpid() != self.process:
             return
         try:
             look(*arguments)
@@ -102,8 +111,9 @@ class Watcher:
             self._observer.rest()
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._discovering, self._auditing = [], False, False
-        self._noising, self._candidates, self._stack = [], [], []
+        self._end_discovery()
+        _run_eagerly(False)
+        self._hooks, self._auditing, self._noising = [], False, []
 
     @property
     def discovering(self) -> bool:
@@ -127,48 +137,61 @@ class Watcher:
         made = next((v for v in values_of(output) if isinstance(v, torch.Tensor)), None)
         if given is None or made is None or given.ndim < 3 or not given.is_floating_point() or given.ndim != made.ndim:
             return
-        if given.shape[0] == made.shape[0] and given.shape[2:] == made.shape[2:] and made.requires_grad:
-            if made.shape[1] in (given.shape[1], 2 * given.shape[1]):
-                self._candidates.append(Candidate(module, given.shape, depth))
+        alike = given.shape[0] == made.shape[0] and given.shape[2:] == made.shape[2:] and made.requires_grad
+        if alike and made.shape[1] in (given.shape[1], 2 * given.shape[1]):
+            self._candidates.append(Candidate(module, given.shape, depth))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        if self._discovering and not self._stepped:
-            self._discover(optimizer)
-
-    def _discover(self, optimizer: Optimizer) -> None:
+        if optimizer is self._optimizer:
+            self._recorder.stop()
+        if id(optimizer) in self._optimizers:
+            return
+        self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [c for c in self._candidates if any(id(p) in owned for p in c.module.parameters())]
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = weakref.ref(optimizer)
-            count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-            name = type(unwrapped(mine[-1].module)).__name__ if mine else "no network seen"
-            self.networks.append((name, type(optimizer).__name__, count))
-        if not mine or self._optimizer is not None:
-            return
-        outermost = min(mine, key=lambda c: c.depth)
-        network = unwrapped(outermost.module)
-        self._optimizer, self.network = optimizer, network
-        self._recorder.shape = outermost.shape
-        self._install(network, [c.module for c in mine])
+        count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        outermost = min(mine, key=lambda c: c.depth) if mine else None
+        name = type(unwrapped(outermost.module)).__name__ if outermost else "another network"
+        self.networks.append((name, type(optimizer).__name__, count))
+        if outermost is not None and self._discovering:
+            self._choices.append((outermost.module, [c.module for c in mine], optimizer, outermost.shape))
+            if self._optimizer is None:
+                self._choose()
 
-    def _install(self, network: nn.Module, candidates: list[nn.Module]) -> None:
+    def _choose(self) -> None:
+        """Watches the next of the networks that may be the denoiser."""
+        called, candidates, self._optimizer, self._recorder.shape = self._choices.pop(0)
+        self._install(called, candidates)
+
+    def _install(self, called: nn.Module, candidates: list[nn.Module]) -> None:
+        network = self.network = unwrapped(called)
+        inside = set(network.modules()) - {network}
         total = sum(p.numel() for p in network.parameters())
-        inner = [
-            m
-            for m in candidates
-            if m is not network and m in set(network.modules()) and sum(p.numel() for p in m.parameters()) >= 0.9 * total
-        ]
+        inner = [m for m in candidates if m in inside and sum(p.numel() for p in m.parameters()) >= 0.9 * total]
         modules = {"network": network} | ({"raw": inner[-1]} if inner else {})
         self._observer = ForeignObserver(modules)
-        self._hooks.append(network.register_forward_pre_hook(self._before_network, with_kwargs=True))
-        self.judge.begin(network, "raw" in modules)
+        groups = self._optimizer.param_groups  # type: ignore[union-attr]
+        self._observer.stepped = frozenset(id(p) for group in groups for p in group["params"])
+        trained: list[torch.Tensor] = list(self._observer.parameters.values())
+        self._probed = trained[:: max(1, len(trained) // 3)][:3]
+        for hook in self._hooks:
+            hook.remove()
+        # On the module that is called: a compiled one does not call the hooks of what is inside.
+        self._hooks = [called.register_forward_pre_hook(self._before_network, with_kwargs=True)]
+        self.judge.begin(network)
 
-    def told(self, network: nn.Module, optimizer: Optimizer, facts: dict[str, Any]) -> None:
-        """By `watch`: nothing of this is searched for."""
-        self._optimizer, self.network = optimizer, unwrapped(network)
-        self.networks.append((type(self.network).__name__, type(optimizer).__name__, 0))
-        self._install(self.network, [])
-        self.judge.told = facts
+    def told(self, network: nn.Module, optimizer: Optimizer, facts: Facts) -> None:
+        """By `watch`: nothing is searched for that it names."""
+        self._optimizer, self._told = getattr(optimizer, "optimizer", optimizer), facts
+        self.networks.append((type(unwrapped(network)).__name__, type(self._optimizer).__name__, 0))
+        self._optimizers[id(self._optimizer)] = weakref.ref(self._optimizer)
+        self._install(network, [])
+        self._end_discovery()
+
+    def _end_discovery(self) -> None:
+        if self._discovering:
+            self._discovering, self._candidates, self._stack = False, [], []
+            _run_eagerly(False)
 
     # ---- later updates
 
@@ -182,12 +205,17 @@ class Watcher:
         observer = self._observer
         if observer is None:
             return
+        if self._recorder.shape is None:  # of a loop that told its network
+            self._recorder.shape = next((v.shape for v in inputs if isinstance(v, torch.Tensor)), None)
         seen = self._recorder.stop() if self._recorder.running else None
         begins = False
         if self._stepped:
             self._stepped = False
+            self._end_discovery()
             self._compare_probe()
             self._finish()
+            if self._observer is not observer:  # this was not the denoiser
+                return
             begins = self.updates + 1 >= self._next
         if begins:
             self._begin()
@@ -199,11 +227,12 @@ class Watcher:
 
     def _begin(self) -> None:
         observer = self._observer
-        self._auditing = True
+        self._auditing, self._encoded = True, self._encoded and self._encoder is not None
         while self.updates + 1 >= self._next:
             self._next, self._following = self._following, self._next + self._following
         self._clips = []
         observer.averages = {a.name: a.tensors for a in self._facts.averages}  # type: ignore[union-attr]
+        _run_eagerly(True)
         observer.begin(self.updates)  # type: ignore[union-attr]
 
     def _finish(self) -> None:
@@ -211,15 +240,20 @@ class Watcher:
         if not self._auditing or self._observer is None:
             return
         self._auditing = False
+        _run_eagerly(False)
         update = self._observer.end_update()
         if update is None:
             raise RuntimeError(self._observer.failure or "an update was not seen")
-        self._recorder.paused = True
-        look = LastLook(update, self._observer, self._facts, self._scale, list(self._clips), self._moved)
+        look = LastLook(update, self._observer, self._facts, self._scale, list(self._clips), self._moved, self._encoded)
         self._moved = None
-        self.judge.look(look)
-        self._recorder.paused = False
+        self._busy = True  # the judge makes optimizer steps of its own
+        try:
+            self.judge.look(look)
+        finally:
+            self._busy = False
         self._report(self)
+        if not self.judge.mixed and self._choices:
+            self._choose()
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._optimizer is None or optimizer is not self._optimizer:
@@ -228,10 +262,10 @@ class Watcher:
             return
         self._stepped = True
         self.updates += 1
-        self._discovering, self._candidates, self._stack = False, [], []
         if self.updates in SEARCHES:
             self._facts = find_facts(self.network, optimizer)  # type: ignore[arg-type]
-            self._facts.noise_schedulers += []
+            self._facts.add(self._told)
+            self._watch_autoencoder()
         if self._auditing:
             self._observer.end_step()  # type: ignore[union-attr]
         self._probe = self._take_probe()
@@ -239,12 +273,21 @@ class Watcher:
             self._recorder.start()
         self.judge.rate(self.updates, [float(group["lr"]) for group in optimizer.param_groups])
 
+    def _watch_autoencoder(self) -> None:
+        """Whether images are encoded in an update."""
+        encoder = getattr(self._facts.autoencoder, "encoder", None)
+        if isinstance(encoder, nn.Module) and self._encoder is None:
+            self._encoder = encoder
+
+            def encoded(*arguments: Any) -> None:
+                self._encoded = True
+
+            self._hooks.append(encoder.register_forward_hook(encoded))
+
     @torch.no_grad()
     def _take_probe(self) -> torch.Tensor:
         """Some elements of the weights: whether anything changes them between two updates."""
-        parameters = list(self._observer.parameters.values())  # type: ignore[union-attr]
-        chosen = parameters[:: max(1, len(parameters) // 6)][:6]
-        return torch.cat([p.detach().reshape(-1)[:4].float() for p in chosen])
+        return torch.cat([p.detach().reshape(-1)[:4].float() for p in self._probed])
 
     def _compare_probe(self) -> None:
         if self._probe is not None:
@@ -252,7 +295,7 @@ class Watcher:
             self._moved = changed if self._moved is None else self._moved | changed
 
     def before_backward(self) -> None:
-        if self._auditing and self._observer is not None:
+        if self._auditing and not self._stepped and self._observer is not None:
             if self._scaler is not None:
                 scaler = self._scaler()
                 self._scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
@@ -261,9 +304,6 @@ class Watcher:
     def after_backward(self) -> None:
         if self._auditing and not self._stepped:
             self._recorder.start()
-
-    def before_optimizer_steps(self) -> None:
-        self._recorder.stop()
 
     def scaled(self, scaler: Any) -> None:
         self._scaler = weakref.ref(scaler)
@@ -283,7 +323,8 @@ class Watcher:
 
     def clipped(self, kind: str, limit: float) -> None:
         if self._auditing:
-            self._clips.append((kind, limit))
+            micro_steps = self._observer.update.micro_steps if self._observer.update is not None else []
+            self._clips.append(Clip(kind, limit, len(micro_steps), self._stepped))
 
     def end(self, ended: bool) -> None:
         """When the script is over; `ended`: by itself, and not by an error, an interruption or `--watch_updates`."""
@@ -293,9 +334,15 @@ class Watcher:
         self.rest()
 
 
+def _run_eagerly(eagerly: bool) -> None:
+    """Compiled networks: hooks are called in what runs eagerly."""
+    torch.compiler.set_stance("force_eager" if eagerly else "default")
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     while type(module).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
-        module = getattr(module, "_orig_mod", None) or module.module  # type: ignore[assignment]
+        inner: Any = getattr(module, "_orig_mod", None) or module.module
+        module = inner
     return module
 
 

@@ -1,0 +1,140 @@
+"""diagnose.py --watch: training loops that are not ours, healthy and with faults; scripts that end in many ways."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+LOOPS = Path(__file__).parents[1] / "watched"
+HEALTHY = {
+    "plain_ddpm.py": "trains epsilon-prediction on a linear schedule of 1000 steps; errors weighed equally; AdamW",
+    "accelerated.py": "trains v-prediction on a cosine schedule of 1000 steps",
+    "edm_loop.py": "sigma_data 0.5",
+    "flow_loop.py": "trains the flow's velocity",
+}
+FAULTS = [  # (script, what is replaced, by what, code of the finding)
+    ("plain_ddpm.py", "(1 - a).sqrt() * noise", "(1 - a) * noise", "step-input"),
+    ("plain_ddpm.py", "model(x_t, t)", "model(x_t, t.flip(0))", "step-timestep"),
+    ("plain_ddpm.py", "(x_t, t), noise)", "(x_t, t), torch.randn_like(noise))", "step-target"),
+    ("plain_ddpm.py", "optimizer.zero_grad()", "pass", "step-gradient"),
+    ("plain_ddpm.py", "images / 127.5 - 1", "images", "data-range"),
+    ("plain_ddpm.py", "lerp_(weight, 0.01)", "lerp_(weight, -0.01)", "step-ema"),
+    ("plain_ddpm.py", "torch.randn_like(x0)", "torch.randn_like(x0[:1]).expand_as(x0)", "step-noise"),
+    ("accelerated.py", "model(noisy, timesteps)", "model(noisy, timesteps.roll(1))", "step-timestep"),
+    ("accelerated.py", "get_velocity(clean, noise,", "get_velocity(noise, clean,", "step-target"),
+    ("accelerated.py", "backward(loss)\n", "backward(loss); ema.step(model.parameters())\n", "step-ema"),
+    (
+        "accelerated.py",
+        "if accelerator.sync_gradients:\n                    acc",
+        "if 1:\n                    acc",
+        "step-gradient",
+    ),
+    ("edm_loop.py", "SIGMA_DATA**2 / total, s *", "SIGMA_DATA / total, s *", "step-network"),
+    ("edm_loop.py", "* noise, sigma)", "* noise, sigma.roll(1))", "step-timestep"),
+    ("edm_loop.py", "(denoised - y)", "(denoised - y.roll(1, 0))", "step-target"),
+    ("flow_loop.py", "velocity = noise - x0", "velocity = x0 - noise", "step-target"),
+    ("flow_loop.py", "(1 - s)[:, None", "(1 - s).sqrt()[:, None", "step-input"),
+    ("flow_loop.py", "(loss / ROUNDS).backward()", "optimizer.zero_grad(); (loss / ROUNDS).backward()", "step-gradient"),
+    ("flow_loop.py", "    optimizer.step()\n", "    average.update_parameters(model); optimizer.step()\n", "step-ema"),
+]
+
+
+def watch(server, folder: Path, script: Path, *arguments, updates: int | None = None) -> tuple[int, str, dict[str, dict]]:
+    """(exit status, what was printed, the findings by their codes)"""
+    limit = [] if updates is None else ["--watch_updates", updates]
+    [run] = server.start(["diagnose.py", "--watch_dir", folder / "seen", *limit, "--watch", script, *arguments])
+    status = run.wait(200)
+    assert (folder / "seen" / "report.html").exists(), run.text()[-3000:]
+    findings = json.loads((folder / "seen" / "diagnosis.json").read_text())
+    assert "watcher stopped" not in run.text(), run.text()[-3000:]
+    return status, run.text(), {finding["code"]: finding for finding in findings}
+
+
+@pytest.mark.parametrize("script", HEALTHY)
+def test_a_healthy_loop_is_identified_and_trains_the_same_bits(server, tmp_path, script):
+    steps = 9
+    status, text, findings = watch(server, tmp_path, LOOPS / script, steps)
+    assert (status, findings) == (0, {}), text[-3000:]
+    assert HEALTHY[script] in text
+    assert "averaged weights" in text
+    losses = server.run([LOOPS / script, steps])
+    assert losses.count("0x") == steps and text.startswith(losses.rstrip("\n"))
+
+
+@pytest.mark.parametrize(("script", "old", "new", "code"), FAULTS)
+def test_a_fault_is_named_by_its_stage(server, tmp_path, script, old, new, code):
+    shutil.copytree(LOOPS, tmp_path / "loops", ignore=shutil.ignore_patterns("__pycache__"))
+    broken = tmp_path / "loops" / script
+    source = broken.read_text()
+    assert source.count(old) == 1
+    broken.write_text(source.replace(old, new))
+    status, text, findings = watch(server, tmp_path, broken, 50, updates=5)
+    assert status == 0
+    assert [finding["code"] for finding in findings.values() if finding["severity"] != "info"][:2].count(code), text[-3000:]
+    assert findings[code]["declared"] and findings[code]["observed"]
+
+
+@pytest.mark.parametrize(
+    ("how", "status"), [("end", 0), ("crash", 1), ("exit", 7), ("word", 1), ("_exit", 5), ("interrupt", -2), ("workers", 0)]
+)
+def test_the_script_ends_as_it_would(server, tmp_path, how, status):
+    seen, text, findings = watch(server, tmp_path, LOOPS / "misbehaving.py", how, 6)
+    assert seen == status
+    assert findings == {}
+    assert ("6 updates of Network" in text) == (how != "_exit")
+    if how == "crash":
+        assert "ValueError: the script's own error" in text and "runpy" not in text
+
+
+def test_a_script_that_never_trains(server, tmp_path):
+    status, text, findings = watch(server, tmp_path, LOOPS / "misbehaving.py", "nothing", 6)
+    assert (status, findings) == (0, {})
+    assert "no optimizer step was seen" in text
+
+
+def test_it_ends_after_the_updates_asked_for(server, tmp_path):
+    status, text, _ = watch(server, tmp_path, LOOPS / "misbehaving.py", "exit", 50, updates=4)
+    assert status == 0 and "4 updates" in text and text.count("0x") == 4
+
+
+def test_no_such_script(server, tmp_path):
+    [run] = server.start(["diagnose.py", "--watch", tmp_path / "nothing.py", "--flag"])
+    assert run.wait() == 2
+    assert run.text().strip() == f"error: no such script: {tmp_path / 'nothing.py'}"
+
+
+def test_of_two_networks_the_one_that_gets_noised_images_is_judged(server, tmp_path):
+    status, text, findings = watch(server, tmp_path, LOOPS / "two_networks.py", 9)
+    assert (status, findings) == (0, {})
+    assert "trains epsilon-prediction" in text and "several optimizers (Network by Adam, Network by Adam)" in text
+
+
+def test_a_loop_that_tells_what_it_trains(server, tmp_path):
+    folder = tmp_path / "watch" / "telling"
+    server.run([LOOPS / "telling.py", folder])
+    assert json.loads((folder / "diagnosis.json").read_text()) == []
+    assert "epsilon" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_two_processes(server, tmp_path, fault):
+    shutil.copytree(LOOPS, tmp_path / "loops", ignore=shutil.ignore_patterns("__pycache__"))
+    script = tmp_path / "loops" / "accelerated.py"
+    if fault:
+        source = script.read_text()
+        assert "output = model(" in source
+        script.write_text(source.replace("output = model(", "output = accelerator.unwrap_model(model)("))
+    runs = server.start(["diagnose.py", "--watch_dir", tmp_path / "seen", "--watch", script, 6], num_processes=2)
+    assert [run.wait(200) for run in runs] == [0, 0], runs[0].text()[-3000:]
+    codes = [finding["code"] for finding in json.loads((tmp_path / "seen" / "diagnosis.json").read_text())]
+    assert ("step-ranks" in codes) == fault, runs[0].text()[-3000:]
+
+
+def test_an_error_of_the_watcher_is_one_line(server, tmp_path):
+    shutil.copytree(LOOPS, tmp_path / "loops", ignore=shutil.ignore_patterns("__pycache__"))
+    script = tmp_path / "loops" / "plain_ddpm.py"
+    script.write_text(script.read_text().replace("model = Network()", "model = Network(); model.modules = None"))
+    [run] = server.start(["diagnose.py", "--watch_dir", tmp_path / "seen", "--watch", script, 6])
+    assert run.wait(100) == 0
+    assert run.text().count("the watcher stopped, the script goes on: TypeError") == 1 and run.text().count("0x") == 6
