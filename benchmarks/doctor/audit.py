@@ -19,7 +19,6 @@ import json
 import os
 import py_compile
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.doctor.faults import FAULTS
 from benchmarks.doctor.later_faults import LATER_FAULTS
 from benchmarks.doctor.step_data import CHANNELS, flags_of, make_dataset
-from benchmarks.doctor.step_faults import DDPM, STEP_FAULTS, Edit, edited
+from benchmarks.doctor.step_faults import DDPM, STEP_FAULTS
 from benchmarks.doctor.step_kinds import (
     BASES,
     EPSILON_LINEAR,
@@ -47,6 +46,7 @@ from benchmarks.doctor.step_kinds import (
     healthy_runs,
     network_config,
 )
+from benchmarks.doctor.trials import Edit, apply, findings_of, problems, run_in, share, told, words_of
 
 ROOT = Path(__file__).parents[2]
 # What an update does to the weights; the other stages are data, noise, timestep, condition, network, learning_rate and export.
@@ -58,7 +58,6 @@ OVERFIT = {"resolution": 8, "network": "large", "train_batch_size": 32, "learnin
 OVERFIT |= {"logging_steps": 30, "validation_images": 64, "validation_steps": 100, "save_images_steps": 300}
 DIFFUSION_FLAGS = {"prediction_type", "ddpm_beta_schedule", "snr_gamma"}
 LEAVES_OUT = ("checkpoint-*", "*.safetensors", "cache", "ema_snapshots")  # of the runs' folders that --keep keeps
-TIMEOUT_SECONDS = 400
 ENDED = (0, 3)  # well, or diverged
 
 
@@ -165,41 +164,7 @@ def copy_repository(folder: Path) -> None:
     compileall.compile_dir(folder, quiet=2, invalidation_mode=by_content)
 
 
-def apply(edits: tuple[Edit, ...], folder: Path) -> None:
-    """Raises ValueError where a line is no longer what it was, SyntaxError where the edited file is no Python."""
-    for file in dict.fromkeys(edit.file for edit in edits):
-        text = edited((folder / file).read_text(), [edit for edit in edits if edit.file == file])
-        compile(text, file, "exec")
-        (folder / file).write_text(text)
-
-
-def problems() -> list[str]:
-    """What is wrong with the edits, as the repository is now."""
-    found = []
-    for name, fault in STEP_FAULTS.items():
-        try:
-            for file in dict.fromkeys(edit.file for edit in fault.edits):
-                text = (ROOT / file).read_text()
-                changed = edited(text, [edit for edit in fault.edits if edit.file == file])
-                compile(changed, file, "exec")
-                if changed == text:
-                    found.append(f"{name}: {file} stays as it is")
-        except (ValueError, SyntaxError, OSError) as error:
-            found.append(f"{name}: {error}")
-    return found
-
-
 # ---- the runs
-
-
-def words_of(flags: dict) -> list[str]:
-    words = []
-    for flag, value in flags.items():
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", *(value if isinstance(value, list) else [value])]
-    return [str(word) for word in words]
 
 
 def command(case: Case, work: Path, output_dir: Path, more: dict) -> list[str]:
@@ -229,27 +194,6 @@ def write_config(folder: Path, script: str, channels: int, resolution: int) -> N
     draft = place / f".{time.monotonic_ns()}"  # two cases at once may write the same
     draft.write_text(json.dumps(config))
     os.replace(draft, place / "config.json")
-
-
-def run_in(tree: Path, words: list[str], log: Path) -> int | None:
-    """Exit status, None where the time ran out; the run and all that it started are ended then."""
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment |= {"TQDM_MININTERVAL": "60", "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("PYTHONPATH", None)
-    with open(log, "a") as file:
-        output = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        process = subprocess.Popen(words, cwd=tree, env=environment, start_new_session=True, **output)
-        try:
-            return process.wait(TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            for number, seconds in ((signal.SIGTERM, 35), (signal.SIGKILL, 10)):  # a launcher passes the first on
-                os.killpg(process.pid, number)
-                try:
-                    process.wait(seconds)
-                    break
-                except subprocess.TimeoutExpired:
-                    pass
-            return None
 
 
 def run_case(case: Case, number: int, work: Path, keep: Path | None) -> Result:
@@ -282,16 +226,6 @@ def run_case(case: Case, number: int, work: Path, keep: Path | None) -> Result:
             shutil.rmtree(tree, ignore_errors=True)
 
 
-def findings_of(output_dir: Path) -> list[dict]:
-    """Those of diagnosis.json above "info", in its order; none where there is no such file."""
-    try:
-        findings = json.loads((output_dir / "diagnosis.json").read_text())
-    except (OSError, ValueError):
-        return []
-    names = ("code", "severity", "stage", "declared", "observed", "evidence", "step")
-    return [{name: found.get(name) for name in names} for found in findings if found.get("severity") != "info"]
-
-
 def run_cases(chosen: list[Case], jobs: int = 2, keep: Path | None = None, say=print) -> list[Result]:
     """Runs them, `jobs` at a time; `keep` gets what each recorded and printed."""
     results: dict[int, Result] = {}
@@ -313,21 +247,12 @@ def run_cases(chosen: list[Case], jobs: int = 2, keep: Path | None = None, say=p
 # ---- the tables
 
 
-def told(finding: dict) -> str:
-    return f"{finding['code']} [{finding['stage']}]" if finding["stage"] else finding["code"]
-
-
 def line(result: Result) -> str:
     verdict = "ok   " if result.right else "WRONG"
     ended = "" if result.status in ENDED else f", ended with {result.status}"
     found = ", ".join(map(told, result.findings)) or "nothing"
     expected = f" expected {' or '.join(result.stages)};" if result.stages else ""
     return f"{verdict} {result.name} / {result.dataset} / {result.seed} ({result.seconds:.0f} s{ended}):{expected} {found}"
-
-
-def share(results: list[Result]) -> str:
-    right = sum(result.right for result in results)
-    return f"{right} of {len(results)} ({right / len(results):.1%})" if results else "none run"
 
 
 def of_stages(results: list[Result], stages: tuple[str, ...]) -> list[Result]:
@@ -385,7 +310,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="runs nothing: tells which edits no longer apply")
     args = parser.parse_args()
     if args.check:
-        found = problems()
+        found = problems(STEP_FAULTS, ROOT)
         print("\n".join([*found, f"{len(STEP_FAULTS)} faults, {len(found)} with an edit that does not apply"]))
         return bool(found)
     faults = [name for name in args.faults if args.group == "all" or (name in STEP_FAULTS) == (args.group == "new")]

@@ -7,6 +7,8 @@ before them is theirs in our list of such threads.
 
 from dataclasses import dataclass, field
 
+from benchmarks.doctor.trials import Edit
+
 DDPM, EDM2 = "train_ddpm.py", "train_edm2.py"
 OURS = "ours"
 
@@ -25,15 +27,6 @@ COLOR, CROPPED = ("shapes", "textures", "letters"), ("textures",)  # data sets w
 
 
 @dataclass(frozen=True)
-class Edit:
-    """`old` occurs once in the file; see `edited`."""
-
-    file: str
-    old: str
-    new: str
-
-
-@dataclass(frozen=True)
 class StepFault:
     stage: str | tuple[str, ...]  # of the audit's stages; several where each would be right
     edits: tuple[Edit, ...]
@@ -47,18 +40,6 @@ class StepFault:
     @property
     def stages(self) -> tuple[str, ...]:
         return (self.stage,) if isinstance(self.stage, str) else self.stage
-
-
-def edited(text: str, edits: list[Edit]) -> str:
-    """`text` with all edits of one file. Raises ValueError where an `old` does not occur exactly once: the line has changed."""
-    places = []
-    for edit in edits:
-        if (count := text.count(edit.old)) != 1:
-            raise ValueError(f"{edit.file} has {count} times, not once: {edit.old!r}")
-        places.append((text.index(edit.old), edit))
-    for start, edit in sorted(places, key=lambda place: place[0], reverse=True):
-        text = text[:start] + edit.new + text[start + len(edit.old) :]
-    return text
 
 
 STEP_FAULTS: dict[str, StepFault] = {}

@@ -6,8 +6,9 @@ import json
 import pytest
 
 from benchmarks.doctor import audit
-from benchmarks.doctor.step_faults import DDPM, EDM2, STEP_FAULTS, Edit, edited
+from benchmarks.doctor.step_faults import DDPM, EDM2, STEP_FAULTS
 from benchmarks.doctor.step_kinds import healthy_runs
+from benchmarks.doctor.trials import Edit, edited
 from utils.diagnostics.audit.verdict import STAGES
 
 DATASETS = list(audit.CHANNELS)
@@ -15,7 +16,7 @@ DATASETS = list(audit.CHANNELS)
 
 def test_every_edit_applies_to_the_code_as_it_is():
     """Where this fails a line has moved: write the edit anew, so that it is the same fault."""
-    assert audit.problems() == []
+    assert audit.problems(STEP_FAULTS, audit.ROOT) == []
 
 
 def test_there_are_faults_of_every_stage_and_script():
