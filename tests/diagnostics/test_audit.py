@@ -46,7 +46,6 @@ def declared(prediction_type="epsilon", micro_steps=1, autocast=None, snr_gamma=
         None,
         DeclaredOptimizer("adamw", 0.9, 0.999, 1e-8, 0.01, 0.9, lambda step: RATE, 1.0),
         micro_steps,
-        1,
         autocast,
         averages={"EMA": lambda number: DECAY},
     )

@@ -13,7 +13,7 @@ from utils.optim.optimizers import learning_rate_at
 from utils.optim.power_ema import make_ema
 from utils.options.flags import DDPMOptions, EDM2Options
 
-FACTS = {"gradient_accumulation_steps": 1, "num_processes": 1, "mixed_precision": "no", "max_train_steps": 90}
+FACTS = {"gradient_accumulation_steps": 1, "num_processes": 1, "mixed_precision": "no", "training_images": 90}
 SCHEDULES = (
     "constant",
     "constant_with_warmup",
@@ -42,7 +42,7 @@ def test_adaptive_clipping_is_that_of_the_training(mean):
 def test_the_learning_rate_is_that_of_the_training(schedule, warmup, floor):
     for cycles, power, decay in ((1, 1.0, None), (3, 2.0, 25)):
         options = DDPMOptions(lr_scheduler=schedule, lr_warmup_steps=warmup, lr_floor=floor, lr_cycles=cycles, lr_power=power)
-        options = replace(options, lr_decay_steps=decay)
+        options = replace(options, lr_decay_steps=decay, max_train_steps=90)
         rate = declared_by(options, FACTS).optimizer.learning_rate
         trained = [learning_rate_at(step, 90, options) for step in range(90)]
         assert [rate(step) for step in range(90)] == pytest.approx(trained, rel=1e-9, abs=1e-15)

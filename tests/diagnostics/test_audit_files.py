@@ -53,7 +53,7 @@ def finished(request, train, tmp_path_factory):
     seen.averaged = {n: t for n, t in load_file(last / "ema.safetensors").items() if "/" not in n}
     raw = load_file(last / "model.safetensors")
     seen.raw = {n.removeprefix("unet."): t for n, t in raw.items() if not n.startswith("uncertainty.")}
-    seen.declared = DeclaredDenoising(0.5, -0.4, 1.0, 0, 0.0, False) if seen.is_edm2 else LINEAR
+    seen.declared = DeclaredDenoising(0.5, -0.4, 1.0, False) if seen.is_edm2 else LINEAR
     return seen
 
 

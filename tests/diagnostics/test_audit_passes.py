@@ -87,3 +87,12 @@ def test_symmetric_and_black_images_tell_nothing():
 def test_nothing_is_said_of_a_random_crop_or_of_one_pass():
     assert seen(unchanged) == []
     assert seen(flipped, passes=1, random_flip=True) == []
+
+
+def test_a_weak_jitter_is_not_judged_and_little_is_kept():
+    assert seen(unchanged, color_jitter=0.01) == []
+    looks = Passes(
+        1, DeclaredImages(64, 1, background="white", max_value=255, **DECLARED | {"random_flip": True}), torch.zeros_like
+    )
+    looks.add([0], torch.rand(1, 1, 64, 64))
+    assert sum(values.untyped_storage().nbytes() for values in looks._newest.values()) <= 2 * 64 * 4

@@ -29,7 +29,7 @@ def audit(call, scheduler, adds_noise=False):
 
 
 def edm(sigma_data):
-    return DeclaredDenoising(sigma_data, -0.4, 1.0, 0, 0.0, False)
+    return DeclaredDenoising(sigma_data, -0.4, 1.0, False)
 
 
 def only(checks) -> str:

@@ -124,6 +124,8 @@ def test_the_files_rows_are_counted(tmp_path, source):
     options = EDM2Options(cache_dir=str(tmp_path / "cache"), **given)
     table = Table(dataset.open_dataset(options).dataset, options)
     assert table.stored == {"digits": 1797, "saved": 60}.get(source, 120)
+    if "train_data_dir" in given:  # not known of a part of the files
+        assert Table(table._dataset, EDM2Options(dataset_split="train[:5]", **given)).stored is None
     assert len(table) == (50 if source == "the first" else table.stored)
 
 

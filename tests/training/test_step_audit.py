@@ -170,6 +170,32 @@ def test_the_mean_of_adaptive_clipping_that_a_resume_loses_is_named(train, tiny_
     assert ("state" in {finding["stage"] for finding in found_in(tmp_path)}) == (fault != "none")
 
 
+def test_kinks_of_the_activation_are_no_deviation(train, tiny_flags, tmp_path):
+    """ReLU's, within which the slope of the loss changes."""
+    assert train([*tiny_flags, "--activation", "relu", "--max_train_steps", "8", "--output_dir", tmp_path]) == 0
+    assert found_in(tmp_path) == []
+    assert [check for check in checks_of(tmp_path) if check["declared"] == "the slope of the loss" and check["healthy"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", [[], ["--momentum", "0.9", "--allow_option_change", "momentum"]])
+def test_rmsprop_without_momentum_goes_on(train, tiny_flags, tmp_path, changed):
+    flags = [*tiny_flags, "--optimizer", "rmsprop", "--checkpointing_steps", "4", "--output_dir", tmp_path]
+    assert train([*flags, "--momentum", "0", "--max_train_steps", "4"]) == 0
+    assert train([*flags, *(changed or ["--momentum", "0"]), "--resume_from_checkpoint", "latest"]) == 0
+    assert found_in(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_resume_is_compared_with_the_checkpoint_that_was_loaded(train, tiny_flags, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    flags = [*tiny_flags, "--checkpointing_steps", "4", "--lr_scheduler", "constant"]
+    assert train([*flags, "--max_train_steps", "4", "--output_dir", first]) == 0
+    assert train([*flags, "--max_train_steps", "4", "--seed", "1", "--output_dir", second]) == 0
+    assert train([*flags, "--output_dir", second, "--resume_from_checkpoint", first / "checkpoint-4"]) == 0
+    assert found_in(second) == []
+
+
 def test_a_dropout_that_the_network_does_not_have_is_named(train, tiny_flags, tmp_path, monkeypatch):
     config, out = tmp_path / "config.json", tmp_path / "run"
     network = json.loads(Path(tiny_flags[tiny_flags.index("--model_config_name_or_path") + 1], "config.json").read_text())

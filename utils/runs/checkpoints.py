@@ -224,14 +224,15 @@ def _discard(path: Path) -> None:
 
 def resume(
     accelerator: Accelerator, output_dir: Path, wanted: str | None, state: TrainState, allowed_changes: list[str]
-) -> list[str]:
+) -> tuple[Path | None, list[str]]:
     """Loads the checkpoint that `wanted` means (see `find_checkpoint`; None: none) into `state` and all that was prepared.
 
-    Returns lines for the user. Raises UserError, on every rank, when there is no such checkpoint or when it was made with
-    options that shape the result and differ from those of `state`, unless they are in `allowed_changes`.
+    Returns the checkpoint that was loaded, and lines for the user. Raises UserError, on every rank, when there is no such
+    checkpoint or when it was made with options that shape the result and differ from those of `state`, unless they are in
+    `allowed_changes`.
     """
     if not wanted:
-        return []
+        return None, []
     found: tuple[Path | None, list[str]] = (None, [])
 
     def find() -> None:
@@ -243,7 +244,7 @@ def resume(
     on_main_process(accelerator, find)
     checkpoint, notes = from_main_process(found)
     if checkpoint is None:
-        return [*notes, f"no checkpoint in {output_dir} yet: starting a new run"]
+        return None, [*notes, f"no checkpoint in {output_dir} yet: starting a new run"]
     saved = read_state(checkpoint)
     laid_out_for, optimizers = saved.max_train_steps, [optimizer.optimizer for optimizer in accelerator._optimizers]
     asked = [settings_of(optimizer) for optimizer in optimizers]
@@ -260,7 +261,8 @@ def resume(
             f"the run was laid out for {laid_out_for} updates and is now for {state.max_train_steps}: "
             "from here on the learning rate follows the new curve"
         )
-    return [*notes, f"resumed from {checkpoint.name}: {state.step} of {state.max_train_steps} updates done"]
+    notes.append(f"resumed from {checkpoint.name}: {state.step} of {state.max_train_steps} updates done")
+    return checkpoint, notes
 
 
 def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -54,7 +54,7 @@ class StepAudit:
         modules: dict[str, Any] = {"network": objective.network}
         if objective.exported is not objective.network:
             modules |= {"unet": objective.exported, "uncertainty": objective.network.uncertainty}
-        self.declared = declared_by(options, run.facts)
+        self.declared = declared_by(options, run.facts, run.resumed_from)
         self._observer = Observer(modules, self._averages(), eager=eager)
         self._pool, self._data = Pool(self.declared), DataAudit(run)
         self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
@@ -66,8 +66,7 @@ class StepAudit:
         self._norm: torch.Tensor | None = None
         self._pending: Update | None = None
         self._checks: list[Check] = []
-        if options.resume_from_checkpoint:
-            self._check_resumed()
+        self._check_resumed()
         self._left: torch.Tensor | None = None  # digest of the weights and averages before what is made between updates
 
     def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -107,7 +106,7 @@ class StepAudit:
     def add(self, drawn: dict[str, torch.Tensor]) -> None:
         """What a micro step was of."""
         self._pool.add_levels(drawn[self._run.objective.level])
-        self._data.add(drawn)
+        self._guarded(self._data.add, drawn)
         self._observer.tell(**drawn)
 
     def end_step(self, gradients: Gradients) -> None:
@@ -125,6 +124,8 @@ class StepAudit:
         if self._scheduled and not self._all_saw(update):
             update, self._numbers = None, set()  # it would fail again
         self._scheduled = False
+        if reported and self._clipping is not None:
+            self._clipping.mean()  # the host waits for the device now anyway
         if reported and update is None:
             rates = sorted({float(group["lr"]) for o in self._run.accelerator._optimizers for group in o.param_groups})
             self._checks = [check_learning_rate(rates, self.declared.optimizer, self._run.state.step - 1)]
@@ -171,9 +172,8 @@ class StepAudit:
 
     def _check_resumed(self) -> None:
         run = self._run
-        checkpoint = run.output_dir / f"checkpoint-{run.state.step}"
-        if (checkpoint / "state.json").exists():
-            self._record(self._guarded(self._read_checkpoint, checkpoint))
+        if run.resumed_from is not None:
+            self._record(self._guarded(self._read_checkpoint, run.resumed_from))
 
     def _read_checkpoint(self, checkpoint: Path) -> list[Check]:
         run = self._run
@@ -247,7 +247,8 @@ class StepAudit:
         skipped = not bool(self._finite)  # then no step is declared
         update, gradient = self._judged(update), self._judged(gradient)
         checks, declared = self._clipped(update)
-        checks += self._data.checks(update.step, first.get("sample_numbers"), first.get("clean_images"))
+        shown = first.get("sample_numbers"), first.get("clean_images")
+        checks += self._guarded(self._data.checks, update.step, *shown)  # images can fail in many ways
         checks += check_network(update, self._observer, declared)
         if self._observer.eager:
             look = check_noising if declared.noising is not None else check_denoising
@@ -276,10 +277,10 @@ class StepAudit:
         device = self._run.accelerator.device
         return seen if judged_on(device) == device else on_cpu(seen)
 
-    def _guarded(self, look: Callable[..., list[Check]], *arguments: Any) -> list[Check]:
+    def _guarded(self, look: Callable[..., list[Check] | None], *arguments: Any) -> list[Check]:
         """An audit that fails must not end the training that it looks at; it is said to have failed."""
         try:
-            return look(*arguments)
+            return look(*arguments) or []
         except Exception as error:
             self._say_failed(failure_text(error))
             return []

@@ -73,8 +73,9 @@ class DataAudit:
             checks, self._looked = self._whole(self._table), True
         if sample_numbers is not None:
             checks.append(self._position(step, sample_numbers))
-            large = self._declared.resolution > 64  # where the search for the place of a cut takes as long as an update
-            checks += self._images(sample_numbers[: FILES // 2 if large else FILES], clean_images)
+            # In large images the search for the place of a cut takes as long as an update.
+            few = FILES // (1 if self._declared.resolution <= 64 else 2 if self._declared.resolution <= 256 else 4)
+            checks += self._images(sample_numbers[:few], clean_images)
         return checks + self._drawn() + self._passes.checks()
 
     def _position(self, step: int, numbers: torch.Tensor) -> Check:

@@ -51,6 +51,7 @@ class Doctor:
         self._enabled, self._print_line, self._log, self._first_step = enabled, print_line, log, first_step
         self._history = History(output_dir, first_step=first_step, enabled=enabled)
         self._record = RunRecord(output_dir, options=options, resolved=resolved, history=self._history.records)
+        self._earlier = len(self._history.records)  # of before this start
         self._every = max(1, expected_reports // DETAILED_REPORTS)
         self._reports = sum("train/loss" in record for record in self._history.records)
         self._told: dict[str, str] = {}  # code -> severity
@@ -106,14 +107,16 @@ class Doctor:
             return True
         # What was found out once, about the data and the schedule, stays known, but is no evidence of now.
         history, skipped, before = [], "train/skipped_updates", 0.0  # that is counted from the beginning of the run
-        for record in self._record.history:
+        for place, record in enumerate(self._record.history):
             if record["step"] <= self._first_step:
                 before = record.get(skipped) or before
-                history += [record] if "data" in record or "schedule" in record else []
+                resumed = "audit" in record and place >= self._earlier  # the checkpoint beside what was loaded of it
+                history += [record] if "data" in record or "schedule" in record or resumed else []
             else:
                 history.append(record | {skipped: record[skipped] - before} if skipped in record else record)
         findings = diagnose(replace(self._record, history=history))
-        return any(f.severity == "critical" and f.step is not None and f.step > self._first_step for f in findings)
+        since = [f for f in findings if f.step is not None and f.step >= self._first_step + (not f.code.startswith("step-"))]
+        return any(f.severity == "critical" for f in since)
 
     def finish(self) -> None:
         """A last look at the run, and report.html from what its folder holds now; what fails here fails no finished run."""

@@ -50,6 +50,7 @@ class Run:
     trackers: Trackers
     doctor: Doctor
     stop: StopSignal
+    resumed_from: Path | None  # a checkpoint
 
     @property
     def output_dir(self) -> Path:
@@ -118,7 +119,8 @@ def begin_run(
     attach_state_hooks(accelerator, ema, state)
     asked_epsilon = optimizer.param_groups[0].get("eps")
     resumed, allowed = options.resume_from_checkpoint, options.allow_option_change
-    notes = [*data.images.notes, *resume(accelerator, folder.path, resumed, state, allowed)]
+    checkpoint, notes = resume(accelerator, folder.path, resumed, state, allowed)
+    notes = [*data.images.notes, *notes]
     epsilon = optimizer.param_groups[0].get("eps")  # the checkpoint's, where there was one; SGD has none
     if epsilon != asked_epsilon:
         notes.append(f"the optimizer keeps the checkpoint's epsilon, {epsilon:.3g}; a new run would take {asked_epsilon:.3g}")
@@ -167,5 +169,5 @@ def begin_run(
         doctor.record(state.step, {"data": check_data(data.training, seed=options.seed)} | schedule)
     return Run(
         *(options, accelerator, folder, data, objective, ema, ema_decay, clipping),
-        *(state, length, facts, progress, trackers, doctor, stop),
+        *(state, length, facts, progress, trackers, doctor, stop, checkpoint),
     )

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,8 +84,6 @@ class DeclaredDenoising:
     sigma_data: float
     P_mean: float
     P_std: float
-    classes: int
-    label_dropout: float
     force_weight_norm: bool
 
 
@@ -113,10 +112,8 @@ class AdaptiveClipping:
         self._norms: list[torch.Tensor] = []
 
     def count(self, norm: torch.Tensor) -> None:
-        """Of one update, 0-dim; read later, so that no update waits for it."""
+        """Of one update, 0-dim; read when `mean` or `limit` is asked for."""
         self._norms.append(norm)
-        if len(self._norms) == 256:
-            self.mean()
 
     def mean(self) -> float | None:
         for norm in torch.stack(self._norms).tolist() if self._norms else ():
@@ -138,7 +135,6 @@ class Declared:
     denoising: DeclaredDenoising | None
     optimizer: DeclaredOptimizer
     micro_steps: int
-    num_processes: int
     autocast: torch.dtype | None
     l1_weight: float = 0.0
     averages: dict[str, Callable[[int], float]] = field(default_factory=dict)  # name -> decay of the n-th update
@@ -149,8 +145,9 @@ class Declared:
         return self.noising or self.denoising
 
 
-def declared_by(options: RunOptions, facts: dict[str, Any]) -> Declared:
-    """Of a run with these options. `facts`: the run's, see `begin_run`; of them only what the launch decided is used."""
+def declared_by(options: RunOptions, facts: dict[str, Any], checkpoint: Path | None = None) -> Declared:
+    """Of a run with these options, that goes on from `checkpoint` where there is one. `facts`: the run's, see `begin_run`; of
+    them only what the launch and the data decided is used."""
     noising = denoising = None
     if isinstance(options, DDPMOptions):
         noising = DeclaredNoising(
@@ -165,16 +162,14 @@ def declared_by(options: RunOptions, facts: dict[str, Any]) -> Declared:
             options.sigma_data,
             options.P_mean,
             options.P_std,
-            facts.get("classes", 0),
-            options.label_dropout,
             options.force_weight_norm,
         )
-    total = options.max_train_steps or facts["max_train_steps"]
+    total = options.max_train_steps or options.num_epochs * _updates_of_a_pass(options, facts)
     optimizer = DeclaredOptimizer(
         options.optimizer,
         options.adam_beta1,
         options.adam_beta2,
-        facts["optimizer_epsilon"] if _keeps_epsilon(options) else _epsilon(options),
+        _epsilon(options, checkpoint),
         options.adam_weight_decay,
         options.momentum,
         lambda step: _learning_rate(step, total, options),
@@ -185,7 +180,6 @@ def declared_by(options: RunOptions, facts: dict[str, Any]) -> Declared:
         denoising,
         optimizer,
         facts["gradient_accumulation_steps"],
-        facts["num_processes"],
         # Not from the accelerator, which may have been given something else.
         _DTYPES.get(options.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")),
         options.l1_weight,
@@ -194,14 +188,18 @@ def declared_by(options: RunOptions, facts: dict[str, Any]) -> Declared:
     )
 
 
-def _keeps_epsilon(options: RunOptions) -> bool:
-    """Whether it is the checkpoint's: earlier versions of EDM2's recipe had another one."""
-    return bool(options.resume_from_checkpoint) and not {"adam_epsilon", "optimizer"} & set(options.allow_option_change)
+def _updates_of_a_pass(options: RunOptions, facts: dict[str, Any]) -> int:
+    """As diffusers' script counts them: a last short batch counts, and so does a last short update."""
+    batches = math.ceil(facts["training_images"] / int(options.train_batch_size))
+    return math.ceil(math.ceil(batches / facts["num_processes"]) / facts["gradient_accumulation_steps"])
 
 
-def _epsilon(options: RunOptions) -> float:
+def _epsilon(options: RunOptions, checkpoint: Path | None) -> float:
     """EDM2's recipe adds up the loss over the channels and pixels where ours is their mean; Adam divides that out, but for its
-    epsilon."""
+    epsilon. A run that goes on keeps the checkpoint's: earlier versions had another one."""
+    if checkpoint is not None and not {"adam_epsilon", "optimizer"} & set(options.allow_option_change):
+        stored = torch.load(checkpoint / "optimizer.bin", map_location="cpu", weights_only=True, mmap=True)
+        return stored["param_groups"][0].get("eps", options.adam_epsilon)
     if isinstance(options, EDM2Options):
         return options.adam_epsilon / (options.image_channels * options.resolution * options.resolution)
     return options.adam_epsilon

@@ -85,8 +85,8 @@ def check_denoising(micro_steps: list[MicroStep], declared: Declared, loss_scale
         text = "u(sigma) gets no gradient: it is not trained"
         return [*checks, Check("weight", "gradient of u(sigma)", "1 - lambda error / exp(u)", "none", False, text)]
     to_u = _line(call.gradients[1] for call in calls) / loss_scale * loss.sizes * loss.micro_steps
-    pairs = [(step.calls["network"].outputs[0].detach().double(), step.batch["clean_images"].double()) for step in usable]
-    error = torch.cat([(denoised - clean).square().flatten(1).mean(1) for denoised, clean in pairs])
+    pairs = [(step.calls["network"].outputs[0].detach().float(), step.batch["clean_images"].float()) for step in usable]
+    error = torch.cat([(denoised - clean).square().flatten(1).mean(1).double() for denoised, clean in pairs])
     return [*checks, _uncertainty(to_u, _lambda(seen.sigma, sigma_data) * error, seen.u, loss)]
 
 

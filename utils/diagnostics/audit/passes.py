@@ -13,7 +13,7 @@ VALUES = 64  # of an image that are kept
 ENOUGH = 256  # pairs of passes, after which no more are kept
 BLOCK = 8192  # samples whose rows are computed at once
 ALIKE = 1e-3  # above the rounding of one machine's kernels, far below what a jitter changes
-RARELY = 1e-3  # how often a jitter is drawn so nearly alike, at most
+JITTER = 0.05  # strength of a jitter from which two images that were drawn anew are not alike
 
 
 class Passes:
@@ -31,16 +31,19 @@ class Passes:
         self._newest: dict[int, torch.Tensor] = {}  # by row: values [2, N] of the image and of its mirror image
         self._pairs: list[torch.Tensor] = []  # [2, 2, N], of two passes
         self._left, self._seen, self._alike = ENOUGH, 0, 0
+        # Where only the place of a crop is drawn, nothing is known: square images have one alone.
+        jitter, random = declared.color_jitter, declared.color_jitter or declared.random_flip
+        self._judged = jitter >= JITTER if jitter else bool(random or declared.center_crop)
 
     def add(self, numbers: list[int], images: torch.Tensor) -> None:
         """The clean images [B, C, H, W] of samples of these numbers."""
-        for place, number in enumerate(numbers if self._left else ()):
+        for place, number in enumerate(numbers if self._left and self._judged else ()):
             row = self._row(number)
             if row is None:
                 continue
             image = images[place].detach()
             values = torch.stack([image.flatten(), image.flip(-1).flatten()])
-            values = values[:, :: -(-values.shape[1] // VALUES) | 1].float()  # an odd step: not in step with rows of pixels
+            values = values[:, :: -(-values.shape[1] // VALUES) | 1].float().clone()  # an odd step, unlike rows
             if row in self._newest:
                 self._left -= 1
                 self._pairs.append(torch.stack([self._newest[row], values]))
@@ -57,14 +60,14 @@ class Passes:
         return self._tracked.get(number)
 
     def checks(self) -> list[Check]:
-        """None where too little came twice, or where only the place of a crop is drawn: square images have one alone."""
+        """None where too little came twice."""
         declared = self._declared
         self._count()
-        if not self._seen or not (declared.random_flip or declared.color_jitter or declared.center_crop):
+        if not self._seen:
             return []
         seen, alike = self._seen, self._alike
         if declared.color_jitter:
-            wanted, fine = "drawn anew", alike < 3 or at_least(alike, seen, RARELY) >= IMPOSSIBLE
+            wanted, fine = "drawn anew", alike < max(8, seen)
         elif declared.random_flip:
             fine = at_least(alike, seen, 0.5) >= IMPOSSIBLE
             fine = fine and (not declared.center_crop or agrees(alike, seen, 0.5))

@@ -125,7 +125,11 @@ def alternatives(
 ) -> Iterator[tuple[str, np.ndarray, Change | None]]:
     """(what the network sees, planes, change of colors after the jitter); `planes` are those that the file should give."""
     for name, reading in _READINGS.items():
-        yield name, file.planes(**reading), None
+        try:
+            other = file.planes(**reading)
+        except Exception:  # such as colors that Pillow cannot turn into a mode
+            continue
+        yield name, other, None
     for name, turn in _TURNS.items():
         yield name, turn(planes), None
     colors = _COLORS | (_RGB if declared.channels == 3 else {})

@@ -114,6 +114,7 @@ def _by_name(state: Mapping[int, Mapping]) -> dict[str, torch.Tensor]:
 
 
 def _state_of_optimizer(what: str, stored: dict[str, torch.Tensor], live: dict[str, torch.Tensor]) -> Check:
+    live = {name: tensor for name, tensor in live.items() if name in stored or tensor.any()}  # what begins at zero is new
     found, why = difference(stored, live), ""
     observed = found.names() or f"{len(found.different)} of {found.compared} differ, by {found.distance:.2g}"
     if found.missing:

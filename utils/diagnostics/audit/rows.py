@@ -17,7 +17,6 @@ def check_rows(
     length: int,
     held_out_rows: Collection[int],
     balanced: bool,
-    stand_ins: Collection[int] = (),
 ) -> list[Check]:
     """Whether the samples of a run are the images that they are declared to be: each training image once in each pass over
     them, every pass in a random order of its own, none of those held out.
@@ -27,7 +26,6 @@ def check_rows(
         sample_numbers: int64 [N], counted through the run: number k belongs to pass k // length. A number may come twice.
         length: number of training images. They and the held-out ones are all rows of the dataset.
         balanced: classes are drawn equally often, so that an image may come twice in a pass.
-        stand_ins: rows that are also shown in the place of images that cannot be decoded.
     """
     declared = "images drawn at random" if balanced else "each image once in a pass, in a random order"
     pairs = np.unique(np.stack([np.asarray(sample_numbers, np.int64), np.asarray(rows, np.int64)]), axis=1)
@@ -38,7 +36,7 @@ def check_rows(
     ranks = rows - np.searchsorted(held_out, rows)  # place among the training images
     message = _wrong_row(numbers, rows, held_out, total) or _alike(rows, length)
     if not message and not balanced:
-        message = _repeated(numbers, rows, length, stand_ins) or _in_order(numbers, ranks, length) or _part(ranks, length)
+        message = _repeated(numbers, rows, length) or _in_order(numbers, ranks, length) or _part(ranks, length)
     observed = f"{len(np.unique(rows))} rows in {len(rows)} samples of {len(np.unique(numbers // length))} passes"
     return [Check("data", "order", declared, observed, not message, message)]
 
@@ -62,9 +60,8 @@ def _alike(rows, length) -> str:
     return ""
 
 
-def _repeated(numbers, rows, length, stand_ins) -> str:
-    shown = ~np.isin(rows, np.fromiter(stand_ins, np.int64))
-    of_pass, counts = np.unique(np.stack([numbers[shown] // length, rows[shown]]), axis=1, return_counts=True)
+def _repeated(numbers, rows, length) -> str:
+    of_pass, counts = np.unique(np.stack([numbers // length, rows]), axis=1, return_counts=True)
     if not (counts > 1).any():
         return ""
     again, (number, row) = int((counts - 1).sum()), of_pass[:, counts.argmax()]

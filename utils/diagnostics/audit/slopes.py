@@ -21,7 +21,7 @@ from utils.diagnostics.audit.seen import Update, tensors_in
 from utils.diagnostics.audit.verdict import Check, not_observed
 
 NAME, WANTED = "gradient of the first backward pass", "the slope of the loss"
-MOVED = 1e-3  # share of its size by which a parameter moves, at most
+MOVED = 1e-5  # share of its size by which a parameter moves, at most: few kinks, as of ReLU, lie in between
 # (share of the largest gradient below which that of a parameter is not looked into, what may be off of a parameter's): fp32
 # leaves 1e-6 of the second, bf16 1e-2.
 EXACT, ROUGH = (1e-3, 1e-3), (0.1, 0.1)
@@ -126,7 +126,7 @@ class _Quotients:
     @property
     def another(self) -> bool:
         """Whether the network gives other outputs than those seen: it cannot be asked again."""
-        return self._off > 20 * MOVED if self.tolerance < ROUGH[1] else self._off > 0.2
+        return self._off > (0.02 if self.tolerance < ROUGH[1] else 0.2)
 
 
 def _distance(found: torch.Tensor, seen: torch.Tensor) -> float:

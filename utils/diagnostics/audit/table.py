@@ -50,7 +50,7 @@ class Table:
         if self._digits:
             return len(_digits()[1])
         if name is None:
-            return _images_below(str(self._options.train_data_dir))
+            return _images_below(str(self._options.train_data_dir)) if split == "train" else None
         for folder in (Path(name), Path(name, split)):
             if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
                 return _rows_of(folder)

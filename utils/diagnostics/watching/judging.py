@@ -539,4 +539,4 @@ def _own_table(scheduler: Any) -> torch.Tensor:
 
 def _declared(noising: Any, micro_steps: int, limit: float | None = 0.0) -> Declared:
     optimizer = DeclaredOptimizer("", 0.0, 0.0, 0.0, 0.0, 0.0, lambda step: 0.0, limit)
-    return Declared(noising, None, optimizer, micro_steps, 1, None)
+    return Declared(noising, None, optimizer, micro_steps, None)
