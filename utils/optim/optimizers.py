@@ -73,8 +73,8 @@ def change_settings(optimizer: torch.optim.Optimizer, asked: list[dict], options
             group.clear()
             group.update(settings, params=parameters)
         group.update({name: value for name, value in settings.items() if name in names})
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group.get("momentum") else ():
+    for changed in optimizer.param_groups:
+        for parameter in changed["params"] if changed.get("momentum") else ():
             state = optimizer.state.get(parameter, {})
             if "square_avg" in state:  # RMSprop's, which had no momentum so far
                 state.setdefault("momentum_buffer", torch.zeros_like(parameter))
