@@ -155,6 +155,7 @@ def test_hub_name_downloads_once_and_then_works_offline(tmp_path):
     assert again == first
 
 
+@pytest.mark.slow
 def test_unknown_hub_name_is_one_line(tmp_path):
     code = """
 import json

@@ -247,6 +247,7 @@ def run(code: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_workers_survive_the_signals_that_a_launcher_sends():
     code = """
 for worker in workers:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from conftest import slow_turns
 
 LOOPS = Path(__file__).parents[1] / "watched"
 HEALTHY = {
@@ -42,7 +43,7 @@ FAULTS = [  # (script, what is replaced, by what, code of the finding)
 
 
 def slow(script: str) -> list:
-    return [pytest.mark.slow] if script == "accelerated.py" else []
+    return [] if script == "flow_loop.py" else [pytest.mark.slow]
 
 
 def watch(server, folder: Path, script: Path, *arguments, updates: int | None = None) -> tuple[int, str, dict[str, dict]]:
@@ -81,7 +82,8 @@ def test_a_fault_is_named_by_its_stage(server, tmp_path, script, old, new, code)
 
 
 @pytest.mark.parametrize(
-    ("how", "status"), [("end", 0), ("crash", 1), ("exit", 7), ("word", 1), ("_exit", 5), ("interrupt", -2), ("workers", 0)]
+    ("how", "status"),
+    [("end", 0), ("crash", 1), ("_exit", 5), *slow_turns(("exit", 7), ("word", 1), ("interrupt", -2), ("workers", 0))],
 )
 def test_the_script_ends_as_it_would(server, tmp_path, how, status):
     seen, text, findings = watch(server, tmp_path, LOOPS / "misbehaving.py", how, 6)

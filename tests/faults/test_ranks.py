@@ -74,8 +74,8 @@ def test_out_of_memory_in_one_process(server, script, script_flags, tmp_path):
 @pytest.mark.parametrize(
     ("number", "rank", "workers"),
     [
-        *(("SIGTERM", 1, 0), ("SIGUSR1", 0, 2)),
-        *slow_turns(("SIGINT", 0, 0), ("SIGTERM", 0, 2), ("SIGINT", 1, 2), ("SIGUSR1", 1, 0)),
+        ("SIGTERM", 1, 0),
+        *slow_turns(("SIGUSR1", 0, 2), ("SIGINT", 0, 0), ("SIGTERM", 0, 2), ("SIGINT", 1, 2), ("SIGUSR1", 1, 0)),
     ],
 )
 def test_a_signal_to_any_rank_stops_all_at_the_same_update(server, script, script_flags, tmp_path, number, rank, workers):

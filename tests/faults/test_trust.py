@@ -85,8 +85,11 @@ def test_no_source_asks_for_code_to_be_run():
 @pytest.mark.parametrize(
     "flags",
     [
-        *slow_turns(["--logging_dir", "../../escaped"], ids=["--logging_dir ../../escaped"]),
-        ["--logging_dir", "{outside}/escaped"],
+        *slow_turns(
+            ["--logging_dir", "../../escaped"],
+            ["--logging_dir", "{outside}/escaped"],
+            ids=["--logging_dir ../../escaped", "--logging_dir {outside}/escaped"],
+        ),
         ["--logging_dir", "a/../../escaped"],
         ["--hub_model_id", "../../escaped"],
         ["--resume_from_checkpoint", "../checkpoint-4"],

@@ -134,6 +134,7 @@ def test_sampling_and_validating_leave_the_training_untouched(train, tiny_flags,
         assert same_bytes(tmp_path / "quiet/checkpoint-4" / file, tmp_path / "busy/checkpoint-4" / file)
 
 
+@pytest.mark.slow
 def test_changed_options_are_refused_with_a_diff_unless_allowed(train, tiny_flags, tmp_path):
     flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4"]
     train(flags)

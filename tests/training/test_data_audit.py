@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from conftest import slow_turns
 from PIL import Image
 
 from utils.data import columns, dataset, loader, training_data
@@ -109,7 +110,7 @@ def messages(checks) -> list[str]:
     return [f"{check.stage}: {check.message}" for check in checks if check.healthy is False]
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", ["folder", "parquet", *slow_turns(*(s for s in SOURCES if s not in ("folder", "parquet")))])
 def test_healthy_data_of_any_source_has_no_deviation(tmp_path, source):
     checks = look(tmp_path, **SOURCES[source](tmp_path / "data"))
     assert messages(checks) == []
@@ -254,7 +255,7 @@ FAULTS = {
 SOURCES_OF_FAULTS = SOURCES | {"bad images": lambda path: make_folder(path) | {"on_bad_image": "replace"}}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*list(FAULTS)[::4], *slow_turns(*(f for n, f in enumerate(FAULTS) if n % 4))])
 def test_a_fault_in_reading_is_named(tmp_path, fault, monkeypatch):
     source, words, change = FAULTS[fault]
     given = SOURCES_OF_FAULTS[source](tmp_path / "data")

@@ -93,6 +93,7 @@ def test_the_verdict_is_that_of_the_worst_moment(plan_with):
     assert "\nfits: " in table
 
 
+@pytest.mark.slow
 def test_a_micro_batch_is_sized_for_what_looks_at_one_too(plan_with, monkeypatch):
     monkeypatch.setattr(
         utils.training.memory_plan, "probe_batch", lambda size, image_shape: size

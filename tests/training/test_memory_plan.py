@@ -238,6 +238,7 @@ def test_an_automatic_batch_size_resumes_as_the_same_run(train, tiny_flags, tmp_
     assert all(torch.equal(auto[name], plain[name]) for name in plain)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_layout_in_memory(train, tiny_flags, tmp_path):
     """Same training to float rounding: kernels of fused optimizers take state and weights in the order of memory."""
     common = [*tiny_flags, "--lr_scheduler", "constant_with_warmup", "--checkpointing_steps", 4]

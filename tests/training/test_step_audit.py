@@ -149,7 +149,7 @@ CLIPPING_FAULTS = {  # parts of the limit that are replaced
 }
 
 
-@pytest.mark.parametrize("fault", ["none", "too fast", *slow_turns(*list(CLIPPING_FAULTS)[3:], "once the mean")])
+@pytest.mark.parametrize("fault", ["too fast", *slow_turns("none", *list(CLIPPING_FAULTS)[3:], "once the mean")])
 def test_adaptive_clipping_that_does_not_follow_its_rule_is_named(train, tiny_flags, tmp_path, fault, monkeypatch):
     for name, value in CLIPPING_FAULTS[fault].items():
         monkeypatch.setattr(AdaptiveLimit, name, value)
@@ -157,7 +157,8 @@ def test_adaptive_clipping_that_does_not_follow_its_rule_is_named(train, tiny_fl
     assert {finding["stage"] for finding in found_in(tmp_path)} == ({"gradient"} if fault != "none" else set())
 
 
-@pytest.mark.parametrize("fault", ["not restored", *slow_turns("none", "not stored")])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["not restored", "none", "not stored"])
 def test_the_mean_of_adaptive_clipping_that_a_resume_loses_is_named(train, tiny_flags, tmp_path, fault, monkeypatch):
     flags = [*tiny_flags, "--adaptive_clipping", "--checkpointing_steps", "4", "--lr_scheduler", "constant"]
     with monkeypatch.context() as patch:
@@ -170,6 +171,7 @@ def test_the_mean_of_adaptive_clipping_that_a_resume_loses_is_named(train, tiny_
     assert ("state" in {finding["stage"] for finding in found_in(tmp_path)}) == (fault != "none")
 
 
+@pytest.mark.slow
 def test_kinks_of_the_activation_are_no_deviation(train, tiny_flags, tmp_path):
     """ReLU's, within which the slope of the loss changes."""
     assert train([*tiny_flags, "--activation", "relu", "--max_train_steps", "8", "--output_dir", tmp_path]) == 0
@@ -196,6 +198,7 @@ def test_a_resume_is_compared_with_the_checkpoint_that_was_loaded(train, tiny_fl
     assert found_in(second) == []
 
 
+@pytest.mark.slow
 def test_a_dropout_that_the_network_does_not_have_is_named(train, tiny_flags, tmp_path, monkeypatch):
     config, out = tmp_path / "config.json", tmp_path / "run"
     network = json.loads(Path(tiny_flags[tiny_flags.index("--model_config_name_or_path") + 1], "config.json").read_text())
