@@ -461,3 +461,10 @@ def test_a_nan_in_some_reports_hides_nothing_in_the_others():
 def test_each_rule_works_alone_on_a_record_without_its_figures():
     for rule in RULES:
         assert list(rule(RunRecord(Path("run")))) == []
+
+
+def test_the_probe_does_not_judge_a_target_that_the_audit_saw():
+    probe = {"errors_as": {"epsilon": by_level(0.9, 1.2), "v_prediction": by_level(0.9, 0.3)}}
+    check = {"stage": "target", "name": "target of the loss", "declared": "v", "observed": "v", "healthy": True, "message": ""}
+    assert codes(run(probe=probe)) == ["sampler-mismatch"]
+    assert codes(run(lambda number: {"audit": {"checks": [check]}}, probe=probe)) == []

@@ -4,6 +4,7 @@ import math
 from statistics import median
 
 from utils.diagnostics.finding import Finding, Found
+from utils.diagnostics.rules.audit import audited
 from utils.runs.record import RunRecord
 
 
@@ -23,7 +24,11 @@ def schedule(record: RunRecord) -> Found:
 
 
 def sampler_mismatch(record: RunRecord) -> Found:
-    """Of a pipeline, which the step audit does not see, and of a run."""
+    """Of a pipeline, whose training nobody saw. Of a run the step audit knows the target, and a network that has learned little
+    may be better read as something else, where some noise levels hardly count in the loss."""
+    if any(check["stage"] == "target" and check["healthy"] is not None for check in audited(record)):
+        yield "sampler-mismatch"
+        return
     for step, probe in record.known("probe")[-1:]:
         errors, claimed = probe.get("errors_as", {}), probe.get("prediction_type")
         if not errors.get(claimed):
