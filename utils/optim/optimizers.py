@@ -50,6 +50,13 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
     raise UserError(f"unknown optimizer {name!r}; choose from {', '.join(OPTIMIZERS)}")
 
 
+def state_bytes(options: OptimizerOptions, parameter_bytes: int) -> int:
+    """Returns the bytes of the optimizer's state for fp32 parameters of so many bytes."""
+    momentum = options.momentum > 0
+    copies = {"adamw": 2, "adam": 2, "rmsprop": 1 + momentum, "sgd": momentum, "adamw8bit": 0.5}  # two of 8 bits each
+    return int(copies[options.optimizer] * parameter_bytes)
+
+
 _SETTING_OF = {  # of the parameter groups
     "adam_beta1": "betas",
     "adam_beta2": "betas",

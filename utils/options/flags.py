@@ -133,6 +133,11 @@ class EMAOptions(Options):
     )
     ema_snapshot_dtype: Literal["fp16", "fp32"] = flag("fp16", "fp32 for narrow widths (fp16)", free=True)
 
+    @property
+    def num_averages(self) -> int:
+        """Copies of the weights that are averages."""
+        return (len(self.ema_widths) if self.ema_type == "power" else 1) if self.use_ema else 0
+
 
 @dataclass(kw_only=True)
 class ReportOptions(Options):

@@ -81,6 +81,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "adam_weight_decay": 0.0,
         "dropout": 0.1,
         "checkpointing_steps": 10_000,
+        "checkpoints_total_limit": 3,
         "save_images_steps": 10_000,
     },
     "celeba64": {
@@ -94,6 +95,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "adam_beta1": 0.9,
         "adam_weight_decay": 0.0,
         "checkpointing_steps": 10_000,
+        "checkpoints_total_limit": 3,
         "save_images_steps": 10_000,
     },
     "256": {
@@ -107,6 +109,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "adam_beta1": 0.9,
         "adam_weight_decay": 0.0,
         "checkpointing_steps": 10_000,
+        "checkpoints_total_limit": 3,
         "save_images_steps": 10_000,
     },
 }

@@ -78,6 +78,11 @@ class RunFolder:
         for item in (item for item in items if item.exists()):
             shutil.rmtree(item) if item.is_dir() else item.unlink()
 
+    def size(self) -> int:
+        """Returns the bytes of the run in the folder."""
+        files = (path for item in self._items() for path in (item, *item.rglob("*")))
+        return sum(path.stat().st_size for path in files if path.is_file())
+
     def _items(self) -> list[Path]:
         """What a run of ours leaves at the top of its folder; anything else there is the user's."""
         is_run = (self.path / "options.json").exists() or any(self.path.glob("checkpoint-*"))

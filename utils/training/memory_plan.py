@@ -13,12 +13,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from utils.core.distributed import from_main_process, local_processes, on_main_process
 from utils.core.errors import UserError, explain_out_of_memory, out_of_memory
 from utils.diagnostics.probe import probe_batch
 from utils.options.flags import RunOptions
 from utils.training.batch_split import divisors, per_process, split_batch
+from utils.training.disk_plan import DiskPlan
 from utils.training.free_memory import free_memory
 from utils.training.memory_estimate import (
     GIB,
@@ -29,6 +31,7 @@ from utils.training.memory_estimate import (
     estimate_memory,
     flops_per_image,
     forward_peak,
+    storage_bytes,
 )
 
 MIB = 2**20
@@ -61,7 +64,7 @@ class MemoryPlan:
             make_optimizer,
             image_shape=(options.image_channels, options.resolution, options.resolution),
             mixed_precision=accelerator.mixed_precision,
-            averages=(len(options.ema_widths) if options.ema_type == "power" else 1) if options.use_ema else 0,
+            averages=options.num_averages,
             distributed=accelerator.num_processes > 1,
         )
         self._sharing = local_processes(accelerator) if accelerator.device.type == "cpu" else 1
@@ -218,6 +221,9 @@ class MemoryPlan:
 
         def write() -> None:
             print(self.table(options.micro_batch_size, options.gradient_accumulation_steps))
+            with FakeTensorMode():
+                network = storage_bytes(self._parts.make_network().parameters())
+            print(DiskPlan(options, network, options.max_train_steps).line(Path(options.output_dir)))
 
         on_main_process(self._accelerator, write)
         return 0

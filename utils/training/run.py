@@ -22,10 +22,11 @@ from utils.optim.clipping import AdaptiveLimit, FixedLimit
 from utils.optim.ema import EMA
 from utils.optim.power_ema import make_ema
 from utils.options.flags import RunOptions
-from utils.runs.checkpoints import attach_state_hooks, resume
+from utils.runs.checkpoints import attach_state_hooks, list_checkpoints, resume
 from utils.runs.ema_snapshots import remove_snapshots_beyond
 from utils.runs.folder import RunFolder
 from utils.runs.state import TrainState
+from utils.training.disk_plan import DiskPlan
 from utils.training.doctor import Doctor
 from utils.training.length import RunLength
 from utils.training.progress import ProgressBar, Trackers
@@ -140,6 +141,8 @@ def begin_run(
         "validation_images": len(data.validation),
         "classes": objective.exported.config.num_class_embeds or 0,
     }
+    if state.step < length.max_train_steps:
+        on_main_process(accelerator, _check_disk, options, folder, objective, state, length)
     if resumed:
         on_main_process(accelerator, remove_snapshots_beyond, folder.path, state.step)
     else:
@@ -171,3 +174,10 @@ def begin_run(
         *(options, accelerator, folder, data, objective, ema, ema_decay, clipping),
         *(state, length, facts, progress, trackers, doctor, stop, checkpoint),
     )
+
+
+def _check_disk(options: RunOptions, folder: RunFolder, objective: Objective, state: TrainState, length: RunLength) -> None:
+    network = sum(tensor.numel() * tensor.element_size() for tensor in objective.network.state_dict().values())
+    checkpoints = len(list_checkpoints(folder.path)) if state.step else 0
+    plan = DiskPlan(options, network, length.max_train_steps, length.updates_per_epoch, state.step, checkpoints)
+    plan.check(folder.path, folder.size())
