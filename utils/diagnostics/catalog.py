@@ -1,16 +1,7 @@
 """What the doctor can find: each finding's code, its likely cause and what to try. docs/findings.md is made from this table."""
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Entry:
-    title: str
-    cause: str
-    fixes: tuple[str, ...]
-    in_fp16: tuple[str, str] | None = None  # one more cause and fix, where the run is in fp16
-    stage: str = ""  # of a training step, see `audit.verdict`
-
+from utils.diagnostics.entry import Entry
+from utils.diagnostics.options_table import ROWS
 
 CATALOG: dict[str, Entry] = {
     "step-data": Entry(
@@ -190,6 +181,7 @@ CATALOG: dict[str, Entry] = {
         ),
         stage="input",
     ),
+    **{row.code: row.entry for row in ROWS if row.entry is not None},
     "sampler-mismatch": Entry(
         "the scheduler takes the network's output for something else than it is",
         "the prediction type in the scheduler's config is not the one that was trained",

@@ -29,6 +29,7 @@ from utils.diagnostics.rules.optimizer import (
     non_finite,
     weights_shrinking,
 )
+from utils.diagnostics.rules.options import options_amiss
 from utils.diagnostics.rules.process import sampler_mismatch, schedule
 from utils.diagnostics.rules.samples import evaluated_samples, previewed_samples
 from utils.runs.record import RunRecord
@@ -59,7 +60,7 @@ def judge(record: RunRecord) -> tuple[list[Finding], set[str]]:
 # gradients, or with NaN.
 RULES: tuple[Callable[[RunRecord], Found], ...] = (
     step_deviates,
-    *(data_range, schedule, sampler_mismatch, weights_shrinking, learning_rate),
+    *(data_range, schedule, options_amiss, sampler_mismatch, weights_shrinking, learning_rate),
     *(batch_leak, timestep_ignored, no_gradient, fp16_scale, non_finite, clip_too_tight, ema_too_long),
     *(data_damaged, data_blank, data_alike, overfitting, class_imbalance, not_learning),
     *(train_eval_gap, evaluated_samples, previewed_samples, gradients_exploding, data_starved, data_enlarged),

@@ -170,6 +170,7 @@ def begin_run(
     if accelerator.is_main_process and not doctor.knows("data"):
         schedule = {"schedule": shape} if (shape := objective.schedule()) else {}
         doctor.record(state.step, {"data": check_data(data.training, seed=options.seed)} | schedule)
+        doctor.look()  # what the data and the options say alone is said before the first update
     return Run(
         *(options, accelerator, folder, data, objective, ema, ema_decay, clipping),
         *(state, length, facts, progress, trackers, doctor, stop, checkpoint),

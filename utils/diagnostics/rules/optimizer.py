@@ -4,6 +4,7 @@ import math
 from statistics import median
 
 from utils.diagnostics.finding import Finding, Found
+from utils.optim.ema import ema_decay
 from utils.runs.record import RunRecord
 
 
@@ -195,8 +196,14 @@ def _of_matrices(layers: dict, figure: str) -> list[tuple[str, float]]:
 
 def ema_too_long(record: RunRecord) -> Found:
     steps, decays = record.finite("train/ema_decay")
-    total = record.resolved.get("max_train_steps") or 0
-    if len(steps) < 4 or not total:
+    total, options = record.resolved.get("max_train_steps") or 0, record.options
+    measured = len(steps) >= 4
+    if not measured and total and options.get("use_ema") and options.get("ema_type") == "exponential":
+        # What the options say, before reports do.
+        steps = [max(1, total * i // 200) for i in range(1, 201)]
+        names = "ema_max_decay", "ema_inv_gamma", "ema_power"
+        decays = [ema_decay(step, *(options[name] for name in names)) for step in steps]
+    if not steps or not total:
         return
     yield "ema-too-long"
     # The share of the average at the end of the run that comes from its first tenth: the product of the decays of all later
@@ -209,4 +216,4 @@ def ema_too_long(record: RunRecord) -> Found:
     if share > 0.15:
         what = f"after {total} updates {share:.0%} of it would be weights of the first tenth of the run"
         severity = "critical" if share > 0.3 else "warning"
-        yield Finding("ema-too-long", severity, f"{what} (decay {decays[-1]:.6g})", steps[-1])
+        yield Finding("ema-too-long", severity, f"{what} (decay {decays[-1]:.6g})", steps[-1] if measured else None)
