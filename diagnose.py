@@ -141,7 +141,9 @@ def show(record: "RunRecord", findings: list, judged: set[str], as_json: bool) -
         print("\n".join(described(finding)))
     if steps := audited(record):
         print(*step_lines(steps), sep="\n", end="\n\n")
-    missing = CATALOG.keys() - judged - found - {"rule-failed"} if record.options else ()  # of a dataset or a pipeline most is
+    # Of a dataset or a pipeline most is missing, and some options have no meaning for a run.
+    missing = CATALOG.keys() - judged - found - {"rule-failed"} if record.options else set()
+    missing = {code for code in missing if not code.startswith("option-")}
     for word, before, codes in (("OK", "", healthy), ("-", "too little recorded to judge: ", missing)):
         listed = before + ", ".join(code for code in CATALOG if code in codes)
         if codes:

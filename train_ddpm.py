@@ -29,7 +29,7 @@ from utils.core import randomness
 from utils.core.distributed import fix_bucket_order
 from utils.data.training_data import Batch, TrainingData
 from utils.diagnostics.probe import examine_network
-from utils.diffusion.ddpm import describe_schedule, loss_per_sample, loss_weights, make_noise_scheduler, training_target
+from utils.diffusion.ddpm import describe_schedule, loss_per_sample, loss_weights, scheduler_of, training_target
 from utils.diffusion.ideal_denoiser import bytes_for_gap
 from utils.diffusion.objective import Losses, Objective
 from utils.diffusion.unet import make_unet, use_xformers
@@ -50,12 +50,7 @@ class DDPM(Objective):
 
     def __init__(self, unet: nn.Module, options: DDPMOptions, device: torch.device):
         self.network = self.exported = unet
-        self.noise_scheduler = make_noise_scheduler(
-            beta_schedule=options.ddpm_beta_schedule,
-            num_train_timesteps=options.ddpm_num_steps,
-            prediction_type=options.prediction_type,
-            rescale_betas_zero_snr=options.rescale_betas_zero_snr,
-        )
+        self.noise_scheduler = scheduler_of(options)
         self.seed, self.num_ranks = options.seed, options.ddpm_num_steps
         self.weights = loss_weights(self.noise_scheduler, options.snr_gamma).to(device)
 
@@ -100,7 +95,7 @@ def main(options: DDPMOptions) -> int:
     plan = MemoryPlan(accelerator, options, make_network, new_optimizer, probe_bytes)
     plan.settle()  # --train_batch_size auto and --global_batch_size become numbers
     if options.dry_run:
-        return plan.show()
+        return plan.show(describe_schedule(scheduler_of(options)))
     folder = claim_folder(options, accelerator)
 
     # ---- data, network, noise schedule, optimizer, EMA; a fresh run or a resumed one, and what watches it

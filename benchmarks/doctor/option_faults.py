@@ -75,9 +75,7 @@ FAULTS: dict[str, Case] = {
     "sigma_data 2": _edm2("--sigma_data 2", "option-sigma-data"),
     "sigma_data 0.1": _edm2("--sigma_data 0.1", "option-sigma-data"),
     "sigma_data in units of 255": _edm2("--sigma_data 64", "option-sigma-data"),
-    "sigma_data 0.5 for dark images around 0.1": _edm2(
-        "", "option-sigma-data", images=Images(5_000, mean=-0.02, std=0.1)
-    ),
+    "sigma_data 0.5 for dark images around 0.1": _edm2("", "option-sigma-data", images=Images(5_000, mean=-0.02, std=0.1)),
     "P_mean 2.5": _edm2("--P_mean 2.5", "option-noise-levels"),
     "P_mean -5": _edm2("--P_mean -5", "option-noise-levels"),
     "P_std 0.1": _edm2("--P_std 0.1", "option-noise-levels"),
@@ -87,9 +85,7 @@ FAULTS: dict[str, Case] = {
     "held out are most images": _ddpm(
         "--validation_images 250", "option-held-out", images=Images(50, std=0.54, validation=250)
     ),
-    "best by a distance of 50 samples": _ddpm(
-        "--best_metric fd --eval_steps 1000 --eval_images 50", "option-evaluation"
-    ),
+    "best by a distance of 50 samples": _ddpm("--best_metric fd --eval_steps 1000 --eval_images 50", "option-evaluation"),
     "best by an evaluation after the end": _ddpm("--best_metric fd --eval_steps 50000", "option-never"),
     "early stopping, validations after the end": _ddpm(
         "--early_stopping_patience 3 --validation_steps 50000 --validation_images 100",
@@ -112,7 +108,9 @@ FAULTS: dict[str, Case] = {
     "label dropout 0.95": _edm2("--label_dropout 0.95", "option-label-dropout", images=IMAGENET),
     "color jitter 0.9": _ddpm("--color_jitter 0.9", "option-augmentation"),
     "min-SNR gamma 0.001": _ddpm("--snr_gamma 0.001", "option-snr-gamma"),
-    "a restart every 2 updates": _ddpm("--lr_scheduler cosine_with_restarts --lr_cycles 9000", "option-warmup", "option-cycles"),
+    "a restart every 2 updates": _ddpm(
+        "--lr_scheduler cosine_with_restarts --lr_cycles 9000", "option-warmup", "option-cycles"
+    ),
 }
 
 
@@ -136,7 +134,9 @@ RECIPES: dict[str, Case] = {
     "DDPM LSUN bedroom 256 (the same)": _recipe(
         DDPM, "--model_preset 256 --resolution 256 --max_train_steps 2400000", Images(3_033_042)
     ),
-    "DDIM CelebA 64 (Song et al. 2021)": _recipe(DDPM, "--model_preset celeba64", Images(162_770, shorter_side=178), 78_700_000),
+    "DDIM CelebA 64 (Song et al. 2021)": _recipe(
+        DDPM, "--model_preset celeba64", Images(162_770, shorter_side=178), 78_700_000
+    ),
     "improved DDPM CIFAR-10, 500 K (README)": _recipe(
         DDPM,
         f"--resolution 32 --ddpm_num_steps 4000 --ddpm_beta_schedule squaredcos_cap_v2 --dropout 0.3 --learning_rate 1e-4 "
@@ -209,7 +209,9 @@ RECIPES: dict[str, Case] = {
         296_000_000,
     ),
     **{
-        f"EDM2 {size} ImageNet-64 (Karras et al. 2024, table 6)": _recipe(EDM2, f"--model_preset {size} --resolution 64", IMAGENET)
+        f"EDM2 {size} ImageNet-64 (Karras et al. 2024, table 6)": _recipe(
+            EDM2, f"--model_preset {size} --resolution 64", IMAGENET
+        )
         for size in ("XS", "S", "M", "L", "XL")
     },
     "EDM2 XXL ImageNet-512 in latents (the same)": _recipe(
@@ -224,7 +226,10 @@ RECIPES: dict[str, Case] = {
         1_523_000_000,
     ),
     "DiT-XL/2 (Peebles & Xie 2023)": _recipe(
-        DDPM, f"--resolution 32 --learning_rate 1e-4 --train_batch_size 256 --max_train_steps 7000000 {_ADM}", LATENTS, 675_000_000
+        DDPM,
+        f"--resolution 32 --learning_rate 1e-4 --train_batch_size 256 --max_train_steps 7000000 {_ADM}",
+        LATENTS,
+        675_000_000,
     ),
     "U-ViT CIFAR-10 (Bao et al. 2023): betas 0.99 0.999, weight decay 0.03": _recipe(
         DDPM,
@@ -250,14 +255,15 @@ RECIPES: dict[str, Case] = {
     "k-diffusion, config_oxford_flowers.json": _recipe(
         DDPM,
         "--resolution 256 --learning_rate 5e-4 --train_batch_size 64 --max_train_steps 200000 --lr_scheduler constant "
-        "--adam_beta1 0.9 --adam_beta2 0.95 --adam_weight_decay 1e-3 --dropout 0.1 --prediction_type v_prediction --snr_gamma 5",
+        "--adam_beta1 0.9 --adam_beta2 0.95 --adam_weight_decay 1e-3 --dropout 0.1 "
+        "--prediction_type v_prediction --snr_gamma 5",
         FLOWERS,
     ),
     "lucidrains, README: EMA 0.995, 8e-5, 700,000 x 32 x 2": _recipe(
         DDPM,
         "--resolution 128 --learning_rate 8e-5 --train_batch_size 32 --gradient_accumulation_steps 2 --max_train_steps 700000 "
-        "--lr_scheduler constant --optimizer adam --adam_beta1 0.9 --adam_beta2 0.99 --adam_weight_decay 0 --ema_max_decay 0.995 "
-        "--ddpm_beta_schedule sigmoid --prediction_type v_prediction --mixed_precision fp16",
+        "--lr_scheduler constant --optimizer adam --adam_beta1 0.9 --adam_beta2 0.99 --adam_weight_decay 0 "
+        "--ema_max_decay 0.995 --ddpm_beta_schedule sigmoid --prediction_type v_prediction --mixed_precision fp16",
         FLOWERS,
         35_700_000,
     ),

@@ -14,7 +14,7 @@ if __name__ == "__main__":
 from benchmarks.doctor.option_faults import DDPM, FAULTS, RECIPES, Case
 from utils.diagnostics.diagnose import diagnose
 from utils.diagnostics.finding import Finding
-from utils.diffusion.ddpm import describe_schedule, make_noise_scheduler
+from utils.diffusion.ddpm import describe_schedule, scheduler_of
 from utils.options.flags import DDPMOptions, EDM2Options
 from utils.options.parser import parse_options
 from utils.runs.record import RunRecord
@@ -41,14 +41,7 @@ def record_of(case: Case) -> RunRecord:
         "sizes": {"shorter_side_median": images.shorter_side},
     }
     if case.script == DDPM:
-        history["schedule"] = describe_schedule(
-            make_noise_scheduler(
-                beta_schedule=options.ddpm_beta_schedule,
-                num_train_timesteps=options.ddpm_num_steps,
-                prediction_type=options.prediction_type,
-                rescale_betas_zero_snr=options.rescale_betas_zero_snr,
-            )
-        )
+        history["schedule"] = describe_schedule(scheduler_of(options))
     return RunRecord(Path(), options=vars(options), resolved=resolved, history=[history])
 
 

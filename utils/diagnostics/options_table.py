@@ -1,7 +1,8 @@
 """Options beside each other, the data and the length of the run: what is compared, the limits, why, and what to say.
 
 A row gives one number, which is small where all is well. The limits stand between what published recipes have and what ruins a
-training; benchmarks/doctor/option_faults.py has both. Beyond `info` a finding is for information, beyond `warning` it is a warning.
+training; benchmarks/doctor/option_faults.py has both. Beyond `info` a finding is for information, beyond
+`warning` it is a warning.
 """
 
 import math
@@ -21,7 +22,7 @@ class UnknownFact(Exception):
 
 
 class Facts:
-    """What a run has by name: its options, or in their place what followed from them. Raises UnknownFact for what it has not."""
+    """What is known of a run, by name: options, or in their place what followed from them. Raises UnknownFact for others."""
 
     def __init__(self, record: RunRecord):
         self._values: dict[str, Any] = {**record.options, **{k: v for k, v in record.resolved.items() if v is not None}}
@@ -109,13 +110,13 @@ def beta2_below_beta1(run: Facts) -> tuple[float, str]:
 def momentum_length(run: Facts) -> tuple[float, str]:
     name = "adam_beta1" if run.is_adam else "momentum"
     length = 1 / (1 - getattr(run, name))
-    return length, f"--{name} {getattr(run, name):g} averages gradients over {length:.3g} updates"
+    return length, f"--{name} {getattr(run, name):g} averages gradients over {length:,.0f} updates"
 
 
 def second_moment_short(run: Facts) -> tuple[float, str]:
     run.require(run.is_adam)
     length = 1 / (1 - run.adam_beta2)
-    return 1 / length, f"--adam_beta2 {run.adam_beta2:g} averages squared gradients over {length:.2g} updates"
+    return 1 / length, f"--adam_beta2 {run.adam_beta2:g} averages squared gradients over {length:,.0f} updates"
 
 
 def second_moment_long(run: Facts) -> tuple[float, str]:
@@ -155,7 +156,10 @@ def noise_levels(run: Facts) -> tuple[float, str]:
 
 
 def noise_spread(run: Facts) -> tuple[float, str]:
-    return 1 / run.P_std, f"--P_std {run.P_std:g}: two thirds of the levels lie within a factor of {math.exp(2 * run.P_std):.2g}"
+    return (
+        1 / run.P_std,
+        f"--P_std {run.P_std:g}: two thirds of the levels lie within a factor of {math.exp(2 * run.P_std):.2g}",
+    )
 
 
 def resolution(run: Facts) -> tuple[float, str]:
@@ -165,7 +169,10 @@ def resolution(run: Facts) -> tuple[float, str]:
 
 
 def batch(run: Facts) -> tuple[float, str]:
-    return run.global_batch_size / run.training_images, f"{run.global_batch_size} of {run.training_images} images in each update"
+    return (
+        run.global_batch_size / run.training_images,
+        f"{run.global_batch_size} of {run.training_images} images in each update",
+    )
 
 
 def held_out(run: Facts) -> tuple[float, str]:

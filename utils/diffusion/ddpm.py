@@ -10,6 +10,7 @@ import torch
 from diffusers import DDPMScheduler
 
 from utils.core.errors import UserError
+from utils.options.flags import DDPMDiffusionOptions
 
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
@@ -45,6 +46,16 @@ def make_noise_scheduler(
         prediction_type=prediction_type,
         rescale_betas_zero_snr=rescale_betas_zero_snr,
         timestep_spacing="trailing" if rescale_betas_zero_snr else "leading",
+    )
+
+
+def scheduler_of(options: DDPMDiffusionOptions) -> DDPMScheduler:
+    """`make_noise_scheduler` of a run's options."""
+    return make_noise_scheduler(
+        beta_schedule=options.ddpm_beta_schedule,
+        num_train_timesteps=options.ddpm_num_steps,
+        prediction_type=options.prediction_type,
+        rescale_betas_zero_snr=options.rescale_betas_zero_snr,
     )
 
 
@@ -114,7 +125,10 @@ def loss_per_sample(prediction: torch.Tensor, target: torch.Tensor, weights: tor
 
 
 def describe_schedule(noise_scheduler: DDPMScheduler, points: int = 101) -> dict:
-    """The schedule that is trained, for the record: alphas_cumprod at `points` timesteps, from the first to the last."""
+    """The schedule that is trained, for the record: alphas_cumprod at `points` timesteps, from the first to the last, and what
+    its sampler clips images to (None: nothing)."""
     alphas_cumprod = noise_scheduler.alphas_cumprod
     chosen = torch.linspace(0, len(alphas_cumprod) - 1, min(points, len(alphas_cumprod))).round().long()
-    return {"timesteps": chosen.tolist(), "alphas_cumprod": alphas_cumprod[chosen].tolist()}
+    config = noise_scheduler.config
+    clip_range = config.clip_sample_range if config.clip_sample else None
+    return {"timesteps": chosen.tolist(), "alphas_cumprod": alphas_cumprod[chosen].tolist(), "clip_range": clip_range}

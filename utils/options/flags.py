@@ -79,7 +79,9 @@ class TrainingOptions(Options):
         free=True,
     )
     dry_run: bool = flag(
-        False, "print the memory of updates, samples, evaluation and validation, and the FLOPs, and end", free=True
+        False,
+        "print the memory of updates, samples, evaluation and validation, the FLOPs, findings about the options; end",
+        free=True,
     )
     max_grad_norm: float = flag(1.0, "clip the gradient's L2 norm to this, 0 = off (1)", at_least=0)
     adaptive_clipping: bool = flag(False, "clip to 2x the running mean of the norm, within [0.1, 10], instead")

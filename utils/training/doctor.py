@@ -8,7 +8,7 @@ from pathlib import Path
 
 from utils.core.files import whole_file
 from utils.diagnostics.diagnose import diagnose
-from utils.diagnostics.finding import SEVERITIES, Finding
+from utils.diagnostics.finding import SEVERITIES, Finding, described
 from utils.diagnostics.report.report import write_report
 from utils.runs.history import History
 from utils.runs.record import RunRecord
@@ -57,7 +57,7 @@ class Doctor:
         self._told: dict[str, str] = {}  # code -> severity
         self._critical = False
         self.findings: list[Finding] = []
-        if enabled:
+        if enabled and self._earlier:
             self.findings = diagnose(self._record)  # what was told before the resume is not told again
             self._told = {finding.code: finding.severity for finding in self.findings}
 
@@ -133,3 +133,10 @@ def write_diagnosis(path: Path, findings: list[Finding]) -> None:
     """The findings as JSON, complete or not at all; a full disk is no reason to stop."""
     with contextlib.suppress(OSError), whole_file(path) as draft:
         draft.write_text(json.dumps([vars(finding) for finding in findings], indent=2) + "\n")
+
+
+def foretold(options: dict, facts: dict, schedule: dict | None) -> list[str]:
+    """What can be said of a run before its images are read, in lines to print."""
+    history = [{"step": 0, "schedule": schedule}] if schedule else []
+    found = diagnose(RunRecord(Path(), options=options, resolved=facts, history=history))
+    return [line for finding in found for line in described(finding)] or ["options: nothing found (the images were not read)"]

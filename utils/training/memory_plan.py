@@ -21,6 +21,7 @@ from utils.diagnostics.probe import probe_batch
 from utils.options.flags import RunOptions
 from utils.training.batch_split import divisors, per_process, split_batch
 from utils.training.disk_plan import DiskPlan
+from utils.training.doctor import foretold
 from utils.training.free_memory import free_memory
 from utils.training.memory_estimate import (
     GIB,
@@ -215,15 +216,26 @@ class MemoryPlan:
                 advice.append(f"set {flag} {fits * together}")
         return ", ".join(advice)
 
-    def show(self) -> int:
-        """Prints the table of the options. Returns the exit status."""
+    def show(self, schedule: dict | None = None) -> int:
+        """Prints the table of the options, and what the doctor says of them (`schedule` as in the run's record). Returns the
+        exit status."""
         options = self._options
 
         def write() -> None:
             print(self.table(options.micro_batch_size, options.gradient_accumulation_steps))
             with FakeTensorMode():
-                network = storage_bytes(self._parts.make_network().parameters())
-            print(DiskPlan(options, network, options.max_train_steps).line(Path(options.output_dir)))
+                network = self._parts.make_network()
+                optimizer = self._parts.make_optimizer(network)
+            facts = {
+                "global_batch_size": (
+                    self._accelerator.num_processes * options.micro_batch_size * options.gradient_accumulation_steps
+                ),
+                "parameters": sum(parameter.numel() for parameter in network.parameters()),
+                "optimizer_epsilon": optimizer.param_groups[0].get("eps"),
+            }
+            size = storage_bytes(network.parameters())
+            print(DiskPlan(options, size, options.max_train_steps).line(Path(options.output_dir)))
+            print(*foretold(vars(options), facts, schedule), sep="\n")
 
         on_main_process(self._accelerator, write)
         return 0

@@ -196,13 +196,10 @@ def _of_matrices(layers: dict, figure: str) -> list[tuple[str, float]]:
 
 def ema_too_long(record: RunRecord) -> Found:
     steps, decays = record.finite("train/ema_decay")
-    total, options = record.resolved.get("max_train_steps") or 0, record.options
+    total = record.resolved.get("max_train_steps") or 0
     measured = len(steps) >= 4
-    if not measured and total and options.get("use_ema") and options.get("ema_type") == "exponential":
-        # What the options say, before reports do.
-        steps = [max(1, total * i // 200) for i in range(1, 201)]
-        names = "ema_max_decay", "ema_inv_gamma", "ema_power"
-        decays = [ema_decay(step, *(options[name] for name in names)) for step in steps]
+    if not measured:
+        steps, decays = _planned_decays(record.options, total)
     if not steps or not total:
         return
     yield "ema-too-long"
@@ -217,3 +214,12 @@ def ema_too_long(record: RunRecord) -> Found:
         what = f"after {total} updates {share:.0%} of it would be weights of the first tenth of the run"
         severity = "critical" if share > 0.3 else "warning"
         yield Finding("ema-too-long", severity, f"{what} (decay {decays[-1]:.6g})", steps[-1] if measured else None)
+
+
+def _planned_decays(options: dict, total: int) -> tuple[list[int], list[float]]:
+    """(updates, decays at them) by the options, before reports have them; empty for other averages than the exponential one."""
+    names = ("ema_max_decay", "ema_inv_gamma", "ema_power")
+    if not (options.get("use_ema") and options.get("ema_type") == "exponential" and options.keys() >= set(names)):
+        return [], []
+    steps = [max(1, total * i // 200) for i in range(1, 201)]
+    return steps, [ema_decay(step, *(options[name] for name in names)) for step in steps]
