@@ -1,5 +1,8 @@
 import ast
+import importlib
+import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -8,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_lines import LINES, RECORDED
 from conftest import ROOT
 
 import train_ddpm
 import train_edm2
 from utils.core.errors import UserError
 from utils.diffusion.edm2_unet import make_edm2_unet
+from utils.options.parser import make_parser, spelled
+from utils.options.values import Values
 
 # Every flag of diffusers' train_unconditional.py but --local_rank, which torch's launchers no longer pass, with a value.
 DROP_IN = """--dataset_name a/b --dataset_config_name c --model_config_name_or_path m --train_data_dir d --output_dir o
@@ -154,10 +160,13 @@ def test_every_flag_is_read(module):
     [
         ("--model_preset cifar", "unknown --model_preset 'cifar'"),
         ("--model_preset cifar10", "name the data"),
-        ("--checkpoint_steps 3", "unknown flag --checkpoint_steps; did you mean --checkpointing_steps"),
-        ("--hub_tok secret", "unknown flag --hub_tok; did you mean --hub_token"),
-        ("--train_batch_size 0", "--train_batch_size must be at least 1, got 0"),
-        ("--learning_rate 0", "--learning_rate must be above 0, got 0"),
+        (
+            "--checkpoint_steps 3",
+            r"unknown flag --checkpoint_steps\nnearest: --checkpointing_steps, .*\n\S+ --help lists all flags$",
+        ),
+        ("--hub_tok secret", "unknown flag --hub_tok\nnearest: --hub_token"),
+        ("--train_batch_size 0", "--train_batch_size must be a whole number of at least 1, or auto; got 0"),
+        ("--learning_rate 0", "--learning_rate must be a number above 0; got 0"),
         ("--ema_max_decay 1.0", "--ema_max_decay"),
         ("--max_grad_norm -1", "--max_grad_norm"),
         ("--dropout 2", "--dropout"),
@@ -171,11 +180,58 @@ def test_values_that_no_run_can_use_are_refused(flags, message):
         train_ddpm.parse_args(flags.split())
 
 
-@pytest.mark.parametrize("flags", ["--train_batch_size some", "--ddpm_beta_schedule cosinus", "--lr_scheduler none"])
-def test_argparse_refuses_the_rest(flags, capsys):
-    with pytest.raises(SystemExit):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--compile true", "unexpected word true after --compile, which takes no value"),
+        ("--compile=true", "--compile takes no value, got true"),
+        ("--no-use_ema=1", "--use_ema takes no value, got 1"),
+        ("--resolution", "--resolution needs a value: a whole number of at least 1"),
+        ("--ema_widths", "--ema_widths needs a value: a number"),
+        ("--config", "--config needs a value: a file"),
+        ("word", "unexpected word word: flags begin with --"),
+        ("--qzqzqz", r"unknown flag --qzqzqz\n\S+ --help lists all flags$"),
+        ("--lr 3", "unknown flag --lr\nnearest: --lr_scheduler"),
+        ("-x", "unknown flag -x"),
+    ],
+)
+def test_words_that_mean_nothing_are_told_apart(flags, message):
+    with pytest.raises(UserError, match=message):
         train_ddpm.parse_args(flags.split())
-    assert flags.split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_every_refused_value_names_its_flag_and_what_is_allowed(name):
+    script = importlib.import_module(name)
+    parser, tried = make_parser(script.parse_args.__annotations__["return"], ""), 0
+    for flag, action in parser._option_string_actions.items():
+        if not isinstance(action.type, Values) or flag not in action.option_strings:
+            continue
+        bad = ["nonsense", "nan", "inf"] if action.type.type in (int, float) else ["nonsense"] if action.type.choices else []
+        outside = {"at least": -1, "above": 0, "below": 0}
+        bad += [str(limit + outside[word]) for word, limit in action.type.limits]
+        for value in bad:
+            tried += 1
+            with pytest.raises(UserError) as error:
+                script.parse_args([flag, value])
+            assert str(error.value) == f"{flag} must be {action.type.allowed()}; got {value}"
+    assert tried >= 10
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_hyphens_stand_for_underscores(name):
+    script = importlib.import_module(name)
+    parser = make_parser(script.parse_args.__annotations__["return"], "")
+    flags = [flag for flag in parser._option_string_actions if "_" in flag]
+    assert flags
+    for flag in flags:
+        assert spelled(flag.replace("_", "-") + "=a-b_c", parser) == flag + "=a-b_c"
+    assert spelled("--no-such-flag", parser) == "--no-such-flag"
+    assert spelled("some-file_name", parser) == "some-file_name"
+    line = json.loads(RECORDED.read_text())[name]["lines"]
+    line = next(words for words, found in line.items() if "options" in found and re.search(r"--\w+_", words))
+    words = [word.replace("_", "-") if word.startswith("--") else word for word in line.split()]
+    assert words != line.split() and script.parse_args(words) == script.parse_args(line.split())
 
 
 @pytest.mark.parametrize("script", ["train_ddpm.py", "train_edm2.py", "generate.py"])

@@ -82,6 +82,7 @@ class TrainingOptions(Options):
         False,
         "print the memory of updates, samples, evaluation and validation, the FLOPs, findings about the options; end",
         free=True,
+        once=True,
     )
     max_grad_norm: float = flag(1.0, "clip the gradient's L2 norm to this, 0 = off (1)", at_least=0)
     adaptive_clipping: bool = flag(False, "clip to 2x the running mean of the norm, within [0.1, 10], instead")
@@ -169,15 +170,15 @@ class OutputOptions(Options):
     """output, checkpoints and resuming"""
 
     output_dir: str = flag("ddpm-model-64", "folder of the run and of the exported pipeline", free=True)
-    overwrite_output_dir: bool = flag(False, "delete the run that is there", free=True)
+    overwrite_output_dir: bool = flag(False, "delete the run that is there", free=True, once=True)
     checkpointing_steps: int = flag(500, "updates between two checkpoints (500)", at_least=1, free=True)
     checkpoints_total_limit: int | None = flag(
         None, "how many to keep: the newest, at least 2, and the best", at_least=1, free=True
     )
     resume_from_checkpoint: str | None = flag(
-        None, "latest, best, checkpoint-N or a path; latest starts anew where none is", free=True
+        None, "latest, best, checkpoint-N or a path; latest starts anew where none is", free=True, once=True
     )
-    allow_option_change: list[str] = flag([], "let these options differ on resume", free=True, metavar="NAME")
+    allow_option_change: list[str] = flag([], "let these options differ on resume", free=True, once=True, metavar="NAME")
     save_model_epochs: int = flag(10, "epochs between two exports of the pipeline (10)", at_least=1, free=True)
     save_model_steps: int | None = flag(None, "the same in updates; overrides the epochs", at_least=1, free=True)
     push_to_hub: bool = flag(False, "upload the pipeline at the end", free=True)

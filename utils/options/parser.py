@@ -2,21 +2,27 @@
 
 A field made by `flag` is a flag: its name, type, default, help, range, and whether a resumed run may have another value. A
 group of flags is a dataclass, which `--help` calls by its docstring. The options of a script inherit all groups, so names are
-flat: `options.resolution`, `--resolution`. A preset's values replace defaults, and what is given replaces both.
+flat: `options.resolution`, `--resolution`. A preset's values replace defaults, those of --config both, and what the command
+line gives all of them.
 """
 
 import argparse
 import difflib
 import json
-from collections.abc import Callable
+import os
+import re
+import sys
+from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
-from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, TypeVar, get_type_hints
 
 from utils.core.errors import UserError
+from utils.core.versions import about_version
+from utils.options.config_file import HIDDEN, config_text, read_config
+from utils.options.values import Values
 
 T = TypeVar("T", bound="Options")
-HIDDEN = "<hidden>"  # in place of a secret
 
 
 def flag(default: Any = None, help: str = "", **about) -> Any:
@@ -25,7 +31,8 @@ def flag(default: Any = None, help: str = "", **about) -> Any:
     Args:
         default: `MISSING` where the flag must be given.
         about: at_least, above, below: the range of its values; free=True: a resumed run may have another value; secret=True: it
-            is never recorded; positional=True: it has no dashes; metavar: how `--help` calls its value.
+            is never recorded; once=True: it is of one start of a run, and no other start takes it from options.json;
+            positional=True: it has no dashes; metavar: how `--help` calls its value.
     """
     about["help"] = help
     if isinstance(default, list):
@@ -81,49 +88,139 @@ class Options:
 
 
 def parse_options(cls: type[T], description: str, argv: list[str] | None = None) -> T:
-    """Returns the options of a command line (None: this process's).
+    """Returns the options of a command line (None: this process's), over those of its --config.
 
-    Raises UserError for an unknown flag, an unknown preset, and values that no run can use; argparse ends the process with
-    status 2 where a value is not of its flag's type.
+    Raises UserError for an unknown flag, an unknown preset, and values that no run can use. Ends the process with status 0
+    after --help, --version and --print_config.
     """
-    parser = make_parser(cls, description)
-    namespace, unknown = parser.parse_known_args(argv)
-    given = {name: value for name, value in vars(namespace).items() if value is not None}
-    for word in unknown:
-        if word.startswith("--"):
-            near = difflib.get_close_matches(word.split("=")[0], parser._option_string_actions, n=1)
-            raise UserError(f"unknown flag {word}" + (f"; did you mean {near[0]}?" if near else " (--help lists all)"))
+    parser, values = make_parser(cls, description), values_of(cls)
+    words = [spelled(word, parser) for word in (sys.argv[1:] if argv is None else argv)]
+    namespace, unknown = parser.parse_known_args(words)
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    missing = [f"--{each.name}" for each in fields(cls) if is_required(each) and each.name not in given]
+        refuse(unknown[0], words, parser)
+    given = {name: value for name, value in vars(namespace).items() if value is not None}
+    path, prints = given.pop("config", None), given.pop("print_config", False)
+    filed = {}
+    if path is not None:
+        try:
+            filed = read_config(path, values, {each.name for each in fields(cls) if each.metadata.get("once")})
+        except KeyError as error:
+            raise UserError("\n".join(about_unknown(error.args[0], values, parser, f"--config {path}: "))) from None
+    options = resolve(cls, filed, given)
+    if prints:
+        if os.environ.get("RANK", "0") == "0":
+            secret = {each.name for each in fields(cls) if each.metadata.get("secret")}
+            print(config_text({name: value for name, value in vars(options).items() if name not in secret}), end="", flush=True)
+        raise SystemExit(0)
+    return options
+
+
+def resolve(cls: type[T], filed: dict[str, Any], given: dict[str, Any]) -> T:
+    """Returns the options of what a file gives and what a command line gives, which wins. Raises UserError."""
+    both = merged(cls.excludes, filed, given)
+    required = [each for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING]
+    missing = ["--" * (not each.metadata.get("positional")) + each.name for each in required if each.name not in both]
     if missing:
-        parser.error(f"needed: {', '.join(missing)}")
-    preset = cls.preset_name(given)
-    values = {}
+        raise UserError(f"needed: {', '.join(missing)} (--help explains)")
+    preset = both["model_preset"] if "model_preset" in both else cls.preset_name(both)
+    usual: dict[str, Any] = {}
     if preset is not None:
         if preset not in cls.presets:
             raise UserError(f"unknown --model_preset {preset!r}; choose from {', '.join(cls.presets)}")
-        values = cls.presets[preset] | {"model_preset": preset}
-        for name in given.keys() & cls.excludes.keys():
-            values = {other: value for other, value in values.items() if other not in cls.excludes[name]}
-    options = cls(**values | given)
-    options.given = frozenset(given)
-    check_ranges(options)
+        usual = cls.presets[preset] | {"model_preset": preset}
+    options = cls(**merged(cls.excludes, usual, filed, given))
+    plain = {each.name: each.default for each in fields(cls)} | usual
+    # What a file only repeats is not given: so the options that --print_config printed mean what they meant.
+    options.given = frozenset(given) | {name for name, value in filed.items() if value != plain[name]}
     options.check()
     return options
+
+
+def merged(excludes: dict[str, tuple[str, ...]], *layers: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of all layers. A later one wins, and takes away from those before it what its flags exclude."""
+    values: dict[str, Any] = {}
+    for layer in layers:
+        gone = {other for name, value in layer.items() if value not in (None, False) for other in excludes.get(name, ())}
+        values = {name: value for name, value in values.items() if name not in gone} | layer
+    return values
+
+
+def spelled(word: str, parser: argparse.ArgumentParser) -> str:
+    """Returns a word of a command line, with the flag in it as it is declared: --train-batch-size=8 for --train_batch_size."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    flags = (flag for flag in parser._option_string_actions if flag.replace("-", "_") == name.replace("-", "_"))
+    return next(flags, name) + equals + value
+
+
+def refuse(word: str, words: list[str], parser: argparse.ArgumentParser) -> NoReturn:
+    """Raises UserError about the first word that the parser did not understand."""
+    if word.startswith("-"):
+        flags = {flag: None for flag in parser._option_string_actions if flag.startswith("--")}
+        raise UserError("\n".join(about_unknown(word.split("=")[0], flags, parser)))
+    before = words[max(words.index(word) - 1, 0)]
+    action = parser._option_string_actions.get(before)
+    why = f" after {before}, which takes no value" if action and action.nargs == 0 else ": flags begin with --"
+    raise UserError(f"unexpected word {word}{why}\n{parser.prog} --help lists all flags")
+
+
+def about_unknown(name: str, known: Iterable[str], parser: argparse.ArgumentParser, where: str = "") -> list[str]:
+    """Returns what to say of a flag that does not exist: its name, the nearest ones, and where all of them are."""
+    bare = name.lstrip("-").replace("-", "_")
+    names = {flag.lstrip("-").replace("-", "_"): flag for flag in known}
+    near = difflib.get_close_matches(bare, names, n=3) or [flag for flag in names if bare in flag.split("_")][:3]
+    lines = [f"{where}unknown flag {name}", f"{parser.prog} --help lists all flags"]
+    return [lines[0], f"nearest: {', '.join(names[flag] for flag in near)}", lines[1]] if near else lines
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UserError, in one line that begins with the flag, where argparse prints its usage and ends the process."""
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.fullmatch(r"argument ([\w-]+)\S*: (.*)", message, re.DOTALL):
+            name, problem = found.groups()
+            if problem.startswith("expected"):
+                takes = self._option_string_actions[name].type
+                problem = f"needs a value: {takes.allowed() if isinstance(takes, Values) else 'a file'}"
+            problem = re.sub("^ignored explicit argument '?(.*?)'?$", r"takes no value, got \1", problem)
+            message = f"{name} {problem}"
+        raise UserError(f"{message} ({self.prog} --help)" if not found else message)
+
+
+class ShowVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(about_version())
+        parser.exit()
+
+
+def values_of(cls: type[Options]) -> dict[str, Values]:
+    """Returns which values each flag takes, by its name."""
+    hints = {name: hint for base in reversed(cls.__mro__) for name, hint in get_type_hints(base).items() if hint is not Any}
+    return {each.name: Values.of(hints[each.name], each.metadata) for each in fields(cls)}
 
 
 def make_parser(cls: type[Options], description: str) -> argparse.ArgumentParser:
     """Returns an argparse parser whose result holds nothing but what was given."""
     presets = preset_table(cls) if cls.presets else None
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=description,
         epilog=presets,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,  # an abbreviation may mean another flag in the next release
     )
-    declared = {each.name: each for each in fields(cls)}
+    about = "print the versions of this program and its libraries, and end"
+    parser.add_argument("--version", action=ShowVersion, nargs=0, help=about)
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="read flags from a YAML file, or from the options.json of an earlier run; flags of the command line win over the "
+        "file, and the file over a preset",
+    )
+    parser.add_argument("--print_config", action="store_true", help="print all options as YAML, for --config, and end")
+    declared, values = {each.name: each for each in fields(cls)}, values_of(cls)
     owners: dict[str, type] = {}  # the group that a flag was first declared in: another default does not move it
     for base in reversed(cls.__mro__):
         for name in declared.keys() & vars(base).get("__annotations__", {}).keys():
@@ -132,59 +229,22 @@ def make_parser(cls: type[Options], description: str) -> argparse.ArgumentParser
     for base in cls.__mro__:
         for name in (name for name in vars(base).get("__annotations__", {}) if owners.get(name) is base):
             group = groups.get(base.__doc__) or groups.setdefault(base.__doc__, parser.add_argument_group(base.__doc__))
-            add_flag(group, declared[name], get_type_hints(base)[name])
+            add_flag(group, declared[name], values[name])
     return parser
 
 
-def add_flag(group: Any, declared: Field, kind: Any) -> None:
-    """Adds the flag of a field to a group of argparse. Its type may be bool, int, float, str, Path, a Literal of one type, a
-    list of these, and `int | Literal["auto"]`."""
+def add_flag(group: Any, declared: Field, values: Values) -> None:
+    """Adds the flag of a field to a group of argparse."""
     about, words = declared.metadata, {"help": declared.metadata["help"] or None}
-    kinds = [part for part in get_args(kind) if part is not NoneType] if get_origin(kind) in (Union, UnionType) else [kind]
-    kind = kinds[0]
-    if kind is bool:
+    if values.type is bool:
         words["action"] = "store_true" if declared.default is False else argparse.BooleanOptionalAction
     else:
-        if get_origin(kind) is list:
-            kind, words["nargs"] = get_args(kind)[0], "+"
-        if get_origin(kind) is Literal:
-            words["choices"], kind = get_args(kind), type(get_args(kind)[0])
-        words["type"] = kind if len(kinds) == 1 else number_or(get_args(kinds[1])[0])
-        if "metavar" in about:
-            words["metavar"] = about["metavar"]
+        words |= {"type": values, "choices": values.choices or None, "nargs": "+" if values.is_list else None}
+        words |= {"metavar": about["metavar"]} if "metavar" in about else {}
     if not about.get("positional"):
         group.add_argument(f"--{declared.name}", **words)
-    elif is_required(declared):
-        group.add_argument(declared.name, **words)
-    else:
-        group.add_argument(declared.name, **words, nargs="?", default=None)
-
-
-def is_required(declared: Field) -> bool:
-    return declared.default is MISSING and declared.default_factory is MISSING
-
-
-def number_or(word: str) -> Callable[[str], int | str]:
-    def number(text: str) -> int | str:
-        return text if text == word else int(text)
-
-    return number
-
-
-def check_ranges(options: Options) -> None:
-    """Raises UserError that names the first flag whose value no run can use."""
-    for each in fields(options):
-        value, about = getattr(options, each.name), each.metadata
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            continue
-        at_least, above, below = about.get("at_least"), about.get("above"), about.get("below")
-        inside = (
-            (at_least is None or value >= at_least) and (above is None or value > above) and (below is None or value < below)
-        )
-        if not inside:
-            parts = ("at least", at_least), ("above", above), ("below", below)
-            wanted = " and ".join(f"{word} {limit}" for word, limit in parts if limit is not None)
-            raise UserError(f"--{each.name} must be {wanted}, got {value}")
+    else:  # not required by argparse: --config may give it
+        group.add_argument(declared.name, **words | {"nargs": "?", "default": None})
 
 
 def preset_table(cls: type[Options]) -> str:

@@ -5,10 +5,8 @@ import json
 import platform
 import shlex
 import shutil
-import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,10 @@ from filelock import FileLock, Timeout
 
 from utils.core.errors import UserError
 from utils.core.files import whole_file
-from utils.options.parser import HIDDEN, Options
+from utils.core.versions import git_commit, library_versions
+from utils.options.config_file import GONE, HIDDEN
+from utils.options.parser import Options
 
-GONE = {"streaming"}  # options of earlier releases that no run could use
 EXIT_STATUS = "exit_status"  # there only once a run has ended by itself or by a signal: not while it goes on, nor after a crash
 RUN_FILES = (
     "options.json",
@@ -103,7 +102,7 @@ class RunFolder:
             "command": command_line(options),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "git_commit": git_commit(),
-            "versions": {name: version(name) for name in ("torch", "accelerate", "diffusers", "datasets")},
+            "versions": library_versions(),
             "python": platform.python_version(),
             "earlier_starts": [],
         }
@@ -130,16 +129,6 @@ def command_line(options: Options) -> str:
     for secret in options.secrets():
         command = command.replace(secret, HIDDEN)
     return command
-
-
-def git_commit() -> str | None:
-    """Returns the commit of the checkout that runs, with `+changes` when it has uncommitted ones; None outside a checkout."""
-    here = Path(__file__).parent
-    try:
-        describe = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty=+changes", "--exclude=*"]
-        return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def check_options(saved: dict, current: dict, allowed: list[str]) -> None:

@@ -1,0 +1,70 @@
+"""Options from a file, and as one: YAML with a flag per line, or the options.json of an earlier run."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from utils.core.errors import UserError
+from utils.options.values import Values
+
+HIDDEN = "<hidden>"  # in place of a secret
+GONE = {"streaming"}  # options of earlier releases that no run could use
+
+
+def read_config(path: Path, values: Mapping[str, Values], not_from_records: set[str]) -> dict[str, Any]:
+    """Returns the values that a file gives to flags, by their names.
+
+    Args:
+        values: those of each flag, by its name.
+        not_from_records: flags that belong to one start of a run, and are left out where the file is an options.json.
+
+    Raises UserError where the file cannot be read, and KeyError, with the name, for a flag that does not exist.
+    """
+    content, is_record = _content(path)
+    if is_record:
+        left_out = not_from_records | GONE
+        content = {name: value for name, value in content.items() if name not in left_out and value != HIDDEN}
+        if content.get("global_batch_size") is not None:
+            content.pop("gradient_accumulation_steps", None)  # it followed, and follows again on other processes
+    found = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name not in values:
+            raise KeyError(key)
+        try:
+            found[name] = values[name].read_file(value)
+        except ValueError as error:
+            raise UserError(f"--config {path}: {name} {error}") from None
+    return found
+
+
+def _content(path: Path) -> tuple[dict[str, Any], bool]:
+    """(the mapping in a file, all scalars as text but JSON's null, true and false; whether it is an options.json)"""
+    import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+
+    try:
+        text = path.read_text()
+        if path.suffix == ".json":
+            content = json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
+        else:
+            content = yaml.load(text, yaml.BaseLoader)  # text as on a command line: `no` is no truth value, 1e-4 no word
+    except OSError as error:
+        raise UserError(f"cannot read --config {path}: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"--config {path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
+    if isinstance(content, dict) and isinstance(content.get("options"), dict):
+        return content["options"], True
+    if content is None or content == "":
+        return {}, False
+    if not isinstance(content, dict):
+        raise UserError(f"--config {path} must hold one flag per line, such as `resolution: 32`")
+    return content, False
+
+
+def config_text(values: Mapping[str, Any]) -> str:
+    """Returns YAML of these values that `read_config` reads."""
+    import yaml
+
+    plain = json.loads(json.dumps(dict(values), default=str))  # tuples as lists, paths as text
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=None, width=10_000)
