@@ -19,6 +19,7 @@ OTHERS = {  # of launchers and tools
     *("--help", "--local_rank", "--logdir", "--nodes", "--signal", "--time", "--check", "--wait"),
     *("--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"),
     *("--my_flags", "--its_flags"),  # of a script that is not ours
+    "--train-batch-size",  # how a flag may also be written
 }
 of_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -58,10 +59,13 @@ def test_files_exist(page):
 
 
 @of_pages
-def test_commands_are_understood(page):
+def test_commands_are_understood(page, tmp_path, monkeypatch):
     text = page.read_text().replace("\\\n", " ")
+    monkeypatch.chdir(tmp_path)
+    for name, content in re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        Path(name).write_text(content)
     for line in re.findall(r"(?:accelerate launch|python) [^\n|`<]*\.py[^\n|`<]*", text):
-        words = [word for word in shlex.split(line, comments=True) if word != "..."]
+        words = [word for word in shlex.split(line.split(" > ")[0], comments=True) if word not in ("...", "--print_config")]
         script = next(word for word in words if word.endswith(".py"))
         if Path(script).stem in SCRIPTS and "--help" not in words:
             with patch("sys.argv", [script]):
