@@ -40,6 +40,7 @@ from utils.training.compile_check import check_first_batch
 from utils.training.memory_plan import MemoryPlan
 from utils.training.monitor import Monitor
 from utils.training.progress import PackingBar
+from utils.training.push import train_or_push
 from utils.training.run import begin_run, claim_folder, start_processes
 
 
@@ -146,4 +147,4 @@ def main(options: DDPMOptions) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main, lambda: OPTIONS)
+    run_script(train_or_push(main), lambda: OPTIONS)

@@ -2,8 +2,7 @@
 
     accelerate launch train_edm2.py                                    # digits, minutes on 2 CPU cores -> runs/digits-edm2
     accelerate launch train_edm2.py --resume_from_checkpoint latest    # continue it, bit for bit
-    accelerate launch train_edm2.py --dataset_name uoft-cs/cifar10 --resolution 32 --model_preset XS --mixed_precision fp16 \\
-        --output_dir runs/cifar10-edm2
+    accelerate launch train_edm2.py --dataset_name uoft-cs/cifar10 --resolution 32 --output_dir runs/cifar10-edm2
 
 The flags of train_ddpm.py, as far as they have a meaning here; a data set without labels trains an unconditional network.
 Exit status: 0 done, 2 a mistake in the command or the data, 3 training diverged, 75 stopped by a signal (run it again).
@@ -42,6 +41,7 @@ from utils.training.compile_check import check_first_batch
 from utils.training.memory_plan import MemoryPlan
 from utils.training.monitor import Monitor
 from utils.training.progress import PackingBar
+from utils.training.push import train_or_push
 from utils.training.run import begin_run, claim_folder, start_processes
 
 
@@ -157,4 +157,4 @@ def main(options: EDM2Options) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main, lambda: OPTIONS)
+    run_script(train_or_push(main), lambda: OPTIONS)

@@ -1,9 +1,10 @@
 """A small HTTP server that answers `load_dataset("owner/name")` and `from_pretrained("owner/name")` as the Hub does.
 
 It knows the four requests that a repository of files without folders needs: its description, its list of files, and HEAD and
-GET of a file. Anything else is "not found".
+GET of a file. Anything else is "not found". `hub_for_pushes` takes uploads.
 """
 
+import base64
 import contextlib
 import hashlib
 import http.server
@@ -25,7 +26,7 @@ def hub_stand_in(name: str, folder: Path, kind: str = "datasets"):
     files_at = f"/datasets/{name}/resolve/" if kind == "datasets" else f"/{name}/resolve/"
     api = f"/api/{kind}/{name}"
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(Answers):
         def do_GET(self):
             path = self.path.split("?")[0]
             requests.append(path)
@@ -44,22 +45,101 @@ def hub_stand_in(name: str, folder: Path, kind: str = "datasets"):
         do_HEAD = do_GET
 
         def reply(self, status, body, headers=None):
-            self.send_response(status)
-            for header, value in {"X-Repo-Commit": commit, **(headers or {})}.items():
-                self.send_header(header, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
+            super().reply(status, body, {"X-Repo-Commit": commit, **(headers or {})})
 
-        def log_message(self, *args):
-            pass
+    with serving(Handler) as address:
+        yield address, requests
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def reply(self, status, body, headers=None):
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for header, value in (headers or {}).items():
+            self.send_header(header, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@contextlib.contextmanager
+def serving(handler):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}", requests
+            yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()
+
+
+TOKENS = {"hf_write": "write", "hf_read": "read", "hf_fine": "fineGrained"}  # of the user `me`; hf_fine may write to me/open
+
+
+@contextlib.contextmanager
+def hub_for_pushes(existing: tuple[str, ...] = ()):
+    """Takes the pushes of the user `me`, who may write to me/..., and refuses others as the Hub does.
+
+    Gives its address and what it was given: repository -> file -> bytes, with "" -> the JSON it was created with.
+    """
+    repositories = {name: {} for name in existing}
+
+    class Handler(Answers):
+        def do_GET(self):
+            role, path = self.role(), self.path.split("?")[0]
+            if path == "/api/whoami-v2":
+                if role is None:
+                    return self.reply(401, {"error": "Invalid username or password."})
+                return self.reply(200, {"name": "me", "auth": {"accessToken": {"displayName": "mine", "role": role}}})
+            name = "/".join(path.split("/")[3:5])
+            if name in repositories:
+                return self.reply(200, {"id": name, "sha": "0" * 40, "siblings": [], "tags": []})
+            return self.reply(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+
+        do_HEAD = do_GET
+
+        def do_POST(self):
+            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if self.path == "/api/repos/create":
+                asked = json.loads(content)
+                name = f"{asked['organization'] or 'me'}/{asked['name']}"
+                if not self.may_write(name):
+                    return self.refuse(
+                        f"You don't have the rights to create a model under the namespace {name.split('/')[0]!r}"
+                    )
+                if name not in repositories:
+                    repositories[name] = {"": asked}
+                    return self.reply(200, {"url": f"http://{self.headers['Host']}/{name}"})
+                return self.reply(
+                    409, {"error": "You already created this model repo", "url": f"http://{self.headers['Host']}/{name}"}
+                )
+            if self.path == "/api/validate-yaml":  # of the model card
+                return self.reply(200, {"errors": [], "warnings": []})
+            name, request = "/".join(self.path.split("/")[3:5]), self.path.split("/")[5].split("?")[0]
+            if not self.may_write(name):
+                return self.refuse("You have read access but not the required permissions for this operation")
+            if request == "preupload":
+                files = [file["path"] for file in json.loads(content)["files"]]
+                answer = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in files]
+                return self.reply(200, {"files": answer})
+            for line in map(json.loads, content.splitlines()):
+                if line["key"] == "file":
+                    repositories[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            return self.reply(200, {"commitUrl": f"http://{self.headers['Host']}/{name}/commit/1", "commitOid": "1" * 40})
+
+        def role(self):
+            return TOKENS.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
+
+        def may_write(self, name):
+            return name.startswith("me/") and (self.role() == "write" or (self.role() == "fineGrained" and name == "me/open"))
+
+        def refuse(self, why):
+            self.reply(403, {"error": why}, {"X-Error-Message": why})
+
+    with serving(Handler) as address:
+        yield address, repositories

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -31,7 +30,7 @@ from models.edm_heun import EDMHeunScheduler
 from utils.core.errors import UserError
 from utils.diffusion import export
 from utils.diffusion.ddpm import BETA_SCHEDULES, make_noise_scheduler
-from utils.diffusion.export import check_export, check_pipeline, export_pipeline, model_card, push_to_hub
+from utils.diffusion.export import check_export, check_pipeline, export_pipeline, model_card
 from utils.diffusion.unet import normalize_spectra
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
@@ -181,57 +180,6 @@ def test_check_pipeline_names_what_is_broken(tmp_path, monkeypatch):
     export_pipeline(unet, DDPMScheduler(num_train_timesteps=10), folder, "")
     with pytest.raises(RuntimeError, match=r"run does not work: .*not finite"):
         check_pipeline(folder)
-
-
-class FakeApi:
-    def __init__(self, calls, token):
-        self.calls = calls
-        self.calls.append(("token", token))
-
-    def create_repo(self, repo_id, private=None, exist_ok=False):
-        self.calls.append(("create_repo", repo_id, private, exist_ok))
-        if repo_id == "nobody/refused":
-            raise OSError("401 Unauthorized\nmore")
-        return huggingface_hub.RepoUrl(f"https://huggingface.co/someone/{repo_id}")
-
-    def upload_folder(self, repo_id, folder_path, allow_patterns):
-        files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
-        files = huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow_patterns)
-        self.calls.append(("upload", repo_id, sorted(files)))
-
-
-def test_push_sends_the_pipeline_and_nothing_else(tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda token=None: FakeApi(calls, token))
-    monkeypatch.setattr(export, "check_pipeline", lambda folder: calls.append(("check", folder)))
-    folder = tmp_path / "cats"
-    export_pipeline(tiny_unet(), DDPMScheduler(num_train_timesteps=10), folder, "card")
-    for name in (
-        "options.json",
-        "checkpoint-3/unet/model.safetensors",
-        "logs/events",
-        "samples/1.png",
-        "samples/x.npy",
-    ):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("")
-    address = push_to_hub(folder, None, token="hf_secret", private=True)
-    published = [
-        "README.md",
-        "model_index.json",
-        "samples/1.png",
-        "scheduler/scheduler_config.json",
-        "unet/config.json",
-    ]
-    assert calls == [
-        ("check", folder),
-        ("token", "hf_secret"),
-        ("create_repo", "cats", True, True),
-        ("upload", "someone/cats", [*published, WEIGHTS]),
-    ]
-    assert address == "https://huggingface.co/someone/cats"
-    with pytest.raises(UserError, match=r"push to nobody/refused failed, .*: 401 Unauthorized$"):
-        push_to_hub(folder, "nobody/refused")
 
 
 def test_model_card():

@@ -1,4 +1,4 @@
-"""The finished product: a diffusers pipeline at the top of a run's folder, its model card, and its way to the Hub."""
+"""The finished product: a diffusers pipeline at the top of a run's folder, and its model card."""
 
 import json
 import os
@@ -209,29 +209,6 @@ def check_pipeline(output_dir: Path | str, num_inference_steps: int = 2, timeout
     if result.returncode != 0:
         reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
         raise RuntimeError(f"the pipeline in {output_dir} does not work: {reason}")
-
-
-def push_to_hub(
-    output_dir: Path | str, hub_model_id: str | None = None, token: str | None = None, private: bool | None = None
-) -> str:
-    """Checks the pipeline, then uploads it with its card and samples; returns the repository's address.
-
-    `hub_model_id` defaults to the folder's name. Raises RuntimeError for a pipeline that does not work, UserError when
-    the Hub refuses or cannot be reached.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
-
-    check_pipeline(output_dir)
-    hub_model_id = hub_model_id or Path(output_dir).resolve().name
-    api = HfApi(token=token)
-    try:
-        repository = api.create_repo(hub_model_id, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repository.repo_id, folder_path=output_dir, allow_patterns=list(PUBLISHED))
-    except (OSError, HFValidationError) as error:  # the Hub's own errors, those of the network, and a missing token
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"push to {hub_model_id} failed, the pipeline is whole in {output_dir}: {reason}") from error
-    return str(repository)
 
 
 FACTS = {

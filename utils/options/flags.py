@@ -181,10 +181,10 @@ class OutputOptions(Options):
     allow_option_change: list[str] = flag([], "let these options differ on resume", free=True, once=True, metavar="NAME")
     save_model_epochs: int = flag(10, "epochs between two exports of the pipeline (10)", at_least=1, free=True)
     save_model_steps: int | None = flag(None, "the same in updates; overrides the epochs", at_least=1, free=True)
-    push_to_hub: bool = flag(False, "upload the pipeline at the end", free=True)
-    hub_token: str | None = flag(None, free=True, secret=True)
+    push_to_hub: bool = flag(False, "upload the pipeline at the end, or that of a finished run alone", free=True)
+    hub_token: str | None = flag(None, "(HF_TOKEN, or that of `hf auth login`)", free=True, secret=True)
     hub_model_id: str | None = flag(None, "repository to push to (name of output_dir)", free=True)
-    hub_private_repo: bool = flag(False, free=True)
+    hub_private_repo: bool = flag(False, "a new repository is private", free=True)
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from utils.core.distributed import on_main_process
 from utils.core.signals import EXIT_STOPPED
-from utils.diffusion.export import push_to_hub
+from utils.diffusion.hub import push_to_hub
 from utils.diffusion.sampling import full_precision
 from utils.runs.checkpoints import save_checkpoint
 from utils.runs.ema_snapshots import Snapshots
@@ -102,8 +102,7 @@ class Periodic:
         run.trackers.close()
         if run.options.push_to_hub and self._exit_status == 0 and run.accelerator.is_main_process:
             # Last, so that no process waits for an upload.
-            options = run.options
-            push_to_hub(run.output_dir, options.hub_model_id, options.hub_token, options.hub_private_repo or None)
+            run.print_line(f"pushed to {push_to_hub(run.options)}")
         return self._exit_status
 
     def _finish_well(self) -> None:

@@ -16,6 +16,7 @@ from utils.data.dataset import content_fingerprint
 from utils.data.training_data import TrainingData
 from utils.diagnostics.data_check import check_data
 from utils.diffusion.export import check_export
+from utils.diffusion.hub import check_hub
 from utils.diffusion.objective import Objective
 from utils.diffusion.unet import network_options
 from utils.optim.clipping import AdaptiveLimit, FixedLimit
@@ -87,7 +88,9 @@ def start_processes(options: RunOptions, broadcast_buffers: bool = False) -> Acc
 
 
 def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder:
-    """The folder of the run, which no other may use meanwhile. Raises UserError, see `RunFolder.claim`."""
+    """The folder of the run, which no other may use meanwhile. Raises UserError, see `RunFolder.claim` and `check_hub`."""
+    if options.push_to_hub:
+        on_main_process(accelerator, _announce_push, options)
     folder, resuming = RunFolder(Path(options.output_dir)), bool(options.resume_from_checkpoint)
     on_main_process(accelerator, folder.claim, resuming=resuming, overwrite=options.overwrite_output_dir)
     return folder
@@ -182,3 +185,8 @@ def _check_disk(options: RunOptions, folder: RunFolder, objective: Objective, st
     checkpoints = len(list_checkpoints(folder.path)) if state.step else 0
     plan = DiskPlan(options, network, length.max_train_steps, length.updates_per_epoch, state.step, checkpoints)
     plan.check(folder.path, folder.size())
+
+
+def _announce_push(options: RunOptions) -> None:
+    print("asking the Hub whether the pipeline can be pushed", flush=True)
+    print(f"at the end, the pipeline will be pushed to {check_hub(options)}", flush=True)
