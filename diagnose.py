@@ -112,12 +112,13 @@ def records_of(args: DiagnoseOptions) -> dict:
 
 
 def load(args: DiagnoseOptions, resolution: int, image_channels: int) -> "ImageSet":
+    from utils.core.bars import Bar
     from utils.data.dataset import load_images
-    from utils.training.progress import PackingBar
 
     own: dict[str, Any] = {"resolution": resolution, "image_channels": image_channels}
     own |= {"on_bad_image": "replace", "max_bad_images": sys.maxsize}  # the doctor counts bad images, however many
-    return load_images(replace(args, **own), PackingBar())
+    with Bar("reading the images") as bar:
+        return load_images(replace(args, **own), bar.set)
 
 
 def show(record: "RunRecord", findings: list, judged: set[str], as_json: bool) -> None:

@@ -28,9 +28,7 @@ from utils.options.flags import DataOptions, EvaluateOptions
 from utils.options.parser import parse_options
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from PIL import Image
-    from tqdm import tqdm
 
     from utils.data.dataset import ImageSet
     from utils.evaluation.classifier import Classifier
@@ -49,6 +47,7 @@ def parse_args(argv: list[str] | None = None) -> EvaluateOptions:
 
 def main(args: EvaluateOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
+    from utils.core.bars import Bar
     from utils.core.distributed import make_accelerator, on_main_process
     from utils.diagnostics.finding import Finding, described
     from utils.diffusion.guidance import make_guided_prediction
@@ -65,6 +64,8 @@ def main(args: EvaluateOptions) -> None:
         cpu_threads=args.cpu_threads,
         collective_timeout=86400.0,  # a day: the others wait while the main process computes the figures
     )
+
+    shown = accelerator.is_main_process and not args.quiet
 
     # ---- what is evaluated, before anything expensive
     earlier = [result for path in args.compare for result in read_results(path)]
@@ -89,8 +90,9 @@ def main(args: EvaluateOptions) -> None:
     else:
         if args.reference:
             args.train_data_dir = str(args.reference)
-        images, folder_cache = load_reference(args, shape)
-    with accelerator.main_process_first():  # a classifier is trained once
+        images, folder_cache = load_reference(args, shape, shown)
+    # A classifier is trained once.
+    with Bar("preparing the extractors", shown=shown), accelerator.main_process_first():
         extractor = make_extractor(
             args.features,
             images,
@@ -104,7 +106,7 @@ def main(args: EvaluateOptions) -> None:
         sync_weights(module)
     extractor.to(accelerator.device)
     if stored is None:
-        with bar(accelerator, len(images), "reference") as progress:
+        with Bar("features of the real images", len(images), shown=shown) as progress:
             stored = reference_features(
                 accelerator, extractor, images, batch_size=args.batch_size, cache_dir=folder_cache, progress=progress.update
             )
@@ -149,7 +151,7 @@ def main(args: EvaluateOptions) -> None:
             if split not in originals:
                 originals = {split: originals_of(images, stored, split)}
             evaluation.originals, made["validation_split"] = originals[split], split or "unknown"
-        with bar(accelerator, count, name) as progress:
+        with Bar(name, count, shown=shown, afterwards=f"{name}: computing the figures") as progress:
             figures, sheet = evaluation.measure(source, count, progress=progress.update)
         results.append({"name": name, **common, "images": count, **made, "figures": figures})
         on_main_process(accelerator, write_result, args, results, sheet)
@@ -197,14 +199,6 @@ def main(args: EvaluateOptions) -> None:
             print("\n".join(described(finding)))
 
 
-def bar(accelerator: "Accelerator", total: int, name: str) -> "tqdm":
-    from tqdm import tqdm
-
-    return tqdm(
-        total=total, desc=name, unit=" images", leave=False, disable=not accelerator.is_main_process, dynamic_ncols=True
-    )
-
-
 def same_shape(shapes: dict[str, tuple[int, int, int]]) -> tuple[int, int, int]:
     """Raises UserError where images of several sizes would stand in one table, or are not square."""
     (first, shape), *others = shapes.items()
@@ -217,13 +211,15 @@ def same_shape(shapes: dict[str, tuple[int, int, int]]) -> tuple[int, int, int]:
     return shape
 
 
-def load_reference(args: EvaluateOptions, shape: tuple[int, int, int]) -> tuple["ImageSet", Path]:
-    """(the real images as an ImageSet of this shape, the folder where what is computed of them is kept)."""
+def load_reference(args: EvaluateOptions, shape: tuple[int, int, int], shown: bool) -> tuple["ImageSet", Path]:
+    """(the real images as an ImageSet of this shape, the folder where what is computed of them is kept). `shown`: whether this
+    process shows progress."""
+    from utils.core.bars import Bar
     from utils.data.dataset import cache_root, load_images
-    from utils.training.progress import PackingBar
 
     size: dict[str, Any] = {"resolution": shape[1], "image_channels": shape[0]}
-    images = load_images(replace(args, **size), PackingBar())
+    with Bar("reading the real images", shown=shown) as bar:
+        images = load_images(replace(args, **size), bar.set)
     return images, cache_root(args.cache_dir) / "steady_diffusion"
 
 

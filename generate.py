@@ -42,8 +42,8 @@ def parse_args(argv: list[str] | None = None) -> GenerateOptions:
 def main(args: GenerateOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
     import torch
-    from tqdm import tqdm
 
+    from utils.core.bars import Bar
     from utils.core.distributed import make_accelerator, on_main_process
     from utils.core.images import is_complete_png, make_grid, save_png, to_pil
     from utils.diffusion.guidance import make_guided_prediction
@@ -64,6 +64,8 @@ def main(args: GenerateOptions) -> None:
         cpu_threads=args.cpu_threads,
         collective_timeout=86400.0,  # a day: the processes only meet at the end, and one may have a batch more to make
     )
+
+    shown = accelerator.is_main_process and not args.quiet
 
     # Pipeline
     with accelerator.main_process_first():  # one download, not one per process
@@ -98,8 +100,9 @@ def main(args: GenerateOptions) -> None:
     # Work: whole chunks that lack an image, shared out evenly
     chunks = torch.arange(args.num_images).split(args.batch_size)
     complete = torch.zeros(len(chunks), device=accelerator.device)
-    for c in range(accelerator.process_index, len(chunks), accelerator.num_processes):
-        complete[c] = all(is_complete_png(image_path(args.output_dir, i), shape[:0:-1]) for i in chunks[c].tolist())
+    with Bar("looking for images that are there", shown=shown):
+        for c in range(accelerator.process_index, len(chunks), accelerator.num_processes):
+            complete[c] = all(is_complete_png(image_path(args.output_dir, i), shape[:0:-1]) for i in chunks[c].tolist())
     todo = [chunk for chunk, done in zip(chunks, accelerator.reduce(complete, "sum").tolist()) if not done]
     unet.to(accelerator.device)
     if guide is not None:
@@ -108,25 +111,27 @@ def main(args: GenerateOptions) -> None:
         for network in (unet, guide) if guide is not None else (unet,):
             network.to(memory_format=torch.channels_last)
             network.compile()
-    bar = tqdm(
-        total=args.num_images,
-        initial=args.num_images - sum(map(len, todo)),
-        unit=" images",
-        desc="generate",
-        disable=not accelerator.is_main_process,
-    )
+    done = args.num_images - sum(map(len, todo))
+    bar = Bar("making images", args.num_images, shown=shown, done=done, afterwards="writing the grid")
     with bar, full_precision(unet, compiled=args.compile):
         for first in range(0, len(todo), accelerator.num_processes):
             turn = todo[first : first + accelerator.num_processes]
             if accelerator.process_index < len(turn):
                 numbers = turn[accelerator.process_index]
+                counted = accelerator.num_processes * len(numbers) / plan.denoising_steps(len(numbers))
+
+                def step(counted: float = counted) -> bool:  # called before every step
+                    bar.update(counted)
+                    return False
+
                 with accelerator.autocast():
-                    images = sample(unet, plan, numbers, predict=predict)
+                    images = sample(unet, plan, numbers, should_stop=step, predict=predict)
                 if not images.isfinite().all():
                     raise UserError(f"{args.pipeline} made NaN or infinite pixels; try --mixed_precision no")
                 for i, image in zip(numbers.tolist(), to_uint8(images).cpu()):
                     save_png(to_pil(image), image_path(args.output_dir, i))
-            bar.update(sum(map(len, turn)))  # the other processes keep about the same pace
+            done += sum(map(len, turn))
+            bar.done = done  # the other processes keep about the same pace
 
     # Grid
     accelerator.wait_for_everyone()

@@ -39,9 +39,8 @@ from utils.training.between_updates import Periodic
 from utils.training.compile_check import check_first_batch
 from utils.training.memory_plan import MemoryPlan
 from utils.training.monitor import Monitor
-from utils.training.progress import PackingBar
 from utils.training.push import train_or_push
-from utils.training.run import begin_run, claim_folder, start_processes
+from utils.training.run import begin_run, claim_folder, load_data, start_processes
 
 
 class DDPM(Objective):
@@ -100,7 +99,7 @@ def main(options: DDPMOptions) -> int:
     folder = claim_folder(options, accelerator)
 
     # ---- data, network, noise schedule, optimizer, EMA; a fresh run or a resumed one, and what watches it
-    data = TrainingData(options, accelerator, PackingBar())
+    data = load_data(options, accelerator)
     objective = DDPM(make_network(options), options, accelerator.device)
     if options.enable_xformers_memory_efficient_attention:
         use_xformers(objective.exported)

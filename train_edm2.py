@@ -40,9 +40,8 @@ from utils.training.between_updates import Periodic
 from utils.training.compile_check import check_first_batch
 from utils.training.memory_plan import MemoryPlan
 from utils.training.monitor import Monitor
-from utils.training.progress import PackingBar
 from utils.training.push import train_or_push
-from utils.training.run import begin_run, claim_folder, start_processes
+from utils.training.run import begin_run, claim_folder, load_data, start_processes
 
 
 class EDM2(Objective):
@@ -111,7 +110,7 @@ def main(options: EDM2Options) -> int:
     folder = claim_folder(options, accelerator)
 
     # ---- data, network, noise levels, optimizer, EMA; a fresh run or a resumed one, and what watches it
-    data = TrainingData(options, accelerator, PackingBar())
+    data = load_data(options, accelerator)
     num_classes = count_classes(data.images) if options.class_conditional else 0
     objective = EDM2(make_network(options, num_classes=num_classes), options)
     optimizer = new_optimizer(objective.network)

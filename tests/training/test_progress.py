@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState
 from conftest import logged_scalars
 
 from utils.optim.clipping import Gradients
-from utils.training.progress import QUARTILES, StepStatistics, Stopwatch, Trackers, read_together
+from utils.training.progress import QUARTILES, ProgressBar, StepStatistics, Stopwatch, Trackers, read_together
 
 ALONE = SimpleNamespace(reduce=lambda tensor, reduction: tensor)
 
@@ -119,3 +119,32 @@ def test_values_read_together_are_exact():
         torch.arange(6, dtype=torch.int64).view(2, 3).T,
     ]
     assert read_together(tensors) == [tensor.flatten().tolist() for tensor in tensors]
+
+
+REPORT = {"train/loss": 0.25, "train/lr": 1e-3, "perf/images_per_second": 40.0}
+
+
+def test_without_a_terminal_each_report_is_one_plain_line_with_the_time_left(monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    progress = ProgressBar(True, first_step=10, total_steps=40)  # resumed
+    for _ in range(10):
+        now += 2.0
+        progress.update()
+    progress.show(REPORT)
+    now += 100.0
+    progress.update()  # a minute without a line
+    progress.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "update 20 of 40: loss 0.2500, lr 1.00e-03, 40 images/s, 0:40 left",
+        "update 21 of 40: 3:27 left",
+    ]
+
+
+def test_quiet_prints_lines_for_the_user_and_no_progress(capsys):
+    progress = ProgressBar(True, first_step=0, total_steps=4, quiet=True)
+    progress.update()
+    progress.show(REPORT)
+    progress.print_line("a finding")
+    assert progress.part("sampling")._shown is False
+    assert capsys.readouterr() == ("a finding\n", "")

@@ -1,5 +1,6 @@
 """Stopping on a signal: every rank stops after the same update, saves once and exits with a documented code."""
 
+import contextlib
 import os
 import signal
 from datetime import timedelta
@@ -15,8 +16,20 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 def leave_on_signal() -> None:
     """Before the loop there is nothing to save: a stop signal ends the process at once, with the status of a stop."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _tell(f"{signal.Signals(number).name}: stopped before the first update, there was nothing to save")
+        os._exit(EXIT_STOPPED)
+
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, frame: os._exit(EXIT_STOPPED))
+        signal.signal(number, leave)
+
+
+def _tell(message: str) -> None:
+    """Prints a line on stderr at once, from a signal handler: a stream may be in the middle of another line."""
+    with contextlib.suppress(OSError):  # a terminal that is gone
+        os.write(2, f"\n{message}\n".encode())
 
 
 class StopSignal:
@@ -26,8 +39,10 @@ class StopSignal:
     so that it neither waits for the accelerator nor makes it wait. Its answer is one update late, on all ranks alike.
     """
 
-    def __init__(self, num_processes: int, collective_timeout: float = 600.0):
+    def __init__(self, num_processes: int, collective_timeout: float = 600.0, *, tells: bool = True):
+        """`tells`: whether this process prints that a signal came."""
         self.received: str | None = None
+        self._tells = tells
         timeout = timedelta(seconds=collective_timeout)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if num_processes > 1 else None
         self._pending = None
@@ -37,6 +52,9 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received and number == signal.SIGINT:
             os._exit(128 + number)  # published checkpoints are complete whenever this happens
+        if self._tells and self.received is None:
+            again = "; a second Ctrl-C ends it now, without saving" if number == signal.SIGINT else ""
+            _tell(f"{signal.Signals(number).name}: the run stops after this update and saves a checkpoint{again}")
         self.received = signal.Signals(number).name
 
     def agreed(self) -> bool:

@@ -150,6 +150,11 @@ class SamplePlan:
     batch_size: int
     device: torch.device | str
 
+    def denoising_steps(self, num_images: int) -> int:
+        """Returns how often `sample` asks `should_stop` while it makes so many images."""
+        set_timesteps(self.scheduler, self.num_inference_steps)
+        return -(-num_images // self.batch_size) * len(self.scheduler.timesteps)
+
 
 @torch.no_grad()
 def sample(

@@ -149,6 +149,7 @@ class ReportOptions(Options):
     logger: str = flag("tensorboard", "any tracker that Accelerate knows: tensorboard, wandb, ...", free=True)
     logging_dir: str = flag("logs", "inside output_dir (logs)", free=True)
     logging_steps: int = flag(50, "updates between two reports (50)", at_least=1, free=True)
+    quiet: bool = flag(False, "show no progress: notes, findings and errors alone", free=True)
     stop_on: Literal["never", "critical"] = flag("never", "end the run at a critical finding, with status 3 (never)", free=True)
     validation_steps: int = flag(1000, "updates between two validations (1000)", at_least=1, free=True)
     early_stopping_patience: int = flag(0, "stop after so many validations without gain (0 = off)", at_least=0, free=True)
@@ -387,6 +388,7 @@ class GenerateOptions(Options):
     mixed_precision: Literal["no", "bf16", "fp16"] = flag("no", "precision of the network (default: no)")
     compile: bool = flag(False, "torch.compile the network: a minute at first, pays for thousands of images")
     cpu_threads: int = flag(1, "on a CPU, threads per process (default: 1)", at_least=1)
+    quiet: bool = flag(False, "show no progress")
 
 
 @dataclass(kw_only=True)
@@ -429,6 +431,7 @@ class EvaluationOutputOptions(Options):
     output: Path | None = flag(None, "make-reference: the file to write")
     output_dir: Path | None = flag(None, "for evaluation.json and nearest.png (evaluation/ of the run evaluated)")
     json: bool = flag(False, "print JSON instead of tables")
+    quiet: bool = flag(False, "show no progress")
 
 
 @dataclass(kw_only=True)

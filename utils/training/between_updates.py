@@ -15,6 +15,7 @@ from utils.runs.checkpoints import save_checkpoint
 from utils.runs.ema_snapshots import Snapshots
 from utils.training.evaluation import SampleEvaluation
 from utils.training.export import Export
+from utils.training.forecast import Forecast
 from utils.training.length import is_due
 from utils.training.monitor import Monitor
 from utils.training.run import Run
@@ -32,12 +33,15 @@ class Periodic:
         options, accelerator = run.options, run.accelerator
         every, dtype = options.ema_snapshot_steps, options.ema_snapshot_dtype
         self._snapshots = Snapshots(accelerator, run.ema, run.output_dir, run.state, every=every, dtype=dtype)
-        self._exit_status = 0
+        self._exit_status, self._forecast = 0, Forecast(run)
 
     def catch_up(self) -> None:
-        """Makes the evaluation that a stop had left out."""
-        if not self._evaluation.due():
-            return
+        """Makes the evaluation that a stop had left out; the updates begin."""
+        if self._evaluation.due():
+            self._evaluate_late()
+        self._forecast.begin()
+
+    def _evaluate_late(self) -> None:
         with self._monitor.paused(), self._judged_weights():
             self._evaluation.make()
         if self._evaluation.due():
@@ -58,6 +62,7 @@ class Periodic:
         """What is due after `state.step` updates, the last of which was made with that learning rate."""
         run, state, options = self._run, self._run.state, self._run.options
         run.progress.update()
+        self._forecast.after_update()
         self._monitor.end_update(self._anything_due())
         if self._monitor.due:  # here alone the host waits for the device
             self._exit_status = self._monitor.report(learning_rate)
@@ -75,7 +80,8 @@ class Periodic:
             if self._is_due(options.save_model_steps, options.save_model_epochs):
                 self._make_pipeline()
             if self._snapshots.due(state.step):
-                run.progress.try_or_warn(self._snapshots.save, state.step)
+                with run.progress.part("saving the averaged weights"):
+                    run.progress.try_or_warn(self._snapshots.save, state.step)
             # By all ranks, so that they leave at the same update; what a stop leaves of an evaluation is still due.
             if run.stop.agreed() or self._evaluation.due():
                 self._exit_status = self._exit_status or EXIT_STOPPED
@@ -117,15 +123,18 @@ class Periodic:
 
     def _make_pipeline(self) -> bool:
         """Whether it was exported; then it is compared with what was trained."""
-        exported = self._run.progress.try_or_warn(self._export.make)
-        if exported:
-            self._run.progress.try_or_warn(self._monitor.audit.check_exported)
+        progress = self._run.progress
+        with progress.part("exporting the pipeline"):
+            exported = progress.try_or_warn(self._export.make)
+            if exported:
+                progress.try_or_warn(self._monitor.audit.check_exported)
         return exported
 
     def _show(self) -> None:
         """Pictures and a look at the network; each may fail alone."""
         if self._grids.newest is None:
-            self._run.progress.try_or_warn(self._monitor.audit.check_sampler)
+            with self._run.progress.part("checking the sampler"):
+                self._run.progress.try_or_warn(self._monitor.audit.check_sampler)
         self._run.progress.try_or_warn(self._grids.make)
         self._run.progress.try_or_warn(self._grids.probe)
 
@@ -135,7 +144,8 @@ class Periodic:
         self._monitor.store()
         run.state.grad_norm_mean = run.clipping.mean
         limit = run.options.checkpoints_total_limit
-        problem = save_checkpoint(run.accelerator, run.output_dir, run.state, total_limit=limit)
+        with run.progress.part(f"saving checkpoint-{run.state.step}"):
+            problem = save_checkpoint(run.accelerator, run.output_dir, run.state, total_limit=limit)
         if problem:
             run.print_line(f"checkpoint-{run.state.step} was not saved, earlier ones are whole: {problem}")
         return problem is None

@@ -73,7 +73,9 @@ class SampleEvaluation:
             if self._evaluation is None:
                 self._evaluation = self._prepare()
             prepared = time.perf_counter()
-            figures, sheet = self._evaluation.measure(self._sample, run.options.eval_images, canceled=lambda: self._stopped)
+            count = run.options.eval_images
+            with run.progress.part("evaluating samples", count, "samples", afterwards="computing the figures") as self._bar:
+                figures, sheet = self._evaluation.measure(self._sample, count, canceled=lambda: self._stopped)
         except UserError as error:  # on all processes alike: no memory for it, say
             problem = str(error)
         if problem is not None:
@@ -117,7 +119,10 @@ class SampleEvaluation:
 
         def features(images: ImageSet) -> FeatureSet:
             cache = cache_root(run.options.cache_dir) / "steady_diffusion"
-            return reference_features(run.accelerator, extractor, images, batch_size=size, cache_dir=cache)
+            with run.progress.part("features of real images", len(images)) as bar:
+                return reference_features(
+                    run.accelerator, extractor, images, batch_size=size, cache_dir=cache, progress=bar.update
+                )
 
         reference = features(real)
         validation = features(_some(others, MAX_IMAGES)).rows if len(others) else None
@@ -128,9 +133,15 @@ class SampleEvaluation:
 
     def _sample(self, numbers: torch.Tensor) -> torch.Tensor:
         run, images = self._run, None
+        steps = self._plan.denoising_steps(len(numbers))
+
+        def should_stop() -> bool:  # asked before every step
+            self._bar.update(len(numbers) * run.accelerator.num_processes / steps)
+            return run.stopping()
+
         if not self._stopped:
             network, predict = run.objective.exported, run.objective.predict
-            images = sample(network, self._plan, numbers, should_stop=run.stopping, predict=predict)
+            images = sample(network, self._plan, numbers, should_stop=should_stop, predict=predict)
         if images is None:  # told to stop: the other processes wait for as many images, whatever they show
             self._stopped = True
             return torch.zeros(len(numbers), *run.data.training.shape, dtype=torch.uint8, device=run.accelerator.device)

@@ -15,6 +15,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from utils.core.bars import Bar
 from utils.core.distributed import from_main_process, local_processes, on_main_process
 from utils.core.errors import UserError, explain_out_of_memory, out_of_memory
 from utils.diagnostics.probe import probe_batch
@@ -136,7 +137,8 @@ class MemoryPlan:
         options = self._options
         if options.global_batch_size:
             resumed = Path(options.output_dir) if options.resume_from_checkpoint else None
-            options.train_batch_size, options.gradient_accumulation_steps = self.split(resumed)
+            with Bar("measuring the memory of an update", shown=self._accelerator.is_main_process and not options.quiet):
+                options.train_batch_size, options.gradient_accumulation_steps = self.split(resumed)
             self._accelerator.gradient_accumulation_steps = options.gradient_accumulation_steps
         explain_out_of_memory(partial(self.explain, options.micro_batch_size, options.gradient_accumulation_steps))
 

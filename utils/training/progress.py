@@ -17,10 +17,12 @@ from accelerate.utils.memory import clear_device_cache
 from PIL import Image
 from tqdm import tqdm
 
+from utils.core.bars import Bar, duration, on_terminal, print_progress
 from utils.core.errors import UserError
 from utils.optim.clipping import Gradients
 
 QUARTILES = 4
+MINUTE = 60.0  # without a terminal, the longest time without a line
 
 
 class StepStatistics:
@@ -178,47 +180,58 @@ def _outlive_older_event_files(folder: Path) -> None:
         time.sleep(1.0 - time.time() % 1.0)
 
 
-class PackingBar:
-    """Shows how far decoding the images has come, in the process that does it; gone when done, unseen when quick."""
-
-    def __init__(self):
-        self._bar = None
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = tqdm(total=total, unit="image", desc="packing images", delay=2, leave=False, dynamic_ncols=True)
-        self._bar.update(done - self._bar.n)
-        if done == total:
-            self._bar.close()
-
-
 class ProgressBar:
-    """The only bar of a run, on the main process: updates done, speed and ETA by tqdm; loss, LR and images/s when reported."""
+    """The updates of a run, on the main process: on a terminal tqdm's bar with speed and time left, elsewhere a plain line for
+    each report. `part` gives the bars of what happens between updates.
+    """
 
-    def __init__(self, enabled: bool, first_step: int, total_steps: int):
-        self._enabled = enabled
+    def __init__(self, enabled: bool, first_step: int, total_steps: int, *, quiet: bool = False):
+        """`quiet`: prints lines for the user, but no progress."""
+        self._enabled, self._shown = enabled, enabled and not quiet
+        self._step = self._first_step = first_step
+        self._total_steps = total_steps
+        self._start = self._last_line = time.monotonic()
         self._bar = tqdm(
             initial=first_step,
             total=total_steps,
             unit="update",
-            disable=not enabled,
+            disable=not (self._shown and on_terminal()),
             dynamic_ncols=True,
             smoothing=0.05,
         )
 
     def update(self) -> None:
+        self._step += 1
         self._bar.update()
+        if time.monotonic() - self._last_line > MINUTE:  # a report is far away
+            self._line("")
 
     def show(self, report: dict[str, float]) -> None:
-        self._bar.set_postfix_str(
-            f"loss {report['train/loss']:.4f}, lr {report['train/lr']:.2e}, {report['perf/images_per_second']:.0f} images/s",
-            refresh=False,
+        """The newest figures of the run."""
+        figures = (
+            f"loss {report['train/loss']:.4f}, lr {report['train/lr']:.2e}, {report['perf/images_per_second']:.0f} images/s"
         )
+        self._bar.set_postfix_str(figures, refresh=False)
+        self._line(figures)
+
+    def _line(self, figures: str) -> None:
+        """One line about the updates, where there is no bar."""
+        if not self._shown or not self._bar.disable:
+            return
+        self._last_line = time.monotonic()
+        each = (self._last_line - self._start) / (self._step - self._first_step)
+        left = f"{duration(each * (self._total_steps - self._step))} left"
+        print_progress(f"update {self._step} of {self._total_steps}: " + ", ".join(filter(None, [figures, left])))
+
+    def part(self, what: str, total: int | None = None, unit: str = "images", *, afterwards: str | None = None) -> Bar:
+        """A bar for what is made between two updates; see `Bar`."""
+        return Bar(what, total, unit, shown=self._shown, afterwards=afterwards)
 
     def print_line(self, message: str) -> None:
         """Prints a line above the bar, or after it once it is closed, on the main process."""
         if self._enabled:
             tqdm.write(message)
+            sys.stdout.flush()  # a log file of both streams keeps the order
 
     def try_or_warn(self, action: Callable, *arguments) -> bool:
         """Calls `action` on every rank; a UserError (a full disk, memory that ran out) becomes a line above the bar. Whether

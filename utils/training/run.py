@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch.optim import Optimizer
 
+from utils.core.bars import Bar
 from utils.core.distributed import make_accelerator, on_main_process
 from utils.core.signals import StopSignal, leave_on_signal
 from utils.data.dataset import content_fingerprint
@@ -96,6 +97,12 @@ def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder:
     return folder
 
 
+def load_data(options: RunOptions, accelerator: Accelerator) -> TrainingData:
+    """What the run learns from. Raises UserError for anything about the data that a user can mend."""
+    with Bar("reading the images", shown=accelerator.is_main_process and not options.quiet) as bar:
+        return TrainingData(options, accelerator, bar.set)
+
+
 def begin_run(
     options: RunOptions,
     accelerator: Accelerator,
@@ -123,7 +130,8 @@ def begin_run(
     attach_state_hooks(accelerator, ema, state)
     asked_epsilon = optimizer.param_groups[0].get("eps")
     resumed, allowed = options.resume_from_checkpoint, options.allow_option_change
-    checkpoint, notes = resume(accelerator, folder.path, resumed, state, allowed)
+    with Bar("reading the checkpoint", shown=accelerator.is_main_process and not options.quiet):
+        checkpoint, notes = resume(accelerator, folder.path, resumed, state, allowed)
     notes = [*data.images.notes, *notes]
     epsilon = optimizer.param_groups[0].get("eps")  # the checkpoint's, where there was one; SGD has none
     if epsilon != asked_epsilon:
@@ -152,8 +160,8 @@ def begin_run(
         on_main_process(accelerator, folder.clear, options.logging_dir)
     on_main_process(accelerator, folder.write_options, options, facts)
 
-    stop = StopSignal(accelerator.num_processes, options.collective_timeout)
-    progress = ProgressBar(accelerator.is_main_process, state.step, length.max_train_steps)
+    stop = StopSignal(accelerator.num_processes, options.collective_timeout, tells=accelerator.is_main_process)
+    progress = ProgressBar(accelerator.is_main_process, state.step, length.max_train_steps, quiet=options.quiet)
     trackers = Trackers(accelerator, options.script, options.logger, first_step=state.step, print_line=progress.print_line)
     doctor = Doctor(
         folder.path,
@@ -172,7 +180,9 @@ def begin_run(
         progress.print_line(note)
     if accelerator.is_main_process and not doctor.knows("data"):
         schedule = {"schedule": shape} if (shape := objective.schedule()) else {}
-        doctor.record(state.step, {"data": check_data(data.training, seed=options.seed)} | schedule)
+        with progress.part("checking the images"):
+            checked = check_data(data.training, seed=options.seed)
+        doctor.record(state.step, {"data": checked} | schedule)
         doctor.look()  # what the data and the options say alone is said before the first update
     return Run(
         *(options, accelerator, folder, data, objective, ema, ema_decay, clipping),

@@ -55,7 +55,15 @@ class SampleGrids:
         memory runs out.
         """
         run, step = self._run, self._run.state.step
-        results = [self._sample(weights) for weights in (nullcontext, *([run.averaged] if run.ema is not None else []))]
+        kinds = [nullcontext, run.averaged] if run.ema is not None else [nullcontext]
+        steps = len(kinds) * self._plan.denoising_steps(self._plan.batch_size)  # no process has more than one batch
+        with run.progress.part("sampling", steps, "denoising steps", afterwards="writing the samples") as bar:
+
+            def should_stop() -> bool:  # asked before every step
+                bar.update()
+                return run.stopping()
+
+            results = [self._sample(weights, should_stop) for weights in kinds]
         if None not in results:  # else told to stop
             path = run.output_dir / "samples" / f"{step:07d}.png"
             on_main_process(run.accelerator, self._write, path, step, raw=results[0], ema=results[-1])
@@ -67,11 +75,11 @@ class SampleGrids:
         run = self._run
         with if_memory_allows(run.accelerator, "examining the network", advice):
             if run.accelerator.is_main_process:
-                with full_precision(run.objective.exported):
+                with full_precision(run.objective.exported), run.progress.part("examining the network"):
                     found = run.objective.probe(run.data)
                 run.doctor.record(run.state.step, {"probe": found})
 
-    def _sample(self, weights: Callable[[], AbstractContextManager]) -> ImagesAndPaths | None:
+    def _sample(self, weights: Callable[[], AbstractContextManager], should_stop: Callable[[], bool]) -> ImagesAndPaths | None:
         """(images, denoising paths) of the main process, from the same noise every time; None when told to stop halfway."""
         run, network = self._run, self._run.objective.exported
         with weights(), full_precision(network):
@@ -80,7 +88,7 @@ class SampleGrids:
                 network,
                 self._plan,
                 run.options.eval_batch_size,
-                should_stop=run.stopping,
+                should_stop=should_stop,
                 record_timesteps=run.objective.path(),
                 predict=run.objective.predict,
             )

@@ -51,6 +51,9 @@ class Validation:
 
         advice = "set a smaller --train_batch_size, by which it is shared out"
         with if_memory_allows(accelerator, "a validation", advice):
-            for first in list(range(0, total, size))[accelerator.process_index :: accelerator.num_processes]:
-                loss_sum += summed(first)
+            batches = list(range(0, total, size))[accelerator.process_index :: accelerator.num_processes]
+            with run.progress.part("validating", len(batches), "batches") as bar:
+                for first in batches:
+                    loss_sum += summed(first)
+                    bar.update()
         return accelerator.reduce(loss_sum.float().to(accelerator.device), "sum").item() / total

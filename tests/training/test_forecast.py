@@ -1,0 +1,59 @@
+from types import SimpleNamespace
+
+import pytest
+from diffusers import UNet2DModel
+
+from utils.options.presets import NETWORKS, smaller_preset
+from utils.training.forecast import Forecast
+
+
+def said_by(
+    monkeypatch, seconds_per_update: float, *, device: str = "cpu", resolution: int = 64, parameters: int = 113_700_000
+):
+    now, said = 0.0, []
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    run = SimpleNamespace(
+        accelerator=SimpleNamespace(device=SimpleNamespace(type=device)),
+        options=SimpleNamespace(script="train_ddpm", resolution=resolution),
+        length=SimpleNamespace(max_train_steps=200),
+        state=SimpleNamespace(step=0),
+        facts={"parameters": parameters},
+        print_line=said.append,
+    )
+    forecast = Forecast(run)
+    forecast.begin()
+    for slowness in (3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):  # the first update has more to do
+        now += slowness * seconds_per_update
+        run.state.step += 1
+        forecast.after_update()
+    return said
+
+
+def test_a_large_network_on_a_cpu_is_warned_of_once_with_the_time_and_a_smaller_preset(monkeypatch):
+    (line,) = said_by(monkeypatch, 24.0)
+    assert line == (
+        "warning: an update takes 24 s on this CPU, so the 198 updates to come take about 1.3 hours. Try: a smaller network is "
+        "quicker: --model_preset small64 has 3.8 M parameters, this one has 113.7 M"
+    )
+
+
+@pytest.mark.parametrize(
+    "given", [{"seconds_per_update": 1.0}, {"seconds_per_update": 30.0, "device": "cuda"}], ids=["quick", "on a GPU"]
+)
+def test_nothing_is_said_of_other_runs(monkeypatch, given):
+    assert said_by(monkeypatch, **given) == []
+
+
+def test_a_network_that_is_small_already_has_other_advice(monkeypatch):
+    (line,) = said_by(monkeypatch, 30.0, parameters=2_000_000)
+    assert line.endswith("Try: set fewer --max_train_steps, or train on a GPU")
+
+
+@pytest.mark.parametrize(("resolution", "name"), [(32, "small32"), (64, "small64"), (256, "small64"), (50, None)])
+def test_the_preset_that_is_named_has_the_size_that_is_told(resolution, name):
+    smaller = smaller_preset(resolution, 35_700_000)
+    if name is None:
+        assert smaller is None
+        return
+    network = UNet2DModel(sample_size=resolution, in_channels=3, out_channels=3, **NETWORKS[name])
+    assert smaller == (name, sum(parameter.numel() for parameter in network.parameters()))
