@@ -61,3 +61,21 @@ def test_a_pipeline_that_cannot_be_written_costs_no_update(train_script, script_
     assert train_script([*script_flags, "--adaptive_clipping", "--output_dir", tmp_path]) == 1
     assert verify_checkpoint(tmp_path / "checkpoint-8") is None and exit_status(tmp_path) == 1
     assert read_state(tmp_path / "checkpoint-8").grad_norm_mean > 0
+
+
+def test_a_run_that_is_killed_has_the_report_of_its_last_preview(train, tiny_flags, tmp_path, monkeypatch):
+    import utils.training.progress
+
+    class Killed(BaseException):
+        pass
+
+    def kill_after_six(bar):
+        bar._step += 1
+        if bar._step == 6:
+            raise Killed
+
+    monkeypatch.setattr(utils.training.progress.ProgressBar, "update", kill_after_six)
+    with pytest.raises(Killed):
+        train([*tiny_flags, "--save_images_steps", "2", "--output_dir", tmp_path])
+    page = (tmp_path / "report.html").read_text()
+    assert "Not finished" in page and "4 of 8 updates" in page and "After 4 updates" in page

@@ -25,6 +25,7 @@ from utils.diffusion.unet import make_unet
 from utils.optim.clipping import Gradients
 from utils.options.flags import DDPMOptions, EDM2Options
 from utils.training.memory_estimate import SHARE, forward_peak
+from utils.training.progress import ProgressBar
 from utils.training.validation import Validation
 
 plan_with = test_memory_plan.plan_with  # a fixture
@@ -168,7 +169,8 @@ def test_validation_needs_no_float64_of_the_device():
         losses=lambda network, clean_images: Losses(None, torch.full(clean_images.shape, 0.25).as_subclass(WithoutFloat64)),
     )
     options = DDPMOptions(train_batch_size=4)
-    run = SimpleNamespace(options=options, accelerator=process, data=data, objective=objective)
+    progress = ProgressBar(False, 0, 1)
+    run = SimpleNamespace(options=options, accelerator=process, data=data, objective=objective, progress=progress)
     assert Validation(run).mean_loss() == 0.25
 
 

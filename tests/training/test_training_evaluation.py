@@ -25,6 +25,7 @@ from utils.runs.history import HISTORY, read_history
 from utils.runs.state import TrainState, read_state
 from utils.training.evaluation import SampleEvaluation
 from utils.training.length import RunLength
+from utils.training.progress import ProgressBar
 
 EVALUATED = ["--eval_steps", "4", "--eval_images", "30", "--eval_batch_size", "8"]
 
@@ -170,6 +171,7 @@ def evaluate_in(tmp_path):
             ),
             state=TrainState(step=5),
             length=RunLength(8, 1, 12),
+            progress=ProgressBar(False, 0, 1),
             trackers=SimpleNamespace(log=lambda *args, **kwargs: None),
             doctor=SimpleNamespace(record=lambda *args: recorded.append(args)),
             stopping=stopping,

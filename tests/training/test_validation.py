@@ -10,6 +10,7 @@ from utils.core.errors import UserError
 from utils.data.split import check_images, split_validation
 from utils.data.training_data import TrainingData, TrainingSamples
 from utils.options.flags import DDPMOptions
+from utils.training.progress import ProgressBar
 from utils.training.validation import Validation
 
 
@@ -83,7 +84,11 @@ def loss(images, accelerator, unet=None, batch_size: int = 5) -> float:
     data = TrainingData.__new__(TrainingData)
     data.validation, data.samples = images, TrainingSamples(images, Accelerator(cpu=True), options)
     objective = DDPM(unet or Recorder(), options, accelerator.device)
-    return Validation(SimpleNamespace(options=options, accelerator=accelerator, data=data, objective=objective)).mean_loss()
+    return Validation(
+        SimpleNamespace(
+            options=options, accelerator=accelerator, data=data, objective=objective, progress=ProgressBar(False, 0, 1)
+        )
+    ).mean_loss()
 
 
 def test_same_figure_every_time_and_for_any_number_of_processes(images):

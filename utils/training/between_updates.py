@@ -77,6 +77,7 @@ class Periodic:
                     improved |= self._evaluation.make()
             if self._is_due(options.save_images_steps, options.save_images_epochs):
                 self._show()
+                self._write_report()  # what stays of the run if it is killed
             if self._is_due(options.save_model_steps, options.save_model_epochs):
                 self._make_pipeline()
             if self._snapshots.due(state.step):
@@ -104,7 +105,7 @@ class Periodic:
         run.progress.close()
         run.stop.close()
         on_main_process(run.accelerator, run.folder.release, self._exit_status)
-        run.doctor.finish()
+        self._write_report()
         run.trackers.close()
         if run.options.push_to_hub and self._exit_status == 0 and run.accelerator.is_main_process:
             # Last, so that no process waits for an upload.
@@ -137,6 +138,10 @@ class Periodic:
                 self._run.progress.try_or_warn(self._monitor.audit.check_sampler)
         self._run.progress.try_or_warn(self._grids.make)
         self._run.progress.try_or_warn(self._grids.probe)
+
+    def _write_report(self) -> None:
+        with self._run.progress.part("writing report.html"):
+            self._run.doctor.report()
 
     def _save(self) -> bool:
         """Whether a checkpoint was published; why not is said."""

@@ -118,8 +118,8 @@ class Doctor:
         since = [f for f in findings if f.step is not None and f.step >= self._first_step + (not f.code.startswith("step-"))]
         return any(f.severity == "critical" for f in since)
 
-    def finish(self) -> None:
-        """A last look at the run, and report.html from what its folder holds now; what fails here fails no finished run."""
+    def report(self) -> None:
+        """A look at the run, and report.html from what its folder holds now. What fails here fails no run."""
         if self._enabled:
             path = self._record.output_dir / REPORT
             try:

@@ -219,7 +219,7 @@ class ProgressBar:
         if not self._shown or not self._bar.disable:
             return
         self._last_line = time.monotonic()
-        each = (self._last_line - self._start) / (self._step - self._first_step)
+        each = (self._last_line - self._start) / max(1, self._step - self._first_step)
         left = f"{duration(each * (self._total_steps - self._step))} left"
         print_progress(f"update {self._step} of {self._total_steps}: " + ", ".join(filter(None, [figures, left])))
 
