@@ -301,8 +301,11 @@ def test_a_dataset_s_own_code_is_not_run(load, tmp_path):
     pictures = tmp_path / "pictures"
     pictures.mkdir()
     (pictures / "a.eps").write_bytes(eps)
-    with pytest.raises(UserError, match=r"a\.eps.*not an image"):
+    with pytest.raises(UserError, match=r"no images in it; 0 of 1 files used: 1 \.eps"):
         load(train_data_dir=str(pictures))
+    make_dataset({"image": [eps]}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match="not an image"):
+        load(str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize(("height", "width"), [(30, 38), (38, 30), (16, 16), (9, 100), (200, 31)])

@@ -5,6 +5,8 @@ The faults are in what trains and in what it reports of itself alike, so that it
 
 import io
 import re
+import tarfile
+import zipfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -45,6 +47,15 @@ def make_folder(path):
     return {"train_data_dir": str(path)}
 
 
+def make_archive(path, kind):
+    make_folder(path)
+    files = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
+    with zipfile.ZipFile(path / "a.zip", "w") if kind == "zip" else tarfile.open(path / "a.tar", "w") as archive:
+        for name, file in files.items():
+            (archive.write if kind == "zip" else archive.add)(file, f"photos/{name}")
+    return {"train_data_dir": str(path / f"a.{kind}")}
+
+
 def make_table(path, labels=KINDS, feature=None, save="parquet"):
     feature = datasets.ClassLabel(names=NAMES) if feature is None else feature
     features = {"other": datasets.Value("int64"), "image": datasets.Image(), "kind": feature}
@@ -79,6 +90,8 @@ SOURCES = {
     "no labels": lambda path: make_table(path, [0.5] * 120, datasets.Value("float32")),
     "the first": lambda path: make_folder(path) | {"max_train_images": 50},
     "balanced": lambda path: strings(path) | {"balanced_sampling": True},
+    "zip": lambda path: make_archive(path, "zip"),
+    "tar": lambda path: make_archive(path, "tar"),
     "on the fly": lambda path: make_folder(path) | {"cache_images": "no"},
 }
 

@@ -27,10 +27,12 @@ import numpy as np
 from utils.core.errors import UserError
 from utils.data.bad_images import BadImage, BadImages, UndecodableImage
 from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
+from utils.data.stored_files import is_remote
 
 PACKING_VERSION = 1  # part of a cache's fingerprint: raise it when the same options give other files
 _KEEP_MAPPED_BYTES = 256 * 2**20  # resident memory of a larger file stays that of one batch
 _CHUNK = 16  # images per task of the thread pool
+_REMOTE_WORKERS = 16  # threads that wait for a network
 
 ReadFiles = Callable[[int, int], list[ImageFile]]  # start, stop -> the files of rows [start, stop)
 Progress = Callable[[int, int], None]  # of (done, total)
@@ -218,6 +220,8 @@ def _prepared_in_order(
             return prepare.blank(), [], error
 
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if any(file.path and file.data is None and is_remote(file.path) for file in read_files(0, min(_CHUNK, count))):
+        workers = max(workers, _REMOTE_WORKERS)
     with ThreadPoolExecutor(workers) as pool:
         chunks = (read_files(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK))
         running: collections.deque[Future] = collections.deque()

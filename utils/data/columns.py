@@ -1,5 +1,7 @@
 """Finds the image and the label column of a `datasets.Dataset` from its features, and reads them without decoding."""
 
+import os
+import posixpath
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -7,11 +9,12 @@ import numpy as np
 
 from utils.core.errors import UserError
 from utils.data.decode import ImageFile
+from utils.data.stored_files import is_address
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_IMAGE_NAMES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp")
+_IMAGE_NAMES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp", "image_path", "image_url", "url")
 _LABEL_NAMES = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "target", "category")
 
 
@@ -28,6 +31,12 @@ def _type_name(feature: object) -> str:
     if isinstance(feature, datasets.Value):
         return feature.dtype
     return type(feature).__name__
+
+
+def _is_text(feature: object) -> bool:
+    import datasets
+
+    return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
 
 
 def _holds_files(feature: object) -> bool:
@@ -50,15 +59,12 @@ def find_image_column(dataset: "Dataset", requested: str | None = None) -> tuple
     """
     import datasets
 
-    def is_text(feature: object) -> bool:
-        return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
-
     features = dataset.features
     if requested is not None:
         if requested not in features:
             raise UserError(f"no column {requested!r} in the dataset; its columns are {describe_columns(dataset)}")
         feature = features[requested]
-        if not (isinstance(feature, datasets.Image) or _holds_files(feature) or is_text(feature)):
+        if not (isinstance(feature, datasets.Image) or _holds_files(feature) or _is_text(feature)):
             raise UserError(f"the column {requested!r} holds no images; the columns are {describe_columns(dataset)}")
         return requested, []
     found = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
@@ -66,7 +72,7 @@ def find_image_column(dataset: "Dataset", requested: str | None = None) -> tuple
         found = [name for name, feature in features.items() if _holds_files(feature)]
         found.sort(key=lambda name: name.lower() not in _IMAGE_NAMES)
     if not found:
-        found = [name for name, feature in features.items() if name.lower() in _IMAGE_NAMES and is_text(feature)]
+        found = [name for name, feature in features.items() if name.lower() in _IMAGE_NAMES and _is_text(feature)]
     if not found:
         raise UserError(f"found no image column; name one by --image_column. Columns: {describe_columns(dataset)}")
     if len(found) == 1:
@@ -77,8 +83,9 @@ def find_image_column(dataset: "Dataset", requested: str | None = None) -> tuple
 def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.ndarray | None, list[str] | None, list[str]]:
     """Returns labels int64 [rows] or None, names of the classes or None, and notes.
 
-    Without a request a `ClassLabel` column is taken, else an integer column with a usual name. A requested column may
-    also hold strings or booleans, whose sorted distinct values become the classes.
+    Without a request a `ClassLabel` column is taken, else an integer column with a usual name, else a column of strings with a
+    usual name, where each class has two images on average. The sorted distinct values of strings become the classes; a
+    requested column may also hold booleans.
 
     Raises:
         UserError: no such column, or a requested one that has no usable labels.
@@ -97,6 +104,7 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
     else:
         found = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
         found = found or [name for name in _LABEL_NAMES if name in features and is_integer(features[name])]
+        found = found or [name for name in _LABEL_NAMES if name in features and _repeats(dataset, name)]
         if not found:
             return None, None, []
     name, notes = found[0], []
@@ -112,9 +120,11 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
         class_names = list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
         if labels.min() < 0:
             problem = f"{(labels < 0).sum()} rows have a negative label"
-    elif isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string", "bool"):
+    elif _is_text(feature) or (isinstance(feature, datasets.Value) and feature.dtype == "bool"):
         distinct, labels = np.unique(np.array(column.to_pylist()), return_inverse=True)
         class_names = [str(value) for value in distinct]
+        if requested is None:
+            notes.append(f"the {len(class_names)} values of the column {name!r} become classes (--label_column chooses)")
     else:
         problem = f"{_type_name(feature)} values are no labels (integers, strings and booleans are)"
     if problem is None:
@@ -124,12 +134,26 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
     return None, None, [*notes, f"label column {name!r} is not used: {problem}"]
 
 
-class EncodedImages:
-    """The encoded files of one column, read by row and never decoded here."""
+def _repeats(dataset: "Dataset", name: str) -> bool:
+    """Whether a column of strings has at most half as many distinct values as rows."""
+    if not _is_text(dataset.features[name]):
+        return False
+    values = dataset.select_columns([name]).with_format("arrow")[:].column(name)
+    return 0 < 2 * len(values.unique()) <= len(values)
 
-    def __init__(self, dataset: "Dataset", column: str):
-        self.column = column
+
+class EncodedImages:
+    """The encoded files of one column, read by row and never decoded here.
+
+    Relative paths begin at `base`, the folder of the file that holds them; earlier releases took the working directory, which
+    still counts where the first path leads to a file there and to none at `base`.
+    """
+
+    def __init__(self, dataset: "Dataset", column: str, base: str | None = None):
+        self.column, self._base = column, ""
         self.table = dataset.select_columns([column]).with_format("arrow")
+        if base is not None and (first := self.between(0, 1)[0]).data is None and first.path and not is_address(first.path):
+            self._base = "" if os.path.exists(first.path) and not os.path.exists(_below(base, first.path)) else base
 
     def __len__(self) -> int:
         return len(self.table)
@@ -150,7 +174,13 @@ class EncodedImages:
                 value = {"bytes": None, "path": value}
             elif not isinstance(value, dict):
                 value = {"bytes": value, "path": None}
+            path = value["path"]
+            if value["bytes"] is None and path and self._base and not is_address(path):
+                path = _below(self._base, path)
             place = f"row {row}, column {self.column!r}"
-            name = f"{value['path']} ({place})" if value["path"] else f"at {place}"
-            files.append(ImageFile(value["bytes"], value["path"], name))
+            files.append(ImageFile(value["bytes"], path, f"{path} ({place})" if path else f"at {place}"))
         return files
+
+
+def _below(base: str, path: str) -> str:
+    return posixpath.join(base, path) if is_address(base) else os.path.join(base, path)

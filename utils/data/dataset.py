@@ -224,7 +224,7 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
         raise UserError(f"the dataset {opened.description} has no images")
     column, notes = find_image_column(dataset, options.image_column)
     labels, class_names, label_notes = find_labels(dataset, options.label_column)
-    notes += label_notes
+    notes = [*opened.notes, *notes, *label_notes]
     if options.dataset_name is not None and options.train_data_dir is not None:
         notes.append("train_data_dir is ignored because dataset_name is given")
 
@@ -232,7 +232,7 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     prepare = ImagePreparation(resolution, image_channels, options.center_crop, options.background, max_value)
     shaping = [PACKING_VERSION, column, len(dataset), resolution, image_channels, options.center_crop, color, max_value]
     fingerprint = hashlib.sha256(json.dumps([opened.key, shaping]).encode()).hexdigest()[:32]
-    files = EncodedImages(dataset, column)
+    files = EncodedImages(dataset, column, opened.base)
     if options.cache_images == "yes":
         folder = cache_root(options.cache_dir) / "steady_diffusion" / fingerprint
         store = pack_once(folder, len(files), files.between, prepare, progress, allowed)

@@ -4,6 +4,7 @@ Resizing is that of diffusers' `train_unconditional.py` (torchvision's `Resize` 
 becomes `resolution`, the longer one `int(resolution * long / short)`, by Pillow's antialiased bilinear filter.
 """
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -16,6 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from utils.core.errors import UserError
 from utils.data.bad_images import UndecodableImage
 from utils.data.color_modes import background_color, is_deep, stack_planes, to_planes
+from utils.data.stored_files import is_address, read_address
 
 # What is worth telling once about a dataset; {n} is the number of images.
 REMARKS = {
@@ -30,16 +32,33 @@ _EXIF_ORIENTATION = 0x0112
 @functools.cache
 def _readable_formats() -> tuple[str, ...]:
     Image.init()
+    with contextlib.suppress(ImportError):  # HEIC, which Pillow cannot read alone
+        from pillow_heif import register_heif_opener  # type: ignore[import-not-found]
+
+        register_heif_opener()
     return tuple(name for name in Image.ID if name != "EPS")  # EPS is a program that Ghostscript would run
+
+
+@functools.cache
+def image_suffixes() -> frozenset[str]:
+    """Returns the suffixes, such as .png, of the files that can be decoded."""
+    readable = {*_readable_formats()} - {"BUFR", "GRIB", "HDF5", "MPEG", "WMF"}  # which Pillow names and cannot decode
+    return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in readable)
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageFile:
-    """An encoded image: its bytes or, where those are None, a path; `name` is what an error message calls it."""
+    """An encoded image: its bytes or, where those are None, a path or an address; `name` is what an error message calls it."""
 
     data: bytes | None
     path: str | None
     name: str
+
+    def source(self) -> Any:
+        """Returns what Pillow opens. Raises what `stored_files.read_address` raises."""
+        if self.data is None and self.path is not None and not is_address(self.path):
+            return self.path
+        return io.BytesIO(read_address(str(self.path)) if self.data is None else self.data)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +91,8 @@ class ImagePreparation:
         except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
             reason = " ".join(str(error).split()) or type(error).__name__
             # Tomorrow the same file may be read: to replace it today would make another run of it.
-            if isinstance(error, MemoryError) or getattr(error, "errno", None) not in (None, errno.ENOENT):
+            failed = isinstance(error, (MemoryError, ConnectionError))
+            if failed or getattr(error, "errno", None) not in (None, errno.ENOENT):
                 raise UserError(f"cannot read the image {file.name}: {reason}") from error
             raise UndecodableImage(file.name, file.path, reason) from error
 
@@ -81,8 +101,7 @@ class ImagePreparation:
         return np.zeros((self.channels, self.resolution, self.resolution), np.uint8 if self.max_value == 255 else np.uint16)
 
     def _prepare(self, file: ImageFile) -> tuple[np.ndarray, list[str]]:
-        source: Any = file.path if file.data is None else io.BytesIO(file.data)
-        with Image.open(source, formats=_readable_formats()) as image:
+        with Image.open(file.source(), formats=_readable_formats()) as image:
             remarks = ["frames"] if getattr(image, "is_animated", False) else []
             image.load()
             if image.getexif().get(_EXIF_ORIENTATION, 1) != 1:
@@ -105,9 +124,8 @@ class ImagePreparation:
 def header_of(file: ImageFile) -> tuple[str, int, int] | None:
     """Pillow's mode, height and width as stored (not yet turned by EXIF), without decoding; None where the file cannot be
     opened."""
-    source: Any = file.path if file.data is None else io.BytesIO(file.data)
     try:
-        with Image.open(source, formats=_readable_formats()) as image:
+        with Image.open(file.source(), formats=_readable_formats()) as image:
             return image.mode, image.height, image.width
     except Exception:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
         return None

@@ -2,16 +2,20 @@
 
 `dataset_name` may be, in this order: "digits" (embedded in scikit-learn), a local folder written by `save_to_disk`, a
 local data file, any local folder that `datasets` understands, or a name on the Hugging Face Hub. `train_data_dir` is
-a folder of images, in one folder per class if they have classes. No code of a dataset is run: `datasets` since
-version 4 has no loading scripts.
+a folder of images, or an archive of one. Folders of images are read here, not by `datasets`, which leaves out files without
+a word and cannot read the classes of archives. No code of a dataset is run: `datasets` since version 4 has no loading scripts.
 """
 
+import contextlib
 import dataclasses
 import functools
 import glob
 import hashlib
 import io
 import os
+import posixpath
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +23,8 @@ import numpy as np
 from PIL import Image
 
 from utils.core.errors import UserError
+from utils.data.file_tree import FileTree, archive_stem, scan, suffix_of
+from utils.data.image_folder import ImageFolder
 from utils.options.flags import DataOptions
 
 if TYPE_CHECKING:
@@ -36,11 +42,14 @@ _BUILDER_OF_SUFFIX = {
 
 @dataclasses.dataclass(frozen=True)
 class OpenedDataset:
-    """`dataset` is a `datasets.Dataset`; `key` names its contents; `description` is for people."""
+    """`dataset` is a `datasets.Dataset`; `key` names its contents; `description` and `notes` are for people. Relative paths in
+    the dataset begin at `base`."""
 
     dataset: "datasets.Dataset"
     key: str
     description: str
+    notes: list[str] = dataclasses.field(default_factory=list)
+    base: str | None = None
 
 
 def open_dataset(options: DataOptions) -> OpenedDataset:
@@ -53,67 +62,133 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     if dataset_name is None:
         if options.train_data_dir is None:
             raise UserError("no dataset: give --dataset_name (a Hub name, a local path or 'digits') or --train_data_dir")
-        return _open_image_folder(options.train_data_dir, dataset_split, options.cache_dir)
+        return _open_image_folder(options.train_data_dir, dataset_split)
     if dataset_name == "digits":
         return _open_digits(dataset_split)
     path = Path(dataset_name)
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         return _open_saved(path, dataset_split)
+    files: list[Path] = []
+    source: dict[str, Any]
     if path.is_file():
-        builder = _BUILDER_OF_SUFFIX.get(path.suffix.lower())
-        if builder is None:
-            known = ", ".join(_BUILDER_OF_SUFFIX)
+        builder_name = _BUILDER_OF_SUFFIX.get(path.suffix.lower())
+        if builder_name is None and archive_stem(path.name) is not None:
+            return _open_image_folder(dataset_name, dataset_split)
+        if builder_name is None:
+            known = ", ".join([*_BUILDER_OF_SUFFIX, ".zip"])
             raise UserError(f"cannot read {dataset_name}: a data file must end in one of {known}")
-        source = {"path": builder, "data_files": {"train": glob.escape(str(path))}}
+        source = {"path": builder_name, "data_files": {"train": glob.escape(str(path))}}
         files = [path]
     elif path.is_dir():
         source = {"path": dataset_name, "name": options.dataset_config_name}
         files = _files_below(path)
     else:
         source = {"path": dataset_name, "name": options.dataset_config_name, "revision": options.dataset_revision}
-        files = []
-    dataset = _load(dataset_name, split=dataset_split, cache_dir=options.cache_dir, **source)
+    source["cache_dir"] = options.cache_dir
+    with _one_line(dataset_name):
+        builder = _builder(source, is_local=path.exists())
     details = {"config": options.dataset_config_name, "split": dataset_split, "revision": options.dataset_revision}
     details = ", ".join(f"{name} {value}" for name, value in details.items() if value is not None)
-    return OpenedDataset(dataset, _contents_key(files, dataset._fingerprint), f"{dataset_name} ({details})")
+    description = f"{dataset_name} ({details})"
+    if builder.name == "imagefolder" and path.is_dir() and options.dataset_config_name is None:
+        return dataclasses.replace(_open_image_folder(dataset_name, dataset_split), description=description)
+    if builder.name == "imagefolder" and any(
+        archive_stem(file) for part in builder.config.data_files.values() for file in part
+    ):
+        return _open_archives(builder, dataset_split, description)
+    with _one_line(dataset_name):
+        builder.download_and_prepare()
+        dataset = builder.as_dataset(split=dataset_split)
+    return OpenedDataset(dataset, _contents_key(files, dataset._fingerprint), description, base=_base(builder, dataset_split))
 
 
-def _load(shown_name: str, **options: Any) -> "datasets.Dataset":
-    """`datasets.load_dataset`, whose many kinds of failure become one clear line."""
-    import datasets
+def _base(builder: "datasets.DatasetBuilder", split: str) -> str | None:
+    """The folder of the files that a split is made of, on this machine or at the Hub."""
+    files = [file for name, some in builder.config.data_files.items() if name in _split_names(split) for file in some]
+    if not files:
+        return None
+    scheme = files[0].rpartition("://")[0]
+    base = os.path.commonpath([os.path.dirname(file.rpartition("://")[2]) for file in files])
+    return f"{scheme}://{base}" if scheme else base
 
+
+def _split_names(split: str) -> list[str]:
+    """The names in what `datasets` calls a split: train, train[:10%], train+test, ..."""
+    return re.findall(r"(?:^|\+)\s*([\w.]+)", split)
+
+
+@contextlib.contextmanager
+def _one_line(dataset_name: object) -> Iterator[None]:
+    """Turns the many kinds of failure of `datasets` into one clear line."""
     try:
-        return datasets.load_dataset(**options)
+        yield
     except Exception as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot load the dataset {shown_name}: {message}") from error
+        raise UserError(f"cannot load the dataset {dataset_name}: {message}") from error
 
 
-def _open_image_folder(folder: str, split: str, cache_dir: str | None) -> OpenedDataset:
-    if not os.path.isdir(folder):
-        raise UserError(f"--train_data_dir {folder}: no such folder")
-    files = _files_below(Path(folder))
-    Image.init()
-    if not any(path.suffix.lower() in Image.EXTENSION for path in files):
-        raise UserError(f"--train_data_dir {folder}: no images in it")
-    # Everything below the folder, as in diffusers; `data_dir` would guess splits from words in the files' names.
-    pattern = os.path.join(glob.escape(folder), "**")
-    dataset = _load(folder, path="imagefolder", data_files={"train": pattern}, split=split, cache_dir=cache_dir)
-    return OpenedDataset(dataset, _contents_key(files, dataset._fingerprint), folder)
+def _builder(source: dict[str, Any], is_local: bool) -> "datasets.DatasetBuilder":
+    """What `datasets` found out about the data; without a network, of what was downloaded earlier."""
+    import datasets
+    from huggingface_hub import snapshot_download
+
+    try:
+        return datasets.load_dataset_builder(**source)
+    except ConnectionError:  # nothing that `datasets` prepared; perhaps an image folder, which it does not
+        if is_local:
+            raise
+        try:
+            revision = source.get("revision")
+            folder = snapshot_download(source["path"], repo_type="dataset", revision=revision, local_files_only=True)
+            return datasets.load_dataset_builder(**source | {"path": folder, "revision": None})
+        except Exception:  # the first error says more
+            pass
+        raise
+
+
+def _open_archives(builder: Any, split: str, description: str) -> OpenedDataset:
+    """An image folder that consists of archives, of the Hub."""
+    import datasets
+
+    manager = datasets.DownloadManager(dataset_name=builder.dataset_name, download_config=datasets.DownloadConfig())
+    tree, prefixes = FileTree(str(builder.hash)), {}
+    for name, files in builder.config.data_files.items():
+        if name not in _split_names(split):
+            continue
+        with _one_line(description):
+            places = manager.download(list(files))
+        base = posixpath.commonpath([posixpath.dirname(file) for file in files])
+        for file, place in zip(files, places):
+            inside = f"{name}/{posixpath.relpath(file, base)}"
+            if (stem := archive_stem(inside)) is not None:
+                tree.add_archive(place, stem + "/", kind=suffix_of(inside)[1:])
+            else:
+                tree.add_file(inside, place, os.stat(place))
+        folders = {posixpath.dirname(image) for image in tree.images() if image.startswith(f"{name}/")}
+        prefixes[name] = f"{posixpath.commonpath(folders)}/" if folders else f"{name}/"
+    if not prefixes:
+        splits = ", ".join(map(repr, builder.config.data_files))
+        raise UserError(f"cannot use --dataset_split {split} of {description}: it has {splits}")
+    images = ImageFolder(tree, description, split, prefixes)
+    return OpenedDataset(images.dataset, tree.key(split), description, images.notes)
+
+
+def _open_image_folder(folder: str, split: str) -> OpenedDataset:
+    tree = scan(folder)
+    images = ImageFolder(tree, folder, split)
+    return OpenedDataset(images.dataset, tree.key(split), folder, images.notes)
 
 
 def _open_saved(path: Path, split: str) -> OpenedDataset:
     import datasets
 
-    try:
+    with _one_line(path):
         saved = datasets.load_from_disk(str(path))
-    except Exception as error:
-        message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot load the dataset {path}: {message}") from error
     splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or "train"): saved}
     if split not in splits:
         raise UserError(f"{path} has no split {split!r}; it has {', '.join(map(repr, splits))}")
-    return OpenedDataset(splits[split], _contents_key(_files_below(path), split), f"{path} (split {split})")
+    key = _contents_key(_files_below(path), split)
+    return OpenedDataset(splits[split], key, f"{path} (split {split})", base=os.path.abspath(path))
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """The data set as it is stored: how many rows it has, and the image and the class of each, read once more.
 
 Shares no code with the training's own choice of columns, of labels and of rows. `datasets` and pyarrow read the columns; a
-folder's classes are the names of its folders, and the digits come from scikit-learn.
+folder's classes are the names of its folders, also in an archive of one, and the digits come from scikit-learn.
 """
 
 import io
@@ -16,11 +16,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image
 
+from utils.diagnostics.audit.archives import images_at, names_in
 from utils.options.flags import DataOptions
 
 _IMAGES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp")  # usual names of columns
 _LABELS = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "target", "category")
 _ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".lz4"}
+_DOUBTFUL = {".bufr", ".emf", ".eps", ".grib", ".h5", ".hdf", ".heic", ".heif", ".mpeg", ".mpg", ".pdf", ".ps", ".wmf"}
+_SPLITS = {"train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"}  # folders
+_MEMBER = r"^(?:zip|tar)://(.+)::([^:]+)\.[^./]+$"  # of an archive, which counts as a folder of its name
 _FOLDER = r"(?P<folder>[^/\\]+)[/\\][^/\\]+$"  # of a file's path
 
 
@@ -66,7 +70,15 @@ class Table:
             return [_png(_digits()[0][row]) for row in rows]
         name = self._image_column
         values = self._dataset.select_columns([name])[rows].column(name).to_pylist()
-        return [(value["bytes"] or value["path"]) if isinstance(value, dict) else value for value in values]
+        files = [(value["bytes"] or value["path"]) if isinstance(value, dict) else value for value in values]
+        inside = images_at([file for file in files if isinstance(file, str)])
+        return [inside.get(file, self._whole(file)) if isinstance(file, str) else file for file in files]
+
+    def _whole(self, path: str) -> str:
+        """A path in a file or folder begins at it; in a folder of several, at the working directory, or it is not found."""
+        name = self._options.dataset_name or ""
+        beside = os.path.join(name if os.path.isdir(name) else os.path.dirname(name), path)
+        return beside if os.path.isfile(beside) else path
 
     @property
     def _image_column(self) -> str:
@@ -93,6 +105,7 @@ class Table:
             return None
         if self._named_by_folders(name):
             paths = pc.struct_field(self._column(self._image_column), "path")
+            paths = pc.replace_substring_regex(paths, pattern=_MEMBER, replacement=r"\2/\1")
             folders = pc.struct_field(pc.extract_regex(paths, pattern=_FOLDER), "folder").to_pylist()
             number = {folder: number for number, folder in enumerate(sorted(feature.names))}
             return np.array([number.get(folder, -2) for folder in folders], np.int64)
@@ -104,18 +117,21 @@ class Table:
 
     @property
     def _label_column(self) -> str | None:
-        """The one asked for; else the first of classes, else of integers under a usual name."""
+        """The one asked for; else the first of classes, else of integers under a usual name, else of strings that repeat."""
         if self._options.label_column is not None:
             return self._options.label_column
         classes = [name for name, feature in self._features.items() if type(feature).__name__ == "ClassLabel"]
-        usual = [name for name in _LABELS if "int" in str(getattr(self._features.get(name), "dtype", ""))]
-        return next(iter([*classes, *usual]), None)
+        kinds = {name: str(getattr(self._features.get(name), "dtype", "")) for name in _LABELS}
+        usual = [name for name in _LABELS if "int" in kinds[name]]
+        words = [name for name in _LABELS if "string" in kinds[name]] if not classes + usual else []
+        repeated = [name for name in words if 2 * len(pc.unique(self._column(name))) <= len(self)]
+        return next(iter([*classes, *usual, *repeated]), None)
 
     def _named_by_folders(self, name: str) -> bool:
-        """Whether `datasets` made this column of the folders' names: of --train_data_dir without a list of its own."""
+        """Whether this column was made of the folders' names: of --train_data_dir without a list of its own."""
         folder = self._options.train_data_dir if self._options.dataset_name is None else None
         made = name == "label" and self._image_column == "image" and hasattr(self._features[name], "names")
-        return made and folder is not None and not _lists(folder)
+        return made and folder is not None and not _lists(_names_below(folder))
 
     @property
     def num_classes(self) -> int:
@@ -133,23 +149,35 @@ def _png(scan: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def _lists(folder: str) -> bool:
-    """Whether a list in it says which images count, and what they are."""
-    return any(name.startswith("metadata.") for _, _, names in os.walk(folder) for name in names)
-
-
-def _images_below(folder: str) -> int | None:
-    """How many image files are there, none of them hidden; None beside archives, links and lists."""
-    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
-
-    count = 0
-    for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
-        kinds = [os.path.splitext(name)[1].lower() for name in names if not name.startswith(".")]
-        if set(kinds) & _ARCHIVES or any(os.path.islink(os.path.join(place, name)) for name in folders):
+def _names_below(source: str) -> list[str] | None:
+    """The files of a folder or an archive; None where others hang on them: links to folders, and archives inside."""
+    if not os.path.isdir(source):
+        return names_in(source)
+    found = []
+    for place, folders, names in os.walk(source):
+        if any(os.path.islink(os.path.join(place, name)) for name in folders):
             return None
-        count += sum(kind in ImageFolder.EXTENSIONS for kind in kinds)
-    return None if _lists(folder) else count
+        found += [os.path.relpath(os.path.join(place, name), source) for name in names]
+    return None if any(os.path.splitext(name)[1].lower() in _ARCHIVES for name in found) else found
+
+
+def _lists(names: list[str] | None) -> bool:
+    """Whether a list among these files says which images count, and what they are; also where they are not known."""
+    return names is None or any(os.path.basename(name).startswith("metadata.") for name in names)
+
+
+def _images_below(source: str) -> int | None:
+    """How many image files are there, none of them hidden; None beside archives, links, lists, and folders that are splits."""
+    names = _names_below(source)
+    if names is None or _lists(names):
+        return None
+    parts = [os.path.normpath(name).split(os.sep) for name in names]
+    if any(part.lower() in _SPLITS for path in parts for part in path[:-1]):
+        return None
+    shown = [path for path in parts if not any(part.startswith((".", "__")) for part in path[:-1]) and path[-1][0] != "."]
+    suffixes = [os.path.splitext(path[-1])[1].lower() for path in shown]
+    Image.init()
+    return None if _DOUBTFUL & set(suffixes) else sum(suffix in Image.EXTENSION for suffix in suffixes)
 
 
 def _rows_of(folder: Path) -> int:
