@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
 from utils.data.color_modes import background_color
 from utils.data.columns import EncodedImages, find_image_column, find_labels
 from utils.data.decode import ImagePreparation, crop_offsets, describe_remarks, size_from_header
+from utils.data.packed_caches import describe_size, mark_used, size_of
 from utils.data.sources import open_dataset
+from utils.data.stored_files import forget_archives
 from utils.options.flags import DataOptions
 
 if TYPE_CHECKING:
@@ -92,10 +94,11 @@ class ImageSet:
     rows: np.ndarray | None = None  # of the store; None means all of them
     files: EncodedImages | None = None  # what the pixels were made from, where it is known
     opened: "Dataset | None" = None  # of `datasets`, before rows and columns of it were chosen: for the step audit
+    in_use: IO | None = None  # keeps the packed cache from being removed
 
     def __getstate__(self) -> dict:
         """A copy in another process does without the files: a dataset in memory would travel with them."""
-        return {**self.__dict__, "files": None, "opened": None}
+        return {**self.__dict__, "files": None, "opened": None, "in_use": None}
 
     def __len__(self) -> int:
         return len(self.store) if self.rows is None else len(self.rows)
@@ -233,15 +236,20 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     shaping = [PACKING_VERSION, column, len(dataset), resolution, image_channels, options.center_crop, color, max_value]
     fingerprint = hashlib.sha256(json.dumps([opened.key, shaping]).encode()).hexdigest()[:32]
     files = EncodedImages(dataset, column, opened.base)
+    in_use = None
     if options.cache_images == "yes":
-        folder = cache_root(options.cache_dir) / "steady_diffusion" / fingerprint
+        folder = cache_folder(options.cache_dir) / fingerprint
         store = pack_once(folder, len(files), files.between, prepare, progress, allowed)
-        notes += describe_remarks(store.remarks)
+        forget_archives()
+        crop = ", center crop" if options.center_crop else ""
+        shape = f"{image_channels}x{resolution}x{resolution}{crop}, background {options.background}"
+        in_use = mark_used(folder, {"data": opened.description, "images": f"{len(files):,} images", "options": shape})
+        notes += [*describe_remarks(store.remarks), f"packed images: {describe_size(size_of(folder))} in {folder}"]
     else:
         store = DecodedImages(files, prepare, allowed)
     shape = (image_channels, resolution, resolution)
     about = (labels, class_names, fingerprint, notes, opened.description)
-    images = ImageSet(store, shape, max_value, *about, files=files, opened=opened.dataset)
+    images = ImageSet(store, shape, max_value, *about, files=files, opened=opened.dataset, in_use=in_use)
     images.fetch([0])  # a format that nobody can read is told now, not in a worker
     return images
 
@@ -253,6 +261,11 @@ def cache_root(cache_dir: str | None) -> Path:
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE)
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Returns the folder of the packed images."""
+    return cache_root(cache_dir) / "steady_diffusion"
 
 
 def content_fingerprint(images: ImageSet, sample: int = 64) -> str:

@@ -22,7 +22,9 @@ class DataOptions(Options):
     dataset_config_name: str | None = flag(None, "config of the Hub dataset, where it has several")
     dataset_split: str = flag("train", "split to train on (train)")
     dataset_revision: str | None = flag(None, "git revision of the Hub dataset, to pin it")
-    train_data_dir: str | None = flag(None, "folder of images, sub-folders being classes; ignored with --dataset_name")
+    train_data_dir: str | None = flag(
+        None, "folder of images, or a .zip or .tar of one, sub-folders being classes; ignored with --dataset_name"
+    )
     image_column: str | None = flag(None, "column with the images (found from the features)")
     label_column: str | None = flag(None, "column with the class labels (found from the features)")
     cache_dir: str | None = flag(None, "where downloads and packed images are kept (Hugging Face's cache)", free=True)
@@ -464,6 +466,10 @@ class DiagnosedOptions(Options):
     probe_images: int = flag(64, "real images that a pipeline is asked about (64)", at_least=1)
     json: bool = flag(False, "print JSON instead of a table")
     no_report: bool = flag(False, "leave the run's report.html and diagnosis.json as they are")
+    cache: bool = flag(False, "list the packed images: data, options, size and last use")
+    prune_cache: float | None = flag(
+        None, "remove the packed images that were not used for so many days", metavar="DAYS", at_least=0
+    )
     seed: int = flag(0)
     watch: str | None = flag(
         None, "runs any training script, and watches it; all that follows is the script's", metavar="SCRIPT ..."
@@ -481,6 +487,10 @@ class DiagnoseOptions(DiagnosedOptions, DataOptions):
         if self.watch is not None:
             if any(named):
                 raise UserError("--watch SCRIPT takes no run, --pipeline or dataset")
+            return
+        if self.cache or self.prune_cache is not None:
+            if any(named):
+                raise UserError("--cache and --prune_cache take no run, --pipeline or dataset; --cache_dir says where to look")
             return
         if named not in ([True, False, False], [False, True, True], [False, False, True]):
             raise UserError("name a run, or --pipeline with --dataset_name or --train_data_dir, or a dataset alone")

@@ -237,9 +237,10 @@ def resume(
 
     def find() -> None:
         nonlocal found
-        found = find_checkpoint(output_dir, wanted)
-        if found[0] is not None:
-            check_options(read_state(found[0]).options, state.options, allowed_changes)
+        path, notes = find_checkpoint(output_dir, wanted)
+        if path is not None:
+            notes += check_options(read_state(path).options, state.options, allowed_changes)
+        found = path, notes
 
     on_main_process(accelerator, find)
     checkpoint, notes = from_main_process(found)

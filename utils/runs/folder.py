@@ -18,6 +18,10 @@ from utils.core.versions import git_commit, library_versions
 from utils.options.config_file import GONE, HIDDEN
 from utils.options.parser import Options
 
+DATA_SOURCES = (
+    *("dataset_name", "dataset_config_name", "dataset_split", "dataset_revision"),
+    *("train_data_dir", "image_column", "label_column"),
+)
 EXIT_STATUS = "exit_status"  # there only once a run has ended by itself or by a signal: not while it goes on, nor after a crash
 RUN_FILES = (
     "options.json",
@@ -131,11 +135,17 @@ def command_line(options: Options) -> str:
     return command
 
 
-def check_options(saved: dict, current: dict, allowed: list[str]) -> None:
-    """Raises UserError with a diff when options that shape the result differ from the checkpoint's and are not `allowed`."""
+def check_options(saved: dict, current: dict, allowed: list[str]) -> list[str]:
+    """Compares the options that shape the result with the checkpoint's, and returns notes for the user.
+
+    Where the data or the network come from may differ, as long as they are the same. Raises UserError with a diff when other
+    options differ and are not `allowed`.
+    """
     absent = "(absent)"
     names = sorted((saved.keys() | current.keys()) - GONE)
     changed = [n for n in names if saved.get(n, absent) != current.get(n, absent) and n not in allowed]
+    moved = [n for n in changed if n in _same_sources(saved, current)]
+    changed = [n for n in changed if n not in moved]
     if changed:
         lines = [f"  {n}: {saved.get(n, absent)} in the checkpoint, {current.get(n, absent)} now" for n in changed]
         hint = ""
@@ -147,3 +157,15 @@ def check_options(saved: dict, current: dict, allowed: list[str]) -> None:
             + hint
             + f"\nuse the checkpoint's values, or add: --allow_option_change {' '.join(changed)}"
         )
+    return [f"{n} was {saved.get(n)} and is now {current.get(n)}: the content is the same" for n in moved]
+
+
+def _same_sources(saved: dict, current: dict) -> set[str]:
+    """The options that say where the data and the network come from, of those whose content is the same."""
+    names: set[str] = set()
+    if saved.get("data_fingerprint") is not None and saved["data_fingerprint"] == current.get("data_fingerprint"):
+        names.update(DATA_SOURCES)
+    networks = [{n: value for n, value in options.items() if n.startswith("network.")} for options in (saved, current)]
+    if networks[0] and networks[0] == networks[1]:
+        names.add("model_preset")
+    return names
