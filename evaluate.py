@@ -50,8 +50,8 @@ def main(args: EvaluateOptions) -> None:
     from utils.core.bars import Bar
     from utils.core.distributed import make_accelerator, on_main_process
     from utils.diagnostics.finding import Finding, described
-    from utils.diffusion.guidance import make_guided_prediction
-    from utils.diffusion.pipelines import image_shape, load_network
+    from utils.diffusion.guidance import class_numbers, make_guided_prediction
+    from utils.diffusion.pipelines import image_shape, load_network, names_of_classes
     from utils.diffusion.sampling import SamplePlan, full_precision, is_edm, make_sampler, sampling_steps
     from utils.evaluation.evaluator import ClassJudge, Evaluation, pipeline_images
     from utils.evaluation.extractors import make_extractor
@@ -165,9 +165,10 @@ def main(args: EvaluateOptions) -> None:
         sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
         scheduler = make_sampler(sampler, scheduler_config)
         steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
-        predict = make_guided_prediction(unet, scheduler_config, args.class_labels, args.guidance, guide, guide_config)
+        class_labels = class_numbers(args.class_labels, names_of_classes(pipeline))
+        predict = make_guided_prediction(unet, scheduler_config, class_labels, args.guidance, guide, guide_config)
         made: dict[str, Any] = {"sampler": sampler, "num_inference_steps": steps, "mixed_precision": args.mixed_precision}
-        made |= {"class_labels": args.class_labels, "guidance": args.guidance, "guide_pipeline": args.guide_pipeline}
+        made |= {"class_labels": class_labels, "guidance": args.guidance, "guide_pipeline": args.guide_pipeline}
         for network in (unet, guide) if guide is not None else (unet,):
             network.to(accelerator.device)
         for seed in args.seeds:

@@ -46,8 +46,8 @@ def main(args: GenerateOptions) -> None:
     from utils.core.bars import Bar
     from utils.core.distributed import make_accelerator, on_main_process
     from utils.core.images import is_complete_png, make_grid, save_png, to_pil
-    from utils.diffusion.guidance import make_guided_prediction
-    from utils.diffusion.pipelines import image_shape, load_network
+    from utils.diffusion.guidance import class_numbers, make_guided_prediction
+    from utils.diffusion.pipelines import image_shape, load_network, names_of_classes
     from utils.diffusion.sampling import (
         SamplePlan,
         full_precision,
@@ -77,7 +77,8 @@ def main(args: GenerateOptions) -> None:
     scheduler = make_sampler(sampler, scheduler_config)
     num_inference_steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
     plan = SamplePlan(scheduler, num_inference_steps, shape, args.seed, args.batch_size, accelerator.device)
-    predict = make_guided_prediction(unet, scheduler_config, args.class_labels, args.guidance, guide, guide_config)
+    class_labels = class_numbers(args.class_labels, names_of_classes(args.pipeline))
+    predict = make_guided_prediction(unet, scheduler_config, class_labels, args.guidance, guide, guide_config)
 
     # Settings: one folder holds one set of images
     settings = {
@@ -90,7 +91,7 @@ def main(args: GenerateOptions) -> None:
         "batch_size": args.batch_size,
         "mixed_precision": args.mixed_precision,
         "compile": args.compile,
-        "class_labels": args.class_labels,
+        "class_labels": class_labels,
         "guidance": None if args.guidance == 1.0 else args.guidance,
         "guide_sha256": weights_hash(guide, guide_config or {}) if guide is not None else None,
         "num_images": args.num_images,

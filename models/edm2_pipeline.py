@@ -31,17 +31,20 @@ def guided(
 
 
 class EDM2Pipeline(DiffusionPipeline):
-    """`unet` is F of EDM's preconditioning; `scheduler` is any of the EDM kind, Heun's method unless replaced."""
+    """`unet` is F of EDM's preconditioning; `scheduler` is any of the EDM kind, Heun's method unless replaced; `id2label`, where
+    the classes have names, is their names by their numbers."""
 
-    def __init__(self, unet: nn.Module, scheduler: SchedulerMixin):
+    def __init__(self, unet: nn.Module, scheduler: SchedulerMixin, id2label: dict[int, str] | None = None):
         super().__init__()
         self.register_modules(unet=unet, scheduler=scheduler)
+        self.register_to_config(id2label=id2label)
+        self.labels = {name: int(number) for number, name in (id2label or {}).items()}
 
     @torch.no_grad()
     def __call__(
         self,
         batch_size: int | None = None,
-        class_labels: int | list[int] | torch.Tensor | None = None,
+        class_labels: int | str | list[int | str] | torch.Tensor | None = None,
         guidance_scale: float = 1.0,
         guide: "DiffusionPipeline | None" = None,
         num_inference_steps: int = 32,
@@ -53,7 +56,7 @@ class EDM2Pipeline(DiffusionPipeline):
 
         Args:
         batch_size: number of images; as many as `class_labels`, or 1.
-        class_labels: the class of each image, or of all of them; None leaves it open.
+        class_labels: the class of each image, or of all of them, by number or by name; None leaves it open.
         guidance_scale: 1 for none. See `guided`.
         guide: another pipeline of this kind, whose network guides away from its own mistakes.
         num_inference_steps: Heun's method asks the network 2 n - 1 times.
@@ -63,7 +66,7 @@ class EDM2Pipeline(DiffusionPipeline):
         if class_labels is not None:
             if not config.num_class_embeds:
                 raise ValueError("this network knows no classes; leave class_labels out")
-            class_labels = torch.as_tensor(class_labels, device=device).reshape(-1)
+            class_labels = torch.as_tensor(self._numbers(class_labels), device=device).reshape(-1)
             batch_size = len(class_labels) if batch_size is None else batch_size
             if len(class_labels) not in (1, batch_size):
                 raise ValueError(f"batch_size is {batch_size}, but there are {len(class_labels)} class_labels")
@@ -86,6 +89,16 @@ class EDM2Pipeline(DiffusionPipeline):
         if output_type == "pil":
             images = self.numpy_to_pil(images)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+    def _numbers(self, class_labels: int | str | list[int | str] | torch.Tensor) -> int | list[int] | torch.Tensor:
+        """The numbers of classes; raises ValueError for unknown names."""
+        if isinstance(class_labels, str):
+            class_labels = [class_labels]
+        if not isinstance(class_labels, list):
+            return class_labels
+        if unknown := [label for label in class_labels if isinstance(label, str) and label not in self.labels]:
+            raise ValueError(f"unknown class {unknown[0]!r}; the classes are {', '.join(self.labels) or 'numbers'}")
+        return [self.labels[label] if isinstance(label, str) else label for label in class_labels]
 
     def _check_guidance(
         self, guidance_scale: float, guide: "DiffusionPipeline | None", class_labels: torch.Tensor | None

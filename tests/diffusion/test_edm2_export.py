@@ -19,7 +19,7 @@ import sys, numpy, torch
 from diffusers import DiffusionPipeline
 pipeline = DiffusionPipeline.from_pretrained(sys.argv[1], trust_remote_code=True)
 pipeline.set_progress_bar_config(disable=True)
-images = pipeline(class_labels=[0, 2], guidance_scale=1.5, generator=torch.Generator().manual_seed(0),
+images = pipeline(class_labels=["ant", "cow"], guidance_scale=1.5, generator=torch.Generator().manual_seed(0),
                   num_inference_steps=3, output_type="np").images
 numpy.save(sys.argv[2], images)
 assert not any(name.split(".")[0] in ("models", "utils") for name in sys.modules), "the repository was found"
@@ -29,7 +29,9 @@ assert not any(name.split(".")[0] in ("models", "utils") for name in sys.modules
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("edm2") / "run"
-    export_pipeline(tiny(), EDMHeunScheduler(sigma_data=0.4), folder, model_card({"carries_code": True, "classes": 3}))
+    names = ["ant", "bee", "cow"]
+    card = model_card({"carries_code": True, "classes": 3, "class_names": names})
+    export_pipeline(tiny(), EDMHeunScheduler(sigma_data=0.4), folder, card, class_names=names)
     return folder
 
 
@@ -81,4 +83,19 @@ def test_weights_stay_those_of_the_network(folder):
 def test_model_card_says_that_loading_runs_code(folder):
     card = (folder / "README.md").read_text()
     assert "Loading it runs the Python files" in card and "trust_remote_code=True" in card
-    assert "- class-conditional-image-generation" in card and "- edm2" in card and "class_labels=[0]" in card
+    assert "- class-conditional-image-generation" in card and "- edm2" in card
+    assert 'class_labels=["ant"]' in card and "| Class names | ant, bee, cow |" in card
+    assert "class_labels=[0]" in model_card({"carries_code": True, "classes": 3})
+
+
+def test_the_pipeline_knows_its_classes_by_name():
+    pipeline = EDM2Pipeline(tiny().eval(), EDMHeunScheduler(), id2label={"0": "ant", "1": "bee", "2": "cow"})
+    pipeline.set_progress_bar_config(disable=True)
+
+    def images(class_labels):
+        noise = torch.Generator().manual_seed(0)
+        return pipeline(class_labels=class_labels, generator=noise, num_inference_steps=2, output_type="pt").images
+
+    assert torch.equal(images(["cow", "ant"]), images([2, 0])) and torch.equal(images("bee"), images(1))
+    with pytest.raises(ValueError, match="unknown class 'elk'; the classes are ant, bee, cow"):
+        images(["elk"])

@@ -55,6 +55,21 @@ def test_images_are_of_the_classes_asked_for(pipelines, tmp_path):
         make(pipelines, tmp_path / "other")
 
 
+def test_classes_are_asked_for_by_name(pipelines, tmp_path):
+    unet = tiny()
+    export_pipeline(unet, EDMHeunScheduler(), tmp_path / "p", "", class_names=["cat", "dog", "red fox"])
+    pipeline = ["--pipeline", tmp_path / "p"]
+    by_name = make(pipelines, tmp_path / "named", "--class_labels", "red fox", "dog", 0, *pipeline)
+    assert by_name == make(pipelines, tmp_path / "numbered", "--class_labels", 2, 1, 0, *pipeline)
+    assert json.loads((tmp_path / "named/generate.json").read_text())["class_labels"] == [2, 1, 0]
+    with pytest.raises(
+        UserError, match=r"--class_labels dogs: did you mean dog\? the pipeline's classes are cat, dog, red fox"
+    ):
+        make(pipelines, tmp_path / "out", "--class_labels", "dogs", *pipeline)
+    with pytest.raises(UserError, match="--class_labels cat: the pipeline's classes are numbers: it has no names"):
+        make(pipelines, tmp_path / "out", "--class_labels", "cat")
+
+
 def test_guidance_changes_the_images_and_is_on_record(pipelines, tmp_path):
     plain = make(pipelines, tmp_path / "plain")
     free = make(pipelines, tmp_path / "free", "--guidance", 2)

@@ -242,8 +242,8 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
         store = pack_once(folder, len(files), files.between, prepare, progress, allowed)
         forget_archives()
         crop = ", center crop" if options.center_crop else ""
-        shape = f"{image_channels}x{resolution}x{resolution}{crop}, background {options.background}"
-        in_use = mark_used(folder, {"data": opened.description, "images": f"{len(files):,} images", "options": shape})
+        made = f"{image_channels}x{resolution}x{resolution}{crop}, background {options.background}"
+        in_use = mark_used(folder, {"data": opened.description, "images": f"{len(files):,} images", "options": made})
         notes += [*describe_remarks(store.remarks), f"packed images: {describe_size(size_of(folder))} in {folder}"]
     else:
         store = DecodedImages(files, prepare, allowed)

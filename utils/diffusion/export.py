@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -41,11 +41,12 @@ def export_pipeline(
     output_dir: Path | str,
     card_text: str,
     extra_files: Mapping[str, str | bytes] | None = None,
+    class_names: Sequence[str] | None = None,
 ) -> None:
     """Writes a pipeline at the top of `output_dir`: model_index.json, unet/, scheduler/, README.md, safetensors only.
 
     It is a `DDPMPipeline`; for an `EDM2UNet` an `EDM2Pipeline` with the code of models/, which diffusers runs when it
-    loads the folder with trust_remote_code=True. `unet` is the unwrapped network with the weights to publish, on any
+    loads the folder with trust_remote_code=True, and the `class_names`, if there are any. `unet` is the unwrapped network with the weights to publish, on any
     device, compiled in place or patched by accelerate: what is saved is fp32 under clean names. `extra_files` maps more
     relative paths to their contents. Everything is written into a hidden folder first and then moved file by file,
     model_index.json last, so that after a kill at any moment the old or the new weights load. Where an older pipeline of
@@ -57,7 +58,7 @@ def export_pipeline(
     draft = output_dir / ".tmp-export"
     shutil.rmtree(draft, ignore_errors=True)  # what an earlier kill left
     try:
-        _save_pipeline(_clean_copy(unet), scheduler, draft)
+        _save_pipeline(_clean_copy(unet), scheduler, draft, class_names)
         for name, content in {"README.md": card_text, **(extra_files or {})}.items():
             (draft / name).parent.mkdir(parents=True, exist_ok=True)
             (draft / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -139,7 +140,7 @@ def _difference(unet: ModelMixin, saved: ModelMixin, loaded: ModelMixin) -> str 
     return None
 
 
-def _save_pipeline(unet: ModelMixin, scheduler: Scheduler, draft: Path) -> None:
+def _save_pipeline(unet: ModelMixin, scheduler: Scheduler, draft: Path, class_names: Sequence[str] | None = None) -> None:
     from diffusers import DDPMPipeline
 
     from models.edm2_pipeline import EDM2Pipeline
@@ -147,7 +148,11 @@ def _save_pipeline(unet: ModelMixin, scheduler: Scheduler, draft: Path) -> None:
 
     carries_code = isinstance(unet, EDM2UNet)
     scheduler = type(scheduler).from_config(config_for_any(scheduler.config))
-    pipeline = (EDM2Pipeline if carries_code else DDPMPipeline)(unet=unet, scheduler=scheduler)
+    if carries_code:
+        names = dict(enumerate(class_names)) if class_names and unet.config.num_class_embeds else None
+        pipeline = EDM2Pipeline(unet=unet, scheduler=scheduler, id2label=names)
+    else:
+        pipeline = DDPMPipeline(unet=unet, scheduler=scheduler)
     pipeline.save_pretrained(draft, max_shard_size="1TB")  # one weights file whatever the size: a single rename replaces it
     if carries_code:
         index = json.loads((draft / PIPELINE_INDEX).read_text())
@@ -219,12 +224,14 @@ FACTS = {
     "samples_seen": "Samples seen",
     "noise_levels": "ln sigma in training",
     "classes": "Classes",
+    "class_names": "Class names",
     "label_dropout": "Label dropout",
     "ema_decay": "EMA decay",
     "ema_width": "EMA width (relative)",
     "sampler": "Sampler",
     "sampler_steps": "Sampling steps",
 }
+_NAMED = 100  # classes whose names the card lists
 OTHER_FACTS = ("title", "license", "hub_dataset", "command", "metrics", "grid", "pipeline", "carries_code")
 
 
@@ -258,7 +265,8 @@ def model_card(facts: Mapping) -> str:
         sections.append(f"## Training command\n\n```bash\n{command}\n```")
     name, trust = ("DiffusionPipeline", ", trust_remote_code=True") if carries_code else ("DDPMPipeline", "")
     load = f"pipeline = {name}.from_pretrained({json.dumps(str(facts.get('pipeline', '.')))}{trust})"
-    call = "pipeline(class_labels=[0], guidance_scale=1.5)" if facts.get("classes") else "pipeline()"
+    first = next(iter(facts.get("class_names") or [0]))
+    call = f"pipeline(class_labels=[{json.dumps(first)}], guidance_scale=1.5)" if facts.get("classes") else "pipeline()"
     lines = [f"from diffusers import {name}", "", load, f"image = {call}.images[0]"]
     warning = "Loading it runs the Python files of this repository: read them first.\n\n" if carries_code else ""
     sections.append(f"## Use\n\n{warning}```python\n" + "\n".join(lines) + "\n```")
@@ -274,4 +282,6 @@ def _table(heading: str, rows: Mapping) -> str:
 def _shown(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
+    if isinstance(value, list):
+        value = ", ".join(value[:_NAMED]) + (f" and {len(value) - _NAMED:,} more" if len(value) > _NAMED else "")
     return f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", "\\|")

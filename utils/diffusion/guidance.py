@@ -1,5 +1,6 @@
 """Asking an EDM2 network for classes, with guidance away from a weaker prediction."""
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -8,6 +9,25 @@ from diffusers import ModelMixin
 from models.edm2_pipeline import guided
 from utils.core.errors import UserError
 from utils.diffusion.sampling import is_edm
+
+_NAMED = 20  # classes that a message lists
+
+
+def class_numbers(asked: Sequence[str] | None, names: Sequence[str]) -> list[int] | None:
+    """The numbers of the classes that --class_labels names, by number or by name. Raises UserError for an unknown name."""
+    if asked is None:
+        return None
+    numbers = {name: number for number, name in enumerate(names)}
+    for label in asked:
+        if not label.isdigit() and label not in numbers:
+            near = difflib.get_close_matches(label, names, n=1)
+            known = f"did you mean {near[0]}? " if near else ""
+            listed = ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
+            raise UserError(
+                f"--class_labels {label}: {known}the pipeline's classes are "
+                + (f"{listed} (or numbers, from 0)" if names else "numbers: it has no names for them")
+            )
+    return [int(label) if label.isdigit() else numbers[label] for label in asked]
 
 
 def make_guided_prediction(

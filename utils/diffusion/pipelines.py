@@ -103,6 +103,19 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
     return unet.eval(), scheduler_config
 
 
+def names_of_classes(pipeline: str) -> list[str]:
+    """The names of a pipeline's classes, or of those of a checkpoint's run, by their numbers; empty where they have none."""
+    from diffusers import DiffusionPipeline
+
+    path = Path(pipeline)
+    exported = str(path.parent) if (path / "state.json").is_file() else pipeline
+    try:
+        names = DiffusionPipeline.load_config(exported).get("id2label") or {}
+        return [names[str(number)] for number in range(len(names))]
+    except Exception:  # `load_network` says why
+        return []
+
+
 def _is_edm2(pipeline: str) -> bool:
     from diffusers import DiffusionPipeline
 

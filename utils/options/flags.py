@@ -384,7 +384,7 @@ class GenerateOptions(Options):
     num_inference_steps: int | None = flag(
         None, "denoising steps (default: 50; with ddpm all that were trained; 32 for EDM2)", at_least=1
     )
-    class_labels: list[int] | None = flag(None, "classes to make in turn (default: all)")
+    class_labels: list[str] | None = flag(None, "classes to make in turn, by name or number (default: all)")
     guidance: float = flag(1.0, "above 1 moves away from the guide (default: 1, off)")
     guide_pipeline: str | None = flag(
         None, "a smaller or less trained pipeline of the same data (default: the model without classes)"
@@ -409,7 +409,7 @@ class EvaluatedOptions(Options):
     num_inference_steps: int | None = flag(
         None, "denoising steps (50; with ddpm all that were trained; 32 for EDM2)", at_least=1
     )
-    class_labels: list[int] | None = flag(None, "EDM2: classes to make in turn (all)")
+    class_labels: list[str] | None = flag(None, "EDM2: classes to make in turn, by name or number (all)")
     guidance: float = flag(1.0, "EDM2: above 1 moves away from the guide (1, off)")
     guide_pipeline: str | None = flag(None, "EDM2: a weaker pipeline of the same data (the model without classes)")
     batch_size: int = flag(64, "images at once per process (64)", at_least=1)

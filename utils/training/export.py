@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from functools import partial
 from pathlib import Path
 
 from utils.core.distributed import on_main_process
@@ -23,8 +24,10 @@ class Export:
     def make(self) -> None:
         run = self._run
         network, scheduler = run.objective.exported, run.objective.noise_scheduler
+        names = run.data.images.class_names
+        export_pipeline = partial(export.export_pipeline, class_names=names)
         with run.averaged():
-            on_main_process(run.accelerator, export.export_pipeline, network, scheduler, run.output_dir, self._card())
+            on_main_process(run.accelerator, export_pipeline, network, scheduler, run.output_dir, self._card())
 
     def write_card(self) -> None:
         """Again, with the newest picture."""
@@ -44,6 +47,7 @@ class Export:
             "ema_width": options.ema_widths[0] if run.ema and options.ema_type == "power" else None,
             "sampler": options.sampler,
             "sampler_steps": sampling_steps(options.sampler, options.sampling_steps, run.objective.noise_scheduler),
+            "class_names": run.data.images.class_names if run.facts["classes"] else None,
             "metrics": run.state.metrics,
             "pipeline": options.hub_model_id or run.output_dir.resolve().name,
             "grid": newest and newest.relative_to(run.output_dir),
