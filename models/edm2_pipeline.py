@@ -31,8 +31,8 @@ def guided(
 
 
 class EDM2Pipeline(DiffusionPipeline):
-    """`unet` is F of EDM's preconditioning; `scheduler` is any of the EDM kind, Heun's method unless replaced; `id2label`, where
-    the classes have names, is their names by their numbers."""
+    """`unet` is F of EDM's preconditioning; `scheduler` is any of the EDM kind, Heun's method unless replaced; `id2label` has
+    the names of the classes by their numbers, if they have any."""
 
     def __init__(self, unet: nn.Module, scheduler: SchedulerMixin, id2label: dict[int, str] | None = None):
         super().__init__()

@@ -1,7 +1,7 @@
 """A small HTTP server that answers `load_dataset("owner/name")` and `from_pretrained("owner/name")` as the Hub does.
 
-It knows the four requests that a repository of files without folders needs: its description, its list of files, and HEAD and
-GET of a file. Anything else is "not found". `hub_for_pushes` takes uploads.
+It knows the four requests that a repository needs: its description, its list of files, and HEAD and GET of a file. Anything
+else is "not found". `hub_for_pushes` takes uploads.
 """
 
 import base64
@@ -17,7 +17,7 @@ from pathlib import Path
 def hub_stand_in(name: str, folder: Path, kind: str = "datasets"):
     """Serves the files of `folder` as `name`, one of the "datasets" or "models"; gives the address for HF_ENDPOINT and the
     paths asked for."""
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
     listing = [
         {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()} for path, data in files.items()
@@ -30,7 +30,8 @@ def hub_stand_in(name: str, folder: Path, kind: str = "datasets"):
         def do_GET(self):
             path = self.path.split("?")[0]
             requests.append(path)
-            file = files.get(path.rsplit("/", 1)[-1]) if path.startswith(files_at) else None
+            # After the address comes the revision, which may be written as refs%2Fconvert.
+            file = files.get(path[len(files_at) :].partition("/")[2]) if path.startswith(files_at) else None
             if path.startswith(f"{api}/tree/"):
                 self.reply(200, json.dumps(listing).encode())
             elif path == api or path.startswith(f"{api}/revision/"):

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,40 @@ def test_hub_name_downloads_once_and_then_works_offline(tmp_path):
     assert [path.parent.name for path in packed] == [first[2]]
     again = in_new_process(HUB_CODE, HF_ENDPOINT=address, HF_HUB_OFFLINE="1", **environment)
     assert again == first
+
+
+ARCHIVES_CODE = """
+import json
+from utils.data.dataset import load_images
+from utils.options.flags import DataOptions
+found = []
+for split in ("train", "validation", "test[1:]"):
+    images = load_images(DataOptions(dataset_name="someone/photos", dataset_split=split, resolution=8))
+    labels = None if images.labels is None else images.labels.tolist()
+    found.append([images.fetch(range(len(images))).tolist(), labels, images.class_names, images.notes[:-1]])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_image_folders_of_the_hub_that_are_archives(tmp_path):
+    repository, environment = tmp_path / "repository", {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    (repository / "data").mkdir(parents=True)
+    (repository / "README.md").write_text("photos")
+    layouts = {"train": ["in/ant/0", "in/bee/1"], "val": ["in/ant/2", "in/bee/3"], "test": ["4", "5"]}
+    for split, names in layouts.items():
+        with zipfile.ZipFile(repository / "data" / f"{split}.zip", "w") as archive:
+            for name in names:
+                archive.writestr(f"{name}.png", encoded(PIXELS[int(name[-1])]))
+            archive.writestr("notes.txt", "")
+    with hub_stand_in("someone/photos", repository) as (address, _):
+        found = in_new_process(ARCHIVES_CODE, HF_ENDPOINT=address, **environment)
+    pixels = expected_pixels()
+    for (shown, labels, names, notes), rows in zip(found, ([0, 1], [2, 3], [5])):
+        assert np.array_equal(shown, pixels[rows])
+        assert (labels, names) == ((None, None) if rows == [5] else ([0, 1], ["ant", "bee"]))
+        assert notes == [f"{len(rows)} of {len(rows) + 1} files used: 1 .txt"] or rows == [5]
+    assert in_new_process(ARCHIVES_CODE, HF_ENDPOINT=address, HF_HUB_OFFLINE="1", **environment) == found
 
 
 @pytest.mark.slow

@@ -46,9 +46,10 @@ def export_pipeline(
     """Writes a pipeline at the top of `output_dir`: model_index.json, unet/, scheduler/, README.md, safetensors only.
 
     It is a `DDPMPipeline`; for an `EDM2UNet` an `EDM2Pipeline` with the code of models/, which diffusers runs when it
-    loads the folder with trust_remote_code=True, and the `class_names`, if there are any. `unet` is the unwrapped network with the weights to publish, on any
-    device, compiled in place or patched by accelerate: what is saved is fp32 under clean names. `extra_files` maps more
-    relative paths to their contents. Everything is written into a hidden folder first and then moved file by file,
+    loads the folder with trust_remote_code=True, and with `class_names`, where its classes have names. `unet` is the
+    unwrapped network with the weights to publish, on any device, compiled in place or patched by accelerate: what is saved
+    is fp32 under clean names. `extra_files` maps more relative paths to their contents. Everything is written into a
+    hidden folder first and then moved file by file,
     model_index.json last, so that after a kill at any moment the old or the new weights load. Where an older pipeline of
     another network or schedule is in the way, it is withdrawn first (its model_index.json goes): weights never stand
     beside a config that is not theirs. Call it on one process.
