@@ -4,10 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import logged_scalars, same_bytes
 from kills import BYTES, newest, same
+from PIL import Image
 from safetensors.torch import load_file
 
 from utils.runs.checkpoints import list_checkpoints
@@ -66,6 +68,32 @@ def test_a_network_that_changed_under_its_name_is_refused(server, script, script
     (tmp_path / "moved/config.json").write_text(json.dumps(config | {"dropout": 0.1}))
     [run] = server.start([script, *resume])
     assert run.wait() == 2 and "network.dropout: 0.0 in the checkpoint, 0.1 now" in run.text(), run.text()
+
+
+@pytest.mark.slow
+def test_the_same_data_by_another_path_is_the_same_run(server, script, script_flags, tmp_path):
+    folder, numbers = tmp_path / "photos", np.random.default_rng(0)
+    for number in range(24):
+        path = folder / f"class {number % 3}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(numbers.integers(0, 256, (16, 16), dtype=np.uint8)).save(path)
+    archive = shutil.make_archive(str(tmp_path / "copy"), "zip", folder)
+    named = script_flags.index("--dataset_name")
+    flags = [*script_flags, "--checkpointing_steps", 4, "--output_dir", tmp_path / "run"]
+    flags[named : named + 2] = "--train_data_dir", folder
+    [run] = server.start([script, *flags])
+    assert run.wait() == 0, run.text()
+    weights = {name: (tmp_path / "run/checkpoint-8" / name).read_bytes() for name in BYTES}
+    for place in (f"{folder}/", archive):
+        flags[named + 1] = place
+        [run] = server.start([script, *flags, "--resume_from_checkpoint", "checkpoint-4"])
+        assert run.wait() == 0, run.text()
+        assert f"train_data_dir was {folder} and is now {place}: the content is the same" in run.text()
+        assert all(same_bytes(tmp_path / "run/checkpoint-8" / name, content) for name, content in weights.items())
+    next(folder.rglob("*.png")).unlink()
+    flags[named + 1] = folder
+    [run] = server.start([script, *flags, "--resume_from_checkpoint", "checkpoint-4"])
+    assert run.wait() == 2 and "data_fingerprint: " in run.text(), run.text()
 
 
 @pytest.mark.slow
