@@ -112,6 +112,7 @@ def records_of(args: DiagnoseOptions) -> dict:
     import torch
 
     from utils.data.augmentation import to_unit_range
+    from utils.diagnostics.network_check import examine_modules
     from utils.diagnostics.probe import probe_network, probe_timesteps
     from utils.diffusion.ddpm import describe_schedule
     from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
@@ -135,6 +136,7 @@ def records_of(args: DiagnoseOptions) -> dict:
     return {
         "data": check_data(images, seed=args.seed),
         "schedule": describe_schedule(noise_scheduler),
+        "network": examine_modules(unet),
         "probe": probe | gap_by_timestep(gap),
     }
 

@@ -52,6 +52,8 @@ DATA |= {"classes": {"number": 10, "largest_share": 0.12}, "shape": [1, 16, 16],
 DATA |= {"damaged": {"images": 0, "share": 0.0, "files": []}, "sizes": {"enlarged_share": 0.0, "shorter_side_min": 16}}
 BAD_FILE = {"row": 3, "file": "cats/3.png", "reason": "image file is truncated"}
 SCHEDULE = {"alphas_cumprod": [0.9999 * math.exp(-10 * (t / 100) ** 2) for t in range(101)]}  # the linear schedule
+NETWORK = {"batch_norms": [], "dropout": 0.1, "spectral_norm": False, "attention": 1, "attention_declared": True}
+NETWORK |= {"zero_inputs": {"conv": 0.05}, "idle": [], "cut": [], "told": 450.0, "received": 450.0}
 SAMPLES = {
     "raw": {"std": 0.6, "pair_distance": 0.7},
     "ema": {"std": 0.6, "pair_distance": 0.8},
@@ -75,9 +77,12 @@ PROBE = {
 }
 
 
-def run(change=None, *, options=None, data=None, schedule=None, samples=None, probe=None, validation=()) -> RunRecord:
+def run(
+    change=None, *, options=None, data=None, network=None, schedule=None, samples=None, probe=None, validation=()
+) -> RunRecord:
     """A healthy run of 20 reports, changed: `change(number)` gives other figures of a report, the rest other records."""
-    history = [{"step": 0, "data": DATA | (data or {}), "schedule": SCHEDULE | (schedule or {})}]
+    first = {"data": DATA | (data or {}), "network": NETWORK | (network or {}), "schedule": SCHEDULE | (schedule or {})}
+    history = [{"step": 0, **first}]
     history += [report(number, **(change(number) if change else {})) for number in range(1, REPORTS + 1)]
     last = REPORTS * EVERY
     history += [{"step": last * (i + 1) // len(validation), "validation/loss": v} for i, v in enumerate(validation)]

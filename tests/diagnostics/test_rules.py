@@ -95,6 +95,19 @@ CASES = {
             run(probe={"errors_as": {"epsilon": by_level(0.5, 1.2), "v_prediction": by_level(0.9, 0.3)}}),
         ),
     ],
+    "batch-norm": [(run(network={"batch_norms": ["norm"]}), run())],
+    "attention-missing": [
+        (run(network={"attention": 0}), run(network={"attention": 0, "attention_declared": False})),
+    ],
+    "dropout-with-spectral-norm": [
+        (run(network={"spectral_norm": True}), run(network={"spectral_norm": True, "dropout": 0.0}))
+    ],
+    "inputs-zero": [(run(network={"zero_inputs": {"conv": 0.33}}), run(network={"zero_inputs": {"conv": 0.1}}))],
+    "layers-idle": [(run(network={"idle": ["conv"]}), run())],
+    "time-embedding": [
+        (run(network={"received": 450_000.0}), run(network={"received": 450.5})),
+        (run(network={"received": 0.45}), run(network={"received": None})),
+    ],
     "timestep-ignored": [(run(probe={"timestep_response": 0.0}), run(probe={"timestep_response": 1e-3}))],
     "weights-shrinking": [(run(sizes(0.01)), run(sizes(0.05)))],
     "loss-unstable": [
@@ -137,10 +150,11 @@ CASES = {
     ],
     "batch-leak": [(run(probe={"batch_response": 0.3}), run(probe={"batch_response": 1e-3}))],
     "no-gradient": [
+        (run(network={"cut": ["conv"]}), run()),
         (
             run(lambda n: {"layers": layers() | {"mid_block.weight": {"weight": 0.1, "gradient": 0.0, "update": 0.0}}}),
             run(lambda n: {"layers": layers() | {"mid_block.weight": {"weight": 0.1, "gradient": 1e-9, "update": 1e-3}}}),
-        )
+        ),
     ],
     "non-finite": [
         (run(lambda n: {"train/skipped_updates": float(n > 5)}), run()),

@@ -182,6 +182,54 @@ CATALOG: dict[str, Entry] = {
         stage="input",
     ),
     **{row.code: row.entry for row in ROWS if row.entry is not None},
+    "batch-norm": Entry(
+        "the network normalizes over the batch",
+        "BatchNorm in place of GroupNorm: images of a batch have other noise levels, and in sampling other figures are used",
+        (
+            "GroupNorm in its place",
+            "LayerNorm or a norm over the channels of each pixel",
+        ),
+        stage="network",
+    ),
+    "attention-missing": Entry(
+        "the network has no attention where its config asks for it",
+        "blocks that were replaced, or an attention module that was taken out",
+        ("compare the blocks with down_block_types and up_block_types of the config",),
+        stage="network",
+    ),
+    "dropout-with-spectral-norm": Entry(
+        "dropout and spectral norm are used together",
+        "dropout scales what is kept by 1 / (1 - p): in training layers are steeper than spectral norm allows",
+        ("--dropout 0 with --spectral_norm",),
+        stage="network",
+    ),
+    "inputs-zero": Entry(
+        "part of what a layer is given is always zero",
+        "a skip connection that is multiplied by zero, a wrong slice, or a channel that is never filled",
+        (
+            "look at what is joined before the layers named: their other input must get there",
+            "count the channels: a skip connection of a U-Net is a third to a half of them",
+        ),
+        stage="network",
+    ),
+    "layers-idle": Entry(
+        "layers of the network change nothing",
+        "they are not called, multiplied by zero, or not on the way from input to output",
+        (
+            "look at the forward pass of the layers named",
+            "leave them out of the network if they are not needed",
+        ),
+        stage="network",
+    ),
+    "time-embedding": Entry(
+        "the time embedding gets another noise level than the network is told",
+        "the timestep is scaled, rounded or shifted inside the network: its features were made for 0 to 999",
+        (
+            "pass the timestep on as it is",
+            "scale by 1000 only noise levels from 0 to 1",
+        ),
+        stage="network",
+    ),
     "sampler-mismatch": Entry(
         "the scheduler takes the network's output for something else than it is",
         "the prediction type in the scheduler's config is not the one that was trained",

@@ -19,7 +19,7 @@ from utils.diagnostics.rules.data import (
     data_starved,
 )
 from utils.diagnostics.rules.loss import not_learning, overfitting
-from utils.diagnostics.rules.network import batch_leak, no_gradient, timestep_ignored, train_eval_gap
+from utils.diagnostics.rules.network import batch_leak, network_amiss, no_gradient, timestep_ignored, train_eval_gap
 from utils.diagnostics.rules.optimizer import (
     clip_too_tight,
     ema_too_long,
@@ -60,7 +60,7 @@ def judge(record: RunRecord) -> tuple[list[Finding], set[str]]:
 # gradients, or with NaN.
 RULES: tuple[Callable[[RunRecord], Found], ...] = (
     step_deviates,
-    *(data_range, schedule, options_amiss, sampler_mismatch, weights_shrinking, learning_rate),
+    *(data_range, schedule, options_amiss, network_amiss, sampler_mismatch, weights_shrinking, learning_rate),
     *(batch_leak, timestep_ignored, no_gradient, fp16_scale, non_finite, clip_too_tight, ema_too_long),
     *(data_damaged, data_blank, data_alike, overfitting, class_imbalance, not_learning),
     *(train_eval_gap, evaluated_samples, previewed_samples, gradients_exploding, data_starved, data_enlarged),

@@ -24,8 +24,8 @@ def no_gradient(record: RunRecord) -> Found:
     weights = [name for name, layer in newest[-1][1].items() if "gradient" in layer]
     dead = [n for n in weights if all(layers.get(n, {}).get("gradient", 1.0) == 0.0 for _, layers in newest)]
     if dead:
-        names = ", ".join(dead[:3]) + (f" and {len(dead) - 3} more" if len(dead) > 3 else "")
-        yield Finding("no-gradient", "critical", f"exactly 0 in the last {len(newest)} reports: {names}", newest[-1][0])
+        what = f"exactly 0 in the last {len(newest)} reports: {_listed(dead)}"
+        yield Finding("no-gradient", "critical", what, newest[-1][0])
 
 
 def train_eval_gap(record: RunRecord) -> Found:
@@ -70,3 +70,44 @@ def batch_leak(record: RunRecord) -> Found:
         if response is not None and response > 3e-3:
             what = f"alone in the batch, an image's prediction changes by {response:.1%}"
             yield Finding("batch-leak", "critical", what, step)
+
+
+def network_amiss(record: RunRecord) -> Found:
+    """What a look at the network alone says, before its first update."""
+    for step, network in record.known("network")[-1:]:
+        if "failed" in network:
+            yield Finding("rule-failed", "info", f"the look at the network: {network['failed']}", step)
+        yield from _of_modules(network, step)
+        yield from _of_flow(network, step)
+
+
+def _of_modules(network: dict, step: int) -> Found:
+    yield from ("batch-norm", "dropout-with-spectral-norm", "attention-missing")
+    if norms := network.get("batch_norms"):
+        yield Finding("batch-norm", "warning", _listed(norms), step)
+    if network.get("dropout", 0.0) > 0 and network.get("spectral_norm"):
+        yield Finding("dropout-with-spectral-norm", "info", f"a dropout of {network['dropout']:g}", step)
+    if network.get("attention_declared") and network.get("attention") == 0:
+        yield Finding("attention-missing", "warning", "its config names blocks with attention, no module of it attends", step)
+
+
+def _of_flow(network: dict, step: int) -> Found:
+    if "idle" not in network:
+        return
+    yield from ("inputs-zero", "layers-idle", "time-embedding")
+    # No activation but ReLU, which is left out, leaves a channel of zeros; a skip connection is a third or more of all.
+    zero = {name: share for name, share in network["zero_inputs"].items() if share > 0.2}
+    if zero:
+        yield Finding("inputs-zero", "warning", f"{max(zero.values()):.0%} of the channels, of {_listed(list(zero))}", step)
+    if network["idle"]:
+        yield Finding("layers-idle", "warning", _listed(network["idle"]), step)
+    if network["cut"]:
+        yield Finding("no-gradient", "warning", f"before the first update: {_listed(network['cut'])}", step)
+    told, received = network.get("told"), network.get("received")
+    # Rounding of half precision is 1e-3.
+    if told is not None and received is not None and abs(received - told) > 0.01 * max(abs(told), abs(received)):
+        yield Finding("time-embedding", "warning", f"the network is told {told:.4g}, its embedding gets {received:.4g}", step)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
