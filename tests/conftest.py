@@ -232,6 +232,7 @@ def logged_scalars(output_dir: Path, tag: str) -> dict[int, float]:
     (logs,) = Path(output_dir, "logs").iterdir()
     events = EventAccumulator(str(logs), size_guidance={"scalars": 0})
     events.Reload()
-    values = [(event.step, event.value) for event in events.Scalars(tag)]
+    shown = tag if tag.startswith(("train/", "validation/")) else f"x_{tag}"
+    values = [(event.step, event.value) for event in events.Scalars(shown)]
     assert len(dict(values)) == len(values), f"{tag} has several values for a step"
     return dict(values)

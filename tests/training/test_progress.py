@@ -1,14 +1,10 @@
 import math
 from types import SimpleNamespace
 
-import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from conftest import logged_scalars
 
 from utils.optim.clipping import Gradients
-from utils.training.progress import QUARTILES, ProgressBar, StepStatistics, Stopwatch, Trackers, read_together
+from utils.training.progress import QUARTILES, ProgressBar, StepStatistics, Stopwatch, read_together
 
 ALONE = SimpleNamespace(reduce=lambda tensor, reduction: tensor)
 
@@ -71,42 +67,6 @@ def test_stopwatch_leaves_out_pauses_and_counts_waiting(monkeypatch):
     assert stopwatch.report(step=12, global_batch_size=8) == {"perf/images_per_second": 4.0, "perf/data_wait": 0.25}
     now += 2.0
     assert stopwatch.report(step=13, global_batch_size=8)["perf/images_per_second"] == 4.0
-
-
-def test_after_a_crash_and_a_resume_each_step_has_one_value(tmp_path):
-    """The crashed run logged up to 30 and was resumed from 20 with other values."""
-    for first_step, last_step, value in ((0, 30, 1.0), (20, 40, 2.0)):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path / "logs"))
-        trackers = Trackers(accelerator, "train_ddpm", "tensorboard", first_step=first_step, print_line=print)
-        for step in range(first_step + 10, last_step + 1, 10):
-            trackers.log({"train/loss": value}, step=step)
-        trackers.close()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert logged_scalars(tmp_path, "train/loss") == pytest.approx({10: 1.0, 20: 1.0, 30: 2.0, 40: 2.0})
-
-
-def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on():
-    class Broken:
-        name = "broken"
-
-        def log(self, values, step):
-            raise OSError("no space left")
-
-    class Working:
-        name, seen = "working", []
-
-        def log(self, values, step):
-            self.seen.append(step)
-
-    said = []
-    accelerator = SimpleNamespace(is_main_process=True, trackers=[], init_trackers=lambda *a, **k: None)
-    trackers = Trackers(accelerator, "run", "wandb", first_step=0, print_line=said.append)
-    accelerator.trackers += [Broken(), Working()]
-    for step in (1, 2):
-        trackers.log({"train/loss": 1.0}, step)
-    assert Working.seen == [1, 2]
-    assert said == ["nothing more goes to broken: no space left"]
 
 
 def test_values_read_together_are_exact():

@@ -5,7 +5,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +49,7 @@ def make_accelerator(
     *,
     mixed_precision: str | None = None,
     gradient_accumulation_steps: int = 1,
-    log_with: str | None = None,
+    trackers: Sequence[str] = (),
     project_dir: str | None = None,
     cpu_threads: int | None = None,
     collective_timeout: float = 600.0,
@@ -76,13 +76,12 @@ def make_accelerator(
     mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")  # what `accelerate launch` was given
     if on_cpu and mixed_precision == "fp16":
         raise UserError("--mixed_precision fp16 needs a GPU; on a CPU use no or bf16")
-    if log_with is not None:
-        check_tracker(log_with)
+    for name in trackers:
+        check_tracker(name)
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=mixed_precision,
         gradient_accumulation_steps=gradient_accumulation_steps,
-        log_with=log_with,
         project_dir=project_dir,
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=collective_timeout)),
@@ -145,7 +144,7 @@ def check_tracker(name: str) -> None:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     if name not in LOGGER_TYPE_TO_CLASS:
-        raise UserError(f"unknown --logger {name!r}; choose from {', '.join(sorted(map(str, LOGGER_TYPE_TO_CLASS)))}")
+        raise UserError(f"unknown --logger {name!r}; choose from {', '.join(sorted(map(str, LOGGER_TYPE_TO_CLASS)))}, none")
     if name not in [str(tracker) for tracker in get_available_trackers()]:
         raise UserError(f"--logger {name} needs its package: pip install {name}")
 

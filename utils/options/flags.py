@@ -148,7 +148,12 @@ class EMAOptions(Options):
 class ReportOptions(Options):
     """logging, validation and samples"""
 
-    logger: str = flag("tensorboard", "any tracker that Accelerate knows: tensorboard, wandb, ...", free=True)
+    logger: str = flag(
+        "tensorboard", "trackers, with commas: tensorboard, wandb, trackio, mlflow, ...; or none (tensorboard)", free=True
+    )
+    project_name: str | None = flag(
+        None, "project in wandb, trackio, mlflow, ... (their own variable, such as WANDB_PROJECT, or the script)", free=True
+    )
     logging_dir: str = flag("logs", "inside output_dir (logs)", free=True)
     logging_steps: int = flag(50, "updates between two reports (50)", at_least=1, free=True)
     quiet: bool = flag(False, "show no progress: notes, findings and errors alone", free=True)
@@ -166,6 +171,12 @@ class ReportOptions(Options):
     eval_batch_size: int = flag(16, "sample images in a grid, made in fp32 (16)", at_least=1, free=True)
     save_images_epochs: int = flag(10, "epochs between two sample grids (10)", at_least=1, free=True)
     save_images_steps: int | None = flag(None, "the same in updates; overrides the epochs", at_least=1, free=True)
+
+    @property
+    def trackers(self) -> list[str]:
+        """Names, each once."""
+        names = (name.strip() for name in self.logger.split(","))
+        return [name for name in dict.fromkeys(names) if name not in ("", "none")]
 
 
 @dataclass(kw_only=True)

@@ -1,20 +1,15 @@
-"""What a run reports: figures accumulated on the device, trackers, and the one progress bar."""
+"""What a run reports: figures accumulated on the device, and the one progress bar."""
 
 import math
-import re
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
-from PIL import Image
 from tqdm import tqdm
 
 from utils.core.bars import Bar, duration, on_terminal, print_progress
@@ -121,63 +116,6 @@ def peak_memory_gib(device: torch.device) -> float:
         unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
     return torch.accelerator.max_memory_allocated(device) / 2**30
-
-
-class Trackers:
-    """Where figures and pictures go. A tracker that fails (a full disk, a lost connection) is given up, not the run.
-
-    `print_line` gets a line about it. Every method may be called on all ranks; the main process alone writes.
-    """
-
-    def __init__(
-        self, accelerator: Accelerator, run_name: str, logger: str, *, first_step: int, print_line: Callable[[str], None]
-    ):
-        """TensorBoard hides what a killed run had logged after `first_step` updates: one value per tag and step."""
-        self._accelerator, self._print_line = accelerator, print_line
-        purge = {"tensorboard": {"purge_step": first_step + 1}} if logger == "tensorboard" else {}
-        if purge and accelerator.is_main_process:
-            _outlive_older_event_files(Path(accelerator.logging_dir, run_name))
-        accelerator.init_trackers(run_name, init_kwargs=purge)
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._each(lambda tracker: tracker.log(values, step=step))
-
-    def log_image(self, tag: str, path: Path, step: int) -> None:
-        """Shows the PNG at `path` in every tracker that takes images."""
-        if not self._accelerator.is_main_process:
-            return
-        with Image.open(path) as image:
-            pixels = np.asarray(image.convert("RGB"))[None]
-
-        def show(tracker: Any) -> None:
-            if tracker.name == "tensorboard":
-                tracker.log_images({tag: pixels}, step=step, dataformats="NHWC")
-            elif hasattr(tracker, "log_images"):
-                tracker.log_images({tag: list(pixels)}, step=step)
-
-        self._each(show)
-
-    def close(self) -> None:
-        """Finishes the trackers. Not the process groups, as Accelerator.end_training does: see `entrypoint.run_script`."""
-        self._each(lambda tracker: tracker.finish())
-        self._accelerator.trackers.clear()
-        self._accelerator.wait_for_everyone()
-
-    def _each(self, action: Callable) -> None:
-        for tracker in list(self._accelerator.trackers) if self._accelerator.is_main_process else ():
-            try:
-                action(tracker)
-            except Exception as error:  # each tracker has its own
-                self._accelerator.trackers.remove(tracker)
-                self._print_line(f"nothing more goes to {tracker.name}: {error}")
-
-
-def _outlive_older_event_files(folder: Path) -> None:
-    """Waits out the second in which an earlier start made its file: TensorBoard reads them in the order of their names, which
-    hold seconds, and what a later file purges must be older."""
-    names = (re.fullmatch(r"events\.out\.tfevents\.(\d+)\..*", path.name) for path in folder.glob("events.out.tfevents.*"))
-    if max((int(match[1]) for match in names if match), default=0) == int(time.time()):
-        time.sleep(1.0 - time.time() % 1.0)
 
 
 class ProgressBar:

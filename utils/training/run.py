@@ -32,7 +32,8 @@ from utils.runs.state import TrainState
 from utils.training.disk_plan import DiskPlan
 from utils.training.doctor import Doctor
 from utils.training.length import RunLength
-from utils.training.progress import ProgressBar, Trackers
+from utils.training.progress import ProgressBar
+from utils.training.trackers import Trackers, start_trackers
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def start_processes(options: RunOptions, broadcast_buffers: bool = False) -> Acc
     return make_accelerator(
         mixed_precision=options.mixed_precision,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
-        log_with=options.logger,
+        trackers=options.trackers,
         project_dir=str(Path(options.output_dir, options.logging_dir)),
         cpu_threads=options.cpu_threads,
         collective_timeout=options.collective_timeout,
@@ -90,9 +91,13 @@ def start_processes(options: RunOptions, broadcast_buffers: bool = False) -> Acc
 
 
 def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder:
-    """The folder of the run, which no other may use meanwhile. Raises UserError, see `RunFolder.claim` and `check_hub`."""
+    """The folder of the run, which no other may use meanwhile; trackers and the Hub are asked first, for they may refuse.
+
+    Raises UserError, see `check_hub`, `start_trackers` and `RunFolder.claim`.
+    """
     if options.push_to_hub:
         on_main_process(accelerator, _announce_push, options)
+    on_main_process(accelerator, start_trackers, accelerator, options)
     folder, resuming = RunFolder(Path(options.output_dir)), bool(options.resume_from_checkpoint)
     on_main_process(accelerator, folder.claim, resuming=resuming, overwrite=options.overwrite_output_dir)
     return folder
@@ -163,7 +168,8 @@ def begin_run(
 
     stop = StopSignal(accelerator.num_processes, options.collective_timeout, tells=accelerator.is_main_process)
     progress = ProgressBar(accelerator.is_main_process, state.step, length.max_train_steps, quiet=options.quiet)
-    trackers = Trackers(accelerator, options.script, options.logger, first_step=state.step, print_line=progress.print_line)
+    trackers = Trackers(accelerator, options, state.step, progress.print_line)
+    trackers.describe(options.recorded() | facts)
     doctor = Doctor(
         folder.path,
         options=vars(options),

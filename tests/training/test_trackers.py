@@ -1,0 +1,163 @@
+"""Trackers are started by their names, told what the run is, and given up where they fail."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from conftest import logged_scalars
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from utils.core.errors import UserError
+from utils.options.flags import DDPMOptions
+from utils.training.trackers import LAYOUT, Trackers, start_trackers
+
+
+class Server:
+    """A tracker that notes what it is given."""
+
+    name, requires_logging_directory = "wandb", False
+
+    def __init__(self, project, **about):
+        self.project, self.about, self.logged = project, about, []
+
+    def start(self):
+        if self.project == "refused":
+            raise PermissionError("api_key not configured\n(no-tty)")
+
+    def store_init_configuration(self, values):
+        self.values = values
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+
+
+@pytest.fixture
+def server(monkeypatch):
+    for variable in ("WANDB_PROJECT", "WANDB_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Server)
+    return SimpleNamespace(is_main_process=True, trackers=[])
+
+
+def options(**given) -> DDPMOptions:
+    return DDPMOptions(**{"output_dir": "runs/cats", "logger": "wandb", **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "project", "run"),
+    [
+        ({}, {}, "train_ddpm", "cats"),
+        ({}, {"WANDB_PROJECT": "mine", "WANDB_NAME": "first"}, "mine", "first"),
+        ({"project_name": "pets"}, {"WANDB_PROJECT": "mine"}, "pets", "cats"),
+    ],
+)
+def test_names_of_project_and_run(server, monkeypatch, given, variables, project, run):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    start_trackers(server, options(**given))
+    [tracker] = server.trackers
+    assert (tracker.project, tracker.about) == (project, {"name": run})
+
+
+def test_one_that_cannot_start_is_one_line(server):
+    with pytest.raises(UserError, match=r"^--logger wandb cannot start: PermissionError: api_key not configured \(no-tty\)$"):
+        start_trackers(server, options(project_name="refused"))
+
+
+def test_it_gets_figures_by_their_names_and_the_settings_of_the_run(server):
+    start_trackers(server, options())
+    trackers = Trackers(server, options(), first_step=0, print_line=print)
+    trackers.describe({"learning_rate": 0.1, "ema_widths": [0.1, 0.2], "seed": 3, "use_ema": True, "lr_decay_steps": None})
+    trackers.log({"train/loss": 1.0, "perf/data_wait": 0.5}, step=7)
+    assert server.trackers[0].values == {"learning_rate": 0.1, "ema_widths": "[0.1, 0.2]", "seed": 3, "use_ema": True}
+    assert server.trackers[0].logged == [(7, {"train/loss": 1.0, "perf/data_wait": 0.5})]
+
+
+@pytest.mark.parametrize(
+    ("logger", "expected"),
+    [("none", []), ("tensorboard", ["tensorboard"]), ("wandb, tensorboard,wandb", ["wandb", "tensorboard"]), ("", [])],
+)
+def test_several_trackers_or_none(logger, expected):
+    assert options(logger=logger).trackers == expected
+
+
+def tensorboard(folder: Path, first_step: int) -> Trackers:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, project_dir=str(folder / "logs"))
+    return Trackers(accelerator, options(logger="tensorboard"), first_step, print)
+
+
+def test_after_a_crash_and_a_resume_each_step_has_one_value(tmp_path):
+    """The crashed run logged up to 30 and was resumed from 20 with other values."""
+    for first_step, last_step, value in ((0, 30, 1.0), (20, 40, 2.0)):
+        trackers = tensorboard(tmp_path, first_step)
+        trackers.describe({"seed": first_step})
+        for step in range(first_step + 10, last_step + 1, 10):
+            trackers.log({"train/loss": value}, step=step)
+        trackers.close()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert logged_scalars(tmp_path, "train/loss") == pytest.approx({10: 1.0, 20: 1.0, 30: 2.0, 40: 2.0})
+
+
+def test_tensorboard_shows_training_and_validation_first_and_one_run(tmp_path):
+    trackers = tensorboard(tmp_path, 0)
+    trackers.describe({"learning_rate": 0.1, "dataset_name": "digits"})
+    trackers.log({"train/loss": 1.0, "validation/loss": 2.0, "eval/fd_randconv": 3.0, "perf/data_wait": 0.5}, step=1)
+    trackers.close()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    [folder] = Path(tmp_path, "logs").iterdir()
+    assert all(path.is_file() for path in folder.iterdir())  # a folder would be another run
+    events = EventAccumulator(str(folder)).Reload()
+    scalars = sorted(events.Tags()["scalars"])
+    assert scalars == ["train/loss", "validation/loss", "x_eval/fd_randconv", "x_perf/data_wait"]
+    summaries = {tag: events.SummaryMetadata(tag).plugin_data for tag in events.summary_metadata}
+    shown = [data for data in summaries.values() if data.plugin_name == "hparams"]
+    started = [plugin_data_pb2.HParamsPluginData.FromString(data.content).session_start_info.hparams for data in shown]
+    [values] = [dict(values) for values in started if values]
+    assert values["learning_rate"].number_value == 0.1 and values["dataset_name"].string_value == "digits"
+    [layout] = events.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(layout.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == list(LAYOUT)
+
+
+def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on():
+    class Broken:
+        name = "broken"
+
+        def store_init_configuration(self, values):
+            raise ValueError("too long")
+
+        def log(self, values, step):
+            raise OSError("no space left")
+
+    class Working:
+        name, seen = "working", []
+
+        def store_init_configuration(self, values):
+            pass
+
+        def log(self, values, step):
+            self.seen.append(step)
+
+    said = []
+    accelerator = SimpleNamespace(is_main_process=True, trackers=[Broken(), Working()])
+    trackers = Trackers(accelerator, options(logger="none"), 0, said.append)
+    trackers.describe({})
+    for step in (1, 2):
+        trackers.log({"train/loss": 1.0}, step)
+    assert Working.seen == [1, 2]
+    assert said == ["the settings of the run do not go to broken: too long", "nothing more goes to broken: no space left"]
+
+
+@pytest.mark.slow
+def test_a_run_whose_tracker_cannot_start_leaves_no_folder(train, tiny_flags, monkeypatch, tmp_path):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Server)
+    monkeypatch.setattr("utils.core.distributed.check_tracker", lambda name: None)
+    with pytest.raises(UserError, match="--logger wandb cannot start"):
+        train([*tiny_flags, "--logger", "tensorboard,wandb", "--project_name", "refused", "--output_dir", tmp_path / "run"])
+    assert not (tmp_path / "run").exists()

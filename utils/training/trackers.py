@@ -1,0 +1,166 @@
+"""Where figures and pictures go: the trackers of Accelerate, started before a run has a folder where they need none."""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from PIL import Image
+
+from utils.core.errors import UserError, one_line
+from utils.options.flags import RunOptions
+
+# Trackers that take names: the variables that name project and run for them, and what `init` calls the name of a run.
+NAMES = {
+    "wandb": ("WANDB_PROJECT", "WANDB_NAME", "name"),
+    "mlflow": ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME", "run_name"),
+    "trackio": ("TRACKIO_PROJECT", "TRACKIO_NAME", "name"),
+    "swanlab": ("SWANLAB_PROJ_NAME", "SWANLAB_EXP_NAME", "experiment_name"),
+    "comet_ml": ("COMET_PROJECT_NAME", None, None),
+}
+FIRST_GROUPS = ("train/", "validation/")
+LAYOUT = {  # of TensorBoard's custom scalars; regular expressions of tags
+    "training": {
+        "loss": ["Multiline", ["train/loss$", "validation/loss$"]],
+        "loss by timestep, 1 is the least noise": ["Multiline", ["train/loss_timestep_quartile_"]],
+        "norm of the gradient, and what it is clipped to": ["Multiline", ["train/grad_norm$", "train/clip_value$"]],
+        "learning rate": ["Multiline", ["train/lr$"]],
+    },
+    "samples": {
+        "distance from the training images": ["Multiline", ["x_eval/fd_"]],
+        "precision and recall": ["Multiline", ["x_eval/precision$", "x_eval/recall$"]],
+    },
+    "speed": {
+        "images per second": ["Multiline", ["x_perf/images_per_second$"]],
+        "share of time that waits for data": ["Multiline", ["x_perf/data_wait$"]],
+    },
+}
+
+
+def start_trackers(accelerator: Accelerator, options: RunOptions) -> None:
+    """Starts the trackers that write no files in the run's folder, on the main process, which is to call it.
+
+    Raises UserError for one that cannot start: without an account or a server, say.
+    """
+    for name in options.trackers:
+        tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
+        if tracker_class.requires_logging_directory:
+            continue
+        project_variable, run_variable, run_keyword = NAMES.get(name, (None, None, None))
+        project = options.project_name or os.environ.get(project_variable or "") or options.script
+        named = os.environ.get(run_variable) if run_variable else None
+        run_name = named or Path(options.output_dir).resolve().name
+        try:
+            tracker = tracker_class(project, **({run_keyword: run_name} if run_keyword else {}))
+            if options.project_name and name == "mlflow":  # which takes its variable before what it is told
+                tracker.experiment_name = project
+            tracker.start()
+        except Exception as error:  # each tracker has its own
+            raise UserError(f"--logger {name} cannot start: {one_line(error)[:500]}") from error
+        accelerator.trackers.append(tracker)
+
+
+class Trackers:
+    """A tracker that fails (a full disk, a lost connection) is given up, not the run.
+
+    Every method may be called on all ranks; the main process alone writes.
+    """
+
+    def __init__(self, accelerator: Accelerator, options: RunOptions, first_step: int, print_line: Callable[[str], None]):
+        """Takes those that were started, and starts those that write files. `print_line` gets a line about one that fails.
+
+        TensorBoard hides what a killed run had logged after `first_step` updates: one value per tag and step.
+        """
+        self._accelerator, self._print_line = accelerator, print_line
+        for name in options.trackers if accelerator.is_main_process else ():
+            tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
+            if tracker_class.requires_logging_directory:
+                folder, about = accelerator.logging_dir, {}
+                if name == "tensorboard":
+                    about = {"purge_step": first_step + 1}
+                    _outlive_older_event_files(Path(folder, options.script))
+                tracker = tracker_class(options.script, folder, **about)
+                tracker.start()
+                accelerator.trackers.append(tracker)
+
+    def describe(self, settings: dict[str, Any]) -> None:
+        """Logs hyperparameters."""
+        values = {name: _plain(value) for name, value in settings.items() if value is not None}
+
+        def store(tracker: Any) -> None:
+            if tracker.name != "tensorboard":
+                tracker.store_init_configuration(values)
+                return
+            from torch.utils.tensorboard.summary import hparams
+
+            for summary in hparams(values, {"train/loss": 0.0, "validation/loss": 0.0}):  # in this run, not in one of its own
+                tracker.writer.file_writer.add_summary(summary)
+            tracker.writer.add_custom_scalars(LAYOUT)
+
+        self._each(store, gives_up=False)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        def write(tracker: Any) -> None:
+            named = {_shown_tag(tag): value for tag, value in values.items()} if tracker.name == "tensorboard" else values
+            tracker.log(named, step=step)
+
+        self._each(write)
+
+    def log_image(self, tag: str, path: Path, step: int) -> None:
+        """Shows the PNG at `path` in every tracker that takes images."""
+        if not self._accelerator.is_main_process:
+            return
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("RGB"))[None]
+
+        def show(tracker: Any) -> None:
+            if tracker.name == "tensorboard":
+                tracker.log_images({_shown_tag(tag): pixels}, step=step, dataformats="NHWC")
+            elif tracker.name == "trackio":
+                import trackio
+
+                tracker.log({tag: trackio.Image(pixels[0])}, step=step)
+            elif hasattr(tracker, "log_images"):
+                tracker.log_images({tag: list(pixels)}, step=step)
+            elif hasattr(tracker, "log_artifact"):  # MLflow
+                tracker.log_artifact(str(path), "samples")
+
+        self._each(show)
+
+    def close(self) -> None:
+        """Finishes the trackers. Not the process groups, as Accelerator.end_training does: see `entrypoint.run_script`."""
+        self._each(lambda tracker: tracker.finish())
+        self._accelerator.trackers.clear()
+        self._accelerator.wait_for_everyone()
+
+    def _each(self, action: Callable, gives_up: bool = True) -> None:
+        for tracker in list(self._accelerator.trackers) if self._accelerator.is_main_process else ():
+            try:
+                action(tracker)
+            except Exception as error:  # each tracker has its own
+                if gives_up:
+                    self._accelerator.trackers.remove(tracker)
+                what = "nothing more goes" if gives_up else "the settings of the run do not go"
+                self._print_line(f"{what} to {tracker.name}: {error}")
+
+
+def _shown_tag(tag: str) -> str:
+    """In TensorBoard, which shows groups in the order of their names: those that matter most are first."""
+    return tag if tag.startswith(FIRST_GROUPS) else f"x_{tag}"
+
+
+def _plain(value: Any) -> bool | int | float | str:
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def _outlive_older_event_files(folder: Path) -> None:
+    """Waits out the second in which an earlier start made its file: TensorBoard reads them in the order of their names, which
+    hold seconds, and what a later file purges must be older."""
+    names = (re.fullmatch(r"events\.out\.tfevents\.(\d+)\..*", path.name) for path in folder.glob("events.out.tfevents.*"))
+    if max((int(match[1]) for match in names if match), default=0) == int(time.time()):
+        time.sleep(1.0 - time.time() % 1.0)
