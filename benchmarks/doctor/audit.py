@@ -24,8 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -46,7 +45,7 @@ from benchmarks.doctor.step_kinds import (
     healthy_runs,
     network_config,
 )
-from benchmarks.doctor.trials import Edit, apply, findings_of, problems, run_in, share, told, words_of
+from benchmarks.doctor.trials import Edit, apply, findings_of, keep_run, problems, run_cases, run_in, share, told, words_of
 
 ROOT = Path(__file__).parents[2]
 # What an update does to the weights; the other stages are data, noise, timestep, condition, network, learning_rate and export.
@@ -214,11 +213,7 @@ def run_case(case: Case, number: int, work: Path, keep: Path | None) -> Result:
         error = "" if status in ENDED else log.read_text(errors="replace")[-1500:]
         result = Result(*about, findings_of(output_dir), status, time.monotonic() - start, error)
         if keep is not None:
-            kept = keep / case.folder
-            if output_dir.exists():
-                shutil.copytree(output_dir, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*LEAVES_OUT))
-            kept.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(log, kept / "log.txt")
+            keep_run(output_dir, log, keep / case.folder, LEAVES_OUT)
         return result
     finally:
         shutil.rmtree(output_dir, ignore_errors=True)
@@ -226,22 +221,14 @@ def run_case(case: Case, number: int, work: Path, keep: Path | None) -> Result:
             shutil.rmtree(tree, ignore_errors=True)
 
 
-def run_cases(chosen: list[Case], jobs: int = 2, keep: Path | None = None, say=print) -> list[Result]:
+def run_all(chosen: list[Case], jobs: int = 2, keep: Path | None = None, json_file: Path | None = None) -> list[Result]:
     """Runs them, `jobs` at a time; `keep` gets what each recorded and printed."""
-    results: dict[int, Result] = {}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         copy_repository(work / "repository")
         for dataset, imbalanced in {(case.dataset, case.imbalanced) for case in chosen}:
             make_dataset(dataset, work / f"{dataset}{'-imbalanced' if imbalanced else ''}", imbalanced)
-        with ThreadPoolExecutor(jobs) as pool:
-            futures = {pool.submit(run_case, case, number, work, keep): number for number, case in enumerate(chosen)}
-            for future in as_completed(futures):
-                result = results[futures[future]] = future.result()
-                say(line(result))
-                if result.error:
-                    say(result.error)
-    return [results[number] for number in sorted(results)]
+        return run_cases(chosen, lambda case, number: run_case(case, number, work, keep), line, jobs, json_file)
 
 
 # ---- the tables
@@ -318,12 +305,7 @@ def main() -> int:
         faults = [name for name in faults if everything[name].stages[0] in args.stages]
     chosen = cases(faults, args.healthy, args.seeds, args.datasets, args.every_dataset)
     chosen = [case for case in chosen if case.script in args.scripts]
-    start = time.monotonic()
-    results = run_cases(chosen, args.jobs, args.keep, lambda text: print(text, flush=True))
-    print(summary(results))
-    print(f"\n{len(results)} runs in {time.monotonic() - start:.0f} s, {args.jobs} at a time, on {os.cpu_count()} cores")
-    if args.json:
-        args.json.write_text(json.dumps([asdict(result) | {"right": result.right} for result in results], indent=1) + "\n")
+    print(summary(run_all(chosen, args.jobs, args.keep, args.json)))
     return 0
 
 

@@ -1,10 +1,14 @@
-"""What audit.py and watch.py share: edits of files, a run in a process of its own, and its diagnosis.json."""
+"""What audit.py and watch.py share: edits of files, runs in processes of their own, and their diagnosis.json."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 TIMEOUT_SECONDS = 400
@@ -85,6 +89,30 @@ def run_in(folder: Path, words: list[str], log: Path, more: dict[str, str] | Non
                 except subprocess.TimeoutExpired:
                     pass
             return None
+
+
+def run_cases(cases: list, run: Callable, line: Callable[..., str], jobs: int, json_file: Path | None = None) -> list:
+    """`run(case, number)` of each case, `jobs` at a time, told as they end; the results in the order of the cases, which
+    `json_file` gets too."""
+    start, results = time.monotonic(), {}
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {pool.submit(run, case, number): number for number, case in enumerate(cases)}
+        for future in as_completed(futures):
+            result = results[futures[future]] = future.result()
+            print(line(result), *([result.error] if result.error else []), sep="\n", flush=True)
+    print(f"\n{len(results)} runs in {time.monotonic() - start:.0f} s, {jobs} at a time, on {os.cpu_count()} cores")
+    ordered = [results[number] for number in sorted(results)]
+    if json_file:
+        json_file.write_text(json.dumps([asdict(result) | {"right": result.right} for result in ordered], indent=1) + "\n")
+    return ordered
+
+
+def keep_run(output_dir: Path, log: Path, kept: Path, leaves_out: tuple[str, ...]) -> None:
+    """What a run recorded and printed; `leaves_out`: patterns of files that are not kept."""
+    if output_dir.exists():
+        shutil.copytree(output_dir, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*leaves_out))
+    kept.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(log, kept / "log.txt")
 
 
 def findings_of(output_dir: Path) -> list[dict]:

@@ -17,20 +17,18 @@ not shipped: `--unconditional` names a copy; without it its faults are left out.
 import argparse
 import hashlib
 import json
-import os
 import re
 import shutil
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.doctor.foreign.images import shapes
-from benchmarks.doctor.trials import Edit, apply, findings_of, problems, run_in, share, told, words_of
+from benchmarks.doctor.trials import Edit, apply, findings_of, keep_run, problems, run_cases, run_in, share, told, words_of
 from benchmarks.doctor.watch_faults import (
     AMP,
     EDM,
@@ -212,30 +210,25 @@ def run_case(case: Case, number: int, work: Path, keep: Path | None) -> Result:
             numbers = trained(without, plain_dir)
             result.same = numbers == trained(log, output_dir) if numbers else None
         if keep is not None:
-            kept = keep / re.sub(r"\W+", "-", case.name)
-            if output_dir.exists():
-                shutil.copytree(output_dir, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("trained"))
-            kept.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(log, kept / "log.txt")
+            keep_run(output_dir, log, keep / re.sub(r"\W+", "-", case.name), ("trained",))
         return result
     finally:
         for place in (output_dir, plain_dir, *([folder] if case.edits else [])):
             shutil.rmtree(place, ignore_errors=True)
 
 
-def run_cases(chosen: list[Case], jobs: int, keep: Path | None, unconditional: Path | None, say=print) -> list[Result]:
-    results: dict[int, Result] = {}
+def run_all(
+    chosen: list[Case],
+    jobs: int = 1,
+    keep: Path | None = None,
+    unconditional: Path | None = None,
+    json_file: Path | None = None,
+) -> list:
+    """Runs them, `jobs` at a time; `keep` gets what each recorded and printed."""
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         copy_scripts(work / "scripts", unconditional)
-        with ThreadPoolExecutor(jobs) as pool:
-            futures = {pool.submit(run_case, case, number, work, keep): number for number, case in enumerate(chosen)}
-            for future in as_completed(futures):
-                result = results[futures[future]] = future.result()
-                say(line(result))
-                if result.error:
-                    say(result.error)
-    return [results[number] for number in sorted(results)]
+        return run_cases(chosen, lambda case, number: run_case(case, number, work, keep), line, jobs, json_file)
 
 
 # ---- the tables
@@ -317,13 +310,8 @@ def main() -> int:
         print("\n".join([*found, f"{len(faults)} faults, {len(found)} with an edit that does not apply"]))
         return bool(found)
     names = [name for name, fault in faults.items() if not args.stages or fault.stages[0] in args.stages]
-    start = time.monotonic()
     chosen = cases(names, args.healthy, scripts)
-    results = run_cases(chosen, args.jobs, args.keep, args.unconditional, lambda text: print(text, flush=True))
-    print(summary(results))
-    print(f"\n{len(results)} runs in {time.monotonic() - start:.0f} s, {args.jobs} at a time, on {os.cpu_count()} cores")
-    if args.json:
-        args.json.write_text(json.dumps([asdict(result) | {"right": result.right} for result in results], indent=1) + "\n")
+    print(summary(run_all(chosen, args.jobs, args.keep, args.unconditional, json_file=args.json)))
     return 0
 
 

@@ -78,4 +78,4 @@ def test_the_doctor_names_faults_and_finds_none_in_healthy_runs():
     chosen += audit.cases([], 2, [], DATASETS)
     for case in chosen:
         case.flags.update({"max_train_steps": 96, "validation_steps": 48})
-    assert [audit.line(result) for result in audit.run_cases(chosen) if not result.right] == []
+    assert [audit.line(result) for result in audit.run_all(chosen) if not result.right] == []
