@@ -97,6 +97,12 @@ CATALOG: dict[str, Entry] = {
         ("export the averaged weights, with the scheduler of the training",),
         stage="export",
     ),
+    "data-latents": Entry(
+        "the latents are not scaled as the autoencoder's config says",
+        "the shift or the scale was left out, or applied twice, or the other way around",
+        ("use (z - shift_factor) * scaling_factor of the autoencoder's config, once, before the noise is added",),
+        stage="data",
+    ),
     "data-range": Entry(
         "the images that the network sees are not in [-1, 1]",
         "they were scaled twice, or not at all, or some of them are damaged; the noise schedule assumes [-1, 1]",

@@ -1,5 +1,7 @@
 """Averaged weights that a script keeps, or seems to keep: e' = d e + (1 - d) w, after the optimizer's step."""
 
+from dataclasses import dataclass
+
 import torch
 
 from utils.diagnostics.audit.fitting import ROUNDING
@@ -9,14 +11,25 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.facts import Average
 
 SMALL = 2e-2
+STILL = "no change"
+WANTED = "d e + (1 - d) w, with w after the step"
 SETTLED = 13  # updates after which a decay is no longer one of a warm-up's begin
 PATIENCE = 20  # updates after which an average that never moved is called frozen
 
 
+@dataclass(frozen=True)
+class First:
+    """An average when it was first looked at."""
+
+    values: torch.Tensor  # sampled, [n]
+    update: int
+    count: int  # of its own updates; 0 where it does not count them
+
+
 def check_average(
-    average: Average, old: torch.Tensor, new: torch.Tensor, first: torch.Tensor, update: Update, observer: Observer
+    average: Average, old: torch.Tensor, new: torch.Tensor, first: First, update: Update, observer: Observer
 ) -> list[Check]:
-    """`old`, `new`: before and after the update; `first`: when it was first seen. All sampled, [n].
+    """`old`, `new`: before and after the update; sampled, [n].
 
     Of tensors that nothing calls an average, only what behaves as one is told.
     """
@@ -25,21 +38,22 @@ def check_average(
 
 
 def _checked(
-    average: Average, old: torch.Tensor, new: torch.Tensor, first: torch.Tensor, update: Update, observer: Observer
+    average: Average, old: torch.Tensor, new: torch.Tensor, first: First, update: Update, observer: Observer
 ) -> list[Check]:
-    name, wanted = average.name, "d e + (1 - d) w, with w after the step"
+    name, wanted = average.name, WANTED
     mask = observer.averaged(name)
     step, weights = update.optimizer_step, update.weights
     if weights is None or step is None:
         return [not_observed("ema", name, wanted, "no step was seen")]
-    if not average.is_average and torch.equal(new, first):
+    if not average.is_average and torch.equal(new, first.values):
         return []
     e, after, w, before = (v.double()[mask] for v in (old, new, weights, step.before))
     if torch.equal(e, after):
-        return [_still(average, torch.equal(new, first), update, torch.equal(e, w))]
+        return [_still(average, torch.equal(new, first.values), update, torch.equal(e, w))]
     rounding = 2 * ROUNDING * float(torch.maximum(e.abs(), w.abs()).norm())
-    begun = first.double()[mask]
-    if float((after - begun).norm()) <= 4 * rounding < 1e-2 * float((w - begun).norm()) and update.step + 1 >= PATIENCE:
+    begun = first.values.double()[mask]
+    wandered = (4 + (update.step + 1 - first.update) / 4) * rounding  # by the rounding of so many updates
+    if float((after - begun).norm()) <= wandered < 1e-2 * float((w - begun).norm()) and update.step + 1 >= PATIENCE:
         return [_still(average, True, update, False)]  # it moves by its rounding alone
     moved = after - e
     slope = _slope(w - e, moved)
@@ -51,11 +65,11 @@ def _checked(
     if size < 4 * rounding:
         return [not_observed("ema", name, wanted, "its change drowns in its own rounding")]
     if left <= 2 * rounding + SMALL * size:
-        return [_decay(average, slope, observed, update, rounding / max(float((w - e).norm()), 1e-300))]
+        return [_decay(average, slope, first, update, rounding / max(float((w - e).norm()), 1e-300))]
     stale = _slope(before - e, moved)
     if stale is not None and float((moved - stale * (before - e)).norm()) <= 2 * rounding + SMALL * size:
         text = f"{name} takes the weights before the optimizer's step, not after it"
-        return [Check("ema", name, wanted, observed, False, text)]
+        return [Check("ema", name, wanted, observed, False, text, "warning")]
     twice = _two(e, after, before, w)
     if twice is not None and twice <= 2 * rounding + SMALL * size:
         text = f"{name} is updated more than once in an update: with the weights before the step and with those after it"
@@ -80,30 +94,31 @@ def _slope(x: torch.Tensor, y: torch.Tensor) -> float | None:
 
 
 def _still(average: Average, always: bool, update: Update, equal: bool) -> Check:
-    name, wanted = average.name, "d e + (1 - d) w, with w after the step"
+    name, wanted = average.name, WANTED
     settings = average.settings
     if settings is not None:
-        count = int(average.owner.optimization_step)
-        if count == 0:
+        count = average.updates
+        if count == 0 and update.step + 1 >= PATIENCE:
             text = f"{name} does not move: its step() has not been called in {update.step + 1} updates"
             return Check("ema", name, wanted, "no update", False, text)
-        if settings.at(count) >= 1:
+        if count and settings.at(count) >= 1:
             text = f"{name} does not move: its decay is {settings.at(count):g}"
             return Check("ema", name, wanted, "a decay of 1", False, text)
     if always and update.step + 1 >= PATIENCE and not equal:
-        text = f"{name} does not move: it is the same as when it was first seen, {update.step + 1} updates into the training"
-        return Check("ema", name, wanted, "no change", False, text)
+        text = f"{name} has not moved in {update.step + 1} updates: does it begin later?"
+        return Check("ema", name, wanted, STILL, False, text, "info")
     return not_observed("ema", name, wanted, "it was not updated in this update")
 
 
-def _decay(average: Average, slope: float, observed: str, update: Update, blur: float) -> Check:
+def _decay(average: Average, slope: float, first: First, update: Update, blur: float) -> Check:
+    """`blur`: of the slope, by rounding."""
     name, wanted = average.name, "a decay from 0 to 1"
     decay = 1 - slope
+    observed = f"decay {decay:.6g}"
     settings = average.settings
     if slope < 0:
-        return Check(
-            "ema", name, wanted, observed, False, f"{name} moves away from the weights (decay {decay:.4g}): a wrong sign"
-        )
+        text = f"{name} moves away from the weights (decay {decay:.4g}): a wrong sign"
+        return Check("ema", name, wanted, observed, False, text)
     if slope > 1 + 1e-3 + blur:
         return Check("ema", name, wanted, observed, False, f"{name} overshoots the weights (decay {decay:.4g})")
     if settings is None:
@@ -111,14 +126,14 @@ def _decay(average: Average, slope: float, observed: str, update: Update, blur: 
             text = f"{name} forgets nearly all in each update (decay {decay:.4g}): are decay and 1 - decay exchanged?"
             return Check("ema", name, wanted, observed, False, text, "warning")
         return Check("ema", name, wanted, observed, True)
-    count = int(average.owner.optimization_step)
+    count = average.updates
     declared = settings.at(count)
     wanted = f"decay {declared:.6g}, by its settings"
     tolerance = 2e-3 * (1 - declared) + 2 * blur + 1e-7
     if abs(decay - declared) <= tolerance:
-        fine = count <= update.step + 1
-        text = f"{name} has been updated {count} times in {update.step + 1} updates: it is updated in each micro step"
-        return Check("ema", name, f"{wanted}, once per update", f"{observed}, {count} updates of it", fine, text)
+        made, updates = count - first.count, update.step + 1 - first.update
+        text = f"{name} has been updated {made} times in {updates} updates: it is updated in each micro step"
+        return Check("ema", name, f"{wanted}, once per update", observed, made <= updates, text)
     text = f"{name} has the decay {decay:.6g}, by its settings it should be {declared:.6g}"
     for times in (2, 3, 4, 8):
         expected = 1.0

@@ -8,6 +8,7 @@ _TARGETS = {
     "v_prediction": "v-prediction",
     "velocity": "the flow's velocity",
     "backward": "the flow's velocity",
+    "velocity of its path": "the velocity of its path",
     "raw": "EDM's target",
 }
 
@@ -18,7 +19,7 @@ def describe(watcher: Watcher) -> str:
         if others:
             return f"optimizer steps ({others}), but no network whose output has the shape of its input: nothing was judged"
         return "no optimizer step was seen: nothing was judged"
-    words = watcher.judge.is_words
+    words = watcher.judge.words
     target = words.get("target", "")
     target = _TARGETS.get(target, target) or "an unknown target"
     parts = [f"{watcher.updates} updates of {words.get('network', 'a network')}, which trains {target}"]

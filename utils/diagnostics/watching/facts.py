@@ -26,6 +26,11 @@ class Average:
     is_average: bool = True  # by its class or its name; else it is one if it moves
 
     @property
+    def updates(self) -> int:
+        """Of its own, as it counts them; 0 where it does not."""
+        return int(getattr(self.owner, "optimization_step", 0)) if self.settings is not None else 0
+
+    @property
     def settings(self) -> "EMASettings | None":
         if type(self.owner).__name__ != "EMAModel" or not hasattr(self.owner, "update_after_step"):
             return None
@@ -248,6 +253,9 @@ def _says_average(name: str) -> bool:
 
 def schedule_length(schedule: Any) -> int | None:
     """In steps of its own, as its settings say."""
+    rises = float(getattr(schedule, "end_factor", 0.0)) > float(getattr(schedule, "start_factor", 1.0))
+    if rises or hasattr(schedule, "factor"):  # a warm-up
+        return None
     for name in ("T_max", "total_iters", "total_steps"):
         if isinstance(getattr(schedule, name, None), int):
             return int(getattr(schedule, name))

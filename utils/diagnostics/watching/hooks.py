@@ -9,6 +9,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from utils.diagnostics.watching.seen import Noising
 from utils.diagnostics.watching.watcher import Watcher
 
 
@@ -47,12 +48,9 @@ def install(watcher: Watcher) -> ExitStack:
         safely(watcher.after_backward)
         return result
 
-    def clip(original: Callable, parameters: Any, max_norm: Any, *arguments: Any, **options: Any) -> Any:
-        safely(watcher.clipped, "norm", float(max_norm))
-        return original(parameters, max_norm, *arguments, **options)
-
-    def clip_value(original: Callable, parameters: Any, limit: Any, *arguments: Any, **options: Any) -> Any:
-        safely(watcher.clipped, "value", float(limit))
+    def clip(kind: str, original: Callable, parameters: Any, limit: Any, *arguments: Any, **options: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        safely(watcher.clipped, kind, float(limit), parameters)
         return original(parameters, limit, *arguments, **options)
 
     def scale(original: Callable, scaler: Any, *arguments: Any, **options: Any) -> Any:
@@ -68,8 +66,8 @@ def install(watcher: Watcher) -> ExitStack:
     wrap = functools.partial(_wrap, hooks)
     wrap(torch.autograd, "backward", backward)
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-        wrap(module, "clip_grad_norm_", clip)
-        wrap(module, "clip_grad_value_", clip_value)
+        wrap(module, "clip_grad_norm_", functools.partial(clip, "norm"))
+        wrap(module, "clip_grad_value_", functools.partial(clip, "value"))
     wrap(torch.amp.GradScaler, "scale", scale)
     wrap(torch.amp.GradScaler, "step", scaler_step)
     _watch_schedulers(hooks, watcher)
@@ -91,12 +89,15 @@ def _watch_schedulers(hooks: ExitStack, watcher: Watcher) -> None:
     """`add_noise` of all noise schedulers of diffusers: those that are there, and those that are imported later."""
     from diffusers import SchedulerMixin
 
+    names = ("original_samples", "noise", "timesteps")
+
     def add_noise(original: Callable, scheduler: Any, *arguments: Any, **options: Any) -> Any:
         result = original(scheduler, *arguments, **options)
-        names = ("original_samples", "noise", "timesteps")
-        given = [*arguments, *(options[name] for name in names[len(arguments) :] if name in options)]
-        if len(given) == 3:
-            watcher.safely(watcher.noised, scheduler, *given, result)
+        given = dict(zip(names, arguments)) | options
+        tensors = [given[name].detach() for name in names if isinstance(given.get(name), torch.Tensor)]
+        if len(tensors) == len(names) and isinstance(result, torch.Tensor):
+            clean, noise, timesteps = tensors
+            watcher.safely(watcher.noised, Noising(scheduler, clean, noise, timesteps, result.detach()))
         return result
 
     def watch(kind: type) -> None:

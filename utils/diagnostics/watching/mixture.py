@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from utils.diagnostics.audit.fitting import constant, fit, flat, worst
-from utils.diagnostics.watching.seen import Seen
+from utils.diagnostics.watching.seen import Noising, Seen
 
 EXACT = 1e-4  # of a fit's residual: arithmetic in fp32 leaves 1e-7
 ROUNDED = 2e-2  # in half precision
@@ -26,7 +26,6 @@ class Mixture:
     extra: float = 0.0  # a second noise in the input alone, as a share of the first ("input perturbation")
     offset: float = 0.0  # of one more number for each channel that was added to the noise ("offset noise")
     constant: float = 0.0  # that is added to all values
-    told_by: str = ""  # who said what the parts are: the name of a method; "": found by least squares
 
 
 def family(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-3) -> str:
@@ -43,23 +42,26 @@ def family(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-3) -> str:
     return "other"
 
 
-def find(x: torch.Tensor, seen: Seen, told: "tuple[torch.Tensor, torch.Tensor, str] | None" = None) -> Mixture | None:
-    """`told`: (clean images, noise, by whom). None where nothing that was seen makes up `x`."""
+def find(x: torch.Tensor, seen: Seen, told: Noising | None = None) -> Mixture | None:
+    """None where nothing that was seen makes up `x`."""
     limit = EXACT if x.dtype in (torch.float32, torch.float64) else ROUNDED
     values = flat(x)
     if not torch.isfinite(values).all() or values.shape[1] < 8:
         return None
-    if told is not None:
-        clean, noise, name = told
-        if clean.shape == x.shape and noise.shape == x.shape:
-            return _with_extras(_mixture(values, clean, noise, name), values, seen, limit)
+    if told is not None and told.clean.shape == told.noise.shape == x.shape:
+        return _with_extras(_mixture(values, told.clean, told.noise), values, seen, limit)
     noises = _noises(x, seen)
     images = _images(values, x, seen)
     found: list[tuple[int, int, Mixture]] = []
+    rounded: list[Mixture] = []
     for noise in noises:
         for place, image in enumerate(images):
             mixture = _mixture(values, image, noise)
-            if worst(mixture.residual) <= limit and worst(mixture.of_clean) > 1e-3 and worst(mixture.of_noise) > 1e-3:
+            left = worst(mixture.residual)
+            if left <= ROUNDED and worst(mixture.of_clean) > 1e-3 and worst(mixture.of_noise) > 1e-3:
+                rounded.append(mixture)
+                if left > limit:
+                    continue
                 rank = ("variance-preserving", "flow", "variance-exploding", "preconditioned", "other")
                 kind = rank.index(family(mixture.of_clean, mixture.of_noise))
                 found.append((kind if id(image) not in seen.scaled else 9, place, mixture))
@@ -85,13 +87,15 @@ def find(x: torch.Tensor, seen: Seen, told: "tuple[torch.Tensor, torch.Tensor, s
                 mixed = _with_extras(first, values, seen, limit)
                 if worst(mixed.residual) <= limit:
                     return _with_offset(mixed, seen)
+    if rounded:
+        return min(rounded, key=lambda mixture: worst(mixture.residual))
     return None if noises else _undrawn(values, images, limit)
 
 
-def _mixture(values: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor, name: str = "") -> Mixture:
+def _mixture(values: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor) -> Mixture:
     parts = flat(clean), flat(noise.expand(clean.shape))
     (a, b), residual = (lambda result: (result[0].T, result[1]))(fit(values, *parts))
-    return Mixture(*parts, a, b, residual, clean, noise.expand(clean.shape), told_by=name)
+    return Mixture(*parts, a, b, residual, clean, noise.expand(clean.shape))
 
 
 def _noises(x: torch.Tensor, seen: Seen) -> list[torch.Tensor]:
@@ -142,12 +146,7 @@ def _with_extras(mixture: Mixture, values: torch.Tensor, seen: Seen, limit: floa
             if worst(residual) <= limit and share is not None:
                 noise, extra = draw.tensor, abs(1 / share)
                 return _with_offset(
-                    Mixture(
-                        *(mixture.clean, second, a, c, residual, mixture.clean_tensor, noise),
-                        extra=extra,
-                        told_by=mixture.told_by,
-                    ),
-                    seen,
+                    Mixture(mixture.clean, second, a, c, residual, mixture.clean_tensor, noise, extra=extra), seen
                 )
     return mixture
 

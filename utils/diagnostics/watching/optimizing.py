@@ -14,14 +14,15 @@ SMALL = 1e-3
 KNOWN = ("AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad")
 
 
-def check_step(update: Update, observer: Observer) -> list[Check]:
+def check_step(update: Update, observer: Observer, known: bool) -> list[Check]:
+    """`known`: it is torch's own optimizer, not another one of its name."""
     step = update.optimizer_step
     if step is None or step.after is None:
         return [not_observed("optimizer", "step", "one per update", "no step was seen")]
     text = f"the optimizer steps {step.steps} times in one update"
     checks = [Check("optimizer", "steps per update", "1", str(step.steps), step.steps == 1, text)]
     checks.append(_members(update, observer))
-    if step.optimizer not in KNOWN:
+    if step.optimizer not in KNOWN or not known:
         why = f"torch has no optimizer {step.optimizer} to compare with"
         return [*checks, not_observed("optimizer", "change of the weights", step.optimizer, why)]
     return [*checks, *_recursions(update, observer)]
@@ -55,27 +56,25 @@ def _recursions(update: Update, observer: Observer) -> list[Check]:
     inside = (step.group_of >= 0) & ~untouched
     expected = before.clone()
     moments: dict[str, torch.Tensor] = {}
+    counts = step.state_before.get("step", torch.zeros_like(before))
     for number, group in enumerate(step.groups):
-        part = (step.group_of == number) & ~untouched
-        if not part.any():
-            continue
         names = allowed.keys() - {"params", "foreach", "fused", "capturable", "differentiable"}
         settings = {name: value for name, value in group.items() if name in names}
         settings["lr"] = float(group["lr"])
-        parameter = torch.nn.Parameter(before[part].cpu().clone())
-        judge = kind([parameter], **settings)
-        parameter.grad = step.gradient.double()[part].cpu()
-        state = {k: v.double()[part].cpu().clone() for k, v in step.state_before.items() if k != "step"}
-        if state:
-            counted = step.state_before.get("step")
-            if counted is not None:
-                state["step"] = counted[part][0].float().cpu().clone()
-            judge.state[parameter] = state
-        judge.step()
-        expected[part] = parameter.detach().to(before)
-        for name, value in judge.state[parameter].items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                moments.setdefault(name, torch.zeros_like(before))[part] = value.to(before)
+        own = (step.group_of == number) & ~untouched
+        for count in counts[own].unique().tolist():  # parameters that had no gradient in some updates have counted fewer
+            part = own & (counts == count)
+            parameter = torch.nn.Parameter(before[part].cpu().clone())
+            judge = kind([parameter], **settings)
+            parameter.grad = step.gradient.double()[part].cpu()
+            state = {k: v.double()[part].cpu().clone() for k, v in step.state_before.items() if k != "step"}
+            if state:
+                judge.state[parameter] = state | {"step": torch.tensor(float(count))}
+            judge.step()
+            expected[part] = parameter.detach().to(before)
+            for name, value in judge.state[parameter].items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    moments.setdefault(name, torch.zeros_like(before))[part] = value.to(before)
     checks = _counted(update, inside)
     for name, value in moments.items():
         seen = step.state_after.get(name)

@@ -1,5 +1,6 @@
 """What the script's own command line declares, held against what was seen; and where its learning rate ends."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from utils.diagnostics.audit.verdict import Check, not_observed
@@ -18,13 +19,14 @@ def declared_micro_steps(facts: Facts) -> int | None:
     return int(found) if found and found >= 1 else None
 
 
-def declared_prediction(facts: Facts) -> str | None:
-    found = facts.options.get("prediction_type")
-    return found if found in TYPES else None
+def declared_prediction(*settings: Mapping[str, Any]) -> str | None:
+    """Of the first that says one: the script's options, the noise scheduler's config."""
+    found = (each.get("prediction_type") for each in settings)
+    return next((name for name in found if name in TYPES), None)
 
 
-def check_options(facts: Facts, passes: int, limit: float, searched: bool) -> list[Check]:
-    """`passes`: backward passes of the update; `limit`: of the gradient's norm, 0 where it was not clipped; `searched`: whether
+def check_options(facts: Facts, passes: int, norm: float, searched: bool) -> list[Check]:
+    """`passes`: backward passes of the update; `norm`: of the gradient at the step, 0 where it was clipped; `searched`: whether
     averages would have been found."""
     checks = []
     wanted = declared_micro_steps(facts)
@@ -33,65 +35,92 @@ def check_options(facts: Facts, passes: int, limit: float, searched: bool) -> li
         text = f"the command line asks for {wanted} micro steps per update, and the optimizer steps after each backward pass"
         checks.append(Check("gradient", name, str(wanted), str(passes), False, text))
     clip = _number(facts.options, "max_grad_norm", "clip_grad_norm", "grad_clip")
-    if clip and not limit:
+    if clip and clip > 0 and norm > clip * 1.01:
         name = "clipping, by the command line"
-        text = f"the command line asks for gradients clipped to {clip:g}, and nothing clips them"
-        checks.append(Check("gradient", name, f"{clip:g}", "none", False, text, "warning"))
+        text = f"the command line asks for gradients clipped to {clip:g}, and the gradient's norm is {norm:.3g} at the step"
+        checks.append(Check("gradient", name, f"{clip:g}", f"{norm:.3g}", False, text, "warning"))
     if facts.options.get("use_ema") is True and searched and not any(a.is_average for a in facts.averages):
         text = "the command line asks for averaged weights, and none were found"
-        checks.append(Check("ema", "averaged weights, by the command line", "some", "none", False, text))
+        checks.append(Check("ema", "averaged weights, by the command line", "some", "none", False, text, "warning"))
     return checks
 
 
-def check_schedule(facts: Facts, rates: list[tuple[int, list[float]]], updates: int, ended: bool) -> list[Check]:
-    """Where the learning rate's schedule stands at the end of the run: seen, or projected from the script's options."""
+class Schedule:
+    """Where the learning rate's schedule stands, over the run."""
+
+    def __init__(self) -> None:
+        self._stepped: list[tuple[int, int]] = []  # (updates made, steps of the schedule made) at the looks
+
+    def look(self, facts: Facts, updates: int) -> None:
+        if (main := _main_schedule(facts)) is not None:
+            self._stepped.append((updates, int(main.last_epoch)))
+
+    def end(self, facts: Facts, rates: list[tuple[int, list[float]]], updates: int, ended: bool) -> list[Check]:
+        """At the end of the run: seen, or projected from the script's options. `ended`: the script came to its own end."""
+        name, wanted = "schedule of the learning rate at the end of the run", "at its own end"
+        if updates < 5 or not rates:
+            return []
+        if all(max(values) == 0 for _, values in rates):
+            text = f"the learning rate has been 0 in all {updates} updates: the network does not move"
+            return [Check("learning_rate", name, wanted, "0", False, text)]
+        if ended and any(int(schedule.last_epoch) == 0 for schedule in facts.schedules):
+            text = f"the schedule of the learning rate has not been stepped in {updates} updates: its step() is not called"
+            return [Check("learning_rate", name, wanted, "never stepped", False, text)]
+        schedule = _main_schedule(facts)
+        length = schedule_length(schedule) if schedule is not None else None
+        if not length or schedule is None:
+            return []
+        total = updates if ended else _length(facts)
+        at_end = int(schedule.last_epoch), int(schedule.last_epoch)
+        if not ended:
+            if total is None or not self._stepped or updates - self._stepped[0][0] < 5:
+                return [not_observed("learning_rate", name, wanted, "the end of the run was not seen")]
+            first, before = self._stepped[0]
+            made = int(schedule.last_epoch) - before
+            # One step may be about to come: a schedule of epochs is stepped seldom.
+            of_update = total / (updates - first)
+            at_end = int((made - 1) * of_update), int((made + 1) * of_update)
+        return [_judged_end(schedule, length, at_end, max(max(values) for _, values in rates), ended)]
+
+
+def _main_schedule(facts: Facts) -> Any:
+    """The only one, or the one that the others are parts of."""
+    parts = {id(part) for schedule in facts.schedules for part in getattr(schedule, "_schedulers", ())}
+    whole = [schedule for schedule in facts.schedules if id(schedule) not in parts]
+    return whole[0] if len(whole) == 1 else None
+
+
+def _judged_end(schedule: Any, length: int, at_end: tuple[int, int], peak: float, ended: bool) -> Check:
+    """`length`: of the schedule; `at_end`: its steps then, at least and at most; `peak`: of the learning rate."""
     name, wanted = "schedule of the learning rate at the end of the run", "at its own end"
-    made_none = [schedule for schedule in facts.schedules if int(schedule.last_epoch) == 0]
-    if made_none and updates >= 5:
-        text = f"the schedule of the learning rate has not been stepped in {updates} updates: its step() is not called"
-        return [Check("learning_rate", name, wanted, "never stepped", False, text)]
-    if updates >= 5 and rates and all(max(values) == 0 for _, values in rates):
-        text = f"the learning rate has been 0 in all {updates} updates: the network does not move"
-        return [Check("learning_rate", name, wanted, "0", False, text)]
-    lengths = [(s, schedule_length(s)) for s in facts.schedules]
-    known = [(schedule, length) for schedule, length in lengths if length]
-    if not known or not rates or not updates:
-        return []
-    schedule, length = known[0]
-    made = int(schedule.last_epoch)
-    total = updates if ended else _length(facts)
-    if total is None:
-        return [not_observed("learning_rate", name, wanted, "the end of the run was not seen")]
-    at_end = made * total / updates
-    share = at_end / length
-    peak = max(max(values) for _, values in rates)
-    rate = _rate_at(schedule, at_end) if not ended else max(rates[-1][1])
-    left = rate / peak if peak else 0.0
-    how = "is" if ended else "will be"
-    observed = f"{at_end:.0f} of {length} of its steps made; {left:.0%} of the peak"
-    if share < 0.9 and left > 0.1:
+    least, most = at_end
+    rate = max(group["lr"] for group in schedule.optimizer.param_groups) if ended else _rate_at(schedule, most)
+    left, how = rate / peak, "is" if ended else "will be"
+    observed = f"{most} of {length} of its steps made; {left:.0%} of the peak"
+    if (most + ended) / length < 0.9 and left > 0.1:
         text = (
             f"the learning rate {how} still at {left:.0%} of its peak when the script ends: its schedule is laid out for "
-            f"{length} steps and makes {at_end:.0f} (of batches, but stepped once per update?)"
+            f"{length} steps and makes {most} (of batches, but stepped once per update?)"
         )
-        return [Check("learning_rate", name, wanted, observed, False, text, "warning")]
-    if share > 1.1:
+        return Check("learning_rate", name, wanted, observed, False, text, "warning")
+    if least / length > 1.1:
         text = (
-            f"the schedule of the learning rate {how} over after {1 / share:.0%} of the run: it is laid out "
-            f"for {length} steps and makes {at_end:.0f} (stepped once per process, or per micro step?)"
+            f"the schedule of the learning rate {how} over after {length / least:.0%} of the run: it is laid out "
+            f"for {length} steps and makes {least} (stepped once per process, or per micro step?)"
         )
-        return [Check("learning_rate", name, wanted, observed, False, text, "warning")]
-    return [Check("learning_rate", name, wanted, observed, True)]
+        return Check("learning_rate", name, wanted, observed, False, text, "warning")
+    return Check("learning_rate", name, wanted, observed, True)
 
 
 def _length(facts: Facts) -> int | None:
     """Updates of the whole run, by the script's options."""
     steps = _number(facts.options, "max_train_steps", "max_steps", "total_steps")
-    if steps:
+    if steps and steps > 0:
         return int(steps)
     epochs = _number(facts.options, "num_epochs", "num_train_epochs", "epochs")
-    batches = max((len(loader) for loader in facts.loaders if _sized(loader)), default=0)
-    if not epochs or not batches:
+    shards = [loader for loader in facts.loaders if type(loader).__module__.startswith("accelerate")]  # of this process
+    batches = max((len(loader) for loader in shards or facts.loaders if _sized(loader)), default=0)
+    if not epochs or epochs < 0 or not batches:
         return None
     micro_steps = facts.micro_steps or declared_micro_steps(facts) or 1
     return int(epochs) * -(-batches // micro_steps)

@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from utils.core.files import whole_file
+from utils.diagnostics.audit.observer import failure_text
 from utils.diagnostics.audit.verdict import step_lines
 from utils.diagnostics.diagnose import judge
 from utils.diagnostics.finding import Finding, described
@@ -42,10 +44,19 @@ class Result:
     def findings(self, watcher: Watcher) -> list[Finding]:
         return judge(self._record(watcher))[0]
 
-    def show(self, watcher: Watcher) -> None:
+    def finish(self, watcher: Watcher, hooks: ExitStack, ended: bool) -> None:
+        """When the script is over; `ended`: by itself. What goes wrong here is one line too."""
+        watcher.end(ended)
+        hooks.close()
+        if self.main and os.getpid() == watcher.process:
+            try:
+                self.write(watcher)
+                self._show(watcher)
+            except Exception as error:
+                watcher.switch_off(failure_text(error))
+
+    def _show(self, watcher: Watcher) -> None:
         """In the terminal, after all that the script printed."""
-        if not self.main:
-            return
         sys.stdout.flush()
         print(f"\nwatched: {describe(watcher)}", end="\n\n")
         for finding in self.findings(watcher):

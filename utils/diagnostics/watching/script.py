@@ -5,7 +5,6 @@ import runpy
 import signal
 import sys
 import traceback
-from contextlib import ExitStack
 from pathlib import Path
 
 from utils.core.errors import UserError
@@ -26,21 +25,13 @@ def watch_script(script: Path, arguments: list[str], result_dir: Path, most_upda
     try:
         status, ended = _run(script, arguments)
     except KeyboardInterrupt:
-        _finish(watcher, result, hooks, False)
+        result.finish(watcher, hooks, ended=False)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever waits is told that it was interrupted
         os.kill(os.getpid(), signal.SIGINT)
         return 130
     watcher.exit_status = status
-    _finish(watcher, result, hooks, ended)
+    result.finish(watcher, hooks, ended)
     return status
-
-
-def _finish(watcher: Watcher, result: Result, hooks: ExitStack, ended: bool) -> None:
-    watcher.end(ended)
-    hooks.close()
-    if os.getpid() == watcher.process:
-        result.write(watcher)
-        result.show(watcher)
 
 
 def _run(script: Path, arguments: list[str]) -> tuple[int, bool]:

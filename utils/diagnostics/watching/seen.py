@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MOST = 96  # tensors that are kept of one kind
+MOST, FEWEST = 96, 8  # tensors that are kept of one kind
+MOST_BYTES = 1 << 28  # of those of the images' size, which would else be free
+TOKENS = 4  # of a text, at least
 _DRAWS = {"randn", "randn_like", "normal_", "normal", "normal_functional", "rand", "rand_like", "uniform_"}
 _NORMAL = {"randn", "randn_like", "normal_", "normal", "normal_functional"}
 _INTEGERS = {"randint", "randint_like", "random_", "multinomial", "randperm"}
@@ -29,6 +31,17 @@ class Times:
     highest: int = 0
 
 
+@dataclass(frozen=True)
+class Noising:
+    """A call of a scheduler's `add_noise`."""
+
+    scheduler: Any
+    clean: torch.Tensor
+    noise: torch.Tensor
+    timesteps: torch.Tensor
+    result: torch.Tensor
+
+
 @dataclass
 class Seen:
     """Tensors by reference, in the order in which they came."""
@@ -37,6 +50,13 @@ class Seen:
     times: list[Times] = field(default_factory=list)
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)  # floating, [B, C, ...]
     scaled: set[int] = field(default_factory=set)  # ids of those that are another one times a number of each sample
+    labels: dict[int, torch.Tensor] = field(default_factory=dict)  # whole numbers, [B] or [B, tokens]
+
+    def labels_of(self, batch: int) -> list[torch.Tensor]:
+        """Those of a batch, and not what was drawn at random."""
+        drawn = [times.values for times in self.times]
+        found = [labels for labels in self.labels.values() if len(labels) == batch]
+        return [labels for labels in found if not any(labels.shape == d.shape and bool((labels == d).all()) for d in drawn)]
 
 
 class Recorder(TorchDispatchMode):
@@ -101,9 +121,14 @@ class Recorder(TorchDispatchMode):
 
     def _keep(self, tensor: torch.Tensor) -> None:
         if self._fits(tensor):
-            tensors = self.seen.tensors
-            if id(tensor) not in tensors:
-                while len(tensors) >= MOST:
-                    oldest = next(iter(tensors))
-                    del tensors[oldest]
-                tensors[id(tensor)] = tensor
+            most = max(FEWEST, min(MOST, MOST_BYTES // max(tensor.nbytes, 1)))
+            _keep_newest(self.seen.tensors, tensor, most)
+        elif tensor.dtype is torch.int64 and (tensor.ndim == 1 or (tensor.ndim == 2 and tensor.shape[1] >= TOKENS)):
+            _keep_newest(self.seen.labels, tensor, MOST)
+
+
+def _keep_newest(kept: dict[int, torch.Tensor], tensor: torch.Tensor, most: int) -> None:
+    if id(tensor) not in kept:
+        while len(kept) >= most:
+            del kept[next(iter(kept))]
+        kept[id(tensor)] = tensor

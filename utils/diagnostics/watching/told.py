@@ -44,12 +44,5 @@ def watch(
     watcher.told(model, optimizer, facts)
     hooks = install(watcher)
 
-    def finish() -> None:
-        watcher.end(True)
-        hooks.close()
-        if os.getpid() == watcher.process:
-            result.write(watcher)
-            result.show(watcher)
-
-    atexit.register(finish)
+    atexit.register(result.finish, watcher, hooks, True)
     return watcher

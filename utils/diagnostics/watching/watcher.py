@@ -2,84 +2,28 @@
 
 import os
 import sys
-import traceback
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.diagnostics.audit.observer import Observer
+from utils.diagnostics.audit.observer import failure_text
 from utils.diagnostics.watching.facts import Facts, find_facts
-from utils.diagnostics.watching.judging import Clip, Judge, LastLook
-from utils.diagnostics.watching.seen import Recorder, Seen
+from utils.diagnostics.watching.judging import Judge
+from utils.diagnostics.watching.observing import ForeignObserver
+from utils.diagnostics.watching.probes import CopyProbe, Probe
+from utils.diagnostics.watching.seen import Noising, Recorder, Seen
+from utils.diagnostics.watching.updating import Clip, LastLook
 
 SEARCHES = {1, 20, 609, 10945}  # finished updates after which all objects may be looked through
-MOST_PROBES = 256  # that are kept until they are compared
-PROBED = 16  # elements of the weights that are compared between two updates
+SHARE = 0.3  # of an optimizer's parameters, that a network has at least
 
 
 class Enough(SystemExit):
     """Ends the script after the updates that were asked for."""
-
-
-class ForeignObserver(Observer):
-    """Of a loop that may clear its gradients between the forward and the backward pass."""
-
-    stepped: frozenset[int] = frozenset()  # ids of the parameters that the optimizer owns
-
-    def _before_forward(self, name: str, module: nn.Module, inputs: tuple, options: dict | None = None) -> None:
-        if options is not None:  # a hook that was taken away in this pass comes once more, without them
-            super()._before_forward(name, module, inputs, options)
-
-    @torch.no_grad()
-    def begin_backward(self) -> None:
-        if self.update is None or not self.update.micro_steps or self._has_run_backward:
-            return
-        gradients = [p.grad for p in self.parameters.values()]
-        known = [g for g in gradients if g is not None]
-        step = self.update.micro_steps[-1]
-        if len(self.update.micro_steps) == 1:
-            owned = [p.grad for p in self.parameters.values() if p.grad is not None and id(p) in self.stepped]
-            self.update.left_over = torch.stack(torch._foreach_norm(owned)).norm() if owned else torch.zeros(())
-        step.gradient_before = self.sample.take(gradients) if known else None
-
-
-class Probe:
-    """Some elements of the weights, after each step and before the next forward pass: whether anything else changes them."""
-
-    def __init__(self, weights: torch.Tensor):
-        self._weights, self._place = weights, -1
-        self._left: list[torch.Tensor] = []
-        self._found: list[torch.Tensor] = []
-        self._moved = False
-
-    def _clone(self) -> torch.Tensor:
-        weights = self._weights.detach()
-        if weights.data_ptr() != self._place:
-            self._place = weights.data_ptr()
-            self._view = weights.as_strided((min(PROBED, weights.numel()),), (1,), weights.storage_offset())
-        return self._view.clone()
-
-    def take(self) -> None:
-        del self._left[len(self._found) :]
-        self._left.append(self._clone())
-
-    def again(self) -> None:
-        if len(self._left) > len(self._found):
-            self._found.append(self._clone())
-        if len(self._found) >= MOST_PROBES:
-            self._moved = self.moved()
-
-    def moved(self) -> bool:
-        """Whether it was so since it was last asked."""
-        pairs = list(zip(self._left, self._found))
-        moved = self._moved or (bool(pairs) and any(not torch.equal(a, b) for a, b in pairs))
-        self._left, self._found, self._moved = [], [], False
-        return moved
 
 
 class Candidate:
@@ -107,15 +51,21 @@ class Watcher:
         self._candidates: list[Candidate] = []
         self._optimizers: dict[int, Any] = {}
         self._optimizer: Optimizer | None = None
+        self._others: set[int] = set()  # ids of parameters of the network that another optimizer has
+        self._called: nn.Module | None = None  # the network, as the script calls it
+        self._inside: list[nn.Module] = []  # modules in it that may be a raw network
         self._hooks: list[Any] = []
         self._stepped = self._auditing = self._busy = False
+        self._steps = 0  # of optimizers, before a network was found
         self._facts = Facts()
         self._next, self._following = 2, 3  # updates that are looked at
-        self._noising: list[tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._noising: list[Noising] = []
+        self._reached: set[str] = set()  # by the gradient of the update under way
         self._clips: list[Clip] = []
         self._scaler: Any = None
         self._scale = 1.0
         self._probe = Probe(torch.zeros(1))
+        self._copies: dict[str, CopyProbe] = {}  # by the name of the average
         self._encoder: nn.Module | None = None
         self._encoded = False
         self._discovering = True
@@ -132,8 +82,7 @@ class Watcher:
         try:
             look(*arguments)
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            self.switch_off(f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})")
+            self.switch_off(failure_text(error))
 
     def switch_off(self, why: str) -> None:
         self.failure = why
@@ -179,34 +128,42 @@ class Watcher:
     def before_step(self, optimizer: Optimizer) -> None:
         if optimizer is self._optimizer:
             self._recorder.stop()
+            if self._auditing and self._observer is not None:
+                self._reached = self._observer.reached()
         if id(optimizer) in self._optimizers:
             return
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        mine = [c for c in self._candidates if any(id(p) in owned for p in c.module.parameters())]
-        count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        owned = {id(p): p.numel() for group in optimizer.param_groups for p in group["params"]}
+        count = sum(owned.values())
+        mine = [c for c in self._candidates if sum(owned.get(id(p), 0) for p in c.module.parameters()) > SHARE * count]
         outermost = min(mine, key=lambda c: c.depth) if mine else None
         name = type(unwrapped(outermost.module)).__name__ if outermost else "another network"
         self.networks.append((name, type(optimizer).__name__, count))
-        if outermost is not None and self._discovering:
+        if self._observer is not None and any(id(p) in owned for p in self._observer.parameters.values()):
+            self._others |= owned.keys()
+            self._install()
+        elif outermost is not None and self._discovering:
             self._choices.append((outermost.module, [c.module for c in mine], optimizer, outermost.shape))
             if self._optimizer is None:
                 self._choose()
 
     def _choose(self) -> None:
         """Watches the next of the networks that may be the denoiser."""
-        called, candidates, self._optimizer, self._recorder.shape = self._choices.pop(0)
-        self._install(called, candidates)
+        self._called, self._inside, self._optimizer, self._recorder.shape = self._choices.pop(0)
+        self._others = set()
+        self._install()
 
-    def _install(self, called: nn.Module, candidates: list[nn.Module]) -> None:
+    def _install(self) -> None:
+        called, optimizer = self._called, self._optimizer
+        if called is None or optimizer is None:
+            return
         network = self.network = unwrapped(called)
         inside = set(network.modules()) - {network}
         total = sum(p.numel() for p in network.parameters())
-        inner = [m for m in candidates if m in inside and sum(p.numel() for p in m.parameters()) >= 0.9 * total]
+        inner = [m for m in self._inside if m in inside and sum(p.numel() for p in m.parameters()) >= 0.9 * total]
         modules = {"network": network} | ({"raw": inner[-1]} if inner else {})
-        self._observer = ForeignObserver(modules)
-        groups = self._optimizer.param_groups  # type: ignore[union-attr]
-        self._observer.stepped = frozenset(id(p) for group in groups for p in group["params"])
+        stepped = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+        self._observer = ForeignObserver(modules, stepped, self._others - stepped)
         self._probe = Probe(max(self._observer.parameters.values(), key=torch.Tensor.numel))
         for hook in self._hooks:
             hook.remove()
@@ -219,7 +176,8 @@ class Watcher:
         self._optimizer, self._told = getattr(optimizer, "optimizer", optimizer), facts
         self.networks.append((type(unwrapped(network)).__name__, type(self._optimizer).__name__, 0))
         self._optimizers[id(self._optimizer)] = weakref.ref(self._optimizer)
-        self._install(network, [])
+        self._called, self._inside = network, []
+        self._install()
         self._end_discovery()
 
     def _end_discovery(self) -> None:
@@ -247,6 +205,8 @@ class Watcher:
             self._stepped = False
             self._end_discovery()
             self._probe.again()
+            for copies in self._copies.values():
+                copies.take()
             self._finish()
             if self._observer is not observer:  # this was not the denoiser
                 return
@@ -278,10 +238,11 @@ class Watcher:
         update = self._observer.end_update()
         if update is None:
             raise RuntimeError(self._observer.failure or "an update was not seen")
-        look = LastLook(update, self._observer, self._facts, self._scale, list(self._clips), self._probe.moved(), self._encoded)
+        known = type(self._optimizer).__module__.startswith("torch.optim")
+        about = (self._observer, self._facts, list(self._clips), self._probe.moved(), self._reached, known, self._scale)
         self._busy = True  # the judge makes optimizer steps of its own
         try:
-            self.judge.look(look)
+            self.judge.look(LastLook(update, *about), self._encoded, bool(self._choices))
         finally:
             self._busy = False
         self._report(self)
@@ -289,9 +250,11 @@ class Watcher:
             self._choose()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        if self._optimizer is None or optimizer is not self._optimizer:
-            return
-        if self._stepped:
+        if self._optimizer is None:
+            self._steps += 1
+            if self._most is not None and self._steps >= self._most:
+                raise Enough(0)
+        if optimizer is not self._optimizer or self._stepped:
             return
         self._stepped = True
         self.updates += 1
@@ -299,12 +262,21 @@ class Watcher:
             self._facts = find_facts(self.network, optimizer)  # type: ignore[arg-type]
             self._facts.add(self._told)
             self._watch_autoencoder()
+            self._probe_copies()
         if self._auditing:
             self._observer.end_step()  # type: ignore[union-attr]
         self._probe.take()
         if self.updates + 1 >= self._next:
             self._recorder.start()
         self.judge.rate(self.updates, [float(group["lr"]) for group in optimizer.param_groups])
+
+    def _probe_copies(self) -> None:
+        parameters = self._observer.parameters if self._observer is not None else {}
+        for average in self._facts.averages:
+            names = [name for name in average.tensors if name in parameters and average.is_average and average.settings is None]
+            if names and average.name not in self._copies:
+                name = max(names, key=lambda name: parameters[name].numel())
+                self._copies[average.name] = CopyProbe(average.name, average.tensors[name], parameters[name])
 
     def _watch_autoencoder(self) -> None:
         """Whether images are encoded in an update."""
@@ -339,21 +311,21 @@ class Watcher:
             self._next = min(self._next, self.updates + 1)
             self._stepped = True  # the next forward pass begins an update
 
-    def noised(self, scheduler: Any, clean: Any, noise: Any, timesteps: Any, result: Any) -> None:
-        if all(isinstance(v, torch.Tensor) for v in (clean, noise, timesteps, result)):
-            self._noising.append((scheduler, clean.detach(), noise.detach(), timesteps.detach(), result.detach()))
-            del self._noising[:-4]
+    def noised(self, noising: Noising) -> None:
+        self._noising = [*self._noising[-3:], noising]
 
-    def clipped(self, kind: str, limit: float) -> None:
-        if self._auditing:
+    def clipped(self, kind: str, limit: float, parameters: list[torch.Tensor]) -> None:
+        if self._auditing and self._observer is not None:
             micro_steps = self._observer.update.micro_steps if self._observer.update is not None else []
-            self._clips.append(Clip(kind, limit, len(micro_steps), self._stepped))
+            clipped = {id(p) for p in parameters if p.grad is not None}
+            whole = clipped == {id(p) for p in self._observer.parameters.values() if p.grad is not None}
+            self._clips.append(Clip(kind, limit, len(micro_steps), self._stepped, whole))
 
     def end(self, ended: bool) -> None:
         """When the script is over; `ended`: by itself, and not by an error, an interruption or `--watch_updates`."""
         if self._stepped and self._auditing:
             self.safely(self._finish)
-        self.safely(self.judge.end, self.updates, ended)
+        self.safely(self.judge.end, self.updates, ended, list(self._copies.values()))
         self.rest()
 
 

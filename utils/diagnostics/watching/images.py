@@ -1,4 +1,4 @@
-"""Whether the latents that the noise is added to are the autoencoder's, shifted and scaled as its config says."""
+"""Whether the images that the noise is added to are from -1 to 1, or latents as the autoencoder's config says."""
 
 from typing import Any
 
@@ -7,7 +7,24 @@ import torch
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.seen import Seen
 
-SMALL = 1e-4
+FAR = 1.2  # beyond the range of images
+SMALL = 1e-4  # of what a straight line leaves
+
+
+def check_range(images: torch.Tensor) -> Check:
+    values = images.detach().float()
+    low, high = float(values.min()), float(values.max())
+    name, wanted = "range of the clean images", "-1 to 1"
+    observed = f"{low:.3g} to {high:.3g}, standard deviation {float(values.std()):.3g}"
+    if values.ndim != 4 or values.shape[1] not in (1, 3):
+        return not_observed("data", name, wanted, f"tensors of shape {tuple(values.shape[1:])} are no images; {observed}")
+    told = f"the images that the noise is added to reach from {low:.3g} to {high:.3g}"
+    if low > -2.0 and high > 20:
+        return Check("data", name, wanted, observed, False, f"{told}: they were not scaled to [-1, 1]", code="data-range")
+    if low >= -1e-3 and 0.5 < high <= 1 + 1e-3:
+        return Check("data", name, wanted, observed, False, f"{told}: [0, 1], not [-1, 1]", "warning", "data-range")
+    text = f"{told}, not from -1 to 1"
+    return Check("data", name, wanted, observed, max(high, -low) <= FAR, text, "warning", "data-range")
 
 
 def check_latents(clean: torch.Tensor, seen: Seen, config: Any) -> Check:
@@ -25,7 +42,7 @@ def check_latents(clean: torch.Tensor, seen: Seen, config: Any) -> Check:
     observed = f"{gain:.4g} z {'+' if offset >= 0 else '-'} {abs(offset):.4g}; standard deviation {spread:.3g}"
     fine = any(abs(g / scale - 1) < 1e-3 and abs(o + shift * scale) < 1e-3 * max(1.0, abs(shift * scale)) for g, o in relatives)
     text = f"the latents are {gain:.4g} times the autoencoder's {offset:+.4g}, by its config they should be {wanted}"
-    return Check("data", name, wanted, observed, fine, text)
+    return Check("data", name, wanted, observed, fine, text, code="data-latents")
 
 
 def _line(clean: torch.Tensor, tensor: torch.Tensor) -> tuple[float, float] | None:

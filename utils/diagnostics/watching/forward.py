@@ -1,0 +1,305 @@
+"""What a forward pass and its loss show: image and noise, the noise level, the target, what errors count."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from utils.diagnostics.audit.declared import Declared, DeclaredOptimizer
+from utils.diagnostics.audit.fitting import flat
+from utils.diagnostics.audit.noising import check_noising
+from utils.diagnostics.audit.pooled import Pool
+from utils.diagnostics.audit.seen import Call, MicroStep, Update
+from utils.diagnostics.audit.verdict import Check, not_observed
+from utils.diagnostics.watching.facts import Facts
+from utils.diagnostics.watching.images import check_latents, check_range
+from utils.diagnostics.watching.inputs import check_mixture, check_noised_once, check_told, check_unexplained
+from utils.diagnostics.watching.levels import Levels, Look, Table, anywhere, matching, said, tables
+from utils.diagnostics.watching.mixture import Mixture, find
+from utils.diagnostics.watching.options import declared_prediction
+from utils.diagnostics.watching.preconditioning import check_preconditioning
+from utils.diagnostics.watching.seen import Noising, Seen, Times
+from utils.diagnostics.watching.targets import check_target, identify_target
+from utils.diagnostics.watching.weights import check_weights, identify_weights
+
+
+class ForwardJudge:
+    """Of all looks; what is drawn is judged over all of them together.
+
+    Args:
+        words: gets what the script is found to do.
+    """
+
+    def __init__(self, words: dict[str, str]):
+        self.mixed = False  # the network was seen to get a mixture of image and noise
+        self._words = words
+        self._noise_pool = Pool(declared_step(1))
+        self._level_pool: Pool | None = None
+        self._num_steps = 0  # of the noise schedule
+
+    def look(self, update: Update, facts: Facts, loss_scale: float, encoded: bool) -> list[Check]:
+        """`encoded`: an autoencoder made the clean images from others."""
+        looks = _looks(update, loss_scale)
+        if not looks:
+            return [check_unexplained(update)]
+        self.mixed = True
+        levels = Levels(looks)
+        checks: list[Check] = []
+        if (twice := check_noised_once(update)) is not None:
+            return [twice, *self._noise(looks)]
+        if levels.noise_alone:
+            return [check_mixture(levels), *self._noise(looks)]
+        micro_steps = facts.micro_steps or max(1, sum(step.finished for step in update.micro_steps))
+        checks, table, prediction = self._levels(levels, looks, facts, _scheduler(update, facts))
+        if table is not None:
+            self._add_levels(table, looks)
+        wrapped, kind = _raw_network(update, levels)
+        return [
+            *checks,
+            *self._loss(levels, table, prediction, micro_steps, kind),
+            *wrapped,
+            *self._noise(looks),
+            *([] if levels.constant else [_data(looks[0], update, facts, encoded)]),
+        ]
+
+    def _loss(
+        self, levels: Levels, table: torch.Tensor | None, prediction: str | None, micro_steps: int, kind: str
+    ) -> list[Check]:
+        """`kind`: of the preconditioning, where there is one."""
+        coefficients = None
+        if table is not None and all(look.noised_with is not None for look in levels.looks):
+            known = torch.cat([look.noised_with for look in levels.looks]).long()  # type: ignore[misc]
+            values = table.to(levels.a)[known.clamp(0, len(table) - 1)]
+            coefficients = values.sqrt(), (1 - values).sqrt()
+        target = identify_target(levels, _order(prediction, levels), coefficients)
+        if target is None:
+            return [not_observed("target", "target of the loss", "not declared", "no finite gradient reached the output")]
+        checks = [check_target(target, prediction, levels)]
+        self._words["target"] = target.name + ("" if target.loss.startswith("squared error") else f" by its {target.loss}")
+        if target.scale is None:
+            return checks
+        weights = target.scale * levels.pixels * levels.sizes.to(target.scale) * micro_steps / 2
+        weighting = identify_weights(weights, levels, target.name, micro_steps)
+        if weighting.healthy and weighting.name == "1" and target.name == "sample" and kind.startswith("EDM"):
+            weighting.healthy, weighting.severity = False, "warning"
+            weighting.message = (
+                f"weight 1 on the denoised image: the network is preconditioned as {kind}, so that errors of the raw network "
+                "count c_out^2, next to nothing at low noise; EDM's weight is 1 / c_out^2"
+            )
+        gamma = f" with gamma {weighting.gamma:g}" if weighting.gamma else ""
+        if gamma or "gamma" not in self._words.get("weight", ""):  # a batch without high SNRs shows none
+            self._words["weight"] = (weighting.name or "a function of their own") + gamma
+        return [*checks, check_weights(weighting, weights)]
+
+    # ---- the noise level
+
+    def _levels(
+        self, levels: Levels, looks: list[Look], facts: Facts, scheduler: Any
+    ) -> tuple[list[Check], torch.Tensor | None, str | None]:
+        """(checks of input and timestep, the table of the schedule, the declared prediction type)."""
+        config = getattr(scheduler, "config", None) or {}
+        prediction = declared_prediction(facts.options, config)
+        times = [one.times for one in looks if one.times is not None]
+        drawn = torch.cat([one.values.double() for one in times]) if len(times) == len(looks) else None
+        if all(one.noised_with is not None for one in looks) and (table := _own_table(scheduler)) is not None:
+            used = torch.cat([one.noised_with for one in looks])  # type: ignore[misc]
+            return self._steps(levels, looks, used, str(config.get("beta_schedule", "own")), table), table, prediction
+        steps = (times[0].highest if times else 0) or 1000
+        for places in (levels.told, drawn):
+            if places is not None and bool((places == places.round()).all()) and len(places) == len(levels.a):
+                found = matching(levels, places, steps)
+                if found is not None:
+                    return self._steps(levels, looks, places, *found), found[1], prediction
+        if drawn is not None or _whole(levels.told):
+            if (place := anywhere(levels, steps)) is not None:
+                name, table, places = place
+                return self._steps(levels, looks, places.double(), name, table), table, prediction
+            if broken := self._broken(levels, looks, levels.told if drawn is None else drawn, steps):
+                return broken, None, prediction
+        told, words = check_told(levels)
+        known = "process of an unknown kind" if levels.kind == "other" else f"{levels.kind} path"
+        self._words["schedule"] = known + (f", told {words}" if words else "")
+        return [told, check_mixture(levels)], None, prediction
+
+    def _steps(self, levels: Levels, looks: list[Look], places: torch.Tensor, name: str, table: torch.Tensor) -> list[Check]:
+        """By the audit's own checks of DDPM."""
+        self._words["schedule"] = f"{said(name)} schedule of {len(table)} steps"
+        declared = declared_step(1, Table(name, len(table), False, "epsilon", None, values=table))
+        steps, position = [], 0
+        for one in looks:
+            part = places[position : position + len(one.x)]
+            position += len(one.x)
+            told = one.told if one.told is not None else part
+            call = Call((one.x, told), (one.output[:, : one.x.shape[1]],))
+            mixture = one.mixture
+            noise = mixture.noise_tensor
+            if mixture.extra:
+                noise = (_whole_noise(mixture, one.x) if one.x.numel() <= 1 << 18 else noise).to(noise)
+            batch = {"clean_images": mixture.clean_tensor, "noise": noise, "timesteps": part}
+            steps.append(MicroStep({"network": call}, batch))
+        checks = [c for c in check_noising(steps, declared) if c.stage in ("timestep", "input")]
+        if looks[0].x.dtype.itemsize < 4:  # image and noise are in half precision, as the script wants them
+            checks = [replace(c, severity="info") if "is rounded" in c.message else c for c in checks]
+        return checks
+
+    def _broken(self, levels: Levels, looks: list[Look], places: torch.Tensor, steps: int) -> list[Check]:
+        """A known mistake in the formula of a known schedule."""
+        if bool(((places < 0) | (places >= steps)).any()):
+            return []
+        kept = dict(self._words)
+        for name, table in tables(steps).items():
+            checks = self._steps(levels, looks, places, name, table)
+            text = next((c.message for c in checks if c.name == "coefficients of image and noise"), "")
+            if text and "times those declared" not in text and "something else" not in text and " schedule" not in text:
+                return checks
+        self._words.clear()
+        self._words.update(kept)
+        return []
+
+    def _add_levels(self, table: torch.Tensor, looks: list[Look]) -> None:
+        """Of steps that were drawn as whole numbers: those that the images have."""
+        drawn = [one.noised_with if one.noised_with is not None else one.times.values for one in looks if one.times]
+        if self._level_pool is None or self._num_steps != len(table):
+            self._num_steps = len(table)
+            self._level_pool = Pool(declared_step(1, Table("", len(table), False, "epsilon", None, values=table)))
+        if len(drawn) == len(looks):
+            for levels in drawn:
+                self._level_pool.add_levels(levels)
+
+    def _noise(self, looks: list[Look]) -> list[Check]:
+        for one in looks:
+            noise = one.mixture.noise_tensor
+            if noise.ndim == 4:
+                if one.mixture.offset:
+                    noise = noise - noise.flatten(2).mean(2)[:, :, None, None]
+                self._noise_pool.add_noise(noise)
+        checks = self._noise_pool.checks()
+        if checks and any(one.mixture.offset for one in looks):
+            text = f"one number for each channel is added to the noise (offset noise of {looks[0].mixture.offset:.3g})"
+            fine = replace(checks[0], healthy=None, observed=f"{checks[0].observed}; offset noise")
+            checks = [fine, Check("noise", "offset noise", "none", f"{looks[0].mixture.offset:.3g}", False, text, "info")]
+            self._words["noise"] = f"offset noise of {looks[0].mixture.offset:.3g}"
+        if looks[0].mixture.extra:
+            text = f"the network's input has {looks[0].mixture.extra:.3g} times more noise than its target (input perturbation)"
+            observed = f"{looks[0].mixture.extra:.3g}"
+            checks.append(Check("noise", "input perturbation", "none", observed, False, text, "info"))
+            self._words["perturbation"] = f"input perturbation of {looks[0].mixture.extra:.3g}"
+        if not looks[0].mixture.drawn:
+            checks.append(not_observed("noise", "where it is drawn", "by torch, in this update", "it was not drawn by torch"))
+        if self._level_pool is not None:
+            checks += [self._distribution(check, looks) for check in self._level_pool.checks()]
+        return checks
+
+    def _distribution(self, check: Check, looks: list[Look]) -> Check:
+        times = looks[0].times
+        steps = self._num_steps
+        if check.healthy is False and (times is None or not times.highest or (times.lowest, times.highest) == (0, steps)):
+            return replace(check, severity="info")  # drawn in another way on purpose
+        return replace(check, severity="warning") if check.healthy is False else check
+
+
+def _looks(update: Update, loss_scale: float) -> list[Look]:
+    found = []
+    for step in update.micro_steps:
+        call = step.calls.get("network")
+        if call is None or not call.outputs or not call.inputs or not isinstance(call.inputs[0], torch.Tensor):
+            continue
+        x, seen = call.inputs[0], step.batch.get("seen") or Seen()
+        noisings: list[Noising] = step.batch.get("noising") or []
+        noising = next((n for n in reversed(noisings) if n.clean.shape == x.shape), None)
+        mixture = find(x, seen, noising)
+        if mixture is None:
+            continue
+        step.batch |= {"noise": mixture.noise_tensor, "sample_numbers": mixture.clean_tensor}
+        gradient, told = call.gradients.get(0), _told(call, len(x))
+        gradient = gradient / loss_scale if gradient is not None else None
+        used = noising.timesteps.reshape(-1).double().expand(len(x)) if noising is not None else None
+        found.append(Look(x, told, call.outputs[0], gradient, mixture, _times(seen, told, len(x)), used))
+    return found
+
+
+def _scheduler(update: Update, facts: Facts) -> Any:
+    """The noise scheduler that the script calls, or has told."""
+    for step in update.micro_steps:
+        for noising in step.batch.get("noising") or []:
+            return noising.scheduler
+    return facts.noise_schedulers[0] if len(facts.noise_schedulers) == 1 else None
+
+
+def _data(look: Look, update: Update, facts: Facts, encoded: bool) -> Check:
+    images = look.mixture.clean_tensor
+    if encoded and facts.autoencoder is not None:
+        return check_latents(images, update.micro_steps[0].batch.get("seen") or Seen(), facts.autoencoder.config)
+    if facts.autoencoder is not None:
+        name, wanted = "scale of the latents", "that of the autoencoder"
+        return not_observed("data", name, wanted, "the autoencoder made them before this update, or in another process")
+    return check_range(images)
+
+
+def _raw_network(update: Update, levels: Levels) -> tuple[list[Check], str]:
+    """Where the denoiser is made around a network of its own: (the checks, what kind of preconditioning it is)."""
+    calls = update.micro_steps[0].calls if update.micro_steps else {}
+    outer, inner = calls.get("network"), calls.get("raw")
+    if outer is None or inner is None or not outer.outputs or not inner.outputs:
+        return [], ""
+    if not isinstance(inner.inputs[0], torch.Tensor):
+        return [], ""
+    return check_preconditioning(levels, outer.inputs[0], outer.outputs[0], inner.inputs[0], inner.outputs[0])
+
+
+def _whole_noise(mixture: Mixture, x: torch.Tensor) -> torch.Tensor:
+    """The noise that the input has, where it has more than one."""
+    values = flat(x) - mixture.of_clean[:, None] * mixture.clean
+    return (values / mixture.of_noise.clamp(min=1e-12)[:, None]).reshape(x.shape)
+
+
+def _whole(told: torch.Tensor | None) -> bool:
+    return told is not None and bool((told == told.round()).all()) and float(told.max()) > 1
+
+
+def _told(call: Call, batch: int) -> torch.Tensor | None:
+    """The number for each image that the network gets beside it."""
+    for value in call.inputs[1:]:
+        if isinstance(value, torch.Tensor) and value.numel() in (1, batch) and value.dtype != torch.bool:
+            return value.detach().double().reshape(-1).expand(batch)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return torch.full((batch,), float(value), dtype=torch.float64)
+    return None
+
+
+def _times(seen: Seen, told: torch.Tensor | None, batch: int) -> Times | None:
+    """Of the whole numbers drawn for the batch: those that the network is told, else those of the widest range."""
+    drawn = [times for times in seen.times if times.values.numel() == batch]
+    for times in drawn:
+        if told is not None and torch.equal(times.values.double().cpu(), told.cpu()):
+            return times
+    return max(drawn, key=lambda times: times.highest, default=None)
+
+
+def _order(declared: str | None, levels: Levels) -> list[str]:
+    names = ["epsilon", "v_prediction", "sample", "velocity", "backward", "raw", "score"]
+    if levels.kind == "flow":
+        names = ["velocity", "backward", *names[:3]]
+    if levels.kind == "preconditioned":
+        names = ["raw", *names]
+    return list(dict.fromkeys([declared, *names] if declared else names))
+
+
+def _own_table(scheduler: Any) -> torch.Tensor | None:
+    """Of a scheduler that noises by steps, as one made anew of the same config has it."""
+    fresh = type(scheduler).from_config(scheduler.config)
+    table = getattr(fresh, "alphas_cumprod", None)
+    if table is None:
+        return None
+    ends = torch.tensor([0, len(table) - 1])
+    try:
+        noised = fresh.add_noise(torch.ones(2, 1), torch.zeros(2, 1), ends)
+    except Exception:  # of those that noise by sigmas, before their steps are set
+        return None
+    return table.double().cpu() if torch.allclose(noised[:, 0], table[ends].sqrt(), atol=1e-4) else None
+
+
+def declared_step(micro_steps: int, noising: Any = None, limit: float | None = 0.0) -> Declared:
+    """For the audit's checks, of what they are to be told. `limit`: of the gradient's norm."""
+    optimizer = DeclaredOptimizer("", 0.0, 0.0, 0.0, 0.0, 0.0, lambda step: 0.0, limit)
+    return Declared(noising, None, optimizer, micro_steps, None)

@@ -1,0 +1,131 @@
+"""What the network gets: image and noise in the amounts of one process, and the noise level that it is told."""
+
+import torch
+
+from utils.diagnostics.audit.fitting import constant, fit, flat, middle, span, worst
+from utils.diagnostics.audit.seen import Update
+from utils.diagnostics.audit.verdict import Check, not_observed
+from utils.diagnostics.watching.levels import Levels
+from utils.diagnostics.watching.mixture import EXACT, ROUNDED
+from utils.diagnostics.watching.seen import Seen
+
+
+def _known_levels(levels: Levels) -> dict[str, torch.Tensor]:
+    """What networks are told of a noise level, by how it is written."""
+    b, log = levels.b, levels.sigma.log()
+    if levels.kind == "flow":
+        return {"s": b, "1 - s": 1 - b, "1000 s": 1000 * b, "1000 (1 - s)": 1000 * (1 - b)}
+    angle = levels.sigma.atan()
+    return {
+        "sigma": levels.sigma,
+        "ln(sigma) / 4": log / 4,
+        "ln(sigma)": log,
+        "1000 ln(sigma) / 4": 250 * log,
+        "-2 ln(sigma), the logarithm of the SNR": -2 * log,
+        "atan(sigma)": angle,
+        "2 atan(sigma) / pi": angle * 2 / torch.pi,
+        "1000 * 2 atan(sigma) / pi": angle * 2000 / torch.pi,
+    }
+
+
+def check_told(levels: Levels) -> tuple[Check, str]:
+    """Of a process without a table of steps: (the check, what the network is told)."""
+    name, wanted = "noise level that the network is told", "a function of the one that the image has"
+    told, sigma = levels.told, levels.sigma
+    if told is None:
+        return not_observed("timestep", name, wanted, "the network gets no number for each image beside it"), ""
+    known = _known_levels(levels)
+    for text, values in known.items():
+        if _alike(told, values):
+            return Check("timestep", name, wanted, text, True), text
+    if len(told) < 3:
+        return not_observed("timestep", name, wanted, "too few images to know the function"), ""
+    for text, values in known.items():
+        for shift, whose in ((1, "the image before"), (-1, "the next image")):
+            if _alike(told, values.roll(shift)):
+                message = f"the network is told the noise level of {whose} in the batch"
+                return Check("timestep", name, wanted, message, False, message), text
+    if constant(told, 1e-6) is not None and constant(sigma, 1e-3) is None:
+        message = f"the network is told {float(told[0]):.4g} for all images, though they have different noise levels"
+        return Check("timestep", name, wanted, "one for all", False, message), ""
+    order = told[sigma.argsort()].diff()
+    if bool((order >= 0).all()) or bool((order <= 0).all()):
+        return Check("timestep", name, wanted, "a monotone function of it", True), ""
+    message = "the network is told noise levels that are not those of the images: more noise is not a higher (or lower) number"
+    return Check("timestep", name, wanted, "no function of it", False, message), ""
+
+
+def _alike(told: torch.Tensor, values: torch.Tensor) -> bool:
+    return worst(told - values) <= 2e-3 * max(worst(values), 1e-3)
+
+
+def check_mixture(levels: Levels) -> Check:
+    """Of a process without a table of steps."""
+    name, wanted = "coefficients of image and noise", "one family for all noise levels"
+    if levels.noise_alone:
+        return Check("input", name, wanted, "noise alone", False, "the network sees noise alone, without the image")
+    if shift := levels.constant:
+        text = (
+            f"the network's input is image, noise and a constant of {shift:.3g}: "
+            "is the noise added before the images are normalized?"
+        )
+        return Check("input", name, wanted, f"and {shift:.3g}", False, text)
+    spread = f"a {span(levels.a)}, b {span(levels.b)}; residual {worst(levels.residual):.1e}"
+    if worst(levels.residual) > ROUNDED:
+        text = f"the network's input is not made of image and noise: {middle(levels.residual):.0%} of it is something else"
+        return Check("input", name, wanted, spread, False, text)
+    if worst(levels.residual) > EXACT:
+        text = f"the noised image is rounded: {middle(levels.residual):.1e} of it is neither image nor noise (bf16 leaves 3e-3)"
+        return Check("input", name, wanted, spread, False, text, "info" if levels.looks[0].x.dtype.itemsize < 4 else "critical")
+    many = len(levels.a) > 3
+    if many and constant(levels.b, 1e-5) is not None and constant(levels.a, 1e-5) is not None:
+        text = f"all images of the batch have one noise level ({spread}); each image should have its own"
+        return Check("timestep", "noise levels of the batch", "one for each image", spread, False, text)
+    formulas = {
+        "variance-preserving": "a^2 + b^2 = 1",
+        "flow": "a + b = 1",
+        "variance-exploding": "x_0 + sigma noise",
+        "preconditioned": f"c_in (x_0 + sigma noise), sigma_data {levels.sigma_data or 0:.3g}",
+    }
+    if levels.kind in formulas:
+        return Check("input", name, wanted, f"{levels.kind}: {formulas[levels.kind]}", True)
+    order = levels.sigma.argsort()
+    a, b = levels.a[order], levels.b[order]
+    if not many or bool((a > 0).all() and (a.diff() <= 1e-3).all() and (b.diff() >= -1e-3).all()):
+        return not_observed("input", name, wanted, f"a process of its own, which may be right ({spread})")
+    text = f"the coefficients of image and noise belong to no known process ({spread})"
+    return Check("input", name, wanted, spread, False, text)
+
+
+def check_noised_once(update: Update) -> Check | None:
+    """What `add_noise` got for a clean image is what it gave before."""
+    for step in update.micro_steps:
+        noisings = step.batch.get("noising") or []
+        for place, first in enumerate(noisings):
+            for later in noisings[place + 1 :]:
+                if later.clean.data_ptr() == first.result.data_ptr() and later.clean.shape == first.result.shape:
+                    text = "noise is added twice: the image that add_noise gets is one that it has noised before"
+                    return Check("input", "coefficients of image and noise", "noise is added once", "twice", False, text)
+    return None
+
+
+def check_unexplained(update: Update) -> Check:
+    """Of an input that is no mixture. Where the loss asks for a noise that was drawn, it should be made of that."""
+    name, wanted = "coefficients of image and noise", "a mixture of image and noise"
+    for step in update.micro_steps:
+        call, seen = step.calls.get("network"), step.batch.get("seen") or Seen()
+        if call is None or not call.outputs or 0 not in call.gradients or not isinstance(call.inputs[0], torch.Tensor):
+            continue
+        x, output, gradient = call.inputs[0], call.outputs[0], call.gradients[0]
+        for draw in seen.draws:
+            if draw.tensor.shape == x.shape == output.shape and draw.normal and torch.isfinite(gradient).all():
+                _, residual = fit(flat(gradient), flat(output) - flat(draw.tensor))
+                if worst(residual) < 1e-2:
+                    of_noise, left = fit(flat(x), flat(draw.tensor))
+                    text = (
+                        "the loss asks for the noise that was drawn, and the network's input is not that noise and an image "
+                        f"that was seen: {middle(left):.0%} of it is not the noise, which counts {span(of_noise[:, 0])}"
+                    )
+                    return Check("input", name, wanted, f"residual {worst(left):.1e}", False, text)
+    why = "what the network gets is no mixture of noise and a tensor that was seen before it"
+    return not_observed("input", name, wanted, why)

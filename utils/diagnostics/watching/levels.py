@@ -1,0 +1,123 @@
+"""The samples of an update, and the noise schedule that their coefficients belong to."""
+
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+import torch
+
+from utils.diagnostics.audit.declared import SCHEDULES, DeclaredNoising
+from utils.diagnostics.audit.fitting import constant, flat, worst
+from utils.diagnostics.watching.mixture import Mixture, family
+from utils.diagnostics.watching.seen import Times
+
+
+@dataclass
+class Look:
+    """One micro step: what went into the network and came out, and of what it was mixed."""
+
+    x: torch.Tensor  # [B, C, ...]
+    told: torch.Tensor | None  # the noise level that the network was told, float64 [B]
+    output: torch.Tensor
+    gradient: torch.Tensor | None  # of the loss, by the output; without the loss's scale
+    mixture: Mixture
+    times: Times | None = None  # whole numbers that were drawn, [B]
+    noised_with: torch.Tensor | None = None  # timesteps that `add_noise` got
+
+
+@dataclass(frozen=True)
+class Table(DeclaredNoising):
+    """A noise schedule whose values are given."""
+
+    values: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
+
+    @cached_property
+    def alphas_cumprod(self) -> torch.Tensor:
+        return self.values
+
+    def others(self) -> list[DeclaredNoising]:
+        return DeclaredNoising("linear", self.steps, False, self.prediction_type, None).others()
+
+
+class Levels:
+    """The samples of all micro steps of an update in one row, float64."""
+
+    def __init__(self, looks: list[Look]):
+        self.looks = looks
+        self.a = torch.cat([look.mixture.of_clean for look in looks])
+        self.b = torch.cat([look.mixture.of_noise for look in looks])
+        self.residual = torch.cat([look.mixture.residual for look in looks])
+        self.clean = torch.cat([look.mixture.clean for look in looks])
+        self.noise = torch.cat([look.mixture.noise for look in looks])
+        self.x = torch.cat([flat(look.x) for look in looks])
+        told = [look.told for look in looks if look.told is not None]
+        self.told = torch.cat(told) if len(told) == len(looks) else None
+        self.sizes = torch.cat([torch.full((len(look.x),), float(len(look.x))) for look in looks]).to(self.a)
+        images = [look.mixture.clean_tensor for look in looks]
+        self.pixels = images[0][0].numel()
+
+    @property
+    def sigma(self) -> torch.Tensor:
+        return self.b / self.a.clamp(min=1e-12)
+
+    @property
+    def constant(self) -> float:
+        return next((look.mixture.constant for look in self.looks if look.mixture.constant), 0.0)
+
+    @property
+    def noise_alone(self) -> bool:
+        return worst(self.a) < 1e-3 and worst(self.residual) < 1e-3
+
+    @property
+    def kind(self) -> str:
+        return family(self.a, self.b)
+
+    @cached_property
+    def sigma_data(self) -> float | None:
+        """Of a preconditioned input, a = 1 / sqrt(sigma^2 + sigma_data^2)."""
+        squared = constant(1 / self.a**2 - self.sigma**2, 1e-2)
+        return squared**0.5 if squared is not None and squared > 0 else None
+
+
+@lru_cache(maxsize=4)
+def tables(steps: int) -> dict[str, torch.Tensor]:
+    """Name -> alphas_cumprod of the schedules that scripts use, [T]."""
+    known = {}
+    for ending, zero_snr in (("", False), (" (zero terminal SNR)", True)):
+        for name in SCHEDULES:
+            known[name + ending] = DeclaredNoising(name, steps, zero_snr, "epsilon", None).alphas_cumprod
+    betas = torch.linspace(1e-4, 0.02, steps, dtype=torch.float64) * (1000 / steps)
+    if steps != 1000 and float(betas.max()) < 1:
+        known["linear (betas scaled by 1000 / T)"] = torch.cumprod(1 - betas, 0)
+    moments = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
+    curve = torch.cos((moments + 0.008) / 1.008 * torch.pi / 2) ** 2
+    for highest in (0.999, 0.9999):
+        betas = (1 - curve[1:] / curve[:-1]).clamp(0, highest)
+        known.setdefault(f"cosine (betas up to {highest:g})", torch.cumprod(1 - betas, 0))
+    return known
+
+
+def said(schedule: str) -> str:
+    return {"squaredcos_cap_v2": "cosine"}.get(schedule, schedule)
+
+
+def matching(levels: Levels, places: torch.Tensor, steps: int) -> tuple[str, torch.Tensor] | None:
+    """The known schedule that has the coefficients of the samples at `places` [B]."""
+    places = places.long()
+    if bool(((places < 0) | (places >= steps)).any()):
+        return None
+    for name, table in tables(steps).items():
+        values = table.to(levels.a)[places]
+        if worst(levels.a - values.sqrt()) < 1e-4 and worst(levels.b - (1 - values).sqrt()) < 1e-4:
+            return name, table
+    return None
+
+
+def anywhere(levels: Levels, steps: int) -> tuple[str, torch.Tensor, torch.Tensor] | None:
+    """(name, table, places) of the known schedule that has all coefficients, wherever."""
+    for name, table in tables(steps).items():
+        table = table.to(levels.a)
+        near = (table.sqrt()[None] - levels.a[:, None]).abs() + ((1 - table).sqrt()[None] - levels.b[:, None]).abs()
+        distance, places = near.min(1)
+        if worst(distance) < 2e-5:
+            return name, table, places
+    return None

@@ -1,0 +1,71 @@
+"""A few elements of weights and averages, looked at in each update: what the looks at whole updates would miss."""
+
+import torch
+
+MOST = 256  # that are kept until they are compared
+PROBED = 16  # elements that are compared
+
+
+class _View:
+    """The first elements of a tensor that may be put in another place."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor, self._place = tensor, -1
+
+    def clone(self) -> torch.Tensor:
+        tensor = self._tensor.detach()
+        if tensor.data_ptr() != self._place:
+            self._place = tensor.data_ptr()
+            self._view = tensor.as_strided((min(PROBED, tensor.numel()),), (1,), tensor.storage_offset())
+        return self._view.clone()
+
+
+class Probe:
+    """The weights after each step and before the next forward pass: whether anything else changes them."""
+
+    def __init__(self, weights: torch.Tensor):
+        self._weights = _View(weights)
+        self._left: list[torch.Tensor] = []
+        self._found: list[torch.Tensor] = []
+        self._moved = False
+
+    def take(self) -> None:
+        del self._left[len(self._found) :]
+        self._left.append(self._weights.clone())
+
+    def again(self) -> None:
+        if len(self._left) > len(self._found):
+            self._found.append(self._weights.clone())
+        if len(self._found) >= MOST:
+            self._moved = self.moved()
+
+    def moved(self) -> bool:
+        """Whether it was so since it was last asked."""
+        left, found = self._left[: len(self._found)], self._found
+        same = not found or torch.equal(torch.stack(left).nan_to_num(), torch.stack(found).nan_to_num())
+        moved = self._moved or not same
+        self._left, self._found, self._moved = [], [], False
+        return moved
+
+
+class CopyProbe:
+    """An average and its weights between updates, until it has once become something else than a copy of them."""
+
+    def __init__(self, name: str, average: torch.Tensor, weights: torch.Tensor):
+        self.name, self.averages = name, False
+        self.copies = 0  # updates in which it became a copy
+        self._views = _View(average), _View(weights)
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def take(self) -> None:
+        if not self.averages:
+            self._kept.append((self._views[0].clone(), self._views[1].clone()))
+            if len(self._kept) >= MOST:
+                self.compare()
+
+    def compare(self) -> None:
+        for (before, _), (average, weights) in zip(self._kept, self._kept[1:]):
+            if not torch.equal(before, average):
+                copied = torch.equal(average, weights.to(average))
+                self.copies, self.averages = self.copies + copied, self.averages or not copied
+        del self._kept[:-1]

@@ -1,0 +1,218 @@
+"""What the loss compares the network's output with, and whether that is what was declared."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from utils.diagnostics.audit.fitting import constant, fit, flat, middle, worst
+from utils.diagnostics.audit.verdict import Check, not_observed
+from utils.diagnostics.watching.levels import Levels
+
+
+@dataclass
+class Target:
+    name: str
+    healthy: bool
+    scale: torch.Tensor | None  # c [B] of the gradient c (output - target); None where the error is not a squared one
+    loss: str = "squared error"
+
+
+GOOD = ("epsilon", "sample", "v_prediction", "velocity", "raw", "score")
+SAID = {
+    "epsilon": "the noise (epsilon)",
+    "sample": "the clean image (sample)",
+    "v_prediction": "v (v_prediction)",
+    "velocity": "the flow's velocity noise - x_0",
+    "backward": "the flow's velocity x_0 - noise",
+    "raw": "(x_0 - c_skip x) / c_out, EDM's target",
+    "score": "the score -noise / sigma",
+    "velocity of its path": "the velocity of its straight path",
+}
+
+
+def _parts(levels: Levels, table: "tuple[torch.Tensor, torch.Tensor] | None") -> dict[str, tuple]:
+    """Name -> (of the clean image, of the noise) of the targets that a script may have; numbers or [B]."""
+    a, b = (levels.a, levels.b) if table is None else table
+    a, b = (a, b) if worst(a**2 + b**2 - 1) < 1e-2 else (a / (a**2 + b**2).sqrt(), b / (a**2 + b**2).sqrt())
+    parts: dict[str, tuple] = {
+        "epsilon": (0.0, 1.0),
+        "sample": (1.0, 0.0),
+        "v_prediction": (-b, a),
+        "velocity": (-1.0, 1.0),
+        "backward": (1.0, -1.0),
+    }
+    sigma_data, sigma = levels.sigma_data, levels.sigma
+    if sigma_data is not None:
+        total = sigma**2 + sigma_data**2
+        skip, out = sigma_data**2 / total, sigma * sigma_data / total.sqrt()
+        parts["raw"] = ((1 - skip) / out, -skip * sigma / out)
+    parts |= {
+        "score": (0.0, -1 / levels.b.clamp(min=1e-6)),
+        "minus the noise": (0.0, -1.0),
+        "minus the clean image": (-1.0, 0.0),
+        "v of the wrong sign": (b, -a),
+        "v with its coefficients exchanged": (-a, b),
+        "v with its coefficients squared": (-(b**2), a**2),
+        "the noised image": (levels.a, levels.b),
+        "half of the noise": (0.0, 0.5),
+        "zero": (0.0, 0.0),
+    }
+    return parts
+
+
+def identify_target(levels: Levels, order: list[str], table: Any = None) -> Target | None:
+    """`order`: the names that are tried first. None where no finite gradient was seen."""
+    looks = levels.looks
+    if any(look.gradient is None for look in looks):
+        return None
+    channels = looks[0].x.shape[1]
+    output = torch.cat([flat(look.output[:, :channels]) for look in looks])
+    gradient = torch.cat([flat(look.gradient[:, :channels]) for look in looks if look.gradient is not None])
+    if not torch.isfinite(gradient).all():
+        return None
+    used = gradient.norm(dim=1) > 0
+    if not used.any():
+        return Target("nothing: the output gets no gradient", False, None)
+    error = _Error(gradient[used], output[used], levels.clean[used], levels.noise[used], looks[0].output.dtype)
+    parts = {name: tuple(_of_used(of, used) for of in both) for name, both in _parts(levels, table).items()}
+    known = sorted(parts, key=lambda name: order.index(name) if name in order else len(order))
+    candidates = {name: error.made(*parts[name]) for name in known}
+    candidates |= {
+        "the noise of the next image": error.noise.roll(-1, 0),
+        "the noise of the image before": error.noise.roll(1, 0),
+        "the next clean image": error.clean.roll(-1, 0),
+        "the clean image before": error.clean.roll(1, 0),
+        "v of another image": candidates["v_prediction"].roll(-1, 0),
+        "the clean image in [0, 1]": (error.clean + 1) / 2,
+        "the noise, upside down or mirrored": error.noise.flip(1),
+    }
+    for name, values in candidates.items():
+        scale, residual = error.compared_with(values)
+        if float(residual.quantile(0.9)) <= error.precision and worst(residual) <= 10 * error.precision:
+            c = torch.zeros(len(gradient), dtype=gradient.dtype, device=gradient.device)
+            c[used] = scale
+            return Target(name, name in (*GOOD, "backward"), c, error.called)
+    best = max(order[:6], key=lambda name: error.agreement(candidates[name]) if name in candidates else -1.0)
+    if best in candidates and error.agreement(candidates[best]) > 0.99:
+        return Target(best, True, None, error.other_kind())
+    return _of_other_parts(error, levels, used)
+
+
+def _of_used(of: Any, used: torch.Tensor) -> Any:
+    return of[used] if isinstance(of, torch.Tensor) and of.ndim else of
+
+
+class _Error:
+    """The gradient of the loss, [B, N], which is c (output - target) for a squared error. All float64."""
+
+    def __init__(
+        self, gradient: torch.Tensor, output: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor, dtype: torch.dtype
+    ):
+        self.gradient, self.output, self.clean, self.noise = gradient, output, clean, noise
+        self.precision = max(2 * float(torch.finfo(dtype).eps), 1e-3)
+        counted = gradient != 0  # a masked loss has no gradient elsewhere
+        self.share = float(counted.double().mean())
+        self._mask = counted if self.share < 0.99 else None
+
+    @property
+    def called(self) -> str:
+        return "squared error" if self._mask is None else f"squared error (of {self.share:.0%} of the values)"
+
+    def made(self, of_clean: Any, of_noise: Any) -> torch.Tensor:
+        """[B, N] of numbers, or of one for each image."""
+        both = (torch.as_tensor(of).reshape(-1, 1).to(self.clean) for of in (of_clean, of_noise))
+        return next(both) * self.clean + next(both) * self.noise
+
+    def explained_by(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return fit(self.gradient, *(tensor if self._mask is None else tensor * self._mask for tensor in tensors))
+
+    def compared_with(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(c [B], the residual [B])"""
+        scale, residual = self.explained_by(self.output - target)
+        return scale[:, 0], residual
+
+    def agreement(self, target: torch.Tensor) -> float:
+        """Of the signs: 1 for each error that grows with the distance."""
+        signs = torch.sign(self.gradient) * torch.sign(self.output - target)
+        return float(signs.mean()) / max(self.share, 1e-12)
+
+    def other_kind(self) -> str:
+        size = self.gradient.abs()
+        flat_share = float((size > 0.999 * size.amax(1, keepdim=True)).double().mean()) / self.share
+        return "absolute error (L1)" if flat_share > 0.9 else "Huber (smooth L1) error" if flat_share > 0.01 else "other error"
+
+
+def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target:
+    """Of a target that is none of the known ones."""
+    coefficients, residual = error.explained_by(error.output, error.clean, error.noise)
+    c, of_clean, of_noise = coefficients.T
+    of_clean, of_noise = -of_clean / c, -of_noise / c
+    if worst(residual) <= error.precision:
+        if _is_tangent(levels.a[used], levels.b[used], of_clean, of_noise):
+            return Target("velocity of its path", True, c if bool(used.all()) else None)
+        return Target(f"{middle(of_clean):.2g} x_0 + {middle(of_noise):.2g} noise", False, None)
+    shifted = [
+        error.explained_by(error.output, error.clean, error.noise, error.clean.roll(k, 0), error.noise.roll(k, 0))[1]
+        for k in range(1, min(len(error.output), 64))
+    ]
+    if shifted and worst(torch.stack(shifted).min(0).values) <= error.precision:
+        return Target("a target that is made of other images, or of the noise of other images of the batch", False, None)
+    counts = 2 / (levels.pixels * levels.sizes[used])[:, None]
+    for scale in (counts.to(c), c[:, None]):
+        implied = error.output - error.gradient / scale
+        fresh, left = fit(implied, error.clean, error.noise)
+        rest = implied - fresh[:, :1] * error.clean - fresh[:, 1:] * error.noise
+        spread, own = float(rest.std()), middle(fresh[:, 1].abs())
+        level = float((rest[:, 1:] * rest[:, :-1]).mean()) / max(spread**2, 1e-30)
+        if 0.9 < spread < 1.1 and own < 0.2 and abs(level) < 0.05 and middle(left) > 0.3 and error.share > 0.99:
+            return Target("other noise than that of the image", False, None)
+    return Target("", False, None, "error of another kind")
+
+
+def _is_tangent(a: torch.Tensor, b: torch.Tensor, of_clean: torch.Tensor, of_noise: torch.Tensor) -> bool:
+    """Of a straight path: the target is the direction in which image and noise are exchanged."""
+    if len(a) < 3 or constant(of_clean, 1e-2) is None or constant(of_noise, 1e-2) is None:
+        return False
+    slope = float(((a - a.mean()) * (b - b.mean())).sum() / (a - a.mean()).square().sum().clamp(min=1e-30))
+    straight = worst(b - b.mean() - slope * (a - a.mean())) < 1e-3
+    return straight and abs(middle(of_noise) / middle(of_clean) / slope - 1) < 1e-2 if slope else False
+
+
+def check_target(target: Target, declared: str | None, levels: Levels) -> Check:
+    """`declared`: the prediction type that an object of the script says; None: none does."""
+    name = "target of the loss"
+    wanted = SAID.get(declared, str(declared)) if declared else "not declared"
+    observed = f"{target.loss} against {SAID.get(target.name, target.name)}"
+    if target.loss == "other error":
+        return not_observed("target", name, wanted, "the loss is neither a squared, an absolute nor a Huber error")
+    if not target.name:
+        why = "the loss compares the output with something else than image and noise, or has more than one term"
+        return not_observed("target", name, wanted, why)
+    if declared is not None and target.name != declared:
+        text = f"the loss compares the output with {SAID.get(target.name, target.name)}, not with {wanted}, as was declared"
+        return Check("target", name, wanted, observed, False, text)
+    if target.name in ("velocity", "backward"):
+        return _velocity(target, levels, wanted, observed)
+    text = "" if target.healthy else f"the loss compares the output with {target.name}: no target that a sampler could use"
+    return Check("target", name, wanted, observed, target.healthy, text)
+
+
+def _velocity(target: Target, levels: Levels, wanted: str, observed: str) -> Check:
+    """The velocity belongs to the path, and points the way that the time runs."""
+    name = "target of the loss"
+    if levels.kind != "flow":
+        text = f"the loss compares the output with {SAID[target.name]}, but the path is not (1 - s) x_0 + s noise"
+        stage = "input" if levels.kind == "other" else "target"  # a path of no known kind is the likelier mistake
+        return Check(stage, name, wanted, observed, False, text)
+    forward = target.name == "velocity"
+    if levels.told is not None and len(levels.told) > 1:
+        rises = float(((levels.told - levels.told.mean()) * (levels.b - levels.b.mean())).sum())
+        if rises and (rises > 0) != forward:
+            way = "rises" if rises > 0 else "falls"
+            text = (
+                f"the loss compares the output with {SAID[target.name]}, but the time that the network is told {way} with the "
+                "noise: the velocity points against the path"
+            )
+            return Check("target", name, wanted, observed, False, text)
+    return Check("target", name, wanted, observed, True)

@@ -1,0 +1,165 @@
+"""What an update does: its gradients, the optimizer's step, the averages, and what else changes the weights."""
+
+from dataclasses import dataclass, field, replace
+
+from utils.diagnostics.audit.gradients import check_gradients
+from utils.diagnostics.audit.observer import Observer
+from utils.diagnostics.audit.seen import Update
+from utils.diagnostics.audit.state import check_state
+from utils.diagnostics.audit.verdict import Check
+from utils.diagnostics.watching.averages import STILL, First, check_average
+from utils.diagnostics.watching.facts import Facts
+from utils.diagnostics.watching.forward import declared_step
+from utils.diagnostics.watching.optimizing import check_step
+from utils.diagnostics.watching.options import check_options
+from utils.diagnostics.watching.ranks import Everyone
+
+FEWEST_LOOKS = 3  # before a parameter is said to get no gradient
+NORMALIZED = 0.05  # how far rows of weights are from one size where each update normalizes them
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A call that clips gradients."""
+
+    kind: str  # "norm" or "value"
+    limit: float
+    micro_step: int  # after which it came, from 1
+    too_late: bool  # it came after the optimizer's step
+    whole: bool  # it clips the network's gradients, and no others
+
+
+@dataclass
+class LastLook:
+    """One update as it was seen."""
+
+    update: Update
+    observer: Observer
+    facts: Facts
+    clips: list[Clip]
+    moved: bool  # whether the weights changed between updates since the look before
+    reached: set[str]  # names of the parameters that got a gradient other than 0
+    known_optimizer: bool  # torch's own, and no other one of its name
+    loss_scale: float = 1.0
+    everyone: Everyone = field(default_factory=Everyone)  # what all processes saw
+
+
+class UpdateJudge:
+    """Of all looks.
+
+    Args:
+        words: gets what the script is found to do.
+    """
+
+    def __init__(self, words: dict[str, str]):
+        self._words = words
+        self._firsts: dict[str, First] = {}
+        self._reached: set[str] = set()  # parameters that ever got a gradient
+        self._looks = 0
+        self._standing: dict[str, Check] = {}  # averages that have not moved, as far as was seen
+
+    def look(self, look: LastLook) -> list[Check]:
+        update, observer = look.update, look.observer
+        passes = sum(step.finished for step in update.micro_steps)
+        micro_steps = max(1, min(look.facts.micro_steps or passes, passes))  # the end of the data cuts an accumulation short
+        limit = next((c.limit for c in reversed(look.clips) if c.kind == "norm" and c.whole and not c.too_late), 0.0)
+        declared = declared_step(micro_steps, limit=limit)
+        checks = []
+        if not any(clip.kind == "value" for clip in look.clips) and (look.everyone.alone or look.everyone.mean is not None):
+            found = check_gradients(update, declared, look.loss_scale, look.everyone.mean)
+            checks += found if limit else [_clipped_by_hand(check) for check in found]
+        checks += _clipping(look.clips, passes)
+        checks += self._without_gradient(look)
+        checks += check_step(update, observer, look.known_optimizer)
+        checks += _weights_left_alone(look, check_state(update, declared, observer))
+        for average in look.facts.averages:
+            old, new = update.averages_before.get(average.name), update.averages.get(average.name)
+            if old is not None and new is not None:
+                first = self._firsts.setdefault(average.name, First(old, update.step + 1, average.updates))
+                found = check_average(average, old, new, first, update, observer)
+                checks += found
+                self._standing.pop(average.name, None)
+                self._standing |= {check.name: check for check in found if check.observed == STILL}
+                if any(check.healthy for check in found):
+                    self._words["ema"] = f"{average.name}, {found[0].observed.split(',')[0]}"
+        norm = float(update.optimizer_step.gradient_norm) if update.optimizer_step is not None and not look.clips else 0.0
+        checks += check_options(look.facts, passes, norm, update.step > 1)
+        self._say(look, micro_steps, limit)
+        return checks
+
+    def end(self) -> list[Check]:
+        """When the script has come to its own end, so that nothing begins later."""
+        text = "{} has not moved in the whole run"
+        return [replace(c, severity="critical", message=text.format(c.name)) for c in self._standing.values()]
+
+    def _without_gradient(self, look: LastLook) -> list[Check]:
+        """Parameters that the optimizer was given, and that never got a gradient in any look."""
+        step, sample = look.update.optimizer_step, look.observer.sample
+        if step is None:
+            return []
+        self._looks += 1
+        self._reached |= look.reached
+        owned = [name for name, groups in zip(sample.names, step.group_of.split(sample.counts)) if int(groups[0]) >= 0]
+        missing = [name for name in owned if name not in self._reached]
+        if self._looks < FEWEST_LOOKS or not self._reached:
+            return []
+        text = f"{len(missing)} of {len(owned)} parameters never get a gradient"
+        text += f", such as {missing[0]}" if missing else ""
+        found = str(len(missing)) if missing else "none"
+        return [Check("gradient", "parameters without a gradient", "none", found, not missing, text, "warning", "no-gradient")]
+
+    def _say(self, look: LastLook, micro_steps: int, limit: float) -> None:
+        step = look.update.optimizer_step
+        if step is not None:
+            group = step.groups[0]
+            words = f"{step.optimizer}, learning rate {float(group['lr']):.3g}"
+            if "betas" in group:
+                words += f", betas {group['betas'][0]:g} and {group['betas'][1]:g}"
+            if group.get("weight_decay"):
+                words += f", weight decay {group['weight_decay']:g}"
+            self._words["optimizer"] = words
+        if micro_steps > 1:
+            self._words["accumulation"] = f"{micro_steps} micro steps per update"
+        if limit:
+            self._words["clipping"] = f"gradients clipped to {limit:g}"
+        for average in look.facts.averages:
+            if average.is_average:
+                self._words.setdefault("ema", average.name)
+
+
+def _clipping(clips: list[Clip], passes: int) -> list[Check]:
+    checks = []
+    if any(clip.too_late for clip in clips):
+        text = "gradients are clipped after the optimizer's step, where it has no effect"
+        checks.append(Check("gradient", "clipping", "before the step", "after the step", False, text))
+    if passes > 1 and clips:
+        early = [clip.micro_step for clip in clips if clip.micro_step < passes]
+        text = f"gradients are clipped after micro step {min(early, default=0)} of {passes}, before they are complete"
+        found = ", ".join(str(clip.micro_step) for clip in clips)
+        checks.append(Check("gradient", "clipped after micro step", str(passes), found, not early, text))
+    return checks
+
+
+def _clipped_by_hand(check: Check) -> Check:
+    """A factor between backward pass and step is no fault where nobody declares a clipping."""
+    if check.healthy is False and check.name.startswith("gradient at the step over") and "times what" in check.message:
+        return replace(check, severity="info", message=f"{check.message}: clipped by hand, or with another network?")
+    return check
+
+
+def _weights_left_alone(look: LastLook, checks: list[Check]) -> list[Check]:
+    """Whether nothing but the optimizer's step changes the weights."""
+    text = (
+        "the weights were changed between two updates, by something else than the optimizer: "
+        "averaged weights that were copied in and not restored?"
+    )
+    wanted, found = "those that the step left", "others" if look.moved else "the same"
+    checks = [*checks, Check("state", "weights at the next update", wanted, found, not look.moved, text)]
+    sizes = look.update.row_sizes
+    if sizes is not None and float(((sizes - 1).abs() < NORMALIZED).double().mean()) > 0.8:  # as EDM2 does in its forward pass
+        why = "rows of weights have the size 1: each update normalizes them"
+        checks = [replace(c, healthy=None, observed=why) if c.healthy is False else c for c in checks]
+    if look.facts.shared:
+        text = f"{look.facts.shared} holds the network's own weights, not copies of them: it moves as they do"
+        checks.append(Check("ema", look.facts.shared, "copies of the weights", "the weights themselves", False, text))
+    return checks

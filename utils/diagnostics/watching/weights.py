@@ -1,0 +1,146 @@
+"""What the error of each sample counts in the loss."""
+
+from dataclasses import dataclass
+
+import torch
+
+from utils.diagnostics.audit.declared import WEIGHTINGS
+from utils.diagnostics.audit.fitting import SMALL, constant, simple, span, worst
+from utils.diagnostics.audit.verdict import Check, not_observed
+from utils.diagnostics.watching.levels import Levels
+
+_LAMBDA = "(sigma^2 + sigma_data^2) / (sigma sigma_data)^2"
+_GAMMAS = (5.0, 1.0, 2.0, 3.0, 4.0, 7.0, 10.0, 20.0)
+_FAMILIAR = {  # what scripts weigh errors by on purpose
+    "epsilon": ("1", "min(SNR, gamma) / SNR", "(SNR + 1) / SNR", "1 / (SNR + 1)"),
+    "sample": ("1", "SNR", "max(SNR, 1)", "min(SNR, gamma)", "SNR + 1", "1 / (SNR + 1)", "SNR / (SNR + 1)"),
+    "v_prediction": ("1", "SNR / (SNR + 1)", "min(SNR, gamma) / (SNR + 1)", "1 / (SNR + 1)"),
+}
+_FUNCTIONS = WEIGHTINGS | {
+    "SNR / (SNR + 1)": lambda snr, gamma: snr / (snr + 1),
+    "1 / (SNR + 1)": lambda snr, gamma: 1 / (snr + 1),
+    "(SNR + 1) / SNR": lambda snr, gamma: (snr + 1) / snr,
+    "SNR + 1": lambda snr, gamma: snr + 1,
+}
+
+
+@dataclass
+class Weighting:
+    name: str  # "" where it is no known function
+    gamma: float | None
+    factor: float  # times which it is
+    healthy: bool
+    message: str = ""
+    severity: str = "critical"
+
+
+def identify_weights(weights: torch.Tensor, levels: Levels, target: str, micro_steps: int) -> Weighting:
+    """`weights` [B]: what each sample's mean squared error counts in the batch's mean, times the number of micro steps."""
+    batch = float(levels.sizes[0])
+    if not torch.isfinite(weights).all():
+        return Weighting("", None, 1.0, False, "weights of the errors are not finite")
+    if float(weights.min()) < 0 < float(weights.max()):
+        text = "errors of some images are made larger: their weight is negative (a loss that compares images?)"
+        return Weighting("", None, 1.0, False, text, "info")
+    snr = (levels.a / levels.b.clamp(min=1e-12)) ** 2
+    familiar = _FAMILIAR.get(target, ("1",))
+    found: list[tuple[bool, bool, Weighting]] = []
+    for name in (*familiar, *_FUNCTIONS):
+        for gamma in _gammas(weights, snr, name):
+            factor = constant(weights / _FUNCTIONS[name](snr, gamma or 0.0))
+            exact = factor is not None and abs(abs(factor) - 1) < SMALL
+            if factor is not None and (exact or gamma in (None, *_GAMMAS)) and (exact or name in familiar or len(weights) > 3):
+                found.append((name in familiar, exact, Weighting(name, gamma, factor, True)))
+        if found and found[-1][:2] == (True, True):
+            break
+    if found:
+        familiar_one, _, best = max(found, key=lambda one: one[:2])
+        return _judged(best, familiar_one, target, micro_steps, levels.pixels, batch)
+    for shift in (1, -1) if len(weights) > 3 else ():
+        for name in familiar:
+            for gamma in _gammas(weights, snr.roll(shift), name):
+                if constant(weights / _FUNCTIONS[name](snr.roll(shift), gamma or 0.0)) is not None:
+                    return Weighting(name, gamma, 1.0, False, "errors are weighed by the weight of another image of the batch")
+    if (of_levels := _of_levels(weights, levels)) is not None:
+        return of_levels
+    counted = int((weights.abs() > 1e-9).sum())
+    if counted < len(weights):
+        return Weighting("", None, 1.0, False, f"only {counted} of {len(weights)} images count in the loss", "warning")
+    return Weighting("", None, 1.0, True)
+
+
+def _of_levels(weights: torch.Tensor, levels: Levels) -> Weighting | None:
+    """EDM's lambda(sigma) = 1 / sigma^2 + 1 / sigma_data^2, and 1 / sigma^2, times a number; and what they are mistaken for."""
+    sigma, one = levels.sigma.clamp(min=1e-12), torch.ones_like(levels.b)
+    if len(weights) < 4:
+        return None
+    if found := _sum_of(weights, 1 / sigma**2, one):
+        factor, level = found
+        sigma_data = (factor / level) ** 0.5 if level > 1e-6 * factor else 0.0
+        name = f"{_LAMBDA}, sigma_data {sigma_data:.3g}" if sigma_data else "1 / sigma^2"
+        return _judged(Weighting(name, None, factor, True), True, "", 1, levels.pixels, float(levels.sizes[0]))
+    mistakes = {
+        "(sigma^2 + sigma_data^2) / (sigma sigma_data)": _sum_of(weights, 1 / sigma, sigma),
+        "(sigma sigma_data)^2 / (sigma^2 + sigma_data^2)": _sum_of(1 / weights, 1 / sigma**2, one),
+    }
+    for name, found in mistakes.items():
+        if found and min(found) > 0:
+            return Weighting(name, None, 1.0, False, f"errors are weighed by {name}; EDM's weight is {_LAMBDA}")
+    return None
+
+
+def _sum_of(values: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> tuple[float, float] | None:
+    """(p, q) of values = p first + q second, p > 0."""
+    columns = torch.stack([first, second], 1) / values[:, None]
+    sizes = columns.norm(dim=0)
+    solution = torch.linalg.lstsq(columns / sizes, torch.ones_like(values)[:, None]).solution[:, 0] / sizes
+    p, q = solution.tolist()
+    return None if worst(columns @ solution - 1) > SMALL or p <= 0 else (p, q)
+
+
+def _gammas(weights: torch.Tensor, snr: torch.Tensor, name: str) -> list[float | None]:
+    if "gamma" not in name:
+        return [None]
+    ratio = weights * (snr if name.endswith("/ SNR") else snr + 1 if name.endswith("+ 1)") else torch.ones_like(snr))
+    own = [float(ratio[snr.argmax()]), float(ratio[snr.argmin()])]
+    crossed = [g for g in (*_GAMMAS, *own) if g > 0 and float(snr.min()) < g < float(snr.max())]
+    return list(dict.fromkeys(round(g, 4) for g in crossed))
+
+
+def _judged(found: Weighting, familiar: bool, target: str, micro_steps: int, pixels: int, batch: float) -> Weighting:
+    if not familiar:
+        found.healthy = False
+        gamma = f" (gamma {found.gamma:g})" if found.gamma else ""
+        belongs = " or ".join(_FAMILIAR.get(target, ("1",)))
+        found.message = f"errors are weighed by {found.name}{gamma}; with this target it should be {belongs}"
+        return found
+    causes = {
+        "its sign is wrong: the loss is maximized": (-1.0, "critical"),
+        "it is not divided by the number of micro steps, so it grows with the accumulation": (float(micro_steps), "warning"),
+        "it is summed over the batch, not averaged, so it grows with the batch size": (batch, "warning"),
+        "it is summed over pixels and batch, not averaged, so it grows with the batch size": (pixels * batch, "warning"),
+        "it is divided by the number of micro steps twice": (1.0 / micro_steps, "warning"),
+        "it is divided by the batch size twice": (1.0 / batch, "warning"),
+    }
+    if batch <= 3:  # 2 may as well be the sum of two means
+        causes = {text: cause for text, cause in causes.items() if "batch" not in text}
+    for text, (value, severity) in causes.items():
+        if value != 1.0 and abs(found.factor / value - 1) < 2e-3:
+            found.healthy, found.severity = False, severity
+            found.message = f"the loss is {simple(found.factor)} times the mean squared error: {text}"
+            return found
+    if found.factor < 0:
+        found.healthy = False
+        found.message = f"the loss is {simple(found.factor)} times the mean squared error: it is maximized"
+    return found
+
+
+def check_weights(found: Weighting, weights: torch.Tensor) -> Check:
+    name = "weight of each sample's loss"
+    wanted = "a known weighting of the mean squared error"
+    gamma = f", gamma {found.gamma:g}" if found.gamma else ""
+    if not found.name and found.healthy:
+        return not_observed("weight", name, wanted, f"errors count by another function of the noise level ({span(weights)})")
+    times = "" if abs(found.factor - 1) < SMALL else f", times {simple(found.factor)}"
+    observed = f"{found.name}{gamma}{times}" if found.name else span(weights)
+    return Check("weight", name, wanted, observed, found.healthy, found.message, found.severity)
