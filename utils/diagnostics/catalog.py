@@ -5,7 +5,7 @@ from utils.diagnostics.options_table import ROWS
 
 CATALOG: dict[str, Entry] = {
     "step-data": Entry(
-        "the images are not those of the files",
+        "the images, or latents, are not as declared",
         "an edit of the loading, the scaling or the augmentation",
         (
             "compare the declared and the observed values: the message says what the network sees",
@@ -96,12 +96,6 @@ CATALOG: dict[str, Entry] = {
         "other weights, another noise schedule or another prediction type in the exported files, or a sampler that is wrong",
         ("export the averaged weights, with the scheduler of the training",),
         stage="export",
-    ),
-    "data-latents": Entry(
-        "the latents are not scaled as the autoencoder's config says",
-        "the shift or the scale was left out, or applied twice, or the other way around",
-        ("use (z - shift_factor) * scaling_factor of the autoencoder's config, once, before the noise is added",),
-        stage="data",
     ),
     "data-range": Entry(
         "the images that the network sees are not in [-1, 1]",

@@ -98,9 +98,6 @@ def _still(average: Average, always: bool, update: Update, equal: bool) -> Check
     settings = average.settings
     if settings is not None:
         count = average.updates
-        if count == 0 and update.step + 1 >= PATIENCE:
-            text = f"{name} does not move: its step() has not been called in {update.step + 1} updates"
-            return Check("ema", name, wanted, "no update", False, text)
         if count and settings.at(count) >= 1:
             text = f"{name} does not move: its decay is {settings.at(count):g}"
             return Check("ema", name, wanted, "a decay of 1", False, text)

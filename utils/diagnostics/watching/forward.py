@@ -75,7 +75,8 @@ class ForwardJudge:
         if target is None:
             return [not_observed("target", "target of the loss", "not declared", "no finite gradient reached the output")]
         checks = [check_target(target, prediction, levels)]
-        self._words["target"] = target.name + ("" if target.loss.startswith("squared error") else f" by its {target.loss}")
+        by = "" if target.loss.startswith("squared error") or not target.name else f" by its {target.loss}"
+        self._words["target"] = target.name + by
         if target.scale is None:
             return checks
         weights = target.scale * levels.pixels * levels.sizes.to(target.scale) * micro_steps / 2

@@ -42,7 +42,7 @@ def check_latents(clean: torch.Tensor, seen: Seen, config: Any) -> Check:
     observed = f"{gain:.4g} z {'+' if offset >= 0 else '-'} {abs(offset):.4g}; standard deviation {spread:.3g}"
     fine = any(abs(g / scale - 1) < 1e-3 and abs(o + shift * scale) < 1e-3 * max(1.0, abs(shift * scale)) for g, o in relatives)
     text = f"the latents are {gain:.4g} times the autoencoder's {offset:+.4g}, by its config they should be {wanted}"
-    return Check("data", name, wanted, observed, fine, text, code="data-latents")
+    return Check("data", name, wanted, observed, fine, text)
 
 
 def _line(clean: torch.Tensor, tensor: torch.Tensor) -> tuple[float, float] | None:

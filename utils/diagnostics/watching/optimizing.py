@@ -11,7 +11,7 @@ from utils.diagnostics.audit.seen import Update
 from utils.diagnostics.audit.verdict import Check, not_observed
 
 SMALL = 1e-3
-KNOWN = ("AdamW", "Adam", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad")
+KNOWN = ("AdamW", "Adam", "SGD", "RMSprop", "RAdam", "Adamax", "Adagrad")
 
 
 def check_step(update: Update, observer: Observer, known: bool) -> list[Check]:

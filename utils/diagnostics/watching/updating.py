@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from utils.diagnostics.audit.fitting import SMALL, slope
 from utils.diagnostics.audit.gradients import check_gradients
 from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.audit.seen import Update
@@ -67,7 +68,7 @@ class UpdateJudge:
         checks = []
         if not any(clip.kind == "value" for clip in look.clips) and (look.everyone.alone or look.everyone.mean is not None):
             found = check_gradients(update, declared, look.loss_scale, look.everyone.mean)
-            checks += found if limit else [_clipped_by_hand(check) for check in found]
+            checks += found if limit else [_clipped_by_hand(check, _of_each_layer(look)) for check in found]
         checks += _clipping(look.clips, passes)
         checks += self._without_gradient(look)
         checks += check_step(update, observer, look.known_optimizer)
@@ -140,11 +141,27 @@ def _clipping(clips: list[Clip], passes: int) -> list[Check]:
     return checks
 
 
-def _clipped_by_hand(check: Check) -> Check:
+def _clipped_by_hand(check: Check, of_each_layer: bool) -> Check:
     """A factor between backward pass and step is no fault where nobody declares a clipping."""
-    if check.healthy is False and check.name.startswith("gradient at the step over") and "times what" in check.message:
+    if check.healthy is not False or not check.name.startswith("gradient at the step over"):
+        return check
+    if "times what" in check.message:
         return replace(check, severity="info", message=f"{check.message}: clipped by hand, or with another network?")
+    if of_each_layer:
+        return replace(check, severity="info", message="the gradients of the layers are scaled, each by a factor of its own")
     return check
+
+
+def _of_each_layer(look: LastLook) -> bool:
+    """Whether the gradient at the step is that of the backward passes, of each parameter times a number from 0 to 1."""
+    step, update = look.update.optimizer_step, look.update
+    left = look.everyone.mean if look.everyone.mean is not None else update.micro_steps[-1].gradient_after
+    if step is None or left is None:
+        return False
+    pairs = [(a.double(), g.double()) for a, g in zip(*(v.split(look.observer.sample.counts) for v in (left, step.gradient)))]
+    found = [slope(a, g) for a, g in pairs if a.any() and g.any()]
+    whole = all(bool(g.any()) for a, g in pairs if a.any())
+    return whole and all(0 < factor < 1 + SMALL and residual < SMALL for factor, residual in found)
 
 
 def _weights_left_alone(look: LastLook, checks: list[Check]) -> list[Check]:

@@ -83,7 +83,7 @@ def _of_levels(weights: torch.Tensor, levels: Levels) -> Weighting | None:
         "(sigma^2 + sigma_data^2) / (sigma sigma_data)": _sum_of(weights, 1 / sigma, sigma),
         "(sigma sigma_data)^2 / (sigma^2 + sigma_data^2)": _sum_of(1 / weights, 1 / sigma**2, one),
     }
-    for name, found in mistakes.items():
+    for name, found in mistakes.items() if levels.kind in ("variance-exploding", "preconditioned") else ():
         if found and min(found) > 0:
             return Weighting(name, None, 1.0, False, f"errors are weighed by {name}; EDM's weight is {_LAMBDA}")
     return None
