@@ -58,7 +58,8 @@ def find(x: torch.Tensor, seen: Seen, told: Noising | None = None) -> Mixture | 
         for place, image in enumerate(images):
             mixture = _mixture(values, image, noise)
             left = worst(mixture.residual)
-            if left <= ROUNDED and worst(mixture.of_clean) > 1e-3 and worst(mixture.of_noise) > 1e-3:
+            # A negative share: the noise that an image has, taken off again.
+            if left <= ROUNDED and worst(mixture.of_clean) > 1e-3 and float(mixture.of_noise.max()) > 1e-3:
                 rounded.append(mixture)
                 if left > limit:
                     continue
@@ -78,12 +79,12 @@ def find(x: torch.Tensor, seen: Seen, told: Noising | None = None) -> Mixture | 
             parts = flat(image), flat(noise)
             coefficients, residual = fit(values, *parts, torch.ones_like(values))
             a, b, c = coefficients.T
-            if worst(residual) <= limit and worst(a) > 1e-3 and worst(b) > 1e-3 and constant(c, 1e-2) is not None:
+            if worst(residual) <= limit and worst(a) > 1e-3 and float(b.max()) > 1e-3 and constant(c, 1e-2) is not None:
                 return Mixture(*parts, a, b, residual, image, noise, constant=float(c.mean()))
     for noise in noises[:3]:  # of two noises
         for image in images:
             first = _mixture(values, image, noise)
-            if worst(first.residual) < 0.5:
+            if worst(first.residual) < 0.5 and float(first.of_noise.max()) > 1e-3:
                 mixed = _with_extras(first, values, seen, limit)
                 if worst(mixed.residual) <= limit:
                     return _with_offset(mixed, seen)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from utils.diagnostics.audit.observer import failure_text
+from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching.facts import Facts, find_facts
 from utils.diagnostics.watching.judging import Judge
 from utils.diagnostics.watching.observing import ForeignObserver
@@ -19,6 +20,8 @@ from utils.diagnostics.watching.seen import Noising, Recorder, Seen
 from utils.diagnostics.watching.updating import Clip, LastLook
 
 SEARCHES = {1, 20, 609, 10945}  # finished updates after which all objects may be looked through
+PATIENCE = 20  # optimizer steps after which no network is looked for any more
+IDLE = 3  # steps of an optimizer, of whose parameters none ever had a gradient
 SHARE = 0.3  # of an optimizer's parameters, that a network has at least
 
 
@@ -57,6 +60,7 @@ class Watcher:
         self._hooks: list[Any] = []
         self._stepped = self._auditing = self._busy = False
         self._steps = 0  # of optimizers, before a network was found
+        self._idle: dict[int, int] = {}  # steps of an optimizer without a gradient
         self._facts = Facts()
         self._next, self._following = 2, 3  # updates that are looked at
         self._noising: list[Noising] = []
@@ -130,6 +134,8 @@ class Watcher:
             self._recorder.stop()
             if self._auditing and self._observer is not None:
                 self._reached = self._observer.reached()
+        if self.network is None:
+            self._see_idle(optimizer)
         if id(optimizer) in self._optimizers:
             return
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
@@ -146,6 +152,14 @@ class Watcher:
             self._choices.append((outermost.module, [c.module for c in mine], optimizer, outermost.shape))
             if self._optimizer is None:
                 self._choose()
+
+    def _see_idle(self, optimizer: Optimizer) -> None:
+        idle = all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+        self._idle[id(optimizer)] = self._idle.get(id(optimizer), 0) + 1 if idle else -PATIENCE
+        if self._idle[id(optimizer)] == IDLE and self._candidates:
+            text = f"no parameter of {type(optimizer).__name__} has a gradient: are they those of a copy of the network?"
+            name, wanted = "parameters in the optimizer", "all that get gradients"
+            self.judge.record(self._steps, [Check("optimizer", name, wanted, "none that gets one", False, text)])
 
     def _choose(self) -> None:
         """Watches the next of the networks that may be the denoiser."""
@@ -252,6 +266,8 @@ class Watcher:
     def after_step(self, optimizer: Optimizer) -> None:
         if self._optimizer is None:
             self._steps += 1
+            if self._steps >= PATIENCE:
+                self._end_discovery()
             if self._most is not None and self._steps >= self._most:
                 raise Enough(0)
         if optimizer is not self._optimizer or self._stepped:
