@@ -66,6 +66,11 @@ class Schedule:
         if ended and any(int(schedule.last_epoch) == 0 for schedule in facts.schedules):
             text = f"the schedule of the learning rate has not been stepped in {updates} updates: its step() is not called"
             return [Check("learning_rate", name, wanted, "never stepped", False, text)]
+        peaks = [(update, max(values)) for update, values in rates]
+        rises = all(before <= after for (_, before), (_, after) in zip(peaks, peaks[1:]))
+        if ended and updates >= 20 and rises and peaks[-1][1] > 1.5 * peaks[0][1] and peaks[-1][0] > 0.95 * updates:
+            text = f"the learning rate still rises when the script ends, after {updates} updates: a warm-up without an end"
+            return [Check("learning_rate", name, wanted, f"{peaks[-1][1]:.3g}, and rising", False, text, "warning")]
         schedule = _main_schedule(facts)
         length = schedule_length(schedule) if schedule is not None else None
         if not length or schedule is None:

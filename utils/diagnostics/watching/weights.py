@@ -56,7 +56,7 @@ def identify_weights(weights: torch.Tensor, levels: Levels, target: str, micro_s
     if found:
         familiar_one, _, best = max(found, key=lambda one: one[:2])
         if best.name == "1" and (mean_of := _mean_of(best.factor, snr, familiar)):
-            text = f"all images count the same, {best.factor:.4g}, the mean of {mean_of}: weights [B, 1] times errors [B] make [B, B]?"
+            text = f"all images count {best.factor:.4g}, the mean of {mean_of}: weights [B, 1] times errors [B] make [B, B]?"
             return Weighting("1", None, best.factor, False, text)
         return _judged(best, familiar_one, target, micro_steps, levels.pixels, batch)
     for shift in (1, -1) if len(weights) > 3 else ():
