@@ -1,6 +1,7 @@
 """What the script's own command line declares, held against what was seen; and where its learning rate ends."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from utils.diagnostics.audit.verdict import Check, not_observed
@@ -67,7 +68,7 @@ class Schedule:
             text = f"the schedule of the learning rate has not been stepped in {updates} updates: its step() is not called"
             return [Check("learning_rate", name, wanted, "never stepped", False, text)]
         peaks = [(update, max(values)) for update, values in rates]
-        rises = all(before <= after for (_, before), (_, after) in zip(peaks, peaks[1:]))
+        rises = all(before[1] <= after[1] for before, after in pairwise(peaks))
         if ended and updates >= 20 and rises and peaks[-1][1] > 1.5 * peaks[0][1] and peaks[-1][0] > 0.95 * updates:
             text = f"the learning rate still rises when the script ends, after {updates} updates: a warm-up without an end"
             return [Check("learning_rate", name, wanted, f"{peaks[-1][1]:.3g}, and rising", False, text, "warning")]

@@ -157,7 +157,8 @@ class Watcher:
         idle = all(p.grad is None for group in optimizer.param_groups for p in group["params"])
         self._idle[id(optimizer)] = self._idle.get(id(optimizer), 0) + 1 if idle else -PATIENCE
         if self._idle[id(optimizer)] == IDLE:
-            text = f"no parameter of {type(optimizer).__name__} has a gradient: are they of a copy of the network, or is the loss cut off?"
+            kind = type(optimizer).__name__
+            text = f"no parameter of {kind} has a gradient: are they of a copy of the network, or is the loss cut off?"
             name, wanted = "parameters in the optimizer", "all that get gradients"
             self.judge.record(self._steps, [Check("optimizer", name, wanted, "none that gets one", False, text)])
 
