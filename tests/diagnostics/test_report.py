@@ -233,6 +233,32 @@ def test_what_is_not_finite_is_marked(run):
     assert "nan" not in drawn and "inf" not in drawn
 
 
+def test_layers_that_rest_because_the_learning_rate_has_ended_are_no_finding(run):
+    last = json.loads((run / "history.jsonl").read_text().splitlines()[-1])["step"]
+
+    def at_rest(rate: float):
+        def spoil(line):
+            if "train/lr" in line and line["step"] == last:
+                line["train/lr"] = rate
+            for row in line.get("layers", {}).values():
+                row["update"] = 0.0
+            return line
+
+        rewrite(run, spoil)
+        return report_of(run)[1].text
+
+    assert "layers are at zero in the newest record" in at_rest(1e-3)
+    assert "layers are at zero in the newest record" not in at_rest(4e-10)
+
+
+@pytest.mark.parametrize(("resumed", "words"), [(1, "once"), (2, "2 times")])
+def test_how_often_a_run_was_resumed(run, resumed, words):
+    options = json.loads((run / "options.json").read_text())
+    options["earlier_starts"] = [{"started": "2026-11-20T08:00:00+00:00"}] * resumed
+    (run / "options.json").write_text(json.dumps(options))
+    assert re.search(rf"Resumed</dt><dd>{words}</dd>", report_of(run)[0])
+
+
 def test_nothing_but_nan(run):
     def spoil(line):
         line = {key: "nan" if isinstance(value, float) and key != "time" else value for key, value in line.items()}

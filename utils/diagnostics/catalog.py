@@ -138,7 +138,7 @@ CATALOG: dict[str, Entry] = {
         "--resolution is above that of the files: samples will look as soft as the enlarged images",
         (
             "a lower --resolution",
-            "leave the small images out",
+            "leave the small images out, where there are enough larger ones",
         ),
         stage="data",
     ),

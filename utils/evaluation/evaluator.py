@@ -116,8 +116,8 @@ class Evaluation:
         """
         if count < MIN_IMAGES or len(self.reference) < 2 * MIN_IMAGES:
             raise UserError(
-                f"{count} samples against {len(self.reference)} reference images: no figure without at least {MIN_IMAGES} "
-                f"and {2 * MIN_IMAGES}"
+                f"{count} samples and {len(self.reference)} reference images are too few: figures need at least {MIN_IMAGES} "
+                f"samples and {2 * MIN_IMAGES} reference images"
             )
         kept = 0
         if self.originals is not None:

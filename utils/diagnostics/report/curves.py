@@ -11,6 +11,9 @@ from utils.runs.record import RunRecord
 
 SMOOTHING = 30  # the smoothed curves average over about a thirtieth of the reports
 MAX_LAYER_RECORDS = 240  # of longer runs as many, evenly spread
+RESTING = 1e-3  # of the run's largest learning rate: below it most updates are lost in rounding, as they should be
+# A constant added to all keys changes no softmax: this bias has a gradient of zero, whatever is trained.
+WITHOUT_EFFECT = "to_k.bias"
 
 
 PROBED = ("error", "held_out_error", "linear_error", "output_std", "target_std", "ideal_denoiser_gap")  # plotted
@@ -168,11 +171,14 @@ def layer_plots(record: RunRecord) -> str:
     records = record.records("layers")
     if len(records) > MAX_LAYER_RECORDS:
         records = [records[i] for i in np.linspace(0, len(records) - 1, MAX_LAYER_RECORDS).round().astype(int)]
-    return columns(*(_layer_figure(records, kind, *words) for kind, words in LAYER_KINDS.items()))
+    rates = record.finite("train/lr")[1]
+    resting = bool(rates) and rates[-1] < RESTING * max(rates)
+    return columns(*(_layer_figure(records, kind, resting, *words) for kind, words in LAYER_KINDS.items()))
 
 
-def _layer_figure(records: list[tuple[int, dict]], kind: str, title: str, unit: str, reading: str) -> str:
-    """The spread of one magnitude over the layers, with the layers that stand out, and every layer in a folded heat map."""
+def _layer_figure(records: list[tuple[int, dict]], kind: str, resting: bool, title: str, unit: str, reading: str) -> str:
+    """The spread of one magnitude over the layers, with the layers that stand out, and every layer in a folded heat map.
+    `resting`: whether the learning rate has come to its end, at which updates of zero are healthy."""
     names = list(dict.fromkeys(name for _, layers in records for name, row in layers.items() if kind in row))
     if not names:
         return ""
@@ -186,8 +192,9 @@ def _layer_figure(records: list[tuple[int, dict]], kind: str, title: str, unit: 
     edges = np.full((3, len(records)), np.nan)
     if rows.any():
         edges[:, rows] = np.nanpercentile(positive[rows], (10, 50, 90), axis=1)
+    telling = np.array([not name.endswith(WITHOUT_EFFECT) for name in names])
     few = len(names) <= 4
-    chosen = list(range(len(names))) if few else _outstanding(positive, edges[1])
+    chosen = list(range(len(names))) if few else _outstanding(np.where(telling, positive, np.nan), edges[1])
     curves = [
         Curve(names[i], steps, np.where(recorded[:, i], values[:, i], np.nan), style) for style, i in enumerate(chosen, start=1)
     ]
@@ -196,7 +203,8 @@ def _layer_figure(records: list[tuple[int, dict]], kind: str, title: str, unit: 
         for c, i in zip(curves, chosen)
     ]
     notes = []
-    for words, hit in (("not finite", broken), ("at zero", recorded & (values == 0))):
+    at_zero = recorded & (values == 0) & telling & (kind != "update" or not resting)
+    for words, hit in (("not finite", broken), ("at zero", at_zero)):
         layers = [name for name, is_hit in zip(names, hit[-1]) if is_hit]
         if layers:
             more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""

@@ -109,7 +109,7 @@ def _header(record: RunRecord, name: str) -> str:
         "Peak memory": f"{max(memory):.2f} GiB" if memory else None,
         "Skipped updates": f"{skipped:.0f}" if skipped else None,
         "Started": record.starts[0].replace("T", " ").replace("+00:00", " UTC") if record.starts else None,
-        "Resumed": f"{len(record.starts) - 1} times" if len(record.starts) > 1 else None,
+        "Resumed": "once" if len(record.starts) == 2 else f"{len(record.starts) - 1} times" if record.starts[2:] else None,
     }
     entries = "".join(f"<div><dt>{key}</dt><dd>{escape(str(value))}</dd></div>" for key, value in facts.items() if value)
     state, kind = run_state(record, done, total)
@@ -195,6 +195,21 @@ def _findings(findings: list, history: list) -> str:
 
 # ---- probes, data, options
 
+PROBE_WORDS = {
+    "errors_as/": "error if the output is read as ",
+    "timestep_response": "change of the output when another timestep is told",
+    "batch_response": "change of an output when its image is alone in the batch",
+    "training_error": "error in training mode, dropout included",
+    "ideal_denoiser_gap_held_out": "gap to the ideal denoiser, held-out images",
+}
+PROBE_READINGS = {
+    "errors_as": "Errors are listed as 'timestep: error', over the size of what was to be predicted. Healthy: mostly lowest "
+    "where the output is read as what it was trained for.",
+    "timestep_response": "Another timestep changes the output; the rest of the batch does not.",
+    "ideal_denoiser_gap_held_out": "The ideal denoiser knows the training images alone. So a good network beats it by far on "
+    "held-out images with little noise, and a gap far below 0 is healthy there.",
+}
+
 
 def _probes(record: RunRecord) -> str:
     """Plots of what was measured by timestep, and the first and newest of the other numbers."""
@@ -204,10 +219,17 @@ def _probes(record: RunRecord) -> str:
     (first_step, first), (step, newest) = records[0], records[-1]
     rest, before = (flatten({k: v for k, v in probe.items() if k not in PROBED}) for probe in (newest, first))
     several = len(records) > 1
-    rows = [[key.replace("_", " "), *([cell(before.get(key))] if several else []), cell(value)] for key, value in rest.items()]
+    rows = [[_probe_name(key), *([cell(before.get(key))] if several else []), cell(value)] for key, value in rest.items()]
     head = ["", *([f"update {first_step:,}"] if several else []), f"update {step:,}"]
-    reading = "The first and the newest time they were made." if several else ""
+    readings = [text for key, text in PROBE_READINGS.items() if key in newest]
+    reading = " ".join([*readings, *(["The first and the newest time they were made."] if several else [])])
     return columns(*probe_plots(records)) + table("Checks on a real batch", reading, head, rows)
+
+
+def _probe_name(key: str) -> str:
+    for name, words in PROBE_WORDS.items():
+        key = key.replace(name, words)
+    return key.replace("_", " ").replace("v prediction", "v_prediction")
 
 
 def _data(record: RunRecord) -> str:
