@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from utils.core.bars import Bar
 from utils.core.errors import UserError
 from utils.core.files import whole_file
 from utils.data.dataset import cache_root, load_images
@@ -58,7 +59,8 @@ def make_judge(
         raise UserError(f"--num_images {num_images}, training images {len(images)}: at least {MIN_IMAGES} of each are needed")
     extractor = make_extractor(features, images).to(accelerator.device)
     cache = cache_root(options["cache_dir"]) / "steady_diffusion"
-    real = reference_features(accelerator, extractor, images, batch_size=batch_size, cache_dir=cache)
+    with Bar("features of the real images", len(images)) as bar:
+        real = reference_features(accelerator, extractor, images, batch_size=batch_size, cache_dir=cache, progress=bar.update)
     requested = options.get("num_inference_steps") or options.get("ddpm_num_inference_steps")
     sampler = make_sampler(options["sampler"], scheduler)
     num_inference_steps = sampling_steps(options["sampler"], requested, scheduler)
@@ -70,8 +72,8 @@ def make_judge(
         def make_images(numbers: torch.Tensor) -> torch.Tensor:
             return to_uint8(sample(unet, plan, numbers, predict=predict))
 
-        with full_precision(unet.to(accelerator.device)):
-            (generated,), _ = extract(accelerator, [extractor], num_images, batch_size, make_images)
+        with full_precision(unet.to(accelerator.device)), Bar("making samples", num_images) as bar:
+            (generated,), _ = extract(accelerator, [extractor], num_images, batch_size, make_images, progress=bar.update)
         return compare(generated, real, standardized=extractor.standardized, seed=seed)[kind]
 
     return judge
