@@ -22,7 +22,6 @@ OPTIONS = parse_early(parse_args) if __name__ == "__main__" else None  # above t
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from models.edm2_pipeline import guided
@@ -64,7 +63,7 @@ class EDM2(Objective):
             sigmas = edm2.training_noise_levels(options.seed, batch.sample_numbers, options.P_mean, options.P_std)
             labels = edm2.training_labels(options.seed, batch.sample_numbers, labels, options.label_dropout)
         else:
-            sigmas = edm2.noise_levels_at(places, options.P_mean, options.P_std).to(labels.device, torch.float32)
+            sigmas = edm2.noise_levels_at(places, options.P_mean, options.P_std).float().to(labels.device)
         return {"clean_images": batch.clean_images, "noise": batch.noise, "sigmas": sigmas, "labels": labels}
 
     def losses(self, network: nn.Module, clean_images: Tensor, noise: Tensor, sigmas: Tensor, labels: Tensor) -> Losses:

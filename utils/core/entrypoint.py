@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 from utils.core.errors import OUT_OF_MEMORY, UserError, memory_advice, out_of_memory
 
+if sys.platform == "win32":  # which lacks SIGUSR1 and the module `resource`, and was never tried
+    print("error: Windows is not supported: use Linux, or WSL 2", file=sys.stderr)
+    sys.exit(2)
 T = TypeVar("T")
 
 

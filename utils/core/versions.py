@@ -11,7 +11,9 @@ LIBRARIES = ("torch", "accelerate", "diffusers", "datasets")
 def git_commit() -> str | None:
     """Returns the commit of the checkout that runs, with `+changes` when it has uncommitted ones; None outside a checkout."""
     here = Path(__file__).parent
-    try:
+    try:  # a package may be installed inside another project's checkout
+        tracked = ["git", "-C", str(here), "ls-files", "--error-unmatch", Path(__file__).name]
+        subprocess.run(tracked, capture_output=True, check=True, timeout=10)
         describe = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty=+changes", "--exclude=*"]
         return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):

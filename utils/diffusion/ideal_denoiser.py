@@ -154,6 +154,7 @@ def denoiser_gap(
         ideal, and the mean square of (model - ideal prediction).
     """
     seed, device = plan.seed, plan.device
+    exact = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
     subset_size = max(1, min(plan.max_images, _SUBSET_BYTES // (4 * math.prod(training_images.shape))))
     known = _draw(training_images, subset_size, seed, "denoiser gap subset", device)
     noised: dict[str, Any] = {"train": known[: plan.images_per_timestep], "held_out": None}
@@ -163,11 +164,12 @@ def denoiser_gap(
         noised["train"] = noised["train"].clone()
         noised["train"][1::2] = noised["train"][1::2].flip(-1)
         known = torch.cat([known, known.flip(-1)])
+    known = known.to(exact)
 
     def errors(kind: str, timestep: int) -> dict | None:
         if noised[kind] is None:
             return None
-        count, sums = len(noised[kind]), torch.zeros(3, dtype=torch.float64, device=device)
+        count, sums = len(noised[kind]), torch.zeros(3, dtype=torch.float64, device=exact)
         for start in range(0, count, plan.batch_size):
             clean = noised[kind][start : start + plan.batch_size]
             # Numbered by timestep and image, so that a figure does not depend on which other timesteps are asked for.
@@ -175,9 +177,9 @@ def denoiser_gap(
             noise = randomness.normal(seed, f"denoiser gap {kind}", numbers, clean.shape[1:])
             at = torch.full((len(clean),), timestep, device=device)
             noisy = noise_scheduler.add_noise(clean, noise, at)
-            target = training_target(noise_scheduler, clean, noise, at).double()
-            predicted = unet(noisy, at).sample.double()
-            ideal = ideal_prediction(noise_scheduler, noisy, at, known)
+            target = training_target(noise_scheduler, clean, noise, at).to(exact).double()
+            predicted = unet(noisy, at).sample.to(exact).double()
+            ideal = ideal_prediction(noise_scheduler, noisy.to(exact), at.to(exact), known)
             differences = torch.stack([predicted - target, ideal - target, predicted - ideal])
             sums += differences.square().flatten(2).mean(2).sum(1)
         model, ideal, distance = (sums / count).tolist()

@@ -111,8 +111,8 @@ class Stopwatch:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Returns the most memory that this process ever held on its device, in GiB; on a CPU its resident memory."""
-    if device.type == "cpu":
+    """Returns the most memory that this process ever held on its device, in GiB; where that is the machine's, all of it."""
+    if device.type in ("cpu", "mps"):
         unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
     return torch.accelerator.max_memory_allocated(device) / 2**30
