@@ -55,8 +55,9 @@ SCHEDULE = {"alphas_cumprod": [0.9999 * math.exp(-10 * (t / 100) ** 2) for t in 
 NETWORK = {"batch_norms": [], "dropout": 0.1, "spectral_norm": False, "attention": 1, "attention_declared": True}
 NETWORK |= {"zero_inputs": {"conv": 0.05}, "idle": [], "cut": [], "told": 450.0, "received": 450.0}
 SAMPLES = {
-    "raw": {"std": 0.6, "pair_distance": 0.7},
-    "ema": {"std": 0.6, "pair_distance": 0.8},
+    "raw": {"std": 0.6, "pair_distance": 0.7, "saturated": 0.1},
+    "ema": {"std": 0.6, "pair_distance": 0.8, "saturated": 0.1},
+    "data": {"std": 0.7, "pair_distance": 0.79, "saturated": 0.05},
 }
 
 
@@ -72,6 +73,7 @@ PROBE = {
     "timestep_response": 0.1,
     "batch_response": 1e-6,
     "training_error": 0.11,
+    "target_std": {"0": 1.0, "100": 1.0, "500": 1.0, "900": 1.0, "999": 1.0},
     "error": {"0": 1.0, "100": 0.2, "500": 0.1, "900": 0.05, "999": 0.05},
     "held_out_error": {"0": 1.0, "100": 0.22, "500": 0.11, "900": 0.05, "999": 0.05},
 }

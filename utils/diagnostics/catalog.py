@@ -359,6 +359,33 @@ CATALOG: dict[str, Entry] = {
             "overfit one batch first: the loss must fall to nearly nothing",
         ),
     ),
+    "error-impossible": Entry(
+        "the network predicts better than its input allows",
+        "it gets the noise or the image another way: in a condition, through another image of the batch, or by seeded noise",
+        (
+            "check what the network is given beside the noisy image",
+            "draw the noise anew for each image and update",
+        ),
+        stage="noise",
+    ),
+    "worse-than-none": Entry(
+        "at some noise levels the network is worse than none",
+        "these levels hardly count in the loss, or the preconditioning of training and sampling differ",
+        (
+            "--P_mean and --P_std such that these levels are trained",
+            "--sigma_data of the images' standard deviation",
+            "train longer",
+        ),
+    ),
+    "uncertainty-off": Entry(
+        "EDM2's uncertainty does not follow the loss",
+        "u(sigma) must learn the logarithm of the weighted loss: its weights do not move, or the loss has another weight",
+        (
+            "check the weight lambda and the term + u of the loss",
+            "check that the optimizer has the parameters of u",
+        ),
+        stage="weight",
+    ),
     "train-eval-gap": Entry(
         "the network does something else in training than in sampling",
         "heavy dropout, a normalization with figures of the batch, or a loop that feeds it otherwise than the sampler",
@@ -406,6 +433,16 @@ CATALOG: dict[str, Entry] = {
             "more sampling steps (--num_inference_steps)",
             "check that resolution, channels and background are those of the reference",
         ),
+    ),
+    "samples-saturated": Entry(
+        "far more of the samples is black or white than of the images",
+        "the sampler is led out of the images' range and clips: a target of the wrong sign or kind, divergence, few steps",
+        (
+            "look at the samples: noise at the ends of the range, or flat areas?",
+            "more sampling steps; learning rate / 2 to / 5",
+            "check the prediction type and the sign of the target",
+        ),
+        stage="export",
     ),
     "samples-lack-variety": Entry(
         "the samples vary less than the data",

@@ -18,7 +18,7 @@ from utils.diagnostics.rules.data import (
     data_range,
     data_starved,
 )
-from utils.diagnostics.rules.loss import not_learning, overfitting
+from utils.diagnostics.rules.loss import edm2_denoiser, error_impossible, not_learning, overfitting
 from utils.diagnostics.rules.network import batch_leak, network_amiss, no_gradient, timestep_ignored, train_eval_gap
 from utils.diagnostics.rules.optimizer import (
     clip_too_tight,
@@ -31,7 +31,7 @@ from utils.diagnostics.rules.optimizer import (
 )
 from utils.diagnostics.rules.options import options_amiss
 from utils.diagnostics.rules.process import sampler_mismatch, schedule
-from utils.diagnostics.rules.samples import evaluated_samples, previewed_samples
+from utils.diagnostics.rules.samples import evaluated_samples, previewed_samples, saturated_samples
 from utils.runs.record import RunRecord
 
 
@@ -62,6 +62,14 @@ RULES: tuple[Callable[[RunRecord], Found], ...] = (
     step_deviates,
     *(data_range, schedule, options_amiss, network_amiss, sampler_mismatch, weights_shrinking, learning_rate),
     *(batch_leak, timestep_ignored, no_gradient, fp16_scale, non_finite, clip_too_tight, ema_too_long),
-    *(data_damaged, data_blank, data_alike, overfitting, class_imbalance, not_learning),
-    *(train_eval_gap, evaluated_samples, previewed_samples, gradients_exploding, data_starved, data_enlarged),
+    *(data_damaged, data_blank, data_alike, overfitting, class_imbalance, error_impossible, not_learning, edm2_denoiser),
+    *(
+        train_eval_gap,
+        evaluated_samples,
+        previewed_samples,
+        saturated_samples,
+        gradients_exploding,
+        data_starved,
+        data_enlarged,
+    ),
 )

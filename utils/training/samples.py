@@ -103,5 +103,6 @@ class SampleGrids:
         save_png(denoising_path(to_uint8(ema[1][:PATH_IMAGES]), shown), path_png)
         run.trackers.log_image("samples/raw_and_ema", path, step)
         run.trackers.log_image("samples/denoising_path", path_png, step)
-        statistics = {"raw": sample_statistics(raw[0]), "ema": sample_statistics(ema[0])}
+        real = run.data.samples.first_images(run.options.eval_batch_size)
+        statistics = {"raw": sample_statistics(raw[0]), "ema": sample_statistics(ema[0]), "data": sample_statistics(real)}
         run.doctor.record(step, {"samples": statistics})

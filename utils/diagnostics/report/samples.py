@@ -85,7 +85,8 @@ def _sample_figures(record: RunRecord) -> str:
         return ""
     step, newest = records[-1]
     checks = record.records("data")
-    newest = newest | {"data": _like_samples(checks[-1][1]) if checks else None}
+    of_all = _like_samples(checks[-1][1]) if checks else {}
+    newest = newest | {"data": (newest.get("data") or {}) | of_all or None}
     kinds = [kind for kind in ("raw", "ema", "data") if isinstance(newest.get(kind), dict)]
     names = list(dict.fromkeys(name for kind in kinds for name in newest[kind]))
     rows = [[name.replace("_", " "), *(cell(newest[kind].get(name)) for kind in kinds)] for name in names]

@@ -79,6 +79,74 @@ def has_had_a_chance(record: RunRecord) -> bool:
     return path >= MIN_PATH.get(str(record.options.get("prediction_type")), 0.55)
 
 
+def error_impossible(record: RunRecord) -> Found:
+    """A network that knows what its input does not show: it is told the noise or the image another way."""
+    checks = record.known("data")
+    variety, (_, stds) = (checks[0][1].get("variety") if checks else None), record.finite("data/std")
+    for step, probe in record.known("probe")[-1:]:
+        kind, errors, targets = probe.get("prediction_type"), probe.get("error") or {}, probe.get("target_std") or {}
+        levels = [level for level in errors if targets.get(level)]
+        if kind not in MIN_PATH or len(levels) < 2:
+            return
+        first, last = levels[0], levels[-1]
+        yield "error-impossible"
+        # There the noise is about one level of 8 bits. Healthy networks had 0.97 to 1.3 of a target of noise, however long they
+        # were trained; plain areas let them see some of it.
+        share = errors[first] / targets[first] ** 2
+        if kind != "sample" and share < 0.02:
+            what = f"at timestep {first}, where the noise is hardly more than rounding, {share:.1e} of it is not predicted"
+            yield Finding("error-impossible", "warning", what, step)
+            return
+        # Where nothing is left of the image, no prediction of it is better than the mean image.
+        signal = (record.alphas_cumprod or [1.0])[-1] * math.prod(checks[0][1].get("shape") or [1]) if checks else 1.0
+        variance = (variety * median(stds)) ** 2 if variety and stds else 0.0
+        if kind != "epsilon" and signal < 0.1 and errors[last] < 0.5 * variance:
+            what = f"at timestep {last} the error is {errors[last]:.2g}, that of the mean image {variance:.2g}"
+            yield Finding("error-impossible", "warning", what, step)
+
+
+def edm2_denoiser(record: RunRecord) -> Found:
+    """EDM2's loss by noise level, beside that of no network and beside what the network says of it."""
+    options, total = record.options, record.resolved.get("max_train_steps") or 0
+    for step, probe in record.known("probe")[-1:]:
+        losses, said = probe.get("weighted_loss") or {}, probe.get("exp_u") or {}
+        if not losses or step < max(200, 0.5 * total) or not options.keys() >= {"sigma_data", "P_mean", "P_std"}:
+            return
+        trained = [level for level in losses if abs(math.log(float(level)) - options["P_mean"]) < 1.5 * options["P_std"]]
+        ratios = {level: said[level] / losses[level] for level in trained if losses[level] > 0 and said.get(level, 0) > 0}
+        if ratios:
+            yield "uncertainty-off"
+        # After 200 updates healthy networks had 0.8 to 1.4; beyond, where few samples are, 0.4 to 2.
+        level = max(ratios, key=lambda level: abs(math.log(ratios[level])), default=None)
+        if level is not None and not 1 / 3 < ratios[level] < 3:
+            what = f"at sigma {level} exp(u) is {said[level]:.2g}, the weighted loss {losses[level]:.2g}"
+            yield Finding("uncertainty-off", "warning", what, step)
+        worse = {level: losses[level] / none for level in trained if (none := _loss_of_zeros(record, float(level)))}
+        if worse and has_had_a_chance(record):
+            yield "worse-than-none"
+            level = max(worse, key=lambda level: worse[level])
+            # Healthy networks had 0.01 to 0.9; below 200 updates they may stand at 1.
+            if worse[level] > 1.3:
+                what = f"at sigma {level} the loss is {worse[level]:.2g} times that of a network that answers 0"
+                yield Finding("worse-than-none", "warning", what, step)
+            elif min(worse.values()) > 0.9:
+                what = f"at best, at sigma {min(worse, key=lambda level: worse[level])}, the loss is {min(worse.values()):.2f}"
+                yield Finding("not-learning", "critical", f"{what} of that of a network that answers 0", step)
+
+
+def _loss_of_zeros(record: RunRecord, sigma: float) -> float | None:
+    """lambda times the mean squared error of D(x) = c_skip x; None where the images' mean and spread are not known."""
+    for _, data in record.known("data")[:1]:
+        means, stds = data.get("mean") or [], data.get("std") or []
+        if not means or len(means) != len(stds):
+            return None
+        square = sum(mean**2 + std**2 for mean, std in zip(means, stds)) / len(means)
+        wide = record.options["sigma_data"] ** 2
+        skip = wide / (sigma**2 + wide)
+        return (sigma**2 + wide) / (sigma**2 * wide) * ((1 - skip) ** 2 * square + (skip * sigma) ** 2)
+    return None
+
+
 # How far the weights have gone, in their own size, added up. The noise stands in the input, and healthy networks that went so
 # far had 0.1 to 0.6 of a constant's loss; where the target holds the image they need longer, and had 0.8 after half of this.
 MIN_PATH = {"epsilon": 0.11, "sample": 0.55, "v_prediction": 0.55}
