@@ -22,6 +22,10 @@ def hub_stand_in(name: str, folder: Path, kind: str = "datasets"):
     listing = [
         {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()} for path, data in files.items()
     ]
+    folders = {str(parent) for path in files for parent in Path(path).parents} - {"."}
+    listing += [
+        {"type": "directory", "path": path, "size": 0, "oid": hashlib.sha1(path.encode()).hexdigest()} for path in folders
+    ]
     requests = []
     files_at = f"/datasets/{name}/resolve/" if kind == "datasets" else f"/{name}/resolve/"
     api = f"/api/{kind}/{name}"
@@ -33,12 +37,21 @@ def hub_stand_in(name: str, folder: Path, kind: str = "datasets"):
             # After the address comes the revision, which may be written as refs%2Fconvert.
             file = files.get(path[len(files_at) :].partition("/")[2]) if path.startswith(files_at) else None
             if path.startswith(f"{api}/tree/"):
-                self.reply(200, json.dumps(listing).encode())
+                below = path.removeprefix(f"{api}/tree/").partition("/")[2]
+                inside = [entry for entry in listing if Path(below) in Path(entry["path"]).parents]
+                if "recursive=True" not in self.path:
+                    inside = [entry for entry in inside if Path(entry["path"]).parent == Path(below)]
+                self.reply(200, json.dumps(inside).encode())
             elif path == api or path.startswith(f"{api}/revision/"):
                 siblings = [{"rfilename": path} for path in files]
                 self.reply(200, json.dumps({"id": name, "sha": commit, "siblings": siblings, "tags": []}).encode())
             elif file is not None:
-                self.reply(200, file, {"ETag": f'"{hashlib.sha1(file).hexdigest()}"'})
+                headers = {"ETag": f'"{hashlib.sha1(file).hexdigest()}"'}
+                first, _, last = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
+                if first:  # of a part: the list of names at the end of a zip
+                    self.reply(206, file[int(first) : int(last or len(file)) + 1], headers)
+                else:
+                    self.reply(200, file, headers)
             else:
                 known = f"/{name}/" in f"{path}/"
                 self.reply(404, b"", {"X-Error-Code": "EntryNotFound" if known else "RepoNotFound"})

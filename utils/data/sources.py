@@ -104,7 +104,8 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
 
 def _base(builder: "datasets.DatasetBuilder", split: str) -> str | None:
     """The folder of the files that a split is made of, on this machine or at the Hub."""
-    files = [file for name, some in builder.config.data_files.items() if name in _split_names(split) for file in some]
+    data_files = builder.config.data_files or {}  # of what an offline machine has prepared none are known
+    files = [file for name, some in data_files.items() if name in _split_names(split) for file in some]
     if not files:
         return None
     scheme = files[0].rpartition("://")[0]
@@ -153,7 +154,7 @@ def _open_archives(builder: Any, split: str, description: str) -> OpenedDataset:
     manager = datasets.DownloadManager(dataset_name=builder.dataset_name, download_config=datasets.DownloadConfig())
     tree, prefixes = FileTree(str(builder.hash)), {}
     for name, files in builder.config.data_files.items():
-        if name not in _split_names(split):
+        if split != "all" and name not in _split_names(split):
             continue
         with _one_line(description):
             places = manager.download(list(files))
