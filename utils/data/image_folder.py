@@ -121,7 +121,7 @@ class ImageFolder:
             features["label"] = datasets.ClassLabel(names=list(classes))
         if self._metadata is not None:
             kept = self._metadata.drop_columns(list({"file_name", "image"} & set(self._metadata.column_names)))
-            chosen = kept.take([row for row, _ in rows])
+            chosen = kept.take(pa.array([row for row, _ in rows], pa.int64()))
             columns |= {name: chosen.column(name) for name in chosen.column_names}
             features |= datasets.Features.from_arrow_schema(chosen.schema)
         table = datasets.table.InMemoryTable(pa.table(columns))
@@ -166,7 +166,7 @@ class ImageFolder:
                 files = table["file_name"].to_pylist()
             except KeyError:
                 raise UserError(f"{path} has no column file_name; its columns are {', '.join(table.column_names)}") from None
-            except Exception as error:  # pandas and pyarrow have many
+            except Exception as error:  # pyarrow has many
                 raise UserError(f"cannot read {path}: {one_line(error)}") from error
             for row, file in enumerate(files):
                 if not isinstance(file, str) or is_address(file) or posixpath.normpath(file).startswith(("/", "..")):

@@ -2,7 +2,6 @@
 
 import os
 import shlex
-from functools import partial
 from pathlib import Path
 
 from utils.core.distributed import on_main_process
@@ -24,10 +23,9 @@ class Export:
     def make(self) -> None:
         run = self._run
         network, scheduler = run.objective.exported, run.objective.noise_scheduler
-        names = run.data.images.class_names
-        export_pipeline = partial(export.export_pipeline, class_names=names)
+        arguments = network, scheduler, run.output_dir, self._card()
         with run.averaged():
-            on_main_process(run.accelerator, export_pipeline, network, scheduler, run.output_dir, self._card())
+            on_main_process(run.accelerator, export.export_pipeline, *arguments, class_names=run.data.images.class_names)
 
     def write_card(self) -> None:
         """Again, with the newest picture."""
