@@ -84,13 +84,13 @@ class StepAudit:
     def begin(self, step: int, reported: bool) -> None:
         """Before the update that follows `step` finished ones. Compiled networks are looked at in updates that are `reported`,
         which run eagerly anyway, so that the audit changes no number."""
-        self._finish()
+        weights = self._finish()
         wanted = reported and self._due_of_compiled(step) if self._compiled else step + 1 in self._numbers
         self._scheduled = wanted
         if wanted:
             scaler = self._run.accelerator.scaler
             self._loss_scale = 1.0 if scaler is None else scaler.get_scale()
-            self._observer.begin(step, asks=self._looks % 3 == 1 and self._followed)
+            self._observer.begin(step, asks=self._looks % 3 == 1 and self._followed, weights=weights)
             self._looks += 1
 
     def _due_of_compiled(self, step: int) -> bool:
@@ -132,7 +132,7 @@ class StepAudit:
         if update is not None:
             self._pending, self._checks = update, self._judge(update)
         if between or update is not None:
-            self._left = self._digest()
+            self._left = self._digest(None if update is None else update.digest_last)
 
     def check_sampler(self) -> None:
         """Asks the sampler of the run's pictures what it makes of a network that knows the answer. On the main process."""
@@ -200,9 +200,11 @@ class StepAudit:
         self._observer.rest()
 
     @torch.no_grad()
-    def _digest(self) -> torch.Tensor:
+    def _digest(self, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """int64 [2], of the weights and of the averages. `weights`: that of the weights, where it is known."""
+        weights = digest(self._observer.parameters.values()) if weights is None else weights
         averages = [tensor for average in self._observer.averages.values() for tensor in average.values()]
-        return torch.stack([digest(self._observer.parameters.values()), digest(averages)])
+        return torch.stack([weights, digest(averages).to(weights.device)])
 
     def _all_saw(self, update: Update | None) -> bool:
         """Whether the observation succeeded on every process; else none of them judges it, and the main one says why."""
@@ -288,14 +290,17 @@ class StepAudit:
     def _say_failed(self, text: str) -> None:
         self._run.doctor.record(self._run.state.step, {"audit": {"checks": [], "failed": text}})
 
-    def _finish(self) -> None:
-        """Looks at what was made between two updates, and records what was found."""
-        checks, update = self._checks, self._pending
+    def _finish(self) -> torch.Tensor | None:
+        """Looks at what was made between two updates, and records what was found. The digest of the weights as they are now,
+        where it was taken."""
+        checks, update, now = self._checks, self._pending, None
         if self._left is not None:
-            checks = [*checks, *self._between(self._digest())]
+            now = self._digest()
+            checks = [*checks, *self._between(now)]
         if checks and (update is not None or any(check.healthy is False for check in checks)):
             self._record(checks)
         self._checks, self._pending, self._left = [], None, None
+        return None if now is None else now[0]
 
     def _between(self, now: torch.Tensor) -> list[Check]:
         same = torch.eq(cast(torch.Tensor, self._left), now).tolist()

@@ -18,6 +18,7 @@ from utils.training.run import Run
 FILES = 4  # decoded at an audit; half as many large ones
 SAMPLES = 8192  # of which rows and labels are kept
 AGAIN = 48  # samples whose places are looked at in the next pass too, about
+BLOCK = 2048  # samples whose rows are computed at once
 WHOLE = 1 << 18  # samples whose rows are asked for at once, at most
 
 
@@ -36,6 +37,7 @@ class DataAudit:
         self._passes = Passes(len(run.data.training), self._declared, run.data.samples.dataset_rows)
         self._numbers: list[torch.Tensor] = []  # samples of each micro step
         self._rows: list[torch.Tensor] = []  # of the first of them, as the order gives them
+        self._blocks: dict[int, torch.Tensor] = {}  # rows of all samples of a block, by its number
         self._told: list[torch.Tensor] = []  # their labels as they were drawn
         self._again: set[int] = set()  # samples that have the places of some that were looked at, one pass later
         self._kept, self._misread, self._looked = 0, False, False
@@ -144,6 +146,16 @@ class DataAudit:
             return False
         return True
 
+    def _rows_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        """As the order gives them; computed for many samples at once, which takes as long as for a few."""
+        places = numbers // BLOCK
+        for block in set(places.tolist()) - self._blocks.keys():
+            self._blocks[block] = self._run.data.samples.drawn_rows(torch.arange(block * BLOCK, (block + 1) * BLOCK))
+        rows = torch.zeros_like(numbers)
+        for block in set(places.tolist()):
+            rows[places == block] = self._blocks[block][numbers[places == block] % BLOCK]
+        return rows
+
     def _drawn(self) -> list[Check]:
         if not self._numbers:
             return []
@@ -151,7 +163,7 @@ class DataAudit:
         options: Any = self._run.options  # the dropout of labels is EDM2's own
         new = torch.cat(self._numbers[len(self._rows) :] or [torch.zeros(0, dtype=torch.int64)]).cpu()
         sizes = [len(part) for part in self._numbers[len(self._rows) :]]
-        self._rows += data.samples.drawn_rows(new).split(sizes)
+        self._rows += self._rows_of(new).split(sizes)
         rows, numbers = torch.cat(self._rows).numpy(), torch.cat(self._numbers).cpu()
         replaces = options.on_bad_image == "replace"
         shown = data.samples.dataset_rows(numbers).numpy() if replaces else rows

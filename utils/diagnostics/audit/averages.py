@@ -42,7 +42,7 @@ def check_averages(update: Update, declared: Declared, observer: Observer, skipp
         checks.append(Check("ema", f"{name}: parameters", f"all {len(names)}", found, not missing, text))
         step = update.optimizer_step
         vectors = (old, new, update.weights, None if step is None else step.before)
-        some = observer.averaged(name)
+        some = observer.averaged(name) if missing else slice(None)
         seen = Seen(*(None if vector is None else vector.double()[some] for vector in vectors))
         checks.append(_average(name, seen, decay_at, update.step + 1, declared.micro_steps))
     return checks
@@ -70,6 +70,8 @@ def _explain(seen: Seen, decay_at: Callable[[int], float], number: int, micro_st
     if moved < 0 and left < 0.05:
         return f"it moves away from the weights (decay {observed:.4g}): a wrong sign"
     if left < 0.02 + 4 * seen.rounding / float(change.norm()):
+        if abs(observed) < 1e-6:
+            return f"it is a copy of the weights, declared is a decay of {decay:.6g}"
         known = {f"it is updated {k} times in this update": decay**k for k in (2, 3, 4, 8)}
         known |= {"the weights and the average are exchanged: decay and 1 - decay": 1 - decay}
         numbers = (number - 1, number + 1, 2 * number, max(number // 2, 1))
@@ -78,8 +80,6 @@ def _explain(seen: Seen, decay_at: Callable[[int], float], number: int, micro_st
         known = {text: value for text, value in known.items() if value != decay}
         if text := named(observed, known, max(2e-3 * (1 - decay), 1e-7)):
             return f"{text} (decay {observed:.6g}, declared {decay:.6g})"
-        if abs(observed) < 1e-6:
-            return f"it is a copy of the weights, declared is a decay of {decay:.6g}"
         return f"its decay is {observed:.6g}, declared {decay:.6g}"
     if (before := seen.weights_before) is not None:
         stale = float((seen.new - decay * seen.old - (1 - decay) * before).norm())

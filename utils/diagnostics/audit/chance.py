@@ -11,12 +11,14 @@ def at_least(count: int, trials: int, rate: float) -> float:
         return 1.0
     if rate <= 0 or count > trials:
         return 0.0
-    ways = math.lgamma(trials + 1)
-    logs = [
-        ways - math.lgamma(k + 1) - math.lgamma(trials - k + 1) + k * math.log(rate) + (trials - k) * math.log1p(-rate)
-        for k in range(count, trials + 1)
-    ]
-    return min(1.0, math.fsum(map(math.exp, logs)))
+    ways, total = math.lgamma(trials + 1), 0.0
+    for k in range(count, trials + 1):
+        chances = ways - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
+        part = math.exp(chances + k * math.log(rate) + (trials - k) * math.log1p(-rate))
+        total += part
+        if k > trials * rate and part <= 1e-17 * total:  # from here on they fall, ever faster
+            break
+    return min(1.0, total)
 
 
 def agrees(count: int, trials: int, rate: float) -> bool:

@@ -76,11 +76,12 @@ class Observer:
     # ---- what the loop tells
 
     @torch.no_grad()
-    def begin(self, step: int, asks: bool = False) -> None:
-        """Watches the update that follows `step` finished ones. `asks`: keeps what it takes to ask the network again."""
+    def begin(self, step: int, asks: bool = False, weights: torch.Tensor | None = None) -> None:
+        """Watches the update that follows `step` finished ones. `asks`: keeps what it takes to ask the network again.
+        `weights`: their digest, where it is known."""
         self.rest()
         self._asks = asks
-        self.update = Update(step, digest_begun=digest(self.parameters.values()))
+        self.update = Update(step, digest_begun=digest(self.parameters.values()) if weights is None else weights)
         if self.eager:
             for name, module in self.modules.items():
                 before, after = partial(self._before_forward, name), partial(self._after_forward, name)
@@ -225,12 +226,11 @@ class Observer:
             call.autocast = torch.get_autocast_dtype(device)
 
     @_safely
-    @torch.no_grad()
     def _see_gradient(self, parameter: torch.Tensor) -> None:
-        number = self._ids.get(id(parameter))
-        if number is not None and parameter.grad is not None:
+        number, gradient = self._ids.get(id(parameter)), parameter.grad
+        if number is not None and gradient is not None:
             self._has_run_backward = True
-            self._gradients[number] = self.sample.part(number, parameter.grad).clone()
+            self._gradients[number] = self.sample.part(number, gradient).clone()
 
     def _ours(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
@@ -271,7 +271,7 @@ class Observer:
         names = dict.fromkeys(name for state in states for name, value in state.items() if isinstance(value, torch.Tensor))
         found = {name: self.sample.take(state.get(name) for state in states) for name in names if name != "step"}
         if "step" in names:
-            found["step"] = self.sample.per_element(int(state.get("step", 0)) for state in states).float()
+            found["step"] = self.sample.per_element(int(state["step"]) if "step" in state else 0 for state in states).float()
         return found
 
 

@@ -41,8 +41,9 @@ def check_optimizer(update: Update, declared: Declared, observer: Observer, skip
 
 def _members(step: Step, observer: Observer) -> Check:
     """Whether all trained parameters are the optimizer's."""
-    names, groups = observer.sample.names, step.group_of.split(observer.sample.counts)
-    missing = [name for name, group in zip(names, groups) if int(group[0]) < 0]
+    names, counts = observer.sample.names, torch.tensor(observer.sample.counts)
+    groups = step.group_of.cpu()[(counts.cumsum(0) - counts).clamp(max=len(step.group_of) - 1)]  # of the first element of each
+    missing = [name for name, group in zip(names, groups.tolist()) if group < 0]
     text = f"{len(missing)} of {len(names)} parameters are not in the optimizer, such as {missing[0]}" if missing else ""
     found = f"{len(names) - len(missing)} of {len(names)}"
     return Check("optimizer", "parameters in the optimizer", f"all {len(names)}", found, not missing, text)
@@ -70,8 +71,8 @@ def check_learning_rate(rates: list[float], wanted: DeclaredOptimizer, finished:
 
 def _by_torch(step: Step, wanted: DeclaredOptimizer, decayed: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(weights, {state's name: value}) after the step that torch's own optimizer makes of the same state, float64 [n]."""
-    parts = [decayed, ~decayed]
-    parameters = [torch.nn.Parameter(step.before.double()[part].clone()) for part in parts]
+    parts = [which.nonzero()[:, 0] for which in (decayed, ~decayed)]
+    parameters = [torch.nn.Parameter(step.before[part].double()) for part in parts]
     groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(parameters, (wanted.weight_decay, 0.0))]
     if wanted.name in ("adamw", "adam"):
         kind = torch.optim.AdamW if wanted.name == "adamw" else torch.optim.Adam
@@ -81,9 +82,9 @@ def _by_torch(step: Step, wanted: DeclaredOptimizer, decayed: torch.Tensor) -> t
     else:
         judge = torch.optim.SGD(groups, lr=step.rate, momentum=wanted.momentum, foreach=False)
     for parameter, part in zip(parameters, parts):
-        parameter.grad = step.gradient.double()[part]
-        state = {name: value.double()[part].clone() for name, value in step.state_before.items() if name != "step"}
-        if state and part.any():
+        parameter.grad = step.gradient[part].double()
+        state = {name: value[part].double() for name, value in step.state_before.items() if name != "step"}
+        if state and len(part):
             counted = step.state_before.get("step")
             if counted is not None:
                 state["step"] = counted[part][0].float().cpu().clone()
@@ -122,7 +123,7 @@ def _counts(step: Step, finished: int) -> list[Check]:
     after, before = (None if "step" not in s else s["step"][step.inside] for s in (step.state_after, step.state_before))
     if after is None or not after.numel():
         return []
-    counts = sorted({int(value) for value in after.unique()})
+    counts = sorted({int(value) for value in after.unique_consecutive()})
     advanced = 1 if before is None else int((after - before).max())
     fine = advanced == 1 and 1 <= counts[-1] <= finished + 1
     name, wanted = "steps that the optimizer has counted", f"one more each update, at most {finished + 1}"

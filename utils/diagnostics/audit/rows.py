@@ -28,17 +28,25 @@ def check_rows(
         balanced: classes are drawn equally often, so that an image may come twice in a pass.
     """
     declared = "images drawn at random" if balanced else "each image once in a pass, in a random order"
-    pairs = np.unique(np.stack([np.asarray(sample_numbers, np.int64), np.asarray(rows, np.int64)]), axis=1)
-    if pairs.shape[1] == 0:
+    numbers, rows = _distinct(np.asarray(sample_numbers, np.int64), np.asarray(rows, np.int64))[:2]
+    if len(rows) == 0:
         return [not_observed("data", "order", declared, "no samples")]
     held_out = np.sort(np.fromiter(held_out_rows, np.int64))
-    (numbers, rows), total = pairs, length + len(held_out)
+    total = length + len(held_out)
     ranks = rows - np.searchsorted(held_out, rows)  # place among the training images
     message = _wrong_row(numbers, rows, held_out, total) or _alike(rows, length)
     if not message and not balanced:
         message = _repeated(numbers, rows, length) or _in_order(numbers, ranks, length) or _part(ranks, length)
     observed = f"{len(np.unique(rows))} rows in {len(rows)} samples of {len(np.unique(numbers // length))} passes"
     return [Check("data", "order", declared, observed, not message, message)]
+
+
+def _distinct(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(first, second, how often they come) of each pair of numbers, sorted."""
+    order = np.lexsort([second, first])
+    first, second = first[order], second[order]
+    begins = np.flatnonzero(np.r_[True, (np.diff(first) != 0) | (np.diff(second) != 0)][: len(first)])
+    return first[begins], second[begins], np.diff(np.r_[begins, len(first)])
 
 
 def _wrong_row(numbers, rows, held_out, total) -> str:
@@ -61,10 +69,10 @@ def _alike(rows, length) -> str:
 
 
 def _repeated(numbers, rows, length) -> str:
-    of_pass, counts = np.unique(np.stack([numbers // length, rows]), axis=1, return_counts=True)
+    passes, shown, counts = _distinct(numbers // length, rows)
     if not (counts > 1).any():
         return ""
-    again, (number, row) = int((counts - 1).sum()), of_pass[:, counts.argmax()]
+    again, number, row = int((counts - 1).sum()), passes[counts.argmax()], shown[counts.argmax()]
     if len(counts) == 1:
         return f"all {counts[0]} samples looked at are the same image, row {row}"
     example = f"row {row} came {counts.max()} times in pass {number}"
@@ -95,7 +103,8 @@ def _part(ranks, length) -> str:
     if count * ((high - low + 1) / length) ** (count - 1) < IMPOSSIBLE:
         return f"{count} samples all lie among the images {low} to {high} of {length}: the others are never drawn"
     for stride in _STRIDES:
-        if stride < length and len(np.unique(ranks % stride)) == 1:
+        few, first = ranks[: _STRIDES.stop], ranks[0] % stride  # which tell for almost all of them
+        if stride < length and (few % stride == first).all() and (ranks % stride == first).all():
             largest = -(-length // stride) / length  # share of a residue class
             if len(_STRIDES) * stride * largest**count < IMPOSSIBLE:
                 return f"{count} samples all show images {stride} k + {ranks[0] % stride}: the others are never drawn"
