@@ -1370,3 +1370,159 @@ fault(
     (HEUN, "(first + ramp * (last - first)) ** rho", "first + ramp * (last - first)"),
     script=EDM2,
 )
+
+# ---- written later, by one who had read the training's code alone: of kinds that the others are not
+
+TENTH = "            if step % 10 == 9:\n                "  # between the updates that are looked at
+L1_NORM = "return torch.stack([p.abs().sum() for p in model.parameters() if p.requires_grad and p.ndim > 1]).sum()"
+LOADED = "        match_layouts(optimizer.optimizer)\n"
+ADDED_UP = "loss = losses.trained.mean() + "
+
+
+def loaded(name: str, change: str, stage: str | tuple[str, ...]) -> None:
+    """Of the state of each parameter, after a resume."""
+    new = f"{LOADED}        for state in optimizer.optimizer.state.values():\n            {change}\n"
+    fault(name, stage, (CHECKPOINTS, LOADED, new), resumed=True)
+
+
+fault(
+    "matrices alone are clipped",
+    "gradient",
+    (CLIPPING, SCALE_DOWN, SCALE_DOWN.replace("(gradients,", "([g for g in gradients if g.ndim > 1],")),
+    flags=CLIPPED,
+)
+fault(
+    "clipped by the largest norm",
+    "gradient",
+    (CLIPPING, "    norm = torch.linalg.vector_norm(norms)\n", "    norm = norms.max()\n"),
+    flags=CLIPPED,
+)
+fault(
+    "brightness about the middle gray",
+    "data",
+    (AUGMENTATION, "((pixels + 1) * brightness - 1).clamp_(-1, 1)", "(pixels * brightness).clamp_(-1, 1)"),
+    flags={"color_jitter": 0.3},
+)
+fault(
+    "one dropout mask for ever",
+    ("network", "noise"),
+    (DDPM, "data.samples.seed_dropout(step, micro_step)", "data.samples.seed_dropout(0, 0)"),
+    flags=DROPOUT,
+)
+fault(
+    "64 timesteps for ever",
+    "timestep",
+    (DDPM, DRAWN, DRAWN.replace("batch.sample_numbers", "batch.sample_numbers % 64")),
+)
+fault("EMA decay of the update before", "ema", (DDPM, EMA_UPDATE, EMA_UPDATE.replace("step + 1", "step")))
+fault(
+    "memory of gradients cleared in every tenth update",
+    ("optimizer", "state"),
+    (DDPM, STEP, f"{TENTH}optimizer.optimizer.state.clear()\n{STEP}"),
+)
+fault(
+    "micro steps repeat a batch",
+    "data",
+    (LOADER, "turn = step * split.gradient_accumulation_steps + micro_step", "turn = step * split.gradient_accumulation_steps"),
+    flags=ACCUMULATED,
+)
+fault(
+    "weight decay in the loss too",
+    "gradient",
+    (DDPM, ADDED_UP, ADDED_UP + "1e-3 * sum(p.square().sum() for p in objective.network.parameters()) + "),
+)
+fault(
+    "gradients centered",
+    "gradient",
+    (DDPM, STEP, "            for p in parameters:\n                p.grad -= p.grad.mean() if p.ndim > 1 else 0\n" + STEP),
+)
+fault(
+    "L1 penalty of all parameters",
+    "gradient",
+    (OPTIMIZERS, L1_NORM, L1_NORM.replace(" and p.ndim > 1", "")),
+    flags={"l1_weight": 1e-3},
+)
+fault("activation ignored", "network", (UNET, 'config["act_fn"] = options.activation', "pass"), flags={"activation": "gelu"})
+fault(
+    "spectral norm left out",
+    "network",
+    (UNET, "            normalize_spectra(unet)\n", "            pass\n"),
+    flags={"spectral_norm": True},
+)
+fault(
+    "weights perturbed in every tenth update",
+    "state",
+    (DDPM, AFTER_STEP, f"{AFTER_STEP}{TENTH}objective.exported.conv_out.weight.data += 0.02 * torch.randn(3, 1, 1, 1)\n"),
+    flags={"image_channels": 3},
+)
+fault(
+    "Nesterov's momentum",
+    "optimizer",
+    (
+        OPTIMIZERS,
+        "return torch.optim.SGD(groups, lr=learning_rate, momentum=momentum)",
+        "return torch.optim.SGD(groups, lr=learning_rate, momentum=momentum, nesterov=True)",
+    ),
+    flags={"optimizer": "sgd", "learning_rate": 0.01},
+)
+fault(
+    "RMSprop of centered gradients",
+    "optimizer",
+    (
+        OPTIMIZERS,
+        "return torch.optim.RMSprop(groups, lr=learning_rate, momentum=momentum, eps=epsilon)",
+        "return torch.optim.RMSprop(groups, lr=learning_rate, momentum=momentum, eps=epsilon, centered=True)",
+    ),
+    flags={"optimizer": "rmsprop", "learning_rate": 1e-4},
+)
+fault(
+    "adaptive limit begins anew at a resume",
+    ("state", "gradient"),
+    (RUN, "AdaptiveLimit(accelerator.device, state.grad_norm_mean)", "AdaptiveLimit(accelerator.device, None)"),
+    flags={"adaptive_clipping": True},
+    resumed=True,
+)
+loaded("Adam counts anew after a resume", 'state["step"].zero_()', ("optimizer", "state"))
+loaded("moments rounded to bf16 at a resume", 'state["exp_avg"] = state["exp_avg"].bfloat16().float()', ("optimizer", "state"))
+fault(
+    "noise added to the gradients",
+    "gradient",
+    (
+        DDPM,
+        STEP,
+        "            for p in parameters:\n                p.grad += 0.1 * p.grad.std(unbiased=False) * torch.randn_like(p)\n"
+        + STEP,
+    ),
+)
+fault("sigma at most 1", "timestep", (EDM2, SIGMAS, f"{SIGMAS}.clamp(max=1.0)"), script=EDM2)
+fault(
+    "c_noise of a rounded sigma",
+    ("timestep", "input"),
+    (HEUN, "1.0 / variance.sqrt(), sigma.log() / 4.0", "1.0 / variance.sqrt(), sigma.bfloat16().to(sigma.dtype).log() / 4.0"),
+    script=EDM2,
+)
+fault(
+    "classes not balanced",
+    "data",
+    (TRAINING_DATA, "images.labels if options.balanced_sampling else None)", "None)"),
+    flags={"balanced_sampling": True},
+)
+fault(
+    "image in place of noise at small timesteps",
+    "target",
+    (
+        OBJECTIVE,
+        EPSILON_TARGET,
+        EPSILON_TARGET.replace("noise\n", "torch.where(timesteps[:, None, None, None] < 100, clean_images, noise)\n"),
+    ),
+    flags=EPSILON,
+)
+fault(
+    "initial weights three times as large",
+    "network",
+    (
+        UNET,
+        "        initialized(network)\n",
+        "        initialized(network)\n        [p.data.mul_(3) for p in network.parameters() if p.ndim > 1]\n",
+    ),
+)

@@ -230,6 +230,27 @@ def test_lost_moments_are_named(finished):
         assert message in deviations(resumed(finished, optimizer=changed(optimizer, change)), "optimizer")
 
 
+@pytest.mark.parametrize("lost", ["of all", "of one", "zeros of one"])
+def test_moments_that_a_checkpoint_lacks_are_named(finished, tmp_path, lost):
+    """The run has none either: what is stored and what goes on agree."""
+    checkpoint = tmp_path / "checkpoint-4"
+    shutil.copytree(finished.folder / checkpoint.name, checkpoint)
+    stored = torch.load(checkpoint / "optimizer.bin", weights_only=True)
+    index = max(stored["state"], key=lambda index: stored["state"][index]["exp_avg"].numel())
+    if lost == "zeros of one":
+        stored["state"][index] |= {name: torch.zeros_like(value) for name, value in stored["state"][index].items()}
+    else:
+        stored["state"] = {} if lost == "of all" else {k: v for k, v in stored["state"].items() if k != index}
+    torch.save(stored, checkpoint / "optimizer.bin")
+    optimizer = finished.resumed["optimizer"]
+    other = torch.optim.AdamW([p for group in optimizer.param_groups for p in group["params"]])
+    for number, parameter in enumerate(other.param_groups[0]["params"]):
+        other.state[parameter] = dict(stored["state"].get(number, {}))
+    text = deviations(check_resumed(checkpoint, **(finished.resumed | {"optimizer": other})), "optimizer")
+    said = {"of all": "moments are not in checkpoint-4", "of one": "no moments of 1 of", "zeros of one": "no moments of 1 of"}
+    assert said[lost] in text
+
+
 def test_other_weights_after_a_resume_are_named(finished):
     state, average = finished.resumed["network_state"], finished.resumed["ema_state"]
     name = max(state, key=lambda name: state[name].numel())

@@ -13,7 +13,7 @@ from PIL import Image, ImageFilter, ImageOps
 from utils.data.dataset import load_images
 from utils.data.decode import ImageFile
 from utils.data.training_data import TrainingSamples
-from utils.diagnostics.audit.files import DeclaredImages
+from utils.diagnostics.audit.files import DeclaredImages, find
 from utils.diagnostics.audit.images import Draws, check_images
 from utils.options.flags import RunOptions
 
@@ -409,3 +409,24 @@ def test_flips_that_repeat_are_said_with_what_they_repeat_in(period):
     [repeated] = found(lambda number: drawn[number % period + period])
     assert healthy.healthy, healthy
     assert repeated.healthy is False and ("each batch" if period == 8 else "each pass over the data") in repeated.message
+
+
+@pytest.mark.parametrize("size", [(512, 700), (700, 512)])
+@pytest.mark.parametrize("jitter", [0.0, 0.2])
+def test_the_place_of_a_large_image_is_found_by_some_of_its_lines(size, jitter):
+    generator = np.random.default_rng(3)
+    declared = replace(PLAIN, resolution=512, random_flip=True, color_jitter=jitter)
+    planes = unit([scene(*size, 3, generator)])[0]
+    top, left = (room * 2 // 3 for room in (size[0] - 512, size[1] - 512))
+    shown = planes[:, top : top + 512, left : left + 512][..., ::-1]
+    shown = jittered(shown[None], jitter, generator)[0] if jitter else shown
+    match = find(shown, planes, declared)
+    assert (match.mirrored, match.top, match.left) == (True, top, left) and match.error < 1e-3
+
+
+def test_an_image_that_its_lines_do_not_tell_is_looked_for_as_a_whole():
+    """Every second row alone differs from place to place."""
+    planes = np.zeros((1, 256, 300))
+    planes[:, 1::2] = np.random.default_rng(0).uniform(-1, 1, (1, 128, 300))
+    match = find(planes[:, :, 20:276], planes, replace(PLAIN, resolution=256, channels=1))
+    assert (match.top, match.left, match.error) == (0, 20, 0.0)

@@ -18,6 +18,7 @@ LEVEL = 2 / 255  # one level of 8 bits
 LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
 JITTER_TOLERANCE = 4 * LEVEL  # clamps make the fit of the three factors stop short of the best ones, once in a thousand images
 _LOSSLESS = ("PNG", "BMP", "GIF", "PPM")
+_LINES = 128  # of a large image, by which its place is looked for
 _LARGEST = 30  # times what is shown: larger files are not searched for a piece that was not resized
 _PLACES = 24  # where a jittered image is looked for, of each order
 _THOROUGH = 6  # of them, where its factors are looked for everywhere
@@ -112,8 +113,10 @@ class DecodedFile:
         return [Image.fromarray(np.asarray(band, np.float32) * (declared.max_value / 255)) for band in image.split()]
 
 
-def compare(image: np.ndarray, planes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean squared difference and correlation of an image with each place of larger planes, [places down, places right]."""
+def compare(image: np.ndarray, planes: np.ndarray, lines: tuple[int, int] = (1, 1)) -> tuple[np.ndarray, np.ndarray]:
+    """Mean squared difference and correlation of an image with each place of larger planes, [places down, places right].
+    `lines`: by every how many rows and columns, see `few_lines`."""
+    image, planes = (part[:, :: lines[0], :: lines[1]] for part in (image, planes))
     weights = np.array([0.5, 0.3, 0.2] if len(image) == 3 else [1.0])  # unequal: exchanged channels differ
     y, p = (np.tensordot(weights, part, 1).astype(np.float64) for part in (image, planes))
     center = p.mean()
@@ -147,13 +150,32 @@ def find(shown: np.ndarray, planes: np.ndarray, declared: DeclaredImages, after=
         after: a change of colors that comes after the jitter.
         thorough: look for the factors of the jitter from many starts.
     """
-    side, change = shown.shape[-1], after or (lambda pixels: pixels)
+    side = shown.shape[-1]
     too_large = min(planes.shape[1:]) > side and planes.size > _LARGEST * shown.size
     if min(planes.shape[1:]) < side or len(planes) != len(shown) or too_large:
         return Match(np.inf)
+    matches = []
+    for lines in dict.fromkeys((few_lines(planes, side), (1, 1))):
+        matches.append(_find(shown, planes, declared, after, thorough, lines))
+        if matches[-1].error <= (LEVEL / 8 if declared.color_jitter else EXACT):
+            break
+    return min(matches, key=lambda match: match.error)
+
+
+def few_lines(planes: np.ndarray, side: int) -> tuple[int, int]:
+    """Every how many rows and columns tell where an image lies: all of them, but in large images that fit in one direction
+    and have room in the other, where `_LINES` lines along the room do."""
+    height, width = planes.shape[1:]
+    step = max(1, side // _LINES)
+    return (step if height == side < width else 1, step if width == side < height else 1)
+
+
+def _find(shown, planes, declared: DeclaredImages, after, thorough: bool, lines: tuple[int, int]) -> Match:
+    """As `find`; `lines` are those of `few_lines` by which places are compared before an image is compared as a whole."""
+    side, change = shown.shape[-1], after or (lambda pixels: pixels)
     likely = []  # of each order the best places: mirrored, top, left
     for mirrored in (False, True)[: 1 + declared.random_flip]:
-        difference, correlation = compare(_turned(shown, mirrored), change(planes))
+        difference, correlation = compare(_turned(shown, mirrored), change(planes), lines)
         for order, score in enumerate((difference, -correlation)):
             best = np.argsort(score, axis=None, kind="stable")[: _PLACES if declared.color_jitter and thorough else 2]
             likely += [(order, score.flat[place], mirrored, *divmod(int(place), score.shape[1])) for place in best]

@@ -15,7 +15,17 @@ import numpy as np
 import torch
 
 from utils.diagnostics.audit.chance import IMPOSSIBLE, agrees, at_least
-from utils.diagnostics.audit.files import EXACT, JITTER_TOLERANCE, DeclaredImages, DecodedFile, Match, compare, cut, find
+from utils.diagnostics.audit.files import (
+    EXACT,
+    JITTER_TOLERANCE,
+    DeclaredImages,
+    DecodedFile,
+    Match,
+    compare,
+    cut,
+    few_lines,
+    find,
+)
 from utils.diagnostics.audit.misreadings import Seen, describe
 from utils.diagnostics.audit.verdict import Check, not_observed
 
@@ -42,9 +52,11 @@ class Draws:
     def add(self, seen: Seen, declared: DeclaredImages, number: int | None) -> None:
         """`number`: of the sample, where it is known."""
         match, planes, tolerance = seen.match, seen.planes, seen.tolerance
+        side = match.window.shape[-1]
+        lines = few_lines(planes, side)
 
         def alike(window):  # the places of the planes that could not be told from `window`
-            difference, correlation = compare(window, planes)
+            difference, correlation = compare(window, planes, lines)
             return (difference <= (4 * tolerance) ** 2) | ((correlation > 0.98) & bool(declared.color_jitter))
 
         if declared.random_flip and not alike(match.window[..., ::-1]).any():
@@ -52,7 +64,6 @@ class Draws:
             self.mirrored += match.mirrored
             if number is not None:
                 self.flips[number] = match.mirrored
-        side = match.window.shape[-1]
         room = max(planes.shape[1:]) - side
         for name in list(self.places) if room else ():
             height, width = planes.shape[1:]

@@ -10,6 +10,7 @@ import torch
 from utils.diagnostics.audit.tensors import Stored, clean, difference, same, unwrapped
 from utils.diagnostics.audit.verdict import Check, not_observed
 
+MOVED = 1e-4  # of its size, by which a weight and its average differ where it was trained: far above rounding
 AS_STORED = "as in the checkpoint"
 
 
@@ -31,7 +32,7 @@ def check_resumed(
     stored = Stored(checkpoint / "model.safetensors")
     checks = [_step(checkpoint, step), _weights(stored, unwrapped(network_state), checkpoint)]
     if optimizer is not None:
-        checks += _optimizer(checkpoint / "optimizer.bin", getattr(optimizer, "optimizer", optimizer))
+        checks += _optimizer(checkpoint, getattr(optimizer, "optimizer", optimizer), unwrapped(network_state))
     if scaler is not None and scaler.is_enabled():
         checks.append(_scaler(checkpoint / "scaler.pt", scaler.state_dict()))
     if ema_state is not None:
@@ -90,18 +91,48 @@ def _in(names: Mapping, name: str) -> str | None:
     return next((part for part in (name, name.partition(".")[2]) if part in names), None)
 
 
-def _optimizer(path: Path, optimizer: torch.optim.Optimizer) -> list[Check]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer, network_state: Mapping[str, torch.Tensor]) -> list[Check]:
+    path, parameters = checkpoint / "optimizer.bin", [p for group in optimizer.param_groups for p in group["params"]]
     live = _by_name({index: optimizer.state.get(parameter, {}) for index, parameter in enumerate(parameters)})
     try:
-        stored = _by_name(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state"])
+        file = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of an optimizer that keeps other things than tensors
         return [not_observed("optimizer", "moments after the resume", AS_STORED, f"{path.name}: {str(error).splitlines()[0]}")]
-    checks = []
+    stored = _by_name(file["state"])
+    names = {tensor.data_ptr(): name for name, tensor in network_state.items()}
+    checks = [_kept(checkpoint, file, [names.get(parameter.data_ptr()) for parameter in parameters])]
     for what in ("moments", "counts of updates"):
         pair = ({k: v for k, v in part.items() if k.startswith("step ") == (what != "moments")} for part in (stored, live))
         checks.append(_state_of_optimizer(what, *pair))
     return checks
+
+
+def _kept(checkpoint: Path, file: dict, names: list[str | None]) -> Check:
+    """Whether the checkpoint has moments of each parameter that was trained. One whose average is not its weight has moved not
+    long ago; without an average, some parameter must have moments. `names`: of the optimizer's parameters, in its order."""
+    what, wanted = "moments in the checkpoint", "of each parameter that was trained"
+    state = json.loads((checkpoint / "state.json").read_text())
+    path = checkpoint / "ema.safetensors"
+    weights, averages = Stored(checkpoint / "model.safetensors"), Stored(path) if path.exists() else {}
+    plain = all("betas" not in group and not group.get("momentum") and "alpha" not in group for group in file["param_groups"])
+    if plain or state["step"] <= state.get("skipped_updates", 0) + state.get("scaler_skips", 0):
+        return not_observed("optimizer", what, wanted, "the optimizer keeps none" if plain else "no update was made")
+    have = {
+        index for index, kept in file["state"].items() if any(isinstance(v, torch.Tensor) and v.any() for v in kept.values())
+    }
+    moved = set()
+    for index, name in enumerate(names):
+        average = None if name is None or name not in weights else _in(averages, name)
+        if average is not None and not same(weights[name], averages[average], MOVED):
+            moved.add(index)
+    lost = sorted(moved - have)
+    if not have:
+        why = f"the optimizer's moments are not in {checkpoint.name}: they were not saved, or were cleared before"
+    elif lost:
+        why = f"{checkpoint.name} has no moments of {len(lost)} of {len(moved)} parameters that were trained: {names[lost[0]]}"
+    else:
+        why = ""
+    return Check("optimizer", what, wanted, f"of {len(have)} of {len(names)} parameters", not why, why)
 
 
 def _by_name(state: Mapping[int, Mapping]) -> dict[str, torch.Tensor]:
