@@ -48,7 +48,7 @@ from utils.runs.state import TrainState
 from utils.training.audit import audited_updates
 
 CHECKS = ("BadUpdates.add_losses", "BadUpdates.add", "StopSignal.agreed")
-REPORT_EVERY = 10  # updates; the cost is told for the default of 50
+REPORT_EVERY = 17  # updates, of which few are audited; the cost is told for the default of 50
 
 
 def time_updates(updates: int, flags: list[str], clock: Callable[[], float]) -> None:

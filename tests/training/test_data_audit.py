@@ -115,7 +115,7 @@ def look(tmp_path, updates=24, change=lambda data: None, **given):
         labels = {} if known is None else {"labels": drawn.classes()}
         audit.add({"clean_images": drawn.clean_images} | labels)
         if step in (0, 1, 2, 7, updates - 1):
-            found += audit.checks(step, batch["sample_numbers"], drawn.clean_images)
+            found += audit.checks(step, [batch["sample_numbers"]], drawn.clean_images)
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import gather_object
 
 from utils.diagnostics.audit.averages import check_averages
+from utils.diagnostics.audit.built import check_built
 from utils.diagnostics.audit.declared import AdaptiveClipping, Declared, declared_by
 from utils.diagnostics.audit.denoising import check_denoising
 from utils.diagnostics.audit.elements import digest, judged_on
@@ -35,13 +36,15 @@ T = TypeVar("T")
 
 
 def audited_updates(count: int) -> set[int]:
-    """Numbers of the updates of a run that are looked at: 1, 2, 3, 5, 8 and so on, with no rhythm for a fault to share."""
-    chosen, following = 1, 2
-    numbers = set()
-    while chosen <= count:
-        numbers.add(chosen)
-        chosen, following = following, chosen + following
-    return numbers
+    """Numbers of the updates of a run that are looked at: 1, 2, 3, 5, 8, 13, 20, 34, 60, 89, 100 and so on. They have no rhythm
+    for a fault to share, but every second one from 20 on is round: so is what comes once in so many updates."""
+    numbers = [1, 2]
+    while numbers[-1] <= count:
+        numbers.append(sum(numbers[-2:]))
+    rounded = {
+        int(float(f"{number:.0e}")) if number > 20 and place % 2 == 0 else number for place, number in enumerate(numbers)
+    }
+    return {number for number in rounded if number <= count}
 
 
 class StepAudit:
@@ -56,6 +59,7 @@ class StepAudit:
             modules |= {"unet": objective.exported, "uncertainty": objective.network.uncertainty}
         self.declared = declared_by(options, run.facts, run.resumed_from)
         self._observer = Observer(modules, self._averages(), eager=eager)
+        self._built = self.declared.network is None  # whether it was looked at how the network is built
         self._pool, self._data = Pool(self.declared), DataAudit(run)
         self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
         self._compiled, self._looks, self._scheduled = options.compile, 0, False
@@ -87,6 +91,9 @@ class StepAudit:
         weights = self._finish()
         wanted = reported and self._due_of_compiled(step) if self._compiled else step + 1 in self._numbers
         self._scheduled = wanted
+        if wanted and not self._built:
+            self._built = True
+            self._record(self._guarded(check_built, self._run.objective.exported, self.declared.network, step == 0))
         if wanted:
             scaler = self._run.accelerator.scaler
             self._loss_scale = 1.0 if scaler is None else scaler.get_scale()
@@ -249,9 +256,11 @@ class StepAudit:
         skipped = not bool(self._finite)  # then no step is declared
         update, gradient = self._judged(update), self._judged(gradient)
         checks, declared = self._clipped(update)
-        shown = first.get("sample_numbers"), first.get("clean_images")
-        checks += self._guarded(self._data.checks, update.step, *shown)  # images can fail in many ways
+        numbers = [step.batch.get("sample_numbers") for step in update.micro_steps]
+        checks += self._guarded(self._data.checks, update.step, numbers, first.get("clean_images"))  # images fail in many ways
         checks += check_network(update, self._observer, declared)
+        if declared.dropout:
+            self._pool.add_passes([step.calls["network"].randomness for step in update.micro_steps if "network" in step.calls])
         if self._observer.eager:
             look = check_noising if declared.noising is not None else check_denoising
             checks += look(update.micro_steps, declared, scale)

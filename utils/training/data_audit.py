@@ -68,28 +68,34 @@ class DataAudit:
         if "labels" in drawn:
             self._told.append(drawn["labels"].detach())
 
-    def checks(self, step: int, sample_numbers: torch.Tensor | None, clean_images: torch.Tensor | None) -> list[Check]:
-        """Of all samples so far, and the images of the first micro step of the update after `step` finished ones."""
-        checks = []
+    def checks(self, step: int, numbers: list[torch.Tensor | None], clean_images: torch.Tensor | None) -> list[Check]:
+        """Of all samples so far, and of the update after `step` finished ones: the `numbers` of the samples of each micro step,
+        None where they are not known, and the images of the first one."""
+        checks, sample_numbers = [], numbers[0] if numbers else None
         if not self._looked and self._run.accelerator.is_main_process and self._table is not None:
             checks, self._looked = self._whole(self._table), True
         if sample_numbers is not None:
-            checks.append(self._position(step, sample_numbers))
+            checks.append(self._position(step, numbers))
             # In large images the search for the place of a cut takes as long as an update.
             few = FILES // (1 if self._declared.resolution <= 64 else 2 if self._declared.resolution <= 256 else 4)
             checks += self._images(sample_numbers[:few], clean_images)
         return checks + self._drawn() + self._passes.checks()
 
-    def _position(self, step: int, numbers: torch.Tensor) -> Check:
+    def _position(self, step: int, numbers: list[torch.Tensor | None]) -> Check:
         accelerator, options = self._run.accelerator, self._run.options
-        size = options.train_batch_size
-        of_update = size * accelerator.num_processes * options.gradient_accumulation_steps
-        first = step * of_update + accelerator.process_index * size
-        name, wanted = "samples of the update", f"{first} to {first + size - 1}"
-        fine = numbers.tolist() == list(range(first, first + size))
-        found = f"{int(numbers.min())} to {int(numbers.max())}, {len(numbers)} of them"
-        text = f"update {step + 1} is made of the samples {found}, declared {wanted}: does the data begin again, or repeat?"
-        return Check("data", name, wanted, found, fine, text)
+        size, name = int(options.train_batch_size), "samples of the update"
+        of_micro_step = size * accelerator.num_processes
+        first = step * of_micro_step * options.gradient_accumulation_steps + accelerator.process_index * size
+        wanted = found = text = ""
+        for place, part in enumerate(numbers):
+            begin = first + place * of_micro_step
+            if part is None or text:
+                continue
+            wanted, found = f"{begin} to {begin + size - 1}", f"{int(part.min())} to {int(part.max())}, {len(part)} of them"
+            if part.tolist() != list(range(begin, begin + size)):
+                where = f"micro step {place + 1} of update {step + 1}" if len(numbers) > 1 else f"update {step + 1}"
+                text = f"{where} is made of the samples {found}, declared {wanted}: does the data begin again, or repeat?"
+        return Check("data", name, wanted, found, not text, text)
 
     def _whole(self, table: Table) -> list[Check]:
         """What is asked once: the split, the first pass over the images, those held out, and the classes."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from diffusers import DDPMScheduler
 
+from utils.diagnostics.audit.built import DeclaredNetwork
 from utils.options.flags import DDPMOptions, EDM2Options, OptimizerOptions, RunOptions
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -139,6 +140,7 @@ class Declared:
     l1_weight: float = 0.0
     averages: dict[str, Callable[[int], float]] = field(default_factory=dict)  # name -> decay of the n-th update
     dropout: float | None = None  # of the network's activations; None: not declared
+    network: DeclaredNetwork | None = None  # of a DDPM
 
     @property
     def process(self) -> DeclaredProcess:
@@ -148,7 +150,7 @@ class Declared:
 def declared_by(options: RunOptions, facts: dict[str, Any], checkpoint: Path | None = None) -> Declared:
     """Of a run with these options, that goes on from `checkpoint` where there is one. `facts`: the run's, see `begin_run`; of
     them only what the launch and the data decided is used."""
-    noising = denoising = None
+    noising = denoising = network = None
     if isinstance(options, DDPMOptions):
         noising = DeclaredNoising(
             options.ddpm_beta_schedule,
@@ -157,6 +159,8 @@ def declared_by(options: RunOptions, facts: dict[str, Any], checkpoint: Path | N
             options.prediction_type,
             options.snr_gamma,
         )
+        built = (options.activation, options.initialisation, options.zero_init_output, options.spectral_norm)
+        network = DeclaredNetwork(*built)
     elif isinstance(options, EDM2Options):
         denoising = DeclaredDenoising(
             options.sigma_data,
@@ -185,6 +189,7 @@ def declared_by(options: RunOptions, facts: dict[str, Any], checkpoint: Path | N
         options.l1_weight,
         _decays(options),
         options.dropout if isinstance(options, DDPMOptions | EDM2Options) else None,
+        network,
     )
 
 

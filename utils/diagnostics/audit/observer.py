@@ -180,7 +180,7 @@ class Observer:
             self._see_start(step)
         values = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in (*inputs, *options.values()))
         call = step.calls.setdefault(name, Call(values, training=module.training))
-        if self._asks and len(self.update.micro_steps) == 1 and call.randomness is None:
+        if name == "network" and call.randomness is None:
             call.randomness = generator_state(self.device)
 
     @torch.no_grad()

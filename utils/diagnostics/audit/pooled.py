@@ -1,5 +1,6 @@
 """What one update cannot tell: distributions over all that was seen of a run, and repetitions."""
 
+import hashlib
 import math
 from collections import Counter
 
@@ -24,6 +25,7 @@ class Pool:
         self._looks = 0
         self._levels: list[torch.Tensor] = []
         self._kept = 0
+        self._passes: Counter[bytes] = Counter()  # states of torch's generator in which the network's passes began
         self._digests: set[int] = set()
         self._repeated = self._seen = 0
 
@@ -58,8 +60,20 @@ class Pool:
             self._repeated += value in self._digests
             self._digests.add(value)
 
+    def add_passes(self, states: list[torch.Tensor | None]) -> None:
+        """Of torch's generator, when forward passes with dropout began."""
+        self._passes.update(hashlib.sha256(state.cpu().numpy().tobytes()).digest() for state in states if state is not None)
+
     def checks(self) -> list[Check]:
-        return [*self._noise_checks(), *self._level_checks()]
+        return [*self._noise_checks(), *self._level_checks(), *self._pass_checks()]
+
+    def _pass_checks(self) -> list[Check]:
+        count = self._passes.total()
+        if count < 2:
+            return []
+        wanted, found = "drawn anew in each pass", f"{len(self._passes)} different ones in {count} passes"
+        text = f"dropout leaves out the same activations in several passes: {found}"
+        return [Check("network", "random numbers of dropout", wanted, found, len(self._passes) == count, text)]
 
     def _noise_checks(self) -> list[Check]:
         numbers = self._counts
@@ -117,7 +131,16 @@ class Pool:
         fine = distance <= limit + step and abs(center) <= SIGMAS / math.sqrt(12 * count) + step
         fine = fine and abs(spread) <= SIGMAS * math.sqrt(0.8 / count) + 2 * step + ROOM
         text = f"{count} noise levels are not drawn as declared: {said}, declared {wanted}"
+        distinct = len(self._levels[0].unique())
+        if distinct < _fewest_distinct(count, noising.steps if noising is not None else 1 << 20):
+            fine, text = False, f"noise levels repeat: there are {distinct} different ones in {count}"
         return [Check("timestep", "distribution of the noise levels", wanted, said, fine, text)]
+
+
+def _fewest_distinct(count: int, possible: int) -> float:
+    """Of `count` independent numbers of so many `possible` ones, each as likely."""
+    absent = math.exp(count * math.log1p(-1 / possible))  # chance of each that it does not come
+    return possible * (1 - absent) - SIGMAS * math.sqrt(possible * absent * (1 - absent)) - 1
 
 
 def _total(values: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -1,0 +1,80 @@
+"""Whether a DDPM's network is built as the flags say: its activation, its spectral norm, the spread of its first weights."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from diffusers.models.activations import get_activation
+from torch import nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+
+from utils.diagnostics.audit.verdict import Check
+
+SIGMAS = 7.0  # of chance
+ENOUGH = 256  # weights of a layer whose spread is looked at
+
+
+@dataclass(frozen=True)
+class DeclaredNetwork:
+    """The names are those of the flags."""
+
+    activation: str | None  # None: the network's own
+    initialisation: str
+    zero_init_output: bool
+    spectral_norm: bool
+
+
+def check_built(network: nn.Module, declared: DeclaredNetwork, fresh: bool) -> list[Check]:
+    """Of a UNet2DModel. `fresh`: no update was made yet."""
+    layers = {name: m for name, m in network.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    checks = [_spectral(layers, declared.spectral_norm)]
+    if declared.activation is not None:
+        wanted = type(get_activation(declared.activation)).__name__
+        kinds = {type(m.nonlinearity).__name__ for m in network.modules() if hasattr(m, "nonlinearity")}
+        found, text = (
+            ", ".join(sorted(kinds)),
+            f"the blocks of the network have the activation {declared.activation} by its flag",
+        )
+        checks.append(Check("network", "activation", wanted, found, kinds <= {wanted}, f"{text}, and {found} in fact"))
+    return checks + (_first_weights(layers, declared) if fresh else [])
+
+
+def _spectral(layers: dict[str, nn.Module], declared: bool) -> Check:
+    inner = {name: layer for name, layer in layers.items() if name != "conv_out"}
+    normed = [name for name, layer in inner.items() if any(isinstance(part, _SpectralNorm) for part in layer.modules())]
+    wanted, found = f"of {len(inner) if declared else 0} layers", f"of {len(normed)} of {len(inner)}"
+    fine = len(normed) == (len(inner) if declared else 0)
+    text = f"spectral norm is {'asked for' if declared else 'not asked for'}, and {len(normed)} of {len(inner)} layers have it"
+    return Check("network", "spectral norm", wanted, found, fine, text)
+
+
+@torch.no_grad()
+def _first_weights(layers: dict[str, nn.Module], declared: DeclaredNetwork) -> list[Check]:
+    last, ratios, off = layers["conv_out"].weight, [], []
+    zero = not bool(last.any())
+    text = f"the last layer starts at {'zero' if zero else 'weights that are not zero'}, which is not what was asked for"
+    wanted = "zero" if declared.zero_init_output else "not zero"
+    checks = [
+        Check("network", "last layer at the start", wanted, "zero" if zero else "not zero", (wanted == "zero") == zero, text)
+    ]
+    for name, layer in layers.items():
+        weight = layer.parametrizations.weight.original if hasattr(layer, "parametrizations") else layer.weight
+        if weight.numel() < ENOUGH or (name == "conv_out" and zero):
+            continue
+        ratio = float(weight.double().square().mean()) / _variance(declared.initialisation, weight)
+        ratios.append(ratio)
+        if abs(ratio - 1) > SIGMAS * math.sqrt(2 / weight.numel()) * max(1.0, ratio):
+            off.append(name)
+    if ratios:
+        said = f"a standard deviation of {min(ratios) ** 0.5:.3g} to {max(ratios) ** 0.5:.3g} times that of its kind"
+        text = f"{len(off)} of {len(ratios)} layers do not start as --initialisation {declared.initialisation} says, such as "
+        name = f"{off[0]}: {said}" if off else ""
+        checks.append(Check("network", "first weights", declared.initialisation, said, not off, text + name))
+    return checks
+
+
+def _variance(initialisation: str, weight: torch.Tensor) -> float:
+    """Of torch's own layers by default; Glorot & Bengio 2010, eq. 16; He et al. 2015, eq. 10."""
+    inputs = weight[0].numel()
+    outputs = weight.numel() // weight.shape[1]
+    return {"default": 1 / (3 * inputs), "xavier": 2 / (inputs + outputs), "he": 2 / inputs}[initialisation]
