@@ -163,17 +163,20 @@ def normalized(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Training:
-    """Updates of a small network, whose steps and averages are made here."""
+    """Updates of a small network, whose steps and averages are made here. The last layer, as u(sigma), is not averaged."""
 
     def __init__(self):
         torch.manual_seed(0)
-        self.network = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.Flatten(), nn.Linear(32, 5, bias=False))
+        self.averaged = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.Flatten(), nn.Linear(32, 5, bias=False))
+        self.network = nn.ModuleDict({"unet": self.averaged, "uncertainty": nn.Linear(5, 3, bias=False)})
+        self.network.forward = lambda x: self.network["uncertainty"](self.averaged(x))
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=0.01)
         self.normalize(lambda weight: normalized(weight))
         self.averages = {
-            f"EMA {width}": {name: p.detach().clone() for name, p in self.network.named_parameters()} for width in EXPONENTS
+            f"EMA {width}": {f"unet.{name}": p.detach().clone() for name, p in self.averaged.named_parameters()}
+            for width in EXPONENTS
         }
-        self.observer = Observer({"network": self.network}, self.averages)
+        self.observer = Observer({"network": self.network, "unet": self.averaged}, self.averages)
         self.declared = declared_by(
             EDM2Options(ema_type="power", ema_widths=list(EXPONENTS)),
             {"gradient_accumulation_steps": 1, "num_processes": 1, "training_images": 90},
@@ -190,8 +193,8 @@ class Training:
     @torch.no_grad()
     def average(self, number: int) -> None:
         for width in EXPONENTS:
-            for name, p in self.network.named_parameters():
-                self.averages[f"EMA {width}"][name].lerp_(p, 1 - self.decay(width, number))
+            for name, p in self.averaged.named_parameters():
+                self.averages[f"EMA {width}"][f"unet.{name}"].lerp_(p, 1 - self.decay(width, number))
 
     def update(self, number: int, how=normalized) -> dict[str, str]:
         """What is wrong in the update of that number, the first being 1."""
@@ -228,7 +231,7 @@ def test_weights_that_are_not_normalized_are_named(how):
 AVERAGES = {
     "of another width": (lambda self, width, number: Training.decay(self, 0.10, number), "EMA 0.05: its decay"),
     "exponent g": (lambda self, width, number: (1 - 1 / number) ** EXPONENTS[width], "EMA 0.05: its decay"),
-    "constant": (lambda self, width, number: 0.9, "EMA 0.05: its decay is 0.9"),
+    "constant": (lambda self, width, number: 0.5, "EMA 0.05: its decay is 0.5"),
     "of the update before": (lambda self, width, number: Training.decay(self, width, number - 1), "the decay of update 8"),
     "frozen": (lambda self, width, number: 1.0, "it does not move"),
     "a copy": (lambda self, width, number: 0.0, "it is a copy of the weights"),

@@ -42,7 +42,7 @@ def check_averages(update: Update, declared: Declared, observer: Observer, skipp
         checks.append(Check("ema", f"{name}: parameters", f"all {len(names)}", found, not missing, text))
         step = update.optimizer_step
         vectors = (old, new, update.weights, None if step is None else step.before)
-        some = observer.averaged(name) if missing else slice(None)
+        some = observer.averaged(name) if missing or len(names) < len(observer.parameters) else slice(None)
         seen = Seen(*(None if vector is None else vector.double()[some] for vector in vectors))
         checks.append(_average(name, seen, decay_at, update.step + 1, declared.micro_steps))
     return checks

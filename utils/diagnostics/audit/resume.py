@@ -10,7 +10,7 @@ import torch
 from utils.diagnostics.audit.tensors import Stored, clean, difference, same, unwrapped
 from utils.diagnostics.audit.verdict import Check, not_observed
 
-MOVED = 1e-4  # of its size, by which a weight and its average differ where it was trained: far above rounding
+MOVED = 2e-6  # of its size, by which a weight and its average differ where it was trained: above what rounding leaves
 AS_STORED = "as in the checkpoint"
 
 

@@ -23,8 +23,8 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 NAME, WANTED = "gradient of the first backward pass", "the slope of the loss"
 MOVED = 1e-5  # share of its size by which a parameter moves, at most: few kinks, as of ReLU, lie in between
 # (share of the largest gradient below which that of a parameter is not looked into, what may be off of a parameter's): fp32
-# leaves 1e-6 of the second, bf16 1e-2.
-EXACT, ROUGH = (1e-3, 1e-3), (0.1, 0.1)
+# leaves 1e-6 of the second, bf16 0.004 in the middle and 0.017 at most, of 102 looks at networks of 114 and 144 parameters.
+EXACT, ROUGH = (1e-3, 1e-3), (0.1, 0.05)
 LEARNED = 5  # updates after which a network uses all of its parts
 SMALLEST = 1e-2  # size that is taken for parameters that are zero
 
