@@ -1,10 +1,11 @@
 import io
+import os
 import threading
 from types import SimpleNamespace
 
 import pytest
 
-from utils.core import bars
+from utils.core import bars, entrypoint
 from utils.core.bars import Bar, duration
 
 
@@ -71,6 +72,20 @@ def test_a_line_tells_the_time_left_of_what_was_done_now(monkeypatch):
         assert bar.line() == "reading the images: 0:12 so far"
         bar.set(3, 4)
         assert bar.line() == "reading the images: 3 of 4 images, 0:04 left"
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_other_libraries_show_no_bars_without_a_terminal_and_with_quiet(monkeypatch, quiet):
+    names = ["HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"]
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(entrypoint, "sys", SimpleNamespace(stderr=Stream(terminal=True)))
+    entrypoint.leave_progress_to_us(SimpleNamespace(quiet=quiet))
+    assert [os.environ.get(name) for name in names] == (["1", "1"] if quiet else [None, None])
+    monkeypatch.setattr(entrypoint, "sys", SimpleNamespace(stderr=Stream(terminal=False)))
+    entrypoint.leave_progress_to_us(SimpleNamespace())
+    assert [os.environ.get(name) for name in names] == ["1", "1"]
 
 
 def test_durations():

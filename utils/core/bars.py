@@ -1,5 +1,6 @@
 """How far a piece of work has come, on stderr: a bar on a terminal, elsewhere plain lines without carriage returns."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -16,8 +17,9 @@ def on_terminal() -> bool:
 
 
 def print_progress(line: str) -> None:
-    """Prints a line about progress where there is no terminal."""
-    print(line, file=sys.stderr, flush=True)
+    """Prints a line about progress where there is no terminal. A log that its disk does not take ends no run."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

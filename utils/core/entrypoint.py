@@ -21,7 +21,9 @@ def run_script(main: Callable[[Any], int | None], parse_args: Callable[[], Any],
     one message of the first rank that met it, the rest with their traceback.
     """
     try:
-        status = main(parse_args())
+        options = parse_args()
+        leave_progress_to_us(options)
+        status = main(options)
     except UserError as error:
         status = _tell(error)
     except Exception as error:
@@ -40,10 +42,20 @@ def parse_early(parse_args: Callable[[], T]) -> T:
     """The options of this process's command line, for a script that asks for them above its heavy imports: neither `--help` nor
     a mistake in the command should wait for these."""
     try:
-        return parse_args()
+        options = parse_args()
     except UserError as error:
         _leave(_tell(error))
         raise
+    leave_progress_to_us(options)
+    return options
+
+
+def leave_progress_to_us(options: Any) -> None:
+    """Without a terminal, and with --quiet, other libraries show no bars: they would fill a log with carriage returns. Before
+    these libraries are imported; what the user has set wins."""
+    if getattr(options, "quiet", False) or not sys.stderr.isatty():
+        for library in ("HF_HUB", "HF_DATASETS"):
+            os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
 
 
 def _tell(error: UserError) -> int:
