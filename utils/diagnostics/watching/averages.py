@@ -52,7 +52,7 @@ def _checked(
         return [_still(average, torch.equal(new, first.values), update, torch.equal(e, w))]
     rounding = 2 * ROUNDING * float(torch.maximum(e.abs(), w.abs()).norm())
     begun = first.values.double()[mask]
-    wandered = (4 + (update.step + 1 - first.update) / 4) * rounding  # by the rounding of so many updates
+    wandered = (4 + update.step + 1 - first.update) * rounding  # by the rounding of so many updates
     if float((after - begun).norm()) <= wandered < 1e-2 * float((w - begun).norm()) and update.step + 1 >= PATIENCE:
         return [_still(average, True, update, False)]  # it moves by its rounding alone
     moved = after - e

@@ -22,6 +22,9 @@ def check_network(update: Update, observer: Observer, asked: str | None) -> tupl
     text = "the network is in evaluation mode while it trains: dropout and batch normalization are off"
     severity = "warning" if any(map(_acts_otherwise, observer.modules["network"].modules())) else "info"
     checks = [Check("network", "mode", "training", "training" if training else "evaluation", training, text, severity)]
+    broken = sum(not bool(torch.isfinite(output).all()) for call in calls for output in call.outputs[:1])
+    text = "the network's output has values that are not finite (NaN or infinite)"
+    checks.append(Check("network", "output", "finite", "not finite" if broken else "finite", not broken, text))
     x = calls[0].inputs[0]
     dtype = calls[0].autocast or (x.dtype if isinstance(x, torch.Tensor) else None)
     seen = _PRECISIONS.get(dtype, str(dtype))

@@ -83,6 +83,8 @@ class Schedule:
                 return [not_observed("learning_rate", name, wanted, "the end of the run was not seen")]
             first, before = self._stepped[0]
             made = int(schedule.last_epoch) - before
+            if made < 2:
+                return [not_observed("learning_rate", name, wanted, "it was hardly stepped: once per epoch?")]
             # One step may be about to come: a schedule of epochs is stepped seldom.
             of_update = total / (updates - first)
             at_end = int((made - 1) * of_update), int((made + 1) * of_update)

@@ -1,0 +1,220 @@
+"""What is concluded from one look at a script: targets, weights, schedules, averages. Tensors are made up."""
+
+import math
+
+import pytest
+import torch
+
+from utils.diagnostics.watching.facts import Facts, schedule_length
+from utils.diagnostics.watching.images import check_range
+from utils.diagnostics.watching.inputs import check_mixture
+from utils.diagnostics.watching.levels import Levels, Look
+from utils.diagnostics.watching.mixture import Mixture
+from utils.diagnostics.watching.options import Schedule
+from utils.diagnostics.watching.probes import CopyProbe, Probe
+from utils.diagnostics.watching.seen import Recorder
+from utils.diagnostics.watching.targets import check_target, identify_target
+from utils.diagnostics.watching.weights import identify_weights
+
+B, SHAPE = 8, (8, 3, 8, 8)
+ORDER = ["epsilon", "v_prediction", "sample", "velocity", "backward", "raw", "score"]
+
+
+def levels_of(a: torch.Tensor, b: torch.Tensor, gradient_of=None) -> Levels:
+    """Samples of these coefficients [B]; `gradient_of(output, clean, noise)` is the loss's gradient."""
+    generator = torch.Generator().manual_seed(0)
+    clean, noise, output = (torch.randn(SHAPE, generator=generator) for _ in range(3))
+    clean = clean.clamp(-1, 1)
+    x = a.float()[:, None, None, None] * clean + b.float()[:, None, None, None] * noise
+    flat = [v.flatten(1).double() for v in (clean, noise)]
+    gradient = gradient_of(output, clean, noise) if gradient_of else None
+    return Levels([Look(x, None, output, gradient, Mixture(*flat, a, b, torch.zeros(B), clean, noise))])
+
+
+def on_circle() -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.linspace(0.1, 1.4, B, dtype=torch.float64)
+    return angle.cos(), angle.sin()
+
+
+MASK = (torch.rand(SHAPE, generator=torch.Generator().manual_seed(1)) < 0.5).float()
+OTHER = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(
+    ("gradient", "name", "healthy"),
+    [
+        (lambda o, x, n: o - n, "epsilon", True),
+        (lambda o, x, n: (o - n) * MASK, "epsilon", True),
+        (lambda o, x, n: (o - n).sign(), "epsilon", True),
+        (lambda o, x, n: (o - n) * (0.2 + MASK * o.abs()), "epsilon", None),  # weights of pixels
+        (lambda o, x, n: o - n + 0.2 * o.sign(), "", None),  # one more term
+        (lambda o, x, n: o - 0.9 * n - 0.3 * OTHER, "", None),  # a teacher
+        (lambda o, x, n: o - OTHER, "other noise than that of the image", False),
+        (
+            lambda o, x, n: o - x.flip(0),
+            "a target that is made of other images, or of the noise of other images of the batch",
+            False,
+        ),
+        (lambda o, x, n: o - 1.5 * n, "1.5 noise", False),
+    ],
+)
+def test_targets(gradient, name, healthy):
+    levels = levels_of(*on_circle(), lambda *parts: gradient(*parts) * 2 / OTHER.numel())
+    target = identify_target(levels, ORDER)
+    assert target.name == name or (name == "1.5 noise" and target.name.endswith(name))
+    assert check_target(target, None, levels).healthy is healthy
+
+
+def test_the_velocity_of_a_path_that_leaves_some_noise():
+    s = torch.linspace(0.1, 0.9, B, dtype=torch.float64)
+    levels = levels_of(s, 1 - 0.95 * s, lambda o, x, n: o - (x - 0.95 * n))
+    assert identify_target(levels, ORDER).name == "velocity of its path"
+    assert check_mixture(levels).healthy is not False
+
+
+def snr_of(levels: Levels) -> torch.Tensor:
+    return (levels.a / levels.b) ** 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "target", "severity"),
+    [
+        (lambda snr: snr.clamp(max=5) / snr, "epsilon", None),
+        (lambda snr: 1 / (snr + 1), "epsilon", None),  # P2
+        (lambda snr: (snr + 1) ** -0.5, "epsilon", None),
+        (lambda snr: snr**-0.5, "epsilon", None),
+        (lambda snr: snr.clamp(min=5) / snr, "epsilon", "critical"),
+        (lambda snr: 1 / snr, "sample", "critical"),
+        (lambda snr: torch.where(snr > 1, 1.0, -1.0), "epsilon", "info"),  # preferences
+        (lambda snr: (snr.clamp(max=5) / snr).mean().expand(B), "epsilon", "critical"),  # [B, 1] times [B]
+        (lambda snr: torch.full((B,), 0.37, dtype=torch.float64), "epsilon", None),
+        (lambda snr: torch.full((B,), float(B), dtype=torch.float64), "epsilon", "warning"),
+    ],
+)
+def test_weights(weights, target, severity):
+    levels = levels_of(*on_circle())
+    found = identify_weights(weights(snr_of(levels)), levels, target, 1)
+    assert (None if found.healthy else found.severity) == severity, found
+
+
+@pytest.mark.parametrize(
+    ("weight", "healthy"),
+    [
+        (lambda s: (s**2 + 0.25) / (s * 0.5) ** 2, True),
+        (lambda s: (s**2 + 0.25) / (s * 0.5), False),
+        (lambda s: (s * 0.5) ** 2 / (s**2 + 0.25), False),
+    ],
+)
+def test_weights_of_sigmas(weight, healthy):
+    sigma = torch.logspace(-2, 2, B, dtype=torch.float64)
+    levels = levels_of(torch.ones(B, dtype=torch.float64), sigma)
+    assert identify_weights(weight(sigma), levels, "sample", 1).healthy is healthy
+
+
+def test_latents_and_sequences_are_no_images():
+    assert check_range(torch.randn(2, 4, 8, 8) * 9).healthy is None
+    assert check_range(torch.randn(2, 3, 64) * 9).healthy is None
+    assert check_range(torch.rand(2, 3, 8, 8) * 255).code == "data-range"
+
+
+# ---- schedules of the learning rate
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+
+
+def test_a_warm_up_has_no_length():
+    of = optimizer()
+    warm, fall = torch.optim.lr_scheduler.LinearLR(of, 0.1, total_iters=5), torch.optim.lr_scheduler.CosineAnnealingLR(of, 20)
+    assert (schedule_length(warm), schedule_length(fall)) == (None, 20)
+    assert schedule_length(torch.optim.lr_scheduler.LinearLR(of, 1.0, 0.1, total_iters=7)) == 7
+    assert schedule_length(torch.optim.lr_scheduler.ConstantLR(of, 0.3, total_iters=7)) is None
+
+
+def ends_of(schedule, made: int, total: int, each: int = 1) -> bool | None:
+    """Whether the end of the run is healthy: `made` updates of `total`, a step of the schedule after `each`."""
+    facts, judge = Facts(schedules=[schedule], options={"max_train_steps": total}), Schedule()
+    for update in range(1, made + 1):
+        if update % each == 0:
+            schedule.optimizer.step()
+            schedule.step()
+        if update in (2, 3, 5, 8):
+            judge.look(facts, update)
+    ended = judge.end(facts, [(1, [0.1])], made, made == total)
+    return ended[0].healthy if ended else None
+
+
+def test_the_end_of_a_schedule_is_projected():
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+    assert ends_of(cosine(optimizer(), 100), 30, 100) is True
+    assert ends_of(cosine(optimizer(), 400), 30, 100) is False
+    assert ends_of(cosine(optimizer(), 10), 30, 200, each=20) is None  # of epochs of 20 updates
+    assert ends_of(cosine(optimizer(), 10), 70, 200, each=20) is True
+    assert ends_of(cosine(optimizer(), 10), 30, 30) is False
+
+
+def test_a_schedule_that_nobody_has_stepped_is_a_fault_at_the_end_alone():
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+    assert ends_of(cosine(optimizer(), 100), 30, 100, each=1000) is not False
+    judged = Schedule().end(Facts(schedules=[cosine(optimizer(), 9)]), [(1, [0.1])], 30, True)
+    assert judged[0].observed == "never stepped" and not judged[0].healthy
+
+
+def test_a_rate_that_rises_to_the_end():
+    rates = [(update, [0.01 * update]) for update in range(1, 31)]
+    assert Schedule().end(Facts(), rates, 30, True)[0].observed.endswith("rising")
+    assert Schedule().end(Facts(), rates, 30, False) == []
+
+
+# ---- between updates
+
+
+def test_a_copy_is_told_from_an_average():
+    weights, copy, average = torch.ones(4), torch.ones(4), torch.ones(4)
+    probes = [CopyProbe("copy", copy, weights), CopyProbe("average", average, weights)]
+    for step in range(6):
+        for probe in probes:
+            probe.take()
+        weights += step + 1
+        copy.copy_(weights)
+        average.lerp_(weights, 0.1)
+    for probe in probes:
+        probe.compare()
+    assert [(probe.copies > 0, probe.averages) for probe in probes] == [(True, False), (False, True)]
+
+
+def test_weights_that_are_nan_have_not_moved():
+    probe = Probe(torch.full((4,), math.nan))
+    probe.take()
+    probe.again()
+    assert not probe.moved()
+
+
+def test_labels_are_not_what_was_drawn():
+    recorder = Recorder()
+    recorder.start()
+    labels = torch.tensor([0, 1, 2, 3])
+    times = torch.randint(0, 9, (4,))
+    moved = times.clone()
+    torch.where(torch.rand(4) < 0.5, labels, 4)
+    found = recorder.stop().labels_of(4)
+    assert any(torch.equal(labels, one) for one in found)
+    assert not any(torch.equal(moved, one) for one in found)
+
+
+def test_large_images_are_not_kept_for_long(monkeypatch):
+    monkeypatch.setattr("utils.diagnostics.watching.seen.MOST_BYTES", 1)
+    recorder = Recorder()
+    recorder.start()
+    images = [torch.ones(2, 3, 4, 4) + number for number in range(20)]
+    assert len(images) == 20 and len(recorder.stop().tensors) == 8
+
+
+def test_a_scheduler_that_noises_by_sigmas_has_no_table():
+    from diffusers import DDPMScheduler, EulerDiscreteScheduler
+
+    from utils.diagnostics.watching.forward import _own_table
+
+    assert _own_table(DDPMScheduler(num_train_timesteps=50)).shape == (50,)
+    assert _own_table(EulerDiscreteScheduler()) is None
