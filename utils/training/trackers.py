@@ -19,7 +19,7 @@ from utils.options.flags import RunOptions
 NAMES = {
     "wandb": ("WANDB_PROJECT", "WANDB_NAME", "name"),
     "mlflow": ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME", "run_name"),
-    "trackio": ("TRACKIO_PROJECT", "TRACKIO_NAME", "name"),
+    "trackio": (None, None, "name"),
     "swanlab": ("SWANLAB_PROJ_NAME", "SWANLAB_EXP_NAME", "experiment_name"),
     "comet_ml": ("COMET_PROJECT_NAME", None, None),
 }
