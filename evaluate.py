@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from utils.evaluation.memorization import Originals
 
 # Options of the data that decide neither which images there are nor in which rows, nor their labels.
-HOW_IT_IS_READ = {"cache_dir", "cache_images", "preserve_input_precision", "max_bad_images", "random_flip", "color_jitter"}
-HOW_IT_IS_READ |= {"balanced_sampling", "dataloader_num_workers", "validation_images"}
+HOW_IT_IS_READ = {"cache_dir", "cache_images", "preserve_input_precision", "max_bad_images"}
 
 
 def parse_args(argv: list[str] | None = None) -> EvaluateOptions:

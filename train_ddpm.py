@@ -6,7 +6,7 @@
         --output_dir runs/cifar10
 
 Every flag of diffusers' `train_unconditional.py` works here with the same meaning.
-Exit status: 0 done, 2 a mistake in the command or the data, 3 training diverged, 75 stopped by a signal (run it again).
+Exit status: 0 done, 2 a mistake in the command or the data, 3 diverged (a dry run: does not fit), 75 stopped: run it again.
 """
 
 from utils.core.entrypoint import parse_early, run_script

@@ -5,7 +5,7 @@
     accelerate launch train_edm2.py --dataset_name uoft-cs/cifar10 --resolution 32 --output_dir runs/cifar10-edm2
 
 The flags of train_ddpm.py, as far as they have a meaning here; a data set without labels trains an unconditional network.
-Exit status: 0 done, 2 a mistake in the command or the data, 3 training diverged, 75 stopped by a signal (run it again).
+Exit status: 0 done, 2 a mistake in the command or the data, 3 diverged (a dry run: does not fit), 75 stopped: run it again.
 """
 
 from utils.core.entrypoint import parse_early, run_script

@@ -14,9 +14,13 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def hub_stand_in(name: str, folder: Path, kind: str = "datasets"):
+def hub_stand_in(name: str, folder: Path, kind: str = "datasets", fault: str | None = None):
     """Serves the files of `folder` as `name`, one of the "datasets" or "models"; gives the address for HF_ENDPOINT and the
-    paths asked for."""
+    paths asked for.
+
+    `fault`: "private" (401 for all, as for whoever is not logged in), "gated" (the description is public, its files are not),
+    "cut" (the connection ends in the middle of each file), "broken" (500 for all).
+    """
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
     listing = [
@@ -31,9 +35,15 @@ def hub_stand_in(name: str, folder: Path, kind: str = "datasets"):
     api = f"/api/{kind}/{name}"
 
     class Handler(Answers):
-        def do_GET(self):
+        def do_GET(self):  # and HEAD
             path = self.path.split("?")[0]
             requests.append(path)
+            if fault in ("private", "broken"):
+                status, code = (401, "RepoNotFound") if fault == "private" else (500, "")
+                return self.reply(status, b"Invalid username or password.", {"X-Error-Code": code})
+            if fault == "gated" and path.startswith(files_at):
+                about = {"X-Error-Code": "GatedRepo", "X-Error-Message": f"Access to {kind[:-1]} {name} is restricted."}
+                return self.reply(401, b"", about)
             # After the address comes the revision, which may be written as refs%2Fconvert.
             file = files.get(path[len(files_at) :].partition("/")[2]) if path.startswith(files_at) else None
             if path.startswith(f"{api}/tree/"):
@@ -59,14 +69,17 @@ def hub_stand_in(name: str, folder: Path, kind: str = "datasets"):
         do_HEAD = do_GET
 
         def reply(self, status, body, headers=None):
-            super().reply(status, body, {"X-Repo-Commit": commit, **(headers or {})})
+            half = len(body) // 2 if fault == "cut" and self.path.startswith(files_at) else None
+            super().reply(status, body, {"X-Repo-Commit": commit, **(headers or {})}, half)
+            self.close_connection = half is not None or self.close_connection
 
     with serving(Handler) as address:
         yield address, requests
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    def reply(self, status, body, headers=None):
+    def reply(self, status, body, headers=None, sent=None):
+        """`sent`: bytes of the body that arrive (all)."""
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         for header, value in (headers or {}).items():
@@ -74,7 +87,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(body[:sent])
 
     def log_message(self, *args):
         pass

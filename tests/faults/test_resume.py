@@ -12,7 +12,9 @@ from kills import BYTES, newest, same
 from PIL import Image
 from safetensors.torch import load_file
 
+from utils.core.errors import UserError
 from utils.runs.checkpoints import list_checkpoints
+from utils.runs.folder import check_options
 
 TOUCHED = (".lock", "exit_status")  # by a start that is then refused
 INJECT = "tests/faults/inject.py"
@@ -48,6 +50,30 @@ def test_a_changed_option_is_refused_with_a_diff(server, script, run_to_resume, 
     assert difference in run.text() and "--allow_option_change " in run.text()
     assert "Traceback" not in run.text()
     assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_weights_that_do_not_fit_cannot_be_allowed(server, script, run_to_resume, tmp_path):
+    """Neither is the flag advised then, nor does it lead to pages of size mismatches."""
+    flags, _ = run_to_resume
+    named = flags.index("--model_config_name_or_path") + 1
+    config = json.loads(Path(flags[named], "config.json").read_text())
+    wider = {"block_out_channels": [8, 24]} if "block_out_channels" in config else {"model_channels": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config | wider))
+    flags = [*flags[:named], tmp_path, *flags[named + 1 :], "--resume_from_checkpoint", "checkpoint-4"]
+    (name,) = wider
+    for allowed in ([], ["--allow_option_change", f"network.{name}"]):
+        [run] = server.start([script, *flags, *allowed])
+        assert run.wait() == 2, run.text()
+        assert f"network.{name}: {config[name]} in the checkpoint, {wider[name]} now" in run.text()
+        assert "the weights do not fit (" in run.text() and "another --output_dir" in run.text()
+        assert "--allow_option_change" not in run.text() and "Traceback" not in run.text()
+
+
+def test_averages_of_another_kind_cannot_be_allowed():
+    saved = {"use_ema": True, "ema_type": "exponential", "dropout": None}
+    with pytest.raises(UserError, match="ema_type cannot change within a run"):
+        check_options(saved, saved | {"ema_type": "power"}, allowed=["ema_type"])
+    check_options(saved | {"use_ema": False}, saved | {"ema_type": "power"}, allowed=["ema_type", "use_ema"])
 
 
 @pytest.mark.slow

@@ -133,10 +133,10 @@ def bad_data(tmp_path_factory) -> dict[str, Path]:
     ids=["unknown-column", "text-column", "tiny", "empty"],
 )
 def test_useless_data_is_named_in_one_line(server, script, script_flags, tmp_path, bad_data, processes, name, flags, message):
-    flags = [*script_flags, "--dataset_name", bad_data[name], *flags, "--output_dir", tmp_path]
+    flags = [*script_flags, "--dataset_name", bad_data[name], *flags, "--output_dir", tmp_path / "runs" / "mine"]
     runs = server.start([script, *flags, "--train_batch_size", 8 // processes], processes)
     assert [run.wait() for run in runs] == [2] * processes, runs[0].text()
+    assert not (tmp_path / "runs").exists()
     lines = [line for run in runs for line in run.text().splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and message in lines[0]
     assert all("Traceback" not in run.text() for run in runs)
-    assert not list(tmp_path.glob("checkpoint-*"))

@@ -205,17 +205,20 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_with_one_value_per
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "processes"), [("cpu.yaml", 1), ("multi_cpu.yaml", 2)])
-def test_launch_configs_start_connected_processes_on_all_cores(tiny_flags, tmp_path, config, processes):
+@pytest.mark.parametrize(
+    ("config", "processes", "asked"), [("cpu.yaml", 1, None), ("cpu.yaml", 1, "1"), ("multi_cpu.yaml", 2, None)]
+)
+def test_launch_configs_start_connected_processes_on_all_cores(tiny_flags, tmp_path, config, processes, asked):
     threads = tiny_flags.index("--cpu_threads")
     flags = tiny_flags[:threads] + tiny_flags[threads + 2 :]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", ROOT / "accelerate_configs" / config]
     command += [ROOT / "train_ddpm.py", *flags, "--max_train_steps", "2", "--output_dir", tmp_path]
-    result = run_command(command, script_environment())
+    environment = {name: value for name, value in script_environment().items() if name != "OMP_NUM_THREADS"}
+    result = run_command(command, environment | ({"OMP_NUM_THREADS": asked} if asked else {}))
     assert result.returncode == 0, result.stderr[-3000:]
     resolved = json.loads((tmp_path / "options.json").read_text())["resolved"]
     assert (resolved["num_processes"], resolved["global_batch_size"]) == (processes, 8 * processes)
-    assert resolved["cpu_threads"] == max(1, usable_cores() // processes)
+    assert resolved["cpu_threads"] == int(asked or max(1, usable_cores() // processes))
 
 
 # ---- drop-in for train_unconditional.py

@@ -212,6 +212,13 @@ def test_a_given_global_batch_stays_on_another_number_of_processes(server, scrip
     assert (resolved["micro_batch_size"], resolved["gradient_accumulation_steps"], resolved["num_processes"]) == (4, 1, 2)
 
 
+def test_a_dry_run_that_does_not_fit_exits_with_3(train, tiny_flags, capsys, monkeypatch, tmp_path):
+    flags = [*tiny_flags, "--dry_run", "--output_dir", tmp_path / "run"]
+    monkeypatch.setattr(utils.training.memory_plan, "free_memory", lambda *_: MIB)
+    assert train(flags) == 3
+    assert "does not fit: " in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_dry_run_leaves_a_run_that_is_there_alone(train_script, script_flags, tmp_path):
     (tmp_path / "options.json").write_text("{}")

@@ -1,13 +1,9 @@
 """How a script becomes a set of connected processes: the Accelerator, CPU threads, and refused launches."""
 
 import contextlib
-import ctypes
 import os
-import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +11,6 @@ from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
-    DynamoBackend,
     InitProcessGroupKwargs,
     broadcast_object_list,
 )
@@ -23,12 +18,11 @@ from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.core.errors import UserError, memory_problem
+from utils.core.launcher import asked_threads, check_precision, refuse_launch, stop_with_launcher
 
 T = TypeVar("T")
 
 _MESSAGE_BYTES = 500  # of what one process tells the others of its failure
-LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run")
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 SUPPORTED_LAUNCHES = {
     DistributedType.NO,
@@ -60,8 +54,9 @@ def make_accelerator(
     """Returns an Accelerator for one process or DDP.
 
     On a machine without an accelerator it asks for the CPU itself, because `use_cpu: true` in a config file starts several
-    processes but leaves each alone. There it also undoes `accelerate launch`'s OMP_NUM_THREADS=1, which would leave all
-    cores but one idle: `cpu_threads` threads per process, by default the usable cores over the processes of this machine.
+    processes but leaves each alone. There it also undoes `accelerate launch`'s own OMP_NUM_THREADS=1, which would leave all
+    cores but one idle: `cpu_threads` threads per process, by default what the user asked for (see `launcher.asked_threads`),
+    else the usable cores over the processes of this machine.
     `tf32`: fp32 convolutions and matrix products round their factors to 10 bits of mantissa on GPUs that are faster so.
     `cudnn_benchmark`: convolutions on a GPU take the algorithm that is quickest when their shape is first seen, which may be
     another one in the next process. `broadcast_buffers`: DDP copies the main process's buffers to the others before each
@@ -69,13 +64,12 @@ def make_accelerator(
     `collective_timeout` is what a lost or hanging peer costs, in seconds, before every process gives up (gloo's own: 1800).
 
     Raises UserError for fp16 on a CPU, an unusable tracker, and for launches other than plain and DDP
-    (FSDP, DeepSpeed, Megatron, TPU).
+    (FSDP, DeepSpeed, Megatron, TPU, a dynamo backend).
     """
     stop_with_launcher()
     on_cpu = not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
-    mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")  # what `accelerate launch` was given
-    if on_cpu and mixed_precision == "fp16":
-        raise UserError("--mixed_precision fp16 needs a GPU; on a CPU use no or bf16")
+    refuse_launch()
+    mixed_precision = check_precision(mixed_precision, on_cpu)
     for name in trackers:
         check_tracker(name)
     accelerator = Accelerator(
@@ -94,14 +88,12 @@ def make_accelerator(
             f"launched with {accelerator.distributed_type.value}, but exact EMA and checkpoints here are for one process "
             "or DDP; launch with --multi_gpu or without a distributed config"
         )
-    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise UserError("leave the launcher's dynamo_backend at no and use --compile: it keeps the names of the weights clean")
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
         torch.backends.cudnn.benchmark = cudnn_benchmark
     if accelerator.device.type == "cpu":
-        torch.set_num_threads(cpu_threads or max(1, usable_cores() // local_processes(accelerator)))
+        torch.set_num_threads(cpu_threads or asked_threads() or max(1, usable_cores() // local_processes(accelerator)))
     return accelerator
 
 
@@ -121,22 +113,6 @@ def fix_bucket_order(model: torch.nn.Module) -> None:
 def local_processes(accelerator: Accelerator) -> int:
     """Counts the processes of this launch on this machine; where the launcher does not say, all of them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-
-
-def stop_with_launcher() -> None:
-    """Asks Linux for a SIGTERM when the launcher that started this process dies, for `accelerate launch` and torchrun do not
-    pass on every signal: without it their training processes would train on, alone. A shell or srun is no launcher here."""
-    parent = os.getppid()
-    try:
-        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
-    except OSError:  # not Linux, or gone
-        return
-    if {Path(word.decode(errors="replace")).name for word in words[:4]}.isdisjoint(LAUNCHERS):
-        return
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before we asked
-        sys.exit(128 + signal.SIGTERM)
 
 
 def check_tracker(name: str) -> None:

@@ -1,17 +1,20 @@
 """How a script's process ends: its exit status, and what is said, once, of what went wrong."""
 
+import contextlib
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from utils.core.errors import OUT_OF_MEMORY, UserError, memory_advice, out_of_memory
+from utils.core.launcher import launcher_reports
 
 if sys.platform == "win32":  # which lacks SIGUSR1 and the module `resource`, and was never tried
     print("error: Windows is not supported: use Linux, or WSL 2", file=sys.stderr)
     sys.exit(2)
 T = TypeVar("T")
+_at_end: list[Callable[[], None]] = []
 
 
 def run_script(main: Callable[[Any], int | None], parse_args: Callable[[], Any], crash_status: int = 1) -> None:
@@ -38,6 +41,23 @@ def run_script(main: Callable[[Any], int | None], parse_args: Callable[[], Any],
     _leave(status)
 
 
+def at_end(function: Callable[[], None]) -> None:
+    """Has `function` called when this process ends by `run_script`, or by `leave_now`."""
+    _at_end.append(function)
+
+
+def leave_now(status: int) -> NoReturn:
+    """Ends the process at once, also from within a signal's handler."""
+    _call_at_end()
+    os._exit(status)
+
+
+def _call_at_end() -> None:
+    for function in _at_end:
+        with contextlib.suppress(OSError):
+            function()
+
+
 def parse_early(parse_args: Callable[[], T]) -> T:
     """The options of this process's command line, for a script that asks for them above its heavy imports: neither `--help` nor
     a mistake in the command should wait for these."""
@@ -61,11 +81,12 @@ def leave_progress_to_us(options: Any) -> None:
 def _tell(error: UserError) -> int:
     """Says it, once among all ranks. Returns the exit status."""
     if _first_to_say(str(error)):
-        _say_last(f"error: {error}")
+        _say_last(f"error: {error}" + "\n(what follows is the launcher's report, and says no more)" * launcher_reports())
     return 2
 
 
 def _leave(status: int | None) -> None:
+    _call_at_end()
     sys.stdout.flush()
     sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

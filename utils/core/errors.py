@@ -1,5 +1,6 @@
 """The one exception for mistakes that a user can mend, and what is said when memory runs out."""
 
+import textwrap
 from collections.abc import Callable
 
 OUT_OF_MEMORY = "out of memory"
@@ -23,10 +24,22 @@ class UserError(Exception):
     """
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Returns what an error says, for a message: of one that is not a UserError with its type, which often says more."""
     text = " ".join(str(error).split())
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
+def in_full(error: BaseException) -> str:
+    """Returns what somebody else's exception says, in one line: its own words and, in brackets, those of its last cause. The
+    first line of a library's message often says only that something failed."""
+    last = error
+    while last.__cause__ is not None:
+        last = last.__cause__
+    text = " ".join(str(error).split()) or type(error).__name__
+    if last is not error and " ".join(str(last).split()) not in text:
+        text += f" ({one_line(last)})"
+    return textwrap.shorten(text, 500, placeholder=" ...")
 
 
 def out_of_memory(error: Exception) -> bool:

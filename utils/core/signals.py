@@ -9,6 +9,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from utils.core.entrypoint import leave_now
+
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same command again to continue
 EXIT_DIVERGED = 3  # too many updates in a row were not finite
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -20,7 +22,7 @@ def leave_on_signal() -> None:
     def leave(number: int, frame: FrameType | None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             _tell(f"{signal.Signals(number).name}: stopped before the first update, there was nothing to save")
-        os._exit(EXIT_STOPPED)
+        leave_now(EXIT_STOPPED)
 
     for number in STOP_SIGNALS:
         signal.signal(number, leave)

@@ -23,6 +23,7 @@ import numpy as np
 from PIL import Image
 
 from utils.core.errors import UserError
+from utils.core.hub import told
 from utils.data.file_tree import FileTree, archive_stem, scan, suffix_of
 from utils.data.image_folder import ImageFolder
 from utils.options.flags import DataOptions
@@ -124,8 +125,7 @@ def _one_line(dataset_name: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot load the dataset {dataset_name}: {message}") from error
+        raise UserError(f"cannot load the dataset {dataset_name}: {told(error, str(dataset_name), 'dataset')}") from error
 
 
 def _builder(source: dict[str, Any], is_local: bool) -> "datasets.DatasetBuilder":

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
-from utils.core.errors import UserError
+from utils.core.errors import UserError, in_full
+from utils.core.hub import told
 from utils.diffusion.ddpm import PREDICTION_TYPES
 from utils.diffusion.unet import load_plain
 
@@ -42,7 +43,7 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
     except UserError:
         raise
     except Exception as error:  # missing, unreachable, truncated or of another shape: each library raises its own kind
-        raise UserError(f"cannot load a pipeline from {pipeline}: {_first_line(error)}") from error
+        raise UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}") from error
     config = dict(loaded.scheduler.config)
     if config.get("predict_epsilon") is False:  # what prediction_type was called until diffusers 0.9
         config["prediction_type"] = "sample"
@@ -99,7 +100,7 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
             tensors = {name.removeprefix("unet."): tensor for name, tensor in load_file(weights).items()}  # beside u(sigma)
             load_plain(unet, tensors)
         except Exception as error:  # truncated, of another network: each library raises its own kind
-            raise UserError(f"cannot load {path}: {_first_line(error)}") from error
+            raise UserError(f"cannot load {path}: {in_full(error)}") from error
     return unet.eval(), scheduler_config
 
 
@@ -133,7 +134,7 @@ def _load_edm2(pipeline: str) -> tuple["EDM2UNet", dict]:
         unet = EDM2UNet.from_pretrained(pipeline, subfolder="unet", use_safetensors=True)
         return _in_own_memory(unet.float()), EDMHeunScheduler.load_config(pipeline, subfolder="scheduler")
     except Exception as error:
-        raise UserError(f"cannot load a pipeline from {pipeline}: {_first_line(error)}") from error
+        raise UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}") from error
 
 
 def _in_own_memory(unet: T) -> T:
@@ -142,10 +143,6 @@ def _in_own_memory(unet: T) -> T:
     for tensor in (*unet.parameters(), *unet.buffers()):
         tensor.data = tensor.data.clone()
     return unet
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def image_shape(unet: "UNet2DModel | EDM2UNet") -> tuple[int, int, int]:

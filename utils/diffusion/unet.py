@@ -8,7 +8,8 @@ from diffusers import ModelMixin, UNet2DModel
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from utils.core.errors import UserError
+from utils.core.errors import UserError, in_full
+from utils.core.hub import told
 from utils.core.randomness import derive_seed
 from utils.options.flags import DDPMOptions, EDM2Options
 from utils.options.presets import NETWORKS, network_for_resolution
@@ -62,8 +63,7 @@ def read_config(network_class: type, options: DDPMOptions | EDM2Options) -> dict
     try:
         config = dict(network_class.load_config(name, cache_dir=options.cache_dir))  # type: ignore[attr-defined]
     except OSError as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise UserError(f"cannot read --model_config_name_or_path {name}: {first_line}") from None
+        raise UserError(f"cannot read --model_config_name_or_path {name}: {told(error, name, 'model')}") from None
     needed = network_class.__name__
     if config.get("_class_name", needed) != needed:
         raise UserError(f"{name} is the config of a {config['_class_name']}; this script needs that of a {needed}")
@@ -104,7 +104,7 @@ def build_network(
         try:
             network = network_class.from_config(config)
         except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"the network cannot be built: {str(error).strip().splitlines()[0]}") from None
+            raise UserError(f"the network cannot be built: {in_full(error)}") from None
         initialized(network)
     if options.gradient_checkpointing:
         network.enable_gradient_checkpointing()
@@ -185,5 +185,4 @@ def use_xformers(unet: UNet2DModel) -> None:
     try:
         unet.enable_xformers_memory_efficient_attention()
     except (ImportError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise UserError(f"--enable_xformers_memory_efficient_attention: {first_line}; leave it out") from None
+        raise UserError(f"--enable_xformers_memory_efficient_attention: {in_full(error)}; leave it out") from None

@@ -20,7 +20,7 @@ class DataOptions(Options):
 
     dataset_name: str | None = flag(None, "Hub name, local dataset (folder, parquet, save_to_disk), or digits (built in)")
     dataset_config_name: str | None = flag(None, "config of the Hub dataset, where it has several")
-    dataset_split: str = flag("train", "split to train on (train)")
+    dataset_split: str = flag("train", "split of the dataset (train)")
     dataset_revision: str | None = flag(None, "git revision of the Hub dataset, to pin it")
     train_data_dir: str | None = flag(
         None, "folder of images, or a .zip or .tar of one, sub-folders being classes; ignored with --dataset_name"
@@ -40,10 +40,16 @@ class DataOptions(Options):
     image_channels: Literal[1, 3] = flag(3, "1 = grayscale, 3 = RGB (3)")
     background: str = flag("white", "color behind transparent images (white)")
     center_crop: bool = flag(False, "crop the center (random place)")
+    preserve_input_precision: bool = flag(False, "keep 16-bit images at 16 bits instead of scaling to 8")
+
+
+@dataclass(kw_only=True)
+class TrainingDataOptions(DataOptions):
+    """data"""
+
     random_flip: bool = flag(False, "flip half of the images left to right")
     color_jitter: float = flag(0.0, "strength of brightness, contrast, saturation (0)", at_least=0, below=1)
     balanced_sampling: bool = flag(False, "every class equally often; needs labels")
-    preserve_input_precision: bool = flag(False, "keep 16-bit images at 16 bits instead of scaling to 8")
     dataloader_num_workers: int = flag(0, "processes that load images (0 = the main one)", at_least=0, free=True)
     validation_images: int = flag(0, "images held out of training (0)", at_least=0)
 
@@ -92,7 +98,9 @@ class TrainingOptions(Options):
         20, "end after so many non-finite updates in a row, when a report sees them (20)", at_least=1, free=True
     )
     collective_timeout: float = flag(600.0, "seconds until a lost process ends all others (600)", above=0, free=True)
-    cpu_threads: int | None = flag(None, "threads per process on a CPU (cores / processes)", at_least=1, free=True)
+    cpu_threads: int | None = flag(
+        None, "threads per process on a CPU (OMP_NUM_THREADS where you set it, else cores / processes)", at_least=1, free=True
+    )
 
 
 @dataclass(kw_only=True)
@@ -202,7 +210,7 @@ class OutputOptions(Options):
 
 
 @dataclass(kw_only=True)
-class RunOptions(DataOptions, TrainingOptions, OptimizerOptions, EMAOptions, ReportOptions, OutputOptions):
+class RunOptions(TrainingDataOptions, TrainingOptions, OptimizerOptions, EMAOptions, ReportOptions, OutputOptions):
     """What the training scripts have in common."""
 
     script: ClassVar[str]
@@ -423,6 +431,7 @@ class EvaluatedOptions(Options):
     class_labels: list[str] | None = flag(None, "EDM2: classes to make in turn, by name or number (all)")
     guidance: float = flag(1.0, "EDM2: above 1 moves away from the guide (1, off)")
     guide_pipeline: str | None = flag(None, "EDM2: a weaker pipeline of the same data (the model without classes)")
+    validation_images: int = flag(0, "images that the training held out, where --pipeline is no run of ours (0)", at_least=0)
     batch_size: int = flag(64, "images at once per process (64)", at_least=1)
     mixed_precision: Literal["no", "bf16", "fp16"] = flag("no", "of the sampled network (no)")
     cpu_threads: int = flag(1, "on a CPU, threads per process (1)", at_least=1)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -239,7 +240,8 @@ def resume(
         nonlocal found
         path, notes = find_checkpoint(output_dir, wanted)
         if path is not None:
-            notes += check_options(read_state(path).options, state.options, allowed_changes)
+            unfit = misfit(accelerator.unwrap_model(accelerator._models[0]), path)
+            notes += check_options(read_state(path).options, state.options, allowed_changes, unfit)
         found = path, notes
 
     on_main_process(accelerator, find)
@@ -264,6 +266,19 @@ def resume(
         )
     notes.append(f"resumed from {checkpoint.name}: {state.step} of {state.max_train_steps} updates done")
     return checkpoint, notes
+
+
+def misfit(network: nn.Module, checkpoint: Path) -> str | None:
+    """Returns the first tensor of a checkpoint that `network` lacks, or has in another shape; None where all fit."""
+    now = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    with safe_open(checkpoint / MODEL_WEIGHTS, "pt") as file:
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no dict)
+    for name in sorted(saved.keys() | now.keys()):
+        shapes = saved.get(name), now.get(name)
+        if shapes[0] != shapes[1]:
+            was, to = ("absent" if shape is None else "x".join(map(str, shape)) or "a number" for shape in shapes)
+            return f"{name}: {was} in the checkpoint, {to} now"
+    return None
 
 
 def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from utils.core.entrypoint import at_end
 from utils.core.errors import UserError
 from utils.core.files import whole_file
 from utils.core.versions import git_commit, library_versions
@@ -22,6 +23,7 @@ DATA_SOURCES = (
     *("dataset_name", "dataset_config_name", "dataset_split", "dataset_revision"),
     *("train_data_dir", "image_column", "label_column"),
 )
+OF_THE_AVERAGES = {"ema_type", "ema_widths"}  # an average of another kind cannot go on from those of a checkpoint
 EXIT_STATUS = "exit_status"  # there only once a run has ended by itself or by a signal: not while it goes on, nor after a crash
 RUN_FILES = (
     "options.json",
@@ -43,13 +45,17 @@ class RunFolder:
     def __init__(self, output_dir: Path):
         self.path = output_dir
         self._lock: FileLock | None = None
+        self._made: list[Path] = []  # by `claim`, the innermost first
 
     def claim(self, *, resuming: bool, overwrite: bool) -> None:
         """Makes the folder, proves that it can be written, and keeps other runs out until this process ends, however it does.
 
-        The exit status of an earlier start goes. Raises UserError when the folder cannot be written, when another run trains
-        here, and when it holds a run that is neither resumed nor to be overwritten.
+        The exit status of an earlier start goes. A folder that is made here and gets no run goes at the end. Raises UserError
+        when the folder cannot be written, when another run trains here, and when it holds a run that is neither resumed nor
+        to be overwritten.
         """
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        at_end(self._remove_if_empty)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / ".write-test"
@@ -71,6 +77,13 @@ class RunFolder:
                 "replace it with --overwrite_output_dir, or choose another --output_dir"
             )
         (self.path / EXIT_STATUS).unlink(missing_ok=True)
+
+    def _remove_if_empty(self) -> None:
+        """Leaves nothing of a start that came to nothing, such as a mistyped command."""
+        if self._made and {path.name for path in self.path.glob("*")} <= {".lock"}:
+            (self.path / ".lock").unlink(missing_ok=True)
+            for folder in self._made:
+                folder.rmdir()
 
     def clear(self, logging_dir: str = "logs") -> None:
         """Deletes the run in the folder and nothing else. To be called once all that could be mistaken was checked."""
@@ -135,28 +148,30 @@ def command_line(options: Options) -> str:
     return command
 
 
-def check_options(saved: dict, current: dict, allowed: list[str]) -> list[str]:
+def check_options(saved: dict, current: dict, allowed: list[str], misfit: str | None = None) -> list[str]:
     """Compares the options that shape the result with the checkpoint's, and returns notes for the user.
 
-    Where the data or the network come from may differ, as long as they are the same. Raises UserError with a diff when other
+    Where the data or the network come from may differ, as long as they are the same. `misfit` says where the checkpoint's
+    weights do not fit the network of the current options: then none can be allowed. Raises UserError with a diff when other
     options differ and are not `allowed`.
     """
     absent = "(absent)"
     names = sorted((saved.keys() | current.keys()) - GONE)
-    changed = [n for n in names if saved.get(n, absent) != current.get(n, absent) and n not in allowed]
+    differing = [n for n in names if saved.get(n, absent) != current.get(n, absent)]
+    fixed = [n for n in differing if n in OF_THE_AVERAGES and saved.get("use_ema") and current.get("use_ema")]
+    changed = [n for n in differing if misfit or n in fixed or n not in allowed]
     moved = [n for n in changed if n in _same_sources(saved, current)]
     changed = [n for n in changed if n not in moved]
-    if changed:
+    if changed or misfit:
         lines = [f"  {n}: {saved.get(n, absent)} in the checkpoint, {current.get(n, absent)} now" for n in changed]
-        hint = ""
         if "global_batch_size" in changed:
-            hint = "\n  (global batch = processes x --train_batch_size x --gradient_accumulation_steps; keep the product)"
-        raise UserError(
-            "these options would change the run that is resumed:\n"
-            + "\n".join(lines)
-            + hint
-            + f"\nuse the checkpoint's values, or add: --allow_option_change {' '.join(changed)}"
-        )
+            lines.append("  (global batch = processes x --train_batch_size x --gradient_accumulation_steps; keep the product)")
+        if misfit or fixed:
+            why = f"the weights do not fit ({misfit})" if misfit else f"{', '.join(fixed)} cannot change within a run"
+            advice = f"{why}: use the checkpoint's values, or start a new run in another --output_dir"
+        else:
+            advice = f"use the checkpoint's values, or add: --allow_option_change {' '.join(changed)}"
+        raise UserError("\n".join(["these options would change the run that is resumed:", *lines, advice]))
     return [f"{n} was {saved.get(n)} and is now {current.get(n)}: the content is the same" for n in moved]
 
 

@@ -17,7 +17,7 @@ class RunLength(NamedTuple):
         """Raises UserError where there are fewer images than one update takes."""
         micro_batch, accumulation = options.micro_batch_size, options.gradient_accumulation_steps
         global_batch_size = num_processes * micro_batch * accumulation
-        check_global_batch(num_images, global_batch_size)
+        check_global_batch(num_images, global_batch_size, options.global_batch_size)
         of_an_epoch = updates_per_epoch(num_images, micro_batch, num_processes, accumulation)
         return cls(global_batch_size, of_an_epoch, options.max_train_steps or options.num_epochs * of_an_epoch)
 
@@ -29,14 +29,14 @@ def updates_per_epoch(num_images: int, train_batch_size: int, num_processes: int
     return math.ceil(math.ceil(batches / num_processes) / accumulation)
 
 
-def check_global_batch(num_images: int, global_batch_size: int) -> None:
+def check_global_batch(num_images: int, global_batch_size: int, asked: int | None = None) -> None:
+    """`asked`: --global_batch_size, of the command line or a preset. Raises UserError where the images are too few."""
     if num_images == 0:
         raise UserError("there are no training images; check the data and --validation_images")
     if num_images < global_batch_size:
-        raise UserError(
-            f"{num_images} training images are fewer than one global batch of {global_batch_size} "
-            "(processes x --train_batch_size x --gradient_accumulation_steps); use a smaller batch"
-        )
+        product = "(processes x --train_batch_size x --gradient_accumulation_steps); use a smaller batch"
+        advice = f"; set --global_batch_size to {num_images} or less" if asked else f" {product}"
+        raise UserError(f"{num_images} training images are fewer than one global batch of {global_batch_size}{advice}")
 
 
 def is_due(step: int, last_step: int, *, steps: int | None, epochs: int, epoch_steps: int) -> bool:

@@ -37,6 +37,7 @@ from utils.training.memory_estimate import (
 )
 
 MIB = 2**20
+EXIT_DOES_NOT_FIT = 3  # of a dry run
 NO_ACTIVATIONS = (
     "reports are without activations, and the step audit without forward passes: an eager update is predicted not to fit"
 )
@@ -240,7 +241,8 @@ class MemoryPlan:
             print(*foretold(vars(options), facts, schedule), sep="\n")
 
         on_main_process(self._accelerator, write)
-        return 0
+        fits = self.fits(self.estimate(options.micro_batch_size, options.gradient_accumulation_steps))
+        return 0 if from_main_process(fits) else EXIT_DOES_NOT_FIT
 
     def asked(self, micro_batch_size: int, accumulation: int) -> str:
         device = self._accelerator.device

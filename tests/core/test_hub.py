@@ -1,0 +1,124 @@
+"""What goes wrong on the Hub is told with what to do; nothing that a library says is cut off."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from hub_stand_in import hub_stand_in
+
+from utils.core.errors import in_full
+from utils.core.hub import told
+
+LOAD = """
+import json, sys
+from utils.core.errors import UserError
+from utils.options.flags import DDPMOptions
+name, options = sys.argv[1], json.loads(sys.argv[2])
+try:
+    if name == "network":
+        from diffusers import UNet2DModel
+        from utils.diffusion.unet import read_config
+        read_config(UNet2DModel, DDPMOptions(model_config_name_or_path="some/thing"))
+    elif name == "pipeline":
+        from utils.diffusion.pipelines import load_unconditional
+        load_unconditional("some/thing")
+    else:
+        from utils.data.sources import open_dataset
+        open_dataset(DDPMOptions(dataset_name=name, **options))
+except UserError as error:
+    print(error)
+"""
+
+
+def said(name: str, tmp_path, address: str = "http://127.0.0.1:9", **options) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "PYTHONPATH": str(ROOT)}
+    environment |= {"HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", LOAD, name, json.dumps(options)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    message = result.stdout.strip()
+    assert message and "\n" not in message
+    return message
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """Of two configs."""
+    import datasets
+
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    for name in ("a", "b"):
+        datasets.Dataset.from_dict({"text": ["x"]}).to_parquet(folder / f"{name}.parquet")
+    configs = "configs:\n- {config_name: small, data_files: a.parquet}\n- {config_name: large, data_files: b.parquet}\n"
+    (folder / "README.md").write_text(f"---\n{configs}---\n")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "options", "message"),
+    [
+        ("private", {}, "it doesn't exist on the Hub, or it is private: check the name, or log in with `hf auth login`"),
+        ("gated", {}, "it is gated: ask for access at https://huggingface.co/datasets/some/thing, then log in"),
+        (None, {}, "it has several configs: choose one with --dataset_config_name, of small, large"),
+        (None, {"dataset_config_name": "tiny"}, "no config 'tiny': --dataset_config_name takes one of small, large"),
+        (None, {"dataset_config_name": "small", "dataset_split": "dev"}, "no split dev: --dataset_split takes one of train"),
+        ("broken", {}, "the Hub could not be reached, or broke off: check the network and try again"),
+    ],
+)
+def test_a_dataset_that_cannot_be_had(fault, options, message, repository, tmp_path):
+    with hub_stand_in("some/thing", repository, fault=fault) as (address, _):
+        assert message in said("some/thing", tmp_path, address, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["network", "pipeline"])
+@pytest.mark.parametrize(("fault", "message"), [("private", "or it is private: check"), ("gated", "it is gated: ask for")])
+def test_a_model_that_cannot_be_had(name, fault, message, tmp_path):
+    (tmp_path / "model").mkdir()
+    for file in ("config.json", "model_index.json"):
+        (tmp_path / "model" / file).write_text("{}")
+    with hub_stand_in("some/thing", tmp_path / "model", "models", fault=fault) as (address, _):
+        assert message in said(name, tmp_path, address)
+
+
+@pytest.mark.slow
+def test_a_connection_that_is_refused(tmp_path):
+    assert "the Hub could not be reached" in said("some/thing", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_file_in_another_encoding(tmp_path):
+    (tmp_path / "bad.csv").write_bytes(b"image,label\nx.png,\xff\xfe\n")
+    message = said(str(tmp_path / "bad.csv"), tmp_path)
+    assert "its text is not UTF-8" in message and "can't decode byte 0xff" in message
+
+
+def failure(*texts: str) -> Exception:
+    """An error with a chain of causes, the outermost first."""
+    made = None
+    for text in reversed(texts):
+        made, cause = ValueError(text), made
+        made.__cause__ = cause
+    return made
+
+
+def test_the_last_cause_is_told_once():
+    assert in_full(failure("it failed\nsomehow", "because of this", "disk on fire")) == (
+        "it failed somehow (ValueError: disk on fire)"
+    )
+    assert in_full(failure("it failed: disk on fire", "disk on fire")) == "it failed: disk on fire"
+    assert len(in_full(failure("word " * 1000))) <= 500
+    assert in_full(KeyError()) == "KeyError"
+
+
+@pytest.mark.parametrize(("offline", "message"), [("1", "HF_HUB_OFFLINE forbids"), ("", "the Hub could not be reached")])
+def test_a_connection_that_ends_in_the_middle(offline, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    error = OSError("reading failed")
+    error.__cause__ = ConnectionResetError("reset by peer")
+    assert message in told(error, "some/thing", "dataset")

@@ -1,0 +1,97 @@
+"""What a launcher's settings mean here: refused ones, and whose OMP_NUM_THREADS it is."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, run_command, script_environment
+
+from utils.core.distributed import make_accelerator
+from utils.core.errors import UserError
+from utils.core.launcher import asked_threads, check_precision
+
+LAUNCHER = """
+import os, subprocess, sys
+environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as torchrun does
+code = "from utils.core.launcher import asked_threads, launcher_reports; print(asked_threads(), launcher_reports())"
+subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "threads", "flags", "asked"),
+    [
+        ("torchrun", None, [], "None True"),  # the launcher's own 1
+        ("torchrun", "1", [], "1 True"),  # the user's
+        ("accelerate-launch", "3", [], "3 True"),
+        ("accelerate-launch", None, ["--num-cpu-threads-per-process=1"], "1 True"),
+        ("accelerate-launch", None, ["--quiet", "script.py"], "None False"),
+        ("accelerate-launch", None, ["script.py", "--quiet"], "None True"),  # of the script
+        ("shell", None, [], "1 False"),  # no launcher: whoever set it meant it
+    ],
+)
+def test_threads_that_the_user_asked_for_are_told_from_those_of_a_launcher(launcher, threads, flags, asked, tmp_path):
+    path = tmp_path / launcher
+    path.write_text(LAUNCHER)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": threads} if threads else {}
+    result = subprocess.run([sys.executable, path, *flags], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == asked
+
+
+@pytest.mark.parametrize(("value", "threads"), [("4", 4), ("4,2", 4), ("", None), ("0", None), ("many", None)])
+def test_odd_values_of_omp_num_threads(value, threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert asked_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("ACCELERATE_USE_FSDP", "true", "launched with FSDP, .*accelerate_configs/cpu.yaml"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "launched with DeepSpeed"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "launched with Megatron-LM"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "launched with a parallelism config"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "launched with dynamo_backend inductor, .*--compile"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", "the launcher's mixed_precision fp16 needs a GPU; on a CPU set --mixed_prec"),
+        ("ACCELERATE_MIXED_PRECISION", "fp8", "the launcher's mixed_precision fp8 is not supported"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_accelerate_reads_them(variable, value, message, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match=message) as error:
+        make_accelerator()
+    assert "\n" not in str(error.value)
+
+
+def test_the_script_s_own_precision_wins_over_the_launcher_s(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert check_precision("bf16", on_cpu=True) == "bf16"
+    assert check_precision(None, on_cpu=False) == "fp16"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("distributed_type: 'NO'\nmixed_precision: fp16", "mixed_precision fp16 needs a GPU"),
+        ("distributed_type: 'NO'\ndynamo_config: {dynamo_backend: INDUCTOR}", "dynamo_backend inductor"),
+        ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}", "launched with FSDP"),
+    ],
+)
+def test_the_user_s_default_config_is_refused_in_one_line(settings, said, tmp_path):
+    """As `accelerate config` leaves it; with --quiet the launcher adds nothing below where there is one process."""
+    folder = tmp_path / "accelerate"
+    folder.mkdir()
+    config = f"compute_environment: LOCAL_MACHINE\nuse_cpu: true\nnum_machines: 1\n{settings}\n"
+    (folder / "default_config.yaml").write_text(config + ("num_processes: 1\n" if "num_processes" not in config else ""))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", ROOT / "train_ddpm.py"]
+    environment = script_environment() | {"HF_HOME": str(tmp_path), "ACCELERATE_USE_CPU": "true"}
+    result = run_command([*command, "--output_dir", tmp_path / "run"], environment)
+    assert result.returncode == 1 and not (tmp_path / "run").exists()
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and said in errors[0], result.stderr
+    if "FSDP" not in said:
+        assert result.stderr.strip() == errors[0]

@@ -1,0 +1,48 @@
+"""What went wrong on the Hugging Face Hub, in the words of these scripts. Imports no torch."""
+
+import os
+import re
+from collections.abc import Iterator
+
+from utils.core.errors import in_full
+
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+def told(error: BaseException, name: str, kind: str) -> str:
+    """Returns what to say of `error`, which came while `name` was loaded; `kind`: "dataset" or "model".
+
+    Known causes are told with what to do; of the rest, its own words and its last cause.
+    """
+    errors = list(_chain(error))
+    classes = {each.__name__ for found in errors for each in type(found).__mro__}
+    text = " ".join(" ".join(str(found).split()) for found in errors)
+    page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
+    if "GatedRepoError" in classes or f"is a gated {kind}" in text:
+        return f"it is gated: ask for access at {page}, then {LOG_IN}"
+    if classes & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
+        return f"it doesn't exist on the Hub, or it is private: check the name, or {LOG_IN}"
+    if found := re.search(r"available configs: \[(.*?)\]", text):
+        return f"it has several configs: choose one with --dataset_config_name, of {_plain(found[1])}"
+    if found := re.search(r"BuilderConfig (\S+) not found. Available: \[(.*?)\]", text):
+        return f"it has no config {found[1]}: --dataset_config_name takes one of {_plain(found[2])}"
+    if found := re.search(r"Unknown split \"?(.*?)\"?\. Should be one of \[(.*?)\]", text):
+        return f"it has no split {found[1]}: --dataset_split takes one of {_plain(found[2])}"
+    if "UnicodeDecodeError" in classes:
+        return f"its text is not UTF-8: save the file as UTF-8 ({in_full(error)})"
+    if classes & {"ConnectionError", "LocalEntryNotFoundError", "TransportError", "OfflineModeIsEnabled"}:
+        if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+            return "it is not in the cache, and HF_HUB_OFFLINE forbids to download it: unset that once"
+        return f"the Hub could not be reached, or broke off: check the network and try again ({in_full(error)})"
+    return in_full(error)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and all that it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _plain(quoted: str) -> str:
+    return quoted.replace("'", "").replace('"', "")

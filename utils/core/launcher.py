@@ -1,0 +1,95 @@
+"""The launcher that started this process: ended with it, and what it was asked for. Imports no torch."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+from utils.core.errors import UserError
+
+LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run")
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+UNSUPPORTED = {  # what `accelerate launch` sets -> its name
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+}
+ADVICE = "take accelerate launch --config_file accelerate_configs/cpu.yaml (or single_gpu.yaml, multi_gpu.yaml)"
+
+
+def launcher_words() -> list[str]:
+    """Returns the command line of the launcher whose child this process is; empty where it is none, such as a shell or srun."""
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
+    except OSError:  # not Linux, or gone
+        return []
+    names = [word.decode(errors="replace") for word in words]
+    return [] if {Path(name).name for name in names[:4]}.isdisjoint(LAUNCHERS) else names
+
+
+def launcher_reports() -> bool:
+    """Returns whether a launcher will print a report of its own, of 10 lines and more, once this process ends with an error."""
+    words = launcher_words()
+    script = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
+    return bool(words) and {"-q", "--quiet"}.isdisjoint(words[:script])
+
+
+def stop_with_launcher() -> None:
+    """Asks Linux for a SIGTERM when the launcher that started this process dies, for `accelerate launch` and torchrun do not
+    pass on every signal: without it their training processes would train on, alone."""
+    parent = os.getppid()
+    if not launcher_words():
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before we asked
+        sys.exit(128 + signal.SIGTERM)
+
+
+def asked_threads() -> int | None:
+    """Returns the threads per process that the user asked for, by OMP_NUM_THREADS or --num_cpu_threads_per_process.
+
+    None where nobody asked. Launchers set OMP_NUM_THREADS for their children where the user did not, `accelerate launch` to 1
+    or the machine's cores, torchrun to 1. The launcher's own environment tells whether the user did.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list is one number for each nested level
+    if not threads.isdecimal() or int(threads) < 1:
+        return None
+    if words := launcher_words():
+        flags = {word.split("=")[0].replace("-", "_") for word in words}
+        with contextlib.suppress(OSError):
+            variables = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+            if "__num_cpu_threads_per_process" not in flags and not any(v.startswith(b"OMP_NUM_THREADS=") for v in variables):
+                return None
+    return int(threads)
+
+
+def refuse_launch() -> None:
+    """Raises UserError for what a launcher's settings ask for and no script here can do; Accelerate would end in a traceback
+    or, on a CPU, leave it out without a word."""
+    for variable, name in UNSUPPORTED.items():
+        if os.environ.get(variable, "").lower() in ("1", "true"):
+            raise UserError(
+                f"launched with {name}, but exact EMA and checkpoints here are for one process or DDP. The setting is in your "
+                f"--config_file or from `accelerate config`: {ADVICE}"
+            )
+    if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
+        raise UserError(
+            f"launched with dynamo_backend {backend}, but a network is compiled here by --compile, which keeps the names of "
+            f"the weights. The setting is in your --config_file or from `accelerate config`: {ADVICE}"
+        )
+
+
+def check_precision(asked: str | None, on_cpu: bool) -> str | None:
+    """Returns the precision: what the script was asked for, else what `accelerate launch` was. Raises UserError for one that
+    cannot work."""
+    precision = asked or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    where = "--mixed_precision" if asked else "the launcher's mixed_precision"
+    if on_cpu and precision == "fp16":
+        raise UserError(f"{where} fp16 needs a GPU; on a CPU set --mixed_precision no or bf16")
+    if precision == "fp8":
+        raise UserError(f"{where} fp8 is not supported; set --mixed_precision no, bf16 or fp16")
+    return precision
