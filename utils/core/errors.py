@@ -36,10 +36,9 @@ def in_full(error: BaseException) -> str:
     last = error
     while last.__cause__ is not None:
         last = last.__cause__
-    text = " ".join(str(error).split()) or type(error).__name__
-    if last is not error and " ".join(str(last).split()) not in text:
-        text += f" ({one_line(last)})"
-    return textwrap.shorten(text, 500, placeholder=" ...")
+    text = textwrap.shorten(str(error), 250, placeholder=" ...") or type(error).__name__
+    cause = textwrap.shorten(one_line(last), 200, placeholder=" ...")
+    return text if last is error or " ".join(str(last).split()) in text else f"{text} ({cause})"
 
 
 def out_of_memory(error: Exception) -> bool:
