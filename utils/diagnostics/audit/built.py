@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers.models.activations import get_activation
@@ -26,7 +27,7 @@ class DeclaredNetwork:
 
 def check_built(network: nn.Module, declared: DeclaredNetwork, fresh: bool) -> list[Check]:
     """Of a UNet2DModel. `fresh`: no update was made yet."""
-    layers = {name: m for name, m in network.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    layers: dict[str, Any] = {name: m for name, m in network.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
     checks = [_spectral(layers, declared.spectral_norm)]
     if declared.activation is not None:
         wanted = type(get_activation(declared.activation)).__name__
@@ -39,7 +40,7 @@ def check_built(network: nn.Module, declared: DeclaredNetwork, fresh: bool) -> l
     return checks + (_first_weights(layers, declared) if fresh else [])
 
 
-def _spectral(layers: dict[str, nn.Module], declared: bool) -> Check:
+def _spectral(layers: dict[str, Any], declared: bool) -> Check:
     inner = {name: layer for name, layer in layers.items() if name != "conv_out"}
     normed = [name for name, layer in inner.items() if any(isinstance(part, _SpectralNorm) for part in layer.modules())]
     wanted, found = f"of {len(inner) if declared else 0} layers", f"of {len(normed)} of {len(inner)}"
@@ -49,8 +50,8 @@ def _spectral(layers: dict[str, nn.Module], declared: bool) -> Check:
 
 
 @torch.no_grad()
-def _first_weights(layers: dict[str, nn.Module], declared: DeclaredNetwork) -> list[Check]:
-    last, ratios, off = layers["conv_out"].weight, [], []
+def _first_weights(layers: dict[str, Any], declared: DeclaredNetwork) -> list[Check]:
+    last, ratios, off = layers["conv_out"].weight, list[float](), list[str]()
     zero = not bool(last.any())
     text = f"the last layer starts at {'zero' if zero else 'weights that are not zero'}, which is not what was asked for"
     wanted = "zero" if declared.zero_init_output else "not zero"
