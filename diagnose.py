@@ -66,8 +66,13 @@ def main(args: DiagnoseOptions) -> int:
         if not record.history:
             raise UserError(f"{args.run} has recorded nothing yet that could be judged (no history.jsonl)")
     else:
-        record = RunRecord(Path(), history=[{"step": 0, **records_of(args)}])
+        record = RunRecord(args.report_dir or Path(), history=[{"step": 0, **records_of(args)}])
         findings, judged = diagnostics.judge(record)
+        if args.report_dir is not None:
+            try:
+                write_report(record, findings, args.report_dir / REPORT)
+            except OSError as error:
+                raise UserError(f"cannot write {args.report_dir / REPORT}: {error.strerror or error}") from None
     try:
         show(record, findings, judged, as_json=args.json)
         sys.stdout.flush()
@@ -104,9 +109,13 @@ def show_caches(args: DiagnoseOptions) -> int:
 def records_of(args: DiagnoseOptions) -> dict:
     """Returns the records (as in history.jsonl) that can be made of a dataset, and of a pipeline on it."""
     from utils.diagnostics.data_check import check_data
+    from utils.diagnostics.data_checks.checks import look_at
+    from utils.diagnostics.data_checks.sample import Sample
 
     if args.pipeline is None:
-        return {"data": check_data(load(args, args.resolution, args.image_channels), seed=args.seed)}
+        images = load(args, args.resolution, args.image_channels)
+        checks = look_at(Sample.of(images), args.report_dir)
+        return {"data": check_data(images, seed=args.seed), "data_checks": checks}
 
     import numpy as np
     import torch

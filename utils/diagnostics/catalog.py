@@ -142,6 +142,69 @@ CATALOG: dict[str, Entry] = {
         ),
         stage="data",
     ),
+    "data-channels": Entry(
+        "color channels are empty, or equal",
+        "a decoder or a conversion that lost a channel, or gray images that are stored as color",
+        (
+            "look at the files: are they so, or only read so?",
+            "gray images: --image_channels 1",
+        ),
+        stage="data",
+    ),
+    "data-bars": Entry(
+        "bars, frames or missing parts of one color",
+        "images that were padded (letterbox), scans with a frame, or files that were cut short; the network learns them",
+        (
+            "cut the bars off; pad nothing: --resolution and cropping make images square",
+            "remove the files that were cut short",
+        ),
+        stage="data",
+    ),
+    "data-pattern": Entry(
+        "a fixed pattern lies over the images",
+        "a watermark, a logo, a date stamp, dust or dead pixels of a camera; a form that all images share is no fault",
+        ("take images without it, or cut it off; the network draws it into every sample",),
+        stage="data",
+    ),
+    "data-mixed": Entry(
+        "some of the images are of another kind than the rest",
+        "files of another source or processing among the images: masks, drawings, negatives, badly exposed or undecodable ones",
+        (
+            "look at the picture of them in the report; remove them, or prepare them like the rest",
+            "give them a class of their own, if they are meant",
+        ),
+        stage="data",
+    ),
+    "data-copies": Entry(
+        "many images are changed copies of others",
+        "a data set that was augmented on disk, or frames of a video: it has fewer different images than files",
+        (
+            "remove the copies, and let the training augment: --random_flip, --color_jitter",
+            "choose --validation_images from other pictures: a copy is no held-out image",
+        ),
+        stage="data",
+    ),
+    "data-leak": Entry(
+        "held-out images are copies of training images",
+        "copies in the data set, which the split puts on both sides: the validation then rewards learning by heart",
+        ("remove the copies",),
+        stage="data",
+    ),
+    "data-resampled": Entry(
+        "the images were enlarged before",
+        "files that were enlarged on disk: they have fewer details than pixels, and samples will look so too",
+        ("the original files, or a lower --resolution",),
+        stage="data",
+    ),
+    "data-compressed": Entry(
+        "the 8x8 blocks of strong JPEG compression show",
+        "files that were stored at a low JPEG quality; the network learns to draw the blocks",
+        (
+            "files of a higher quality",
+            "larger files, or a lower --resolution: shrinking hides the blocks",
+        ),
+        stage="data",
+    ),
     "class-imbalance": Entry(
         "one class is most of the data",
         "the classes were collected unevenly; rare ones will hardly be generated",
@@ -149,6 +212,27 @@ CATALOG: dict[str, Entry] = {
             "--balanced_sampling",
             "collect or weight the rare classes",
         ),
+        stage="data",
+    ),
+    "class-empty": Entry(
+        "classes without images",
+        "folders or class names without files; the network is asked for a class that it never saw",
+        ("remove the class, or add its images",),
+        stage="data",
+    ),
+    "class-mislabeled": Entry(
+        "the nearest images contradict many of the labels",
+        "labels that are wrong, or shifted against the images",
+        (
+            "look at the picture of them in the report, and correct the labels",
+            "check how labels are joined to the files",
+        ),
+        stage="data",
+    ),
+    "data-mirror": Entry(
+        "mirrored images are unlike all others",
+        "text, digits or other things that have a left and a right; --random_flip makes half of the samples mirrored",
+        ("leave out --random_flip",),
         stage="data",
     ),
     "overfitting": Entry(

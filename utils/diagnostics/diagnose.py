@@ -10,9 +10,11 @@ from collections.abc import Callable
 from utils.diagnostics.finding import SEVERITIES, Finding, Found
 from utils.diagnostics.rules.audit import step_deviates
 from utils.diagnostics.rules.data import (
+    class_empty,
     class_imbalance,
     data_alike,
     data_blank,
+    data_checks,
     data_damaged,
     data_enlarged,
     data_range,
@@ -62,7 +64,8 @@ RULES: tuple[Callable[[RunRecord], Found], ...] = (
     step_deviates,
     *(data_range, schedule, options_amiss, network_amiss, sampler_mismatch, weights_shrinking, learning_rate),
     *(batch_leak, timestep_ignored, no_gradient, fp16_scale, non_finite, clip_too_tight, ema_too_long),
-    *(data_damaged, data_blank, data_alike, overfitting, class_imbalance, error_impossible, not_learning, edm2_denoiser),
+    *(data_damaged, data_blank, data_alike, data_checks, overfitting, class_empty, class_imbalance),
+    *(error_impossible, not_learning, edm2_denoiser),
     *(
         train_eval_gap,
         evaluated_samples,

@@ -19,6 +19,7 @@ class Finding:
     mixed_precision: InitVar[str | None] = None  # of the run, where the advice depends on it
     declared: str = ""  # what the stage should do, where it was measured
     observed: str = ""
+    picture: str = ""  # its path in the folder of the run, where there is one
     stage: str = field(init=False)  # of a training step, see `audit.verdict`; empty where it is none of them
     title: str = field(init=False)
     cause: str = field(init=False)

@@ -490,6 +490,7 @@ class DiagnosedOptions(Options):
     prune_cache: float | None = flag(
         None, "remove the packed images that were not used for so many days", metavar="DAYS", at_least=0
     )
+    report_dir: Path | None = flag(None, "of a dataset or a pipeline: folder for report.html and its pictures")
     seed: int = flag(0)
     watch: str | None = flag(
         None, "runs any training script, and watches it; all that follows is the script's", metavar="SCRIPT ..."

@@ -36,7 +36,7 @@ RUN_FILES = (
     "diagnosis.json",
     "report.html",
 )
-RUN_FOLDERS = ("unet", "scheduler", "samples", "logs", "nan_report", "ema_snapshots", "evaluation")
+RUN_FOLDERS = ("unet", "scheduler", "samples", "logs", "nan_report", "ema_snapshots", "evaluation", "data_check")
 
 
 class RunFolder:

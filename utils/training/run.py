@@ -16,6 +16,8 @@ from utils.core.signals import StopSignal, leave_on_signal
 from utils.data.dataset import content_fingerprint
 from utils.data.training_data import TrainingData
 from utils.diagnostics.data_check import check_data
+from utils.diagnostics.data_checks.checks import look_at
+from utils.diagnostics.data_checks.sample import Sample
 from utils.diagnostics.network_check import examine
 from utils.diffusion.export import check_export
 from utils.diffusion.hub import check_hub
@@ -189,7 +191,9 @@ def begin_run(
         schedule = {"schedule": shape} if (shape := objective.schedule()) else {}
         with progress.part("checking the images"):
             checked = check_data(data.training, seed=options.seed)
-        doctor.record(state.step, {"data": checked, "network": examine(objective, data.samples)} | schedule)
+            looked_at = look_at(Sample.of(data.training, data.validation, options.random_flip), folder.path)
+        about = {"data": checked, "data_checks": looked_at, "network": examine(objective, data.samples)}
+        doctor.record(state.step, about | schedule)
         doctor.look()  # what the data and the options say alone is said before the first update
     return Run(
         *(options, accelerator, folder, data, objective, ema, ema_decay, clipping),

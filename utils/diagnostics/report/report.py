@@ -24,7 +24,7 @@ from utils.diagnostics.report.curves import (
 from utils.diagnostics.report.evaluation import evaluation_section
 from utils.diagnostics.report.page import write_page
 from utils.diagnostics.report.plots import number, prose
-from utils.diagnostics.report.samples import samples_section
+from utils.diagnostics.report.samples import LARGE, picture, samples_section
 from utils.diagnostics.report.tables import cell, flatten, table
 from utils.diagnostics.rules.audit import audited
 from utils.options.presets import FLAGS
@@ -51,7 +51,7 @@ def write_report(record: RunRecord, findings: list, path: Path) -> None:
 def _sections(record: RunRecord, findings: list) -> list[tuple[str, str]]:
     """(title, HTML) in the order of the page; what was not recorded gives an empty string."""
     return [
-        ("Findings", _findings(findings, record.history)),
+        ("Findings", _findings(findings, record)),
         ("Loss", loss_plots(record, findings)),
         ("Gradients and learning rate", gradient_plots(record)),
         ("Layers", layer_plots(record)),
@@ -172,8 +172,8 @@ def _duration(seconds: float) -> str:
 # ---- findings
 
 
-def _findings(findings: list, history: list) -> str:
-    if not findings and not history:
+def _findings(findings: list, record: RunRecord) -> str:
+    if not findings and not record.history:
         return '<p class="nothing">Nothing was recorded that could be checked.</p>'
     if not findings:
         return '<p class="nothing"><b>✔ Nothing found.</b> No check of the doctor found anything wrong with this run.</p>'
@@ -184,9 +184,10 @@ def _findings(findings: list, history: list) -> str:
         rows = [("Evidence", finding.evidence), ("Cause", finding.cause)]
         paragraphs = "".join(f"<p><b>{label}</b> {prose(text)}</p>" for label, text in rows if text)
         fixes = "".join(f"<li>{prose(fix)}</li>" for fix in finding.fixes)
+        shown = picture(record.output_dir / finding.picture, finding.title, LARGE) if finding.picture else ""
         cards.append(
             f'<article class="finding {severity}"><p class="severity">{SYMBOLS[severity]} {severity}'
-            f"<code>{escape(finding.code)}</code>{step}</p><h3>{prose(finding.title)}</h3>{paragraphs}"
+            f"<code>{escape(finding.code)}</code>{step}</p><h3>{prose(finding.title)}</h3>{paragraphs}{shown}"
             + (f"<p><b>What to do</b></p><ul>{fixes}</ul>" if fixes else "")
             + "</article>"
         )

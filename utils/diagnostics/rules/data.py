@@ -77,6 +77,33 @@ def _listed(before: str, names: list) -> str:
     return f"{before} {', '.join(map(str, names[:3]))}" if names else ""
 
 
+def data_checks(record: RunRecord) -> Found:
+    """What the checks of utils/diagnostics/data_checks saw at the start."""
+    for step, checks in record.known("data_checks")[:1]:
+        yield from checks.get("judged") or ()
+        for seen in checks.get("findings") or ():
+            yield Finding(seen["code"], seen["severity"], seen["evidence"], step, picture=seen.get("picture") or "")
+        for message in checks.get("failed") or ():
+            yield Finding("rule-failed", "info", message, step)
+
+
+def class_empty(record: RunRecord) -> Found:
+    for step, data in record.known("data")[:1]:
+        classes = data.get("classes") or {}
+        if classes:
+            yield "class-empty"
+        counts, empty = classes.get("counts") or {}, classes.get("empty", 0)
+        if empty:
+            names = [name for name, count in counts.items() if count == 0]
+            what = f"{empty} of {classes.get('number')}{_listed(', such as', names)}"
+            yield Finding("class-empty", "warning", what, step)
+            continue
+        usual = median(counts.values()) if counts else 0
+        few = [f"{name} ({count})" for name, count in counts.items() if count < 0.03 * usual]
+        if few:  # for information alone: the world has rare things
+            yield Finding("class-empty", "info", f"{len(few)} with hardly any, such as {', '.join(few[:3])}", step)
+
+
 def class_imbalance(record: RunRecord) -> Found:
     for step, data in record.known("data")[:1]:
         classes = data.get("classes") or {}

@@ -1,0 +1,144 @@
+"""A second kind of images among the rest."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from utils.diagnostics.data_checks.sample import Sample, Seen
+
+NAMES = {
+    "brightness": "brightness",
+    "white": "their brightest parts",
+    "black": "their darkest parts",
+    "spread": "contrast",
+    "edges": "the strength of edges",
+    "border": "the brightness of their border",
+    "roughness": "fine grain",
+    "two": "the share of their two most frequent colors",
+    "color": "strength of color",
+}
+
+
+def features(sample: Sample) -> dict[str, np.ndarray]:
+    """Figures of each image [N], so scaled that one kind of images spreads about evenly."""
+    gray = sample.gray
+    flat = gray.reshape(len(gray), -1)
+    values = sample.images.reshape(len(gray), -1, sample.images.shape[-1]).astype(np.int64)
+    codes = np.sort((values * (1, 256, 65536)[: values.shape[-1]]).sum(-1), 1)
+    low, high = np.quantile(flat, (0.02, 0.98), axis=1)
+    edges = (np.abs(np.diff(gray, axis=1)).mean((1, 2)) + np.abs(np.diff(gray, axis=2)).mean((1, 2))) / 2
+    border = np.concatenate([gray[:, 0], gray[:, -1], gray[:, :, 0], gray[:, :, -1]], 1).mean(1)
+    steps = (np.diff(gray, axis=1) ** 2).mean((1, 2)) + (np.diff(gray, axis=2) ** 2).mean((1, 2))
+    found = {
+        "brightness": np.log(flat.mean(1) + 4),
+        "white": np.log(high + 4),
+        "black": np.log(255 - low + 4),
+        "spread": np.log(flat.std(1) + 1),
+        "edges": np.log(edges + 0.5),
+        "border": border / 40,
+        "roughness": np.minimum(steps / (4 * flat.var(1) + 1), 1) * 4,
+        "two": np.array([_two_most(row) for row in codes]) * 3,
+    }
+    if values.shape[-1] == 3:
+        found["color"] = np.log(np.ptp(values, -1).mean(1) + 2)
+    return found
+
+
+def _two_most(codes: np.ndarray) -> float:
+    """The share of the two most frequent of sorted values."""
+    ends = np.flatnonzero(np.diff(codes, append=-1)) + 1
+    counts = np.sort(np.diff(ends, prepend=0))
+    return counts[-2:].sum() / len(codes)
+
+
+def split(values: np.ndarray) -> tuple[float, float, float]:
+    """The best division in two: (its threshold, distance of the means over the sum of the spreads, share in the gap)."""
+    x = np.sort(values.astype(np.float64))
+    n = len(x)
+    k = np.arange(1, n)
+    sums, squares = np.cumsum(x)[:-1], np.cumsum(x**2)[:-1]
+    low, high = sums / k, (x.sum() - sums) / (n - k)
+    spreads = (squares / k - low**2, ((x**2).sum() - squares) / (n - k) - high**2)
+    score = (high - low) / (sum(np.sqrt(np.maximum(part, 0)) for part in spreads) + 0.05)
+    least = max(8, round(0.01 * n))
+    score[: least - 1], score[n - least :] = 0, 0
+    best = int(score.argmax())
+    a, b = low[best], high[best]
+    gap = ((x > a + 0.3 * (b - a)) & (x < b - 0.3 * (b - a))).sum() / min(best + 1, n - best - 1)
+    return (x[best] + x[best + 1]) / 2, float(score[best]), float(gap)
+
+
+def strangers(sample: Sample) -> Iterator[Seen]:
+    """A smaller part of the images that lies far from the rest in one figure or several, with next to nothing between."""
+    kept = np.flatnonzero(~sample.plain)
+    if len(kept) < 60:
+        return
+    figures = {name: values[kept] for name, values in features(sample).items()}
+    parts = []
+    for name, values in figures.items():
+        threshold, score, gap = split(values)
+        if score > 3.5 and gap < 0.1:
+            above = values > threshold
+            parts.append((score, name, above if above.mean() <= 0.5 else ~above))
+    severity, what, members = "", "", np.zeros(len(kept), bool)
+    if parts:
+        score, name, members = max(parts, key=lambda part: part[0])
+        names = [other for _, other, part in parts if (part == members).mean() > 1 - 0.1 * members.mean()]
+        severity = "warning" if score > 5 or len(names) > 1 else "info"
+        what = f"lie apart in {', '.join(NAMES[name] for name in names)}"
+    if severity != "warning":
+        for known, which, sure in _kinds(sample.images[kept], figures):
+            if which.sum() >= 6 and 0.03 <= which.mean() <= 0.5 and (sure or not severity):
+                severity, what, members = "warning" if sure else "info", known, which
+                break
+    if severity:
+        yield Seen("data-mixed", severity, f"{members.mean():.1%} of the images {what}", sample.grid(kept[members]))
+
+
+def _kinds(images: np.ndarray, figures: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray, bool]]:
+    """(what they are, which, whether that is hardly meant) of kinds that are known, told by one trait of their own."""
+    two, rough = figures["two"] / 3, figures["roughness"] / 4
+    if np.median(two) < 0.3:
+        yield "consist of two colors nearly throughout, as masks and drawings do", two > 0.9, True
+    if np.median(rough) < 0.4:
+        yield "are noise from pixel to pixel", rough > 0.8, True
+    if images.shape[-1] == 3:
+        gray = (images == images[..., :1]).all((1, 2, 3))
+        if 0 < gray.sum() < len(gray):
+            apart = [
+                abs(np.median(v[gray]) - np.median(v[~gray])) / (v[gray].std() + v[~gray].std() + 0.05)
+                for name, v in figures.items()
+                if name != "color"
+            ]
+            yield "are gray, among colored ones", gray, max(apart) > 1
+    for ends, name in ((images.max((1, 2, 3)), "brightest"), (255 - images.min((1, 2, 3)).astype(np.int64), "darkest")):
+        yield (
+            f"have their {name} pixel at one and the same level, and others beyond it: they were made darker or paler",
+            *_ceiling(ends),
+        )
+
+
+def _ceiling(ends: np.ndarray) -> tuple[np.ndarray, bool]:
+    """Images whose largest value is one and the same below 255: pixels that were saturated before all values were reduced."""
+    counts = np.bincount(ends, minlength=256)
+    near = np.convolve(counts, np.ones(17), "same") - np.convolve(counts, np.ones(3), "same")
+    piled = (counts > 6 * (near / 14 + 0.5)) & (np.arange(256) < 240)
+    place = int(np.where(piled, counts, 0).argmax())
+    fair = counts[255] > 0.02 * len(ends) and (counts > 0).sum() > 40
+    return (ends == place) & bool(piled[place] and fair), True
+
+
+def shapes_of_files(sample: Sample) -> Iterator[Seen]:
+    """Files of another shape or size than the rest; for information alone, as cropping and resizing are there for that."""
+    if sample.sizes is None or len(sample.sizes) < 60:
+        return
+    height, width = sample.sizes.T.astype(np.float64)
+    for name, values in (("shape", np.log(width / height)), ("size", np.log(height * width) / 2)):
+        threshold, score, gap = split(values / np.log(1.1))
+        above = values / np.log(1.1) > threshold
+        share = min(above.mean(), 1 - above.mean())
+        far = abs(np.median(values[above]) - np.median(values[~above])) if 0 < above.sum() < len(above) else 0
+        if score > 3.5 and gap < 0.1 and share > 0.01 and far > np.log(1.8):
+            yield Seen(
+                "data-mixed", "info", f"{share:.1%} of the files have another {name} than the rest, by {np.exp(far):.1f} times"
+            )

@@ -1,0 +1,95 @@
+"""What the checks of the data look at, and what they give."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from PIL import Image
+
+from utils.core.images import make_grid
+from utils.data.dataset import ImageSet
+
+MAX_IMAGES, MAX_DECODED, MAX_BYTES = 4096, 512, 64 * 2**20
+_LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
+
+
+@dataclass
+class Seen:
+    """A finding: its code in the catalog, a severity, the numbers that show it, and a picture of them."""
+
+    code: str
+    severity: str
+    evidence: str
+    picture: Image.Image | None = field(default=None, repr=False)
+
+
+@dataclass
+class Sample:
+    """Images of a set as it is trained on; all of a small one, an even choice of a large one.
+
+    Attributes:
+        images: uint8 [N, H, W, C], C 1 or 3.
+        held_out: uint8 [M, H, W, C] of the validation; M may be 0.
+        labels: int64 [N], or None.
+        sizes: height and width, int64 [K, 2], of some of the files before preparation, or None.
+        random_flip: whether the training mirrors images; None where nobody has said.
+    """
+
+    images: np.ndarray
+    held_out: np.ndarray
+    labels: np.ndarray | None = None
+    sizes: np.ndarray | None = None
+    random_flip: bool | None = None
+
+    @classmethod
+    def of(cls, training: ImageSet, held_out: ImageSet | None = None, random_flip: bool | None = None) -> "Sample":
+        """Raises UserError without a cache, naming an image that cannot be decoded, once there are more than may be."""
+        chosen, sizes = _spread(training), None
+        images = _fetched(training, chosen)
+        if training.files is not None:
+            sizes = training.original_sizes(chosen[:: max(1, len(chosen) // 256)])
+        held = images[:0] if held_out is None or len(held_out) == 0 else _fetched(held_out, _spread(held_out)[:512])
+        labels = None if training.labels is None else training.labels[training.shown(chosen)]
+        return cls(images, held, labels, sizes, random_flip)
+
+    @cached_property
+    def gray(self) -> np.ndarray:
+        """float32 [N, H, W] in [0, 255]."""
+        return gray(self.images)
+
+    @cached_property
+    def plain(self) -> np.ndarray:
+        """bool [N]: images of a single value, of which the check of the data tells."""
+        flat = self.images.reshape(len(self.images), -1)
+        return flat.min(1) == flat.max(1)
+
+    def grid(self, numbers: np.ndarray, count: int = 24, columns: int = 8) -> Image.Image:
+        """The first of the images `numbers`."""
+        return picture(self.images[numbers[:count]], columns)
+
+
+def gray(images: np.ndarray) -> np.ndarray:
+    """float32 [N, H, W] of uint8 [N, H, W, C]."""
+    return images[..., 0].astype(np.float32) if images.shape[-1] == 1 else images.astype(np.float32) @ _LUMA
+
+
+def picture(images: np.ndarray, columns: int) -> Image.Image:
+    """A grid of images [N, H, W, C] of values in [0, 255]."""
+    pixels = np.clip(np.rint(images), 0, 255).astype(np.uint8)
+    return make_grid(torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))), columns)
+
+
+def _spread(images: ImageSet) -> np.ndarray:
+    """Indices of a choice that is spread over the set and does not step along with an order of its rows."""
+    most = max(64, MAX_BYTES // int(np.prod(images.shape)))
+    count = min(len(images), most, MAX_IMAGES if images.cached else MAX_DECODED)
+    if count == len(images):
+        return np.arange(count)
+    return np.sort(np.random.default_rng(0).permutation(len(images))[:count])
+
+
+def _fetched(images: ImageSet, indices: np.ndarray) -> np.ndarray:
+    parts = [images.fetch(indices[start : start + 256]) for start in range(0, len(indices), 256)]
+    pixels = np.concatenate([part if images.max_value == 255 else (part >> 8).astype(np.uint8) for part in parts])
+    return np.ascontiguousarray(pixels.transpose(0, 2, 3, 1))
