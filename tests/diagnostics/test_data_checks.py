@@ -13,7 +13,7 @@ from utils.diagnostics.data_checks.sample import Sample
 from utils.diagnostics.diagnose import judge
 from utils.runs.record import RunRecord
 
-SCENES = scenes(240)  # uint8 [240, 32, 32, 3]
+SCENES = scenes(160)  # uint8 [160, 32, 32, 3]
 NONE = SCENES[:0]
 
 
@@ -65,15 +65,15 @@ def with_masks():
 
 def copied():
     """Each image again: mirrored, darker, moved by a pixel."""
-    changed = np.roll(SCENES[:120, :, ::-1], 1, 2) * 0.8
-    return np.concatenate([SCENES[:120], changed.astype(np.uint8)])
+    changed = np.roll(SCENES[:80, :, ::-1], 1, 2) * 0.8
+    return np.concatenate([SCENES[:80], changed.astype(np.uint8)])
 
 
 @pytest.mark.parametrize("random_flip", [False, True])
 def test_nothing_is_found_in_healthy_images(random_flip):
-    labels = np.arange(200) % 4
-    assert above_info(SCENES[:200], SCENES[200:], labels, random_flip) == set()
-    assert above_info(SCENES[:200, ..., :1], SCENES[200:, ..., :1]) == set()
+    labels = np.arange(120) % 4
+    assert above_info(SCENES[:120], SCENES[120:], labels, random_flip) == set()
+    assert above_info(SCENES[:120, ..., :1], SCENES[120:, ..., :1]) == set()
 
 
 @pytest.mark.parametrize(
@@ -94,20 +94,20 @@ def test_a_planted_fault_is_named(code, made):
 
 
 def test_enlargement_by_the_loading_is_left_to_the_figures():
-    sizes = np.full((240, 2), 16)
+    sizes = np.full((160, 2), 16)
     assert "data-resampled" not in above_info(enlarged(Image.Resampling.BILINEAR), sizes=sizes)
 
 
 def test_copies_among_the_held_out_images_are_named():
-    assert "data-leak" in above_info(SCENES[:200], SCENES[180:220])
+    assert "data-leak" in above_info(SCENES[:120], SCENES[110:140])
 
 
 def test_wrong_labels_and_mirrored_digits_are_named():
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
-    images = np.rint(pixels.reshape(-1, 8, 8, 1) * (255 / 16)).astype(np.uint8)[:800]
-    labels = labels[:800]
+    images = np.rint(pixels.reshape(-1, 8, 8, 1) * (255 / 16)).astype(np.uint8)[:500]
+    labels = labels[:500]
     assert above_info(images, labels=labels) == set()
     wrong = labels.copy()
     wrong[::8] = (wrong[::8] + 3) % 10
@@ -125,9 +125,9 @@ def test_the_record_becomes_findings_with_pictures(tmp_path, monkeypatch):
         raise ValueError("oops")
 
     monkeypatch.setitem(checks.CHECKS, broken, "data-mixed")
-    images = image_set(planes(with_bars()), np.zeros(240, np.int64), ["a", "b"])
-    seen = checks.look_at(Sample.of(images.subset(range(200)), images.subset(range(200, 240)), False), tmp_path)
-    classes = {"number": 2, "empty": 1, "counts": {"a": 240, "b": 0}}
+    images = image_set(planes(with_bars()), np.zeros(160, np.int64), ["a", "b"])
+    seen = checks.look_at(Sample.of(images.subset(range(120)), images.subset(range(120, 160)), False), tmp_path)
+    classes = {"number": 2, "empty": 1, "counts": {"a": 160, "b": 0}}
     record = RunRecord(tmp_path, history=[{"step": 0, "data_checks": seen, "data": {"classes": classes}}])
     findings, judged = judge(record)
     found = {finding.code: finding for finding in findings}

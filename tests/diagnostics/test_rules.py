@@ -28,6 +28,7 @@ from made_up_runs import (
 
 from utils.diagnostics.audit.verdict import STAGES, Check
 from utils.diagnostics.catalog import CATALOG
+from utils.diagnostics.data_checks.checks import CHECKS
 from utils.diagnostics.diagnose import RULES, diagnose, judge
 from utils.diagnostics.finding import SEVERITIES, Finding, table
 from utils.diagnostics.options_table import ROWS
@@ -38,6 +39,15 @@ from utils.runs.record import RunRecord
 
 def codes(record: RunRecord) -> list[str]:
     return [finding.code for finding in diagnose(record)]
+
+
+def looked_at(code: str, found: bool) -> RunRecord:
+    """A healthy run whose check of the images judged `code`."""
+    findings = [{"code": code, "severity": "warning", "evidence": "seen", "picture": ""}]
+    seen = {"judged": [code], "failed": [], "findings": findings if found else []}
+    record = run()
+    record.history.append({"step": 0, "data_checks": seen})
+    return record
 
 
 NOTHING_FINITE = {"train/loss": math.nan, "train/grad_norm": math.nan} | {
@@ -88,6 +98,14 @@ CASES = {
     "data-blank": [(run(data={"constant_share": 0.001, "constant_rows": [7]}), run())],
     "data-damaged": [(run(data={"damaged": {"images": 1, "share": 0.001, "files": [BAD_FILE]}}), run())],
     "data-enlarged": [(run(data={"sizes": {"enlarged_share": 0.01, "shorter_side_min": 8}}), run(data={"sizes": None}))],
+    **{code: [(looked_at(code, True), looked_at(code, False))] for code in sorted({*CHECKS.values()})},
+    "class-empty": [
+        (run(data={"classes": {"number": 2, "empty": 1, "counts": {"a": 9, "b": 0}}}), run(data={"classes": {"empty": 0}})),
+        (
+            run(data={"classes": {"empty": 0, "counts": {"a": 99, "b": 2, "c": 99}}}),
+            run(data={"classes": {"counts": {"a": 3}}}),
+        ),
+    ],
     "class-imbalance": [
         (
             run(data={"classes": {"number": 10, "largest_share": 0.95}}),
@@ -454,6 +472,7 @@ def test_what_a_whole_run_records_is_enough_to_judge_everything():
     record = run(evaluated(), validation=(0.5, 0.3, 0.25, 0.26))
     record.history[-1]["train/loss_scale"] = 65536.0
     record.history[-1]["audit"] = {"checks": [Check(stage, "q", "d", "o", True).to_json() for stage in STAGES]}
+    record.history[-1]["data_checks"] = {"judged": [*CHECKS.values()]}
     findings, judged = judge(record)
     assert not findings and set(CATALOG) - judged <= {"rule-failed", *OF_EDM2} | {row.code for row in ROWS}
 
