@@ -242,14 +242,14 @@ def words(rng: Rng) -> Pictures:
     return Pictures(images, resolution=64)
 
 
-# ---- drawings: four times as large, then reduced
+# ---- drawings: painted at 128x128, then reduced
 
 
 def drawn(paint: Callable, rng: Rng, side: int = 32, mode: str = "RGB", count: int = COUNT, paper=None, **more) -> Pictures:
     images = []
     for _ in range(count):
         color = paper if paper is not None else tuple(rng.integers(0, 256, 3).tolist())
-        canvas = Image.new(mode, (4 * side, 4 * side), color)
+        canvas = Image.new(mode, (128, 128), color)
         paint(canvas, ImageDraw.Draw(canvas), rng)
         images.append(np.asarray(canvas.resize((side, side), Image.Resampling.BOX)))
     return Pictures(images, resolution=side, **more)
