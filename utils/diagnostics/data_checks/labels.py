@@ -42,7 +42,7 @@ def contradicted(sample: Sample) -> Iterator[Seen]:
     wrong = (most >= 0.75 * NEIGHBORS) & ~right
     share = float(wrong.float().mean())
     if purity > 0.6 and known and np.quantile(known, 0.25) >= 0.5 and share > FLOOR:
-        severity = "warning" if share > 2 * FLOOR else "info"
+        severity = "warning" if share > 1.4 * FLOOR else "info"
         what = f"nearly all of the nearest images contradict {share:.1%} of the labels; below {FLOOR:.1%} nothing can be said"
         yield Seen("class-mislabeled", severity, what, sample.grid(kept[wrong.numpy()]))
 
