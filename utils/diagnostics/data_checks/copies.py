@@ -57,9 +57,11 @@ def leak(sample: Sample) -> Iterator[Seen]:
 
 
 def _rich(images: np.ndarray) -> np.ndarray:
-    """bool [N]: which of the images have so many colors that the same shape twice is no accident."""
-    codes = (images.reshape(len(images), -1, images.shape[-1]) * np.array((1, 256, 65536))[: images.shape[-1]]).sum(-1)
-    return (np.diff(np.sort(codes, 1), axis=1) > 0).sum(1) >= COLORS - 1
+    """bool [N]: which of the images have many colors and no plain background: there the same shape twice is no accident."""
+    weights = np.array((1, 256, 65536))[: images.shape[-1]]
+    codes = np.sort((images.reshape(len(images), -1, images.shape[-1]) * weights).sum(-1), 1)
+    plain = (codes == np.median(codes, 1, keepdims=True)).mean(1) > 0.4
+    return ~plain & ((np.diff(codes, axis=1) > 0).sum(1) >= COLORS - 1)
 
 
 def _pairs(left: np.ndarray, right: np.ndarray):
