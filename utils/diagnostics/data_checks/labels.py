@@ -15,7 +15,7 @@ FLOOR = 0.025  # neighbors contradict this share of the labels of healthy sets, 
 def _thumbnails(images: np.ndarray) -> torch.Tensor:
     """float32 [N, D], of 16x16 pixels at most."""
     pixels = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))).float()
-    return adaptive_avg_pool2d(pixels, [min(side, 16) for side in pixels.shape[-2:]]).flatten(1)
+    return adaptive_avg_pool2d(pixels, (min(pixels.shape[-2], 16), min(pixels.shape[-1], 16))).flatten(1)
 
 
 def _squared_distances(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -127,7 +127,7 @@ def pattern(sample: Sample) -> Iterator[Seen]:
 
 
 def _widened(marked: np.ndarray) -> np.ndarray:
-    return np.lib.stride_tricks.sliding_window_view(np.pad(marked, 1), (3, 3)).any((2, 3))
+    return np.asarray(np.lib.stride_tricks.sliding_window_view(np.pad(marked, 1), (3, 3)).any((2, 3)))
 
 
 def _mean_and_spread(images: np.ndarray, common: np.ndarray) -> Image.Image:
