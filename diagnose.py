@@ -1,13 +1,13 @@
-"""The doctor: what is wrong with a run, a pipeline or a dataset, why, and what to try.
+"""The doctor: finds what is wrong with a run, a pipeline or a dataset, and says what to try.
 
-    python diagnose.py runs/digits                                      # a run, going on, ended or crashed; writes report.html
+    python diagnose.py runs/digits                                      # a run; writes report.html
     python diagnose.py --pipeline runs/digits --dataset_name digits     # any unconditional diffusers pipeline, on real images
-    python diagnose.py --dataset_name uoft-cs/cifar10 --resolution 32   # the data alone, before anything is trained
+    python diagnose.py --dataset_name uoft-cs/cifar10 --resolution 32   # the data alone, before the training
     python diagnose.py --cache                                          # the packed images; --prune_cache 30 removes old ones
     python diagnose.py --watch my_train.py --its_flags ...              # any training script; --watch is the last flag
 
-Exit status: 0 nothing found, 1 findings, 2 it could not run. Findings that are only for information do not count.
-With --watch it is that of the script.
+Exit status: 0 no findings; 1 findings; 2 it could not run. Findings for information do not count. With --watch, it is
+the exit status of the script.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Quality and diversity of a model's images, against a dataset or another folder.
+"""Measures the quality and diversity of generated images, compared with a dataset or a folder of real images.
 
     accelerate launch evaluate.py --pipeline runs/digits --dataset_name digits
     accelerate launch evaluate.py --pipeline runs/a runs/b/checkpoint-3000 --dataset_name uoft-cs/cifar10 --seeds 0 1 2
@@ -6,13 +6,13 @@
     accelerate launch evaluate.py make-reference --dataset_name digits --resolution 16 --image_channels 1 --output r.safetensors
     accelerate launch evaluate.py --pipeline runs/digits --reference r.safetensors
 
-Prints distances (Frechet, kernel), diversity, memorization, and what kind of collapse there is, if any, with cause and fix;
-beside each figure what real images give against other real ones. Figures are named after the extractor, and only what was
-made alike is put into one table: `--compare evaluation.json` adds earlier results. Image i is that of generate.py for the
-same seed and batch size.
+It prints distances (Frechet, kernel), diversity and memorization. It prints the same figures for real images, so that you can
+compare. If the samples have collapsed, it prints the kind of collapse, the cause and a fix. One table has only figures that
+can be compared. `--compare evaluation.json` adds earlier results. The images are those that generate.py makes with the same
+seed and batch size.
 
-Stopped before the end? The same command starts again; what it computed of the reference is kept in the cache. Exit status: 0
-evaluated, whatever was found; 2 a mistake in the command or the data.
+If it was stopped, run the same command again: it starts again, but the features of the reference are cached. Exit status: 0
+evaluated, also if there are findings; 2 a mistake in the command or the data.
 """
 
 import json

@@ -1,18 +1,17 @@
-"""Images from a trained pipeline, over all processes.
+"""Makes images with a trained pipeline, on all processes.
 
     accelerate launch generate.py --pipeline runs/digits --num_images 5000 --output_dir out --seed 0
 
-makes out/000000.png ... out/004999.png and out/grid.png. Stopped before the end? The same command resumes it:
+This writes out/000000.png ... out/004999.png and out/grid.png. If it was stopped, run the same command again: it makes only
+the missing images. A larger --num_images adds images to the folder.
 
-    accelerate launch generate.py --pipeline runs/digits --num_images 5000 --output_dir out --seed 0
+It works with all unconditional DDPM and DDIM pipelines of diffusers and with those of train_edm2.py, from a folder or from
+the Hub. With classes, it makes all classes in turn, or those of --class_labels.
 
-It skips what is complete and continues. Works with any unconditional DDPM or DDIM pipeline of diffusers and with those of
-train_edm2.py, from a folder or from the Hub. With classes, image i is of class i modulo their number, or of the i-th of
---class_labels, again and again. Image i is a function of (seed, i): any number of processes makes the same files, and a larger
---num_images continues the set. What changes float rounding, and with it a pixel here and there by one level, is the
-batch size, which therefore belongs to the settings of a folder (the last batch may be a short one), and on a CPU the number of
-threads. That is 1 unless
---cpu_threads says otherwise: use the cores by starting more processes (accelerate_configs/multi_cpu.yaml).
+Each image depends only on the seed and on its own number, so any number of processes writes the same files. The batch size
+and, on a CPU, the number of threads change float rounding: a few pixels may differ by one level. So all images of a folder
+have the same batch size. On a CPU, each process uses one thread. To use more cores, start more processes
+(accelerate_configs/multi_cpu.yaml) or set --cpu_threads.
 """
 
 import hashlib

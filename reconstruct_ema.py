@@ -1,12 +1,12 @@
-"""The EMA of any length, from the snapshots of a run that trained with --ema_type power.
+"""Makes an EMA of any length from the snapshots of a run with --ema_type power.
 
     python reconstruct_ema.py runs/digits-edm2 --width 0.15 --output_dir out
     python reconstruct_ema.py runs/digits-edm2 --widths 0.02:0.25:0.01 --metric fd_randconv --output_dir out
 
-The first makes the pipeline that averaging with a relative width of 0.15 would have given; --step takes an earlier snapshot's
-time. The second tries each of the widths by a distance of its samples from the training images, writes out/sweep.html and
-out/sweep.json, and makes the pipeline of the best. The same command again does it anew. Works for the runs of train_ddpm.py and
-train_edm2.py. Reads the snapshots one after the other: memory for a few networks is enough, however many there are.
+The first command makes a pipeline with an EMA of the relative width 0.15 at the end of the training. --step chooses an
+earlier snapshot. The second command tries each width: it measures the distance between samples and training images. It
+writes out/sweep.html and out/sweep.json, and makes a pipeline with the best width. It works for runs of train_ddpm.py and
+train_edm2.py. It reads one snapshot at a time, so memory for a few networks is enough.
 """
 
 from utils.core.entrypoint import run_script

@@ -1,4 +1,4 @@
-"""Trains a DDPM (Ho et al. 2020) and leaves a diffusers pipeline.
+"""Trains a DDPM (Ho et al. 2020) and saves a diffusers pipeline.
 
     accelerate launch train_ddpm.py                                    # digits, a few minutes on 2 CPU cores -> runs/digits
     accelerate launch train_ddpm.py --resume_from_checkpoint latest    # continue it, bit for bit
@@ -6,7 +6,8 @@
         --output_dir runs/cifar10
 
 Every flag of diffusers' `train_unconditional.py` works here with the same meaning.
-Exit status: 0 done, 2 a mistake in the command or the data, 3 diverged (a dry run: does not fit), 75 stopped: run it again.
+Exit status: 0 done; 2 a mistake in the command or the data; 3 the training diverged, or a dry run does not fit; 75 stopped by
+a signal: run it again.
 """
 
 from utils.core.entrypoint import parse_early, run_script

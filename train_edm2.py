@@ -1,11 +1,12 @@
-"""Trains a class-conditional EDM2 network (Karras et al. 2024) and leaves a diffusers pipeline that carries its code.
+"""Trains a class-conditional EDM2 network (Karras et al. 2024) and saves a diffusers pipeline with its code.
 
     accelerate launch train_edm2.py                                    # digits, minutes on 2 CPU cores -> runs/digits-edm2
     accelerate launch train_edm2.py --resume_from_checkpoint latest    # continue it, bit for bit
     accelerate launch train_edm2.py --dataset_name uoft-cs/cifar10 --resolution 32 --output_dir runs/cifar10-edm2
 
-The flags of train_ddpm.py, as far as they have a meaning here; a data set without labels trains an unconditional network.
-Exit status: 0 done, 2 a mistake in the command or the data, 3 diverged (a dry run: does not fit), 75 stopped: run it again.
+It has the flags of train_ddpm.py that apply to EDM2. If the dataset has no labels, the network is unconditional.
+Exit status: 0 done; 2 a mistake in the command or the data; 3 the training diverged, or a dry run does not fit; 75 stopped by
+a signal: run it again.
 """
 
 from utils.core.entrypoint import parse_early, run_script

@@ -19,22 +19,22 @@ class DataOptions(Options):
     """data"""
 
     dataset_name: str | None = flag(None, "Hub name, local dataset (folder, parquet, save_to_disk), or digits (built in)")
-    dataset_config_name: str | None = flag(None, "config of the Hub dataset, where it has several")
+    dataset_config_name: str | None = flag(None, "config of the Hub dataset, if it has several")
     dataset_split: str = flag("train", "split of the dataset (train)")
-    dataset_revision: str | None = flag(None, "git revision of the Hub dataset, to pin it")
+    dataset_revision: str | None = flag(None, "git revision of the Hub dataset")
     train_data_dir: str | None = flag(
-        None, "folder of images, or a .zip or .tar of one, sub-folders being classes; ignored with --dataset_name"
+        None, "folder of images, or a .zip or .tar file of it; sub-folders are classes; ignored with --dataset_name"
     )
-    image_column: str | None = flag(None, "column with the images (found from the features)")
-    label_column: str | None = flag(None, "column with the class labels (found from the features)")
-    cache_dir: str | None = flag(None, "where downloads and packed images are kept (Hugging Face's cache)", free=True)
+    image_column: str | None = flag(None, "column with the images (found by its type)")
+    label_column: str | None = flag(None, "column with the class labels (found by its type)")
+    cache_dir: str | None = flag(None, "folder for downloads and packed images (Hugging Face's cache)", free=True)
     cache_images: Literal["yes", "no"] = flag(
-        "yes", "decode once into a packed uint8 file, or on the fly in workers (yes)", free=True
+        "yes", "yes: decode once into a packed uint8 file; no: decode during the training (yes)", free=True
     )
     on_bad_image: Literal["fail", "replace"] = flag(
-        "fail", "an image that cannot be decoded ends the run, or the next one takes its place (fail)"
+        "fail", "if an image cannot be decoded: stop the run, or use the next image instead (fail)"
     )
-    max_bad_images: int = flag(100, "replace no more than so many, then end the run (100)", at_least=1, free=True)
+    max_bad_images: int = flag(100, "stop the run if more images than this cannot be decoded (100)", at_least=1, free=True)
     max_train_images: int | None = flag(None, "use only the first N images", at_least=1)
     resolution: int = flag(64, "images are resized to this many pixels (64)", at_least=1)
     image_channels: Literal[1, 3] = flag(3, "1 = grayscale, 3 = RGB (3)")
@@ -49,57 +49,57 @@ class TrainingDataOptions(DataOptions):
 
     random_flip: bool = flag(False, "flip half of the images left to right")
     color_jitter: float = flag(0.0, "strength of brightness, contrast, saturation (0)", at_least=0, below=1)
-    balanced_sampling: bool = flag(False, "every class equally often; needs labels")
-    dataloader_num_workers: int = flag(0, "processes that load images (0 = the main one)", at_least=0, free=True)
-    validation_images: int = flag(0, "images held out of training (0)", at_least=0)
+    balanced_sampling: bool = flag(False, "show each class equally often; needs labels")
+    dataloader_num_workers: int = flag(0, "processes that load images (0: the main process loads them)", at_least=0, free=True)
+    validation_images: int = flag(0, "number of images for the validation loss; they are not trained on (0)", at_least=0)
 
 
 @dataclass(kw_only=True)
 class TrainingOptions(Options):
     """training"""
 
-    seed: int = flag(0, "of weights, order, crops, flips, timesteps and noise (0)")
+    seed: int = flag(0, "seed of weights, order, crops, flips, timesteps and noise (0)")
     train_batch_size: int | Literal["auto"] = flag(
-        16, "images per process and micro step (16); auto: as many as fit, --global_batch_size in all", at_least=1, free=True
+        16, "images per process and micro step; auto: as many as fit; needs --global_batch_size (16)", at_least=1, free=True
     )
     global_batch_size: int | None = flag(
-        None, "images per update; of --train_batch_size and --gradient_accumulation_steps what is not given follows", at_least=1
+        None, "images per update; sets --train_batch_size or --gradient_accumulation_steps if you do not set them", at_least=1
     )
     gradient_accumulation_steps: int = flag(1, "micro steps per update (1)", at_least=1, free=True)
     num_epochs: int = flag(100, "passes over the data (100)", at_least=1, free=True)
     max_train_steps: int | None = flag(None, "updates; overrides --num_epochs", at_least=1, free=True)
     mixed_precision: Literal["no", "fp16", "bf16"] | None = flag(
-        None, "arithmetic of the training step (what `accelerate launch` was given, else no)"
+        None, "precision of the training step (that of `accelerate launch`, else no)"
     )
-    gradient_checkpointing: bool = flag(False, "less memory, more time", free=True)
-    compile: bool = flag(
-        False, "torch.compile the network; off again where its gradients differ from the eager ones", free=True
-    )
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time", free=True)
+    compile: bool = flag(False, "torch.compile the network; turned off if the compiled gradients are wrong", free=True)
     channels_last: bool | None = flag(
         None,
-        "channels innermost in memory (on a GPU with --compile; eager GPU kernels of group norms turn them round)",
+        "channels-last memory format (on for a GPU with --compile; EDM2: on for a GPU)",
         free=True,
     )
     tf32: bool = flag(True, "fp32 products on a GPU in TF32 (on)", free=True)
     cudnn_benchmark: bool = flag(
         True,
-        "take the quickest convolution of a GPU for each shape; turn it off for runs that repeat more exactly (on)",
+        "try several cuDNN algorithms and use the fastest; without it, results repeat more exactly (on)",
         free=True,
     )
     dry_run: bool = flag(
         False,
-        "print the memory of updates, samples, evaluation and validation, the FLOPs, findings about the options; end",
+        "print the memory that the run needs, its FLOPs, and findings about the options; do not train",
         free=True,
         once=True,
     )
-    max_grad_norm: float = flag(1.0, "clip the gradient's L2 norm to this, 0 = off (1)", at_least=0)
-    adaptive_clipping: bool = flag(False, "clip to 2x the running mean of the norm, within [0.1, 10], instead")
+    max_grad_norm: float = flag(1.0, "clip the L2 norm of the gradient to this; 0: off (1)", at_least=0)
+    adaptive_clipping: bool = flag(False, "clip to 2 x the running mean of the norm instead, between 0.1 and 10")
     max_bad_steps: int = flag(
-        20, "end after so many non-finite updates in a row, when a report sees them (20)", at_least=1, free=True
+        20, "stop the run after this many non-finite updates in a row; checked at each report (20)", at_least=1, free=True
     )
-    collective_timeout: float = flag(600.0, "seconds until a lost process ends all others (600)", above=0, free=True)
+    collective_timeout: float = flag(
+        600.0, "if a process is lost, the others stop after this many seconds (600)", above=0, free=True
+    )
     cpu_threads: int | None = flag(
-        None, "threads per process on a CPU (OMP_NUM_THREADS where you set it, else cores / processes)", at_least=1, free=True
+        None, "threads per process on a CPU (OMP_NUM_THREADS if you set it, else cores / processes)", at_least=1, free=True
     )
 
 
@@ -108,43 +108,43 @@ class OptimizerOptions(Options):
     """optimizer and learning rate"""
 
     optimizer: Literal["adamw", "adam", "rmsprop", "sgd", "adamw8bit"] = flag("adamw")
-    learning_rate: float = flag(0.0001, "after warm-up (1e-4)", above=0)
+    learning_rate: float = flag(0.0001, "learning rate after the warm-up (1e-4)", above=0)
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "cyclic", "inverse_sqrt"
-    ] = flag("cosine", "closed form of the update count (cosine)")
-    lr_warmup_steps: int = flag(500, "updates of linear warm-up; 5-10 k for long runs (500)", at_least=0)
-    lr_decay_steps: int | None = flag(None, "for inverse_sqrt: updates until it decays (--lr_warmup_steps)", at_least=1)
-    lr_floor: float = flag(0.0, "share of the learning rate left at the end (0)", at_least=0, below=1)
-    lr_cycles: int = flag(1, "for cosine_with_restarts and cyclic (1)", at_least=1)
-    lr_power: float = flag(1.0, "for polynomial (1)")
+    ] = flag("cosine", "curve of the learning rate over the updates (cosine)")
+    lr_warmup_steps: int = flag(500, "updates of linear warm-up; 5,000 to 10,000 for long runs (500)", at_least=0)
+    lr_decay_steps: int | None = flag(None, "inverse_sqrt: updates until the decay starts (--lr_warmup_steps)", at_least=1)
+    lr_floor: float = flag(0.0, "learning rate at the end, as a share of --learning_rate (0)", at_least=0, below=1)
+    lr_cycles: int = flag(1, "number of cycles for cosine_with_restarts and cyclic (1)", at_least=1)
+    lr_power: float = flag(1.0, "power of the polynomial curve (1)")
     adam_beta1: float = flag(0.95, at_least=0, below=1)
     adam_beta2: float = flag(0.999, at_least=0, below=1)
-    adam_weight_decay: float = flag(1e-06, "spares biases and norms (1e-6)", at_least=0)
+    adam_weight_decay: float = flag(1e-06, "weight decay; not for biases and norms (1e-6)", at_least=0)
     adam_epsilon: float = flag(1e-08, "(1e-8)", above=0)
-    momentum: float = flag(0.9, "for sgd and rmsprop (0.9)", at_least=0, below=1)
-    l1_weight: float = flag(0.0, "L1 penalty on kernels (0)", at_least=0)
+    momentum: float = flag(0.9, "momentum of sgd and rmsprop (0.9)", at_least=0, below=1)
+    l1_weight: float = flag(0.0, "weight of an L1 penalty on kernels (0)", at_least=0)
 
 
 @dataclass(kw_only=True)
 class EMAOptions(Options):
     """EMA of the weights"""
 
-    use_ema: bool = flag(True, "validate, sample, export with EMA")
+    use_ema: bool = flag(True, "average the weights, and validate, sample and export the average")
     ema_type: Literal["exponential", "power"] = flag(
-        "exponential", "power: of several lengths, from which reconstruct_ema.py makes any other (exponential)"
+        "exponential", "power: averages of several lengths; reconstruct_ema.py makes other lengths from them (exponential)"
     )
-    ema_max_decay: float = flag(0.9999, "exponential: (0.9999)", at_least=0, below=1)
-    ema_inv_gamma: float = flag(1.0, "warm-up 1 - (1 + t / inv_gamma)^-power (1)", above=0)
-    ema_power: float = flag(0.75, "3/4 for short runs, 2/3 from a million updates (0.75)", above=0)
+    ema_max_decay: float = flag(0.9999, "exponential: largest decay (0.9999)", at_least=0, below=1)
+    ema_inv_gamma: float = flag(1.0, "exponential: warm-up of the decay, 1 - (1 + t / inv_gamma)^-power (1)", above=0)
+    ema_power: float = flag(0.75, "exponential: power of this warm-up; 2/3 for a million updates or more (0.75)", above=0)
     ema_widths: list[float] = flag(
         [0.05, 0.1],
-        "power: lengths relative to the training; the first is validated, sampled and exported (0.05 0.10)",
+        "power: lengths relative to the training; the first one is validated, sampled and exported (0.05 0.10)",
         metavar="WIDTH",
     )
-    ema_snapshot_steps: int | None = flag(
-        None, "power: updates between two snapshots (a fortieth of the run)", at_least=1, free=True
+    ema_snapshot_steps: int | None = flag(None, "power: updates between two snapshots (1/40 of the run)", at_least=1, free=True)
+    ema_snapshot_dtype: Literal["fp16", "fp32"] = flag(
+        "fp16", "power: precision of the snapshots; fp32 for narrow widths (fp16)", free=True
     )
-    ema_snapshot_dtype: Literal["fp16", "fp32"] = flag("fp16", "fp32 for narrow widths (fp16)", free=True)
 
     @property
     def num_averages(self) -> int:
@@ -157,28 +157,38 @@ class ReportOptions(Options):
     """logging, validation and samples"""
 
     logger: str = flag(
-        "tensorboard", "trackers, with commas: tensorboard, wandb, trackio, mlflow, ...; or none (tensorboard)", free=True
+        "tensorboard",
+        "trackers, separated by commas: tensorboard, wandb, trackio, mlflow, ...; or none (tensorboard)",
+        free=True,
     )
     project_name: str | None = flag(
         None, "project in wandb, trackio, mlflow, ... (their own variable, such as WANDB_PROJECT, or the script)", free=True
     )
-    logging_dir: str = flag("logs", "inside output_dir (logs)", free=True)
+    logging_dir: str = flag("logs", "folder for TensorBoard inside --output_dir (logs)", free=True)
     logging_steps: int = flag(50, "updates between two reports (50)", at_least=1, free=True)
-    quiet: bool = flag(False, "show no progress: notes, findings and errors alone", free=True)
-    stop_on: Literal["never", "critical"] = flag("never", "end the run at a critical finding, with status 3 (never)", free=True)
+    quiet: bool = flag(False, "show no progress, only notes, findings and errors", free=True)
+    stop_on: Literal["never", "critical"] = flag(
+        "never", "critical: stop the run at a critical finding, with exit status 3 (never)", free=True
+    )
     validation_steps: int = flag(1000, "updates between two validations (1000)", at_least=1, free=True)
-    early_stopping_patience: int = flag(0, "stop after so many validations without gain (0 = off)", at_least=0, free=True)
+    early_stopping_patience: int = flag(
+        0, "stop after this many validations without a better result (0: off)", at_least=0, free=True
+    )
     eval_steps: int | None = flag(None, "updates between two evaluations of the samples (off)", at_least=1, free=True)
     eval_images: int = flag(5000, "samples per evaluation (5000)", at_least=1, free=True)
     best_metric: Literal["loss", "fd", "kd"] = flag(
-        "loss", "what makes a checkpoint the best: held-out loss, or a distance of the samples from the data (loss)", free=True
+        "loss",
+        "figure that decides which checkpoint is best: validation loss, or distance of samples and data (loss)",
+        free=True,
     )
     evaluation_batch_size: int = flag(
-        64, "samples at once on each process in an evaluation, in fp32 (64)", at_least=1, free=True
+        64, "evaluation: samples that each process makes at once, in fp32 (64)", at_least=1, free=True
     )
-    eval_batch_size: int = flag(16, "sample images in a grid, made in fp32 (16)", at_least=1, free=True)
+    eval_batch_size: int = flag(16, "images in a sample grid, made in fp32 (16)", at_least=1, free=True)
     save_images_epochs: int = flag(10, "epochs between two sample grids (10)", at_least=1, free=True)
-    save_images_steps: int | None = flag(None, "the same in updates; overrides the epochs", at_least=1, free=True)
+    save_images_steps: int | None = flag(
+        None, "updates between two sample grids; overrides --save_images_epochs", at_least=1, free=True
+    )
 
     @property
     def trackers(self) -> list[str]:
@@ -192,21 +202,23 @@ class OutputOptions(Options):
     """output, checkpoints and resuming"""
 
     output_dir: str = flag("ddpm-model-64", "folder of the run and of the exported pipeline", free=True)
-    overwrite_output_dir: bool = flag(False, "delete the run that is there", free=True, once=True)
+    overwrite_output_dir: bool = flag(False, "delete the run in --output_dir and start a new one", free=True, once=True)
     checkpointing_steps: int = flag(500, "updates between two checkpoints (500)", at_least=1, free=True)
     checkpoints_total_limit: int | None = flag(
-        None, "how many to keep: the newest, at least 2, and the best", at_least=1, free=True
+        None, "checkpoints to keep: the newest ones (at least 2); the best one is also kept", at_least=1, free=True
     )
     resume_from_checkpoint: str | None = flag(
-        None, "latest, best, checkpoint-N or a path; latest starts anew where none is", free=True, once=True
+        None, "latest, best, checkpoint-N or a path; latest starts a new run if there is no checkpoint", free=True, once=True
     )
-    allow_option_change: list[str] = flag([], "let these options differ on resume", free=True, once=True, metavar="NAME")
+    allow_option_change: list[str] = flag([], "allow these options to change on resume", free=True, once=True, metavar="NAME")
     save_model_epochs: int = flag(10, "epochs between two exports of the pipeline (10)", at_least=1, free=True)
-    save_model_steps: int | None = flag(None, "the same in updates; overrides the epochs", at_least=1, free=True)
-    push_to_hub: bool = flag(False, "upload the pipeline at the end, or that of a finished run alone", free=True)
-    hub_token: str | None = flag(None, "(HF_TOKEN, or that of `hf auth login`)", free=True, secret=True)
-    hub_model_id: str | None = flag(None, "repository to push to (name of output_dir)", free=True)
-    hub_private_repo: bool = flag(False, "a new repository is private", free=True)
+    save_model_steps: int | None = flag(
+        None, "updates between two exports; overrides --save_model_epochs", at_least=1, free=True
+    )
+    push_to_hub: bool = flag(False, "upload the pipeline at the end; for a finished run, only upload", free=True)
+    hub_token: str | None = flag(None, "token for the Hub (HF_TOKEN, or the token of `hf auth login`)", free=True, secret=True)
+    hub_model_id: str | None = flag(None, "repository to push to (name of --output_dir)", free=True)
+    hub_private_repo: bool = flag(False, "make a new repository private", free=True)
 
 
 @dataclass(kw_only=True)
@@ -266,14 +278,14 @@ class DDPMNetworkOptions(Options):
     """network"""
 
     model_preset: str | None = flag(
-        None, "digits16, small32, small64, cifar10, celeba64 or 256, see below (chosen from the resolution)"
+        None, "digits16, small32, small64, cifar10, celeba64 or 256, see below (chosen by the resolution)"
     )
     model_config_name_or_path: str | None = flag(None, "config of a diffusers UNet2DModel: Hub name, folder or file", free=True)
     activation: Literal["silu", "mish", "gelu", "relu"] | None = flag(None, "(the network's own)")
     dropout: float | None = flag(None, "(the network's own)", at_least=0, below=1)
     initialisation: Literal["default", "xavier", "he"] = flag("default")
-    zero_init_output: bool = flag(False, "start with an output layer of zeros")
-    spectral_norm: bool = flag(False, "largest singular value 1 in every layer but the last")
+    zero_init_output: bool = flag(False, "initialize the output layer with zeros")
+    spectral_norm: bool = flag(False, "limit the largest singular value to 1 in every layer except the last")
     enable_xformers_memory_efficient_attention: bool = flag(
         False, "needs xformers; torch's own attention is already memory-efficient", free=True
     )
@@ -284,13 +296,13 @@ class DDPMDiffusionOptions(Options):
     """diffusion"""
 
     prediction_type: Literal["epsilon", "sample", "v_prediction"] = flag("epsilon")
-    ddpm_num_steps: int = flag(1000, "noise levels (1000)", at_least=1)
+    ddpm_num_steps: int = flag(1000, "number of noise levels (1000)", at_least=1)
     ddpm_beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"] = flag(
         "linear", "squaredcos_cap_v2 is the cosine schedule (linear)"
     )
-    rescale_betas_zero_snr: bool = flag(False, "no signal left at the last timestep")
+    rescale_betas_zero_snr: bool = flag(False, "rescale the betas so that the last timestep is pure noise (zero terminal SNR)")
     snr_gamma: float | None = flag(
-        None, "min-SNR weighting of the loss, 5 in the paper; not with --rescale_betas_zero_snr (off)"
+        None, "gamma of min-SNR loss weights; the paper has 5; not with --rescale_betas_zero_snr (off)"
     )
 
 
@@ -300,7 +312,7 @@ class DDPMSamplingOptions(Options):
 
     sampler: Literal["ddim", "ddpm", "dpmsolver++"] = flag("ddim", free=True)
     ddpm_num_inference_steps: int | None = flag(
-        None, "sampling steps (50; all of them with --sampler ddpm)", at_least=1, free=True
+        None, "sampling steps (50; with --sampler ddpm all noise levels)", at_least=1, free=True
     )
 
 
@@ -333,7 +345,7 @@ class EDM2NetworkOptions(Options):
     model_preset: str | None = flag(None, "digits16, or XXS, XS, S, M, L, XL, XXL (XS; digits16 for the digits)")
     model_config_name_or_path: str | None = flag(None, "config of an EDM2UNet: Hub name, folder or file", free=True)
     dropout: float | None = flag(None, "(the network's own)", at_least=0, below=1)
-    force_weight_norm: bool = flag(True, "every stored weight vector at unit variance after each update (yes)")
+    force_weight_norm: bool = flag(True, "scale each weight vector to unit variance after each update (yes)")
 
 
 @dataclass(kw_only=True)
@@ -343,8 +355,10 @@ class EDM2DiffusionOptions(Options):
     P_mean: float = flag(-0.8, "mean of ln sigma in training (-0.8; -0.4 for latents)")
     P_std: float = flag(1.6, "standard deviation of ln sigma (1.6; 1.0 for latents)", above=0)
     sigma_data: float = flag(0.5, "standard deviation of the images in [-1, 1] (0.5)", above=0)
-    class_conditional: bool = flag(True, "where there are labels (yes)")
-    label_dropout: float = flag(0.1, "share of samples trained without label, for guidance (0.1)", at_least=0, below=1)
+    class_conditional: bool = flag(True, "train with classes if there are labels (yes)")
+    label_dropout: float = flag(
+        0.1, "share of samples that are trained without a label, for guidance (0.1)", at_least=0, below=1
+    )
 
 
 @dataclass(kw_only=True)
@@ -376,8 +390,8 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, RunOptions, EDM2Samp
         OptimizerOptions,
         "adam_epsilon",
         1e-8,
-        "as in the reference, whose loss is a sum over channels and pixels; here it is their mean, so epsilon "
-        "is divided by channels x pixels (1e-8)",
+        "epsilon of the reference code; the loss there is a sum and here a mean, so the optimizer uses "
+        "epsilon / (channels x pixels) (1e-8)",
     )
     ema_type: Any = changed(EMAOptions, "ema_type", "power")
     output_dir: str = changed(OutputOptions, "output_dir", "edm2-model-64")
@@ -396,20 +410,20 @@ class GenerateOptions(Options):
 
     pipeline: str = flag(MISSING, "folder or Hub name of an unconditional diffusers pipeline")
     output_dir: Path = flag(MISSING, "folder for the images")
-    num_images: int = flag(MISSING, "images 0 ... N-1 are made", at_least=1)
+    num_images: int = flag(MISSING, "number of images", at_least=1)
     seed: int = flag(0, "another seed gives another set of images (default: 0)")
     batch_size: int = flag(64, "images at once per process (default: 64)", at_least=1)
     sampler: Literal["ddim", "ddpm", "dpmsolver++", "heun"] | None = flag(None, "default: ddim; heun for EDM2 (or dpmsolver++)")
     num_inference_steps: int | None = flag(
         None, "denoising steps (default: 50; with ddpm all that were trained; 32 for EDM2)", at_least=1
     )
-    class_labels: list[str] | None = flag(None, "classes to make in turn, by name or number (default: all)")
-    guidance: float = flag(1.0, "above 1 moves away from the guide (default: 1, off)")
+    class_labels: list[str] | None = flag(None, "make images of these classes in turn: names or numbers (default: all)")
+    guidance: float = flag(1.0, "strength of the guidance; 1: off (default: 1)")
     guide_pipeline: str | None = flag(
-        None, "a smaller or less trained pipeline of the same data (default: the model without classes)"
+        None, "autoguidance: a smaller or less trained pipeline of the same data (default: the model without classes)"
     )
     mixed_precision: Literal["no", "bf16", "fp16"] = flag("no", "precision of the network (default: no)")
-    compile: bool = flag(False, "torch.compile the network: a minute at first, pays for thousands of images")
+    compile: bool = flag(False, "torch.compile the network: takes a minute, useful for thousands of images")
     cpu_threads: int = flag(1, "on a CPU, threads per process (default: 1)", at_least=1)
     quiet: bool = flag(False, "show no progress")
 
@@ -421,19 +435,23 @@ class EvaluatedOptions(Options):
     command: Literal["make-reference"] | None = flag(None, "store the statistics of real images", positional=True)
     pipeline: list[str] = flag([], "diffusers pipelines: folders, Hub names, checkpoints of a run")
     images: list[Path] = flag([], "folders of finished images, all of one size")
-    compare: list[Path] = flag([], "evaluation.json of earlier calls, into the same table")
-    num_images: int | None = flag(None, "per pipeline and seed (as many as the reference, up to 10,000)", at_least=1)
-    seeds: list[int] = flag([0], "a set of images for each (0)")
+    compare: list[Path] = flag([], "add the results of these earlier evaluation.json files to the table")
+    num_images: int | None = flag(None, "images per pipeline and seed (as many as the reference, up to 10,000)", at_least=1)
+    seeds: list[int] = flag([0], "make one set of images for each of these seeds (0)")
     sampler: Literal["ddim", "ddpm", "dpmsolver++", "heun"] | None = flag(None, "(ddim; heun for EDM2, or dpmsolver++)")
     num_inference_steps: int | None = flag(
         None, "denoising steps (50; with ddpm all that were trained; 32 for EDM2)", at_least=1
     )
-    class_labels: list[str] | None = flag(None, "EDM2: classes to make in turn, by name or number (all)")
-    guidance: float = flag(1.0, "EDM2: above 1 moves away from the guide (1, off)")
-    guide_pipeline: str | None = flag(None, "EDM2: a weaker pipeline of the same data (the model without classes)")
-    validation_images: int = flag(0, "images that the training held out, where --pipeline is no run of ours (0)", at_least=0)
+    class_labels: list[str] | None = flag(None, "EDM2: make images of these classes in turn: names or numbers (all)")
+    guidance: float = flag(1.0, "EDM2: strength of the guidance; 1: off (1)")
+    guide_pipeline: str | None = flag(
+        None, "EDM2, autoguidance: a smaller or less trained pipeline (the model without classes)"
+    )
+    validation_images: int = flag(
+        0, "number of validation images of the training, if --pipeline is not a run of these scripts (0)", at_least=0
+    )
     batch_size: int = flag(64, "images at once per process (64)", at_least=1)
-    mixed_precision: Literal["no", "bf16", "fp16"] = flag("no", "of the sampled network (no)")
+    mixed_precision: Literal["no", "bf16", "fp16"] = flag("no", "precision of the network (no)")
     cpu_threads: int = flag(1, "on a CPU, threads per process (1)", at_least=1)
 
 
@@ -441,11 +459,13 @@ class EvaluatedOptions(Options):
 class FeatureOptions(Options):
     """what it is measured with"""
 
-    reference: Path | None = flag(None, "folder of real images, or a file of make-reference")
-    features: Literal["randconv", "classifier", "pixels", "inception", "dinov2"] = flag("randconv", "(randconv)")
+    reference: Path | None = flag(None, "real images: a folder, or a file of make-reference")
+    features: Literal["randconv", "classifier", "pixels", "inception", "dinov2"] = flag(
+        "randconv", "features for the distances (randconv)"
+    )
     feature_weights: Path | None = flag(None, "local weights of inception (a file) or dinov2 (a folder)")
-    feature_weights_sha256: str | None = flag(None, "what their SHA-256 must begin with (inception: 6726825d)")
-    no_classes: bool = flag(False, "no class balance: trains no classifier of the labels")
+    feature_weights_sha256: str | None = flag(None, "expected start of the SHA-256 of these weights (inception: 6726825d)")
+    no_classes: bool = flag(False, "do not measure the class balance, which needs a classifier")
 
 
 @dataclass(kw_only=True)
@@ -453,7 +473,7 @@ class EvaluationOutputOptions(Options):
     """output"""
 
     output: Path | None = flag(None, "make-reference: the file to write")
-    output_dir: Path | None = flag(None, "for evaluation.json and nearest.png (evaluation/ of the run evaluated)")
+    output_dir: Path | None = flag(None, "folder for evaluation.json and nearest.png (evaluation/ in the folder of the run)")
     json: bool = flag(False, "print JSON instead of tables")
     quiet: bool = flag(False, "show no progress")
 
@@ -483,20 +503,20 @@ class DiagnosedOptions(Options):
 
     run: Path | None = flag(None, "output_dir of a run", positional=True)
     pipeline: str | None = flag(None, "folder or Hub name of an unconditional diffusers pipeline")
-    probe_images: int = flag(64, "real images that a pipeline is asked about (64)", at_least=1)
+    probe_images: int = flag(64, "real images to test a pipeline with (64)", at_least=1)
     json: bool = flag(False, "print JSON instead of a table")
-    no_report: bool = flag(False, "leave the run's report.html and diagnosis.json as they are")
+    no_report: bool = flag(False, "do not write report.html and diagnosis.json")
     cache: bool = flag(False, "list the packed images: data, options, size and last use")
     prune_cache: float | None = flag(
-        None, "remove the packed images that were not used for so many days", metavar="DAYS", at_least=0
+        None, "remove the packed images that were not used for this many days", metavar="DAYS", at_least=0
     )
-    report_dir: Path | None = flag(None, "of a dataset or a pipeline: folder for report.html and its pictures")
+    report_dir: Path | None = flag(None, "for a dataset or a pipeline: folder for report.html and its pictures")
     seed: int = flag(0)
     watch: str | None = flag(
-        None, "runs any training script, and watches it; all that follows is the script's", metavar="SCRIPT ..."
+        None, "run a training script and watch it; everything after SCRIPT is for the script", metavar="SCRIPT ..."
     )
-    watch_dir: Path | None = flag(None, "folder for what was seen of it (watch/<the script's name>)")
-    watch_updates: int | None = flag(None, "ends it after so many updates", at_least=1)
+    watch_dir: Path | None = flag(None, "folder for the report and the findings (watch/<the script's name>)")
+    watch_updates: int | None = flag(None, "stop the script after this many updates", at_least=1)
 
 
 @dataclass(kw_only=True)
@@ -522,16 +542,16 @@ class ReconstructionOptions(Options):
     """options"""
 
     run: Path = flag(MISSING, "folder of the run, with its exported pipeline and ema_snapshots/", positional=True)
-    width: float | None = flag(None, "relative width, 0.02 to 0.25 of 40 snapshots; 0.05 to 0.15 is usual")
-    widths: str | None = flag(None, "widths to try, and take the best of", metavar="FIRST:LAST:STEP")
+    width: float | None = flag(None, "relative width; usually 0.05 to 0.15; 0.02 to 0.25 works with 40 snapshots")
+    widths: str | None = flag(None, "try these widths and keep the best one", metavar="FIRST:LAST:STEP")
     metric: Literal["fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels"] = flag(
-        "fd_randconv", "what --widths are judged by: Frechet or kernel distance of features (fd_randconv)"
+        "fd_randconv", "figure that decides which width is best: Frechet or kernel distance of features (fd_randconv)"
     )
-    num_images: int = flag(1000, "samples for each of --widths (1000)", at_least=1)
+    num_images: int = flag(1000, "samples for each width (1000)", at_least=1)
     batch_size: int = flag(64, "images at once (64)", at_least=1)
-    seed: int = flag(0, "of the samples: the same noise for each width (0)")
-    cpu_threads: int | None = flag(None, "on a CPU (all cores)", at_least=1)
-    step: int | None = flag(None, "updates done, where there are snapshots (default: at the last)", at_least=1)
+    seed: int = flag(0, "seed of the samples; each width gets the same noise (0)")
+    cpu_threads: int | None = flag(None, "threads on a CPU (all cores)", at_least=1)
+    step: int | None = flag(None, "step of a snapshot (default: the last one)", at_least=1)
     output_dir: Path = flag(MISSING, "folder for the pipeline")
 
     def check(self) -> None:

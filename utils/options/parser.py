@@ -210,16 +210,16 @@ def make_parser(cls: type[Options], description: str) -> argparse.ArgumentParser
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,  # an abbreviation may mean another flag in the next release
     )
-    about = "print the versions of this program and its libraries, and end"
+    about = "print the versions of this program and its libraries"
     parser.add_argument("--version", action=ShowVersion, nargs=0, help=about)
     parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
-        help="read flags from a YAML file, or from the options.json of an earlier run; flags of the command line win over the "
-        "file, and the file over a preset",
+        help="read flags from a YAML file, or from the options.json of an earlier run; flags of the command line override "
+        "the file, and the file overrides a preset",
     )
-    parser.add_argument("--print_config", action="store_true", help="print all options as YAML, for --config, and end")
+    parser.add_argument("--print_config", action="store_true", help="print all options as YAML, for --config, and stop")
     declared, values = {each.name: each for each in fields(cls)}, values_of(cls)
     owners: dict[str, type] = {}  # the group that a flag was first declared in: another default does not move it
     for base in reversed(cls.__mro__):
