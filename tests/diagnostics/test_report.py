@@ -32,6 +32,7 @@ class Finding:
     cause: str = "Updates overshoot."
     fixes: list = field(default_factory=lambda: ["--learning_rate 5e-4"])
     step: int | None = 100
+    picture: str = ""
 
 
 class Page(HTMLParser):

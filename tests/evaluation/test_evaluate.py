@@ -273,7 +273,7 @@ def test_bad_input_is_one_line(folder, call, tmp_path):
         (["--images", tmp_path / "mixed", *digits], r"different sizes: 0.png 8x8, 2.png 9x9"),
         (["--images", tmp_path / "broken", *digits], "9.png cannot be decoded"),
         (["--images", tmp_path / "noise", *digits], r"0\.png cannot be decoded"),
-        (["--images", tmp_path / "few", *digits, "--no_classes"], "5 samples against 1797 reference images"),
+        (["--images", tmp_path / "few", *digits, "--no_classes"], "5 samples and 1797 reference images"),
         (["--images", folder / "first", tmp_path / "large", *digits], "different sizes cannot be compared"),
         (["--images", folder / "first", "--reference", folder / "second", "--features", "classifier"], "--label_column"),
         (["--images", folder / "first", *digits, "--features", "inception"], "needs --feature_weights weights-inception"),

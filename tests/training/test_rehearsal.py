@@ -28,7 +28,7 @@ MADE = {
         "SampleEvaluation._prepare": (8, 12),  # once in a run: the features of 32 + 8 images, and their hashes
         "SampleEvaluation._sample": (0, 2),  # the numbers of the images, and the timesteps
         "SampleGrids._sample": (2, 4),  # raw and EMA: the same, and whether any process was told to stop
-        "SampleGrids._write": (48, 0),  # each picture of the grids is read by itself, and each statistic
+        "SampleGrids._write": (54, 0),  # each picture of the grids is read by itself, and each statistic
         "DDPM.probe": (76, 31),  # the doctor's probe, figure by figure, in pieces of a micro batch
         "save_checkpoint": (229, 1),  # the tensors of the network and of its EMA
         "Export.make": (114, 0),
@@ -38,7 +38,7 @@ MADE = {
         "SampleEvaluation._prepare": (8, 12),
         "SampleEvaluation._sample": (0, 2),
         "SampleGrids._sample": (2, 4),
-        "SampleGrids._write": (48, 0),
+        "SampleGrids._write": (54, 0),
         "EDM2.probe": (16, 3),
         "save_snapshots": (108, 0),
         "save_checkpoint": (166, 1),
