@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -185,6 +186,7 @@ def train_script(train, script):
 def train():
     """Runs train_ddpm.main in this process (an import of diffusers cheaper than a launch); returns its exit status."""
     import train_ddpm
+    from utils.diagnostics.data_checks import copies
 
     def run(flags: list[str], script=train_ddpm) -> int:
         from accelerate.state import AcceleratorState
@@ -192,7 +194,9 @@ def train():
         AcceleratorState._reset_state(reset_partial_state=True)
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         try:
-            return script.main(script.parse_args([str(flag) for flag in flags]))
+            # Each start of a run looks for copies among its images: among few of them here.
+            with patch.multiple(copies, QUERIES=8, REFERENCES=64):
+                return script.main(script.parse_args([str(flag) for flag in flags]))
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
             for number, handler in handlers.items():  # a script keeps its own to the end of its process

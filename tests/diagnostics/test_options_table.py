@@ -42,6 +42,7 @@ def test_the_pages_hold_the_table():
     assert table() in (ROOT / "docs" / "findings.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_says_it_before_its_first_update(train, tiny_flags, tmp_path, capsys):
     bad = [*tiny_flags, "--adam_beta1", "0.999", "--adam_beta2", "0.9", "--max_train_steps", "1", "--lr_warmup_steps", "9"]
     assert train([*bad, "--output_dir", tmp_path]) == 0

@@ -174,6 +174,8 @@ def import_everything() -> None:
     for module in pkgutil.walk_packages(utils.__path__, "utils."):
         importlib.import_module(module.name)
     assert "utils.training.run" in sys.modules
+    copies = sys.modules["utils.diagnostics.data_checks.copies"]  # each start of a run looks for them: among few images here
+    copies.QUERIES, copies.REFERENCES = 8, 64
     for name in ("accelerate.tracking", "datasets", "sklearn.datasets", "torch.utils.tensorboard"):
         importlib.import_module(name)
     from diffusers import DDIMScheduler, DDPMPipeline, DDPMScheduler, UNet2DModel  # noqa: F401 (imported when first named)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import logged_scalars, same_bytes
+from conftest import logged_scalars, same_bytes, slow_turns
 from safetensors.torch import load_file
 
 from benchmarks.shared.replace import replace_everywhere
@@ -153,7 +153,7 @@ def spoil(monkeypatch, trained, spoils):
     replace_everywhere(trained.factory, spoiled_network, monkeypatch)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, *slow_turns(2)])
 def test_one_bad_sample_changes_nothing_and_is_named(train_script, script_flags, trained, tmp_path, monkeypatch, accumulation):
     numbers = torch.arange(64)
     levels = trained.levels(numbers)

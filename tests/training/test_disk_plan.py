@@ -57,6 +57,7 @@ def test_how_many_checkpoints_there_are_at_once(options, step, there, expected):
     assert plan._checkpoints() == expected
 
 
+@pytest.mark.slow
 def test_a_run_takes_what_was_counted(train, tiny_flags, tmp_path):
     """But for names and shapes in the files, which are a good part of so small a network's."""
     extra = "--checkpointing_steps 2 --checkpoints_total_limit 2 --save_images_steps 4 --ema_type power --ema_snapshot_steps 3"
@@ -97,7 +98,8 @@ def test_edm2_counts_its_snapshots(tmp_path):
     assert "82 EMA snapshots" in DiskPlan(options, MIB, 4000).parts()
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_that_will_not_fit_is_refused_before_it_deletes_another(server, tiny_flags, tmp_path, processes):
     with small_disk(tmp_path / "disk", "size=3m") as disk:
         (disk / "unet").mkdir()

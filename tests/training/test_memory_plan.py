@@ -212,6 +212,7 @@ def test_a_given_global_batch_stays_on_another_number_of_processes(server, scrip
     assert (resolved["micro_batch_size"], resolved["gradient_accumulation_steps"], resolved["num_processes"]) == (4, 1, 2)
 
 
+@pytest.mark.slow
 def test_a_dry_run_that_does_not_fit_exits_with_3(train, tiny_flags, capsys, monkeypatch, tmp_path):
     flags = [*tiny_flags, "--dry_run", "--output_dir", tmp_path / "run"]
     monkeypatch.setattr(utils.training.memory_plan, "free_memory", lambda *_: MIB)
