@@ -295,6 +295,7 @@ def module_compile():
 def test_the_micro_batch_of_the_check_is_drawn_once_and_before_it(train_script, script_flags, tmp_path, monkeypatch):
     """Where one process alone cannot read its images, that ends the run; the check would take it for an agreed problem."""
     drawn, counts = [], []
+    monkeypatch.setattr("utils.diagnostics.network_check.affordable", lambda network, pixels: False)  # which draws one too
     on_device = TrainingSamples.on_device
     monkeypatch.setattr(TrainingSamples, "on_device", lambda *arguments: (drawn.append(1), on_device(*arguments))[1])
     monkeypatch.setattr(nn.Module, "compile", lambda module: None)

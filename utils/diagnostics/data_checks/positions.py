@@ -99,8 +99,9 @@ def sharpness_of_mean(images: np.ndarray) -> np.ndarray:
     contrast = middle - (x[:, :-2, 1:-1] + x[:, 2:, 1:-1] + x[:, 1:-1, :-2] + x[:, 1:-1, 2:]) / 4
     contrast = np.clip(contrast, -24, 24)  # a few images of strong texture count no more than the rest
     mean = contrast.mean(0)
-    mean -= np.median(mean, (0, 1))  # of stars on black the cut above leaves one
-    return (np.abs(mean) / np.sqrt((contrast**2).mean(0) + 0.25)).max(-1)  # 0.25: rounding
+    # What all pixels have in common is none of a pattern: the cut above gives stars on black such an offset.
+    shared = np.minimum(np.abs(mean), np.abs(mean - np.median(mean, (0, 1))))
+    return (shared / np.sqrt((contrast**2).mean(0) + 0.25)).max(-1)  # 0.25: rounding
 
 
 def pattern(sample: Sample) -> Iterator[Seen]:
