@@ -12,9 +12,12 @@ from typing import Any
 
 from utils.diagnostics.entry import Entry
 from utils.optim.ema import ema_decay
+from utils.options.flags import RunOptions
 from utils.runs.record import RunRecord
 
 NEVER = math.inf
+DEFAULT_WARM_UP = RunOptions.__dataclass_fields__["lr_warmup_steps"].default
+MOST_OF_A_RUN = 0.5
 
 
 class UnknownFact(Exception):
@@ -93,6 +96,8 @@ class Row:
 def warm_up(run: Facts) -> tuple[float, str]:
     run.require(run.lr_scheduler != "constant")  # which has none
     share = run.lr_warmup_steps / run.max_train_steps
+    if run.lr_warmup_steps == DEFAULT_WARM_UP:  # nobody chose it for this run, which may be a short trial: for information
+        share = min(share, MOST_OF_A_RUN)
     return share, f"--lr_warmup_steps {run.lr_warmup_steps} of {run.max_train_steps} updates"
 
 
@@ -250,7 +255,7 @@ ROWS: tuple[Row, ...] = (
         "warm-up over the length of the run",
         warm_up,
         info=0.3,
-        warning=0.5,
+        warning=MOST_OF_A_RUN,
         reason="published runs warm up for less than a fifth of the run; a warm-up longer than the run never ends",
         source="Karras et al. 2022, table 7: 10 of 200 M images; diffusers' tutorial: 500 of 3150 updates",
         entry=Entry(

@@ -141,6 +141,7 @@ class Declared:
     averages: dict[str, Callable[[int], float]] = field(default_factory=dict)  # name -> decay of the n-th update
     dropout: float | None = None  # of the network's activations; None: not declared
     network: DeclaredNetwork | None = None  # of a DDPM
+    class_conditional: bool = True  # whether labels that the network is told should matter
 
     @property
     def process(self) -> DeclaredProcess:
@@ -190,6 +191,7 @@ def declared_by(options: RunOptions, facts: dict[str, Any], checkpoint: Path | N
         _decays(options),
         options.dropout if isinstance(options, DDPMOptions | EDM2Options) else None,
         network,
+        not isinstance(options, EDM2Options) or options.class_conditional,
     )
 
 
