@@ -84,7 +84,8 @@ def smaller(command: str) -> str:
 @pytest.fixture
 def small_world(monkeypatch, in_this_process):
     """Every preset is a tiny network for small images, and compiling, which takes minutes, changes nothing."""
-    for name, network in NETWORKS.items():
+    for name in NETWORKS.keys() & SIZES:
+        network = NETWORKS[name]
         levels = len(network["block_out_channels"])
         tiny = {"block_out_channels": (8,) * levels, "layers_per_block": 1, "norm_num_groups": 4, "attention_head_dim": 8}
         monkeypatch.setitem(NETWORKS, name, network | tiny)

@@ -90,7 +90,7 @@ def test_two_processes_make_the_same_files_as_one(pipeline, here, tmp_path, caps
     code, output, errors = launch(TORCHRUN, pipeline, tmp_path / "two", *FLAGS)
     assert code == 0, errors
     assert output.strip() == f"7 images in {tmp_path / 'two'}"
-    assert errors.count("0/7 [") == 1 and "Loading" not in errors and "images/s" in errors  # one bar
+    assert "Loading" not in errors and "\r" not in errors  # no bars of other libraries in a log
     here(pipeline, tmp_path / "one")
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     assert sorted(contents(tmp_path / "one")) == [*(f"{i:06d}.png" for i in range(7)), "grid.png"]

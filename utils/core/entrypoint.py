@@ -3,17 +3,19 @@
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from utils.core.errors import OUT_OF_MEMORY, UserError, memory_advice, out_of_memory
-from utils.core.launcher import launcher_reports
+from utils.core.launcher import launcher_reports, launcher_words
 
 if sys.platform == "win32":  # which lacks SIGUSR1 and the module `resource`, and was never tried
     print("error: Windows is not supported: use Linux, or WSL 2", file=sys.stderr)
     sys.exit(2)
 T = TypeVar("T")
+WAIT_FOR_FIRST = 5.0  # seconds, in which a launcher ends the other ranks
 _at_end: list[Callable[[], None]] = []
 
 
@@ -99,7 +101,15 @@ def _leave(status: int | None) -> None:
 def _first_to_say(message: str) -> bool:
     """Whether no other rank has said this. Whoever meets an error first says it: the launcher ends the others soon after."""
     said = _times_said(message, adding=1)
-    return os.environ.get("LOCAL_RANK", "0") == "0" if said is None else said <= 1
+    if said is not None:
+        return said <= 1
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        return True
+    # Not connected yet: the first rank meets the same error. A rank that ended before it would have it killed unheard.
+    if launcher_words():
+        time.sleep(WAIT_FOR_FIRST)
+        return True  # nobody has ended this process meanwhile, so nobody else has said it
+    return False
 
 
 def _was_said(message: str) -> bool:
