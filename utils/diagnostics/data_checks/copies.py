@@ -93,7 +93,8 @@ class Nearest:
                     best = torch.maximum(best, described @ self._middles.T)
         best[:, ~self._usable] = -1.0
         if own is not None:
-            best[torch.arange(len(images)), torch.from_numpy(own)] = -1.0
+            inside = np.flatnonzero(own < len(self._middles))  # of a large set some images are not among the references
+            best[torch.from_numpy(inside), torch.from_numpy(own[inside])] = -1.0
         top = best.topk(min(FAR, best.shape[1]), 1)
         distances = (2 - 2 * top.values.clamp(-1, 1)).sqrt()
         jump = (distances[:, :-1] / distances[:, 1:].clamp(min=1e-6) < 0.6) & (distances[:, :-1] < COPY_DISTANCE)
