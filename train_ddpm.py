@@ -26,10 +26,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from models.guided_pipeline import guided
 from utils.core import randomness
 from utils.core.distributed import fix_bucket_order
 from utils.data.training_data import Batch, TrainingData
 from utils.diagnostics.probe import examine_network
+from utils.diffusion.classes import class_of_samples, classes_known, embedded, needed_classes, training_labels
 from utils.diffusion.ddpm import describe_schedule, loss_per_sample, loss_weights, scheduler_of, training_target
 from utils.diffusion.ideal_denoiser import bytes_for_gap
 from utils.diffusion.objective import Losses, Objective
@@ -47,10 +49,13 @@ from utils.training.run import begin_run, claim_folder, load_data, start_process
 class DDPM(Objective):
     """The network's error about noised images (Ho et al. 2020, algorithm 1)."""
 
-    level, loader = "timesteps", "DDPMPipeline.from_pretrained({path!r})"
+    level = "timesteps"
 
     def __init__(self, unet: nn.Module, options: DDPMOptions, device: torch.device):
         self.network = self.exported = unet
+        self.options, self.classes = options, classes_known(unet)
+        kind, trust = ("DiffusionPipeline", ", trust_remote_code=True") if self.classes else ("DDPMPipeline", "")
+        self.loader = f"{kind}.from_pretrained({{path!r}}{trust})"
         self.noise_scheduler = scheduler_of(options)
         self.seed, self.num_ranks = options.seed, options.ddpm_num_steps
         self.weights = loss_weights(self.noise_scheduler, options.snr_gamma).to(device)
@@ -60,12 +65,19 @@ class DDPM(Objective):
             timesteps = randomness.integers(self.seed, "timesteps", batch.sample_numbers, self.num_ranks)
         else:
             timesteps = (places * self.num_ranks).long().to(batch.clean_images.device)
-        return {"clean_images": batch.clean_images, "noise": batch.noise, "timesteps": timesteps}
+        drawn = {"clean_images": batch.clean_images, "noise": batch.noise, "timesteps": timesteps}
+        if self.classes:
+            dropout = self.options.label_dropout if places is None else 0.0
+            drawn["labels"] = training_labels(self.seed, batch.sample_numbers, batch.classes(), dropout)
+        return drawn
 
-    def losses(self, network: nn.Module, clean_images: Tensor, noise: Tensor, timesteps: Tensor) -> Losses:
+    def losses(
+        self, network: nn.Module, clean_images: Tensor, noise: Tensor, timesteps: Tensor, labels: Tensor | None = None
+    ) -> Losses:
         noisy_images = self.noise_scheduler.add_noise(clean_images, noise, timesteps)
         target = training_target(self.noise_scheduler, clean_images, noise, timesteps)
-        losses = loss_per_sample(network(noisy_images, timesteps).sample, target, self.weights[timesteps])
+        told = () if labels is None else (embedded(labels, self.classes),)
+        losses = loss_per_sample(network(noisy_images, timesteps, *told).sample, target, self.weights[timesteps])
         return Losses(losses, losses)
 
     def ranks(self, timesteps: Tensor, **_: Tensor) -> Tensor:
@@ -77,6 +89,12 @@ class DDPM(Objective):
     def caption(self, timestep: float) -> str:
         return f"t={timestep}"
 
+    def predict(self, scaled: Tensor, timestep: Tensor, sample_numbers: Tensor) -> Tensor:
+        """By class in turn, where there are classes."""
+        labels = class_of_samples(sample_numbers, self.classes)
+        no_class = None if labels is None else torch.full_like(labels, self.classes)
+        return guided(self.exported, scaled, timestep, labels, self.options.guidance, no_class=no_class)
+
     def probe(self, data: TrainingData) -> dict:
         return examine_network(self.exported, self.noise_scheduler, data.samples, data.validation)
 
@@ -84,7 +102,12 @@ class DDPM(Objective):
         return describe_schedule(self.noise_scheduler)
 
     def card(self) -> dict:
-        return {"prediction_type": self.noise_scheduler.config.prediction_type}
+        of_classes = {"classes": self.classes, "label_dropout": self.options.label_dropout} if self.classes else {}
+        return {
+            "prediction_type": self.noise_scheduler.config.prediction_type,
+            "carries_code": bool(self.classes),
+            **of_classes,
+        }
 
 
 def main(options: DDPMOptions) -> int:
@@ -101,7 +124,8 @@ def main(options: DDPMOptions) -> int:
 
     # ---- data, network, noise schedule, optimizer, EMA; a fresh run or a resumed one, and what watches it
     data = load_data(options, accelerator)
-    objective = DDPM(make_network(options), options, accelerator.device)
+    num_classes = needed_classes(data.images) if options.class_conditional else 0
+    objective = DDPM(make_network(options, num_classes=num_classes), options, accelerator.device)
     if options.enable_xformers_memory_efficient_attention:
         use_xformers(objective.exported)
     optimizer = new_optimizer(objective.network)

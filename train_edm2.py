@@ -25,14 +25,15 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from models.edm2_pipeline import guided
 from models.edm2_unet import EDM2UNet, force_weight_norm
 from models.edm_heun import EDMHeunScheduler
+from models.guided_pipeline import guided
 from utils.core.distributed import fix_bucket_order
 from utils.data.training_data import Batch, TrainingData
 from utils.diagnostics.edm2_probe import examine_denoiser, path_timesteps, sigma_caption
 from utils.diffusion import edm2
-from utils.diffusion.edm2_unet import count_classes, make_edm2_unet
+from utils.diffusion.classes import class_of_samples, count_classes, training_labels
+from utils.diffusion.edm2_unet import make_edm2_unet
 from utils.diffusion.objective import Losses, Objective
 from utils.optim.nonfinite import propagate_nonfinite, step_if_finite
 from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, set_learning_rate
@@ -62,7 +63,7 @@ class EDM2(Objective):
         options, labels = self.options, batch.classes()
         if places is None:
             sigmas = edm2.training_noise_levels(options.seed, batch.sample_numbers, options.P_mean, options.P_std)
-            labels = edm2.training_labels(options.seed, batch.sample_numbers, labels, options.label_dropout)
+            labels = training_labels(options.seed, batch.sample_numbers, labels, options.label_dropout)
         else:
             sigmas = edm2.noise_levels_at(places, options.P_mean, options.P_std).float().to(labels.device)
         return {"clean_images": batch.clean_images, "noise": batch.noise, "sigmas": sigmas, "labels": labels}
@@ -80,8 +81,9 @@ class EDM2(Objective):
             force_weight_norm(self.network, finite)
 
     def predict(self, scaled: Tensor, timestep: Tensor, sample_numbers: Tensor) -> Tensor:
-        """By class in turn, without guidance."""
-        return guided(self.exported, scaled, timestep, edm2.class_of_samples(sample_numbers, self.classes))
+        """By class in turn."""
+        labels = class_of_samples(sample_numbers, self.classes)
+        return guided(self.exported, scaled, timestep, labels, self.options.guidance if self.classes else 1.0)
 
     def probe(self, data: TrainingData) -> dict:
         return examine_denoiser(self.network, data.samples)

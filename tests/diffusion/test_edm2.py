@@ -11,15 +11,15 @@ from scipy import stats
 from test_edm2_unet import tiny
 from torch import nn
 
-from models.edm2_pipeline import EDM2Pipeline, guided
 from models.edm_heun import EDMHeunScheduler, noise_levels
+from models.guided_pipeline import EDM2Pipeline, guided
+from utils.diffusion.classes import training_labels
 from utils.diffusion.edm2 import (
     EDM2Denoiser,
     denoise,
     losses_per_sample,
     noise_levels_at,
     noise_ranks,
-    training_labels,
     training_noise_levels,
 )
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from test_edm2_unet import tiny
 
-from models.edm2_pipeline import EDM2Pipeline
 from models.edm_heun import EDMHeunScheduler
+from models.guided_pipeline import EDM2Pipeline
 from utils.diffusion.export import check_pipeline, export_pipeline, model_card
 
 SAMPLE = """
@@ -47,7 +47,7 @@ def elsewhere(tmp_path) -> dict[str, str]:
 @pytest.mark.slow
 def test_loads_in_a_fresh_interpreter_elsewhere_and_samples_the_same(folder, tmp_path):
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    code = {"edm2_pipeline.py", "unet/edm2_unet.py", "scheduler/edm_heun.py"}
+    code = {"guided_pipeline.py", "unet/edm2_unet.py", "scheduler/edm_heun.py"}
     weights = "unet/diffusion_pytorch_model.safetensors"
     assert files == {"model_index.json", "README.md", "unet/config.json", "scheduler/scheduler_config.json", weights, *code}
     command = [sys.executable, "-c", SAMPLE, str(folder), str(tmp_path / "images.npy")]

@@ -8,8 +8,8 @@ from accelerate.state import AcceleratorState
 from test_edm2_unet import tiny
 
 import generate
-from models.edm2_pipeline import guided
 from models.edm_heun import EDMHeunScheduler
+from models.guided_pipeline import guided
 from utils.core.errors import UserError
 from utils.core.images import is_complete_png
 from utils.diffusion.export import export_pipeline

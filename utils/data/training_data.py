@@ -102,10 +102,19 @@ class TrainingSamples:
     def first_images(self, count: int) -> torch.Tensor:
         """The first clean images of this process, at most `count`, as the network is shown them: those of one pass over the
         data, so that none comes twice unless the sampling is balanced."""
+        return torch.cat([self.on_device(batch).clean_images for batch in self._first_batches(count)])[:count]
+
+    def first_labels(self, count: int) -> torch.Tensor | None:
+        """The classes of `first_images`, int64, on the host; None where they have none."""
+        if self.images.labels is None:
+            return None
+        return torch.cat([batch["labels"] for batch in self._first_batches(count)])[:count]
+
+    def _first_batches(self, count: int) -> Iterator[dict]:
         of_update = self._split.train_batch_size * self._split.gradient_accumulation_steps
         of_a_pass = len(self.images) // (of_update * self._split.num_processes)
         updates = max(1, min(math.ceil(count / of_update), of_a_pass))
-        return torch.cat([self.on_device(batch).clean_images for batch in self.batches(0, updates)])[:count]
+        return self.batches(0, updates)
 
 
 class TrainingData:
@@ -142,3 +151,10 @@ def first_validation_images(images: ImageSet, count: int, device: torch.device) 
     count = min(len(images), count)
     pixels = images.fetch(np.arange(count), np.full((count, 2), 0.5, np.float32))
     return to_unit_range(torch.from_numpy(pixels).to(device), images.max_value)
+
+
+def first_validation_labels(images: ImageSet, count: int) -> torch.Tensor | None:
+    """The classes of `first_validation_images`, int64; None where they have none."""
+    if len(images) == 0 or images.labels is None:
+        return None
+    return torch.from_numpy(images.labels[images.shown(np.arange(min(len(images), count)))])

@@ -3,14 +3,16 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDPMScheduler, ModelMixin
 from torch import nn
 
 from utils.core import randomness
 from utils.data.dataset import ImageSet
-from utils.data.training_data import TrainingSamples, first_validation_images
+from utils.data.training_data import TrainingSamples, first_validation_images, first_validation_labels
+from utils.diffusion.classes import classes_known
 from utils.diffusion.ddpm import PREDICTION_TYPES, training_target
 from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
 
@@ -38,11 +40,13 @@ def probe_network(
     seed: int = 0,
     validation_images: torch.Tensor | None = None,
     batch_size: int | None = None,
+    labels: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> dict:
     """Returns figures about `unet` (unwrapped, in full precision) on `clean_images` float32 [B, C, H, W] in [-1, 1].
 
     The network sees `batch_size` images at once, all of them where that is None; at least 2, or it could not be told whether it
-    mixes them. Only these are on its device: the rest of the arithmetic is done where `clean_images` are.
+    mixes them. Only these are on its device: the rest of the arithmetic is done where `clean_images` are. `labels`: the classes
+    of both kinds of images, int64 [B], for a network that takes them.
     The noise is a function of `seed` and the image's place, so that figures of different updates can be compared. Gives
 
         images, held_out_images: how many were looked at
@@ -62,8 +66,9 @@ def probe_network(
     device = next((parameter.device for parameter in unet.parameters()), clean_images.device)
     batch_size = max(2, batch_size or len(clean_images))
 
-    def predict(noisy_images: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        parts = zip(noisy_images.to(device).split(batch_size), timesteps.to(device).split(batch_size))
+    def predict(noisy_images: torch.Tensor, timesteps: torch.Tensor, told: torch.Tensor | None = labels[0]) -> torch.Tensor:
+        inputs = (noisy_images, timesteps) if told is None else (noisy_images, timesteps, told[: len(timesteps)])
+        parts = zip(*(value.to(device).split(batch_size) for value in inputs))
         return torch.cat([unet(*part).sample.float().to(noisy_images.device) for part in parts])
 
     numbers = torch.arange(len(clean_images), device=clean_images.device)
@@ -96,7 +101,7 @@ def probe_network(
             others, noise_of_others, their_steps = validation_images[:count], noise[:count], timesteps[:count]
             noisy_others = noise_scheduler.add_noise(others, noise_of_others, their_steps)
             wanted = training_target(noise_scheduler, others, noise_of_others, their_steps)
-            error = predict(noisy_others, their_steps) - wanted
+            error = predict(noisy_others, their_steps, labels[1]) - wanted
             found["held_out_error"][str(step)] = error.square().mean().item()
         velocity = noise_scheduler.get_velocity(clean_images, noise, timesteps)
         for name, other in zip(PREDICTION_TYPES, (noise, clean_images, velocity)):
@@ -117,7 +122,7 @@ def probe_network(
     return found
 
 
-def examine_network(unet: nn.Module, noise_scheduler: DDPMScheduler, samples: TrainingSamples, validation: ImageSet) -> dict:
+def examine_network(unet: ModelMixin, noise_scheduler: DDPMScheduler, samples: TrainingSamples, validation: ImageSet) -> dict:
     """`probe_network` on a run's first images, and how far the network is from the best denoiser that there can be for its set.
 
     However many are looked at, a micro batch at once goes through the network, or some small images: what trains can be
@@ -125,8 +130,12 @@ def examine_network(unet: nn.Module, noise_scheduler: DDPMScheduler, samples: Tr
     """
     clean_images = samples.first_images(PROBE_IMAGES).cpu()
     others = first_validation_images(validation, PROBE_IMAGES, clean_images.device)
+    asked, labels = unet, (None, None)
+    if classes := classes_known(unet):
+        asked = _WithoutClass(unet, classes)
+        labels = samples.first_labels(PROBE_IMAGES), first_validation_labels(validation, PROBE_IMAGES)
     batch_size = probe_batch(samples.micro_batch_size, samples.images.shape)
-    found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size)
+    found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size, labels)
     if samples.device.type != "mps":
         plan = GapPlan(
             timesteps=probe_timesteps(noise_scheduler.config.num_train_timesteps),
@@ -136,9 +145,21 @@ def examine_network(unet: nn.Module, noise_scheduler: DDPMScheduler, samples: Tr
             batch_size=batch_size,
             random_flip=samples.random_flip,
         )
-        gap = denoiser_gap(unet, noise_scheduler, samples.images, validation, plan)
+        gap = denoiser_gap(asked, noise_scheduler, samples.images, validation, plan)
         found |= gap_by_timestep(gap)
     return found
+
+
+class _WithoutClass(nn.Module):
+    """A class-conditional UNet2DModel, asked without a class, to be compared with the best denoiser for the whole set."""
+
+    def __init__(self, unet: nn.Module, num_classes: int):
+        super().__init__()
+        self.unet, self.num_classes = unet, num_classes
+
+    def forward(self, noisy_images: torch.Tensor, timesteps: torch.Tensor) -> Any:
+        no_class = torch.full((len(noisy_images),), self.num_classes, device=noisy_images.device)
+        return self.unet(noisy_images, timesteps, no_class)
 
 
 @contextmanager

@@ -32,12 +32,6 @@ def noise_ranks(sigma: torch.Tensor, mean: float, std: float) -> torch.Tensor:
     return (torch.special.ndtr((sigma.log() - mean) / std) * NOISE_RANKS).long().clamp(0, NOISE_RANKS - 1)
 
 
-def training_labels(seed: int, sample_numbers: torch.Tensor, labels: torch.Tensor, dropout: float) -> torch.Tensor:
-    """`labels` int64 [B] with a share of `dropout` replaced by -1, no class, so that the network learns both."""
-    dropped = randomness.uniform(seed, "label dropout", sample_numbers)[:, 0] < dropout
-    return labels.masked_fill(dropped, -1)
-
-
 class Uncertainty(nn.Module):
     """u(sigma): one linear layer on Fourier features of c_noise, [B] -> [B]. Trained with the network and thrown away after."""
 
@@ -79,11 +73,6 @@ def denoise(
     c_skip, c_out, c_in, c_noise = preconditioning(sigma, sigma_data)
     c_skip, c_out, c_in = (c[:, None, None, None] for c in (c_skip, c_out, c_in))
     return c_skip * noisy_images + c_out * unet(c_in * noisy_images, c_noise, class_labels).sample.float()
-
-
-def class_of_samples(sample_numbers: torch.Tensor, num_classes: int) -> torch.Tensor | None:
-    """Returns every class in turn, int64 [B]; None where there are no classes."""
-    return sample_numbers % num_classes if num_classes else None
 
 
 def losses_per_sample(

@@ -1,7 +1,6 @@
 """The EDM2 network of a run: from a preset, a config, or the resolution."""
 
 from models.edm2_unet import PRESETS, EDM2UNet
-from utils.data.dataset import ImageSet
 from utils.diffusion.unet import build_network, read_config
 from utils.options.flags import EDM2Options
 
@@ -20,10 +19,3 @@ def make_edm2_unet(options: EDM2Options, device_type: str = "cpu", num_classes: 
     config["num_class_embeds"] = num_classes
     levels = len(config.get("channel_multipliers", PAPER_LEVELS))
     return build_network(EDM2UNet, config, levels, options, device_type)
-
-
-def count_classes(images: ImageSet) -> int:
-    """Returns the number of classes; 0 without labels."""
-    if images.labels is None or len(images.labels) == 0:
-        return 0
-    return max(int(images.labels.max()) + 1, len(images.class_names or ()))

@@ -26,10 +26,9 @@ PIPELINE_INDEX = "model_index.json"
 MODELS = Path(__file__).parents[2] / "models"
 CONFIGS = ("unet/config.json", "scheduler/scheduler_config.json")
 # Nothing else of a run's folder goes to the Hub: no checkpoints, no logs, no options.
-PUBLISHED = (PIPELINE_INDEX, "README.md", "edm2_pipeline.py", "unet/*", "scheduler/*", "samples/*.png")
+PUBLISHED = (PIPELINE_INDEX, "README.md", "guided_pipeline.py", "unet/*", "scheduler/*", "samples/*.png")
 # What diffusers does not have goes along as code, next to what it makes: its module, its class, where it stands.
 CODE = {
-    "_class_name": ("edm2_pipeline", "EDM2Pipeline", "."),
     "unet": ("edm2_unet", "EDM2UNet", "unet"),
     "scheduler": ("edm_heun", "EDMHeunScheduler", "scheduler"),
 }
@@ -45,8 +44,9 @@ def export_pipeline(
 ) -> None:
     """Writes a pipeline at the top of `output_dir`: model_index.json, unet/, scheduler/, README.md, safetensors only.
 
-    It is a `DDPMPipeline`; for an `EDM2UNet` an `EDM2Pipeline` with the code of models/, which diffusers runs when it
-    loads the folder with trust_remote_code=True, and with `class_names`, where its classes have names. `unet` is the
+    It is a `DDPMPipeline`; for an `EDM2UNet` an `EDM2Pipeline`, and for a UNet2DModel with classes a `ClassDDPMPipeline`, with
+    the code of models/, which diffusers runs when it loads the folder with trust_remote_code=True, and with `class_names`,
+    where its classes have names. `unet` is the
     unwrapped network with the weights to publish, on any device, compiled in place or patched by accelerate: what is saved
     is fp32 under clean names. `extra_files` maps more relative paths to their contents. Everything is written into a
     hidden folder first and then moved file by file,
@@ -144,20 +144,21 @@ def _difference(unet: ModelMixin, saved: ModelMixin, loaded: ModelMixin) -> str 
 def _save_pipeline(unet: ModelMixin, scheduler: Scheduler, draft: Path, class_names: Sequence[str] | None = None) -> None:
     from diffusers import DDPMPipeline
 
-    from models.edm2_pipeline import EDM2Pipeline
     from models.edm2_unet import EDM2UNet
+    from models.guided_pipeline import ClassDDPMPipeline, EDM2Pipeline
 
-    carries_code = isinstance(unet, EDM2UNet)
     scheduler = type(scheduler).from_config(config_for_any(scheduler.config))
-    if carries_code:
+    code = CODE if isinstance(unet, EDM2UNet) else {}
+    if code or unet.config.num_class_embeds:
         names = dict(enumerate(class_names)) if class_names and unet.config.num_class_embeds else None
-        pipeline = EDM2Pipeline(unet=unet, scheduler=scheduler, id2label=names)
+        pipeline = (EDM2Pipeline if code else ClassDDPMPipeline)(unet=unet, scheduler=scheduler, id2label=names)
+        code = {"_class_name": ("guided_pipeline", type(pipeline).__name__, "."), **code}
     else:
         pipeline = DDPMPipeline(unet=unet, scheduler=scheduler)
     pipeline.save_pretrained(draft, max_shard_size="1TB")  # one weights file whatever the size: a single rename replaces it
-    if carries_code:
+    if code:
         index = json.loads((draft / PIPELINE_INDEX).read_text())
-        for name, (module, class_name, folder) in CODE.items():
+        for name, (module, class_name, folder) in code.items():
             index[name] = [module, class_name]
             shutil.copyfile(MODELS / f"{module}.py", draft / folder / f"{module}.py")
         (draft / PIPELINE_INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -250,7 +251,8 @@ def model_card(facts: Mapping) -> str:
     carries_code = bool(facts.get("carries_code"))
     kind = "class-conditional" if facts.get("classes") else "unconditional"
     header = ["library_name: diffusers", "tags:", "- diffusers", f"- {kind}-image-generation"]
-    header.append("- edm2" if carries_code else "- ddpm")
+    is_edm2 = carries_code and not facts.get("prediction_type")
+    header.append("- edm2" if is_edm2 else "- ddpm")
     if facts.get("license"):
         header.insert(0, f"license: {json.dumps(facts['license'])}")  # a JSON string is a YAML string
     if facts.get("hub_dataset"):
@@ -265,12 +267,22 @@ def model_card(facts: Mapping) -> str:
         command = re.sub(r"(--hub_token[= ]+)\S+|hf_\w{20,}", lambda match: f"{match[1] or ''}***", facts["command"])
         sections.append(f"## Training command\n\n```bash\n{command}\n```")
     name, trust = ("DiffusionPipeline", ", trust_remote_code=True") if carries_code else ("DDPMPipeline", "")
-    load = f"pipeline = {name}.from_pretrained({json.dumps(str(facts.get('pipeline', '.')))}{trust})"
+    place = json.dumps(str(facts.get("pipeline", ".")))
+    load = f"pipeline = {name}.from_pretrained({place}{trust})"
     first = next(iter(facts.get("class_names") or [0]))
     call = f"pipeline(class_labels=[{json.dumps(first)}], guidance_scale=1.5)" if facts.get("classes") else "pipeline()"
     lines = [f"from diffusers import {name}", "", load, f"image = {call}.images[0]"]
     warning = "Loading it runs the Python files of this repository: read them first.\n\n" if carries_code else ""
     sections.append(f"## Use\n\n{warning}```python\n" + "\n".join(lines) + "\n```")
+    if carries_code and not is_edm2:
+        plain = [  # a pipeline of diffusers that asks any UNet2DModel for classes, with any scheduler
+            "from diffusers import ConsistencyModelPipeline, DDIMScheduler, UNet2DModel",
+            "",
+            f'unet = UNet2DModel.from_pretrained({place}, subfolder="unet")',
+            f'pipeline = ConsistencyModelPipeline(unet, DDIMScheduler.from_pretrained({place}, subfolder="scheduler"))',
+            "image = pipeline(class_labels=[0], num_inference_steps=50).images[0]",
+        ]
+        sections.append("With classes of diffusers alone, without guidance:\n\n```python\n" + "\n".join(plain) + "\n```")
     return "\n\n".join(section for section in sections if section) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Asking an EDM2 network for classes, with guidance away from a weaker prediction."""
+"""Asking a network for classes, with guidance away from a weaker prediction."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from diffusers import ModelMixin
 
-from models.edm2_pipeline import guided
+from models.guided_pipeline import guided
 from utils.core.errors import UserError
+from utils.diffusion.classes import classes_known, has_class_for_none
 from utils.diffusion.sampling import is_edm
 
 _NAMED = 20  # classes that a message lists
@@ -39,16 +40,12 @@ def make_guided_prediction(
     guide_config: Mapping | None = None,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """The `predict` of `sampling.sample`: sample i is of the class that is the i-th of `class_labels` (None: of all), again and
-    again. None for a network of another kind than EDM2's, which is to be asked plainly.
+    again. None for an unconditional DDPM without a guide, which is to be asked plainly.
 
-    See `models.edm2_pipeline.guided` for `guidance` and `guide`; the configs are the pipelines' schedulers'. Raises UserError
+    See `models.guided_pipeline.guided` for `guidance` and `guide`; the configs are the pipelines' schedulers'. Raises UserError
     for classes that the network does not know, for guidance without a guide, and for a guide of other data.
     """
-    if not is_edm(scheduler_config):
-        if class_labels is not None or guidance != 1.0 or guide is not None:
-            raise UserError("--class_labels, --guidance and --guide_pipeline need a pipeline of train_edm2.py")
-        return None
-    num_classes = unet.config.num_class_embeds
+    num_classes = classes_known(unet)
     if class_labels is not None and not all(0 <= label < num_classes for label in class_labels):
         known = f"from 0 to {num_classes - 1}" if num_classes else "none: it was trained without classes"
         raise UserError(f"--class_labels {' '.join(map(str, class_labels))}: the pipeline's classes are {known}")
@@ -59,14 +56,22 @@ def make_guided_prediction(
             raise UserError("--guide_pipeline does nothing without --guidance, such as 1.5")
         names = ("sample_size", "in_channels", "num_class_embeds")
         wanted, found = ([network.config.get(name) for name in names] for network in (unet, guide))
-        if wanted != found or scheduler_config["sigma_data"] != (guide_config or {}).get("sigma_data"):
+        process, other = (
+            [config.get(name) for name in ("sigma_data", "prediction_type", "beta_schedule", "num_train_timesteps")]
+            for config in (scheduler_config, guide_config or {})
+        )
+        if wanted != found or process != other:
             raise UserError(
-                f"--guide_pipeline is of other data: size, channels and classes {found}, not {wanted}, or its sigma_data"
+                f"--guide_pipeline is of other data: size, channels and classes {found}, not {wanted}, or its sigma_data, "
+                "prediction type or schedule"
             )
+    if not is_edm(scheduler_config) and not num_classes and guide is None:
+        return None
     labels = torch.tensor(list(class_labels) if class_labels is not None else range(num_classes))
 
     def predict(scaled: torch.Tensor, timestep: torch.Tensor, sample_numbers: torch.Tensor) -> torch.Tensor:
         classes = labels.to(sample_numbers.device)[sample_numbers % len(labels)] if num_classes else None
-        return guided(unet, scaled, timestep, classes, guidance, guide)
+        no_class = torch.full_like(classes, num_classes) if classes is not None and has_class_for_none(unet) else None
+        return guided(unet, scaled, timestep, classes, guidance, guide, no_class)
 
     return predict

@@ -25,6 +25,7 @@ class Objective(ABC):
         noise_scheduler: of diffusers, what the pipeline is exported with.
         level: the name of the noise levels [B] among what `draw` gives.
         num_ranks: `ranks` are below it.
+        classes: how many the network knows; 0 for an unconditional one.
         loader: the Python expression that loads the exported pipeline, with `{path!r}` in it.
         predict: what a sampler asks in place of `exported`, see `sampling.sample`; None for a plain call.
     """
@@ -34,6 +35,7 @@ class Objective(ABC):
     noise_scheduler: Scheduler
     level: str
     num_ranks: int
+    classes: int = 0
     loader: str
     predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=nn.Module)
 
+EDM2, CLASSES = "EDM2UNet", "ClassDDPMPipeline"  # the classes of ours by which pipelines that carry code are known
+
 
 def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
     """Returns the U-Net in fp32 and the scheduler's config, of a folder or a name on the Hub.
@@ -39,12 +41,22 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
                 f"{pipeline} is no unconditional pixel-space pipeline: it needs a UNet2DModel `unet` and a `scheduler` "
                 f"alone, and has {has}{kind}"
             )
+        if isinstance(index["_class_name"], list):  # of which code would be run
+            raise UserError(
+                f"{pipeline} carries code, which is not run here; only pipelines of diffusers' own classes are taken"
+            )
         loaded = _load_any_variant(DiffusionPipeline, pipeline)
     except UserError:
         raise
     except Exception as error:  # missing, unreachable, truncated or of another shape: each library raises its own kind
         raise UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}") from error
     config = dict(loaded.scheduler.config)
+    of_unet = loaded.unet.config
+    if of_unet.num_class_embeds is not None or of_unet.class_embed_type is not None:
+        raise UserError(
+            f"{pipeline} is class-conditional; only unconditional pipelines and those of train_ddpm.py and train_edm2.py are "
+            "supported"
+        )
     if config.get("predict_epsilon") is False:  # what prediction_type was called until diffusers 0.9
         config["prediction_type"] = "sample"
     prediction_type = config.get("prediction_type", "epsilon")
@@ -82,8 +94,8 @@ def _load_any_variant(pipeline_class: type["DiffusionPipeline"], pipeline: str) 
 def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
     """Returns the U-Net in fp32 and the scheduler's config of what the scripts here can sample from. Raises UserError.
 
-    An unconditional pipeline as for `load_unconditional`; an EDM2 pipeline, with or without classes, of which no code of its
-    own is run: its network is loaded with the classes of this repository; or `checkpoint-<N>` of a run's folder, with its
+    An unconditional pipeline as for `load_unconditional`; an EDM2 pipeline, with or without classes, or a DDPM pipeline of ours
+    with classes, of which no code of its own is run; or `checkpoint-<N>` of a run's folder, with its
     averaged weights (the raw ones of a run without EMA) in the network that the run has exported.
     """
     path = Path(pipeline)
@@ -91,7 +103,9 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
     exported = str(path.parent) if is_checkpoint else pipeline
     if is_checkpoint and not (path.parent / "model_index.json").is_file():
         raise UserError(f"cannot load {path}: {path.parent} must hold the pipeline that an export leaves")
-    unet, scheduler_config = _load_edm2(exported) if _is_edm2(exported) else load_unconditional(exported)
+    kind = _kind(exported)
+    load = _load_edm2 if kind == EDM2 else _load_parts if kind == CLASSES else load_unconditional
+    unet, scheduler_config = load(exported)
     if is_checkpoint:
         from safetensors.torch import load_file
 
@@ -117,13 +131,16 @@ def names_of_classes(pipeline: str) -> list[str]:
         return []
 
 
-def _is_edm2(pipeline: str) -> bool:
+def _kind(pipeline: str) -> str | None:
+    """EDM2 or CLASSES for pipelines that carry code of ours, None for all others."""
     from diffusers import DiffusionPipeline
 
     try:
-        return DiffusionPipeline.load_config(pipeline).get("unet", (None, None))[1] == "EDM2UNet"
+        index = DiffusionPipeline.load_config(pipeline)
+        made_by, unet = index.get("_class_name"), index.get("unet", (None, None))
+        return EDM2 if unet[1] == EDM2 else CLASSES if isinstance(made_by, list) and made_by[1] == CLASSES else None
     except Exception:  # load_unconditional says why
-        return False
+        return None
 
 
 def _load_edm2(pipeline: str) -> tuple["EDM2UNet", dict]:
@@ -137,6 +154,16 @@ def _load_edm2(pipeline: str) -> tuple["EDM2UNet", dict]:
         raise UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}") from error
 
 
+def _load_parts(pipeline: str) -> tuple["UNet2DModel", dict]:
+    from diffusers import DDPMScheduler, UNet2DModel
+
+    try:
+        unet = UNet2DModel.from_pretrained(pipeline, subfolder="unet", use_safetensors=True)
+        return _in_own_memory(unet.float()), dict(DDPMScheduler.load_config(pipeline, subfolder="scheduler"))
+    except Exception as error:
+        raise UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}") from error
+
+
 def _in_own_memory(unet: T) -> T:
     """`unet` with each tensor in fresh memory. safetensors leaves them inside the mapped file, at any multiple of 4 bytes, and
     kernels of some CPUs round otherwise there: the same weights shall give the same bits whatever file they come from."""
@@ -146,12 +173,8 @@ def _in_own_memory(unet: T) -> T:
 
 
 def image_shape(unet: "UNet2DModel | EDM2UNet") -> tuple[int, int, int]:
-    """(C, H, W) of the images that `unet` was trained on. Raises UserError where it does not say, or needs more than
-    noise."""
+    """(C, H, W) of the images that `unet` was trained on. Raises UserError where it does not say."""
     config = unet.config
-    is_edm2 = "model_channels" in config
-    if not is_edm2 and (config.num_class_embeds is not None or config.class_embed_type is not None):
-        raise UserError("the pipeline's unet is class-conditional; only unconditional ones and EDM2's are supported")
     if config.sample_size is None:
         raise UserError("the pipeline's unet/config.json has no sample_size, so the size of its images is unknown")
     if config.in_channels not in (1, 3) or config.out_channels != config.in_channels:

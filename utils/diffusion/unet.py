@@ -21,9 +21,10 @@ ORIGINAL_WEIGHT = ".parametrizations.weight.original"  # what a layer under spec
 UNET_DEFAULT_LEVELS = (224, 448, 672, 896)  # UNet2DModel's own block_out_channels
 
 
-def make_unet(options: DDPMOptions, device_type: str = "cpu") -> UNet2DModel:
+def make_unet(options: DDPMOptions, device_type: str = "cpu", num_classes: int = 0) -> UNet2DModel:
     """Returns a UNet2DModel whose weights are a function of the options (global random state is left as it was).
 
+    With `num_classes` it has an embedding for each class and, the last one, for no class; 0 makes it unconditional.
     `activation` and `dropout` of None keep the network's own. `channels_last` puts the channels of kernels innermost in memory,
     which those of activations follow. Raises UserError as `read_config` and `build_network` do.
     """
@@ -35,8 +36,9 @@ def make_unet(options: DDPMOptions, device_type: str = "cpu") -> UNet2DModel:
         if name not in NETWORKS:
             raise UserError(f"unknown --model_preset {name!r}; choose from {', '.join(NETWORKS)}")
         config = dict(NETWORKS[name])
-    elif config.get("class_embed_type") or config.get("num_class_embeds"):
-        raise UserError("the model config is class-conditional; train_ddpm.py trains without classes")
+    elif config.get("class_embed_type") or (config.get("num_class_embeds") and not options.class_conditional):
+        raise UserError("the model config is class-conditional: set --class_conditional, or edit the config")
+    config["num_class_embeds"] = num_classes + 1 if num_classes else None
     if options.activation is not None:
         config["act_fn"] = options.activation
 

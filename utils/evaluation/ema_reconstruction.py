@@ -10,6 +10,7 @@ from torch import nn
 from models.edm2_unet import EDM2UNet
 from models.edm_heun import EDMHeunScheduler
 from utils.core.errors import UserError
+from utils.diffusion.classes import classes_known
 from utils.diffusion.pipelines import load_network
 from utils.diffusion.sampling import Scheduler, is_edm
 from utils.diffusion.unet import normalize_spectra
@@ -51,13 +52,13 @@ def check_output(output_dir: Path, run: Path) -> None:
 def describe(run: Path, unet: ModelMixin) -> dict:
     """Returns facts for the model card (see `export.model_card`) from what the run recorded."""
     record = RunRecord.read(run)
-    classes = unet.config.num_class_embeds or None
     facts = {
         "title": f"{run.resolve().name}, EMA reconstructed after training",
         "data": record.options.get("dataset_name") or record.options.get("train_data_dir"),
         "command": record.command,
         "resolution": unet.config.sample_size,
-        "classes": classes,
-        "carries_code": isinstance(unet, EDM2UNet),
+        "classes": classes_known(unet) or None,
+        "prediction_type": record.options.get("prediction_type"),
+        "carries_code": isinstance(unet, EDM2UNet) or bool(classes_known(unet)),
     }
     return json.loads(json.dumps(facts))

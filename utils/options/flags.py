@@ -274,6 +274,25 @@ class RunOptions(TrainingDataOptions, TrainingOptions, OptimizerOptions, EMAOpti
 
 
 @dataclass(kw_only=True)
+class ClassOptions(Options):
+    """classes"""
+
+    class_conditional: bool = flag(False, "train with the classes of the images (no)")
+    label_dropout: float = flag(
+        0.1, "share of samples that are trained without a label, for guidance (0.1)", at_least=0, below=1
+    )
+    guidance: float = flag(
+        1.0, "strength of the guidance in sample grids and evaluations of the run; 1: off (1)", at_least=0, free=True
+    )
+
+    def check_classes(self) -> None:
+        if self.guidance != 1.0 and not self.class_conditional:
+            raise UserError(f"--guidance {self.guidance:g} needs --class_conditional")
+        if self.guidance != 1.0 and not self.label_dropout:
+            raise UserError(f"--guidance {self.guidance:g} needs --label_dropout: it asks the network without a class too")
+
+
+@dataclass(kw_only=True)
 class DDPMNetworkOptions(Options):
     """network"""
 
@@ -317,7 +336,7 @@ class DDPMSamplingOptions(Options):
 
 
 @dataclass(kw_only=True)
-class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, RunOptions, DDPMSamplingOptions):
+class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOptions, DDPMSamplingOptions):
     """train_ddpm.py"""
 
     presets, script = FLAGS, "train_ddpm"
@@ -332,6 +351,9 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, RunOptions, DDPMSamp
 
     def check(self) -> None:
         super().check()
+        self.check_classes()
+        if self.label_dropout != type(self).label_dropout and not self.class_conditional:
+            raise UserError("--label_dropout needs --class_conditional")
         if self.spectral_norm and self.gradient_checkpointing:
             raise UserError(
                 "--spectral_norm and --gradient_checkpointing: computing a layer again would move its power iteration"
@@ -355,10 +377,6 @@ class EDM2DiffusionOptions(Options):
     P_mean: float = flag(-0.8, "mean of ln sigma in training (-0.8; -0.4 for latents)")
     P_std: float = flag(1.6, "standard deviation of ln sigma (1.6; 1.0 for latents)", above=0)
     sigma_data: float = flag(0.5, "standard deviation of the images in [-1, 1] (0.5)", above=0)
-    class_conditional: bool = flag(True, "train with classes if there are labels (yes)")
-    label_dropout: float = flag(
-        0.1, "share of samples that are trained without a label, for guidance (0.1)", at_least=0, below=1
-    )
 
 
 @dataclass(kw_only=True)
@@ -370,7 +388,7 @@ class EDM2SamplingOptions(Options):
 
 
 @dataclass(kw_only=True)
-class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, RunOptions, EDM2SamplingOptions):
+class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOptions, EDM2SamplingOptions):
     """train_edm2.py"""
 
     presets, about_presets, usual_preset = EDM2_FLAGS, EDM2_ABOUT, "XS"
@@ -395,6 +413,11 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, RunOptions, EDM2Samp
     )
     ema_type: Any = changed(EMAOptions, "ema_type", "power")
     output_dir: str = changed(OutputOptions, "output_dir", "edm2-model-64")
+    class_conditional: bool = changed(ClassOptions, "class_conditional", True, "train with classes if there are labels (yes)")
+
+    def check(self) -> None:
+        super().check()
+        self.check_classes()
 
     def uses_channels_last(self, device_type: str) -> bool:
         """`channels_last`, or on a GPU."""
@@ -408,7 +431,7 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, RunOptions, EDM2Samp
 class GenerateOptions(Options):
     """options"""
 
-    pipeline: str = flag(MISSING, "folder or Hub name of an unconditional diffusers pipeline")
+    pipeline: str = flag(MISSING, "folder or Hub name of a diffusers pipeline, unconditional or of these scripts")
     output_dir: Path = flag(MISSING, "folder for the images")
     num_images: int = flag(MISSING, "number of images", at_least=1)
     seed: int = flag(0, "another seed gives another set of images (default: 0)")
@@ -442,11 +465,9 @@ class EvaluatedOptions(Options):
     num_inference_steps: int | None = flag(
         None, "denoising steps (50; with ddpm all that were trained; 32 for EDM2)", at_least=1
     )
-    class_labels: list[str] | None = flag(None, "EDM2: make images of these classes in turn: names or numbers (all)")
-    guidance: float = flag(1.0, "EDM2: strength of the guidance; 1: off (1)")
-    guide_pipeline: str | None = flag(
-        None, "EDM2, autoguidance: a smaller or less trained pipeline (the model without classes)"
-    )
+    class_labels: list[str] | None = flag(None, "make images of these classes in turn: names or numbers (all)")
+    guidance: float = flag(1.0, "strength of the guidance; 1: off (1)")
+    guide_pipeline: str | None = flag(None, "autoguidance: a smaller or less trained pipeline (the model without classes)")
     validation_images: int = flag(
         0, "number of validation images of the training, if --pipeline is not a run of these scripts (0)", at_least=0
     )

@@ -24,12 +24,14 @@ DATA_SOURCES = (
     *("train_data_dir", "image_column", "label_column"),
 )
 OF_THE_AVERAGES = {"ema_type", "ema_widths"}  # an average of another kind cannot go on from those of a checkpoint
+WITHOUT = {"class_conditional": False, "label_dropout": 0.1}  # flags that earlier versions did not have, and what they did
 EXIT_STATUS = "exit_status"  # there only once a run has ended by itself or by a signal: not while it goes on, nor after a crash
 RUN_FILES = (
     "options.json",
     EXIT_STATUS,
     "model_index.json",
-    "edm2_pipeline.py",
+    "guided_pipeline.py",
+    "edm2_pipeline.py",  # of earlier versions
     "README.md",
     "bad_images.json",
     "history.jsonl",
@@ -156,6 +158,7 @@ def check_options(saved: dict, current: dict, allowed: list[str], misfit: str | 
     options differ and are not `allowed`.
     """
     absent = "(absent)"
+    saved = {n: value for n, value in WITHOUT.items() if n in current} | saved
     names = sorted((saved.keys() | current.keys()) - GONE)
     differing = [n for n in names if saved.get(n, absent) != current.get(n, absent)]
     fixed = [n for n in differing if n in OF_THE_AVERAGES and saved.get("use_ema") and current.get("use_ema")]

@@ -158,7 +158,7 @@ def begin_run(
         "parameters": sum(p.numel() for p in objective.exported.parameters()),
         "training_images": len(data.training),
         "validation_images": len(data.validation),
-        "classes": objective.exported.config.num_class_embeds or 0,
+        "classes": objective.classes,
     }
     if state.step < length.max_train_steps:
         on_main_process(accelerator, _check_disk, options, folder, objective, state, length)

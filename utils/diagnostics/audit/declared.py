@@ -142,6 +142,7 @@ class Declared:
     dropout: float | None = None  # of the network's activations; None: not declared
     network: DeclaredNetwork | None = None  # of a DDPM
     class_conditional: bool = True  # whether labels that the network is told should matter
+    no_class: int = -1  # what the network is told for no class: a UNet2DModel the number after those of the classes
 
     @property
     def process(self) -> DeclaredProcess:
@@ -191,7 +192,8 @@ def declared_by(options: RunOptions, facts: dict[str, Any], checkpoint: Path | N
         _decays(options),
         options.dropout if isinstance(options, DDPMOptions | EDM2Options) else None,
         network,
-        not isinstance(options, EDM2Options) or options.class_conditional,
+        options.class_conditional if isinstance(options, DDPMOptions | EDM2Options) else True,
+        facts.get("classes", -1) if isinstance(options, DDPMOptions) else -1,
     )
 
 

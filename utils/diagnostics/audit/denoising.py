@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from utils.diagnostics.audit.conditions import check_told
 from utils.diagnostics.audit.declared import Declared
 from utils.diagnostics.audit.fitting import (
     SMALL,
@@ -69,7 +70,7 @@ def check_denoising(micro_steps: list[MicroStep], declared: Declared, loss_scale
     if seen.x.shape[1] < 8:
         return [not_observed("input", "noisy image", "y + sigma noise", "images of so few values tell nothing")]
     sigma_data = declared.denoising.sigma_data
-    checks = [_told(seen), _noisy(seen), *_preconditioning(seen, sigma_data), *_labels(usable)]
+    checks = [_told(seen), _noisy(seen), *_preconditioning(seen, sigma_data), *check_told(usable, "unet")]
     raw_loss = seen_loss(raw_calls, declared.micro_steps, loss_scale)
     loss = seen_loss(calls, declared.micro_steps, loss_scale)
     if isinstance(raw_loss, Loss):
@@ -250,25 +251,6 @@ def _coefficient(
         fits = square > 0 and worst(squares / square - 1) < 0.02
         how = f"that of sigma_data {square**0.5:.3g}, declared {sigma_data:g}" if fits else times
     return Check(stage, name, wanted, said, False, f"{name} is {how}, declared {wanted}")
-
-
-# ---- the labels
-
-
-def _labels(usable: list[MicroStep]) -> list[Check]:
-    """Whether the raw network is told the labels that were drawn."""
-    pairs = [(step.batch.get("labels"), (*step.calls["unet"].inputs[2:3], None)[0]) for step in usable]
-    if any(drawn is None for drawn, _ in pairs):
-        return []
-    drawn = torch.cat([drawn for drawn, _ in pairs]).long().cpu()
-    none = torch.full_like(drawn, -1)
-    told = torch.cat([none[: len(drawn)] if given is None else given.reshape(-1).long().cpu() for drawn, given in pairs])
-    text, name = "", "labels that the network is told"
-    if not (same := torch.equal(drawn, told)):
-        known = neighbors("those", drawn) | {"none": none, "one too high": drawn + 1, "always 0": drawn * 0}
-        how = next((how for how, labels in known.items() if torch.equal(labels, told)), "others")
-        text = f"the network is told other labels than those drawn: {how}"
-    return [Check("condition", name, "those drawn", "the same" if same else "others", same, text)]
 
 
 # ---- the loss

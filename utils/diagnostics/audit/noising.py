@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from utils.diagnostics.audit.conditions import check_told
 from utils.diagnostics.audit.declared import WEIGHTINGS, Declared, DeclaredNoising
 from utils.diagnostics.audit.fitting import SMALL, TOLERANCE, constant, fit, gather, middle, named, named_multiple, span, worst
 from utils.diagnostics.audit.loss import NO_GRADIENT, Loss, seen_loss
@@ -35,7 +36,8 @@ class Seen:
 
 
 def check_noising(micro_steps: list[MicroStep], declared: Declared, loss_scale: float = 1.0) -> list[Check]:
-    """Checks of all micro steps of an update together, of a network that is called with (noisy images, timesteps).
+    """Checks of all micro steps of an update together, of a network that is called with (noisy images, timesteps) or
+    with (noisy images, timesteps, labels).
 
     Clean images, noise and timesteps are those that the loop told as "clean_images", "noise" and "timesteps".
     """
@@ -56,15 +58,16 @@ def check_noising(micro_steps: list[MicroStep], declared: Declared, loss_scale: 
     abar = formula.alphas_cumprod.to(x.device)[timesteps][:, None]
     seen = Seen(x, told, clean, noise, timesteps, abar.sqrt(), (1 - abar).sqrt())
     checks = [_timesteps_told(told, drawn, formula.steps), _noisy_images(seen, formula)]
+    labels = check_told(usable, "network", declared.no_class)
     loss = seen_loss(calls, declared.micro_steps, loss_scale)
     if isinstance(loss, str):
-        return [*checks, not_observed("target", "target", formula.prediction_type, loss)]
+        return [*checks, *labels, not_observed("target", "target", formula.prediction_type, loss)]
     target, weights = _target(seen, loss, formula.prediction_type)
     if target.healthy is False and checks[1].healthy is False:
         # The image may hold other noise than was drawn, and the loss may ask for that.
         other = _target(replace(seen, noise=seen.implied_noise), loss, formula.prediction_type)
         target, weights = other if other[0].healthy else (target, weights)
-    return [*checks, target] + ([] if weights is None else [_weights(weights, seen, loss, formula)])
+    return [*checks, *labels, target] + ([] if weights is None else [_weights(weights, seen, loss, formula)])
 
 
 def _complete(step: MicroStep) -> bool:

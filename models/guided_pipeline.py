@@ -1,4 +1,4 @@
-"""Images from an EDM2 network, with or without guidance, as a diffusers pipeline.
+"""Images from a network that knows classes, with or without guidance, as diffusers pipelines: of EDM2, and of DDPM.
 
 One file that imports torch and diffusers alone, because an exported pipeline carries it.
 """
@@ -16,29 +16,40 @@ def guided(
     class_labels: torch.Tensor | None = None,
     guidance: float = 1.0,
     guide: nn.Module | None = None,
+    no_class: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """F_weak + guidance (F - F_weak) at scaled input `x` [B, C, H, W]; 1 is without guidance, and costs nothing.
 
     The weak network is `guide`, a smaller or less trained one with the same classes (autoguidance, Karras et al. 2024b,
-    arXiv 2406.02507), or where that is None `unet` without the class (classifier-free guidance, Ho & Salimans 2022). Mixing F
-    mixes the denoised images alike, as both networks have the same preconditioning.
+    arXiv 2406.02507), or where that is None `unet` without the class (classifier-free guidance, Ho & Salimans 2022), which it
+    is told by `no_class`, int64 [B] or None. Mixing what is predicted mixes the denoised images alike, as both networks predict
+    the same of the same noisy image.
     """
     main = unet(x, timestep, class_labels).sample
     if guidance == 1.0:
         return main
-    weak = unet(x, timestep).sample if guide is None else guide(x, timestep, class_labels).sample
+    weak = unet(x, timestep, no_class).sample if guide is None else guide(x, timestep, class_labels).sample
     return torch.lerp(weak.float(), main.float(), guidance)
 
 
-class EDM2Pipeline(DiffusionPipeline):
-    """`unet` is F of EDM's preconditioning; `scheduler` is any of the EDM kind, Heun's method unless replaced; `id2label` has
-    the names of the classes by their numbers, if they have any."""
+class GuidedPipeline(DiffusionPipeline):
+    """What both pipelines have in common; `id2label` has the names of the classes by their numbers, if they have any."""
+
+    usual_steps: int | None = None  # None: all that were trained
 
     def __init__(self, unet: nn.Module, scheduler: SchedulerMixin, id2label: dict[int, str] | None = None):
         super().__init__()
         self.register_modules(unet=unet, scheduler=scheduler)
         self.register_to_config(id2label=id2label)
         self.labels = {name: int(number) for number, name in (id2label or {}).items()}
+
+    @property
+    def num_classes(self) -> int:
+        return self.unet.config.num_class_embeds or 0
+
+    def no_class(self, batch_size: int) -> torch.Tensor | None:
+        """What tells the network no class: None, or labels int64 [B]."""
+        return None
 
     @torch.no_grad()
     def __call__(
@@ -47,7 +58,7 @@ class EDM2Pipeline(DiffusionPipeline):
         class_labels: int | str | list[int | str] | torch.Tensor | None = None,
         guidance_scale: float = 1.0,
         guide: "DiffusionPipeline | None" = None,
-        num_inference_steps: int = 32,
+        num_inference_steps: int | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
@@ -59,29 +70,32 @@ class EDM2Pipeline(DiffusionPipeline):
         class_labels: the class of each image, or of all of them, by number or by name; None leaves it open.
         guidance_scale: 1 for none. See `guided`.
         guide: another pipeline of this kind, whose network guides away from its own mistakes.
-        num_inference_steps: Heun's method asks the network 2 n - 1 times.
+        num_inference_steps: None for all that a DDPM was trained with, and 32 for EDM2, whose Heun's method asks the network
+            2 n - 1 times.
         output_type: "pil", "np" (float [B, H, W, C] in [0, 1]) or "pt" (float [B, C, H, W] in [-1, 1], not clipped: latents).
         """
         config, device = self.unet.config, self._execution_device
         if class_labels is not None:
-            if not config.num_class_embeds:
+            if not self.num_classes:
                 raise ValueError("this network knows no classes; leave class_labels out")
             class_labels = torch.as_tensor(self._numbers(class_labels), device=device).reshape(-1)
             batch_size = len(class_labels) if batch_size is None else batch_size
             if len(class_labels) not in (1, batch_size):
                 raise ValueError(f"batch_size is {batch_size}, but there are {len(class_labels)} class_labels")
-            if class_labels.min() < 0 or class_labels.max() >= config.num_class_embeds:
-                raise ValueError(f"class_labels must be from 0 to {config.num_class_embeds - 1}, got {class_labels.tolist()}")
+            if class_labels.min() < 0 or class_labels.max() >= self.num_classes:
+                raise ValueError(f"class_labels must be from 0 to {self.num_classes - 1}, got {class_labels.tolist()}")
             class_labels = class_labels.expand(batch_size)
         self._check_guidance(guidance_scale, guide, class_labels)
         batch_size = 1 if batch_size is None else batch_size
+        no_class = self.no_class(batch_size)
+        class_labels = no_class if class_labels is None else class_labels
         shape = (batch_size, config.in_channels, config.sample_size, config.sample_size)
-        self.scheduler.set_timesteps(num_inference_steps)
+        self.scheduler.set_timesteps(num_inference_steps or self.usual_steps or self.scheduler.config.num_train_timesteps)
         x = randn_tensor(shape, generator=generator, device=device) * self.scheduler.init_noise_sigma
         for timestep in self.progress_bar(self.scheduler.timesteps):
             scaled = self.scheduler.scale_model_input(x, timestep).to(self.unet.dtype)
             weak = None if guide is None else guide.unet
-            prediction = guided(self.unet, scaled, timestep, class_labels, guidance_scale, weak)
+            prediction = guided(self.unet, scaled, timestep, class_labels, guidance_scale, weak, no_class)
             x = self.scheduler.step(prediction.float(), timestep, x, generator=generator).prev_sample
         images = x
         if output_type != "pt":
@@ -112,8 +126,28 @@ class EDM2Pipeline(DiffusionPipeline):
             raise ValueError("a guide does nothing at guidance_scale 1; set it above, such as 1.5")
         own, other = (
             [p.unet.config.get(name) for name in ("sample_size", "in_channels", "num_class_embeds")]
-            + [p.scheduler.config.get("sigma_data")]
+            + [p.scheduler.config.get(name) for name in ("sigma_data", "prediction_type", "beta_schedule")]
             for p in (self, guide)
         )
         if own != other:
-            raise ValueError(f"the guide is of other data: size, channels, classes and sigma_data {other}, not {own}")
+            raise ValueError(
+                f"the guide is of other data: size, channels, classes, sigma_data, prediction and schedule {other}, not {own}"
+            )
+
+
+class EDM2Pipeline(GuidedPipeline):
+    """`unet` is F of EDM's preconditioning; `scheduler` is any of the EDM kind, Heun's method unless replaced."""
+
+    usual_steps = 32
+
+
+class ClassDDPMPipeline(GuidedPipeline):
+    """`unet` is diffusers' UNet2DModel with one class embedding more than there are classes: the last one is that of no class.
+    `scheduler` is that of the training, or any of diffusers' made from its config."""
+
+    @property
+    def num_classes(self) -> int:
+        return self.unet.config.num_class_embeds - 1
+
+    def no_class(self, batch_size: int) -> torch.Tensor:
+        return torch.full((batch_size,), self.num_classes, device=self._execution_device)
