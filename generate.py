@@ -5,8 +5,8 @@
 This writes out/000000.png ... out/004999.png and out/grid.png. If it was stopped, run the same command again: it makes only
 the missing images. A larger --num_images adds images to the folder.
 
-It works with all unconditional DDPM and DDIM pipelines of diffusers and with those of train_edm2.py, from a folder or from
-the Hub. With classes, it makes all classes in turn, or those of --class_labels.
+It works with all unconditional DDPM and DDIM pipelines of diffusers and with those of train_ddpm.py and train_edm2.py, from a
+folder or from the Hub. With classes, it makes all classes in turn, or those of --class_labels.
 
 Each image depends only on the seed and on its own number, so any number of processes writes the same files. The batch size
 and, on a CPU, the number of threads change float rounding: a few pixels may differ by one level. So all images of a folder

@@ -34,7 +34,7 @@ from utils.diagnostics.probe import examine_network
 from utils.diffusion.classes import class_of_samples, classes_known, embedded, needed_classes, training_labels
 from utils.diffusion.ddpm import describe_schedule, loss_per_sample, loss_weights, scheduler_of, training_target
 from utils.diffusion.ideal_denoiser import bytes_for_gap
-from utils.diffusion.objective import Losses, Objective
+from utils.diffusion.objective import CODE_LOADER, Losses, Objective
 from utils.diffusion.unet import make_unet, use_xformers
 from utils.optim.nonfinite import propagate_nonfinite, step_if_finite
 from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, set_learning_rate
@@ -49,13 +49,12 @@ from utils.training.run import begin_run, claim_folder, load_data, start_process
 class DDPM(Objective):
     """The network's error about noised images (Ho et al. 2020, algorithm 1)."""
 
-    level = "timesteps"
+    level, loader = "timesteps", "DDPMPipeline.from_pretrained({path!r})"
 
     def __init__(self, unet: nn.Module, options: DDPMOptions, device: torch.device):
         self.network = self.exported = unet
         self.options, self.classes = options, classes_known(unet)
-        kind, trust = ("DiffusionPipeline", ", trust_remote_code=True") if self.classes else ("DDPMPipeline", "")
-        self.loader = f"{kind}.from_pretrained({{path!r}}{trust})"
+        self.loader = CODE_LOADER if self.classes else type(self).loader
         self.noise_scheduler = scheduler_of(options)
         self.seed, self.num_ranks = options.seed, options.ddpm_num_steps
         self.weights = loss_weights(self.noise_scheduler, options.snr_gamma).to(device)
@@ -66,10 +65,10 @@ class DDPM(Objective):
         else:
             timesteps = (places * self.num_ranks).long().to(batch.clean_images.device)
         drawn = {"clean_images": batch.clean_images, "noise": batch.noise, "timesteps": timesteps}
-        if self.classes:
-            dropout = self.options.label_dropout if places is None else 0.0
-            drawn["labels"] = training_labels(self.seed, batch.sample_numbers, batch.classes(), dropout)
-        return drawn
+        if not self.classes:
+            return drawn
+        dropout = self.options.label_dropout if places is None else 0.0
+        return drawn | {"labels": training_labels(self.seed, batch.sample_numbers, batch.classes(), dropout)}
 
     def losses(
         self, network: nn.Module, clean_images: Tensor, noise: Tensor, timesteps: Tensor, labels: Tensor | None = None

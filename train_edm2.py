@@ -34,7 +34,7 @@ from utils.diagnostics.edm2_probe import examine_denoiser, path_timesteps, sigma
 from utils.diffusion import edm2
 from utils.diffusion.classes import class_of_samples, count_classes, training_labels
 from utils.diffusion.edm2_unet import make_edm2_unet
-from utils.diffusion.objective import Losses, Objective
+from utils.diffusion.objective import CODE_LOADER, Losses, Objective
 from utils.optim.nonfinite import propagate_nonfinite, step_if_finite
 from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, set_learning_rate
 from utils.training.between_updates import Periodic
@@ -48,8 +48,7 @@ from utils.training.run import begin_run, claim_folder, load_data, start_process
 class EDM2(Objective):
     """The denoised image, by noise levels that weigh alike (Karras et al. 2024, section 2 and eq. 14)."""
 
-    level, num_ranks = "sigmas", edm2.NOISE_RANKS
-    loader = "DiffusionPipeline.from_pretrained({path!r}, trust_remote_code=True)"
+    level, num_ranks, loader = "sigmas", edm2.NOISE_RANKS, CODE_LOADER
     path, caption = staticmethod(path_timesteps), staticmethod(sigma_caption)
     network: edm2.EDM2Denoiser
 

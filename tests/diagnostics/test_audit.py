@@ -8,8 +8,8 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, UNet2DModel
 
-from utils.diagnostics.audit import denoising
 from utils.diagnostics.audit.averages import check_averages
+from utils.diagnostics.audit.conditions import check_told
 from utils.diagnostics.audit.declared import Declared, DeclaredNoising, DeclaredOptimizer
 from utils.diagnostics.audit.elements import ElementSample
 from utils.diagnostics.audit.gradients import check_gradients
@@ -484,5 +484,5 @@ def test_the_sampled_weights_and_the_samplers_oracle_need_no_float64_of_the_devi
 )
 def test_labels_that_the_network_is_not_told_are_named(given, words):
     call = Call((torch.zeros(4, 1, 8, 8), torch.zeros(4), *given))
-    [check] = denoising._labels([MicroStep({"unet": call}, {"labels": LABELS})])
+    [check] = check_told([MicroStep({"unet": call}, {"labels": LABELS})], "unet")
     assert check.healthy is (not words) and words in check.message

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from diffusers import UNet2DModel
 from test_edm2_unet import tiny
 
 import generate
@@ -17,6 +18,16 @@ from utils.diffusion.guidance import make_guided_prediction
 from utils.diffusion.pipelines import load_network
 
 CONFIG = EDMHeunScheduler().config
+TINY = {
+    "sample_size": 8,
+    "in_channels": 1,
+    "out_channels": 1,
+    "block_out_channels": (8, 8),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "down_block_types": ("DownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "UpBlock2D"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +119,24 @@ def test_what_cannot_be_asked_for_is_named(pipelines, tmp_path, words, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_pipelines_of_the_other_kind_take_no_classes():
-    with pytest.raises(UserError, match=r"need a pipeline of train_edm2\.py"):
-        make_guided_prediction(torch.nn.Identity(), {"beta_schedule": "linear"}, guidance=2.0)
-    assert make_guided_prediction(torch.nn.Identity(), {"beta_schedule": "linear"}) is None
+def test_a_network_of_ddpm_is_asked_by_class_and_without_one():
+    config, unet = {"beta_schedule": "linear"}, UNet2DModel(**TINY, num_class_embeds=4).eval()
+    x, numbers, step = torch.randn(4, 1, 8, 8), torch.arange(4, 8), torch.tensor(30)
+    with torch.no_grad():
+        of_class, without = (unet(x, step, torch.tensor(labels)).sample for labels in ([2, 0, 2, 0], [3, 3, 3, 3]))
+        found = make_guided_prediction(unet, config, [2, 0], 1.5)(x, step, numbers)
+    torch.testing.assert_close(found, without + 1.5 * (of_class - without))
+    with pytest.raises(UserError, match="--class_labels 3: the pipeline's classes are from 0 to 2"):
+        make_guided_prediction(unet, config, [3])  # that of no class
+
+
+def test_an_unconditional_ddpm_takes_no_classes():
+    config, unet = {"beta_schedule": "linear"}, UNet2DModel(**TINY)
+    with pytest.raises(UserError, match="--guidance of a pipeline without classes needs --guide_pipeline"):
+        make_guided_prediction(unet, config, guidance=2.0)
+    with pytest.raises(UserError, match="none: it was trained without classes"):
+        make_guided_prediction(unet, config, [0])
+    assert make_guided_prediction(unet, config) is None
     with pytest.raises(UserError, match="without classes needs --guide_pipeline"):
         make_guided_prediction(tiny(num_class_embeds=0), CONFIG, guidance=2.0)
 

@@ -11,6 +11,8 @@ from torch import nn
 from utils.data.training_data import Batch, TrainingData
 from utils.diffusion.sampling import Scheduler
 
+CODE_LOADER = "DiffusionPipeline.from_pretrained({path!r}, trust_remote_code=True)"  # of a pipeline that carries code
+
 
 class Losses(NamedTuple):
     trained: torch.Tensor  # [B], what the gradient is of
