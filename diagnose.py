@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
+from utils.core.size import Size
 from utils.options.flags import DiagnoseOptions
 from utils.options.parser import parse_options
 
@@ -128,10 +129,8 @@ def records_of(args: DiagnoseOptions) -> dict:
     from utils.diffusion.pipelines import image_shape, load_unconditional, training_scheduler
 
     unet, scheduler_config = load_unconditional(args.pipeline)
-    channels, height, width = image_shape(unet)
-    if height != width:
-        raise UserError(f"the pipeline makes images of {height}x{width}; only square ones can be compared with a dataset")
-    images = load(args, height, channels)
+    channels, *size = image_shape(unet)
+    images = load(args, Size(*size).resolution, channels)
     noise_scheduler = training_scheduler(scheduler_config)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = accelerator or torch.device("cpu")
@@ -150,7 +149,7 @@ def records_of(args: DiagnoseOptions) -> dict:
     }
 
 
-def load(args: DiagnoseOptions, resolution: int, image_channels: int) -> "ImageSet":
+def load(args: DiagnoseOptions, resolution: int | str, image_channels: int) -> "ImageSet":
     from utils.core.bars import Bar
     from utils.data.dataset import load_images
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
 from utils.core.files import whole_file
+from utils.core.size import Size
 from utils.options.flags import DataOptions, EvaluateOptions
 from utils.options.parser import parse_options
 
@@ -77,7 +78,7 @@ def main(args: EvaluateOptions) -> None:
         guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     shapes = {str(folder.folder): folder.shape for folder in folders}
     shapes |= {pipeline: image_shape(unet) for pipeline, unet, _ in networks}
-    shape = same_shape(shapes) if shapes else (args.image_channels, args.resolution, args.resolution)
+    shape = same_shape(shapes) if shapes else args.image_shape
 
     # ---- the real images, or what was stored of them
     stored: Any = None
@@ -200,14 +201,12 @@ def main(args: EvaluateOptions) -> None:
 
 
 def same_shape(shapes: dict[str, tuple[int, int, int]]) -> tuple[int, int, int]:
-    """Raises UserError where images of several sizes would stand in one table, or are not square."""
+    """Raises UserError where images of several sizes would stand in one table."""
     (first, shape), *others = shapes.items()
     for name, other in others:
         if other != shape:
             sizes = " and ".join(f"{n} {s[1]}x{s[2]}, {s[0]} channels" for n, s in ((first, shape), (name, other)))
             raise UserError(f"images of different sizes cannot be compared: {sizes}")
-    if shape[1] != shape[2]:
-        raise UserError(f"{first} makes images of {shape[1]}x{shape[2]}; only square ones can be compared with a dataset")
     return shape
 
 
@@ -217,7 +216,7 @@ def load_reference(args: EvaluateOptions, shape: tuple[int, int, int], shown: bo
     from utils.core.bars import Bar
     from utils.data.dataset import cache_root, load_images
 
-    size: dict[str, Any] = {"resolution": shape[1], "image_channels": shape[0]}
+    size: dict[str, Any] = {"resolution": Size(*shape[1:]).resolution, "image_channels": shape[0]}
     with Bar("reading the real images", shown=shown) as bar:
         images = load_images(replace(args, **size), bar.set)
     return images, cache_root(args.cache_dir) / "steady_diffusion"
@@ -285,7 +284,7 @@ def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple
     The same images are those of all the same options of the data: the split is a choice of row numbers. --validation_images
     says it for what is no run.
     """
-    size: dict[str, Any] = {"resolution": images.shape[1], "image_channels": images.shape[0]}
+    size: dict[str, Any] = {"resolution": Size(*images.shape[1:]).resolution, "image_channels": images.shape[0]}
     given = replace(args, **size)
     names = {each.name for each in fields(DataOptions)} - HOW_IT_IS_READ
     for folder in (Path(source), Path(source).parent):

@@ -114,7 +114,7 @@ def main(options: DDPMOptions) -> int:
     accelerator = start_processes(options, broadcast_buffers=options.spectral_norm)  # its power iteration moves them
     make_network = partial(make_unet, device_type=accelerator.device.type)
     new_optimizer = partial(make_optimizer, options=options)
-    probe_bytes = bytes_for_gap((options.image_channels, options.resolution, options.resolution), options.random_flip)
+    probe_bytes = bytes_for_gap(options.image_shape, options.random_flip)
     plan = MemoryPlan(accelerator, options, make_network, new_optimizer, probe_bytes)
     plan.settle()  # --train_batch_size auto and --global_batch_size become numbers
     if options.dry_run:

@@ -20,6 +20,7 @@ def parse_args(argv: list[str] | None = None) -> EDM2Options:
 
 OPTIONS = parse_early(parse_args) if __name__ == "__main__" else None  # above the imports that take seconds
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -96,7 +97,7 @@ class EDM2(Objective):
 def epsilon_of_means(options: EDM2Options) -> float:
     """The reference sums lambda / exp(u) (D - y)^2 + u over the N channels and pixels of an image, where we take the mean: for
     all parameters, those of u too, its gradient is N times ours, and N m / (N sqrt(v) + eps) = m / (sqrt(v) + eps / N)."""
-    return options.adam_epsilon / (options.image_channels * options.resolution**2)
+    return options.adam_epsilon / math.prod(options.image_shape)
 
 
 def main(options: EDM2Options) -> int:

@@ -219,12 +219,13 @@ class EDM2UNet(ModelMixin, ConfigMixin):
     """F of D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) (Karras et al. 2022, eq. 7): the network without preconditioning.
 
     Args:
-        sample_size: height and width of the images in pixels; each level but the first halves it.
+        sample_size: height and width of the images in pixels, one number for both or two; each level but the first halves
+            them.
         in_channels, out_channels: of the images or latents.
         num_class_embeds: number of classes; 0 for an unconditional network.
         model_channels: channels at full size; times `channel_multipliers` at each level.
         layers_per_block: residual blocks per level of the encoder; the decoder has one more.
-        attention_resolutions: sizes (in pixels of the feature map) at which blocks attend.
+        attention_resolutions: sizes (the shorter side of the feature map, in pixels) at which blocks attend.
         attention_head_dim: channels per head.
         dropout: between the convolutions of each block.
     """
@@ -235,7 +236,7 @@ class EDM2UNet(ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        sample_size: int = 64,
+        sample_size: int | tuple[int, int] | list[int] = 64,
         in_channels: int = 4,
         out_channels: int = 4,
         num_class_embeds: int = 0,
@@ -248,7 +249,8 @@ class EDM2UNet(ModelMixin, ConfigMixin):
     ):
         super().__init__()
         levels = [model_channels * multiplier for multiplier in channel_multipliers]
-        if sample_size % (1 << (len(levels) - 1)):
+        sides = (sample_size,) if isinstance(sample_size, int) else sample_size
+        if any(side % (1 << (len(levels) - 1)) for side in sides):
             raise ValueError(f"sample_size {sample_size} does not divide by {1 << (len(levels) - 1)}, as the levels need")
         embedding_channels = max(levels)
         self.gradient_checkpointing = False
@@ -274,7 +276,7 @@ class EDM2UNet(ModelMixin, ConfigMixin):
         self.encoder, self.decoder = nn.ModuleList(), nn.ModuleList()
         skips, width = [levels[0]], levels[0]
         for level, channels in enumerate(levels):
-            size = sample_size >> level
+            size = min(sides) >> level
             if level:
                 self.encoder.append(block(width, width, size, "encoder", False, "down"))
                 skips.append(width)
@@ -284,7 +286,7 @@ class EDM2UNet(ModelMixin, ConfigMixin):
                 skips.append(width)
         self.takes_skip: list[bool] = []  # by decoder block
         for level, channels in reversed(list(enumerate(levels))):
-            size = sample_size >> level
+            size = min(sides) >> level
             if level == len(levels) - 1:
                 self.decoder.append(block(width, width, size, "decoder", True))
                 self.decoder.append(block(width, width, size, "decoder", False))

@@ -89,8 +89,9 @@ class GuidedPipeline(DiffusionPipeline):
         batch_size = 1 if batch_size is None else batch_size
         no_class = self.no_class(batch_size)
         class_labels = no_class if class_labels is None else class_labels
-        shape = (batch_size, config.in_channels, config.sample_size, config.sample_size)
         self.scheduler.set_timesteps(num_inference_steps or self.usual_steps or self.scheduler.config.num_train_timesteps)
+        size = config.sample_size
+        shape = (batch_size, config.in_channels, *((size, size) if isinstance(size, int) else size))
         x = randn_tensor(shape, generator=generator, device=device) * self.scheduler.init_noise_sigma
         for timestep in self.progress_bar(self.scheduler.timesteps):
             scaled = self.scheduler.scale_model_input(x, timestep).to(self.unet.dtype)

@@ -186,7 +186,7 @@ fault(
 fault(
     "squeezed in place of cropped",
     "data",
-    (DECODE, "height, width = resized_size(image.height, image.width, self.resolution)", "height = width = self.resolution"),
+    (DECODE, "height, width = resized_size(image.height, image.width, self.size)", "height, width = self.size"),
     datasets=CROPPED,
 )
 fault("resized without a filter", "data", (DECODE, "Image.Resampling.BILINEAR", "Image.Resampling.NEAREST"), datasets=CROPPED)

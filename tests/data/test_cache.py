@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 from PIL import Image
 
 from utils.core.errors import UserError
+from utils.core.size import Size
 from utils.data import cache as packing
 from utils.data.cache import PackedImages, pack_once
 from utils.data.dataset import load_images
@@ -22,7 +23,7 @@ from utils.data.decode import ImageFile, ImagePreparation
 from utils.options.flags import DataOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PREPARE = ImagePreparation(4, 3, False, "white", 255)
+PREPARE = ImagePreparation(Size(4, 4), 3, False, "white", 255)
 
 
 def write_images(folder: Path, count=5, height=6) -> Path:
@@ -285,7 +286,7 @@ def test_packing_memory_does_not_grow_with_the_number_of_images(tmp_path):
 
     file = io.BytesIO()
     Image.new("RGB", (64, 64), "red").save(file, "PNG")
-    prepare = ImagePreparation(64, 3, False, "white", 255)
+    prepare = ImagePreparation(Size(64, 64), 3, False, "white", 255)
     peaks = []
     for count in (200, 2000):
         tracemalloc.start()

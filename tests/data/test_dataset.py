@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -369,6 +370,28 @@ def test_resize_and_crop_follow_torchvision(height, width, cache_images, load, t
     assert np.array_equal(crops, windows.transpose(1, 2, 0, 3, 4).reshape(-1, 3, 12, 12))
     last = np.full((1, 2), np.nextafter(np.float32(1), np.float32(0)), np.float32)
     assert np.array_equal(images.fetch([0], last)[0], windows[:, -1, -1])
+
+
+@pytest.mark.parametrize(("height", "width"), [(30, 38), (60, 20), (20, 60), (24, 16), (48, 33), (5, 3)])
+@pytest.mark.parametrize("cache_images", ["yes", "no"])
+def test_images_just_cover_a_size_that_is_not_square(height, width, cache_images, load, tmp_path):
+    """24x16 by the smaller of the two scales that cover it, then cut in the one direction that has room."""
+    pixels = GENERATOR.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    scale = max(Fraction(24, height), Fraction(16, width))
+    size = (int(scale * height), int(scale * width))
+    assert min(size[0] - 24, size[1] - 16) == 0
+    resized = np.asarray(Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+
+    options = {"train_data_dir": str(tmp_path), "resolution": "24x16", "cache_images": cache_images}
+    images = load(**options)
+    top, left = round((size[0] - 24) / 2.0), round((size[1] - 16) / 2.0)
+    assert images.shape == (3, 24, 16)
+    for packed in (images, load(**options, center_crop=True)):
+        assert np.array_equal(packed.fetch([0])[0], resized[:, top : top + 24, left : left + 16])
+    last = np.full((1, 2), np.nextafter(np.float32(1), np.float32(0)), np.float32)
+    assert np.array_equal(images.fetch([0], np.zeros((1, 2), np.float32))[0], resized[:, :24, :16])
+    assert np.array_equal(images.fetch([0], last)[0], resized[:, -24:, -16:])
 
 
 def every_kind_of_file(folder: Path) -> Path:

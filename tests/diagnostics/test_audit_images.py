@@ -201,8 +201,8 @@ RESIZED = {
     "filter lanczos": lambda image: resized(image, Image.Resampling.LANCZOS),
     "without antialiasing": without_antialias,
     "1/2 of the resolution": lambda image: resized(image, side=16).resize(resized(image).size, Image.Resampling.BILINEAR),
-    "squeezed to a square": lambda image: Image.fromarray(image).resize((32, 32), Image.Resampling.BILINEAR),
-    "border that makes them square": lambda image: ImageOps.pad(Image.fromarray(image), (32, 32), 2),
+    "squeezed to the size": lambda image: Image.fromarray(image).resize((32, 32), Image.Resampling.BILINEAR),
+    "border that brings them to the size": lambda image: ImageOps.pad(Image.fromarray(image), (32, 32), 2),
     "not resized": Image.fromarray,
 }
 
@@ -215,6 +215,24 @@ def test_another_resize_is_named(named, flip):
     assert verdict(unit(pictures), LARGE_FILES, declared).healthy
     pictures = [crop(RESIZED[named](image), 0.4) for image in LARGE]
     assert named in verdict(unit(pictures), LARGE_FILES, declared).message
+
+
+def test_images_that_are_not_square():
+    """A healthy crop of 24x40, at the center and elsewhere; a shape with its sides exchanged, and a squeezed image."""
+    declared = replace(PLAIN, resolution="24x40")
+    pictures = []
+    for image in LARGE:
+        scale = max(24 / image.shape[0], 40 / image.shape[1])
+        size = tuple(int(scale * side + 1e-9) for side in image.shape[1::-1])
+        pictures.append(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR))
+    for share in (0.5, 0.2):
+        corners = [[round(share * (picture.width - 40)), round(share * (picture.height - 24))] for picture in pictures]
+        shown = unit([picture.crop((x, y, x + 40, y + 24)) for picture, (x, y) in zip(pictures, corners)])
+        assert verdict(shown, LARGE_FILES, declared).healthy
+        assert verdict(shown, LARGE_FILES, replace(declared, center_crop=True)).healthy == (share == 0.5)
+    assert "images of 3x40x24" in verdict(shown.transpose(0, 1, 3, 2), LARGE_FILES, declared).message
+    squeezed = unit([Image.fromarray(image).resize((40, 24), Image.Resampling.BILINEAR) for image in LARGE])
+    assert "squeezed to the size" in verdict(squeezed, LARGE_FILES, declared).message
 
 
 def test_a_crop_elsewhere_than_at_the_center_is_named():

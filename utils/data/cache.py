@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from utils.core.errors import UserError
+from utils.core.size import Size
 from utils.data.bad_images import BadImage, BadImages, UndecodableImage
 from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
 from utils.data.stored_files import is_remote
@@ -85,13 +86,13 @@ class PackedImages:
                 raise ValueError(f"{folder / name} has {(folder / name).stat().st_size} bytes instead of {size}")
         self.length: int = meta["length"]
         self.remarks: dict[str, int] = meta["remarks"]
-        self.resolution: int = meta["resolution"]
+        self.size = Size.of(meta["resolution"])
         self.channels: int = meta["channels"]
         self.uniform: bool = meta["uniform"]
         self.bad_images = BadImages(max_bad_images)
         self.bad_images.learn(BadImage(**bad) for bad in meta.get("bad_images", ()))  # older caches have none
         dtype = np.uint8 if meta["max_value"] == 255 else np.uint16
-        shape = (self.length, self.channels, self.resolution, self.resolution) if self.uniform else (-1,)
+        shape = (self.length, self.channels, *self.size) if self.uniform else (-1,)
         self.pixels = _MappedArray(folder / "pixels.bin", dtype, shape)
         self.offsets = _MappedArray(folder / "offsets.bin", np.int64, (self.length,))
         self.sizes = _MappedArray(folder / "sizes.bin", np.int32, (self.length, 2))
@@ -100,17 +101,17 @@ class PackedImages:
         return self.length
 
     def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray:
-        """Returns pixels [batch, channels, resolution, resolution] of `rows` int64 [batch]; `crop` as in `crop_offsets`."""
+        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `crop_offsets`."""
         if self.uniform:
             batch = self.pixels.array[rows]
         else:
             sizes = self.sizes.array[rows]
-            tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.resolution, crop)
-            batch = np.empty((len(rows), self.channels, self.resolution, self.resolution), self.pixels.dtype)
+            tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.size, crop)
+            batch = np.empty((len(rows), self.channels, *self.size), self.pixels.dtype)
             for image, start, (height, width), top, left in zip(batch, self.offsets.array[rows], sizes, tops, lefts):
                 whole = self.pixels.array[start : start + self.channels * int(height) * int(width)]
                 whole = whole.reshape(self.channels, height, width)
-                image[:] = whole[:, top : top + self.resolution, left : left + self.resolution]
+                image[:] = whole[:, top : top + self.size.height, left : left + self.size.width]
         self.pixels.forget_pages()
         return batch
 
@@ -171,7 +172,7 @@ def _pack_under_lock(
 def _write(
     folder: Path, count: int, read_files: ReadFiles, prepare: ImagePreparation, progress: Progress | None, max_bad_images: int
 ) -> None:
-    needed = count * prepare.channels * prepare.resolution**2 * (1 if prepare.max_value == 255 else 2)
+    needed = count * prepare.channels * math.prod(prepare.size) * (1 if prepare.max_value == 255 else 2)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(f"{needed / 1e9:.1f} GB needed at least, {free / 1e9:.1f} GB free")
@@ -184,7 +185,7 @@ def _write(
             if error is not None:
                 bad_images.learn([BadImage(done - 1, *error.args)])
             height, width = pixels.shape[1:]
-            uniform &= height == width == prepare.resolution
+            uniform &= (height, width) == prepare.size
             pixels_file.write(pixels.data)
             offsets_file.write(np.int64(values).tobytes())
             sizes_file.write(np.array([height, width], np.int32).tobytes())
@@ -197,7 +198,7 @@ def _write(
             os.fsync(file.fileno())
     meta = {
         "length": count,
-        "resolution": prepare.resolution,
+        "resolution": prepare.size.resolution,
         "channels": prepare.channels,
         "max_value": prepare.max_value,
         "uniform": bool(uniform),

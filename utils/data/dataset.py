@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from utils.core.errors import UserError
+from utils.core.size import Size
 from utils.data.bad_images import BadImage, BadImages, UndecodableImage
 from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
 from utils.data.color_modes import background_color
@@ -44,7 +45,7 @@ class DecodedImages:
         return len(self.files)
 
     def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray | None:
-        """Returns pixels [batch, channels, resolution, resolution] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
+        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
 
         None when some of them cannot be decoded: `bad_images` has them now.
 
@@ -61,9 +62,9 @@ class DecodedImages:
             self.bad_images.learn(met)
             return None
         sizes = np.array([pixels.shape[1:] for pixels in whole])
-        side = self.prepare.resolution
-        tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], side, crop)
-        return np.stack([pixels[:, top : top + side, left : left + side] for pixels, top, left in zip(whole, tops, lefts)])
+        height, width = self.prepare.size
+        tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.prepare.size, crop)
+        return np.stack([pixels[:, top : top + height, left : left + width] for pixels, top, left in zip(whole, tops, lefts)])
 
 
 @dataclass(eq=False)
@@ -74,7 +75,7 @@ class ImageSet:
     (after the last comes the first). So it is the same one whoever fetches, and a held-out image is never trained on.
 
     Attributes:
-        shape: (channels, resolution, resolution).
+        shape: (channels, height, width).
         max_value: 255 (uint8) or 65535 (uint16), the value of white.
         labels: int64 numpy [images], or None.
         class_names: list of strings, or None.
@@ -125,12 +126,11 @@ class ImageSet:
         return f"{self.source}: {len(self):,} images, {height}x{width}, {channels} channel{'s'[: channels - 1]}{classes}"
 
     def fetch(self, indices: Indices, crop: np.ndarray | None = None) -> np.ndarray:
-        """Returns images uint8 or uint16 [batch, channels, resolution, resolution].
+        """Returns images uint8 or uint16 [batch, channels, height, width].
 
         Args:
             indices: int64 [batch] in [0, len(self)).
-            crop: float32 [batch, 2] in [0, 1), where to cut images that are not square (top, left); None cuts the
-            center.
+            crop: float32 [batch, 2] in [0, 1), where to cut images of other proportions (top, left); None cuts the center.
 
         Raises:
             IndexError: an index outside the set.
@@ -207,13 +207,13 @@ class ImageSet:
 def load_images(options: DataOptions, progress: Callable[[int, int], None] | None = None) -> ImageSet:
     """Opens a dataset (see `sources`), and packs its images once (see `cache`) unless `cache_images` is "no".
 
-    Images that are not square are cut at the center with `center_crop`, else where `fetch` is told to; those that cannot be
+    Images of other proportions are cut at the center with `center_crop`, else where `fetch` is told to; those that cannot be
     decoded end it, or are replaced as `ImageSet` says. `progress` is called with (done, total) while images are packed.
 
     Raises:
         UserError: anything about the data that a user can mend, in one line.
     """
-    resolution, image_channels = options.resolution, options.image_channels
+    shape, size = options.image_shape, Size.of(options.resolution)
     try:
         color = background_color(options.background)
     except ValueError as error:
@@ -232,8 +232,9 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
         notes.append("train_data_dir is ignored because dataset_name is given")
 
     max_value = 65535 if options.preserve_input_precision else 255
-    prepare = ImagePreparation(resolution, image_channels, options.center_crop, options.background, max_value)
-    shaping = [PACKING_VERSION, column, len(dataset), resolution, image_channels, options.center_crop, color, max_value]
+    prepare = ImagePreparation(size, options.image_channels, options.center_crop, options.background, max_value)
+    shaping = [PACKING_VERSION, column, len(dataset), size.resolution, options.image_channels, options.center_crop, color]
+    shaping.append(max_value)
     fingerprint = hashlib.sha256(json.dumps([opened.key, shaping]).encode()).hexdigest()[:32]
     files = EncodedImages(dataset, column, opened.base)
     in_use = None
@@ -242,12 +243,11 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
         store = pack_once(folder, len(files), files.between, prepare, progress, allowed)
         forget_archives()
         crop = ", center crop" if options.center_crop else ""
-        made = f"{image_channels}x{resolution}x{resolution}{crop}, background {options.background}"
+        made = f"{'x'.join(map(str, shape))}{crop}, background {options.background}"
         in_use = mark_used(folder, {"data": opened.description, "images": f"{len(files):,} images", "options": made})
         notes += [*describe_remarks(store.remarks), f"packed images: {describe_size(size_of(folder))} in {folder}"]
     else:
         store = DecodedImages(files, prepare, allowed)
-    shape = (image_channels, resolution, resolution)
     about = (labels, class_names, fingerprint, notes, opened.description)
     images = ImageSet(store, shape, max_value, *about, files=files, opened=opened.dataset, in_use=in_use)
     images.fetch([0])  # a format that nobody can read is told now, not in a worker

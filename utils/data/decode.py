@@ -1,7 +1,8 @@
 """One image file -> pixels at the training resolution: decode, turn upright, convert, resize, crop.
 
-Resizing is that of diffusers' `train_unconditional.py` (torchvision's `Resize` on a Pillow image): the shorter side
-becomes `resolution`, the longer one `int(resolution * long / short)`, by Pillow's antialiased bilinear filter.
+Resizing is that of diffusers' `train_unconditional.py` (torchvision's `Resize` on a Pillow image): one side becomes that of
+the resolution, the other one keeps the proportions, rounded down, and is no shorter than the resolution's; by Pillow's
+antialiased bilinear filter.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from utils.core.errors import UserError
+from utils.core.size import Size
 from utils.data.bad_images import UndecodableImage
 from utils.data.color_modes import background_color, is_deep, stack_planes, to_planes
 from utils.data.stored_files import is_address, read_address
@@ -68,15 +70,14 @@ class ImagePreparation:
     `channels` is 1 or 3, `max_value` 255 (uint8) or 65535 (uint16), `background` any opaque Pillow color.
     """
 
-    resolution: int
+    size: Size
     channels: int
     center_crop: bool
     background: str
     max_value: int
 
     def __call__(self, file: ImageFile) -> tuple[np.ndarray, list[str]]:
-        """Pixels [channels, height, width], the shorter side equal to `resolution`, and the keys of `REMARKS` that
-        apply.
+        """Pixels [channels, height, width] that just cover `size`, and the keys of `REMARKS` that apply.
 
         Raises:
             UndecodableImage: the file cannot be decoded or converted, and never will.
@@ -97,8 +98,8 @@ class ImagePreparation:
             raise UndecodableImage(file.name, file.path, reason) from error
 
     def blank(self) -> np.ndarray:
-        """Returns pixels [channels, resolution, resolution] that keep the place of an image that cannot be decoded."""
-        return np.zeros((self.channels, self.resolution, self.resolution), np.uint8 if self.max_value == 255 else np.uint16)
+        """Returns pixels [channels, *size] that keep the place of an image that cannot be decoded."""
+        return np.zeros((self.channels, *self.size), np.uint8 if self.max_value == 255 else np.uint16)
 
     def _prepare(self, file: ImageFile) -> tuple[np.ndarray, list[str]]:
         with Image.open(file.source(), formats=_readable_formats()) as image:
@@ -112,12 +113,12 @@ class ImagePreparation:
             if image.has_transparency_data:
                 remarks.append("transparent")
             planes = to_planes(image, self.channels, background_color(self.background), self.max_value)
-        height, width = resized_size(image.height, image.width, self.resolution)
+        height, width = resized_size(image.height, image.width, self.size)
         planes = [plane.resize((width, height), Image.Resampling.BILINEAR) for plane in planes]
         pixels = stack_planes(planes, self.channels, self.max_value)
         if self.center_crop:
-            (top,), (left,) = crop_offsets(np.array([height]), np.array([width]), self.resolution, None)
-            pixels = pixels[:, top : top + self.resolution, left : left + self.resolution]
+            (top,), (left,) = crop_offsets(np.array([height]), np.array([width]), self.size, None)
+            pixels = pixels[:, top : top + self.size.height, left : left + self.size.width]
         return np.ascontiguousarray(pixels), remarks
 
 
@@ -137,22 +138,20 @@ def size_from_header(file: ImageFile) -> tuple[int, int] | None:
     return header and header[1:]
 
 
-def resized_size(height: int, width: int, resolution: int) -> tuple[int, int]:
-    """Returns height and width once the shorter side is `resolution`, as torchvision's `Resize(resolution)` has them."""
-    if height <= width:
-        return resolution, int(resolution * width / height)
-    return int(resolution * height / width), resolution
+def resized_size(height: int, width: int, size: Size) -> tuple[int, int]:
+    """Returns height and width of an image that just covers `size`; for a square as torchvision's `Resize(side)` has them."""
+    if height * size.width <= width * size.height:
+        return size.height, int(size.height * width / height)
+    return int(size.width * height / width), size.width
 
 
-def crop_offsets(
-    heights: np.ndarray, widths: np.ndarray, resolution: int, crop: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Top and left [batch] of a square crop from images of the given sizes [batch].
+def crop_offsets(heights: np.ndarray, widths: np.ndarray, size: Size, crop: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Top and left [batch] of a crop of `size` from images of the given sizes [batch].
 
     `crop` [batch, 2] in [0, 1) chooses uniformly among all positions; None takes the center, rounded as torchvision
     does.
     """
-    room = np.stack([heights, widths], axis=1).astype(np.int64) - resolution
+    room = np.stack([heights, widths], axis=1).astype(np.int64) - np.array(size)
     # Half to even, like torchvision's Python round. In float32, u * (room + 1) could round up to room + 1.
     offsets = np.rint(room / 2) if crop is None else np.floor(np.asarray(crop, np.float64) * (room + 1))
     top, left = offsets.astype(np.int64).T

@@ -147,8 +147,8 @@ def training_batches(
 ) -> Iterator[dict]:
     """The micro-batches of one process for the updates `steps`, `gradient_accumulation_steps` each.
 
-    Each is a dict of `images` uint8 or uint16 [batch, channels, resolution, resolution], `labels` int64 [batch] or
-    None, and `sample_numbers` int64 [batch]. Images that are not square are cut at random, by `order.seed` and sample
+    Each is a dict of `images` uint8 or uint16 [batch, channels, height, width], `labels` int64 [batch] or
+    None, and `sample_numbers` int64 [batch]. Images of other proportions are cut at random, by `order.seed` and sample
     number, or at the center. The labels are those of the images that are shown, where some stand for others that cannot
     be decoded; what the workers learn of such images is added to `images.bad_images` with the batch.
 

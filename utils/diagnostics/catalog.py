@@ -158,7 +158,7 @@ CATALOG: dict[str, Entry] = {
         "bars, frames or missing parts of one color",
         "padded images (letterbox), scans with a frame, or incomplete files; the network learns the bars",
         (
-            "cut off the bars; do not pad images: --resolution and cropping make them square",
+            "cut off the bars; do not pad images: --resolution and cropping bring them to one size",
             "remove the incomplete files",
         ),
         stage="data",

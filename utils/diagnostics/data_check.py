@@ -61,7 +61,7 @@ def check_data(
             other image; the rows of the nearest pair. Constant images have no contrast and are left out. Brightness,
             flips and shifts are not seen through. None where there is nothing to compare.
         sizes: {images, enlarged_share, shorter_side_min, shorter_side_median} of the files of a sample before
-            preparation, in pixels; enlarged are those whose shorter side is below the resolution. None if not known.
+            preparation, in pixels; enlarged are those with a side below that of the resolution. None if not known.
         classes: {number, empty, largest, largest_share, smallest_share, entropy, counts} of the whole set's labels;
             `entropy` is divided by log(number): 1 for balanced classes; `counts` by name, None for more than a thousand
             classes. None without labels.
@@ -146,8 +146,9 @@ def _hashes(flat: np.ndarray) -> np.ndarray:
 def gray_thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
     """Gray thumbnails float32 [batch, pixels] in [-1, 1] of integer images [batch, channels, height, width]."""
     small = to_unit_range(pixels, max_value)
-    if small.shape[-1] > _THUMBNAIL:
-        small = adaptive_avg_pool2d(small, _THUMBNAIL)
+    height, width = (min(side, _THUMBNAIL) for side in small.shape[-2:])
+    if small.shape[-2:] != (height, width):
+        small = adaptive_avg_pool2d(small, (height, width))
     small = small.flatten(2)
     return small[:, 0] if small.shape[1] == 1 else _LUMA @ small
 
@@ -219,7 +220,7 @@ def _size_figures(images: ImageSet, seed: int) -> dict | None:
     shorter = sizes.min(1)
     return {
         "images": len(sizes),
-        "enlarged_share": float((shorter < images.shape[-1]).mean()),
+        "enlarged_share": float((sizes < images.shape[1:]).any(1).mean()),
         "shorter_side_min": int(shorter.min()),
         "shorter_side_median": float(np.median(shorter)),
     }

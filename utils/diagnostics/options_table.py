@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from utils.core.size import Size
 from utils.diagnostics.entry import Entry
 from utils.optim.ema import ema_decay
 from utils.options.flags import RunOptions
@@ -170,7 +171,8 @@ def noise_spread(run: Facts) -> tuple[float, str]:
 def resolution(run: Facts) -> tuple[float, str]:
     side = run.sizes.get("shorter_side_median")
     run.require(bool(side))
-    return run.resolution / side, f"--resolution {run.resolution}; half of the files have a side of at most {side:g} pixels"
+    text = f"--resolution {run.resolution}; half of the files have a side of at most {side:g} pixels"
+    return min(Size.of(run.resolution)) / side, text
 
 
 def batch(run: Facts) -> tuple[float, str]:

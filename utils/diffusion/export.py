@@ -18,7 +18,7 @@ from utils.core import randomness
 from utils.core.errors import UserError, one_line, out_of_memory
 from utils.core.files import sync, whole_file
 from utils.diffusion.ddpm import config_for_any
-from utils.diffusion.pipelines import load_network, training_scheduler
+from utils.diffusion.pipelines import image_shape, load_network, training_scheduler
 from utils.diffusion.sampling import Scheduler, full_precision
 from utils.diffusion.unet import plain_state_dict
 
@@ -123,7 +123,7 @@ def _difference(unet: ModelMixin, saved: ModelMixin, loaded: ModelMixin) -> str 
             return f"{name} is another one when it is loaded"
     config, device = unet.config, next(unet.parameters()).device
     numbers = torch.ones(1, dtype=torch.int64, device=device)
-    images = randomness.normal(0, "export", numbers, (config.in_channels, config.sample_size, config.sample_size))
+    images = randomness.normal(0, "export", numbers, image_shape(unet))
     inputs = (images, numbers)  # timestep 1, or ln(sigma) / 4 = 1
     if config.num_class_embeds:
         inputs += (numbers % config.num_class_embeds,)

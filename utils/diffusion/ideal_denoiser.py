@@ -141,8 +141,8 @@ def denoiser_gap(
 
     Of sets larger than the plan's `max_images` (or 256 MiB as float32) a random subset stands for the whole: the noised
     training images come from it, and the ideal denoiser knows it alone. As it then has fewer images to choose from, its
-    error is below that of the whole set's ideal, mostly at middling noise, and the gap too large. Images that are not
-    square are cut at the center.
+    error is below that of the whole set's ideal, mostly at middling noise, and the gap too large. Images of other
+    proportions are cut at the center.
 
     Args:
         unet: the unwrapped network, in full precision, with the weights and in the mode to judge.

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 from utils.core.errors import UserError, in_full
 from utils.core.hub import told
 from utils.core.randomness import derive_seed
+from utils.core.size import Size
 from utils.options.flags import DDPMOptions, EDM2Options
 from utils.options.presets import NETWORKS, network_for_resolution
 
@@ -91,14 +92,18 @@ def build_network(
 
     Raises UserError when the resolution does not divide by the levels, or the config does not fit the class.
     """
-    resolution, divisor = options.resolution, 1 << (levels - 1)
-    if resolution % divisor:
+    size, divisor = Size.of(options.resolution), 1 << (levels - 1)
+    if any(side % divisor for side in size):
+        smaller = Size(*(side // divisor * divisor or divisor for side in size))
+        larger = Size(*(-(-side // divisor) * divisor for side in size))
+        nearest = " or ".join(dict.fromkeys(str(fitting.resolution) for fitting in (smaller, larger)))
         raise UserError(
-            f"--resolution {resolution} does not divide by {divisor}, which the network's {levels} levels need; use "
-            f"{resolution // divisor * divisor or divisor} or {resolution // divisor * divisor + divisor}"
+            f"--resolution {options.resolution} does not divide by {divisor}, which the network's {levels} levels need; "
+            f"use {nearest}"
         )
     # The images decide; the config's own are those of the run that it came from.
-    config |= {"sample_size": resolution, "in_channels": options.image_channels, "out_channels": options.image_channels}
+    sample_size = size.height if size.height == size.width else list(size)  # diffusers': height, width
+    config |= {"sample_size": sample_size, "in_channels": options.image_channels, "out_channels": options.image_channels}
     if options.dropout is not None:
         config["dropout"] = options.dropout
     with torch.random.fork_rng(devices=[]):

@@ -10,8 +10,9 @@ from torch import nn
 from models.edm2_unet import EDM2UNet
 from models.edm_heun import EDMHeunScheduler
 from utils.core.errors import UserError
+from utils.core.size import Size
 from utils.diffusion.classes import classes_known
-from utils.diffusion.pipelines import load_network
+from utils.diffusion.pipelines import image_shape, load_network
 from utils.diffusion.sampling import Scheduler, is_edm
 from utils.diffusion.unet import normalize_spectra
 from utils.runs.record import RunRecord
@@ -56,7 +57,7 @@ def describe(run: Path, unet: ModelMixin) -> dict:
         "title": f"{run.resolve().name}, EMA reconstructed after training",
         "data": record.options.get("dataset_name") or record.options.get("train_data_dir"),
         "command": record.command,
-        "resolution": unet.config.sample_size,
+        "resolution": Size(*image_shape(unet)[1:]).resolution,
         "classes": classes_known(unet) or None,
         "prediction_type": record.options.get("prediction_type"),
         "carries_code": isinstance(unet, EDM2UNet) or bool(classes_known(unet)),

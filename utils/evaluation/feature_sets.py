@@ -149,7 +149,7 @@ def reference_features(
 ) -> FeatureSet:
     """Those of `images`, from `cache_dir` where they were computed before: the name of the file says of what and by what.
 
-    Images that are not square are cut in the center. Every process must call it; each gets them.
+    Images of other proportions are cut in the center. Every process must call it; each gets them.
     """
     key = [FORMAT, REFERENCE_ROWS, images.fingerprint, content_fingerprint(images), extractor.identity()]
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from utils.core.errors import UserError
+from utils.core.size import Size
 from utils.data.decode import ImageFile, ImagePreparation, UndecodableImage, header_of
 
 _GRAY_MODES = ("1", "L", "LA", "I", "I;16", "F")
@@ -20,8 +21,7 @@ class ImageFolder:
     Attributes:
         shape: (channels, height, width), read from the headers: 1 channel where all images are gray, else 3.
 
-    Raises UserError where there is no such folder, no image in it, one that cannot be opened, or images of several sizes
-    or not square.
+    Raises UserError where there is no such folder, no image in it, one that cannot be opened, or images of several sizes.
     """
 
     def __init__(self, folder: Path):
@@ -47,8 +47,6 @@ class ImageFolder:
                 named = ", ".join(f"{path.name} {height}x{width}" for (height, width), path in sizes.items())
                 raise UserError(f"{folder} holds images of different sizes: {named}")
         ((height, width),) = sizes
-        if height != width:
-            raise UserError(f"{folder} holds images of {height}x{width}; only square ones can be compared with a dataset")
         self.shape = (channels, height, width)
 
     def __len__(self) -> int:
@@ -56,7 +54,8 @@ class ImageFolder:
 
     def source(self, device: torch.device | str) -> Callable[[torch.Tensor], torch.Tensor]:
         """For `Evaluation.measure`. It raises UserError naming an image that cannot be decoded."""
-        prepare = ImagePreparation(self.shape[1], self.shape[0], center_crop=True, background="white", max_value=255)
+        channels, *size = self.shape
+        prepare = ImagePreparation(Size(*size), channels, center_crop=True, background="white", max_value=255)
 
         def make_images(numbers: torch.Tensor) -> torch.Tensor:
             images = []

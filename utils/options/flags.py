@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from utils.core.errors import UserError
+from utils.core.size import Size, read_resolution
 from utils.options.parser import Options, changed, flag
 from utils.options.presets import EDM2_ABOUT, EDM2_FLAGS, FLAGS
 
@@ -36,11 +37,21 @@ class DataOptions(Options):
     )
     max_bad_images: int = flag(100, "stop the run if more images than this cannot be decoded (100)", at_least=1, free=True)
     max_train_images: int | None = flag(None, "use only the first N images", at_least=1)
-    resolution: int = flag(64, "images are resized to this many pixels (64)", at_least=1)
+    resolution: int | str = flag(
+        64,
+        "images get this size in pixels; 64x96: height x width; one size for all (64)",
+        reads=read_resolution,
+        words="a number of pixels, or two as height x width, such as 64x96",
+    )
     image_channels: Literal[1, 3] = flag(3, "1 = grayscale, 3 = RGB (3)")
     background: str = flag("white", "color behind transparent images (white)")
     center_crop: bool = flag(False, "crop the center (random place)")
     preserve_input_precision: bool = flag(False, "keep 16-bit images at 16 bits instead of scaling to 8")
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height, width."""
+        return (self.image_channels, *Size.of(self.resolution))
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,8 @@ def flag(default: Any = None, help: str = "", **about) -> Any:
 
     Args:
         default: `MISSING` where the flag must be given.
-        about: at_least, above, below: the range of its values; free=True: a resumed run may have another value; secret=True: it
+        about: at_least, above, below: the range of its values; reads: what makes a value of a text, and words: what to call
+            such values; free=True: a resumed run may have another value; secret=True: it
             is never recorded; once=True: it is of one start of a run, and no other start takes it from options.json;
             positional=True: it has no dashes; metavar: how `--help` calls its value.
     """

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from utils.core.size import Size
+
 # Ho et al. 2020, appendix B, as google/ddpm-cifar10-32 has it: 35.7 M parameters.
 _CIFAR10 = {
     "block_out_channels": (128, 256, 256, 256),
@@ -207,20 +209,24 @@ EDM2_FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-def smaller_preset(resolution: int, parameters: int) -> tuple[str, int] | None:
+def smaller_preset(resolution: int | str, parameters: int) -> tuple[str, int] | None:
     """Returns (name, parameters) of the preset for a CPU that suits images of this size, for a network of so many; None where
     it is no smaller."""
-    name, size = ("small64", 3_809_955) if resolution >= 48 else ("small32", 2_801_667)
-    fits = resolution % (1 << (len(NETWORKS[name]["block_out_channels"]) - 1)) == 0
-    return (name, size) if fits and size < parameters else None
+    name, size = ("small64", 3_809_955) if max(Size.of(resolution)) >= 48 else ("small32", 2_801_667)
+    return (name, size) if _fits(name, resolution) and size < parameters else None
 
 
-def network_for_resolution(resolution: int) -> str | None:
+def network_for_resolution(resolution: int | str) -> str | None:
     """Returns the preset network for images of this size, when none was named; None where no preset's levels divide the size.
 
     Sizes that diffusers' script can train get its network, so that its command lines export the same model.
     """
     for name in ("256", "cifar10", "digits16"):
-        if resolution % (1 << (len(NETWORKS[name]["block_out_channels"]) - 1)) == 0:
+        if _fits(name, resolution):
             return name
     return None
+
+
+def _fits(name: str, resolution: int | str) -> bool:
+    """Whether the levels of a preset network divide both sides."""
+    return all(side % (1 << (len(NETWORKS[name]["block_out_channels"]) - 1)) == 0 for side in Size.of(resolution))

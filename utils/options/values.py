@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -18,11 +18,13 @@ class Values:
     is_list: bool = False
     optional: bool = False  # None is one
     limits: tuple[tuple[str, float], ...] = ()  # such as ("at least", 1)
+    reads: Callable[[str], Any] | None = None  # in place of the type's own; raises ValueError
+    words: str | None = None  # for one value
 
     @classmethod
     def of(cls, hint: Any, about: Mapping[str, Any]) -> "Values":
         """Of a field by its type, which may be bool, int, float, str, Path, a Literal of one type, a list of these, and
-        `int | Literal["auto"]`, and by its range (see `parser.flag`)."""
+        `int | Literal["auto"]`, or any where it has `reads`, and by its range (see `parser.flag`)."""
         parts = list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
         kinds = [part for part in parts if part is not NoneType]
         kind, choices, is_list = kinds[0], (), get_origin(kinds[0]) is list
@@ -30,12 +32,16 @@ class Values:
             (kind,) = get_args(kind)
         if get_origin(kind) is Literal:
             choices, kind = get_args(kind), type(get_args(kind)[0])
+        if "reads" in about:
+            return cls(str, reads=about["reads"], words=about["words"])
         word = get_args(kinds[1])[0] if len(kinds) > 1 else None
         limits = tuple((words, about[key]) for key, words in LIMITS.items() if about.get(key) is not None)
         return cls(kind, choices, word, is_list, len(kinds) < len(parts), limits)
 
     def allowed(self) -> str:
         """Returns words for one value: "a number above 0", "one of no, fp16, bf16"."""
+        if self.words:
+            return self.words
         if self.choices:
             return f"one of {', '.join(map(str, self.choices))}" if len(self.choices) > 1 else str(self.choices[0])
         words = {bool: "true or false", int: "a whole number", float: "a number"}.get(self.type, "a text")
@@ -48,7 +54,7 @@ class Values:
         if text == self.word:
             return text
         try:
-            value = TRUTH[text.lower()] if self.type is bool else self.type(text)
+            value = TRUTH[text.lower()] if self.type is bool else (self.reads or self.type)(text)
         except (ValueError, KeyError):
             value = None
         if value is None or not self._allows(value):

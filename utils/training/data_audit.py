@@ -77,7 +77,8 @@ class DataAudit:
         if sample_numbers is not None:
             checks.append(self._position(step, numbers))
             # In large images the search for the place of a cut takes as long as an update.
-            few = FILES // (1 if self._declared.resolution <= 64 else 2 if self._declared.resolution <= 256 else 4)
+            longer = max(self._declared.sides)
+            few = FILES // (1 if longer <= 64 else 2 if longer <= 256 else 4)
             checks += self._images(sample_numbers[:few], clean_images)
         return checks + self._drawn() + self._passes.checks()
 

@@ -65,7 +65,7 @@ class DiskPlan:
     def _preview_bytes(self) -> int:
         """Of the two pictures, in samples/ and for a tracker. PNG hardly shrinks photographs."""
         images = 2 * self.options.eval_batch_size + PATH_IMAGES
-        return 2 * (images * self.options.image_channels * self.options.resolution**2 + 2 * FRAME)
+        return 2 * (images * math.prod(self.options.image_shape) + 2 * FRAME)
 
     def line(self, folder: Path, there: int = 0) -> str:
         """Returns what is needed, beside what is free and what to set; `there` are bytes of the run in the folder, which this

@@ -65,7 +65,7 @@ class MemoryPlan:
         self._parts = UpdateParts(
             partial(make_network, options),
             make_optimizer,
-            image_shape=(options.image_channels, options.resolution, options.resolution),
+            image_shape=options.image_shape,
             mixed_precision=accelerator.mixed_precision,
             averages=options.num_averages,
             distributed=accelerator.num_processes > 1,

@@ -16,6 +16,7 @@ import torch
 from diffusers import DDPMScheduler
 
 from utils.diagnostics.audit.built import DeclaredNetwork
+from utils.diagnostics.audit.files import sides_of
 from utils.options.flags import DDPMOptions, EDM2Options, OptimizerOptions, RunOptions
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -210,7 +211,7 @@ def _epsilon(options: RunOptions, checkpoint: Path | None) -> float:
         stored = torch.load(checkpoint / "optimizer.bin", map_location="cpu", weights_only=True, mmap=True)
         return stored["param_groups"][0].get("eps", options.adam_epsilon)
     if isinstance(options, EDM2Options):
-        return options.adam_epsilon / (options.image_channels * options.resolution * options.resolution)
+        return options.adam_epsilon / (options.image_channels * math.prod(sides_of(options.resolution)))
     return options.adam_epsilon
 
 

@@ -202,9 +202,10 @@ def _load(folder: Path, network: ModelMixin) -> nn.Module:
 
 def _fixed_input(network: ModelMixin) -> tuple[torch.Tensor, ...]:
     config, device = network.config, next(network.parameters()).device
-    size = config.sample_size if isinstance(config.sample_size, int) else config.sample_size[0]
+    size = config.sample_size
+    height, width = (size, size) if isinstance(size, int) else size
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, config.in_channels, size, size, generator=generator).to(device)
+    images = torch.randn(2, config.in_channels, height, width, generator=generator).to(device)
     is_edm = "model_channels" in config
     levels = torch.tensor([-0.5, 0.7]) if is_edm else torch.tensor([3, 700])  # ln(sigma) / 4, or timesteps
     labels = (torch.arange(2, device=device) % config.num_class_embeds,) if config.num_class_embeds else ()

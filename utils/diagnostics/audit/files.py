@@ -7,6 +7,7 @@ Shares no code with the training's own decoding, cropping and augmentation: Pill
 import io
 import os
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,30 @@ _THOROUGH = 6  # of them, where its factors are looked for everywhere
 _BILINEAR = Image.Resampling.BILINEAR
 
 
+Sides = tuple[int, int]  # height and width
+
+
+def sides_of(resolution: int | str) -> Sides:
+    """What `--resolution` asks for: 64 for both sides, or 64x96 for a height of 64 and a width of 96."""
+    height, _, width = str(resolution).partition("x")
+    return int(height), int(width or height)
+
+
 @dataclass(frozen=True)
 class DeclaredImages:
     """What the options say that is done with each file; the names are those of the flags."""
 
-    resolution: int
+    resolution: int | str
     channels: int  # 1 or 3
     center_crop: bool
     random_flip: bool
     color_jitter: float
     background: str
     max_value: int  # of white: 255, or 65535 where 16 bits are kept
+
+    @property
+    def sides(self) -> Sides:
+        return sides_of(self.resolution)
 
 
 @dataclass(frozen=True)
@@ -50,9 +64,10 @@ class Match:
     jittered: bool = False
 
 
-def shorter_side(band: Image.Image, resolution: int, how=_BILINEAR) -> Image.Image:
-    width, height = (int(resolution * side / min(band.size)) for side in band.size)
-    return band.resize((width, height), how)
+def covering(band: Image.Image, sides: Sides, how=_BILINEAR) -> Image.Image:
+    """The smallest image of these proportions that covers `sides`."""
+    scale = max(Fraction(sides[0], band.height), Fraction(sides[1], band.width))
+    return band.resize((int(scale * band.width), int(scale * band.height)), how)
 
 
 class DecodedFile:
@@ -67,21 +82,23 @@ class DecodedFile:
         self.image = Image.open(io.BytesIO(content), formats=formats)
         self.image.load()
         self.declared = declared
-        unchanged = self.image.format in _LOSSLESS and min(self.image.size) == declared.resolution
+        stored = (self.image.height, self.image.width)
+        is_tight = stored[0] == declared.sides[0] or stored[1] == declared.sides[1]
+        covers = stored[0] >= declared.sides[0] and stored[1] >= declared.sides[1]
+        unchanged = self.image.format in _LOSSLESS and is_tight and covers
         # A cache may be older than this Pillow, whose resizing rounds otherwise, as do the decoders of JPEG and its like.
         self.tolerance = EXACT if unchanged else LEVEL if self.image.format in _LOSSLESS else 2 * LEVEL
 
-    def planes(self, resize=shorter_side, center_crop: bool | None = None, **reading) -> np.ndarray:
+    def planes(self, resize=covering, center_crop: bool | None = None, **reading) -> np.ndarray:
         """What may be shown, cut at the center where that is declared; `reading` as in `_bands`."""
         declared, white = self.declared, self.declared.max_value
-        bands = [resize(band, declared.resolution) for band in self._bands(**reading)]
+        bands = [resize(band, declared.sides) for band in self._bands(**reading)]
         planes = np.stack([np.asarray(band, np.float64) for band in bands])
         planes = np.rint(planes).clip(0, white) * (2 / white) - 1
         planes = np.broadcast_to(planes, (declared.channels, *planes.shape[1:]))
         if declared.center_crop if center_crop is None else center_crop:
-            room = [max(0, side - declared.resolution) for side in planes.shape[1:]]
-            top, left = (round(side / 2) for side in room)
-            planes = planes[:, top : top + declared.resolution, left : left + declared.resolution]
+            room = [max(0, whole - part) for whole, part in zip(planes.shape[1:], declared.sides)]
+            planes = cut(planes, round(room[0] / 2), round(room[1] / 2), declared.sides)
         return planes
 
     def _bands(self, upright=True, background: str | None = "declared", cut_off=False, mode="RGB") -> list[Image.Image]:
@@ -139,8 +156,8 @@ def compare(image: np.ndarray, planes: np.ndarray, lines: tuple[int, int] = (1, 
     return difference, np.divide(covariance, spread, out=np.zeros_like(spread), where=spread > 1e-7)
 
 
-def cut(planes: np.ndarray, top: int, left: int, side: int) -> np.ndarray:
-    return planes[:, top : top + side, left : left + side]
+def cut(planes: np.ndarray, top: int, left: int, sides: Sides) -> np.ndarray:
+    return planes[:, top : top + sides[0], left : left + sides[1]]
 
 
 def find(shown: np.ndarray, planes: np.ndarray, declared: DeclaredImages, after=None, thorough: bool = True) -> Match:
@@ -150,29 +167,31 @@ def find(shown: np.ndarray, planes: np.ndarray, declared: DeclaredImages, after=
         after: a change of colors that comes after the jitter.
         thorough: look for the factors of the jitter from many starts.
     """
-    side = shown.shape[-1]
-    too_large = min(planes.shape[1:]) > side and planes.size > _LARGEST * shown.size
-    if min(planes.shape[1:]) < side or len(planes) != len(shown) or too_large:
+    room = [whole - part for whole, part in zip(planes.shape[1:], shown.shape[1:])]
+    too_large = min(room) > 0 and planes.size > _LARGEST * shown.size
+    if min(room) < 0 or len(planes) != len(shown) or too_large:
         return Match(np.inf)
     matches = []
-    for lines in dict.fromkeys((few_lines(planes, side), (1, 1))):
+    for lines in dict.fromkeys((few_lines(planes, shown.shape[1:]), (1, 1))):
         matches.append(_find(shown, planes, declared, after, thorough, lines))
         if matches[-1].error <= (LEVEL / 8 if declared.color_jitter else EXACT):
             break
     return min(matches, key=lambda match: match.error)
 
 
-def few_lines(planes: np.ndarray, side: int) -> tuple[int, int]:
+def few_lines(planes: np.ndarray, sides: tuple[int, ...]) -> tuple[int, int]:
     """Every how many rows and columns tell where an image lies: all of them, but in large images that fit in one direction
     and have room in the other, where `_LINES` lines along the room do."""
-    height, width = planes.shape[1:]
-    step = max(1, side // _LINES)
-    return (step if height == side < width else 1, step if width == side < height else 1)
+    (height, width), (of_height, of_width) = planes.shape[1:], sides
+    return (
+        max(1, of_height // _LINES) if height == of_height and width > of_width else 1,
+        max(1, of_width // _LINES) if width == of_width and height > of_height else 1,
+    )
 
 
 def _find(shown, planes, declared: DeclaredImages, after, thorough: bool, lines: tuple[int, int]) -> Match:
     """As `find`; `lines` are those of `few_lines` by which places are compared before an image is compared as a whole."""
-    side, change = shown.shape[-1], after or (lambda pixels: pixels)
+    sides, change = shown.shape[1:], after or (lambda pixels: pixels)
     likely = []  # of each order the best places: mirrored, top, left
     for mirrored in (False, True)[: 1 + declared.random_flip]:
         difference, correlation = compare(_turned(shown, mirrored), change(planes), lines)
@@ -183,7 +202,7 @@ def _find(shown, planes, declared: DeclaredImages, after, thorough: bool, lines:
     matches = []
     for order, _, mirrored, top, left in likely:
         if order == 0:
-            window = cut(planes, top, left, side)
+            window = cut(planes, top, left, sides)
             matches.append(Match(_rms(_turned(shown, mirrored) - change(window)), mirrored, top, left, window))
     best = min(matches, key=lambda match: match.error)
     if best.error <= EXACT or not declared.color_jitter:
@@ -191,7 +210,7 @@ def _find(shown, planes, declared: DeclaredImages, after, thorough: bool, lines:
     places = [place for place in likely if thorough or (place[0] and place[1] < -0.5)]
     tried, places = [], sorted(places, key=lambda place: (-place[0], place[1]))[: None if thorough else 2]
     for mirrored, top, left in dict.fromkeys(place[2:] for place in places):
-        match = _with_jitter(shown, Match(np.inf, mirrored, top, left, cut(planes, top, left, side), True), declared, change)
+        match = _with_jitter(shown, Match(np.inf, mirrored, top, left, cut(planes, top, left, sides), True), declared, change)
         if match.error < LEVEL / 8:
             return match
         tried.append(match)

@@ -52,8 +52,8 @@ class Draws:
     def add(self, seen: Seen, declared: DeclaredImages, number: int | None) -> None:
         """`number`: of the sample, where it is known."""
         match, planes, tolerance = seen.match, seen.planes, seen.tolerance
-        side = match.window.shape[-1]
-        lines = few_lines(planes, side)
+        sides = match.window.shape[1:]
+        lines = few_lines(planes, sides)
 
         def alike(window):  # the places of the planes that could not be told from `window`
             difference, correlation = compare(window, planes, lines)
@@ -64,10 +64,10 @@ class Draws:
             self.mirrored += match.mirrored
             if number is not None:
                 self.flips[number] = match.mirrored
-        room = max(planes.shape[1:]) - side
+        down, right = (whole - part for whole, part in zip(planes.shape[1:], sides))
+        room = max(down, right)
         for name in list(self.places) if room else ():
-            height, width = planes.shape[1:]
-            windows = [cut(planes, min(at, height - side), min(at, width - side), side) for at in _PLACES[name](room)]
+            windows = [cut(planes, min(at, down), min(at, right), sides) for at in _PLACES[name](room)]
             same = np.any([alike(window) for window in windows], axis=0)
             if same[match.top, match.left]:
                 self.places[name] += math.log10(same.mean())
@@ -143,7 +143,7 @@ def check_images(
         draws: counts what the augmentations drew.
         sample_numbers: of each image, for `draws`.
     """
-    size = (declared.channels, declared.resolution, declared.resolution)
+    size = (declared.channels, *declared.sides)
     text = "the files' images, {}x{}x{}, in [-1, 1]".format(*size)
     if tuple(shown.shape[1:]) != size:
         found = "x".join(map(str, shown.shape[1:]))

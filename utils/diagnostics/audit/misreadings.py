@@ -83,7 +83,7 @@ def _pair(seen: Seen) -> tuple[np.ndarray, np.ndarray]:
         _, correlation = compare(shown, seen.planes)
         top, left = place = np.unravel_index(np.abs(correlation).argmax(), correlation.shape)
         if best is None or abs(correlation[place]) > best[0] + 1e-6:
-            best = abs(correlation[place]), shown, cut(seen.planes, int(top), int(left), shown.shape[-1])
+            best = abs(correlation[place]), shown, cut(seen.planes, int(top), int(left), shown.shape[1:])
     return best[1:]
 
 

@@ -8,26 +8,26 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from utils.diagnostics.audit.files import LUMA, DeclaredImages, DecodedFile, shorter_side
+from utils.diagnostics.audit.files import LUMA, DeclaredImages, DecodedFile, Sides, covering
 
 Change = Callable[[np.ndarray], np.ndarray]  # of planes [C, ...] from -1 to 1
 _FILTERS = Image.Resampling
 
 
-def _without_antialias(band: Image.Image, resolution: int) -> Image.Image:
-    size = shorter_side(band, resolution).size
+def _without_antialias(band: Image.Image, sides: Sides) -> Image.Image:
+    size = covering(band, sides).size
     scale = [before / after for before, after in zip(band.size, size)]
     return band.transform(size, Image.Transform.AFFINE, (scale[0], 0, 0, 0, scale[1], 0), _FILTERS.BILINEAR)
 
 
 def _by_filter(how: Image.Resampling) -> dict[str, Any]:
-    return {"resize": lambda band, resolution: shorter_side(band, resolution, how)}
+    return {"resize": lambda band, sides: covering(band, sides, how)}
 
 
 def _by_way_of(share: int, how: Image.Resampling) -> dict[str, Any]:
-    def resize(band: Image.Image, resolution: int) -> Image.Image:
-        small = shorter_side(band, max(1, resolution // share))
-        return small.resize(shorter_side(band, resolution).size, how)
+    def resize(band: Image.Image, sides: Sides) -> Image.Image:
+        small = covering(band, (max(1, sides[0] // share), max(1, sides[1] // share)))
+        return small.resize(covering(band, sides).size, how)
 
     return {"resize": resize}
 
@@ -44,9 +44,9 @@ _READINGS: dict[str, dict[str, Any]] = {
     "images resized without antialiasing": {"resize": _without_antialias},
     **{f"images resized to 1/{n} of the resolution and enlarged again": _by_way_of(n, _FILTERS.BILINEAR) for n in (2, 4)},
     **{f"images made of blocks of {n} x {n} pixels": _by_way_of(n, _FILTERS.NEAREST) for n in (2, 4)},
-    "images squeezed to a square": {"resize": lambda band, side: band.resize((side, side), _FILTERS.BILINEAR)},
-    "images with a border that makes them square": {"resize": lambda band, side: ImageOps.pad(band, (side, side), 2)},
-    "pieces of images that were not resized": {"resize": lambda band, side: band, "center_crop": False},
+    "images squeezed to the size, not cut": {"resize": lambda band, sides: band.resize(sides[::-1], _FILTERS.BILINEAR)},
+    "images with a border that brings them to the size": {"resize": lambda band, sides: ImageOps.pad(band, sides[::-1], 2)},
+    "pieces of images that were not resized": {"resize": lambda band, sides: band, "center_crop": False},
 }
 _TURNS: dict[str, Change] = {
     "mirrored images, though no flip is declared": lambda x: x[..., ::-1],

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 
 from utils.core.signals import EXIT_DIVERGED, EXIT_STOPPED
+from utils.core.size import Size
 from utils.diagnostics.report.curves import (
     PROBED,
     columns,
@@ -94,7 +95,7 @@ def _header(record: RunRecord, name: str) -> str:
     if data and resolved.get("training_images"):
         data = f"{data}, {resolved['training_images']:,} images"
         if options.get("resolution"):
-            data += f", {options['resolution']}×{options['resolution']}"
+            data += ", {}×{}".format(*Size.of(options["resolution"]))
     device, processes = resolved.get("device"), resolved.get("num_processes", 1)
     seconds = seconds_spent(record)
     memory = [value for value in record.series("perf/peak_memory_gib")[1] if math.isfinite(value)]

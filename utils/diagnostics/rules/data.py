@@ -62,13 +62,14 @@ DIGITS_SIDE = 16  # the built-in digits are scans of 8x8, of which there are no 
 
 def data_enlarged(record: RunRecord) -> Found:
     for step, data in record.known("data")[:1]:
-        sizes, side = data.get("sizes") or {}, (data.get("shape") or [0])[-1]
+        sizes, size = data.get("sizes") or {}, (data.get("shape") or [0])[1:]
         if sizes:
             yield "data-enlarged"
         share, least = sizes.get("enlarged_share") or 0.0, sizes.get("shorter_side_min")
-        expected = record.options.get("dataset_name") == "digits" and side <= DIGITS_SIDE
+        expected = record.options.get("dataset_name") == "digits" and max(size, default=0) <= DIGITS_SIDE
         if share > 0 and not expected:  # for information alone: thumbnails may be all that there is
-            what = f"{share:.0%} of the files have a side below {side} pixels, the least {least}"
+            below = " x ".join(map(str, dict.fromkeys(size)))
+            what = f"{share:.0%} of the files have a side below {below} pixels, the least {least}"
             yield Finding("data-enlarged", "info", what, step)
 
 
