@@ -186,7 +186,7 @@ def test_values_that_no_run_can_use_are_refused(flags, message):
         ("--compile true", "unexpected word true after --compile, which takes no value"),
         ("--compile=true", "--compile takes no value, got true"),
         ("--no-use_ema=1", "--use_ema takes no value, got 1"),
-        ("--resolution", "--resolution needs a value: a whole number of at least 1"),
+        ("--resolution", "--resolution needs a value: a number of pixels, or two as height x width, such as 64x96"),
         ("--ema_widths", "--ema_widths needs a value: a number"),
         ("--config", "--config needs a value: a file"),
         ("word", "unexpected word word: flags begin with --"),
