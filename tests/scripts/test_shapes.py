@@ -2,14 +2,14 @@
 
 import json
 
-import evaluate
-import generate
 import numpy as np
 import pytest
 import torch
 from conftest import SCRIPTS, TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags
 from PIL import Image
 
+import evaluate
+import generate
 import train_ddpm
 import train_edm2
 from utils.core.errors import UserError
