@@ -6,6 +6,7 @@ three ways to cut off the timestep), so that a rule cannot live on the traces of
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ import utils.diffusion.sampling
 import utils.diffusion.unet
 import utils.optim.ema
 import utils.optim.power_ema
-import utils.training.validation
 from benchmarks.shared.replace import replace_everywhere
 
 Flags = Callable[[int], dict]
@@ -59,7 +59,8 @@ def scale_pixels(change) -> None:
     def scaled(images, max_value):
         return change(plain(images, max_value))
 
-    for module in (utils.data.augmentation, utils.training.validation, utils.data.training_data):
+    module: Any
+    for module in (utils.data.augmentation, utils.data.training_data):
         module.to_unit_range = scaled
 
 

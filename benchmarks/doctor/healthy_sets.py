@@ -302,7 +302,7 @@ def line_art(rng: Rng) -> Pictures:
 
 
 def gray_line_art(rng: Rng) -> Pictures:
-    return drawn(lambda *of: strokes(*of, (6, 14), 0), rng, mode="L", paper=255, side=48)
+    return drawn(lambda canvas, draw, rng: strokes(canvas, draw, rng, (6, 14), 0), rng, mode="L", paper=255, side=48)
 
 
 def sprites(rng: Rng) -> Pictures:

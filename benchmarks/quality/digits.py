@@ -63,7 +63,7 @@ def real_digits() -> tuple[np.ndarray, np.ndarray]:
     """
     digits = load_digits()
     scans = np.round(digits.images * 255 / 16).astype(np.uint8)
-    resized = [np.asarray(Image.fromarray(scan).resize((16, 16), Image.BILINEAR)) for scan in scans]
+    resized = [np.asarray(Image.fromarray(scan).resize((16, 16), Image.Resampling.BILINEAR)) for scan in scans]
     return reduce(np.stack(resized)), digits.target
 
 

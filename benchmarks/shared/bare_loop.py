@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor
@@ -56,7 +57,7 @@ class BareLoop:
         self.parameters = list(self.trained.parameters())
         self.optimizer = task.make_optimizer(self.parameters, fused=switches.fused or None)
         if switches.ema == "script":
-            self.ema = task.make_ema(unet)
+            self.ema: Any = task.make_ema(unet)
         elif switches.ema == "diffusers":
             self.ema = EMAModel(unet.parameters(), decay=0.9999, use_ema_warmup=True, power=0.75)
             self.ema.to(device)

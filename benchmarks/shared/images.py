@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import conv2d, pad
 
 from utils.data.dataset import load_images
+from utils.options.flags import DataOptions
 
 COLORS = np.array([[220, 60, 50], [50, 170, 80], [60, 90, 220], [230, 190, 40]])
 
@@ -65,7 +66,7 @@ def halves(images: torch.Tensor, labels: torch.Tensor, seed: int) -> tuple[Array
 
 def digits(cache_dir: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The real ones at 16x16: uint8 [1797, 1, 16, 16] and their labels."""
-    images = load_images("digits", resolution=16, image_channels=1, cache_dir=cache_dir)
+    images = load_images(DataOptions(dataset_name="digits", resolution=16, image_channels=1, cache_dir=cache_dir))
     return torch.from_numpy(images.fetch(np.arange(len(images)))), torch.from_numpy(images.labels)
 
 

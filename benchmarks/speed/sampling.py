@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -71,7 +72,7 @@ def main() -> None:
             images = sample(network, plan, numbers)
         return to_uint8(images).cpu()
 
-    def seconds(function, *arguments) -> tuple[float, object]:
+    def seconds(function, *arguments) -> tuple[float, Any]:
         synchronize(device)
         start = time.perf_counter()
         result = function(*arguments)

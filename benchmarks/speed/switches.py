@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -27,7 +28,7 @@ from utils.core.distributed import usable_cores
 
 NONE = Switches()
 OFF = Switches(force_weight_norm=False)
-SWITCHES = {
+SWITCHES: dict[str, dict[str, Any]] = {
     "compile": {"compile": True},
     "channels_last": {"channels_last": True},
     "bf16": {"mixed_precision": "bf16"},

@@ -3,15 +3,18 @@ import math
 import numpy as np
 import pytest
 import torch
+from sklearn.neighbors import NearestNeighbors
 
 import utils.evaluation.diversity
 from utils.evaluation.diversity import (
     coverage_of_bins,
     different_bins,
+    empty_regions,
     fit_modes,
     mean_pairwise_distance,
     nearest_mode,
     neighborhoods,
+    smallest_visible_gap,
     variance_ratio,
     vendi_score,
 )
@@ -155,3 +158,33 @@ def test_repeated_images_lie_in_their_own_neighborhoods(dimensions):
     assert (found.precision, found.recall, found.coverage) == (1, 1, 1)
     half = neighborhoods(distinct[:20].repeat(16, 1), distinct.repeat(8, 1), 5)
     assert (half.precision, half.recall, half.coverage) == (1, 0.5, 0.5)
+
+
+def test_images_among_their_own_are_counted_as_scikit_learn_finds_their_neighbors(small_blocks):
+    generator = torch.Generator().manual_seed(0)
+    generated, real = torch.randn(120, 4, generator=generator) * 0.7, torch.randn(120, 4, generator=generator)
+    near = NearestNeighbors(n_neighbors=21).fit(torch.cat([real, generated])).kneighbors(torch.cat([real, generated]))[1][:, 1:]
+    of_generated = (near >= 120).sum(1)
+    missing, crowded = empty_regions(generated, real, seed=0)
+    assert missing.share == pytest.approx((of_generated[:120] <= 4).mean())
+    assert crowded.share == pytest.approx((of_generated[120:] >= 16).mean())
+    assert missing.limit > missing.by_chance and crowded.limit > crowded.by_chance
+    with pytest.raises(ValueError, match="one size"):
+        empty_regions(generated[:100], real, seed=0)
+
+
+def test_a_part_that_is_no_cluster_is_missed_and_the_smallest_such_part_is_told():
+    """A disc of points, of which a corner is never generated: 8 % of them."""
+    generator = torch.Generator().manual_seed(1)
+    points = torch.randn(2000, 2, generator=generator)
+    real, others = points[:1000], points[1000:]
+    missing, crowded = empty_regions(others, real, seed=0)
+    assert missing.share <= missing.limit and crowded.share <= crowded.limit
+    kept = torch.randn(4000, 2, generator=generator)
+    missing, crowded = empty_regions(kept[kept.sum(1) < 2][:1000], real, seed=0)  # P(x + y > 2) = 7.9 %
+    assert missing.share > missing.limit and missing.share == pytest.approx(0.079, abs=0.035) and crowded.share < 0.02
+    visible = smallest_visible_gap(others, real, seed=0)
+    assert visible is not None and visible <= 0.08
+    # Where all images are as far from each other, no part of them is a region.
+    far = torch.randn(400, 300, generator=generator)
+    assert smallest_visible_gap(far[:200], far[200:], seed=0) is None

@@ -79,13 +79,13 @@ def test_a_few_real_images_give_no_finding(world):
 def test_a_missing_class_is_named(world):
     images = world.images[world.labels != world.seed]
     assert world.findings(images) == ["modes-missing"]
-    assert set(world.findings(images, judged=False)) <= {"modes-missing", "mode-dominates"}  # mostly unseen: it is said
+    assert world.findings(images, judged=False) == ["modes-missing"]  # in 18 of 20 splits of the benchmark
 
 
 def test_an_enlarged_mode_is_named(world):
     images = enlarged_class(world.images, world.labels, 3 + world.seed, 5, torch.Generator().manual_seed(1))
     assert world.findings(images) == ["mode-dominates"]
-    assert set(world.findings(images, judged=False)) <= {"modes-missing", "mode-dominates"}
+    assert world.findings(images, judged=False)[:1] == ["mode-dominates"]
 
 
 @pytest.mark.parametrize("judged", [True, False])

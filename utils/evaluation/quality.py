@@ -10,10 +10,12 @@ from utils.core import randomness
 from utils.evaluation.distances import Moments, frechet_distance, inception_score, kernel_distance
 from utils.evaluation.diversity import (
     coverage_of_bins,
+    empty_regions,
     fit_modes,
     mean_pairwise_distance,
     nearest_mode,
     neighborhoods,
+    smallest_visible_gap,
     variance_ratio,
     vendi_score,
 )
@@ -21,6 +23,7 @@ from utils.evaluation.feature_sets import SAMPLE_ROWS, FeatureSet
 
 NEIGHBORS = 5  # of precision, recall, density and coverage
 IMAGES_PER_MODE, MAX_MODES = 40, 100  # Richardson & Weiss use 100 bins; fewer where a bin would hold too few to be judged
+MIN_REGION_IMAGES, REGION_ROWS, VISIBLE_ROWS = 100, 5_000, 2_000
 MIN_IMAGES = 10  # below that no figure means anything
 _MIN_SPREAD = 0.1  # of the median spread
 
@@ -38,7 +41,7 @@ def compare(
         fd: squared Frechet distance of all images. kd: kernel distance of up to 10,000 of each; can be below 0.
         precision, recall, density, coverage: with the 5 nearest neighbors.
         variance_ratio, distance_ratio: generated over real. vendi, vendi_real: effective numbers of different images.
-        modes: see `mode_figures`.
+        modes: see `mode_figures`. regions: see `region_figures`.
 
     Raises ValueError for fewer than 10 images of a kind.
     """
@@ -67,6 +70,7 @@ def compare(
         "vendi": vendi_score(some - center),
         "vendi_real": vendi_score(some_real - center),
         "modes": mode_figures(rows, real_rows, seed),
+        "regions": region_figures(some, some_real, seed),
     }
 
 
@@ -90,6 +94,17 @@ def mode_figures(generated: torch.Tensor, real: torch.Tensor, seed: int) -> dict
     return {"number": modes, **dataclasses.asdict(found)}
 
 
+def region_figures(generated: torch.Tensor, real: torch.Tensor, seed: int) -> dict | None:
+    """Returns where one of two sets of as many rows has images and the other nearly none, without clusters or labels:
+    `missing`, about the real rows (see `EmptyRegions`), and `crowded`, about the generated ones; `rows` of each. None for
+    fewer than 100 rows."""
+    if len(real) < MIN_REGION_IMAGES:
+        return None
+    generated, real = generated[:REGION_ROWS], real[:REGION_ROWS]
+    missing, crowded = empty_regions(generated, real, seed)
+    return {"rows": len(real), "missing": dataclasses.asdict(missing), "crowded": dataclasses.asdict(crowded)}
+
+
 def class_figures(probabilities: torch.Tensor, labels: np.ndarray, names: list[str], accuracy: float) -> dict:
     """How the classes that a classifier sees in the samples spread beside the labels of the real images: see `Coverage`; JSON.
 
@@ -109,13 +124,22 @@ def real_floor(real: FeatureSet, count: int, *, standardized: bool, seed: int, d
     """`compare` of real images with other real ones: what each figure is where nothing is wrong.
 
     The kept rows are split at random: `count` of them, at most half, stand for the generated images. With fewer images than the
-    generated set has, the distances are larger than its own floor would be, never smaller.
+    generated set has, the distances are larger than its own floor would be, never smaller. `regions` has `visible` as well:
+    see `smallest_visible_gap`.
     """
     rows = _shuffled(real.rows, seed + 1)
     first = min(count, len(rows) // 2)
-    return compare(
+    floor = compare(
         FeatureSet.of(rows[:first]), FeatureSet.of(rows[first:]), standardized=standardized, seed=seed, device=device
     )
+    if floor["regions"] is not None:
+        rows = rows[: 2 * min(first, VISIBLE_ROWS)].to(device)
+        if standardized:
+            mean, spread = location_and_spread(real.moments.to(device))
+            rows = (rows - mean.to(rows)) / spread.to(rows)
+        others, same = rows.chunk(2)
+        floor["regions"]["visible"] = smallest_visible_gap(others, same, seed)
+    return floor
 
 
 def _shuffled(rows: torch.Tensor, seed: int) -> torch.Tensor:

@@ -80,6 +80,10 @@ def lines(results: list[dict]) -> list[str]:
         largest = f"{found['largest_share']:.1%} / {found['largest_real_share']:.1%}"
         return [f"{found['hit']:.0%} of {found['number']}", f"{found['different']} of {found['number']}", largest]
 
+    if all(figures["regions"] for figures in (floor, *(result["figures"] for result in results))):
+        for key, name in (("missing", "real images without samples near"), ("crowded", "samples without real images near")):
+            shares = [f"{result['figures']['regions'][key]['share']:.1%}" for result in results]
+            rows.append([name, *shares, f"{floor['regions'][key]['share']:.1%}"])
     columns = [modes(result["figures"]) for result in results] + [modes(floor)]
     for i, name in enumerate(("modes hit", "modes of another share", "most enlarged mode / real")):
         rows.append([name, *(column[i] for column in columns)])

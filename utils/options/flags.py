@@ -238,7 +238,7 @@ class RunOptions(TrainingDataOptions, TrainingOptions, OptimizerOptions, EMAOpti
 
     script: ClassVar[str]
     if TYPE_CHECKING:  # a flag of each script, with its own choices
-        sampler: Any
+        sampler: Any = None
     usual_preset: ClassVar[str | None] = None  # where data is named, and neither a preset nor a config
     excludes: ClassVar[dict[str, tuple[str, ...]]] = {
         "train_data_dir": ("dataset_name",),

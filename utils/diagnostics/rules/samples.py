@@ -16,6 +16,7 @@ MIN_ACCURACY = 0.7  # of a classifier whose verdict on missing classes is believ
 ALIKE = 0.02  # of the images' variance: differences of a seventh of theirs
 _MIN_EXPECTED = 20  # images: of so many expected, chance leaves fewer than a fifth with a probability of 3e-6
 _CHANCE = 1e-5
+_LEAST_GAP = 0.015  # share of the images: less is no part of the data
 _MIN_VARIED = 100  # images: real sets of 100 gave a variance ratio above 0.74 in 4,000 of 4,000, of 20 below 0.7 in 2 of 100
 
 
@@ -81,7 +82,9 @@ def collapse(figures: dict, step: int | None = None) -> list[Finding]:
     findings = [*_copied(figures, step), *_unlike(figures, step)]
     if any(finding.code == "samples-unlike-data" for finding in findings):
         return findings  # which modes they are in means nothing
-    return [*findings, *_variety(figures, step), *_missing(figures, step), *_dominant(figures, step)]
+    findings += [*_variety(figures, step), *_missing(figures, step), *_dominant(figures, step)]
+    known = {finding.code for finding in findings} & {"modes-missing", "mode-dominates"}
+    return findings if known else [*findings, *_regions(figures, step)]
 
 
 def _copies(figures: dict) -> dict | None:
@@ -155,6 +158,27 @@ def _missing(figures: dict, step: int | None) -> Iterator[Finding]:
             what = f"absent or nearly so: {names}, {share:.0%} of the real images ({len(missing)} of {bins['number']})"
             yield Finding("modes-missing", "critical" if share > 0.3 else "warning", what, step)
             return
+
+
+def is_gap(share: float, by_chance: float, limit: float) -> bool:
+    """Whether so many images have nearly none of the other set around them that a part of the data is missing there."""
+    return share > limit and share - by_chance > _LEAST_GAP
+
+
+def _regions(figures: dict, step: int | None) -> Iterator[Finding]:
+    """Without classes: parts of the data that are no cluster either."""
+    regions = figures.get("regions")
+    if not regions or not figures["precision"] > 0.9 * figures["floor"]["precision"]:
+        return
+    missing, crowded = regions["missing"], regions["crowded"]
+    # Where one part is far too frequent, all others are too rare, and the other way round: the larger is the cause.
+    if crowded["share"] > missing["share"] and is_gap(**crowded):
+        what = f"{crowded['share']:.0%} of the samples have nearly no real image among those around them"
+        yield Finding("mode-dominates", "warning", f"{what} ({crowded['by_chance']:.1%} by chance)", step)
+    elif is_gap(**missing):
+        what = f"{missing['share']:.0%} of the real images have nearly no sample among those around them"
+        severity = "critical" if missing["share"] > 0.3 else "warning"
+        yield Finding("modes-missing", severity, f"{what} ({missing['by_chance']:.1%} by chance)", step)
 
 
 def _dominant(figures: dict, step: int | None) -> Iterator[Finding]:
