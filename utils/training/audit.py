@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -12,15 +13,16 @@ from utils.diagnostics.audit.averages import check_averages
 from utils.diagnostics.audit.built import check_built
 from utils.diagnostics.audit.declared import AdaptiveClipping, Declared, declared_by
 from utils.diagnostics.audit.denoising import check_denoising
+from utils.diagnostics.audit.edm2_network import check_edm2_network
 from utils.diagnostics.audit.elements import digest, judged_on
 from utils.diagnostics.audit.export import check_exported
 from utils.diagnostics.audit.gradients import check_gradients
 from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.observer import Observer, failure_text
-from utils.diagnostics.audit.optimizer import check_learning_rate, check_optimizer
+from utils.diagnostics.audit.optimizer import check_learning_rate, check_memory, check_optimizer
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.ranks import check_ranks, digests_of
-from utils.diagnostics.audit.resume import check_norm_mean, check_resumed
+from utils.diagnostics.audit.resume import check_norm_mean, check_resumed, check_saved, check_snapshots
 from utils.diagnostics.audit.sampler import check_sampler, sampler_call
 from utils.diagnostics.audit.seen import Update, on_cpu
 from utils.diagnostics.audit.slopes import check_slopes
@@ -50,16 +52,16 @@ def audited_updates(count: int) -> set[int]:
 class StepAudit:
     """Its methods are to be called on every process, in the order below."""
 
-    def __init__(self, run: Run, eager: bool):
-        """`eager`: see `Observer`."""
-        self._run = run
+    def __init__(self, run: Run, eager: bool, turned_down: Callable[[], int]):
+        """`eager`: see `Observer`. `turned_down`: how many updates the run has turned down so far; the host may wait."""
+        self._run, self._turned_down = run, turned_down
         objective, options = run.objective, run.options
         modules: dict[str, Any] = {"network": objective.network}
         if objective.exported is not objective.network:
             modules |= {"unet": objective.exported, "uncertainty": objective.network.uncertainty}
         self.declared = declared_by(options, run.facts, run.resumed_from)
         self._observer = Observer(modules, self._averages(), eager=eager)
-        self._built = self.declared.network is None  # whether it was looked at how the network is built
+        self._built = False  # whether it was looked at how the network is built
         self._pool, self._data = Pool(self.declared), DataAudit(run)
         self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
         self._compiled, self._looks, self._scheduled = options.compile, 0, False
@@ -71,6 +73,8 @@ class StepAudit:
         self._pending: Update | None = None
         self._checks: list[Check] = []
         self._check_resumed()
+        self._saved = self._snapped = False  # whether it was looked at what checkpoints and snapshots hold
+        self._counted: tuple[int, torch.Tensor] | None = None  # updates made, and the steps counted, at the newest look
         self._left: torch.Tensor | None = None  # digest of the weights and averages before what is made between updates
 
     def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -93,12 +97,18 @@ class StepAudit:
         self._scheduled = wanted
         if wanted and not self._built:
             self._built = True
-            self._record(self._guarded(check_built, self._run.objective.exported, self.declared.network, step == 0))
+            self._record(self._guarded(self._look_at_network, step == 0))
         if wanted:
             scaler = self._run.accelerator.scaler
             self._loss_scale = 1.0 if scaler is None else scaler.get_scale()
             self._observer.begin(step, asks=self._looks % 3 == 1 and self._followed, weights=weights)
             self._looks += 1
+
+    def _look_at_network(self, fresh: bool) -> list[Check]:
+        exported = self._run.objective.exported
+        if self.declared.network is not None:
+            return check_built(exported, self.declared.network, fresh)
+        return check_edm2_network(exported) if type(exported).__name__ == "EDM2UNet" else []
 
     def _due_of_compiled(self, step: int) -> bool:
         """The first report from each of the chosen updates on."""
@@ -185,14 +195,36 @@ class StepAudit:
     def _read_checkpoint(self, checkpoint: Path) -> list[Check]:
         run = self._run
         clipping = [check_norm_mean(checkpoint, run.clipping.mean)] if run.options.adaptive_clipping else []
-        return clipping + check_resumed(
-            checkpoint,
-            network_state=run.objective.network.state_dict(),
-            optimizer=None if "optimizer" in run.options.allow_option_change else run.accelerator._optimizers[0],
-            step=run.state.step,
-            ema_state=None if run.ema is None else run.ema.state_dict(),
-            scaler=run.accelerator.scaler,
-        )
+        optimizer = None if "optimizer" in run.options.allow_option_change else run.accelerator._optimizers[0]
+        return clipping + check_resumed(checkpoint, **self._stored_state(optimizer))
+
+    def _stored_state(self, optimizer: Any) -> dict[str, Any]:
+        """What checkpoints hold; see `check_resumed`."""
+        run = self._run
+        return {
+            "network_state": run.objective.network.state_dict(),
+            "optimizer": optimizer,
+            "step": run.state.step,
+            "ema_state": None if run.ema is None else run.ema.state_dict(),
+            "scaler": run.accelerator.scaler,
+        }
+
+    def check_saved(self) -> None:
+        """Compares the first checkpoint that this run saves with what it has. On the main process."""
+        run = self._run
+        if run.accelerator.is_main_process and not self._saved:
+            self._saved = True
+            checkpoint = run.output_dir / f"checkpoint-{run.state.step}"
+            state = self._stored_state(run.accelerator._optimizers[0])
+            self._record(self._guarded(partial(check_saved, checkpoint, **state)))
+
+    def check_snapshots(self) -> None:
+        """Compares the first snapshots of averages that this run saves with what it has. On the main process."""
+        run, several = self._run, self._run.ema
+        if run.accelerator.is_main_process and not self._snapped and isinstance(several, PowerEMA):
+            self._snapped = True
+            averages = {width: average.shadow for width, average in several.averages.items()}
+            self._record(self._guarded(check_snapshots, run.output_dir / "ema_snapshots", run.state.step, averages))
 
     def _record(self, checks: list[Check]) -> None:
         self._run.doctor.record(self._run.state.step, {"audit": {"checks": [check.to_json() for check in checks]}})
@@ -251,7 +283,7 @@ class StepAudit:
         scale = float(self._loss_scale)
         batches = [step.batch for step in update.micro_steps if "noise" in step.batch]
         for batch in batches:
-            self._pool.add_noise(batch["noise"])
+            self._pool.add_noise(batch["noise"], batch.get("clean_images"))
         first = batches[0] if batches else {}
         skipped = not bool(self._finite)  # then no step is declared
         update, gradient = self._judged(update), self._judged(gradient)
@@ -269,9 +301,22 @@ class StepAudit:
         self._followed = not any(check.healthy is False for check in slopes)  # once said, it is not looked into again
         checks += slopes
         checks += check_optimizer(update, declared, self._observer, skipped)
+        checks += self._remembered(update, skipped)
         checks += check_state(update, declared, self._observer)
         checks += check_averages(update, declared, self._observer, skipped)
-        return [*checks, *self._pool.checks()]
+        return [*checks, *self._pool.checks(), *self._pool.independence()]
+
+    def _remembered(self, update: Update, skipped: bool) -> list[Check]:
+        """What an optimizer that counts its steps must have counted since the last look."""
+        step, made = update.optimizer_step, update.step + 1 - self._turned_down()
+        if step is None:
+            return []
+        checks = []
+        if self._counted is not None:
+            before, counted = self._counted
+            checks = check_memory(step, counted, made - (not skipped) - before)
+        self._counted = made, step.state_after.get("step", torch.zeros_like(step.before))
+        return checks
 
     def _clipped(self, update: Update) -> tuple[list[Check], Declared]:
         """(checks of the limit that this update's gradient is clipped to, what is declared of it)."""

@@ -82,7 +82,8 @@ class Periodic:
                 self._make_pipeline()
             if self._snapshots.due(state.step):
                 with run.progress.part("saving the averaged weights"):
-                    run.progress.try_or_warn(self._snapshots.save, state.step)
+                    if run.progress.try_or_warn(self._snapshots.save, state.step):
+                        run.progress.try_or_warn(self._monitor.audit.check_snapshots)
             # By all ranks, so that they leave at the same update; what a stop leaves of an evaluation is still due.
             if run.stop.agreed() or self._evaluation.due():
                 self._exit_status = self._exit_status or EXIT_STOPPED
@@ -153,6 +154,8 @@ class Periodic:
             problem = save_checkpoint(run.accelerator, run.output_dir, run.state, total_limit=limit)
         if problem:
             run.print_line(f"checkpoint-{run.state.step} was not saved, earlier ones are whole: {problem}")
+        else:
+            run.progress.try_or_warn(self._monitor.audit.check_saved)
         return problem is None
 
     @contextmanager

@@ -35,7 +35,7 @@ class Monitor:
         counts = state.skipped_updates, state.scaler_skips, state.bad_in_a_row
         self._bad_updates = BadUpdates(run.accelerator, num_parameters, *counts)
         self._nan_reports = NanReports(run)
-        self.audit = StepAudit(run, measures_eagerly)
+        self.audit = StepAudit(run, measures_eagerly, lambda: sum(self._bad_updates.totals()[:2]))
         self._bad_images = BadImageReport(
             run.accelerator,
             run.output_dir / "bad_images.json",

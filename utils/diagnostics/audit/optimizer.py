@@ -131,6 +131,30 @@ def _counts(step: Step, finished: int) -> list[Check]:
     return [Check("optimizer", name, wanted, ", ".join(map(str, counts[:3])), fine, text)]
 
 
+def check_memory(step: Step, counted: torch.Tensor, between: int) -> list[Check]:
+    """Whether the optimizer has counted one step for each update since it was looked at last.
+
+    Args:
+        counted: float [n], what it had counted after the last look, of each element; 0 where it counts nothing.
+        between: updates since then, without those that were turned down.
+    """
+    if not counted.any():
+        return []
+    now = step.state_before.get("step", torch.zeros_like(counted))
+    known = counted > 0
+    lost = known & (now != counted + between)
+    name, wanted = "steps counted between two looks", str(between)
+    if not lost.any():
+        return [Check("optimizer", name, wanted, wanted, True)]
+    found = sorted({int(value) for value in (now - counted)[lost]})
+    text = f"between two looks {between} updates were made, and the optimizer has counted {found[0]} steps"
+    if bool((now[lost] < counted[lost]).any()):
+        text = (
+            f"the optimizer had counted {int(counted[lost].max())} steps, and later {int(now[lost].min())}: it lost its state"
+        )
+    return [Check("optimizer", name, wanted, ", ".join(map(str, found[:3])), False, text)]
+
+
 def _change(step: Step, wanted: DeclaredOptimizer, expected: torch.Tensor, decayed: torch.Tensor) -> Check:
     """`expected`: the weights after the step, by torch."""
     before = step.before.double()

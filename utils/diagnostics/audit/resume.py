@@ -1,7 +1,9 @@
-"""After a resume: is everything as the checkpoint's files say? The files are read here, without the code that loaded them."""
+"""Files that a run writes for later: is everything as a checkpoint's files say after a resume, and do they hold what the run
+has when they are saved? They are read here, without the code that saves and loads them."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,38 @@ def check_resumed(
     if ema_state is not None:
         checks.append(_ema(checkpoint / "ema.safetensors", stored, unwrapped(ema_state)))
     return checks
+
+
+def check_saved(checkpoint: Path, **state: Any) -> list[Check]:
+    """Whether a checkpoint that was just saved holds what the run has; `state` as of `check_resumed`."""
+    return [_just_saved(check, checkpoint.name) for check in check_resumed(checkpoint, **state)]
+
+
+def check_snapshots(folder: Path, step: int, averages: Mapping[float, Mapping[str, torch.Tensor]]) -> list[Check]:
+    """Whether the snapshots of averages that were just saved in `folder` hold those of the run, in the precision of the files.
+    `averages`: by their relative widths."""
+    checks = []
+    for width, live in averages.items():
+        path = folder / f"{step:08d}-{width}.safetensors"
+        if not path.exists():
+            text = f"the average of width {width:g} was not saved: there is no {path.name}"
+            checks.append(Check("ema", f"snapshot of EMA {width}", "the run's", "none", False, text))
+            continue
+        stored = Stored(path)
+        found = difference({name: t.to(stored[name].dtype) if name in stored else t for name, t in live.items()}, stored)
+        said = found.names() or f"{len(found.different)} of {found.compared} tensors differ, by {found.distance:.2g}"
+        text = f"{path.name} does not hold the average of width {width:g}: {said}"
+        checks.append(Check("ema", f"snapshot of EMA {width}", "the run's", said if found else "the same", not found, text))
+    return checks
+
+
+def _just_saved(check: Check, checkpoint: str) -> Check:
+    name = check.name.replace("after the resume", "as saved")
+    if name == check.name:
+        return check
+    declared = "those of the run" if check.declared == AS_STORED else check.declared
+    text = f"{checkpoint} does not hold what the run has: {name}: {check.observed}"
+    return replace(check, name=name, declared=declared, message=text if check.healthy is False else "")
 
 
 def _step(checkpoint: Path, step: int) -> Check:
