@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from utils.diagnostics.audit.declared import DeclaredDenoising, DeclaredNoising
 from utils.diagnostics.audit.export import check_exported
-from utils.diagnostics.audit.resume import check_resumed
+from utils.diagnostics.audit.resume import check_resumed, check_saved, check_snapshots
 from utils.diffusion.ddpm import BETA_SCHEDULES, config_for_any, make_noise_scheduler
 from utils.diffusion.export import export_pipeline
 from utils.diffusion.unet import normalize_spectra
@@ -320,3 +320,24 @@ def test_code_in_the_exported_folder_is_compared_and_never_run(finished, copied,
     wrong = deviations(exported(finished, folder), "export")
     assert "is not the code of the network that was trained" in wrong
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_checkpoint_that_does_not_hold_what_the_run_has_is_named(finished, tmp_path):
+    checkpoint = finished.folder / "checkpoint-4"
+    assert not deviations(check_saved(checkpoint, **finished.resumed))
+    copy = tmp_path / checkpoint.name
+    shutil.copytree(checkpoint, copy)
+    weights = load_file(copy / "model.safetensors")
+    save_file({n: t.bfloat16().float() for n, t in weights.items()}, copy / "model.safetensors")
+    text = deviations(check_saved(copy, **finished.resumed), "state")
+    assert "checkpoint-4 does not hold what the run has" in text and "weights as saved" in text
+
+
+def test_snapshots_are_those_of_their_averages(tmp_path):
+    averages = {0.05: {"a": torch.randn(3)}, 0.1: {"a": torch.randn(3)}}
+    for width, average in averages.items():
+        save_file({"a": average["a"].half()}, tmp_path / f"00000007-{width}.safetensors")
+    assert not deviations(check_snapshots(tmp_path, 7, averages))
+    averages[0.1]["a"] = averages[0.05]["a"]
+    assert "does not hold the average of width 0.1" in deviations(check_snapshots(tmp_path, 7, averages), "ema")
+    assert "was not saved" in deviations(check_snapshots(tmp_path, 8, averages), "ema")

@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 
 from utils.diagnostics.audit.averages import check_averages
 from utils.diagnostics.audit.built import check_built
+from utils.diagnostics.audit.continuity import Continuity
 from utils.diagnostics.audit.declared import AdaptiveClipping, Declared, declared_by
 from utils.diagnostics.audit.denoising import check_denoising
 from utils.diagnostics.audit.edm2_network import check_edm2_network
@@ -33,6 +34,8 @@ from utils.optim.clipping import Gradients
 from utils.optim.power_ema import PowerEMA
 from utils.training.data_audit import DataAudit
 from utils.training.run import Run
+
+RATES_SAID = 3  # updates without a report whose learning rate is said to be wrong
 
 T = TypeVar("T")
 
@@ -61,6 +64,8 @@ class StepAudit:
             modules |= {"unet": objective.exported, "uncertainty": objective.network.uncertainty}
         self.declared = declared_by(options, run.facts, run.resumed_from)
         self._observer = Observer(modules, self._averages(), eager=eager)
+        self._continuity = Continuity(self._observer.parameters, self._observer.averages, self.declared.averages)
+        self._rates_said = 0  # updates without a report that had another learning rate
         self._built = False  # whether it was looked at how the network is built
         self._pool, self._data = Pool(self.declared), DataAudit(run)
         self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
@@ -92,6 +97,7 @@ class StepAudit:
     def begin(self, step: int, reported: bool) -> None:
         """Before the update that follows `step` finished ones. Compiled networks are looked at in updates that are `reported`,
         which run eagerly anyway, so that the audit changes no number."""
+        self._continuity.begin()
         weights = self._finish()
         wanted = reported and self._due_of_compiled(step) if self._compiled else step + 1 in self._numbers
         self._scheduled = wanted
@@ -137,17 +143,20 @@ class StepAudit:
 
     def end_update(self, between: bool, reported: bool) -> None:
         """After all of an update; `between`: whether anything is made before the next one that may touch the weights."""
+        self._continuity.end(self._run.state.step, self._finite)
         update = self._observer.end_update() if self._scheduled else None
         if self._scheduled and not self._all_saw(update):
             update, self._numbers = None, set()  # it would fail again
         self._scheduled = False
         if reported and self._clipping is not None:
             self._clipping.mean()  # the host waits for the device now anyway
-        if reported and update is None:
+        if update is None:
             rates = sorted({float(group["lr"]) for o in self._run.accelerator._optimizers for group in o.param_groups})
-            self._checks = [check_learning_rate(rates, self.declared.optimizer, self._run.state.step - 1)]
-        if update is not None:
-            self._pending, self._checks = update, self._judge(update)
+            rate = check_learning_rate(rates, self.declared.optimizer, self._run.state.step - 1)
+            if reported or (rate.healthy is False and self._rates_said < RATES_SAID):
+                self._checks, self._rates_said = [rate], self._rates_said + (not reported)
+        else:
+            self._pending, self._checks = update, self._judge(update) + self._guarded(self._continuity.checks)
         if between or update is not None:
             self._left = self._digest(None if update is None else update.digest_last)
 
@@ -237,6 +246,8 @@ class StepAudit:
         """At the end of the run, where no update follows."""
         self._finish()
         self._observer.rest()
+        if checks := self._guarded(self._continuity.checks):
+            self._record(checks)
 
     @torch.no_grad()
     def _digest(self, weights: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Whether the EDM2 network computes what its paper says: its equations, written here once more, beside each of its parts.
 
-Karras et al. 2024 (arXiv 2312.02696), config G, and its table of sizes. Both get the same weights, of which the gains that start
+Karras et al. 2024 (arXiv 2312.02696), config G. Both get the same weights, of which the gains that start
 at zero are replaced by others, so that every path counts.
 """
 
@@ -19,6 +19,7 @@ NAME, WANTED = "output for given weights", "that of the paper's equations"
 KNOWN = {"sample_size", "in_channels", "out_channels", "num_class_embeds", "model_channels", "channel_multipliers"}
 KNOWN |= {"layers_per_block", "attention_resolutions", "attention_head_dim", "dropout"}
 TOLERANCE, ROUGH = 1e-3, 0.05  # of a part's output; where layers compute with fewer digits
+LISTS = ("encoder.", "decoder.")
 IMAGES = 3
 
 
@@ -63,9 +64,9 @@ def _outputs_of(network: nn.Module, gains: Mapping[str, torch.Tensor], inputs: t
     def keep(name: str) -> Any:
         return lambda module, inputs, output: seen.setdefault(name, output)
 
-    modules = [network, *network.encoder, *network.decoder]
-    named = {name: m for name, m in network.named_modules() if m in modules[1:] or "." not in name}
-    hooks = [m.register_forward_hook(keep(name)) for name, m in named.items() if name and not isinstance(m, nn.ModuleList)]
+    # Its layers, and the blocks in its lists.
+    named = {name: m for name, m in network.named_modules() if name and name.count(".") == (name.startswith(LISTS))}
+    hooks = [module.register_forward_hook(keep(name)) for name, module in named.items()]
     modes = {module: module.training for module in network.modules()}
     try:
         network.eval()
