@@ -141,7 +141,7 @@ def test_the_edm2_network_is_that_of_its_paper(classes, monkeypatch):
     changes = {
         "encoder.0": (edm2_unet, "mp_silu", silu),
         "encoder.1": (network.encoder[1], "mode", "decoder"),
-        "decoder.2": (edm2_unet, "mp_cat", lambda a, b, t: torch.cat([a, b], 1)),
+        "decoder.3": (edm2_unet, "mp_cat", lambda a, b, t: torch.cat([a, b], 1)),
         "noise_features": (network.noise_features, "forward", lambda x: torch.zeros(len(x), 8)),
     }
     for part, change in changes.items():
