@@ -62,10 +62,15 @@ def main(args: DiagnoseOptions) -> int:
             try:
                 write_report(record, findings, args.run / REPORT)
             except OSError as error:
-                raise UserError(f"cannot write {args.run / REPORT}: {error.strerror or error} (--no_report)") from None
+                raise UserError(
+                    f"cannot write {args.run / REPORT}: {error.strerror or error}\nadd --no_report, or make room there"
+                ) from None
             write_diagnosis(args.run / DIAGNOSIS, findings)
         if not record.history:
-            raise UserError(f"{args.run} has recorded nothing yet that could be judged (no history.jsonl)")
+            raise UserError(
+                f"{args.run} has no history.jsonl: the run has not recorded anything yet\n"
+                "try again after its first --logging_steps updates"
+            )
     else:
         record = RunRecord(args.report_dir or Path(), history=[{"step": 0, **records_of(args)}])
         findings, judged = diagnostics.judge(record)
@@ -73,7 +78,9 @@ def main(args: DiagnoseOptions) -> int:
             try:
                 write_report(record, findings, args.report_dir / REPORT)
             except OSError as error:
-                raise UserError(f"cannot write {args.report_dir / REPORT}: {error.strerror or error}") from None
+                raise UserError(
+                    f"cannot write {args.report_dir / REPORT}: {error.strerror or error}\nchoose another --report_dir"
+                ) from None
     try:
         show(record, findings, judged, as_json=args.json)
         sys.stdout.flush()
@@ -91,7 +98,9 @@ def show_caches(args: DiagnoseOptions) -> int:
     try:
         removed = [] if args.prune_cache is None else prune_caches(root, args.prune_cache)
     except OSError as error:
-        raise UserError(f"cannot remove packed images below {root}: {error.strerror or error}") from None
+        raise UserError(
+            f"cannot remove packed images in {root}: {error.strerror or error}\ncheck the permissions of that folder"
+        ) from None
     left = list_caches(root)
     if args.json:
         names = {"removed": removed, "caches": left}

@@ -206,7 +206,7 @@ def same_shape(shapes: dict[str, tuple[int, int, int]]) -> tuple[int, int, int]:
     for name, other in others:
         if other != shape:
             sizes = " and ".join(f"{n} {s[1]}x{s[2]}, {s[0]} channels" for n, s in ((first, shape), (name, other)))
-            raise UserError(f"images of different sizes cannot be compared: {sizes}")
+            raise UserError(f"the images have different sizes: {sizes}\ncompare images of the same size and number of channels")
     return shape
 
 
@@ -237,8 +237,8 @@ def check_reference(args: EvaluateOptions, facts: dict, extractor: "Extractor", 
     for key, value in wanted.items():
         if facts.get(key) != value:
             raise UserError(
-                f"{args.reference} cannot be compared with: its {key} is {facts.get(key)}, not {value}; "
-                "evaluate with the same --features and image size, or make it again"
+                f"--reference {args.reference} does not fit: its {key} is {facts.get(key)}, not {value}\n"
+                "use the --features and the image size that it was made with, or make it again"
             )
 
 
@@ -321,7 +321,7 @@ def write_result(args: EvaluateOptions, results: list[dict], sheet: "Image.Image
         if not args.output_dir:
             refresh_report(folder.parent)
     except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
+        raise UserError(f"cannot write {folder}: {error.strerror or error}\nchoose another --output_dir") from None
 
 
 def refresh_report(run: Path) -> None:

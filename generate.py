@@ -127,7 +127,7 @@ def main(args: GenerateOptions) -> None:
                 with accelerator.autocast():
                     images = sample(unet, plan, numbers, should_stop=step, predict=predict)
                 if not images.isfinite().all():
-                    raise UserError(f"{args.pipeline} made NaN or infinite pixels; try --mixed_precision no")
+                    raise UserError(f"{args.pipeline} made NaN or infinite pixels\ntry --mixed_precision no")
                 for i, image in zip(numbers.tolist(), to_uint8(images).cpu()):
                     save_png(to_pil(image), image_path(args.output_dir, i))
             done += sum(map(len, turn))
@@ -162,13 +162,15 @@ def claim_folder(output_dir: Path, settings: dict) -> None:
         names = os.listdir(output_dir)
         recorded = {"compile": False, "sampler_version": 1} | json.loads(record.read_text()) if record.exists() else None
         if recorded is None and any(name.endswith(".png") for name in names):
-            raise UserError(f"{output_dir} holds images that generate.py did not make; choose another --output_dir")
+            raise UserError(
+                f"--output_dir {output_dir} already has images, which generate.py did not make\nchoose another --output_dir"
+            )
         if recorded is not None and any(re.fullmatch(r"\d{6,}\.png", name) for name in names):
             refuse_other_settings(output_dir, recorded, settings)
         with whole_file(record) as draft:
             draft.write_text(json.dumps(settings, indent=2) + "\n")
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot use --output_dir {output_dir}: {error}") from error
+        raise UserError(f"cannot use --output_dir {output_dir}: {error}\nchoose another --output_dir") from error
 
 
 def refuse_other_settings(output_dir: Path, recorded: dict, settings: dict) -> None:
@@ -176,12 +178,13 @@ def refuse_other_settings(output_dir: Path, recorded: dict, settings: dict) -> N
         # The pipeline is recognized by its weights, so that it may be moved or reached by another path.
         if key not in ("pipeline", "num_images") and recorded.get(key) != value:
             raise UserError(
-                f"{output_dir} holds images of another {key} ({recorded.get(key)}, now {value}); choose another --output_dir"
+                f"--output_dir {output_dir} has images of another {key} ({recorded.get(key)}, now {value})\n"
+                "choose another --output_dir"
             )
     if recorded["num_images"] > settings["num_images"]:
         raise UserError(
-            f"{output_dir} is a set of {recorded['num_images']} images, more than --num_images "
-            f"{settings['num_images']}; choose another --output_dir"
+            f"--output_dir {output_dir} has {recorded['num_images']} images, more than --num_images "
+            f"{settings['num_images']}\nchoose another --output_dir, or more images"
         )
 
 

@@ -31,6 +31,21 @@ def anchors(page: Path) -> set[str]:
 
 
 @of_pages
+def test_a_page_has_a_title_and_text(page):
+    """A page that a merge has emptied would pass all other checks."""
+    assert page.read_text().startswith("# ")
+    prose = re.sub(r"^```.*?^```|^#.*?$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert len(prose.split()) > 100
+
+
+def test_the_pages_are_there():
+    names = {str(page.relative_to(ROOT)) for page in PAGES}
+    linked = set(re.findall(r"\]\((docs/\w[\w-]*\.md)", (ROOT / "README.md").read_text()))
+    assert len(linked) > 8 and {"README.md", "CHANGELOG.md", "CONTRIBUTING.md"} <= names
+    assert {name for name in names if name.startswith("docs/")} == linked
+
+
+@of_pages
 def test_links_lead_somewhere(page):
     text = page.read_text()
     labels = dict(re.findall(r"^\[([^]]+)\]: (\S+)$", text, re.MULTILINE))

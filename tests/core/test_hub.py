@@ -40,7 +40,7 @@ def said(name: str, tmp_path, address: str = "http://127.0.0.1:9", **options) ->
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     message = result.stdout.strip()
-    assert message and "\n" not in message
+    assert message and message.count("\n") <= 1
     return message
 
 
@@ -62,12 +62,12 @@ def repository(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "options", "message"),
     [
-        ("private", {}, "it doesn't exist on the Hub, or it is private: check the name, or log in with `hf auth login`"),
-        ("gated", {}, "it is gated: ask for access at https://huggingface.co/datasets/some/thing, then log in"),
-        (None, {}, "it has several configs: choose one with --dataset_config_name, of small, large"),
-        (None, {"dataset_config_name": "tiny"}, "no config 'tiny': --dataset_config_name takes one of small, large"),
-        (None, {"dataset_config_name": "small", "dataset_split": "dev"}, "no split dev: --dataset_split takes one of train"),
-        ("broken", {}, "the Hub could not be reached, or broke off: check the network and try again"),
+        ("private", {}, "it doesn't exist on the Hub, or it is private\ncheck the name, or log in with `hf auth login`"),
+        ("gated", {}, "it is gated\nask for access at https://huggingface.co/datasets/some/thing, then log in"),
+        (None, {}, "it has several configs\nset --dataset_config_name to one of small, large"),
+        (None, {"dataset_config_name": "tiny"}, "no config 'tiny'\nset --dataset_config_name to one of small, large"),
+        (None, {"dataset_config_name": "small", "dataset_split": "dev"}, "no split dev\nset --dataset_split to one of train"),
+        ("broken", {}, "the Hub could not be reached, or the connection broke ("),
     ],
 )
 def test_a_dataset_that_cannot_be_had(fault, options, message, repository, tmp_path):
@@ -116,7 +116,7 @@ def test_the_last_cause_is_told_once():
     assert in_full(KeyError()) == "KeyError"
 
 
-@pytest.mark.parametrize(("offline", "message"), [("1", "HF_HUB_OFFLINE forbids"), ("", "the Hub could not be reached")])
+@pytest.mark.parametrize(("offline", "message"), [("1", "HF_HUB_OFFLINE does not allow"), ("", "the Hub could not be reached")])
 def test_a_connection_that_ends_in_the_middle(offline, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", offline)
     error = OSError("reading failed")

@@ -49,12 +49,12 @@ def test_odd_values_of_omp_num_threads(value, threads, monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("ACCELERATE_USE_FSDP", "true", "launched with FSDP, .*accelerate_configs/cpu.yaml"),
+        ("ACCELERATE_USE_FSDP", "true", "launched with FSDP, .*\n.*accelerate_configs/cpu.yaml"),
         ("ACCELERATE_USE_DEEPSPEED", "true", "launched with DeepSpeed"),
         ("ACCELERATE_USE_MEGATRON_LM", "true", "launched with Megatron-LM"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "launched with a parallelism config"),
         ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "launched with dynamo_backend inductor, .*--compile"),
-        ("ACCELERATE_MIXED_PRECISION", "fp16", "the launcher's mixed_precision fp16 needs a GPU; on a CPU set --mixed_prec"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", "the launcher's mixed_precision fp16 needs a GPU\non a CPU, set --mixed_prec"),
         ("ACCELERATE_MIXED_PRECISION", "fp8", "the launcher's mixed_precision fp8 is not supported"),
     ],
 )
@@ -63,7 +63,7 @@ def test_settings_that_cannot_work_are_refused_before_accelerate_reads_them(vari
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=message) as error:
         make_accelerator()
-    assert "\n" not in str(error.value)
+    assert str(error.value).count("\n") <= 1
 
 
 def test_the_script_s_own_precision_wins_over_the_launcher_s(monkeypatch):

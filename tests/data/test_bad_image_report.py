@@ -45,7 +45,7 @@ def test_bad_images_of_all_processes_and_of_earlier_parts_of_the_run_are_listed(
     for accelerator in (main, other):
         mine = BadImages(2)
         mine.learn([bad_image(0)])
-        with pytest.raises(UserError, match=r"at least 3 images .* more than --max_bad_images 2"):
+        with pytest.raises(UserError, match=r"3 or more images .* and --max_bad_images is 2"):
             BadImageReport(accelerator, path, (Part(mine, {0}),), gathers=True, print_line=said.append).update()
     assert list(tmp_path.iterdir()) == []
 

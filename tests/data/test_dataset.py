@@ -207,7 +207,7 @@ except UserError as error:
 """
     with hub_stand_in("someone/pictures", tmp_path) as (address, _):
         message = in_new_process(code, HF_ENDPOINT=address, HF_HOME=str(tmp_path / "home"))
-    assert "someone/nothing" in message and "doesn't exist on the Hub" in message and "\n" not in message
+    assert "someone/nothing" in message and "doesn't exist on the Hub" in message and message.count("\n") == 1
 
 
 def test_split_slices_and_max_images(load, tmp_path):
@@ -261,13 +261,15 @@ def test_columns_are_found_named_and_listed(load, tmp_path):
     assert named.labels.tolist() == [1, 0, 2, 0, 1, 2] and named.class_names == ["a", "b", "c"]
     listed = r"thumbnail \(Image\), jpg \(Image\), fine_label \(int32\), coarse \(string\), unknown \(int64\)"
     for option in ({"image_column": "picture"}, {"image_column": "coarse_"}, {"label_column": "label"}):
-        with pytest.raises(UserError, match=rf"no column '{next(iter(option.values()))}'.*{listed}"):
+        with pytest.raises(
+            UserError, match=rf"--{next(iter(option))} {next(iter(option.values()))}: .* no such column\n.*{listed}"
+        ):
             load(path, **option)
-    with pytest.raises(UserError, match=rf"'fine_label' holds no images.*{listed}"):
+    with pytest.raises(UserError, match=rf"--image_column fine_label: this column has no images\n.*{listed}"):
         load(path, image_column="fine_label")
-    with pytest.raises(UserError, match="'unknown': 6 rows have a negative label"):
+    with pytest.raises(UserError, match="--label_column unknown: 6 rows have a negative label"):
         load(path, label_column="unknown")
-    with pytest.raises(UserError, match="'jpg': Image values are no labels"):
+    with pytest.raises(UserError, match="--label_column jpg: Image values are no labels"):
         load(path, label_column="jpg")
 
 
@@ -305,24 +307,27 @@ def test_wrong_sources_are_one_clear_line(load, tmp_path):
     (tmp_path / "a.xyz").write_text("")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 but not really")
     cases = [
-        ({}, "no dataset: give --dataset_name"),
-        ({"dataset_name": str(tmp_path / "saved"), "dataset_split": "test"}, "no split 'test'; it has 'train'"),
-        ({"dataset_name": str(tmp_path / "a.parquet"), "dataset_split": "tset"}, "it has no split tset.*train"),
-        ({"dataset_name": "digits", "dataset_split": "test"}, "no split 'test'; it has 'train'"),
+        ({}, "no dataset was given\nset --dataset_name"),
+        (
+            {"dataset_name": str(tmp_path / "saved"), "dataset_split": "test"},
+            "--dataset_split test: .*no such split\n.*'train'",
+        ),
+        ({"dataset_name": str(tmp_path / "a.parquet"), "dataset_split": "tset"}, "it has no split tset\n.*train"),
+        ({"dataset_name": "digits", "dataset_split": "test"}, "--dataset_split test: .*no such split\n.*'train'"),
         ({"dataset_name": str(tmp_path / "empty.parquet")}, "corresponds to no data"),
         ({"dataset_name": "digits", "max_train_images": 0}, "has no images"),
-        ({"dataset_name": str(tmp_path / "text")}, r"no image column.*text \(string\), number \(int64\)"),
+        ({"dataset_name": str(tmp_path / "text")}, r"no column that looks like images\n.*text \(string\), number \(int64\)"),
         ({"dataset_name": str(tmp_path / "nothing")}, "cannot load the dataset"),
         ({"train_data_dir": str(tmp_path / "nothing")}, "no images in it"),
         ({"train_data_dir": str(tmp_path / "absent")}, "no such folder"),
-        ({"dataset_name": str(tmp_path / "a.xyz")}, r"must end in one of .*\.parquet"),
+        ({"dataset_name": str(tmp_path / "a.xyz")}, r"ends in one of .*\.parquet"),
         ({"dataset_name": str(tmp_path / "broken.parquet")}, "cannot load the dataset"),
         ({"dataset_name": "digits", "background": "transparent"}, "transparent"),
     ]
     for options, message in cases:
         with pytest.raises(UserError, match=message) as caught:
             load(**options)
-        assert "\n" not in str(caught.value)
+        assert str(caught.value).count("\n") <= 1
 
 
 def test_a_dataset_s_own_code_is_not_run(load, tmp_path):
@@ -463,7 +468,7 @@ def test_an_undecodable_image_is_named(cache_images, load, tmp_path):
     (folder / "bee" / "3.png").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"bee/3\.png \(row 4, column 'image'\)") as caught:
         load(train_data_dir=str(folder), cache_images=cache_images).fetch(range(6))
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).count("\n") <= 1
     rows = [{"bytes": encoded(PIXELS[0]), "path": None}, {"bytes": b"not an image", "path": None}]
     for bad, message in [
         (rows, "row 1, column 'image': not an image"),
@@ -513,7 +518,7 @@ def test_the_next_image_of_the_set_replaces_an_undecodable_one(cache_images, loa
     assert np.array_equal(part.fetch([0, 1, 2, 3]), expected_pixels()[[4, 0, 0, 0]])
     assert part.shown([1, 2]).tolist() == [3, 3] and part.replacements() == {2: 0, 1: 0}
     assert np.array_equal(images.subset([4, 5]).fetch([1]), expected_pixels()[[4]])  # around the end
-    with pytest.raises(UserError, match=r"none of the 2 images can be decoded, such as 2\.png \(row 2.*Pillow"):
+    with pytest.raises(UserError, match=r"none of the 2 images can be decoded; for example 2\.png \(row 2.*Pillow"):
         images.subset([2, 1]).fetch([0])
     assert content_fingerprint(images) == content_fingerprint(load(str(tmp_path / "a"), on_bad_image="replace"))
 
@@ -524,11 +529,11 @@ def test_more_bad_images_than_allowed_and_nothing_else_are_one_clear_line(cache_
     load(path, max_bad_images=3, **options).fetch(range(6))
     nothing = with_bad_rows(tmp_path / "b", range(6))
     cases = [
-        (path, 2, r"at least 3 images cannot be decoded, more than --max_bad_images 2 \(1\.png .*2\.png .*5\.png "),
-        (nothing, 6, r"none of the 6 images can be decoded, such as 0\.png"),
-        (nothing, 4, r"at least [56] images .* 2\.png .*; \.\.\.\); mend"),
+        (path, 2, r"3 or more images cannot be decoded, and --max_bad_images is 2 \(1\.png .*2\.png .*5\.png "),
+        (nothing, 6, r"none of the 6 images can be decoded; for example 0\.png"),
+        (nothing, 4, r"[56] or more images .* 2\.png .*; \.\.\.\)\nrepair"),
     ]
     for path, limit, message in cases:
         with pytest.raises(UserError, match=message) as caught:
             load(path, max_bad_images=limit, **options).fetch(range(6))
-        assert "\n" not in str(caught.value)
+        assert str(caught.value).count("\n") <= 1

@@ -94,9 +94,9 @@ def test_damaged_archives_and_other_files_are_one_clear_line(load, tmp_path):
             (tmp_path / f"cut.{kind}").write_bytes(whole[:cut])
             with pytest.raises(UserError, match=rf"cannot read the archive .*cut\.{kind}") as caught:
                 load(tmp_path / f"cut.{kind}")
-            assert "\n" not in str(caught.value)
+            assert str(caught.value).count("\n") <= 1
     (tmp_path / "photos.tar.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(UserError, match=r"photos\.tar\.gz is neither a folder .* \.zip or \.tar of one; unpack it"):
+    with pytest.raises(UserError, match=r"photos\.tar\.gz is neither a folder .* \.zip or \.tar file of images\nunpack it"):
         load(tmp_path / "photos.tar.gz")
     (tmp_path / "other.zip").write_bytes((tmp_path / "whole.tar").read_bytes())
     with pytest.raises(UserError, match="not a zip file"):
@@ -185,9 +185,9 @@ def test_metadata_names_the_images_and_their_classes(suffix, kind, load, tmp_pat
 def test_metadata_that_cannot_be_used_is_one_clear_line(load, tmp_path):
     folder = write(tmp_path / "data", "0.png", "1.png")
     cases = [
-        ("file,label\n0.png,a\n", r"metadata\.csv has no column file_name; its columns are file, label"),
-        ("file_name\n../0.png\n", r"row 0: file_name must name a file below"),
-        ("file_name\nhttp://example.org/0.png\n", r"row 0: file_name must name a file below"),
+        ("file,label\n0.png,a\n", r"metadata\.csv has no column file_name\n.*file, label"),
+        ("file_name\n../0.png\n", r"row 0: file_name is .*, which is not a file in the same folder"),
+        ("file_name\nhttp://example.org/0.png\n", r"row 0: file_name is .*, which is not a file in the same folder"),
         ("file_name,label\n0.png\n", r"cannot read .*metadata\.csv: ArrowInvalid"),
         ("file_name\n0.png\n7.png\n", r"cannot decode the image .*/7\.png \(row 1"),
     ]
@@ -195,7 +195,7 @@ def test_metadata_that_cannot_be_used_is_one_clear_line(load, tmp_path):
         (folder / "metadata.csv").write_text(text)
         with pytest.raises(UserError, match=message) as caught:
             load(folder)
-        assert "\n" not in str(caught.value)
+        assert str(caught.value).count("\n") <= 1
 
 
 def test_names_that_no_table_can_hold_are_one_clear_line(load, tmp_path):
@@ -203,7 +203,7 @@ def test_names_that_no_table_can_hold_are_one_clear_line(load, tmp_path):
     (tmp_path / "data").mkdir()
     with open(path, "wb") as file:
         file.write(encoded(0))
-    with pytest.raises(UserError, match="not UTF-8; rename the file"):
+    with pytest.raises(UserError, match="not UTF-8\nrename this file"):
         load(tmp_path / "data")
 
 

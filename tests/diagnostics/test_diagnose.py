@@ -162,12 +162,12 @@ def test_damaged_blank_and_small_files_of_a_folder_are_named(capsys, tmp_path, c
 
 def test_what_cannot_be_diagnosed_ends_with_status_2(tmp_path):
     for arguments in ([], ["somewhere", "--dataset_name", "digits"], ["--pipeline", "x"]):
-        with pytest.raises(UserError, match="name a run"):
+        with pytest.raises(UserError, match="what to diagnose"):
             diagnose.parse_args(arguments)
     result = run_script("diagnose.py", [tmp_path / "nothing"])
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert "holds no run" in result.stderr
-    with pytest.raises(UserError, match="recorded nothing yet"):
+    assert (result.returncode, result.stderr.count("\n")) == (2, 2)
+    assert "is not the folder of a run" in result.stderr
+    with pytest.raises(UserError, match="has not recorded anything yet"):
         diagnose.main(diagnose.parse_args([str(synthetic_run(tmp_path / "run", reports=0, samples=0))]))
 
 

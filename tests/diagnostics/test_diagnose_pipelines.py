@@ -195,4 +195,4 @@ def test_what_cannot_be_asked_is_told_in_one_line(make, message, ask, tmp_path):
     make(tmp_path / "p")
     with pytest.raises(UserError, match=message) as error:
         ask(tmp_path / "p")
-    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+    assert str(error.value).count("\n") <= 1 and len(str(error.value)) < 400

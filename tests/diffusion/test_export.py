@@ -233,9 +233,9 @@ def test_a_network_that_cannot_be_exported_is_refused_before_the_first_update(sc
     assert train(flags, script=importlib.import_module(script)) == 0
     first_run = (tmp_path / "run" / "options.json").read_bytes()
     replace_everywhere(make, lambda *arguments, **options: add_batch_norm(plain(*arguments, **options)), monkeypatch)
-    with pytest.raises(UserError, match=r"could not leave a pipeline that others can load: .*conv_out") as refused:
+    with pytest.raises(UserError, match=r"exported pipeline cannot be loaded: .*conv_out") as refused:
         train([*flags, "--overwrite_output_dir"], script=importlib.import_module(script))
-    assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
+    assert str(refused.value).count("\n") <= 1 and len(str(refused.value)) < 600
     assert (tmp_path / "run" / "options.json").read_bytes() == first_run  # which is not lost
     assert (tmp_path / "run" / "model_index.json").exists() and not (tmp_path / "run" / ".tmp-export").exists()
 

@@ -73,11 +73,9 @@ def test_classes_are_asked_for_by_name(pipelines, tmp_path):
     by_name = make(pipelines, tmp_path / "named", "--class_labels", "red fox", "dog", 0, *pipeline)
     assert by_name == make(pipelines, tmp_path / "numbered", "--class_labels", 2, 1, 0, *pipeline)
     assert json.loads((tmp_path / "named/generate.json").read_text())["class_labels"] == [2, 1, 0]
-    with pytest.raises(
-        UserError, match=r"--class_labels dogs: did you mean dog\? the pipeline's classes are cat, dog, red fox"
-    ):
+    with pytest.raises(UserError, match=r"--class_labels dogs: .*\ndid you mean dog\? its classes: cat, dog, red fox"):
         make(pipelines, tmp_path / "out", "--class_labels", "dogs", *pipeline)
-    with pytest.raises(UserError, match="--class_labels cat: the pipeline's classes are numbers: it has no names"):
+    with pytest.raises(UserError, match=r"--class_labels cat: .*\nuse numbers: its classes have no names"):
         make(pipelines, tmp_path / "out", "--class_labels", "cat")
 
 
@@ -106,10 +104,10 @@ def test_prediction_is_guided_by_class():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--class_labels", "3"], "the pipeline's classes are from 0 to 2"),
-        (["--guide_pipeline", "guide"], "does nothing without --guidance"),
-        (["--guide_pipeline", "other", "--guidance", "2"], "is of other data"),
-        (["--sampler", "ddim"], "unknown sampler 'ddim'; choose from heun, dpmsolver"),
+        (["--class_labels", "3"], "no such class\nuse numbers from 0 to 2"),
+        (["--guide_pipeline", "guide"], "--guide_pipeline needs --guidance"),
+        (["--guide_pipeline", "other", "--guidance", "2"], "--guide_pipeline does not fit"),
+        (["--sampler", "ddim"], "--sampler ddim does not work .*\nchoose from heun, dpmsolver"),
     ],
 )
 def test_what_cannot_be_asked_for_is_named(pipelines, tmp_path, words, message):
@@ -126,18 +124,18 @@ def test_a_network_of_ddpm_is_asked_by_class_and_without_one():
         of_class, without = (unet(x, step, torch.tensor(labels)).sample for labels in ([2, 0, 2, 0], [3, 3, 3, 3]))
         found = make_guided_prediction(unet, config, [2, 0], 1.5)(x, step, numbers)
     torch.testing.assert_close(found, without + 1.5 * (of_class - without))
-    with pytest.raises(UserError, match="--class_labels 3: the pipeline's classes are from 0 to 2"):
+    with pytest.raises(UserError, match=r"--class_labels 3: .*\nuse numbers from 0 to 2"):
         make_guided_prediction(unet, config, [3])  # that of no class
 
 
 def test_an_unconditional_ddpm_takes_no_classes():
     config, unet = {"beta_schedule": "linear"}, UNet2DModel(**TINY)
-    with pytest.raises(UserError, match="--guidance of a pipeline without classes needs --guide_pipeline"):
+    with pytest.raises(UserError, match=r"no classes, .*\nset --guide_pipeline"):
         make_guided_prediction(unet, config, guidance=2.0)
-    with pytest.raises(UserError, match="none: it was trained without classes"):
+    with pytest.raises(UserError, match="leave it out: the pipeline has no classes"):
         make_guided_prediction(unet, config, [0])
     assert make_guided_prediction(unet, config) is None
-    with pytest.raises(UserError, match="without classes needs --guide_pipeline"):
+    with pytest.raises(UserError, match=r"no classes, .*\nset --guide_pipeline"):
         make_guided_prediction(tiny(num_class_embeds=0), CONFIG, guidance=2.0)
 
 

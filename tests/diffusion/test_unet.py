@@ -84,7 +84,7 @@ def test_network_is_chosen_from_the_resolution():
     ("options", "message"),
     [
         ({"resolution": 20, "model_preset": "cifar10"}, "--resolution 20 does not divide by 8"),
-        ({"resolution": 30}, "no network fits --resolution 30"),
+        ({"resolution": 30}, "no preset fits --resolution 30"),
         ({"resolution": 32, "model_preset": "cifar"}, "unknown --model_preset 'cifar'"),
         ({"resolution": 32, "model_config_name_or_path": "/nowhere"}, "cannot read --model_config_name_or_path /nowhere"),
         ({"resolution": 32, "initialisation": "orthogonal"}, "unknown --initialisation"),
@@ -97,7 +97,7 @@ def test_bad_settings_are_named(options, message):
 
 def test_config_with_other_channels_is_refused(tmp_path):
     tiny().save_config(tmp_path)
-    with pytest.raises(UserError, match="in/out channels 1/1, the images have 3"):
+    with pytest.raises(UserError, match="in_channels and out_channels are 1 and 1, but the images have 3"):
         make_unet(DDPMOptions(resolution=16, image_channels=3, model_config_name_or_path=str(tmp_path)))
 
 

@@ -153,7 +153,7 @@ def test_inception_with_a_stand_in_of_its_weights(torch_fidelity, tmp_path):
 def test_inception_names_file_and_package(tmp_path):
     with pytest.raises(UserError, match=r"weights-inception-2015-12-05-6726825d.pth"):
         make_extractor("inception", None)
-    with pytest.raises(UserError, match=r"cannot read the weights .*missing.pth"):
+    with pytest.raises(UserError, match=r"cannot read --feature_weights .*missing.pth"):
         Inception(tmp_path / "missing.pth")
     other = tmp_path / "other.pth"
     other.write_bytes(b"something else")
@@ -167,7 +167,7 @@ def test_dinov2_names_files(tmp_path):
     with pytest.raises(UserError, match=r"has no config.json"):
         DINOv2(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"cannot read the weights .*model.safetensors"):
+    with pytest.raises(UserError, match=r"cannot read --feature_weights .*model.safetensors"):
         DINOv2(tmp_path)
 
 
@@ -178,7 +178,7 @@ def test_inception_weights_cannot_run_code(torch_fidelity, tmp_path):
 
     path = tmp_path / "code.pth"
     torch.save({"weights": Code()}, path)
-    with pytest.raises(UserError, match="does not hold the weights of Inception v3"):
+    with pytest.raises(UserError, match="does not have the weights of Inception v3"):
         Inception(path, hashlib.sha256(path.read_bytes()).hexdigest())
     assert not (tmp_path / "it-ran").exists()
 
@@ -204,5 +204,5 @@ def test_dinov2_reads_a_local_folder(tmp_path):
         DINOv2(tmp_path, "00")
     weights = load_file(tmp_path / "model.safetensors")
     save_file({name: weight for name, weight in weights.items() if "layer.1." not in name}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"does not hold a DINOv2 model: .* weights are missing, such as encoder.layer.1"):
+    with pytest.raises(UserError, match=r"does not have a DINOv2 model: .* weights are missing, such as encoder.layer.1"):
         DINOv2(tmp_path)

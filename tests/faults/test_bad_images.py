@@ -145,7 +145,7 @@ def test_a_cache_that_holds_replaced_images_is_not_silently_used_by_a_run_that_f
 def test_more_bad_images_than_the_cap_end_the_run_in_one_line(train_script, flags, tmp_path, capsys, cache):
     options = ["--cache_images", cache, "--on_bad_image", "replace", "--max_bad_images", "2", "--output_dir", tmp_path]
     status, line = end_of(train_script, [*flags, *options], capsys)
-    assert status == 2 and "images cannot be decoded, more than --max_bad_images 2 (" in line and ".png" in line
+    assert status == 2 and "images cannot be decoded, and --max_bad_images is 2 (" in line and ".png" in line
 
 
 @pytest.mark.slow

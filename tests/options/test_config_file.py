@@ -104,8 +104,8 @@ def test_a_record_on_another_number_of_processes_keeps_the_update(tmp_path):
     ("text", "message"),
     [
         (None, "cannot read --config .*: No such file"),
-        ("- a\n- b\n", "must hold one flag per line"),
-        ("just words", "must hold one flag per line"),
+        ("- a\n- b\n", "is not a list of flags"),
+        ("just words", "is not a list of flags"),
         ("resolution: [1\n", "neither YAML nor JSON"),
         ("resolution: big\n", "--config .*: resolution must be a number of pixels, or two .*; got big"),
         ("resolution: null\n", "resolution must be a number of pixels, or two .*; got null"),

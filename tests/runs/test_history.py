@@ -48,7 +48,7 @@ def test_other_processes_write_nothing(tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="is not the folder of a run"):
         RunRecord.read(tmp_path)
 
 

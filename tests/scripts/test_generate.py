@@ -283,7 +283,7 @@ def test_pipelines_that_cannot_be_used(spoil, message, here, tmp_path):
     spoil(tmp_path / "p")
     with pytest.raises(UserError, match=message) as error:
         here(tmp_path / "p", tmp_path / "out")
-    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+    assert str(error.value).count("\n") <= 1 and not (tmp_path / "out").exists()
 
 
 def test_class_conditional_is_refused(here, tmp_path):
@@ -304,12 +304,12 @@ def test_images_that_are_not_finite_end_the_run(here, tmp_path):
 
 def test_folders_of_others_and_bad_counts(pipeline, here, tmp_path):
     save_png(Image.new("L", (8, 8)), tmp_path / "photos" / "cat.png")
-    with pytest.raises(UserError, match=r"photos holds images that generate\.py did not make"):
+    with pytest.raises(UserError, match=r"photos already has images, which generate\.py did not make"):
         here(pipeline, tmp_path / "photos")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot use --output_dir .*file"):
         here(pipeline, tmp_path / "file")
-    with pytest.raises(UserError, match="21 sampling steps asked for; this model has from 1 to 20"):
+    with pytest.raises(UserError, match=r"21 sampling steps are not possible .*\nset a number from 1 to 20"):
         here(pipeline, tmp_path / "out", "--num_inference_steps", "21")
     assert not (tmp_path / "out").exists()
 

@@ -159,7 +159,7 @@ def test_existing_run_is_refused_or_replaced(train, tiny_flags, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4"]
     train(flags)
-    with pytest.raises(UserError, match="already holds a run"):
+    with pytest.raises(UserError, match="already has a run"):
         train(flags)
     assert train([*flags, "--overwrite_output_dir", "--max_train_steps", "4"]) == 0
     assert names(tmp_path) == ["checkpoint-4"]
@@ -258,7 +258,7 @@ def test_its_test_suite_s_command_lines(train, tiny_flags, tmp_path):
     [
         (["--image_column", "picture"], "picture"),
         (["--max_train_images", "5"], "5 training images are fewer than one global batch of 8"),
-        (["--validation_images", "5000"], "leaves none of the 1797 images"),
+        (["--validation_images", "5000"], "leaves no images to train on: there are 1797"),
         (["--resolution", "15"], "--resolution 15 does not divide by 2"),
         (["--image_channels", "3"], "in/out channels 1/1, the images have 3"),
         (["--model_config_name_or_path", "/nowhere"], "cannot read --model_config_name_or_path /nowhere"),
@@ -271,7 +271,7 @@ def test_its_test_suite_s_command_lines(train, tiny_flags, tmp_path):
         (["--resume_from_checkpoint", "checkpoint-7"], "no checkpoint 'checkpoint-7'"),
         (["--dataset_name", "/no/such/data"], "/no/such/data"),
         (["--mixed_precision", "fp16"], "fp16 needs a GPU"),
-        (["--ddpm_num_inference_steps", "5000"], "5000 sampling steps asked for"),
+        (["--ddpm_num_inference_steps", "5000"], "5000 sampling steps are not possible"),
         (["--optimizer", "adamw8bit"], "bitsandbytes"),
         (["--logger", "wandbb"], "unknown --logger 'wandbb'"),
         (["--logger", "aim"], "pip install aim"),

@@ -137,13 +137,13 @@ def test_reconstruction_at_an_earlier_update_and_what_it_refuses(long_run, tmp_p
     expected = load_file(snapshot.path)
     assert (saved["conv_in.weight"] - expected["conv_in.weight"]).norm() < 1e-4 * expected["conv_in.weight"].norm()
     for words, message in (
-        ((long_run, "--width", "0.5", "--output_dir", tmp_path / "out"), "an EMA width must lie between 0 and"),
-        ((long_run, "--width", "0.1", "--step", "600", "--output_dir", tmp_path / "out"), "--step must be from 12 to 500"),
+        ((long_run, "--width", "0.5", "--output_dir", tmp_path / "out"), "an EMA of width 0.5 is not possible"),
+        ((long_run, "--width", "0.1", "--step", "600", "--output_dir", tmp_path / "out"), "set a step from 12 to 500"),
         (
             (long_run, "--width", "0.1", "--step", "250", "--output_dir", tmp_path / "out"),
             "between the snapshots at 240 and 252",
         ),
-        ((long_run, "--width", "0.1", "--output_dir", long_run), "choose another folder"),
+        ((long_run, "--width", "0.1", "--output_dir", long_run), "choose another --output_dir"),
         ((tmp_path / "out", "--width", "0.1", "--output_dir", tmp_path / "other"), "no EMA snapshots"),
     ):
         with pytest.raises(UserError, match=message):
@@ -214,7 +214,7 @@ def test_splits_of_a_batch_train_alike(train_edm, flags, tmp_path):
     [
         (["--resolution", "15"], "--resolution 15 does not divide by 2"),
         (["--model_config_name_or_path", "/nowhere"], "cannot read --model_config_name_or_path /nowhere"),
-        (["--num_inference_steps", "5000"], "5000 sampling steps asked for"),
+        (["--num_inference_steps", "5000"], "5000 sampling steps are not possible"),
         (["--ema_widths", "0.05", "0.4"], "between 0 and"),
         (["--label_dropout", "1.5"], "--label_dropout must be a number of at least 0 and below 1; got 1.5"),
         (["--sigma_data", "0"], "--sigma_data must be a number above 0; got 0"),
@@ -251,7 +251,7 @@ def test_sweep_finds_the_best_width(long_run, tmp_path, capsys, monkeypatch):
     reconstruct_ema.main(reconstruct_ema.parse_args([*words, "--cpu_threads", "1"]))
     assert json.loads((tmp_path / "out/sweep.json").read_text())["best_width"] == 0.1
     assert "| EMA width (relative) | 0.1 |" in (tmp_path / "out/README.md").read_text()
-    with pytest.raises(UserError, match="--widths must be FIRST:LAST:STEP"):
+    with pytest.raises(UserError, match=r"--widths 0.1-0.2 is not FIRST:LAST:STEP"):
         utils.evaluation.ema_sweep.parse_widths("0.1-0.2")
     assert utils.evaluation.ema_sweep.parse_widths("0.02:0.25:0.01")[-1] == 0.25
 

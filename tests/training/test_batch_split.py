@@ -57,23 +57,23 @@ def test_what_was_given_stays_and_the_rest_follows(run, flags, processes, expect
     ("run", "flags", "processes", "message"),
     [
         (PLAIN, "--global_batch_size 64 --train_batch_size 8 --gradient_accumulation_steps 4", 4, "not 4 processes .* = 128;"),
-        (PLAIN, "--global_batch_size=64 --train_batch_size=8 --gradient_accumulation_steps=1", 1, "not 1 processes .* = 8;"),
-        (PAPER, "--global_batch_size 64 --train_batch_size 7 --gradient_accumulation_steps 9", 1, "64 is not .* = 63;"),
+        (PLAIN, "--global_batch_size=64 --train_batch_size=8 --gradient_accumulation_steps=1", 1, "not 1 processes .* = 8\n"),
+        (PAPER, "--global_batch_size 64 --train_batch_size 7 --gradient_accumulation_steps 9", 1, "64 is not .* = 63\n"),
         (PLAIN, "--global_batch_size 24 --train_batch_size 7", 1, "--train_batch_size 7 does not divide 24,"),
         (PLAIN, "--global_batch_size 24 --train_batch_size 48", 1, "--train_batch_size 48 does not divide 24,"),
         (PAPER, "--train_batch_size 48", 1, "--train_batch_size 48 does not divide 2048,"),
-        (PAPER, "--global_batch_size 64 --gradient_accumulation_steps 3", 2, "steps 3 does not divide 32, .* of 2 processes"),
-        (PAPER, "", 3, "--global_batch_size 2048 does not divide by 3 processes"),
-        (PAPER, "--train_batch_size auto --gradient_accumulation_steps 1", 1, "auto needs --global_batch_size"),
-        (PLAIN, "--train_batch_size auto --global_batch_size 8 --gradient_accumulation_steps 1", 1, "itself: leave that out"),
-        (CIFAR10, "--global_batch_size 514", 1, "micro batches of 2, .* a multiple of 128, or set"),
-        (CIFAR10, "--global_batch_size 262", 2, "131 images for each of 2 processes, which .* of 1,"),
+        (PAPER, "--global_batch_size 64 --gradient_accumulation_steps 3", 2, "steps 3 does not divide 32, .* 2 processes"),
+        (PAPER, "", 3, "--global_batch_size 2048 cannot be shared evenly by 3 processes"),
+        (PAPER, "--train_batch_size auto --gradient_accumulation_steps 1", 1, "auto needs to know .*\nset --global_batch_size"),
+        (PLAIN, "--train_batch_size auto --global_batch_size 8 --gradient_accumulation_steps 1", 1, "do not go together"),
+        (CIFAR10, "--global_batch_size 514", 1, "micro batches of 2: .*\n.* a multiple of 128, or set"),
+        (CIFAR10, "--global_batch_size 262", 2, "each of 2 processes 131 images, which .* of 1:"),
     ],
 )  # fmt: skip
 def test_what_disagrees_is_refused_in_one_line(run, flags, processes, message):
     with pytest.raises(UserError, match=message) as caught:
         split(run, flags, processes)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).count("\n") <= 1
 
 
 def test_a_split_makes_up_the_global_batch():

@@ -85,8 +85,8 @@ def make_accelerator(
     )
     if accelerator.distributed_type not in SUPPORTED_LAUNCHES:
         raise UserError(
-            f"launched with {accelerator.distributed_type.value}, but exact EMA and checkpoints here are for one process "
-            "or DDP; launch with --multi_gpu or without a distributed config"
+            f"launched with {accelerator.distributed_type.value}, which is not supported: only one process, or DDP\n"
+            "launch with --multi_gpu, or without a distributed config"
         )
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -120,9 +120,9 @@ def check_tracker(name: str) -> None:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     if name not in LOGGER_TYPE_TO_CLASS:
-        raise UserError(f"unknown --logger {name!r}; choose from {', '.join(sorted(map(str, LOGGER_TYPE_TO_CLASS)))}, none")
+        raise UserError(f"unknown --logger {name!r}\nchoose from {', '.join(sorted(map(str, LOGGER_TYPE_TO_CLASS)))}, none")
     if name not in [str(tracker) for tracker in get_available_trackers()]:
-        raise UserError(f"--logger {name} needs its package: pip install {name}")
+        raise UserError(f"--logger {name}: its package is not installed\npip install {name}")
 
 
 def on_main_process(accelerator: Accelerator, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:

@@ -19,21 +19,21 @@ def told(error: BaseException, name: str, kind: str) -> str:
     text = " ".join(" ".join(str(found).split()) for found in errors)
     page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
     if "GatedRepoError" in classes or f"is a gated {kind}" in text:
-        return f"it is gated: ask for access at {page}, then {LOG_IN}"
+        return f"it is gated\nask for access at {page}, then {LOG_IN}"
     if classes & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
-        return f"it doesn't exist on the Hub, or it is private: check the name, or {LOG_IN}"
+        return f"it doesn't exist on the Hub, or it is private\ncheck the name, or {LOG_IN}"
     if found := re.search(r"available configs: \[(.*?)\]", text):
-        return f"it has several configs: choose one with --dataset_config_name, of {_plain(found[1])}"
+        return f"it has several configs\nset --dataset_config_name to one of {_plain(found[1])}"
     if found := re.search(r"BuilderConfig (\S+) not found. Available: \[(.*?)\]", text):
-        return f"it has no config {found[1]}: --dataset_config_name takes one of {_plain(found[2])}"
+        return f"it has no config {found[1]}\nset --dataset_config_name to one of {_plain(found[2])}"
     if found := re.search(r"Unknown split \"?(.*?)\"?\. Should be one of \[(.*?)\]", text):
-        return f"it has no split {found[1]}: --dataset_split takes one of {_plain(found[2])}"
+        return f"it has no split {found[1]}\nset --dataset_split to one of {_plain(found[2])}"
     if "UnicodeDecodeError" in classes:
-        return f"its text is not UTF-8: save the file as UTF-8 ({in_full(error)})"
+        return f"its text is not UTF-8 ({in_full(error)})\nsave the file as UTF-8"
     if classes & {"ConnectionError", "LocalEntryNotFoundError", "TransportError", "OfflineModeIsEnabled"}:
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-            return "it is not in the cache, and HF_HUB_OFFLINE forbids to download it: unset that once"
-        return f"the Hub could not be reached, or broke off: check the network and try again ({in_full(error)})"
+            return "it is not in the cache, and HF_HUB_OFFLINE does not allow a download\nunset HF_HUB_OFFLINE for one run"
+        return f"the Hub could not be reached, or the connection broke ({in_full(error)})\ncheck the network, and start again"
     return in_full(error)
 
 

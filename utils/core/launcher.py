@@ -17,7 +17,7 @@ UNSUPPORTED = {  # what `accelerate launch` sets -> its name
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
 }
-ADVICE = "take accelerate launch --config_file accelerate_configs/cpu.yaml (or single_gpu.yaml, multi_gpu.yaml)"
+ADVICE = "use accelerate launch --config_file accelerate_configs/cpu.yaml (or single_gpu.yaml, multi_gpu.yaml)"
 
 
 def launcher_words() -> list[str]:
@@ -73,13 +73,13 @@ def refuse_launch() -> None:
     for variable, name in UNSUPPORTED.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):
             raise UserError(
-                f"launched with {name}, but exact EMA and checkpoints here are for one process or DDP. The setting is in your "
-                f"--config_file or from `accelerate config`: {ADVICE}"
+                f"launched with {name}, which is not supported: only one process, or DDP\n"
+                f"the setting is in your --config_file or from `accelerate config`: {ADVICE}"
             )
     if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
         raise UserError(
-            f"launched with dynamo_backend {backend}, but a network is compiled here by --compile, which keeps the names of "
-            f"the weights. The setting is in your --config_file or from `accelerate config`: {ADVICE}"
+            f"launched with dynamo_backend {backend}, which is not supported: use --compile to compile the network\n"
+            f"the setting is in your --config_file or from `accelerate config`: {ADVICE}"
         )
 
 
@@ -89,7 +89,7 @@ def check_precision(asked: str | None, on_cpu: bool) -> str | None:
     precision = asked or os.environ.get("ACCELERATE_MIXED_PRECISION")
     where = "--mixed_precision" if asked else "the launcher's mixed_precision"
     if on_cpu and precision == "fp16":
-        raise UserError(f"{where} fp16 needs a GPU; on a CPU set --mixed_precision no or bf16")
+        raise UserError(f"{where} fp16 needs a GPU\non a CPU, set --mixed_precision no or bf16")
     if precision == "fp8":
-        raise UserError(f"{where} fp8 is not supported; set --mixed_precision no, bf16 or fp16")
+        raise UserError(f"{where} fp8 is not supported\nset --mixed_precision no, bf16 or fp16")
     return precision

@@ -24,7 +24,7 @@ class UndecodableImage(UserError):
 
     def __str__(self) -> str:
         name, _, reason = self.args
-        return f"cannot decode the image {name}: {reason}; mend or remove it, or use --on_bad_image replace"
+        return f"cannot decode the image {name}: {reason}\nrepair or remove it, or use --on_bad_image replace"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,8 @@ class BadImages(dict[int, BadImage]):
                 raise UndecodableImage(first[0].name, first[0].file, first[0].reason)
             names = "; ".join(f"{bad.name}: {bad.reason}" for bad in first)
             raise UserError(
-                f"at least {len(known)} images cannot be decoded, more than --max_bad_images {self.limit} ({names}"
-                f"{'; ...' if len(known) > _NAMED else ''}); mend or remove them, or raise --max_bad_images"
+                f"{len(known)} or more images cannot be decoded, and --max_bad_images is {self.limit} ({names}"
+                f"{'; ...' if len(known) > _NAMED else ''})\nrepair or remove these files, or raise --max_bad_images"
             )
         self.update(known)
 

@@ -143,8 +143,8 @@ def pack_once(
         return _pack_under_lock(folder, count, read_files, prepare, progress, max_bad_images)
     except OSError as error:
         raise UserError(
-            f"cannot write the packed image cache {folder}: {error.strerror or error}; "
-            "choose another disk with --cache_dir, or decode while training with --cache_images no"
+            f"cannot write the packed images {folder}: {error.strerror or error}\n"
+            "choose another disk with --cache_dir, or set --cache_images no (then each image is decoded when it is needed)"
         ) from error
 
 

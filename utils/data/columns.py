@@ -62,10 +62,12 @@ def find_image_column(dataset: "Dataset", requested: str | None = None) -> tuple
     features = dataset.features
     if requested is not None:
         if requested not in features:
-            raise UserError(f"no column {requested!r} in the dataset; its columns are {describe_columns(dataset)}")
+            raise UserError(
+                f"--image_column {requested}: the dataset has no such column\nits columns: {describe_columns(dataset)}"
+            )
         feature = features[requested]
         if not (isinstance(feature, datasets.Image) or _holds_files(feature) or _is_text(feature)):
-            raise UserError(f"the column {requested!r} holds no images; the columns are {describe_columns(dataset)}")
+            raise UserError(f"--image_column {requested}: this column has no images\nthe columns: {describe_columns(dataset)}")
         return requested, []
     found = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
     if not found:
@@ -74,7 +76,10 @@ def find_image_column(dataset: "Dataset", requested: str | None = None) -> tuple
     if not found:
         found = [name for name, feature in features.items() if name.lower() in _IMAGE_NAMES and _is_text(feature)]
     if not found:
-        raise UserError(f"found no image column; name one by --image_column. Columns: {describe_columns(dataset)}")
+        raise UserError(
+            "the dataset has no column that looks like images\n"
+            f"set --image_column to one of its columns: {describe_columns(dataset)}"
+        )
     if len(found) == 1:
         return found[0], []
     return found[0], [f"image columns {', '.join(found)}: {found[0]} is used (--image_column chooses)"]
@@ -99,7 +104,9 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
 
     if requested is not None:
         if requested not in features:
-            raise UserError(f"no column {requested!r} in the dataset; its columns are {describe_columns(dataset)}")
+            raise UserError(
+                f"--label_column {requested}: the dataset has no such column\nits columns: {describe_columns(dataset)}"
+            )
         found = [requested]
     else:
         found = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
@@ -130,7 +137,7 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
     if problem is None:
         return labels, class_names, notes
     if requested is not None:
-        raise UserError(f"label column {name!r}: {problem}; the columns are {describe_columns(dataset)}")
+        raise UserError(f"--label_column {name}: {problem}\nthe columns: {describe_columns(dataset)}")
     return None, None, [*notes, f"label column {name!r} is not used: {problem}"]
 
 

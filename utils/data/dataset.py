@@ -158,7 +158,9 @@ class ImageSet:
             good = followers[~np.isin(self._rows(followers), list(self.bad_images))]
             if len(good) == 0:
                 bad = self.bad_images[int(self._rows(indices[position]))]
-                raise UserError(f"none of the {len(self)} images can be decoded, such as {bad.name}: {bad.reason}")
+                raise UserError(
+                    f"none of the {len(self)} images can be decoded; for example {bad.name}: {bad.reason}\ncheck these files"
+                )
             shown[position] = good[0]
         return shown
 
@@ -224,7 +226,7 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     if options.max_train_images is not None:
         dataset = dataset.select(range(min(options.max_train_images, len(dataset))))
     if len(dataset) == 0:
-        raise UserError(f"the dataset {opened.description} has no images")
+        raise UserError(f"the dataset {opened.description} has no images\ncheck its name and --dataset_split")
     column, notes = find_image_column(dataset, options.image_column)
     labels, class_names, label_notes = find_labels(dataset, options.label_column)
     notes = [*opened.notes, *notes, *label_notes]

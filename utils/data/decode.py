@@ -94,7 +94,9 @@ class ImagePreparation:
             # Tomorrow the same file may be read: to replace it today would make another run of it.
             failed = isinstance(error, (MemoryError, ConnectionError))
             if failed or getattr(error, "errno", None) not in (None, errno.ENOENT):
-                raise UserError(f"cannot read the image {file.name}: {reason}") from error
+                raise UserError(
+                    f"cannot read the image {file.name}: {reason}\ncheck the disk or the network, and start again"
+                ) from error
             raise UndecodableImage(file.name, file.path, reason) from error
 
     def blank(self) -> np.ndarray:

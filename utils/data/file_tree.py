@@ -53,7 +53,7 @@ class FileTree:
             status = os.stat(folder)
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
-            raise UserError(f"cannot read the folder {folder}: {error.strerror or error}") from None
+            raise UserError(f"cannot read the folder {folder}: {error.strerror or error}\ncheck its permissions") from None
         itself = status.st_dev, status.st_ino
         if itself in above:
             self.left_out["link that leads back"] += 1
@@ -104,10 +104,10 @@ def scan(source: str) -> FileTree:
     if os.path.isdir(place):
         tree.add_folder(place)
     elif not os.path.exists(place):
-        raise UserError(f"{source}: no such folder")
+        raise UserError(f"{source}: no such folder or file\ncheck the path")
     elif archive_stem(place) is not None:
         tree.add_archive(place)
     else:
         kinds = " or ".join(f".{kind}" for kind in ARCHIVES)
-        raise UserError(f"{source} is neither a folder of images nor a {kinds} of one; unpack it, or name a folder")
+        raise UserError(f"{source} is neither a folder of images nor a {kinds} file of images\nunpack it, or give a folder")
     return tree

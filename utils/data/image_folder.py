@@ -63,7 +63,9 @@ class ImageFolder:
         try:
             parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows[name]) for name in rows})
         except (ValueError, AssertionError) as error:
-            raise UserError(f"cannot use --dataset_split {split}: {' '.join(str(error).split())}") from None
+            raise UserError(
+                f"cannot use --dataset_split {split}: {' '.join(str(error).split())}\nthe folder has: {', '.join(rows)}"
+            ) from None
         used = {part.splitname for part in parts}
         shown = {name for split in used for _, name in rows[split]}
         self.notes = self._describe({name: len(found) for name, found in rows.items()}, used, shown)
@@ -112,7 +114,7 @@ class ImageFolder:
         try:
             paths = pa.array([self._path(name, row) for row, name in rows], pa.string())
         except UnicodeEncodeError as error:
-            raise UserError(f"{self._source}: the name {error.object!r} is not UTF-8; rename the file") from None
+            raise UserError(f"{self._source}: the file name {error.object!r} is not UTF-8\nrename this file") from None
         image = pa.StructArray.from_arrays([pa.nulls(len(rows), pa.binary()), paths], ["bytes", "path"])
         columns: dict[str, Any] = {"image": image}
         features = datasets.Features({"image": datasets.Image()})
@@ -165,12 +167,18 @@ class ImageFolder:
                 table = _read_table(path, suffix_of(name))
                 files = table["file_name"].to_pylist()
             except KeyError:
-                raise UserError(f"{path} has no column file_name; its columns are {', '.join(table.column_names)}") from None
+                raise UserError(
+                    f"{path} has no column file_name\n"
+                    f"name the column of the files file_name; its columns: {', '.join(table.column_names)}"
+                ) from None
             except Exception as error:  # pyarrow has many
-                raise UserError(f"cannot read {path}: {one_line(error)}") from error
+                raise UserError(f"cannot read {path}: {one_line(error)}\nrepair or remove this file") from error
             for row, file in enumerate(files):
                 if not isinstance(file, str) or is_address(file) or posixpath.normpath(file).startswith(("/", "..")):
-                    raise UserError(f"{path}, row {row}: file_name must name a file below the same folder, got {file!r}")
+                    raise UserError(
+                        f"{path}, row {row}: file_name is {file!r}, which is not a file in the same folder\n"
+                        "use paths relative to that folder"
+                    )
             files = [posixpath.normpath(file) for file in files]
             self._beside += [_sibling(path, file) for file in files]
             files = [posixpath.join(posixpath.dirname(name), file) for file in files]
@@ -178,7 +186,10 @@ class ImageFolder:
         try:
             return pa.concat_tables(tables, promote_options="permissive") if tables else None
         except pa.ArrowException as error:
-            raise UserError(f"the metadata of {self._source} do not go together: {one_line(error)}") from error
+            raise UserError(
+                f"the metadata files in {self._source} have columns of different types: {one_line(error)}\n"
+                "give equal columns equal types"
+            ) from error
 
 
 def _depth(folder: str) -> int:

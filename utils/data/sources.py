@@ -62,7 +62,9 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     dataset_name, dataset_split = options.dataset_name, options.dataset_split
     if dataset_name is None:
         if options.train_data_dir is None:
-            raise UserError("no dataset: give --dataset_name (a Hub name, a local path or 'digits') or --train_data_dir")
+            raise UserError(
+                "no dataset was given\nset --dataset_name (a Hub name, a local path or 'digits') or --train_data_dir"
+            )
         return _open_image_folder(options.train_data_dir, dataset_split)
     if dataset_name == "digits":
         return _open_digits(dataset_split)
@@ -77,7 +79,10 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
             return _open_image_folder(dataset_name, dataset_split)
         if builder_name is None:
             known = ", ".join([*_BUILDER_OF_SUFFIX, ".zip"])
-            raise UserError(f"cannot read {dataset_name}: a data file must end in one of {known}")
+            raise UserError(
+                f"cannot read --dataset_name {dataset_name}: its kind of file is not known\n"
+                f"use a file that ends in one of {known}"
+            )
         source = {"path": builder_name, "data_files": {"train": glob.escape(str(path))}}
         files = [path]
     elif path.is_dir():
@@ -169,7 +174,7 @@ def _open_archives(builder: Any, split: str, description: str) -> OpenedDataset:
         prefixes[name] = f"{posixpath.commonpath(folders)}/" if folders else f"{name}/"
     if not prefixes:
         splits = ", ".join(map(repr, builder.config.data_files))
-        raise UserError(f"cannot use --dataset_split {split} of {description}: it has {splits}")
+        raise UserError(f"--dataset_split {split}: {description} has no such split\nchoose from {splits}")
     images = ImageFolder(tree, description, split, prefixes)
     return OpenedDataset(images.dataset, tree.key(split), description, images.notes)
 
@@ -187,7 +192,7 @@ def _open_saved(path: Path, split: str) -> OpenedDataset:
         saved = datasets.load_from_disk(str(path))
     splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or "train"): saved}
     if split not in splits:
-        raise UserError(f"{path} has no split {split!r}; it has {', '.join(map(repr, splits))}")
+        raise UserError(f"--dataset_split {split}: {path} has no such split\nchoose from {', '.join(map(repr, splits))}")
     key = _contents_key(_files_below(path), split)
     return OpenedDataset(splits[split], key, f"{path} (split {split})", base=os.path.abspath(path))
 
@@ -199,7 +204,9 @@ def _open_digits(split: str) -> OpenedDataset:
     from sklearn.datasets import load_digits
 
     if split != "train":
-        raise UserError(f"digits has no split {split!r}; it has 'train'")
+        raise UserError(
+            f"--dataset_split {split}: digits has no such split\nleave --dataset_split out: digits has only 'train'"
+        )
     scans, labels = load_digits(return_X_y=True)
     pixels = np.rint(scans.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     names = [str(digit) for digit in range(10)]

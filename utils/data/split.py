@@ -11,7 +11,9 @@ from utils.data.dataset import ImageSet
 def split_validation(images: ImageSet, count: int, seed: int) -> tuple[ImageSet, ImageSet]:
     """(training images, held-out images): `count` of `images` are held out, chosen by `seed`; may be 0."""
     if count >= len(images):
-        raise UserError(f"--validation_images {count} leaves none of the {len(images)} images to train on")
+        raise UserError(
+            f"--validation_images {count} leaves no images to train on: there are {len(images)}\nset a smaller number"
+        )
     if count == 0:
         return images, images.subset([])  # no list of row numbers, which would grow with the set
     positions = torch.arange(len(images))
@@ -25,4 +27,6 @@ def check_images(images: ImageSet, sample: int = 64) -> None:
     """Looks at images from all over the set. Raises UserError when every one of them is of the same single value."""
     pixels = images.fetch(np.linspace(0, len(images) - 1, min(sample, len(images))).astype(np.int64))
     if pixels.min() == pixels.max():
-        raise UserError(f"the {len(pixels)} images looked at are all of one value ({pixels.min()}); check the image column")
+        raise UserError(
+            f"all pixels of {len(pixels)} images have the same value ({pixels.min()})\ncheck the images and --image_column"
+        )

@@ -72,7 +72,7 @@ def list_archive(kind: str, path: str) -> list[str]:
     try:
         return _open(kind, path, os.getpid()).names
     except (OSError, ValueError, zipfile.BadZipFile, tarfile.TarError) as error:
-        raise UserError(f"cannot read the archive {path}: {one_line(error)}") from error
+        raise UserError(f"cannot read the archive {path}: {one_line(error)}\ndownload or make it again") from error
 
 
 @functools.lru_cache(maxsize=16)

@@ -48,7 +48,10 @@ class TrainingSamples:
         options: RunOptions,
     ):
         if options.balanced_sampling and images.labels is None:
-            raise UserError("--balanced_sampling needs class labels; name their column with --label_column")
+            raise UserError(
+                "--balanced_sampling needs class labels, and the data has none\n"
+                "set --label_column, or leave --balanced_sampling out"
+            )
         self.images, self.seed, self.device = images, options.seed, accelerator.device
         self.micro_batch_size = options.micro_batch_size
         self.random_flip, self._color_jitter = options.random_flip, options.color_jitter

@@ -31,14 +31,15 @@ def make_noise_scheduler(
     be recovered there. Raises UserError.
     """
     if beta_schedule not in BETA_SCHEDULES:
-        raise UserError(f"unknown --ddpm_beta_schedule {beta_schedule!r}; choose from {', '.join(BETA_SCHEDULES)}")
+        raise UserError(f"unknown --ddpm_beta_schedule {beta_schedule!r}\nchoose from {', '.join(BETA_SCHEDULES)}")
     if prediction_type not in PREDICTION_TYPES:
-        raise UserError(f"unknown --prediction_type {prediction_type!r}; choose from {', '.join(PREDICTION_TYPES)}")
+        raise UserError(f"unknown --prediction_type {prediction_type!r}\nchoose from {', '.join(PREDICTION_TYPES)}")
     if num_train_timesteps < 2:
-        raise UserError(f"--ddpm_num_steps must be at least 2, got {num_train_timesteps}")
+        raise UserError(f"--ddpm_num_steps {num_train_timesteps} is too small\nset 2 or more (1000 is usual)")
     if rescale_betas_zero_snr and prediction_type == "epsilon":
         raise UserError(
-            "--rescale_betas_zero_snr needs --prediction_type v_prediction or sample: at zero SNR the noise says nothing of x_0"
+            "--rescale_betas_zero_snr does not work with --prediction_type epsilon: at SNR 0, the noise tells nothing about "
+            "the image\nset --prediction_type v_prediction or sample"
         )
     return DDPMScheduler(
         num_train_timesteps=num_train_timesteps,
@@ -74,7 +75,10 @@ def config_for_any(config: Mapping) -> dict:
         try:
             config["trained_betas"] = DDPMScheduler.from_config(config, rescale_betas_zero_snr=False).betas.tolist()
         except NotImplementedError:
-            raise UserError(f"the pipeline's scheduler has an unknown beta_schedule {schedule!r}") from None
+            raise UserError(
+                f"the pipeline's scheduler has an unknown beta_schedule {schedule!r}\n"
+                f"use a pipeline with one of {', '.join(BETA_SCHEDULES)}"
+            ) from None
     return config
 
 
@@ -105,7 +109,7 @@ def loss_weights(noise_scheduler: DDPMScheduler, snr_gamma: float | None = None)
     if snr_gamma is None:
         weights = snr.clamp(min=1.0) if prediction_type == "sample" else torch.ones_like(snr)
     elif snr_gamma <= 0:
-        raise UserError(f"--snr_gamma must be positive, got {snr_gamma} (5 is the paper's value)")
+        raise UserError(f"--snr_gamma {snr_gamma} is not positive\nset a number above 0 (the paper uses 5)")
     else:
         clipped = snr.clamp(max=snr_gamma)
         weights = {"epsilon": clipped / snr, "sample": clipped, "v_prediction": clipped / (snr + 1.0)}[prediction_type]
@@ -113,8 +117,8 @@ def loss_weights(noise_scheduler: DDPMScheduler, snr_gamma: float | None = None)
     if not weights.all():
         timestep = int((weights == 0).nonzero()[-1])
         raise UserError(
-            f"--snr_gamma gives timestep {timestep} a weight of 0, because --rescale_betas_zero_snr leaves no signal there: "
-            "the network would never learn the step that sampling starts with; leave one of the two out"
+            f"--snr_gamma gives timestep {timestep} a weight of 0, because --rescale_betas_zero_snr sets its SNR to 0: "
+            "the network would never learn the first step of sampling\nleave one of the two flags out"
         )
     return weights
 

@@ -110,8 +110,8 @@ def check_export(unet: ModelMixin, scheduler: Scheduler, output_dir: Path | str)
         shutil.rmtree(draft, ignore_errors=True)
     if problem:
         raise UserError(
-            f"the run could not leave a pipeline that others can load: {problem}. "
-            f"{type(unet).__name__}.from_config(unet.config) must make the network that is trained"
+            f"the exported pipeline cannot be loaded: {problem}\n"
+            f"change the code so that {type(unet).__name__}.from_config(unet.config) makes the network that is trained"
         )
 
 

@@ -25,8 +25,8 @@ def class_numbers(asked: Sequence[str] | None, names: Sequence[str]) -> list[int
             known = f"did you mean {near[0]}? " if near else ""
             listed = ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
             raise UserError(
-                f"--class_labels {label}: {known}the pipeline's classes are "
-                + (f"{listed} (or numbers, from 0)" if names else "numbers: it has no names for them")
+                f"--class_labels {label}: the pipeline has no class of this name\n{known}"
+                + (f"its classes: {listed} (or numbers, from 0)" if names else "use numbers: its classes have no names")
             )
     return [int(label) if label.isdigit() else numbers[label] for label in asked]
 
@@ -47,13 +47,13 @@ def make_guided_prediction(
     """
     num_classes = classes_known(unet)
     if class_labels is not None and not all(0 <= label < num_classes for label in class_labels):
-        known = f"from 0 to {num_classes - 1}" if num_classes else "none: it was trained without classes"
-        raise UserError(f"--class_labels {' '.join(map(str, class_labels))}: the pipeline's classes are {known}")
+        known = f"use numbers from 0 to {num_classes - 1}" if num_classes else "leave it out: the pipeline has no classes"
+        raise UserError(f"--class_labels {' '.join(map(str, class_labels))}: the pipeline has no such class\n{known}")
     if guidance != 1.0 and guide is None and not num_classes:
-        raise UserError("--guidance of a pipeline without classes needs --guide_pipeline")
+        raise UserError("--guidance: the pipeline has no classes, so it needs a second network\nset --guide_pipeline")
     if guide is not None:
         if guidance == 1.0:
-            raise UserError("--guide_pipeline does nothing without --guidance, such as 1.5")
+            raise UserError("--guide_pipeline needs --guidance\nset --guidance, for example 1.5")
         names = ("sample_size", "in_channels", "num_class_embeds")
         wanted, found = ([network.config.get(name) for name in names] for network in (unet, guide))
         process, other = (
@@ -62,8 +62,8 @@ def make_guided_prediction(
         )
         if wanted != found or process != other:
             raise UserError(
-                f"--guide_pipeline is of other data: size, channels and classes {found}, not {wanted}, or its sigma_data, "
-                "prediction type or schedule"
+                f"--guide_pipeline does not fit: its size, channels and classes are {found}, not {wanted}, or its sigma_data, "
+                "prediction type or schedule differs\nuse a pipeline that was trained on the same data with the same flags"
             )
     if not is_edm(scheduler_config) and not num_classes and guide is None:
         return None

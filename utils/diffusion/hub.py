@@ -26,8 +26,8 @@ def check_hub(options: OutputOptions) -> str:
         token = api.whoami().get("auth", {}).get("accessToken", {})
         if token.get("role") == "read":
             raise UserError(
-                f"cannot push to {_name(options)}: the token {token.get('displayName', '')!r} may only read; "
-                f"make one with write access at {TOKENS}"
+                f"cannot push to {_name(options)}: the token {token.get('displayName', '')!r} can only read\n"
+                f"make a token with write access at {TOKENS}"
             )
         repository = api.create_repo(_name(options), private=options.hub_private_repo or None, exist_ok=True)
         # The first request of an upload, which asks for the right to write; so small a file is not sent on.
@@ -80,17 +80,17 @@ def _problems_in_a_line(options: OutputOptions, doing: str) -> Iterator[None]:
         status = getattr(getattr(error, "response", None), "status_code", None)
         said = (str(getattr(error, "server_message", None) or "") or str(error) or type(error).__name__).strip().splitlines()[0]
         if isinstance(error, HFValidationError):
-            reason = "it is no name of a repository; set --hub_model_id to name or user/name, of letters, digits, -, _ and ."
+            reason = "this is not a name of a repository\nset --hub_model_id to name or user/name (letters, digits, -, _ and .)"
         elif isinstance(error, LocalTokenNotFoundError):
-            reason = f"there is no token; run `hf auth login`, set HF_TOKEN or give --hub_token, with one from {TOKENS}"
+            reason = f"there is no token\nmake one at {TOKENS}, then run `hf auth login`, or set HF_TOKEN or --hub_token"
         elif isinstance(error, OfflineModeIsEnabled):
-            reason = "HF_HUB_OFFLINE is set"
+            reason = "HF_HUB_OFFLINE is set\nunset it, or leave --push_to_hub out"
         elif status == 401:
-            reason = f"the Hub does not accept the token; run `hf auth login --force` or give another --hub_token ({said})"
+            reason = f"the Hub does not accept the token ({said})\nrun `hf auth login --force`, or set another --hub_token"
         elif status == 403:
-            reason = f"the token has no right to write there; get one at {TOKENS} or set another --hub_model_id ({said})"
+            reason = f"the token may not write there ({said})\nmake another token at {TOKENS}, or set another --hub_model_id"
         elif status is not None:
-            reason = f"the Hub answered {status} ({said})"
+            reason = f"the Hub answered {status} ({said})\ntry again later"
         else:
-            reason = f"the Hub cannot be reached ({type(error).__name__}: {said})"
+            reason = f"the Hub cannot be reached ({type(error).__name__}: {said})\ncheck the network"
         raise UserError(f"{doing} {name}: {reason}") from error

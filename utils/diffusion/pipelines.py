@@ -38,13 +38,11 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
             has = ", ".join(sorted(components)) or "neither"
             kind = f", the unet of class {index['unet'][1]}" if "unet" in components else ""
             raise UserError(
-                f"{pipeline} is no unconditional pixel-space pipeline: it needs a UNet2DModel `unet` and a `scheduler` "
-                f"alone, and has {has}{kind}"
+                f"{pipeline} is not an unconditional pipeline of pixels: it has {has}{kind}\n"
+                "use a pipeline that has only a `unet` (UNet2DModel) and a `scheduler`"
             )
         if isinstance(index["_class_name"], list):  # of which code would be run
-            raise UserError(
-                f"{pipeline} carries code, which is not run here; only pipelines of diffusers' own classes are taken"
-            )
+            raise UserError(f"{pipeline} contains code, which is not run here\nuse a pipeline of diffusers' own classes")
         loaded = _load_any_variant(DiffusionPipeline, pipeline)
     except UserError:
         raise
@@ -62,8 +60,9 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
     prediction_type = config.get("prediction_type", "epsilon")
     if not hasattr(loaded.scheduler, "alphas_cumprod") or prediction_type not in PREDICTION_TYPES:
         raise UserError(
-            f"{pipeline} was made for {type(loaded.scheduler).__name__} with prediction_type {prediction_type}; only networks "
-            f"for a schedule of betas that predict {', '.join(PREDICTION_TYPES)} are supported"
+            f"{pipeline} has a {type(loaded.scheduler).__name__} with prediction_type {prediction_type}, which is not "
+            "supported\n"
+            f"use a pipeline with a schedule of betas and one of {', '.join(PREDICTION_TYPES)}"
         )
     return _in_own_memory(loaded.unet.float()), config
 
@@ -77,7 +76,10 @@ def training_scheduler(config: dict) -> "DDPMScheduler":
     try:
         return DDPMScheduler.from_config(config)
     except NotImplementedError:
-        raise UserError(f"the pipeline's scheduler has an unknown beta_schedule {config.get('beta_schedule')!r}") from None
+        raise UserError(
+            f"the pipeline's scheduler has an unknown beta_schedule {config.get('beta_schedule')!r}\n"
+            "use a schedule that diffusers' DDPMScheduler has"
+        ) from None
 
 
 def _load_any_variant(pipeline_class: type["DiffusionPipeline"], pipeline: str) -> "DiffusionPipeline":
@@ -102,7 +104,10 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
     is_checkpoint = (path / "state.json").is_file()
     exported = str(path.parent) if is_checkpoint else pipeline
     if is_checkpoint and not (path.parent / "model_index.json").is_file():
-        raise UserError(f"cannot load {path}: {path.parent} must hold the pipeline that an export leaves")
+        raise UserError(
+            f"cannot load the checkpoint {path}: {path.parent} has no exported pipeline yet\n"
+            "a run exports one every --save_model_steps updates, and at the end"
+        )
     kind = _kind(exported)
     load = _load_edm2 if kind == EDM2 else _load_parts if kind == CLASSES else load_unconditional
     unet, scheduler_config = load(exported)
@@ -114,7 +119,9 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
             tensors = {name.removeprefix("unet."): tensor for name, tensor in load_file(weights).items()}  # beside u(sigma)
             load_plain(unet, tensors)
         except Exception as error:  # truncated, of another network: each library raises its own kind
-            raise UserError(f"cannot load {path}: {in_full(error)}") from error
+            raise UserError(
+                f"cannot load {path}: {in_full(error)}\nuse another checkpoint, or the exported pipeline"
+            ) from error
     return unet.eval(), scheduler_config
 
 
@@ -176,11 +183,14 @@ def image_shape(unet: "UNet2DModel | EDM2UNet") -> tuple[int, int, int]:
     """(C, H, W) of the images that `unet` was trained on. Raises UserError where it does not say."""
     config = unet.config
     if config.sample_size is None:
-        raise UserError("the pipeline's unet/config.json has no sample_size, so the size of its images is unknown")
+        raise UserError(
+            "the pipeline's unet/config.json has no sample_size, so the size of its images is unknown\n"
+            "add sample_size to that file"
+        )
     if config.in_channels not in (1, 3) or config.out_channels != config.in_channels:
         raise UserError(
-            f"the pipeline's unet maps {config.in_channels} channels to {config.out_channels}; "
-            "only 1 to 1 and 3 to 3 are images"
+            f"the pipeline's unet has {config.in_channels} input channels and {config.out_channels} output channels\n"
+            "use a pipeline with 1 and 1, or 3 and 3"
         )
     height, width = (config.sample_size,) * 2 if isinstance(config.sample_size, int) else config.sample_size
     return config.in_channels, height, width

@@ -106,7 +106,7 @@ def make_sampler(name: str, noise_scheduler: Scheduler | Mapping) -> Scheduler:
     if is_edm(config):
         classes = {"heun": EDMHeunScheduler, "dpmsolver++": EDMDPMSolverMultistepScheduler}
     if name not in classes:
-        raise UserError(f"unknown sampler {name!r}; choose from {', '.join(classes)}")
+        raise UserError(f"--sampler {name} does not work with this network\nchoose from {', '.join(classes)}")
     if name == "dpmsolver++" and not is_edm(config):
         config["algorithm_type"] = "dpmsolver++"  # a pipeline of others may say which of its relatives made its images
     if config.get("rescale_betas_zero_snr"):
@@ -220,7 +220,9 @@ def set_timesteps(scheduler: Scheduler, num_inference_steps: int) -> None:
     """Starts a chain of `num_inference_steps`. Raises UserError for a number that the scheduler cannot do."""
     limit = scheduler.config.num_train_timesteps
     if not 1 <= num_inference_steps <= limit:
-        raise UserError(f"{num_inference_steps} sampling steps asked for; this model has from 1 to {limit}")
+        raise UserError(
+            f"{num_inference_steps} sampling steps are not possible with this model\nset a number from 1 to {limit}"
+        )
     scheduler.set_timesteps(num_inference_steps)
     if is_edm(scheduler.config):
         return
@@ -231,7 +233,8 @@ def set_timesteps(scheduler: Scheduler, num_inference_steps: int) -> None:
     if starts_late or chain.min() < 0 or (chain.diff() >= 0).any():
         divisor = max(n for n in range(1, max(2, num_inference_steps)) if limit % n == 0)
         raise UserError(
-            f"diffusers cannot spread {num_inference_steps} sampling steps evenly over {limit}; take for instance {divisor}"
+            f"diffusers cannot spread {num_inference_steps} sampling steps evenly over {limit}\n"
+            f"set another number, for example {divisor}"
         )
 
 

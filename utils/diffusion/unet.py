@@ -33,12 +33,14 @@ def make_unet(options: DDPMOptions, device_type: str = "cpu", num_classes: int =
     if config is None:
         name = options.model_preset or network_for_resolution(options.resolution)
         if name is None:
-            raise UserError(f"no network fits --resolution {options.resolution}; use a multiple of 4, or give --model_preset")
+            raise UserError(f"no preset fits --resolution {options.resolution}\nuse a multiple of 4, or set --model_preset")
         if name not in NETWORKS:
-            raise UserError(f"unknown --model_preset {name!r}; choose from {', '.join(NETWORKS)}")
+            raise UserError(f"unknown --model_preset {name!r}\nchoose from {', '.join(NETWORKS)}")
         config = dict(NETWORKS[name])
     elif config.get("class_embed_type") or (config.get("num_class_embeds") and not options.class_conditional):
-        raise UserError("the model config is class-conditional: set --class_conditional, or edit the config")
+        raise UserError(
+            "--model_config_name_or_path: this network needs class labels\nset --class_conditional, or edit the config"
+        )
     config["num_class_embeds"] = num_classes + 1 if num_classes else None
     if options.activation is not None:
         config["act_fn"] = options.activation
@@ -69,12 +71,14 @@ def read_config(network_class: type, options: DDPMOptions | EDM2Options) -> dict
         raise UserError(f"cannot read --model_config_name_or_path {name}: {told(error, name, 'model')}") from None
     needed = network_class.__name__
     if config.get("_class_name", needed) != needed:
-        raise UserError(f"{name} is the config of a {config['_class_name']}; this script needs that of a {needed}")
+        raise UserError(
+            f"--model_config_name_or_path {name}: it is the config of a {config['_class_name']}\nuse the config of a {needed}"
+        )
     channels = tuple(config.get(side, options.image_channels) for side in ("in_channels", "out_channels"))
     if channels != (options.image_channels, options.image_channels):
         raise UserError(
-            f"the model config has in/out channels {channels[0]}/{channels[1]}, the images have {options.image_channels}; "
-            "set --image_channels or edit the config"
+            f"--model_config_name_or_path {name}: in_channels and out_channels are {channels[0]} and {channels[1]}, but the "
+            f"images have {options.image_channels}\nset --image_channels, or edit the config"
         )
     return config
 
@@ -98,8 +102,8 @@ def build_network(
         larger = Size(*(-(-side // divisor) * divisor for side in size))
         nearest = " or ".join(dict.fromkeys(str(fitting.resolution) for fitting in (smaller, larger)))
         raise UserError(
-            f"--resolution {options.resolution} does not divide by {divisor}, which the network's {levels} levels need; "
-            f"use {nearest}"
+            f"--resolution {options.resolution} does not divide by {divisor}: the network has {levels} levels, and each "
+            f"halves the image\nuse {nearest}"
         )
     # The images decide; the config's own are those of the run that it came from.
     sample_size = size.height if size.height == size.width else list(size)  # diffusers': height, width
@@ -111,7 +115,7 @@ def build_network(
         try:
             network = network_class.from_config(config)
         except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"the network cannot be built: {in_full(error)}") from None
+            raise UserError(f"the network cannot be built: {in_full(error)}\ncheck --model_config_name_or_path") from None
         initialized(network)
     if options.gradient_checkpointing:
         network.enable_gradient_checkpointing()
@@ -136,7 +140,7 @@ def initialize(model: nn.Module, name: str) -> None:
     """Re-initializes every convolution and linear layer in place: `xavier` (Glorot & Bengio 2010, eq. 16), `he` (He et al.
     2015, eq. 10, fan-in), biases zero; `default` leaves torch's. Raises UserError for another name."""
     if name not in INITIALIZATIONS:
-        raise UserError(f"unknown --initialisation {name!r}; choose from {', '.join(INITIALIZATIONS)}")
+        raise UserError(f"unknown --initialisation {name!r}\nchoose from {', '.join(INITIALIZATIONS)}")
     if name == "default":
         return
     for module in model.modules():
@@ -192,4 +196,4 @@ def use_xformers(unet: UNet2DModel) -> None:
     try:
         unet.enable_xformers_memory_efficient_attention()
     except (ImportError, ValueError) as error:
-        raise UserError(f"--enable_xformers_memory_efficient_attention: {in_full(error)}; leave it out") from None
+        raise UserError(f"--enable_xformers_memory_efficient_attention: {in_full(error)}\nleave this flag out") from None

@@ -68,12 +68,14 @@ def trained_classifier(images: ImageSet, cache_dir: Path | None) -> Classifier:
     images.
     """
     if images.labels is None:
-        raise UserError("class metrics need labels: name their column with --label_column, or leave out --features classifier")
+        raise UserError(
+            "--features classifier needs class labels, and the data has none\nset --label_column, or use other --features"
+        )
     classes = int(images.labels.max()) + 1
     if classes < 2 or classes > MAX_CLASSES or len(images) < 10 * classes:
         raise UserError(
-            f"a classifier needs 2 to {MAX_CLASSES} classes and 10 images of each; "
-            f"there are {classes} classes and {len(images)} images"
+            f"--features classifier does not work with {classes} classes and {len(images)} images\n"
+            f"use other --features: it needs 2 to {MAX_CLASSES} classes, and 10 images of each"
         )
     key = f"{VERSION} {images.fingerprint} {content_fingerprint(images)} {len(images)}"
     path = cache_dir and cache_dir / f"classifier-{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"

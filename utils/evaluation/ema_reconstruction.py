@@ -23,7 +23,9 @@ def load_run(run: Path) -> tuple[ModelMixin, Scheduler]:
     from diffusers import DDPMScheduler
 
     if not (run / "model_index.json").exists():
-        raise UserError(f"{run} has no exported pipeline yet; there is one after --save_model_steps updates, and at the end")
+        raise UserError(
+            f"{run} has no exported pipeline yet\na run exports one every --save_model_steps updates, and at the end"
+        )
     unet, config = load_network(str(run))
     if RunRecord.read(run).options.get("spectral_norm"):
         normalize_spectra(unet)  # in training the weights stand beside their singular vectors, and so do their averages
@@ -35,19 +37,24 @@ def load_weights(unet: nn.Module, weights: dict[str, torch.Tensor], run: Path) -
     try:
         unet.load_state_dict(weights)
     except RuntimeError as error:
-        raise UserError(f"the snapshots are not of the pipeline in {run}: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"the EMA snapshots do not fit the pipeline in {run}: {str(error).splitlines()[0]}\n"
+            "use the snapshots and the pipeline of one run"
+        ) from None
 
 
 def check_output(output_dir: Path, run: Path) -> None:
     """Raises UserError where the pipeline would take the place of a run, or of anything but another pipeline."""
     if output_dir.resolve() == run.resolve() or (output_dir / "options.json").exists():
-        raise UserError(f"--output_dir {output_dir} holds a run, whose own pipeline stays; choose another folder")
+        raise UserError(
+            f"--output_dir {output_dir} is the folder of a run, which is not overwritten\nchoose another --output_dir"
+        )
     if (
         output_dir.exists()
         and any(output_dir.iterdir())
         and not any((output_dir / name).exists() for name in ("model_index.json", "sweep.json"))
     ):
-        raise UserError(f"--output_dir {output_dir} holds other files; choose another folder")
+        raise UserError(f"--output_dir {output_dir} has other files\nchoose another --output_dir")
 
 
 def describe(run: Path, unet: ModelMixin) -> dict:

@@ -36,9 +36,9 @@ def parse_widths(text: str) -> list[float]:
             return numbers
         first, last, step = numbers
     except ValueError:
-        raise UserError(f"--widths must be FIRST:LAST:STEP, such as 0.02:0.25:0.01, got {text}") from None
+        raise UserError(f"--widths {text} is not FIRST:LAST:STEP\nset for example --widths 0.02:0.25:0.01") from None
     if not (step > 0 and first <= last):
-        raise UserError(f"--widths {text} is empty: FIRST must not be above LAST, and STEP must be positive")
+        raise UserError(f"--widths {text} has no widths\nset a positive STEP, and a FIRST that is not above LAST")
     return [round(first + i * step, 10) for i in range(int((last - first) / step + 1e-6) + 1)]
 
 
@@ -56,7 +56,9 @@ def make_judge(
     images = load_images(DataOptions.from_record(options))
     images, _ = split_validation(images, options["validation_images"], options["seed"])
     if min(num_images, len(images)) < MIN_IMAGES:
-        raise UserError(f"--num_images {num_images}, training images {len(images)}: at least {MIN_IMAGES} of each are needed")
+        raise UserError(
+            f"--num_images {num_images} and {len(images)} training images are too few\nat least {MIN_IMAGES} of each are needed"
+        )
     extractor = make_extractor(features, images).to(accelerator.device)
     cache = cache_root(options["cache_dir"]) / "steady_diffusion"
     with Bar("features of the real images", len(images)) as bar:

@@ -116,8 +116,8 @@ class Evaluation:
         """
         if count < MIN_IMAGES or len(self.reference) < 2 * MIN_IMAGES:
             raise UserError(
-                f"{count} samples and {len(self.reference)} reference images are too few: figures need at least {MIN_IMAGES} "
-                f"samples and {2 * MIN_IMAGES} reference images"
+                f"{count} samples and {len(self.reference)} reference images are too few\n"
+                f"use at least {MIN_IMAGES} samples and {2 * MIN_IMAGES} reference images"
             )
         kept = 0
         if self.originals is not None:
@@ -218,7 +218,7 @@ def pipeline_images(
         with accelerator.autocast():
             images = sample(unet, plan, numbers, predict=predict)
         if not images.isfinite().all():
-            raise UserError(f"{name} made NaN or infinite pixels; try --mixed_precision no")
+            raise UserError(f"{name} made NaN or infinite pixels\ntry --mixed_precision no")
         return to_uint8(images)
 
     return make_images

@@ -97,7 +97,7 @@ class PrincipalPixels(Extractor):
         """Fitted to up to 10,000 of `images`, spread over the set. Raises UserError for fewer than 2."""
         super().__init__()
         if len(images) < 2:
-            raise UserError(f"--features pixels needs at least 2 reference images, got {len(images)}")
+            raise UserError(f"--features pixels needs 2 or more reference images, and there are {len(images)}\nuse more images")
         chosen = np.linspace(0, len(images) - 1, min(len(images), self.IMAGES)).astype(np.int64)
         parts = [eight_bit(images.fetch(part), images.max_value) for part in np.array_split(chosen, len(chosen) // 256 + 1)]
         pixels = torch.cat([self._flat(part) for part in parts]).double()
@@ -144,7 +144,10 @@ def make_extractor(
         extractor = RandomConvolutions(images.shape[0] if images is not None else cast(int, channels))
     elif name in ("classifier", "pixels"):
         if images is None:
-            raise UserError(f"--features {name} is fitted to the reference images, so stored statistics alone are not enough")
+            raise UserError(
+                f"--features {name} needs the reference images, and --reference is a file of statistics\n"
+                "set --dataset_name or --train_data_dir instead"
+            )
         if name == "pixels":
             extractor = PrincipalPixels(images)
         else:
@@ -156,5 +159,5 @@ def make_extractor(
 
         extractor = {"inception": Inception, "dinov2": DINOv2}[name](weights, weights_sha256)
     else:
-        raise UserError(f"unknown --features {name!r}; choose from {', '.join(EXTRACTORS)}")
+        raise UserError(f"unknown --features {name!r}\nchoose from {', '.join(EXTRACTORS)}")
     return extractor.eval().requires_grad_(False)

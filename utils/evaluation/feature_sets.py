@@ -211,11 +211,15 @@ def load_features(path: Path) -> tuple[FeatureSet, dict, str]:
             metadata = file.metadata() or {}
         text, digest = metadata["facts"], metadata["sha256"]
     except FileNotFoundError:
-        raise UserError(f"no reference statistics at {path}; make them with evaluate.py make-reference") from None
+        raise UserError(f"--reference {path}: no such file or folder\nmake it with evaluate.py make-reference") from None
     except (OSError, SafetensorError, KeyError) as error:
-        raise UserError(f"{path} holds no reference statistics: {error}") from None
+        raise UserError(
+            f"--reference {path} is not a file of statistics: {error}\nmake it with evaluate.py make-reference"
+        ) from None
     if metadata.get("format") != str(FORMAT) or _digest(tensors, text) != digest:
-        raise UserError(f"{path} was changed or damaged after it was written, or is of another version: make it again")
+        raise UserError(
+            f"--reference {path} is damaged, or another version wrote it\nmake it again with evaluate.py make-reference"
+        )
     moments = Moments(len(tensors["mean"]))
     moments.count, moments.mean, moments.scatter = int(tensors["count"]), tensors["mean"], tensors["scatter"]
     facts = json.loads(text)

@@ -26,26 +26,26 @@ class ImageFolder:
 
     def __init__(self, folder: Path):
         if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder")
+            raise UserError(f"{folder}: no such folder\ncheck the path")
         Image.init()
         files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in Image.EXTENSION and path.is_file())
         self.settings = _settings(folder)  # how generate.py made them; empty for other folders
         if self.settings:
             files = [path for path in files if re.fullmatch(r"\d{6,}\.png", path.name)]
         if not files:
-            raise UserError(f"{folder}: no images in it")
+            raise UserError(f"{folder} has no images\ncheck the path")
         self.folder, self.files, channels = folder, files, 1
         sizes: dict[tuple[int, ...], Path] = {}
         for path in files:
             header = header_of(ImageFile(None, str(path), str(path)))
             if header is None:
-                raise UserError(f"{folder}: {path.name} cannot be decoded")
+                raise UserError(f"{folder}: {path.name} cannot be decoded\nrepair or remove this file")
             mode, *size = header
             channels = channels if mode in _GRAY_MODES else 3
             sizes.setdefault(tuple(size), path)
             if len(sizes) > 1:
                 named = ", ".join(f"{path.name} {height}x{width}" for (height, width), path in sizes.items())
-                raise UserError(f"{folder} holds images of different sizes: {named}")
+                raise UserError(f"{folder} has images of different sizes: {named}\nuse images of one size")
         ((height, width),) = sizes
         self.shape = (channels, height, width)
 
@@ -63,7 +63,7 @@ class ImageFolder:
                 try:
                     images.append(torch.tensor(prepare(ImageFile(None, str(path), str(path)))[0]))
                 except UndecodableImage as error:
-                    raise UserError(f"cannot decode the image {path}: {error.args[2]}") from None
+                    raise UserError(f"cannot decode the image {path}: {error.args[2]}\nrepair or remove this file") from None
             return torch.stack(images).to(device)
 
         return make_images

@@ -23,11 +23,11 @@ def _check_file(path: Path, expected: str | None) -> str:
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise UserError(f"cannot read the weights {path}: {error.strerror or error}") from None
+        raise UserError(f"cannot read --feature_weights {path}: {error.strerror or error}\ncheck the path") from None
     if expected and not found.startswith(expected.lower()):
         raise UserError(
-            f"{path} has the SHA-256 {found[:16]}..., not {expected[:16]}: another file, or a damaged one "
-            "(--feature_weights_sha256 names the hash that it must have)"
+            f"--feature_weights {path} has the SHA-256 {found[:16]}..., not {expected[:16]}\n"
+            "download the file again, or set --feature_weights_sha256 to the right hash"
         )
     return found
 
@@ -44,12 +44,15 @@ class Inception(Extractor):
         """Raises UserError for a file that is missing, has another hash or holds other weights, or without torch-fidelity."""
         super().__init__()
         if weights is None:
-            raise UserError(f"--features inception needs --feature_weights {INCEPTION_FILE} (a release file of torch-fidelity)")
+            raise UserError(
+                "--features inception needs a file of weights\n"
+                f"set --feature_weights {INCEPTION_FILE} (a release file of torch-fidelity)"
+            )
         self.sha256 = _check_file(weights, expected_sha256 or INCEPTION_SHA256)
         try:
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
         except ImportError as error:
-            raise UserError(f"--features inception needs torch-fidelity (pip install torch-fidelity): {error}") from None
+            raise UserError(f"--features inception needs torch-fidelity: {error}\npip install torch-fidelity") from None
         try:
             torch.load(
                 weights, map_location="cpu", weights_only=True
@@ -57,7 +60,10 @@ class Inception(Extractor):
             self.network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(weights))
         except Exception as error:  # a pickle of code, a zip file cut short, other keys, other shapes
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise UserError(f"{weights} does not hold the weights of Inception v3: {reason}") from None
+            raise UserError(
+                f"--feature_weights {weights} does not have the weights of Inception v3: {reason}\n"
+                f"use {INCEPTION_FILE}, a release file of torch-fidelity"
+            ) from None
 
     @torch.no_grad()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -82,14 +88,14 @@ class DINOv2(Extractor):
         super().__init__()
         if weights is None or not (weights / "config.json").is_file():
             raise UserError(
-                "--features dinov2 needs --feature_weights FOLDER with the config.json and model.safetensors of a DINOv2 model"
-                + (f"; {weights} has no config.json" if weights else "")
+                "--features dinov2 needs weights" + (f": {weights} has no config.json" if weights else "") + "\n"
+                "set --feature_weights to a folder with the config.json and model.safetensors of a DINOv2 model"
             )
         _check_file(weights / "model.safetensors", expected_sha256)
         try:
             from transformers import Dinov2Model
         except ImportError as error:
-            raise UserError(f"--features dinov2 needs transformers (pip install transformers): {error}") from None
+            raise UserError(f"--features dinov2 needs transformers: {error}\npip install transformers") from None
         try:
             options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
             self.network, loaded = Dinov2Model.from_pretrained(weights, **options)
@@ -97,7 +103,10 @@ class DINOv2(Extractor):
                 raise ValueError(f"{len(loaded['missing_keys'])} weights are missing, such as {min(loaded['missing_keys'])}")
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise UserError(f"{weights} does not hold a DINOv2 model: {reason}") from None
+            raise UserError(
+                f"--feature_weights {weights} does not have a DINOv2 model: {reason}\n"
+                "use a folder with the config.json and model.safetensors of one"
+            ) from None
         self.dimensions = self.network.config.hidden_size
         self.sha256 = weights_sha256(self)
         # ImageNet's mean and standard deviation, in units of [0, 1].

@@ -34,7 +34,9 @@ def refuse_to_compare(first: dict, second: dict) -> None:
     for key, name in COMPARABLE.items():
         if first.get(key) != second.get(key):
             raise UserError(
-                f"{first['name']} and {second['name']} cannot be compared: another {name} ({first.get(key)}, {second.get(key)})"
+                f"{first['name']} and {second['name']} cannot be compared: another {name} "
+                f"({first.get(key)}, {second.get(key)})\n"
+                "evaluate both with the same flags"
             )
 
 
@@ -46,9 +48,11 @@ def read_results(path: Path) -> list[dict]:
             raise KeyError("figures")
         return results
     except FileNotFoundError:
-        raise UserError(f"no results at {path}") from None
+        raise UserError(f"--compare {path}: no such file\ncheck the path") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} holds no results of evaluate.py: {error}") from None
+        raise UserError(
+            f"--compare {path} is not a results file of evaluate.py: {error}\nuse a file that evaluate.py wrote"
+        ) from None
 
 
 def header(result: dict) -> list[str]:

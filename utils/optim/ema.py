@@ -105,7 +105,10 @@ class EMA:
         """Copies `state` in. Raises UserError when its names are not those of the model."""
         if state.keys() != self.shadow.keys():
             different = sorted(state.keys() ^ self.shadow.keys())
-            raise UserError(f"EMA weights are of another model: {len(different)} names differ, such as {different[0]}")
+            raise UserError(
+                f"the EMA weights do not fit this network: {len(different)} names differ, for example {different[0]}\n"
+                "use the network of the checkpoint"
+            )
         for name, tensor in state.items():
             self.shadow[name].copy_(tensor)
 

@@ -45,9 +45,11 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
         try:
             from bitsandbytes.optim import AdamW8bit
         except ImportError:
-            raise UserError("--optimizer adamw8bit needs bitsandbytes: pip install bitsandbytes") from None
+            raise UserError(
+                "--optimizer adamw8bit needs bitsandbytes, which is not installed\npip install bitsandbytes"
+            ) from None
         return AdamW8bit(groups, lr=learning_rate, betas=betas, eps=epsilon)
-    raise UserError(f"unknown optimizer {name!r}; choose from {', '.join(OPTIMIZERS)}")
+    raise UserError(f"unknown --optimizer {name!r}\nchoose from {', '.join(OPTIMIZERS)}")
 
 
 def state_bytes(options: OptimizerOptions, parameter_bytes: int) -> int:
@@ -125,7 +127,7 @@ def learning_rate_at(step: int, total_steps: int, options: OptimizerOptions) -> 
     elif schedule == "cyclic":
         shape = abs(1.0 - 2.0 * (progress * options.lr_cycles % 1.0))
     else:
-        raise UserError(f"unknown --lr_scheduler {schedule!r}; choose from {', '.join(LR_SCHEDULES)}")
+        raise UserError(f"unknown --lr_scheduler {schedule!r}\nchoose from {', '.join(LR_SCHEDULES)}")
     return base * (floor + (1.0 - floor) * shape)
 
 

@@ -27,7 +27,9 @@ def exponent_of_width(width: float) -> float:
     Raises UserError for a width outside that range.
     """
     if not 0.0 < width < WIDEST:
-        raise UserError(f"an EMA width must lie between 0 and {WIDEST:.4f} (the plain mean), got {width}")
+        raise UserError(
+            f"an EMA of width {width} is not possible\nset a width between 0 and {WIDEST:.4f} (the mean of all updates)"
+        )
     inverse = float(width) ** -2
     roots = np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse])
     return float(roots.real[np.abs(roots.imag) < 1e-9].max())
@@ -73,7 +75,7 @@ class PowerEMA(EMA):
 
     def __init__(self, model: nn.Module, widths: Sequence[float]):
         if len(set(widths)) != len(widths):
-            raise UserError(f"each of --ema_widths once, got {' '.join(map(str, widths))}")
+            raise UserError(f"--ema_widths {' '.join(map(str, widths))}: a width is there twice\nset each width once")
         self.exponents = [exponent_of_width(width) for width in widths]
         super().__init__(model)
         self._others = [EMA(model) for _ in widths[1:]]
@@ -88,7 +90,10 @@ class PowerEMA(EMA):
 
     def restart(self) -> None:
         """Raises UserError: an average that does not reach back to the first update has another profile than its width's."""
-        raise UserError("the checkpoint has no EMA, and --ema_type power must average from the first update on; train anew")
+        raise UserError(
+            "the checkpoint has no EMA, and --ema_type power needs an average from the first update on\n"
+            "use --no-use_ema or --ema_type exponential, or start a new run"
+        )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The first average under the model's own names, the others under `<width>/<name>`, and the widths, float64 [n]."""
@@ -103,7 +108,10 @@ class PowerEMA(EMA):
         found = state[WIDTHS].tolist() if WIDTHS in state else []
         if found != list(self.averages):
             was, now = (" ".join(map(str, widths)) or "none" for widths in (found, self.averages))
-            raise UserError(f"the checkpoint's EMA is of --ema_widths {was}, not {now}; reconstruct_ema.py makes other lengths")
+            raise UserError(
+                f"the checkpoint has --ema_widths {was}, not {now}\n"
+                "use those; reconstruct_ema.py makes other widths after the training"
+            )
         super().load_state_dict({name: tensor for name, tensor in state.items() if "/" not in name})
         for width, average in self._named_others():
             prefix = f"{width}/"

@@ -35,7 +35,7 @@ def read_config(path: Path, values: Mapping[str, Values], not_from_records: set[
         try:
             found[name] = values[name].read_file(value)
         except ValueError as error:
-            raise UserError(f"--config {path}: {name} {error}") from None
+            raise UserError(f"--config {path}: {name} {error}\nchange this value in the file") from None
     return found
 
 
@@ -50,15 +50,18 @@ def _content(path: Path) -> tuple[dict[str, Any], bool]:
         else:
             content = yaml.load(text, yaml.BaseLoader)  # text as on a command line: `no` is no truth value, 1e-4 no word
     except OSError as error:
-        raise UserError(f"cannot read --config {path}: {error.strerror}") from None
+        raise UserError(f"cannot read --config {path}: {error.strerror}\ncheck the path") from None
     except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"--config {path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
+        raise UserError(
+            f"--config {path} is neither YAML nor JSON: {' '.join(str(error).split())}\n"
+            "write one flag per line, for example `resolution: 32`"
+        ) from None
     if isinstance(content, dict) and isinstance(content.get("options"), dict):
         return content["options"], True
     if content is None or content == "":
         return {}, False
     if not isinstance(content, dict):
-        raise UserError(f"--config {path} must hold one flag per line, such as `resolution: 32`")
+        raise UserError(f"--config {path} is not a list of flags\nwrite one flag per line, for example `resolution: 32`")
     return content, False
 
 

@@ -270,18 +270,24 @@ class RunOptions(TrainingDataOptions, TrainingOptions, OptimizerOptions, EMAOpti
     def check(self) -> None:
         if not self.dataset_name and not self.train_data_dir:
             raise UserError(
-                "name the data: --dataset_name NAME or --train_data_dir FOLDER (or neither model nor data, for digits)"
+                "no data was given\n"
+                "set --dataset_name NAME or --train_data_dir FOLDER (for digits, give neither a model nor data)"
             )
         if os.path.isabs(self.logging_dir) or ".." in self.logging_dir.split(os.sep):
-            raise UserError(f"--logging_dir {self.logging_dir} leaves --output_dir; name a folder inside it, such as logs")
+            raise UserError(
+                f"--logging_dir {self.logging_dir} is not inside --output_dir\nset a relative path, for example logs"
+            )
         if self.train_batch_size == "auto" and self.global_batch_size is None:
-            raise UserError("--train_batch_size auto needs --global_batch_size, the images of an update")
+            raise UserError("--train_batch_size auto needs to know how many images an update has\nset --global_batch_size")
         if self.train_batch_size == "auto" and "gradient_accumulation_steps" in self.given:
-            raise UserError("--train_batch_size auto finds --gradient_accumulation_steps itself: leave that out")
+            raise UserError(
+                "--train_batch_size auto and --gradient_accumulation_steps do not go together\n"
+                "leave out --gradient_accumulation_steps: auto computes it"
+            )
         if self.best_metric != "loss" and not self.eval_steps:
-            raise UserError(f"--best_metric {self.best_metric} is a figure of the samples: set --eval_steps")
+            raise UserError(f"--best_metric {self.best_metric} is measured on samples, and --eval_steps is 0\nset --eval_steps")
         if self.early_stopping_patience and self.best_metric == "loss" and not self.validation_images:
-            raise UserError("--early_stopping_patience needs held-out images: set --validation_images (or --best_metric fd)")
+            raise UserError("--early_stopping_patience needs a validation loss\nset --validation_images (or --best_metric fd)")
 
 
 @dataclass(kw_only=True)
@@ -366,9 +372,7 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
         if self.label_dropout != type(self).label_dropout and not self.class_conditional:
             raise UserError("--label_dropout needs --class_conditional")
         if self.spectral_norm and self.gradient_checkpointing:
-            raise UserError(
-                "--spectral_norm and --gradient_checkpointing: computing a layer again would move its power iteration"
-            )
+            raise UserError("--spectral_norm and --gradient_checkpointing do not work together\nleave one of the two out")
 
 
 @dataclass(kw_only=True)
@@ -517,16 +521,20 @@ class EvaluateOptions(EvaluatedOptions, FeatureOptions, EvaluationOutputOptions,
     def check(self) -> None:
         named = bool(self.dataset_name or self.train_data_dir)
         if named and self.reference:
-            raise UserError("name the real images once: --dataset_name, --train_data_dir or --reference")
+            raise UserError("the real images are given twice\nset only one of --dataset_name, --train_data_dir and --reference")
         if not named and not self.reference:
             raise UserError(
-                "name the real images: --dataset_name, --train_data_dir or --reference (a folder, or of make-reference)"
+                "there are no real images to compare with\n"
+                "set --dataset_name, --train_data_dir or --reference (a folder, or a file of make-reference)"
             )
         if self.command == "make-reference":
             if self.output is None or self.pipeline or self.images:
-                raise UserError("make-reference needs --output FILE and real images alone, without --pipeline or --images")
+                raise UserError(
+                    "make-reference needs --output, and does not use --pipeline or --images\n"
+                    "give only the real images and --output FILE"
+                )
         elif not self.pipeline and not self.images:
-            raise UserError("name what to evaluate: --pipeline or --images")
+            raise UserError("there is nothing to evaluate\nset --pipeline or --images")
 
 
 @dataclass(kw_only=True)
@@ -559,14 +567,20 @@ class DiagnoseOptions(DiagnosedOptions, DataOptions):
         named = [self.run is not None, self.pipeline is not None, bool(self.dataset_name or self.train_data_dir)]
         if self.watch is not None:
             if any(named):
-                raise UserError("--watch SCRIPT takes no run, --pipeline or dataset")
+                raise UserError("--watch SCRIPT does not go together with a run, --pipeline or a dataset\nleave these out")
             return
         if self.cache or self.prune_cache is not None:
             if any(named):
-                raise UserError("--cache and --prune_cache take no run, --pipeline or dataset; --cache_dir says where to look")
+                raise UserError(
+                    "--cache and --prune_cache do not go together with a run, --pipeline or a dataset\n"
+                    "leave these out; --cache_dir sets where the packed images are"
+                )
             return
         if named not in ([True, False, False], [False, True, True], [False, False, True]):
-            raise UserError("name a run, or --pipeline with --dataset_name or --train_data_dir, or a dataset alone")
+            raise UserError(
+                "these flags do not say what to diagnose\n"
+                "give the folder of a run, or --pipeline with --dataset_name or --train_data_dir, or only a dataset"
+            )
 
 
 @dataclass(kw_only=True)
@@ -588,4 +602,4 @@ class ReconstructionOptions(Options):
 
     def check(self) -> None:
         if (self.width is None) == (self.widths is None):
-            raise UserError("name either --width or --widths")
+            raise UserError("--width or --widths is needed, and not both\nset one of the two")

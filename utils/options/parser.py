@@ -122,12 +122,12 @@ def resolve(cls: type[T], filed: dict[str, Any], given: dict[str, Any]) -> T:
     required = [each for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING]
     missing = ["--" * (not each.metadata.get("positional")) + each.name for each in required if each.name not in both]
     if missing:
-        raise UserError(f"needed: {', '.join(missing)} (--help explains)")
+        raise UserError(f"missing: {', '.join(missing)}\n--help explains all flags")
     preset = both["model_preset"] if "model_preset" in both else cls.preset_name(both)
     usual: dict[str, Any] = {}
     if preset is not None:
         if preset not in cls.presets:
-            raise UserError(f"unknown --model_preset {preset!r}; choose from {', '.join(cls.presets)}")
+            raise UserError(f"unknown --model_preset {preset!r}\nchoose from {', '.join(cls.presets)}")
         usual = cls.presets[preset] | {"model_preset": preset}
     options = cls(**merged(cls.excludes, usual, filed, given))
     plain = {each.name: each.default for each in fields(cls)} | usual
@@ -186,7 +186,7 @@ class Parser(argparse.ArgumentParser):
                 problem = f"needs a value: {takes.allowed() if isinstance(takes, Values) else 'a file'}"
             problem = re.sub("^ignored explicit argument '?(.*?)'?$", r"takes no value, got \1", problem)
             message = f"{name} {problem}"
-        raise UserError(f"{message} ({self.prog} --help)" if not found else message)
+        raise UserError(f"{message}\n{self.prog} --help explains all flags" if not found else message)
 
 
 class ShowVersion(argparse.Action):

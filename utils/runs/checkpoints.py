@@ -174,22 +174,26 @@ def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[st
                 return path, skipped
             skipped.append(f"skipping {path.name}: {problem}")
         if candidates:
-            raise UserError(f"no valid checkpoint in {output_dir}: " + "; ".join(skipped))
+            raise UserError(
+                f"{output_dir} has no valid checkpoint: {'; '.join(skipped)}\n"
+                "restore one from a copy, or start again with --overwrite_output_dir"
+            )
         return None, []
     if wanted == "best":
         steps = [read_state(path).best_step for path in candidates if verify_checkpoint(path) is None]
         if not steps or steps[-1] is None:
             raise UserError(
-                f"{output_dir} has no best checkpoint; one is kept with --validation_images, or --eval_steps and --best_metric"
+                f"{output_dir} has no best checkpoint: a run keeps one if it has --validation_images, or --eval_steps and "
+                "--best_metric\nresume from latest"
             )
         path = output_dir / f"checkpoint-{steps[-1]}"
     else:
         path = next((p for p in (output_dir / wanted, Path(wanted)) if p.is_dir()), None)
         if path is None:
             there = ", ".join(p.name for p in candidates) or "none"
-            raise UserError(f"no checkpoint {wanted!r}; in {output_dir} there are: {there}")
+            raise UserError(f"--resume_from_checkpoint {wanted}: {output_dir} has no such checkpoint\nchoose from: {there}")
     if problem := verify_checkpoint(path):
-        raise UserError(f"{path} cannot be resumed from: {problem}")
+        raise UserError(f"cannot resume from {path}: {problem}\nresume from another checkpoint, or from latest")
     return path, []
 
 

@@ -94,11 +94,13 @@ def list_snapshots(run: Path) -> list[Snapshot]:
             with safe_open(path, "pt") as file:
                 found.append(Snapshot(path, **json.loads((file.metadata() or {})["snapshot"])))
         except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-            raise UserError(f"{path} is damaged or no snapshot ({error}); remove it to go on without it") from None
+            raise UserError(
+                f"{path} is damaged, or it is not a snapshot: {error}\nremove this file to continue without it"
+            ) from None
     if not found:
-        raise UserError(f"{run} has no EMA snapshots; train with --ema_type power")
+        raise UserError(f"{run} has no EMA snapshots\ntrain with --ema_type power, which saves them")
     if len({snapshot.fingerprint for snapshot in found}) > 1:
-        raise UserError(f"{run / FOLDER} holds snapshots of several runs; remove those that do not belong there")
+        raise UserError(f"{run / FOLDER} has snapshots of several runs\nremove those of the other runs")
     return sorted(found, key=lambda snapshot: (snapshot.step, snapshot.width))
 
 
@@ -119,7 +121,7 @@ def recipe(snapshots: list[Snapshot], width: float, step: int | None = None) -> 
     times = sorted({snapshot.step for snapshot in snapshots})
     step = times[-1] if step is None else step
     if not times[0] <= step <= times[-1]:
-        raise UserError(f"--step must be from {times[0]} to {times[-1]}, where there are snapshots; got {step}")
+        raise UserError(f"--step {step}: there are no snapshots there\nset a step from {times[0]} to {times[-1]}")
     used = [snapshot for snapshot in snapshots if snapshot.step <= step]
     weights, error = reconstruction_weights([s.step for s in used], [s.width for s in used], step, width)
     if error > LARGEST_ERROR:
@@ -132,8 +134,8 @@ def recipe(snapshots: list[Snapshot], width: float, step: int | None = None) -> 
             after = bisect(times, step)
             advice = f"step {step} lies between the snapshots at {times[after - 1]} and {times[after]}, take one of these"
         raise UserError(
-            f"no EMA of width {width:g} at step {step} from {len(used)} snapshots: "
-            f"its profile would be {100 * error:.0f} % off; {advice}"
+            f"cannot make an EMA of width {width:g} at step {step} from {len(used)} snapshots: "
+            f"its weights over time would be wrong by {100 * error:.0f} %\n{advice}"
         )
     return Recipe(used, weights, error)
 

@@ -64,18 +64,23 @@ class RunFolder:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            raise UserError(f"cannot write to --output_dir {self.path}: {error.strerror or error}") from None
+            raise UserError(
+                f"cannot write to --output_dir {self.path}: {error.strerror or error}\nchoose another --output_dir"
+            ) from None
         self._lock = FileLock(self.path / ".lock", is_singleton=True)  # in one process, as in tests, run may follow on run
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise UserError(f"another run is training in {self.path}; wait for it, stop it, or choose another folder") from None
+            raise UserError(
+                f"another run is training in --output_dir {self.path}\nwait for it, stop it, or choose another --output_dir"
+            ) from None
         except (NotImplementedError, OSError):  # a file system without locks
             self._lock = None
         found = self._items()
         if found and not resuming and not overwrite:
             raise UserError(
-                f"{self.path} already holds a run ({found[0].name}); continue it with --resume_from_checkpoint latest, "
+                f"--output_dir {self.path} already has a run ({found[0].name})\n"
+                "continue it with --resume_from_checkpoint latest, "
                 "replace it with --overwrite_output_dir, or choose another --output_dir"
             )
         (self.path / EXIT_STATUS).unlink(missing_ok=True)

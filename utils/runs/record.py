@@ -35,9 +35,9 @@ class RunRecord:
         try:
             recorded = json.loads((output_dir / "options.json").read_text())
         except FileNotFoundError:
-            raise UserError(f"{output_dir} holds no run (no options.json)") from None
+            raise UserError(f"{output_dir} is not the folder of a run: it has no options.json\ncheck the path") from None
         except ValueError as error:
-            raise UserError(f"{output_dir}/options.json is damaged: {error}") from None
+            raise UserError(f"{output_dir}/options.json is damaged: {error}\nrestore this file from a copy") from None
         history = read_history(output_dir / HISTORY)
         return cls(
             output_dir,

@@ -18,8 +18,8 @@ def split_batch(options: RunOptions, num_processes: int) -> tuple[int, int]:
     if exact and accumulation and num_processes * micro_batch_size * accumulation != global_batch_size:
         raise UserError(
             f"--global_batch_size {global_batch_size} is not {num_processes} processes x --train_batch_size {micro_batch_size} "
-            f"x --gradient_accumulation_steps {accumulation} = {num_processes * micro_batch_size * accumulation}; "
-            "leave out one of the three flags, and it follows"
+            f"x --gradient_accumulation_steps {accumulation} = {num_processes * micro_batch_size * accumulation}\n"
+            "leave out one of the three flags: it is computed from the others"
         )
     together = per_process(global_batch_size, num_processes)
     if exact:
@@ -30,15 +30,15 @@ def split_batch(options: RunOptions, num_processes: int) -> tuple[int, int]:
         wanted, micro_batch_size = micro_batch_size, next(size for size in divisors(together) if size <= micro_batch_size)
         if 4 * micro_batch_size < min(wanted, together):  # many times slower, without a word
             raise UserError(
-                f"--global_batch_size {global_batch_size} leaves {together} images for each of {num_processes} processes, "
-                f"which divide into micro batches of {micro_batch_size}, not {min(wanted, together)} or so; choose a multiple "
-                f"of {num_processes * wanted}, or set --train_batch_size"
+                f"--global_batch_size {global_batch_size} gives each of {num_processes} processes {together} images, which can "
+                f"only be split into micro batches of {micro_batch_size}: this is slow\n"
+                f"choose a multiple of {num_processes * wanted}, or set --train_batch_size"
             )
         return micro_batch_size, together // micro_batch_size
     if together % kept:
         raise UserError(
-            f"{flag} {kept} does not divide {together}, the images of --global_batch_size {global_batch_size} for each of "
-            f"{num_processes} processes; choose a divisor, or leave it out"
+            f"{flag} {kept} does not divide {together}, the images that each of {num_processes} processes has of "
+            f"--global_batch_size {global_batch_size}\nchoose a divisor of {together}, or leave {flag} out"
         )
     return (kept, together // kept) if exact else (together // kept, kept)
 
@@ -47,7 +47,8 @@ def per_process(global_batch_size: int, num_processes: int) -> int:
     """Returns how many images of an update fall to each process. Raises UserError when they cannot be shared evenly."""
     if global_batch_size % num_processes:
         raise UserError(
-            f"--global_batch_size {global_batch_size} does not divide by {num_processes} processes; choose a multiple"
+            f"--global_batch_size {global_batch_size} cannot be shared evenly by {num_processes} processes\n"
+            f"choose a multiple of {num_processes}"
         )
     return global_batch_size // num_processes
 

@@ -37,8 +37,8 @@ class SampleEvaluation:
         options, training, noise_scheduler = run.options, run.data.training, run.objective.noise_scheduler
         if options.eval_steps and (options.eval_images < MIN_IMAGES or len(training) < 2 * MIN_IMAGES):
             raise UserError(
-                f"--eval_steps: {options.eval_images} samples and {len(training)} training images are too few for figures; "
-                f"--eval_images must be at least {MIN_IMAGES}"
+                f"--eval_steps: {options.eval_images} samples and {len(training)} training images are too few\n"
+                f"use at least {MIN_IMAGES} --eval_images and {2 * MIN_IMAGES} training images, or leave --eval_steps out"
             )
         self._plan = SamplePlan(
             make_sampler(options.sampler, noise_scheduler),

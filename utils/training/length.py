@@ -32,11 +32,11 @@ def updates_per_epoch(num_images: int, train_batch_size: int, num_processes: int
 def check_global_batch(num_images: int, global_batch_size: int, asked: int | None = None) -> None:
     """`asked`: --global_batch_size, of the command line or a preset. Raises UserError where the images are too few."""
     if num_images == 0:
-        raise UserError("there are no training images; check the data and --validation_images")
+        raise UserError("there are no training images\ncheck the data and --validation_images")
     if num_images < global_batch_size:
-        product = "(processes x --train_batch_size x --gradient_accumulation_steps); use a smaller batch"
-        advice = f"; set --global_batch_size to {num_images} or less" if asked else f" {product}"
-        raise UserError(f"{num_images} training images are fewer than one global batch of {global_batch_size}{advice}")
+        product = "smaller --train_batch_size (global batch = processes x --train_batch_size x --gradient_accumulation_steps)"
+        advice = f"set --global_batch_size to {num_images} or less" if asked else f"use a {product}"
+        raise UserError(f"{num_images} training images are fewer than one global batch of {global_batch_size}\n{advice}")
 
 
 def is_due(step: int, last_step: int, *, steps: int | None, epochs: int, epoch_steps: int) -> bool:

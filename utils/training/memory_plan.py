@@ -295,7 +295,7 @@ class MemoryPlan:
         self.free = min(self._gathered(self.free))
         largest = largest_that_fits(sizes, lambda size: self.fits(self.estimate(size, together // size)))
         if largest is None:
-            raise UserError(f"no --train_batch_size fits {self.free / GIB:.2f} GiB of memory; {self.advice(1, together)}")
+            raise UserError(f"no --train_batch_size fits into {self.free / GIB:.2f} GiB of memory\n{self.advice(1, together)}")
         recorded = from_main_process(recorded_split(resumed, global_batch_size, num_processes))
         if recorded in sizes and recorded <= largest:
             return recorded, together // recorded
@@ -305,7 +305,7 @@ class MemoryPlan:
         for size in (size for size in sizes if size <= largest):
             if all(self._gathered(self._succeeds(size, together // size))):
                 return size, together // size
-        raise UserError(f"out of memory with one image at a time; {self.advice(1, together)}")
+        raise UserError(f"out of memory with one image at a time\n{self.advice(1, together)}")
 
     def _succeeds(self, micro_batch_size: int, accumulation: int) -> bool:
         """Whether a real update does not run out of memory. Random numbers are left as they were."""

@@ -61,7 +61,10 @@ def start_trackers(accelerator: Accelerator, options: RunOptions) -> None:
                 tracker.experiment_name = project
             tracker.start()
         except Exception as error:  # each tracker has its own
-            raise UserError(f"--logger {name} cannot start: {one_line(error)[:500]}") from error
+            raise UserError(
+                f"--logger {name} cannot start: {one_line(error)[:500]}\n"
+                "check its login and its settings, or use another --logger"
+            ) from error
         accelerator.trackers.append(tracker)
 
 

@@ -18,7 +18,7 @@ OURS = Path(__file__).resolve().parents[3]
 def watch_script(script: Path, arguments: list[str], result_dir: Path, most_updates: int | None) -> int:
     """Returns the script's exit status. Raises UserError where there is no script."""
     if not script.is_file():
-        raise UserError(f"no such script: {script}")
+        raise UserError(f"--watch {script}: no such script\ncheck the path")
     result = Result(result_dir)
     watcher = Watcher(result.write, most_updates)
     hooks = install(watcher)
