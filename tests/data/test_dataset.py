@@ -318,7 +318,7 @@ def test_wrong_sources_are_one_clear_line(load, tmp_path):
         ({"dataset_name": "digits", "max_train_images": 0}, "has no images"),
         ({"dataset_name": str(tmp_path / "text")}, r"no column that looks like images\n.*text \(string\), number \(int64\)"),
         ({"dataset_name": str(tmp_path / "nothing")}, "cannot load the dataset"),
-        ({"train_data_dir": str(tmp_path / "nothing")}, "no images in it"),
+        ({"train_data_dir": str(tmp_path / "nothing")}, "has no images"),
         ({"train_data_dir": str(tmp_path / "absent")}, "no such folder"),
         ({"dataset_name": str(tmp_path / "a.xyz")}, r"ends in one of .*\.parquet"),
         ({"dataset_name": str(tmp_path / "broken.parquet")}, "cannot load the dataset"),
@@ -343,7 +343,7 @@ def test_a_dataset_s_own_code_is_not_run(load, tmp_path):
     pictures = tmp_path / "pictures"
     pictures.mkdir()
     (pictures / "a.eps").write_bytes(eps)
-    with pytest.raises(UserError, match=r"no images in it; 0 of 1 files used: 1 \.eps"):
+    with pytest.raises(UserError, match=r"has no images; 0 of 1 files used: 1 \.eps"):
         load(train_data_dir=str(pictures))
     make_dataset({"image": [eps]}).save_to_disk(tmp_path / "saved")
     with pytest.raises(UserError, match="not an image"):

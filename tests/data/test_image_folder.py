@@ -103,7 +103,7 @@ def test_damaged_archives_and_other_files_are_one_clear_line(load, tmp_path):
         load(tmp_path / "other.zip")
     with zipfile.ZipFile(tmp_path / "text.zip", "w") as made:
         made.writestr("notes.txt", "")
-    with pytest.raises(UserError, match=r"text\.zip: no images in it; 0 of 1 files used: 1 \.txt"):
+    with pytest.raises(UserError, match=r"text\.zip has no images; 0 of 1 files used: 1 \.txt"):
         load(tmp_path / "text.zip")
 
 

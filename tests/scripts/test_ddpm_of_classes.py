@@ -154,9 +154,9 @@ def test_two_processes_train_the_same(tiny_flags, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--guidance", "2"], "--guidance 2 needs --class_conditional"),
-        (["--label_dropout", "0.2"], "--label_dropout needs --class_conditional"),
-        (["--class_conditional", "--label_dropout", "0", "--guidance", "2"], "--guidance 2 needs --label_dropout"),
+        (["--guidance", "2"], "set --class_conditional"),
+        (["--label_dropout", "0.2"], "set --class_conditional"),
+        (["--class_conditional", "--label_dropout", "0", "--guidance", "2"], "set --label_dropout"),
     ],
 )
 def test_flags_that_do_nothing_are_refused(tiny_flags, flags, message):

@@ -70,7 +70,7 @@ class ImageFolder:
         shown = {name for split in used for _, name in rows[split]}
         self.notes = self._describe({name: len(found) for name, found in rows.items()}, used, shown)
         if not shown:
-            raise UserError(f"{source}: no images in it" + "".join(f"; {note}" for note in self.notes))
+            raise UserError(f"{source} has no images" + "".join(f"; {note}" for note in self.notes) + "\ncheck the path")
         classes = self._classes(used) if self._metadata is None else None
         tables = [self._table(rows[part.splitname][part.from_ : part.to], classes) for part in parts]
         self.dataset = datasets.concatenate_datasets(tables)

@@ -304,9 +304,11 @@ class ClassOptions(Options):
 
     def check_classes(self) -> None:
         if self.guidance != 1.0 and not self.class_conditional:
-            raise UserError(f"--guidance {self.guidance:g} needs --class_conditional")
+            raise UserError(f"--guidance {self.guidance:g} needs a network with classes\nset --class_conditional")
         if self.guidance != 1.0 and not self.label_dropout:
-            raise UserError(f"--guidance {self.guidance:g} needs --label_dropout: it asks the network without a class too")
+            raise UserError(
+                f"--guidance {self.guidance:g} needs a network that also learned without classes\nset --label_dropout, for example 0.1"
+            )
 
 
 @dataclass(kw_only=True)
@@ -370,7 +372,7 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
         super().check()
         self.check_classes()
         if self.label_dropout != type(self).label_dropout and not self.class_conditional:
-            raise UserError("--label_dropout needs --class_conditional")
+            raise UserError("--label_dropout needs a network with classes\nset --class_conditional")
         if self.spectral_norm and self.gradient_checkpointing:
             raise UserError("--spectral_norm and --gradient_checkpointing do not work together\nleave one of the two out")
 
