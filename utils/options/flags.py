@@ -307,7 +307,7 @@ class ClassOptions(Options):
             raise UserError(f"--guidance {self.guidance:g} needs a network with classes\nset --class_conditional")
         if self.guidance != 1.0 and not self.label_dropout:
             raise UserError(
-                f"--guidance {self.guidance:g} needs a network that also learned without classes\nset --label_dropout, for example 0.1"
+                f"--guidance {self.guidance:g} needs a network that was also trained without classes\nset --label_dropout 0.1"
             )
 
 
