@@ -3,11 +3,12 @@
     python diagnose.py runs/digits                                      # a run; writes report.html
     python diagnose.py --pipeline runs/digits --dataset_name digits     # any unconditional diffusers pipeline, on real images
     python diagnose.py --dataset_name uoft-cs/cifar10 --resolution 32   # the data alone, before the training
+    python diagnose.py --compare runs/a runs/b                          # the first update at which two runs differ
     python diagnose.py --cache                                          # the packed images; --prune_cache 30 removes old ones
     python diagnose.py --watch my_train.py --its_flags ...              # any training script; --watch is the last flag
 
-Exit status: 0 no findings; 1 findings; 2 it could not run. Findings for information do not count. With --watch, it is
-the exit status of the script.
+Exit status: 0 no findings; 1 findings; 2 it could not run. Findings for information do not count. With --compare: 0 the same
+bits as far as both runs went; 1 they differ; 2 they cannot be compared. With --watch, it is the exit status of the script.
 """
 
 import json
@@ -50,6 +51,12 @@ def main(args: DiagnoseOptions) -> int:
         sys.exit(watch_script(Path(args.watch), _split(None)[1], folder, args.watch_updates))
     if args.cache or args.prune_cache is not None:
         return show_caches(args)
+    if args.compare:
+        from utils.diagnostics.compare import compare
+
+        comparison = compare(*args.compare)
+        print(json.dumps(vars(comparison), indent=2) if args.json else "\n".join(comparison.lines()))
+        return comparison.status
     from utils.diagnostics import diagnose as diagnostics
     from utils.diagnostics.report.report import write_report
     from utils.runs.record import RunRecord

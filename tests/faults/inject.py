@@ -5,6 +5,7 @@
 Updates are counted from 1 in each process. FAULT is one of
     none
     nan            the loss is NaN in update N
+    nudge          after the backward pass of update N, the largest element of parameter V is one ulp larger
     oom            update N runs out of memory
     oom-between    random numbers for what happens between updates run out of memory: those whose purpose begins as V (V,W)
     wrong-compiler  --compile compiles to code that runs, with a backward pass whose gradients are V times too large
@@ -50,6 +51,19 @@ def at_update(step: int, action) -> None:
 
 def nan(step: int, value: str) -> None:
     at_update(step, lambda loss: loss * float("nan"))
+
+
+def nudge(step: int, name: str) -> None:
+    backward, updates = Accelerator.backward, itertools.count(1)
+
+    def faulty(accelerator, loss, **keywords):
+        backward(accelerator, loss, **keywords)
+        if next(updates) == step:
+            weights = dict(accelerator.unwrap_model(accelerator._models[0]).named_parameters())[name].data.view(-1)
+            place = weights.abs().argmax()  # whose exponent one update does not change
+            weights[place] = torch.nextafter(weights[place], torch.tensor(torch.inf))
+
+    Accelerator.backward = faulty
 
 
 def oom(step: int, value: str) -> None:
@@ -181,6 +195,7 @@ def signal_in_setup(step: int, value: str) -> None:
 FAULTS = {
     "none": None,
     "nan": nan,
+    "nudge": nudge,
     "oom": oom,
     "oom-between": oom_between,
     "wrong-compiler": wrong_compiler,

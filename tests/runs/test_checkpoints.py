@@ -225,6 +225,27 @@ def test_best_is_found_through_the_newest_state(run, tmp_path):
     assert find_checkpoint(tmp_path, "best")[0].name == "checkpoint-2"
 
 
+def test_best_hashes_the_newest_valid_checkpoint_and_itself_alone(run, tmp_path, monkeypatch):
+    for step in (1, 2, 3, 4):
+        run.state.step = step
+        run.state.best_step = 2 if step >= 2 else None
+        run.save(tmp_path)
+    (tmp_path / "checkpoint-4" / "model.safetensors").write_bytes(b"damaged")
+    seen, verify = [], checkpoints.verify_checkpoint
+    monkeypatch.setattr(checkpoints, "verify_checkpoint", lambda path: (seen.append(path.name), verify(path))[1])
+    assert find_checkpoint(tmp_path, "best")[0].name == "checkpoint-2"
+    assert seen == ["checkpoint-4", "checkpoint-3", "checkpoint-2"]
+
+
+def test_a_checkpoint_without_a_loss_scale_is_taken_by_a_run_with_one(run, saved):
+    saved_tensors = [tensor.clone() for tensor in run.everything()]
+    other = Run(seed=1)
+    other.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    load_checkpoint(other.accelerator, saved)
+    assert all(map(torch.equal, other.everything(), saved_tensors))
+    assert other.accelerator.scaler is scaler and scaler.get_scale() == 1024.0
+
+
 def test_early_stopping_counts_validations_without_gain():
     state = TrainState()
     improved = [state.record("validation loss", loss, decides=True) for loss in (3.0, 2.0, 2.5, float("nan"), 1.0, 1.0)]

@@ -177,6 +177,9 @@ class ReportOptions(Options):
     )
     logging_dir: str = flag("logs", "folder for TensorBoard inside --output_dir (logs)", free=True)
     logging_steps: int = flag(50, "updates between two reports (50)", at_least=1, free=True)
+    ledger_steps: int | None = flag(
+        None, "updates between two lines of ledger.jsonl, the hashes of the state (each report)", at_least=1, free=True
+    )
     quiet: bool = flag(False, "show no progress, only notes, findings and errors", free=True)
     stop_on: Literal["never", "critical"] = flag(
         "never", "critical: stop the run at a critical finding, with exit status 3 (never)", free=True
@@ -546,6 +549,9 @@ class DiagnosedOptions(Options):
     run: Path | None = flag(None, "output_dir of a run", positional=True)
     pipeline: str | None = flag(None, "folder or Hub name of an unconditional diffusers pipeline")
     probe_images: int = flag(64, "real images to test a pipeline with (64)", at_least=1)
+    compare: list[Path] = flag(
+        [], "two runs: find the first update at which they differ, what differs first, and which options differ", metavar="RUN"
+    )
     json: bool = flag(False, "print JSON instead of a table")
     no_report: bool = flag(False, "do not write report.html and diagnosis.json")
     cache: bool = flag(False, "list the packed images: data, options, size and last use")
@@ -570,6 +576,10 @@ class DiagnoseOptions(DiagnosedOptions, DataOptions):
         if self.watch is not None:
             if any(named):
                 raise UserError("--watch SCRIPT does not go together with a run, --pipeline or a dataset\nleave these out")
+            return
+        if self.compare:
+            if any(named) or len(self.compare) != 2:
+                raise UserError("--compare takes two runs, and no other run, --pipeline or dataset")
             return
         if self.cache or self.prune_cache is not None:
             if any(named):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.constants import SCALER_NAME
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -180,13 +181,14 @@ def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[st
             )
         return None, []
     if wanted == "best":
-        steps = [read_state(path).best_step for path in candidates if verify_checkpoint(path) is None]
-        if not steps or steps[-1] is None:
+        newest = next((path for path in reversed(candidates) if verify_checkpoint(path) is None), None)
+        best_step = None if newest is None else read_state(newest).best_step
+        if best_step is None:
             raise UserError(
                 f"{output_dir} has no best checkpoint: a run keeps one if it has --validation_images, or --eval_steps and "
                 "--best_metric\nresume from latest"
             )
-        path = output_dir / f"checkpoint-{steps[-1]}"
+        path = output_dir / f"checkpoint-{best_step}"
     else:
         path = next((p for p in (output_dir / wanted, Path(wanted)) if p.is_dir()), None)
         if path is None:
@@ -199,7 +201,13 @@ def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[st
 
 def load_checkpoint(accelerator: Accelerator, path: Path) -> None:
     """Loads a verified checkpoint into everything that was prepared and attached. Call on all ranks."""
-    accelerator.load_state(str(path))
+    scaler = accelerator.scaler
+    if not (path / SCALER_NAME).is_file():
+        accelerator.scaler = None  # of a run in another precision: the scale begins anew
+    try:
+        accelerator.load_state(str(path))
+    finally:
+        accelerator.scaler = scaler
     for optimizer in accelerator._optimizers:
         match_layouts(optimizer.optimizer)
     # Accelerate restores its count of micro steps, which would put another accumulation out of phase; updates are whole here.

@@ -35,6 +35,7 @@ RUN_FILES = (
     "README.md",
     "bad_images.json",
     "history.jsonl",
+    "ledger.jsonl",
     "diagnosis.json",
     "report.html",
 )

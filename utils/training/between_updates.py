@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from utils.core.distributed import on_main_process
-from utils.core.signals import EXIT_STOPPED
+from utils.core.signals import EXIT_DIVERGED, EXIT_STOPPED
 from utils.diffusion.hub import push_to_hub
 from utils.diffusion.sampling import full_precision
 from utils.runs.checkpoints import save_checkpoint
@@ -66,6 +66,10 @@ class Periodic:
         self._monitor.end_update(self._anything_due())
         if self._monitor.due:  # here alone the host waits for the device
             self._exit_status = self._monitor.report(learning_rate)
+        elif self._monitor.ledger.due and not self._monitor.ledger.write():
+            self._exit_status = EXIT_DIVERGED
+        if self._monitor.ledger.parted:
+            return  # nothing that could be made of this is worth keeping
         with self._monitor.paused():
             improved = False
             if self._validation.due():
@@ -147,6 +151,9 @@ class Periodic:
     def _save(self) -> bool:
         """Whether a checkpoint was published; why not is said."""
         run = self._run
+        if not self._monitor.ledger.write():
+            self._exit_status = EXIT_DIVERGED
+            return False
         self._monitor.store()
         run.state.grad_norm_mean = run.clipping.mean
         limit = run.options.checkpoints_total_limit

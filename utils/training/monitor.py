@@ -15,6 +15,7 @@ from utils.diffusion.objective import Losses
 from utils.optim.clipping import Gradients
 from utils.optim.nonfinite import BadUpdates, advice
 from utils.training.audit import StepAudit
+from utils.training.ledger import Ledger
 from utils.training.nan_report import NanReports
 from utils.training.progress import StepStatistics, Stopwatch, peak_memory_gib, read_together
 from utils.training.run import Run
@@ -36,6 +37,7 @@ class Monitor:
         self._bad_updates = BadUpdates(run.accelerator, num_parameters, *counts)
         self._nan_reports = NanReports(run)
         self.audit = StepAudit(run, measures_eagerly, lambda: sum(self._bad_updates.totals()[:2]))
+        self.ledger = Ledger(run)
         self._bad_images = BadImageReport(
             run.accelerator,
             run.output_dir / "bad_images.json",
@@ -56,12 +58,14 @@ class Monitor:
         self.due = (step + 1) % self._run.options.logging_steps == 0 or step + 1 == self._run.length.max_train_steps
         self._dynamics.begin(self.due)
         self.audit.begin(step, self.due)
+        self.ledger.begin(step, self.due)
 
     def wait_for(self, batches: Iterator[dict]) -> dict:
         """The next of the loader's batches, for which the loop waits."""
         with self._stopwatch.waiting_for_data():
             batch = next(batches)
         self.audit.begin_micro_step(batch)
+        self.ledger.add_batch(batch)
         return batch
 
     def add_images(self, clean_images: torch.Tensor) -> None:
@@ -73,6 +77,7 @@ class Monitor:
         self._statistics.add_losses(losses.shown, self._run.objective.ranks(**drawn))
         self._bad_updates.add_losses(losses.trained)
         self.audit.add(drawn)
+        self.ledger.add(losses, drawn)
 
     @contextmanager
     def optimizer_step(self, gradients: Gradients) -> Iterator[None]:
@@ -108,7 +113,9 @@ class Monitor:
             figures |= {"train/loss_scale": accelerator.scaler.get_scale() if scale is None else scale}
         on_device = {name: value for name, value in figures.items() if isinstance(value, torch.Tensor)}
         parts = [self._statistics.sums(accelerator), self._bad_updates.counts(), self._dynamics.measured()]
-        sums, counts, measured, *values = read_together([*parts, *on_device.values()])
+        parts += [self.ledger.measure()] if self.ledger.due else []
+        sums, counts, measured, *others = read_together([*parts, *on_device.values()])
+        values = others[self.ledger.due :]
         figures = figures | {name: value for name, (value,) in zip(on_device, values)}
         report: dict[str, Any] = self._statistics.report(accelerator, sums) | self._bad_updates.report(counts)
         report |= self._stopwatch.report(step, global_batch_size) | self._bad_images.update() | figures
@@ -123,6 +130,8 @@ class Monitor:
             run.state.metrics["training loss"] = report["train/loss"]
         if self._bad_updates.first is not None:
             run.progress.try_or_warn(self._nan_reports.write, self._bad_updates.first, step, report["train/lr"])
+        if self.ledger.due:
+            self.ledger.write(others[0])
         return self._judge(critical)
 
     def _judge(self, critical: bool) -> int:
@@ -136,7 +145,7 @@ class Monitor:
         if run.options.stop_on == "critical" and from_main_process(critical):
             run.print_line("stopped: a critical finding, see diagnosis.json (--stop_on critical)")
             exit_status = EXIT_DIVERGED
-        return exit_status
+        return exit_status if not self.ledger.parted else EXIT_DIVERGED
 
     def store(self) -> None:
         """Notes in the state what a resumed run counts on from."""

@@ -50,11 +50,14 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """int64, 0-dim: a sum over the bits of all tensors, each with a weight of its own. Equal tensors have equal digests."""
+    together = digests(tensors)
+    return (together * torch.arange(3, 2 * len(together) + 3, 2, device=together.device)).sum()
+
+
+def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """int64 [n]: of each of n tensors on one device, the sum over its bits."""
     sums = [_words(tensor.detach().reshape(-1)).sum(dtype=torch.int64) for tensor in tensors]
-    if not sums:
-        return torch.zeros((), dtype=torch.int64)
-    together = torch.stack(sums)
-    return (together * torch.arange(3, 2 * len(sums) + 3, 2, device=together.device)).sum()
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,23 @@
+"""The ledger of a run, ledger.jsonl: for many updates one line with hashes of what went in and of what it left."""
+
+from pathlib import Path
+
+from utils.runs.history import read_history
+
+LEDGER = "ledger.jsonl"
+# What a line holds, in the order in which one follows from the other, and what it is called.
+OF_THE_UPDATE = {"samples": "the sample numbers", "batch": "the images, noise and noise levels", "loss": "the loss"}
+OF_THE_STATE = {"optimizer": "the optimizer's state", "weights": "the weights", "ema": "the EMA"}
+HASHES = OF_THE_UPDATE | OF_THE_STATE
+
+
+def read_ledger(run: Path) -> dict[int, dict[str, str]]:
+    """Returns hashes by update and by the names of `HASHES`; of an update that was made again, those of the last time. Empty
+    where the run has no ledger."""
+    lines = read_history(run / LEDGER)
+    return {line["step"]: {name: line[name] for name in HASHES if isinstance(line.get(name), str)} for line in lines}
+
+
+def first_difference(a: dict[str, str], b: dict[str, str], names: dict[str, str] = HASHES) -> str | None:
+    """Returns the first of `names` whose hashes differ, None where all that both lines have are the same."""
+    return next((name for name in names if name in a and name in b and a[name] != b[name]), None)

@@ -1,0 +1,140 @@
+"""The ledger in the loop: writes its lines, and says where the ranks, or a checkpoint and its line, hold different bits."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from utils.diagnostics.audit.elements import digest, digests, fingerprint
+from utils.diffusion.objective import Losses
+from utils.optim.ema import UNIT_VECTORS
+from utils.runs.history import History
+from utils.runs.ledger import HASHES, LEDGER, OF_THE_STATE, OF_THE_UPDATE, read_ledger
+from utils.training.run import Run
+
+
+class Ledger:
+    """Its methods are to be called on every process, in the order below. The device adds up bits as integers, and nothing but
+    the sums comes to the host."""
+
+    def __init__(self, run: Run):
+        self._run, self._device = run, run.accelerator.device
+        self.due = False  # whether the update under way gets a line
+        self.parted = False  # whether the ranks hold different states
+        self._samples = 0  # of the update under way, in this process
+        self._seen: dict[str, Tensor] = {}
+        step, main = run.state.step, run.accelerator.is_main_process
+        self._file = History(run.output_dir, first_step=step, enabled=main, name=LEDGER)
+        self._file.records.clear()
+        self._written = None if run.resumed_from is None else step  # the newest update with a line
+        if run.resumed_from is not None:
+            self._compare_checkpoint(read_ledger(run.resumed_from.parent).get(step, {}))
+        self.write()  # what a new run begins with
+
+    def begin(self, step: int, reported: bool) -> None:
+        """Before the update that follows `step` finished ones."""
+        every, done = self._run.options.ledger_steps, step + 1
+        self.due = reported if every is None else done % every == 0 or done == self._run.length.max_train_steps
+        self.due |= done % self._run.options.checkpointing_steps == 0
+        self._samples, self._seen = 0, {}
+
+    def add_batch(self, batch: dict) -> None:
+        """What a micro step is to be of, while it is on the host."""
+        if self.due:
+            self._samples += int(fingerprint(batch["sample_numbers"][:, None]).sum())
+
+    @torch.no_grad()
+    def add(self, losses: Losses, drawn: Mapping[str, Tensor]) -> None:
+        """What a micro step was of, and what it lost."""
+        if self.due:
+            for name, tensors in (("batch", drawn.values()), ("loss", [losses.trained])):
+                self._seen[name] = digest(tensors) + self._seen.get(name, 0)
+
+    @torch.no_grad()
+    def measure(self) -> Tensor:
+        """int64 [processes x number of HASHES], on the device."""
+        seen = {"samples": self._number(self._samples), **self._seen}
+        own = [seen.get(name, self._number(0)) for name in OF_THE_UPDATE]
+        for kind in OF_THE_STATE:
+            here = [tensor for tensor in self._tensors(kind).values() if tensor.device == self._device]
+            on_host = [tensor for tensor in self._tensors(kind).values() if tensor.device != self._device]  # mere counters
+            own.append((digest(here) if here else 0) + self._number(int(digest(on_host))))
+        return self._run.accelerator.gather(torch.stack(own))
+
+    def _number(self, value: int) -> Tensor:
+        """On the device, modulo 2^64: by a kernel's argument, for which the host does not wait."""
+        return torch.full((), (value + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=self._device)
+
+    def write(self, values: list[int] | None = None) -> bool:
+        """Writes the line of the newest update, unless it has one. `values`: those of `measure`, where they were read already.
+
+        Whether all ranks hold the same state; if not, it is said which tensor of which ranks differs.
+        """
+        step = self._run.state.step
+        if not self.parted and self._written != step:
+            values, self._written = self.measure().tolist() if values is None else values, step
+            columns = {name: values[place :: len(HASHES)] for place, name in enumerate(HASHES)}
+            kind = next((kind for kind in OF_THE_STATE if len(set(columns[kind])) > 1), None)
+            if kind is not None:
+                self.parted = True
+                self._say_parted(kind)
+            else:
+                self._write_line(columns)
+        return not self.parted
+
+    def _write_line(self, columns: dict[str, list[int]]) -> None:
+        # Of an update, the sum over all ranks, which does not depend on how they share it out.
+        hashes = {name: sum(columns[name]) for name in OF_THE_UPDATE} if self._seen else {}
+        hashes |= {kind: columns[kind][0] for kind in OF_THE_STATE if self._tensors(kind)}
+        self._file.add(self._run.state.step, {name: f"{value % 2**64:016x}" for name, value in hashes.items()})
+        self._file.records.clear()
+
+    def _say_parted(self, kind: str) -> None:
+        """The first tensor of the first kind that differs, and the ranks that differ from most others."""
+        tensors = self._tensors(kind)
+        each = digests(tensor.to(self._device) for tensor in tensors.values())
+        everyone = self._run.accelerator.gather(each[None]).tolist()
+        places = [place for place, column in enumerate(zip(*everyone)) if len(set(column)) > 1]
+        usual = Counter(map(tuple, everyone)).most_common(1)[0][0]  # of two ranks, that of rank 0
+        ranks = ", ".join(str(rank) for rank, own in enumerate(everyone) if tuple(own) != usual)
+        more = f" and {len(places) - 1} more tensors" if len(places) > 1 else ""
+        name = list(tensors)[places[0]] if places else "order of its tensors"
+        self._run.print_line(
+            f"stopped: after update {self._run.state.step}, rank {ranks} differs from the other ranks in {HASHES[kind]}: "
+            f"{name}{more}. No checkpoint was saved of this. All ranks had the same state at the last checkpoint: continue "
+            "with --resume_from_checkpoint latest. If it happens again, test the memory of the device of that rank"
+        )
+
+    def _compare_checkpoint(self, line: dict[str, str]) -> None:
+        """What was loaded beside the line that was written when it was saved; what the user lets change is left out."""
+        run = self._run
+        values = dict(zip(HASHES, self.measure().tolist()))
+        allowed = {"optimizer"} & set(run.options.allow_option_change)
+        names = [name for name in OF_THE_STATE if name in line and self._tensors(name) and name not in allowed]
+        differ = [HASHES[name] for name in names if f"{values[name] % 2**64:016x}" != line[name]]
+        if differ:
+            run.print_line(
+                f"{run.resumed_from} is not what the ledger has of update {run.state.step}; other bits: {', '.join(differ)}. "
+                f"The run continues, but it is not the run that was saved"
+            )
+
+    def _tensors(self, kind: str) -> dict[str, Tensor]:
+        """Those of a kind of OF_THE_STATE, by their names, in the same order on each rank."""
+        run, network = self._run, self._run.objective.network
+        if kind == "optimizer":
+            names = {id(parameter): name for name, parameter in network.named_parameters()}
+            return {
+                f"{state} of {names.get(id(parameter), 'a parameter')}": tensor
+                for optimizer in run.accelerator._optimizers
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                for state, tensor in optimizer.state.get(parameter, {}).items()
+                if isinstance(tensor, Tensor)
+            }
+        if kind == "ema":
+            tensors = {} if run.ema is None else run.ema.state_dict()
+        else:
+            tensors = dict((*network.named_parameters(), *network.named_buffers()))
+        # Singular vectors are of each rank's own passes, and DDP copies those of the main process before the next one.
+        return {name: tensor for name, tensor in tensors.items() if not name.endswith(UNIT_VECTORS)}

@@ -1,0 +1,70 @@
+"""How each rank spends the time of its updates: computing, waiting for data, waiting for other ranks in collectives."""
+
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.autograd import Variable
+
+KINDS = ("compute", "data", "collectives")
+
+
+class RankTimes:
+    """Of runs with several ranks; else its methods do nothing. Times on an accelerator are of its own stream, through events,
+    so that the host waits for none of them."""
+
+    def __init__(self, accelerator: Accelerator):
+        self._accelerator, self._on = accelerator, accelerator.num_processes > 1
+        self._marks: list[tuple[str | None, Any]] = []
+
+    def now(self, kind: str | None) -> None:
+        """From here on time is of that one of KINDS, or of none of them (what is made between updates)."""
+        if self._on:
+            self._marks.append((kind, self._moment()))
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Has the time from the end of this rank's own backward pass on count as waiting, while DDP awaits what it sent."""
+        if self._on:
+            loss.register_hook(self._at_own_end)
+
+    def _at_own_end(self, gradient: Tensor) -> None:
+        # Callbacks run once the pass is over, in their order; DDP adds the one that waits for its collectives after this.
+        Variable._execution_engine.queue_callback(lambda: self.now("collectives"))
+
+    def _moment(self) -> Any:
+        if self._accelerator.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self._accelerator.device.type, enable_timing=True)
+        event.record()
+        return event
+
+    def report(self) -> "Shares | None":
+        """Those since the last report, once the device is done with it; None in one process. Every rank must call it."""
+        if not self._on:
+            return None
+        marks, self._marks = self._marks, []
+        own = dict.fromkeys(KINDS, 0.0)
+        for (kind, start), (_, end) in zip(marks, marks[1:]):
+            if kind is not None:
+                own[kind] += end - start if isinstance(start, float) else start.elapsed_time(end) / 1000.0
+        rows = torch.tensor([list(own.values())], dtype=torch.float32).to(self._accelerator.device)
+        return Shares(*zip(*self._accelerator.gather(rows).tolist()))
+
+
+class Shares(NamedTuple):
+    """Seconds of each rank."""
+
+    compute: tuple[float, ...]
+    data: tuple[float, ...]
+    collectives: tuple[float, ...]
+
+    def figures(self) -> dict[str, Any]:
+        """What to log: the rank that takes longest for what is its own (computing, its data), and how many times as long as the
+        median of the others; and all seconds, for history.jsonl."""
+        own = [compute + data for compute, data in zip(self.compute, self.data)]
+        slowest = max(range(len(own)), key=own.__getitem__)
+        usual = statistics.median(own[:slowest] + own[slowest + 1 :])
+        return {"perf/slowest_rank": slowest, "perf/rank_spread": own[slowest] / max(usual, 1e-9)}
