@@ -155,6 +155,7 @@ def main(options: DDPMOptions) -> int:
             with accelerator.accumulate(model):
                 losses = objective.losses(model, **drawn)
                 loss = losses.trained.mean() + (options.l1_weight * l1_norm(objective.exported) if options.l1_weight else 0.0)
+                monitor.before_backward(loss)
                 accelerator.backward(propagate_nonfinite(loss))
             monitor.add(losses, drawn)
         gradients = run.clipping.clip(accelerator, parameters)

@@ -143,6 +143,7 @@ def main(options: EDM2Options) -> int:
             with accelerator.accumulate(model):
                 losses = objective.losses(model, **drawn)
                 loss = losses.trained.mean() + (options.l1_weight * l1_norm(objective.exported) if options.l1_weight else 0.0)
+                monitor.before_backward(loss)
                 accelerator.backward(propagate_nonfinite(loss))
             monitor.add(losses, drawn)
         gradients = run.clipping.clip(accelerator, parameters)

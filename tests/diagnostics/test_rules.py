@@ -55,6 +55,14 @@ NOTHING_FINITE = {"train/loss": math.nan, "train/grad_norm": math.nan} | {
 }
 
 
+def ranks(compute: list[float], data_of_the_first: float) -> RunRecord:
+    """A run on several processes, with the seconds that each computes, and the first waits for data."""
+    times = {"compute": compute, "data": [data_of_the_first] + [0.01] * (len(compute) - 1), "collectives": [0.0] * len(compute)}
+    record = run(lambda n: {"ranks": times})
+    record.resolved["num_processes"] = len(compute)
+    return record
+
+
 OF_EDM2 = "worse-than-none", "uncertainty-off"
 
 
@@ -275,6 +283,10 @@ CASES = {
         (run(evaluated(modes=bins([130, 90, 90, 90]) | {"number": 20, "different": 10})), run(evaluated())),
     ],
     "rule-failed": [(run(schedule={"alphas_cumprod": ["?"]}), run())],
+    "slow-rank": [
+        (ranks([1.0, 1.0, 1.8, 1.1], 0.0), ranks([1.0, 1.0, 1.3, 1.1], 0.0)),
+        (ranks([1.0, 1.0], 0.9), ranks([1.0, 1.0], 0.3)),
+    ],
     "data-starved": [(run(lambda n: {"perf/data_wait": 0.7}), run(lambda n: {"perf/data_wait": 0.15}))],
 }
 
@@ -286,6 +298,19 @@ def test_the_learning_rate_is_judged_by_weights_and_not_by_norms(weights, found)
     named = {f"{name}.parametrizations.weight.original": size | {"update": weights} for name in ("conv_in", "mid_block")}
     named |= {f"mid_block.{name}.weight": size | {"update": 1e-3 * 1e-6 / weights} for name in ("norm1", "norm2", "norm3")}
     assert codes(run(lambda n: {"layers": named | {"conv_in.weight": {"activation": 1.0}}})) == found
+
+
+def test_ranks_that_are_slow_in_turn_are_healthy():
+    def times(number: int) -> dict:
+        own = [1.0 + (number % 2), 2.0 - (number % 2)]
+        return {"ranks": {"compute": own, "data": [0.0, 0.0], "collectives": [0.0, 0.0]}}
+
+    record = run(times)
+    record.resolved["num_processes"] = 2
+    assert codes(record) == []
+    slow = ranks([1.0, 1.0, 1.8, 1.1], 0.0)
+    assert diagnose(slow)[0].evidence == "rank 2 takes 1.8 times as long as the median of the other ranks, in compute"
+    assert "in data" in diagnose(ranks([1.0, 1.0], 0.9))[0].evidence
 
 
 @pytest.mark.parametrize(("device", "wait", "found"), [("cpu", 0.4, True), ("cuda:0", 0.7, False), ("cuda:0", 0.9, True)])

@@ -5,6 +5,10 @@
 Updates are counted from 1 in each process. FAULT is one of
     none
     nan            the loss is NaN in update N
+    slow-compute   from forward pass N on, each takes V seconds longer
+    slow-data      from the N-th time on that images are fetched, it takes V seconds longer
+    hang           in update N, before the backward pass, the process waits for ever
+    hang-data      the N-th time that images are fetched takes for ever
     nudge          after the backward pass of update N, the largest element of parameter V is one ulp larger
     oom            update N runs out of memory
     oom-between    random numbers for what happens between updates run out of memory: those whose purpose begins as V (V,W)
@@ -23,12 +27,14 @@ import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import torch
 from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
 
 import utils.core.randomness
 import utils.data.dataset
@@ -64,6 +70,40 @@ def nudge(step: int, name: str) -> None:
             weights[place] = torch.nextafter(weights[place], torch.tensor(torch.inf))
 
     Accelerator.backward = faulty
+
+
+def slow_compute(step: int, seconds: str) -> None:
+    forward, passes = DistributedDataParallel.forward, itertools.count(1)
+
+    def slow(model, *arguments, **keywords):
+        time.sleep(float(seconds) * (next(passes) >= step))
+        return forward(model, *arguments, **keywords)
+
+    DistributedDataParallel.forward = slow
+
+
+def slow_data(step: int, seconds: str) -> None:
+    fetch, batches = utils.data.dataset.ImageSet.fetch, itertools.count(1)
+
+    def slow(images, indices, *arguments):
+        time.sleep(float(seconds) * (next(batches) >= step))
+        return fetch(images, indices, *arguments)
+
+    utils.data.dataset.ImageSet.fetch = slow
+
+
+def hang(step: int, value: str) -> None:
+    at_update(step, lambda loss: time.sleep(3600))
+
+
+def hang_data(step: int, value: str) -> None:
+    fetch, batches = utils.data.dataset.ImageSet.fetch, itertools.count(1)
+
+    def stuck(images, indices, *arguments):
+        time.sleep(3600 * (next(batches) == step))
+        return fetch(images, indices, *arguments)
+
+    utils.data.dataset.ImageSet.fetch = stuck
 
 
 def oom(step: int, value: str) -> None:
@@ -195,6 +235,10 @@ def signal_in_setup(step: int, value: str) -> None:
 FAULTS = {
     "none": None,
     "nan": nan,
+    "hang": hang,
+    "hang-data": hang_data,
+    "slow-compute": slow_compute,
+    "slow-data": slow_data,
     "nudge": nudge,
     "oom": oom,
     "oom-between": oom_between,

@@ -569,6 +569,14 @@ CATALOG: dict[str, Entry] = {
         ),
         stage="data",
     ),
+    "slow-rank": Entry(
+        "one process is slower than the others, which wait for it",
+        "a device that is shared, hot or throttled; a slow disk or few CPU cores; other work on that machine",
+        (
+            "look at the device and the other processes of that rank's machine (nvidia-smi, top)",
+            "in data: --dataloader_num_workers 4, or --cache_dir on a local disk",
+        ),
+    ),
     "rule-failed": Entry(
         "a rule of the doctor failed, so it could not check for its finding",
         "a damaged record, a record of another version, or a mistake in the rule",

@@ -33,6 +33,7 @@ from utils.diagnostics.rules.optimizer import (
 )
 from utils.diagnostics.rules.options import options_amiss
 from utils.diagnostics.rules.process import sampler_mismatch, schedule
+from utils.diagnostics.rules.ranks import slow_rank
 from utils.diagnostics.rules.samples import evaluated_samples, previewed_samples, saturated_samples
 from utils.runs.record import RunRecord
 
@@ -74,5 +75,6 @@ RULES: tuple[Callable[[RunRecord], Found], ...] = (
         gradients_exploding,
         data_starved,
         data_enlarged,
+        slow_rank,
     ),
 )

@@ -109,6 +109,13 @@ class TrainingOptions(Options):
     collective_timeout: float = flag(
         600.0, "if a process is lost, the others stop after this many seconds (600)", above=0, free=True
     )
+    hang_timeout: float | None = flag(
+        None,
+        "if a process does not reach the next collective of an update for this many seconds, write the stacks of all "
+        "processes and stop; 0: off (10 x the longest update, at least 30)",
+        at_least=0,
+        free=True,
+    )
     cpu_threads: int | None = flag(
         None, "threads per process on a CPU (OMP_NUM_THREADS if you set it, else cores / processes)", at_least=1, free=True
     )

@@ -88,8 +88,10 @@ class Periodic:
                 with run.progress.part("saving the averaged weights"):
                     if run.progress.try_or_warn(self._snapshots.save, state.step):
                         run.progress.try_or_warn(self._monitor.audit.check_snapshots)
-            # By all ranks, so that they leave at the same update; what a stop leaves of an evaluation is still due.
-            if run.stop.agreed() or self._evaluation.due():
+        with self._monitor.agreeing():  # by all ranks, so that they leave at the same update
+            stops = run.stop.agreed()
+        with self._monitor.paused():
+            if stops or self._evaluation.due():  # what a stop leaves of an evaluation is still due
                 self._exit_status = self._exit_status or EXIT_STOPPED
             if improved or self._exit_status or state.step % options.checkpointing_steps == 0:
                 saved = self._save()

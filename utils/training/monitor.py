@@ -15,9 +15,11 @@ from utils.diffusion.objective import Losses
 from utils.optim.clipping import Gradients
 from utils.optim.nonfinite import BadUpdates, advice
 from utils.training.audit import StepAudit
+from utils.training.hang_watch import HangWatch
 from utils.training.ledger import Ledger
 from utils.training.nan_report import NanReports
 from utils.training.progress import StepStatistics, Stopwatch, peak_memory_gib, read_together
+from utils.training.rank_times import RankTimes
 from utils.training.run import Run
 
 
@@ -30,6 +32,9 @@ class Monitor:
         options, objective, state = run.options, run.objective, run.state
         device = run.accelerator.device
         self._stopwatch = Stopwatch(state.step)
+        accelerator = run.accelerator
+        self._hang = HangWatch(run.output_dir, options.hang_timeout, accelerator.process_index, accelerator.num_processes)
+        self._rank_times = RankTimes(accelerator, self._hang.now)
         self._statistics = StepStatistics(device, objective.num_ranks)
         self._dynamics = Dynamics(objective.network, measures_eagerly)
         num_parameters = sum(parameter.requires_grad for parameter in objective.network.parameters())
@@ -56,14 +61,17 @@ class Monitor:
     def begin(self, step: int) -> None:
         """Before the update that follows `step` finished ones."""
         self.due = (step + 1) % self._run.options.logging_steps == 0 or step + 1 == self._run.length.max_train_steps
+        self._hang.begin(step)
         self._dynamics.begin(self.due)
         self.audit.begin(step, self.due)
         self.ledger.begin(step, self.due)
 
     def wait_for(self, batches: Iterator[dict]) -> dict:
         """The next of the loader's batches, for which the loop waits."""
+        self._rank_times.now("data")
         with self._stopwatch.waiting_for_data():
             batch = next(batches)
+        self._rank_times.now("compute")
         self.audit.begin_micro_step(batch)
         self.ledger.add_batch(batch)
         return batch
@@ -72,8 +80,13 @@ class Monitor:
         """What the network is about to be trained on, [B, C, H, W]."""
         self._dynamics.see_images(clean_images)
 
+    def before_backward(self, loss: torch.Tensor) -> None:
+        """With what the gradient of a micro step is about to be taken of."""
+        self._rank_times.before_backward(loss)
+
     def add(self, losses: Losses, drawn: dict[str, torch.Tensor]) -> None:
         """Those of a micro step, and what they are of."""
+        self._rank_times.now("compute")
         self._statistics.add_losses(losses.shown, self._run.objective.ranks(**drawn))
         self._bad_updates.add_losses(losses.trained)
         self.audit.add(drawn)
@@ -91,7 +104,16 @@ class Monitor:
 
     def end_update(self, between: bool) -> None:
         """After the averages are updated; `between`: whether anything is made before the next update that may touch weights."""
+        self._rank_times.now(None)  # the audit compares ranks, and waits for them
+        self._hang.end()
         self.audit.end_update(between, self.due)
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Around what all ranks agree on after each update: a rank that is slow has the others wait here too."""
+        self._rank_times.now("collectives")
+        yield
+        self._rank_times.now(None)
 
     def paused(self) -> AbstractContextManager:
         """Around what is no part of an update: its time is left out of the images per second."""
@@ -123,8 +145,10 @@ class Monitor:
         report["perf/peak_memory_gib"] = peak_memory_gib(accelerator.device)
         seen, layers = self._dynamics.report(measured)
         report |= seen
+        times = self._rank_times.report()
+        report |= {} if times is None else times.figures()
         run.trackers.log(report, step=step)
-        critical = run.doctor.record_report(step, report, layers)
+        critical = run.doctor.record_report(step, report | ({} if times is None else {"ranks": times._asdict()}), layers)
         run.progress.show(report)
         if math.isfinite(report["train/loss"]):
             run.state.metrics["training loss"] = report["train/loss"]
@@ -155,5 +179,6 @@ class Monitor:
 
     def close(self) -> None:
         """An early end comes between two reports."""
+        self._hang.close()
         self.audit.close()
         self._bad_images.update()

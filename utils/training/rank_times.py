@@ -1,7 +1,9 @@
 """How each rank spends the time of its updates: computing, waiting for data, waiting for other ranks in collectives."""
 
+import itertools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +18,16 @@ class RankTimes:
     """Of runs with several ranks; else its methods do nothing. Times on an accelerator are of its own stream, through events,
     so that the host waits for none of them."""
 
-    def __init__(self, accelerator: Accelerator):
-        self._accelerator, self._on = accelerator, accelerator.num_processes > 1
+    def __init__(self, accelerator: Accelerator, tells: Callable[[str | None], None]):
+        """`tells` gets each kind when its time begins."""
+        self._accelerator, self._tells, self._on = accelerator, tells, accelerator.num_processes > 1
         self._marks: list[tuple[str | None, Any]] = []
 
     def now(self, kind: str | None) -> None:
         """From here on time is of that one of KINDS, or of none of them (what is made between updates)."""
         if self._on:
             self._marks.append((kind, self._moment()))
+            self._tells(kind)
 
     def before_backward(self, loss: Tensor) -> None:
         """Has the time from the end of this rank's own backward pass on count as waiting, while DDP awaits what it sent."""
@@ -47,7 +51,7 @@ class RankTimes:
             return None
         marks, self._marks = self._marks, []
         own = dict.fromkeys(KINDS, 0.0)
-        for (kind, start), (_, end) in zip(marks, marks[1:]):
+        for (kind, start), (_, end) in itertools.pairwise(marks):
             if kind is not None:
                 own[kind] += end - start if isinstance(start, float) else start.elapsed_time(end) / 1000.0
         rows = torch.tensor([list(own.values())], dtype=torch.float32).to(self._accelerator.device)
@@ -61,9 +65,9 @@ class Shares(NamedTuple):
     data: tuple[float, ...]
     collectives: tuple[float, ...]
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, float]:
         """What to log: the rank that takes longest for what is its own (computing, its data), and how many times as long as the
-        median of the others; and all seconds, for history.jsonl."""
+        median of the others."""
         own = [compute + data for compute, data in zip(self.compute, self.data)]
         slowest = max(range(len(own)), key=own.__getitem__)
         usual = statistics.median(own[:slowest] + own[slowest + 1 :])

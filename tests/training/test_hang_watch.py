@@ -1,0 +1,65 @@
+"""Hangs: which rank is missing and where the others wait is said, the stacks of all are written, and all end. What is only slow
+goes on."""
+
+import os
+import signal
+import time
+
+import pytest
+from conftest import slow_turns
+
+from utils.training.hang_watch import News, verdict
+
+INJECT = "tests/faults/inject.py"
+TIMEOUT = 6  # seconds
+
+
+def test_the_ranks_that_are_missing_are_named(tmp_path):
+    waits = News(9, "collectives", 7, 31.0)
+    said = verdict({0: waits, 1: News(9, "data", 7, 32.0), 2: waits}, tmp_path)
+    assert said.startswith("hang: rank 1 has been waiting for data for 32 s, in update 7; ranks 0, 2 wait in a collective")
+    assert "rank 1 does not answer; rank 0 waits" in verdict({0: waits, 1: None}, tmp_path)
+    assert verdict({0: waits, 1: waits}, tmp_path).startswith("all ranks have waited in collectives since update 7")
+    assert News.read(b"3 between 12 40") == News(3, "between", 12, 40.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "rank", "where"), [("hang", 1, "computing"), ("hang-data", 0, "waiting for data")])
+def test_a_rank_that_hangs_is_named_and_all_end(server, script, script_flags, tmp_path, fault, rank, where):
+    flags = ["--train_batch_size", 4, "--max_train_steps", 500, "--hang_timeout", TIMEOUT, "--checkpointing_steps", 2]
+    command = [INJECT, script, fault, "--rank", rank, "--step", 6, "--", *script_flags, *flags, "--output_dir", tmp_path]
+    runs = server.start(command, 2)
+    assert [run.wait() for run in runs] == [1, 1], runs[0].text()
+    [said] = [line for run in runs for line in run.text().splitlines() if "error: hang" in line]
+    assert f"rank {rank} has been {where} for" in said and f"rank {1 - rank} waits in a collective" in said
+    stacks = (tmp_path / "hang" / f"rank-{rank}.txt").read_text()
+    assert "in stuck" in stacks if fault == "hang-data" else "tests/faults/inject.py" in stacks
+    assert "backward" in (tmp_path / "hang" / f"rank-{1 - rank}.txt").read_text()
+    assert not (tmp_path / "exit_status").exists()
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [*slow_turns((TIMEOUT + 30, True)), (2.0, False)])
+def test_a_rank_that_is_stopped_for_a_while(server, tiny_flags, tmp_path, seconds, ends):
+    flags = ["--train_batch_size", 4, "--max_train_steps", 100_000, "--hang_timeout", TIMEOUT, "--logger", "none"]
+    runs = server.start(["train_ddpm.py", *tiny_flags, *flags, "--checkpointing_steps", 2, "--output_dir", tmp_path], 2)
+    try:
+        wait_for(tmp_path / "checkpoint-4")
+        os.kill(runs[1].pid, signal.SIGSTOP)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and runs[0].poll() is None:
+            time.sleep(0.05)
+        assert (runs[0].poll() == 1) is ends, runs[0].text()
+        if ends:
+            assert "rank 1 does not answer; rank 0 waits in a collective" in runs[0].text()
+    finally:
+        os.kill(runs[1].pid, signal.SIGCONT)
+        if not ends:
+            runs[0].send_signal(signal.SIGTERM)
+    assert [run.wait() for run in runs] == ([1, 1] if ends else [75, 75]), runs[1].text()
+
+
+def wait_for(path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
