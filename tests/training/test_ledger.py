@@ -61,7 +61,7 @@ def test_runs_that_cannot_be_compared(tmp_path, capsys):
     with open(damaged / LEDGER, "a") as file:
         file.write('{"step": 10, "wei')  # killed while it wrote
     assert compare(a, damaged).last_same == 0
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="not the folder of a run"):
         compare(a, tmp_path / "absent")
     for words in (["--compare", "a"], ["--compare", "a", "b", "c"], ["a", "--compare", "a", "b"]):
         with pytest.raises(UserError, match="--compare takes two runs"):
