@@ -10,7 +10,7 @@ REPORTS = 8  # the newest ones, which are judged together
 
 
 def slow_rank(record: RunRecord) -> Found:
-    if record.resolved.get("num_processes", 1) == 1:
+    if record.resolved.get("num_processes") == 1:
         yield "slow-rank"  # there is no other to wait for it
         return
     seen = record.known("ranks")[1:]  # the first report includes what is made once: kernels that are chosen, workers
