@@ -69,7 +69,8 @@ def main(args: EvaluateOptions) -> None:
 
     # ---- what is evaluated, before anything expensive
     earlier = [result for path in args.compare for result in read_results(path)]
-    folders = [ImageFolder(folder) for folder in args.images]
+    asked_channels = args.image_channels if "image_channels" in args.given else None
+    folders = [ImageFolder(folder, asked_channels) for folder in args.images]
     networks = []
     for pipeline in args.pipeline:
         with accelerator.main_process_first():  # one download, not one per process

@@ -2,7 +2,8 @@
 
     accelerate launch generate.py --pipeline runs/digits --num_images 5000 --output_dir out --seed 0
 
-This writes out/000000.png ... out/004999.png and out/grid.png. If it was stopped, run the same command again: it makes only
+This writes out/000000.png ... out/004999.png and out/grid.png; images that no PNG holds (more than 4 channels, or 16 bits in
+several) become arrays, out/000000.npy. If it was stopped, run the same command again: it makes only
 the missing images. A larger --num_images adds images to the folder.
 
 It works with all unconditional DDPM and DDIM pipelines of diffusers and with those of train_ddpm.py and train_edm2.py, from a
@@ -28,7 +29,6 @@ from utils.options.flags import GenerateOptions
 from utils.options.parser import parse_options
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 GRID_IMAGES = 64
@@ -44,9 +44,9 @@ def main(args: GenerateOptions) -> None:
 
     from utils.core.bars import Bar
     from utils.core.distributed import make_accelerator, on_main_process
-    from utils.core.images import is_complete_png, make_grid, save_png, to_pil
+    from utils.core.images import image_suffix, is_complete_image, make_grid, read_image, save_image, save_png
     from utils.diffusion.guidance import class_numbers, make_guided_prediction
-    from utils.diffusion.pipelines import image_shape, load_network, names_of_classes
+    from utils.diffusion.pipelines import image_shape, load_network, names_of_classes, trained_bits
     from utils.diffusion.sampling import (
         SamplePlan,
         full_precision,
@@ -56,6 +56,7 @@ def main(args: GenerateOptions) -> None:
         sampler_version,
         sampling_steps,
         to_uint8,
+        to_uint16,
     )
 
     accelerator = make_accelerator(
@@ -71,7 +72,8 @@ def main(args: GenerateOptions) -> None:
         unet, scheduler_config = load_network(args.pipeline)
         guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     # A wrong number, class or guide ends here, before the folder is touched.
-    shape = image_shape(unet)
+    shape, bits = image_shape(unet), args.bits or trained_bits(args.pipeline)
+    suffix = image_suffix(shape[0], bits)
     sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
     scheduler = make_sampler(sampler, scheduler_config)
     num_inference_steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
@@ -93,6 +95,7 @@ def main(args: GenerateOptions) -> None:
         "class_labels": class_labels,
         "guidance": None if args.guidance == 1.0 else args.guidance,
         "guide_sha256": weights_hash(guide, guide_config or {}) if guide is not None else None,
+        "bits": bits,
         "num_images": args.num_images,
     }
     on_main_process(accelerator, claim_folder, args.output_dir, settings)
@@ -102,7 +105,7 @@ def main(args: GenerateOptions) -> None:
     complete = torch.zeros(len(chunks), device=accelerator.device)
     with Bar("looking for images that are there", shown=shown):
         for c in range(accelerator.process_index, len(chunks), accelerator.num_processes):
-            complete[c] = all(is_complete_png(image_path(args.output_dir, i), shape[:0:-1]) for i in chunks[c].tolist())
+            complete[c] = all(is_complete_image(image_path(args.output_dir, i, suffix), shape) for i in chunks[c].tolist())
     todo = [chunk for chunk, done in zip(chunks, accelerator.reduce(complete, "sum").tolist()) if not done]
     unet.to(accelerator.device)
     if guide is not None:
@@ -128,16 +131,19 @@ def main(args: GenerateOptions) -> None:
                     images = sample(unet, plan, numbers, should_stop=step, predict=predict)
                 if not images.isfinite().all():
                     raise UserError(f"{args.pipeline} made NaN or infinite pixels\ntry --mixed_precision no")
-                for i, image in zip(numbers.tolist(), to_uint8(images).cpu()):
-                    save_png(to_pil(image), image_path(args.output_dir, i))
+                for i, image in zip(numbers.tolist(), (to_uint8 if bits == 8 else to_uint16)(images).cpu()):
+                    save_image(image, image_path(args.output_dir, i, suffix))
             done += sum(map(len, turn))
             bar.done = done  # the other processes keep about the same pace
 
     # Grid
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        first_images = [read_image(image_path(args.output_dir, i)) for i in range(min(args.num_images, GRID_IMAGES))]
-        save_png(make_grid(torch.stack(first_images)), args.output_dir / "grid.png")
+        paths = [image_path(args.output_dir, i, suffix) for i in range(min(args.num_images, GRID_IMAGES))]
+        first_images = torch.stack([read_image(path) for path in paths])
+        if bits == 16:
+            first_images = (first_images.float() / 257).round().to(torch.uint8)
+        save_png(make_grid(first_images), args.output_dir / "grid.png")
         print(f"{args.num_images} images in {args.output_dir}")
     accelerator.wait_for_everyone()
 
@@ -160,12 +166,14 @@ def claim_folder(output_dir: Path, settings: dict) -> None:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         names = os.listdir(output_dir)
-        recorded = {"compile": False, "sampler_version": 1} | json.loads(record.read_text()) if record.exists() else None
+        recorded = (
+            {"compile": False, "sampler_version": 1, "bits": 8} | json.loads(record.read_text()) if record.exists() else None
+        )
         if recorded is None and any(name.endswith(".png") for name in names):
             raise UserError(
                 f"--output_dir {output_dir} already has images, which generate.py did not make\nchoose another --output_dir"
             )
-        if recorded is not None and any(re.fullmatch(r"\d{6,}\.png", name) for name in names):
+        if recorded is not None and any(re.fullmatch(r"\d{6,}\.(png|npy)", name) for name in names):
             refuse_other_settings(output_dir, recorded, settings)
         with whole_file(record) as draft:
             draft.write_text(json.dumps(settings, indent=2) + "\n")
@@ -188,19 +196,8 @@ def refuse_other_settings(output_dir: Path, recorded: dict, settings: dict) -> N
         )
 
 
-def image_path(output_dir: Path, number: int) -> Path:
-    return output_dir / f"{number:06d}.png"
-
-
-def read_image(path: Path) -> "torch.Tensor":
-    """uint8 [C, H, W] of a PNG that this script wrote."""
-    import numpy as np
-    import torch
-    from PIL import Image
-
-    with Image.open(path) as image:
-        pixels = torch.from_numpy(np.array(image))
-    return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+def image_path(output_dir: Path, number: int, suffix: str) -> Path:
+    return output_dir / f"{number:06d}{suffix}"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
@@ -17,9 +18,11 @@ PNG_END = b"IEND\xae\x42\x60\x82"
 
 
 def to_pil(image: torch.Tensor) -> Image.Image:
-    """Makes a PIL image of an uint8 [C, H, W] tensor, C = 1 (mode L) or 3 (RGB). Raises ValueError."""
-    if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] not in (1, 3):
-        raise ValueError(f"expected uint8 [1 or 3, H, W], got {image.dtype} {list(image.shape)}")
+    """Makes a PIL image of an uint8 [C, H, W] tensor, C = 1 (mode L), 2 (LA), 3 (RGB) or 4 (RGBA), or of a uint16 [1, H, W] one
+    (I;16). Raises ValueError."""
+    most = {torch.uint8: 4, torch.uint16: 1}.get(image.dtype, 0)
+    if image.ndim != 3 or not 1 <= image.shape[0] <= most:
+        raise ValueError(f"expected uint8 [1 to 4, H, W] or uint16 [1, H, W], got {image.dtype} {list(image.shape)}")
     pixels = image.permute(1, 2, 0).cpu().contiguous().numpy()
     return Image.fromarray(pixels[:, :, 0] if image.shape[0] == 1 else pixels)
 
@@ -43,11 +46,46 @@ def is_complete_png(path: Path | str, size: tuple[int, int]) -> bool:
         return False
 
 
+def image_suffix(channels: int, bits: int) -> str:
+    """Returns the suffix of the files of such images: .png, or .npy where Pillow writes none of that kind."""
+    return ".png" if channels == 1 or (channels <= 4 and bits == 8) else ".npy"
+
+
+def save_image(image: torch.Tensor, path: Path) -> None:
+    """Writes integers [C, H, W] complete or not at all: a PNG, or at a `path` that ends in .npy an array [H, W, C]."""
+    if path.suffix == ".png":
+        return save_png(to_pil(image), path)
+    with whole_file(path) as draft, open(draft, "wb") as file:
+        np.save(file, image.permute(1, 2, 0).contiguous().numpy())
+
+
+def read_image(path: Path) -> torch.Tensor:
+    """Returns integers [C, H, W] of a file of `save_image`."""
+    if path.suffix == ".npy":
+        return torch.from_numpy(np.load(path)).permute(2, 0, 1)
+    with Image.open(path) as image:
+        pixels = torch.from_numpy(np.array(image))
+    return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+
+
+def is_complete_image(path: Path, shape: tuple[int, int, int]) -> bool:
+    """Returns whether `save_image` wrote an image of `shape` (C, H, W) to `path`, and it is whole."""
+    if path.suffix == ".png":
+        return is_complete_png(path, (shape[2], shape[1]))
+    try:
+        return np.load(path).shape == (*shape[1:], shape[0])
+    except (OSError, ValueError, EOFError):
+        return False
+
+
 def make_grid(images: torch.Tensor, columns: int | None = None, padding: int = 2) -> Image.Image:
     """uint8 [n, C, H, W] as one RGB image, row by row; by default about as many columns as rows.
 
-    Small images are enlarged by a whole factor to about 64 pixels, each pixel a sharp square.
+    Small images are enlarged by a whole factor to about 64 pixels, each pixel a sharp square. What is transparent shows the
+    gray background. Of more than 4 channels each is shown in gray, beside the one before it.
     """
+    if images.shape[1] > 4:
+        images = images.transpose(1, 2).flatten(2)[:, None]  # [n, 1, H, C W]
     columns = columns or math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
     factor = max(1, round(SHOWN_SIZE / min(images.shape[-2:])))
@@ -56,7 +94,8 @@ def make_grid(images: torch.Tensor, columns: int | None = None, padding: int = 2
     for number, image in enumerate(images):
         row, column = divmod(number, columns)
         tile = to_pil(image).resize((width - padding, height - padding), Image.Resampling.NEAREST)
-        grid.paste(tile, (padding + column * width, padding + row * height))
+        alpha = tile.getchannel("A") if tile.mode in ("LA", "RGBA") else None
+        grid.paste(tile.convert("RGB"), (padding + column * width, padding + row * height), alpha)
     return grid
 
 

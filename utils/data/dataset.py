@@ -233,6 +233,7 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     if options.dataset_name is not None and options.train_data_dir is not None:
         notes.append("train_data_dir is ignored because dataset_name is given")
 
+    refuse_channels(options)
     max_value = 65535 if options.preserve_input_precision else 255
     prepare = ImagePreparation(size, options.image_channels, options.center_crop, options.background, max_value)
     shaping = [PACKING_VERSION, column, len(dataset), size.resolution, options.image_channels, options.center_crop, color]
@@ -254,6 +255,14 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     images = ImageSet(store, shape, max_value, *about, files=files, opened=opened.dataset, in_use=in_use)
     images.fetch([0])  # a format that nobody can read is told now, not in a worker
     return images
+
+
+def refuse_channels(options: DataOptions) -> None:
+    """Raises UserError for channels that image files cannot have."""
+    if options.image_channels > 4:
+        raise UserError(f"--image_channels is {options.image_channels}, and image files have 1 to 4 channels\nset 1, 2, 3 or 4")
+    if options.image_channels in (2, 4) and options.preserve_input_precision:
+        raise UserError("image files with alpha are read at 8 bits\nleave out --preserve_input_precision")
 
 
 def cache_root(cache_dir: str | None) -> Path:

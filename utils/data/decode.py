@@ -18,7 +18,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from utils.core.errors import UserError
 from utils.core.size import Size
 from utils.data.bad_images import UndecodableImage
-from utils.data.color_modes import background_color, is_deep, stack_planes, to_planes
+from utils.data.color_modes import background_color, hide, is_deep, stack_planes, to_planes
 from utils.data.stored_files import is_address, read_address
 
 # What is worth telling once about a dataset; {n} is the number of images.
@@ -67,7 +67,7 @@ class ImageFile:
 class ImagePreparation:
     """Options that turn an `ImageFile` into pixels; calling it gives the pixels.
 
-    `channels` is 1 or 3, `max_value` 255 (uint8) or 65535 (uint16), `background` any opaque Pillow color.
+    `channels` is 1 to 4, `max_value` 255 (uint8) or 65535 (uint16; not with alpha), `background` any opaque Pillow color.
     """
 
     size: Size
@@ -112,12 +112,14 @@ class ImagePreparation:
                 remarks.append("rotated")
             if is_deep(image) and self.max_value == 255:
                 remarks.append("deep")
-            if image.has_transparency_data:
+            if image.has_transparency_data and self.channels in (1, 3):
                 remarks.append("transparent")
             planes = to_planes(image, self.channels, background_color(self.background), self.max_value)
         height, width = resized_size(image.height, image.width, self.size)
         planes = [plane.resize((width, height), Image.Resampling.BILINEAR) for plane in planes]
         pixels = stack_planes(planes, self.channels, self.max_value)
+        if self.channels in (2, 4):
+            hide(pixels, background_color(self.background))
         if self.center_crop:
             (top,), (left,) = crop_offsets(np.array([height]), np.array([width]), self.size, None)
             pixels = pixels[:, top : top + self.size.height, left : left + self.size.width]

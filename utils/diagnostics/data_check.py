@@ -150,7 +150,9 @@ def gray_thumbnails(pixels: torch.Tensor, max_value: int) -> torch.Tensor:
     if small.shape[-2:] != (height, width):
         small = adaptive_avg_pool2d(small, (height, width))
     small = small.flatten(2)
-    return small[:, 0] if small.shape[1] == 1 else _LUMA @ small
+    if small.shape[1] in (3, 4):  # without alpha
+        return _LUMA @ small[:, :3]
+    return small[:, 0] if small.shape[1] <= 2 else small.mean(1)
 
 
 def _copy_figures(images: ImageSet, read: np.ndarray, hashes: np.ndarray) -> dict:

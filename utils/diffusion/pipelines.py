@@ -1,5 +1,7 @@
 """Exported pipelines, ours or anyone's, and checkpoints of a run: loading them and what they are made for."""
 
+import contextlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -171,6 +173,14 @@ def _load_parts(pipeline: str) -> tuple["UNet2DModel", dict]:
         raise UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}") from error
 
 
+def trained_bits(pipeline: str) -> int:
+    """16 for a run, or a checkpoint of one, whose images have as many bits; 8 for everything else."""
+    for folder in (Path(pipeline), Path(pipeline).parent):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return 16 if json.loads((folder / "options.json").read_text())["options"]["preserve_input_precision"] else 8
+    return 8
+
+
 def _in_own_memory(unet: T) -> T:
     """`unet` with each tensor in fresh memory. safetensors leaves them inside the mapped file, at any multiple of 4 bytes, and
     kernels of some CPUs round otherwise there: the same weights shall give the same bits whatever file they come from."""
@@ -187,10 +197,10 @@ def image_shape(unet: "UNet2DModel | EDM2UNet") -> tuple[int, int, int]:
             "the pipeline's unet/config.json has no sample_size, so the size of its images is unknown\n"
             "add sample_size to that file"
         )
-    if config.in_channels not in (1, 3) or config.out_channels != config.in_channels:
+    if config.out_channels != config.in_channels:
         raise UserError(
             f"the pipeline's unet has {config.in_channels} input channels and {config.out_channels} output channels\n"
-            "use a pipeline with 1 and 1, or 3 and 3"
+            "use a pipeline that has as many of both"
         )
     height, width = (config.sample_size,) * 2 if isinstance(config.sample_size, int) else config.sample_size
     return config.in_channels, height, width

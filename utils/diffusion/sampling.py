@@ -288,6 +288,12 @@ def sample_sharded(
     return gathered[:, 0] if record_timesteps is None else (gathered[:, 0], gathered[:, 1:])
 
 
+def to_uint16(images: torch.Tensor) -> torch.Tensor:
+    """As `to_uint8`, with 65,536 levels."""
+    levels = (images.nan_to_num(nan=-1.0).clamp(-1.0, 1.0) * 32767.5 + 32767.5).round()
+    return levels.to(torch.int32).to(torch.uint16)
+
+
 def to_uint8(images: torch.Tensor) -> torch.Tensor:
     """Turns images in [-1, 1] into uint8, rounded to the nearest level; what lies outside is clamped, NaN becomes black."""
     return (images.nan_to_num(nan=-1.0).clamp(-1.0, 1.0) * 127.5 + 127.5).round().to(torch.uint8)

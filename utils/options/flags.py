@@ -43,7 +43,7 @@ class DataOptions(Options):
         reads=read_resolution,
         words="a number of pixels, or two as height x width, such as 64x96",
     )
-    image_channels: Literal[1, 3] = flag(3, "1 = grayscale, 3 = RGB (3)")
+    image_channels: int = flag(3, "1: gray, 2: gray with alpha, 3: RGB, 4: RGBA; more for arrays (3)", at_least=1)
     background: str = flag("white", "color behind transparent images (white)")
     center_crop: bool = flag(False, "crop the center (random place)")
     preserve_input_precision: bool = flag(False, "keep 16-bit images at 16 bits instead of scaling to 8")
@@ -294,6 +294,10 @@ class RunOptions(TrainingDataOptions, TrainingOptions, OptimizerOptions, EMAOpti
                 "--train_batch_size auto and --gradient_accumulation_steps do not go together\n"
                 "leave out --gradient_accumulation_steps: auto computes it"
             )
+        if self.color_jitter and self.image_channels > 4:
+            raise UserError(
+                f"--color_jitter needs gray or RGB, and --image_channels is {self.image_channels}\nleave out --color_jitter"
+            )
         if self.best_metric != "loss" and not self.eval_steps:
             raise UserError(f"--best_metric {self.best_metric} is measured on samples, and --eval_steps is 0\nset --eval_steps")
         if self.early_stopping_patience and self.best_metric == "loss" and not self.validation_images:
@@ -468,6 +472,9 @@ class GenerateOptions(Options):
         None, "denoising steps (default: 50; with ddpm all that were trained; 32 for EDM2)", at_least=1
     )
     class_labels: list[str] | None = flag(None, "make images of these classes in turn: names or numbers (default: all)")
+    bits: Literal[8, 16] | None = flag(
+        None, "bits of each value in the files (default: 16 for a run with --preserve_input_precision, else 8)"
+    )
     guidance: float = flag(1.0, "strength of the guidance; 1: off (default: 1)")
     guide_pipeline: str | None = flag(
         None, "autoguidance: a smaller or less trained pipeline of the same data (default: the model without classes)"

@@ -40,7 +40,7 @@ class DeclaredImages:
     """What the options say that is done with each file; the names are those of the flags."""
 
     resolution: int | str
-    channels: int  # 1 or 3
+    channels: int
     center_crop: bool
     random_flip: bool
     color_jitter: float
@@ -92,8 +92,12 @@ class DecodedFile:
     def planes(self, resize=covering, center_crop: bool | None = None, **reading) -> np.ndarray:
         """What may be shown, cut at the center where that is declared; `reading` as in `_bands`."""
         declared, white = self.declared, self.declared.max_value
-        bands = [resize(band, declared.sides) for band in self._bands(**reading)]
+        bands = [part for band in self._bands(**reading) for part in resize(band, declared.sides).split()]
         planes = np.stack([np.asarray(band, np.float64) for band in bands])
+        if self._has_alpha:
+            unseen = ImageColor.getrgb(declared.background)
+            unseen = unseen if declared.channels == 4 else Image.new("RGB", (1, 1), unseen).convert("L").getpixel((0, 0))
+            planes[:-1, planes[-1] == 0] = np.reshape(unseen, (-1, 1))
         planes = np.rint(planes).clip(0, white) * (2 / white) - 1
         planes = np.broadcast_to(planes, (declared.channels, *planes.shape[1:]))
         if declared.center_crop if center_crop is None else center_crop:
@@ -101,11 +105,17 @@ class DecodedFile:
             planes = cut(planes, round(room[0] / 2), round(room[1] / 2), declared.sides)
         return planes
 
+    @property
+    def _has_alpha(self) -> bool:
+        return self.declared.channels in (2, 4)
+
     def _bands(self, upright=True, background: str | None = "declared", cut_off=False, mode="RGB") -> list[Image.Image]:
         """One band or one for each channel, before they are resized. Other arguments than the defaults read it wrongly."""
         image, declared = self.image, self.declared
         if upright:
             image = ImageOps.exif_transpose(image)
+        if self._has_alpha:  # as one image, whose colors are resized by their share of the alpha
+            return [_with_alpha(image).convert("RGBA" if declared.channels == 4 else "LA")]
         color = ImageColor.getrgb(declared.background if background == "declared" else background or "white")
         gray: Any = Image.new("RGB", (1, 1), color).convert("L").getpixel((0, 0))
         if image.mode == "F" or image.mode.startswith("I"):
@@ -130,11 +140,24 @@ class DecodedFile:
         return [Image.fromarray(np.asarray(band, np.float32) * (declared.max_value / 255)) for band in image.split()]
 
 
+def _with_alpha(image: Image.Image) -> Image.Image:
+    if image.mode != "F" and not image.mode.startswith("I"):
+        straight = {"La": "LA", "RGBa": "RGBA"}.get(image.mode, image.mode)
+        image = image.convert(straight)
+        return (image if image.has_transparency_data else image.convert("RGB")).convert("RGBA")
+    values = np.asarray(image, np.float64)
+    gray = np.rint(values.clip(0, None) * (255 if image.mode == "F" else 255 / 65535)).clip(0, 255)
+    seen = values != image.info.get("transparency", np.nan)
+    layers = [gray, gray, gray, 255 * seen]
+    return Image.fromarray(np.stack(layers, axis=-1).astype(np.uint8))
+
+
 def compare(image: np.ndarray, planes: np.ndarray, lines: tuple[int, int] = (1, 1)) -> tuple[np.ndarray, np.ndarray]:
     """Mean squared difference and correlation of an image with each place of larger planes, [places down, places right].
     `lines`: by every how many rows and columns, see `few_lines`."""
     image, planes = (part[:, :: lines[0], :: lines[1]] for part in (image, planes))
-    weights = np.array([0.5, 0.3, 0.2] if len(image) == 3 else [1.0])  # unequal: exchanged channels differ
+    weights = np.arange(len(image), 0, -1.0)  # unequal: exchanged channels differ
+    weights = np.array([0.5, 0.3, 0.2]) if len(image) == 3 else weights / weights.sum()
     y, p = (np.tensordot(weights, part, 1).astype(np.float64) for part in (image, planes))
     center = p.mean()
     y, p = y - center, p - center
@@ -234,7 +257,11 @@ def _rms(difference: np.ndarray) -> float:
 
 
 def _jitter_error(shown: np.ndarray, window: np.ndarray, strength: float, after, thorough: bool) -> float:
-    """What is left of the difference by the best factors within 1 - strength to 1 + strength, found by Gauss-Newton."""
+    """What is left of the difference by the best factors within 1 - strength to 1 + strength, found by Gauss-Newton. Alpha, the
+    last of 2 or 4 channels, is not jittered."""
+    if len(window) in (2, 4):
+        colors = _jitter_error(shown[:-1], window[:-1], strength, after, thorough)
+        return max(colors, _rms(shown[-1] - after(window)[-1]))
     luma = LUMA if len(window) == 3 else np.ones(1)
     x, y = (part.reshape(len(window), -1).astype(np.float64) for part in (window, shown))
     counted = [np.unique(plane, return_counts=True) for plane in x]  # so that the mean gray of all pixels is quick

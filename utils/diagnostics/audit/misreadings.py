@@ -178,7 +178,7 @@ def _matrix(worst: list[Seen], batch: list[Seen], declared: DeclaredImages) -> s
     y, x = _pooled(worst)
     design = np.concatenate([x, np.ones((1, x.shape[1]))])
     matrix = np.linalg.lstsq(design.T, y.T, rcond=None)[0].T
-    if len(y) == 1 or not _close(y, matrix @ design, x):
+    if len(y) != 3 or not _close(y, matrix @ design, x):
         return ""
     rows = "; ".join(f"{name} = {_list(row[:3])} of red, green, blue" for name, row in zip(("red", "green", "blue"), matrix))
     return f"mixed colors: {rows}"
@@ -278,6 +278,8 @@ _SOFTENED = {
 
 def _softened(worst: list[Seen], batch: list[Seen], declared: DeclaredImages) -> str:
     """The stored image after JPEG or a blur: the strength that leaves least, where it explains most of the difference."""
+    if declared.channels not in (1, 3):
+        return ""
     pairs = [_pair(seen) for seen in worst]
     left = {name: _rms([_rms(y - _changed(x, change)) for y, x in pairs]) for name, change in _SOFTENED.items()}
     best = min(left, key=lambda name: left[name])

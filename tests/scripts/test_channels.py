@@ -1,0 +1,122 @@
+"""Images of 2 and 4 channels, and of 16 bits, from files to files."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_tiny_flags
+from PIL import Image
+
+import evaluate
+import generate
+import train_ddpm
+from utils.core.errors import UserError
+from utils.core.images import image_suffix, is_complete_image, make_grid, read_image, save_image
+from utils.data.augmentation import augment
+from utils.data.dataset import load_images
+from utils.options.flags import DataOptions
+from utils.runs.record import RunRecord
+
+ALPHA = {2: "LA", 4: "RGBA"}
+
+
+def write_images(folder, mode, count=40, size=(20, 24)):
+    """Soft blobs, transparent at the corners; of mode I;16 with thousands of levels."""
+    generator = np.random.default_rng(0)
+    folder.mkdir()
+    for number in range(count):
+        if mode == "I;16":
+            small = Image.fromarray(generator.uniform(0, 65535, (4, 4)).astype(np.float32))
+            pixels = np.asarray(small.resize(size, Image.Resampling.BILINEAR))
+            image = Image.fromarray(pixels.astype(np.uint16))
+        else:
+            bands = [Image.fromarray(generator.integers(0, 256, (4, 4), dtype=np.uint8)) for _ in mode]
+            image = Image.merge(mode, [band.resize(size, Image.Resampling.BICUBIC) for band in bands])
+        image.save(folder / f"{number}.png")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["LA", "RGBA", "I;16"])
+def test_a_run_from_files_to_files(mode, train, tmp_path, capsys):
+    """The step audit finds nothing, a resumed run has the same weights, and what is generated has channels and bits."""
+    channels, deep = len(mode) if mode in ALPHA.values() else 1, mode == "I;16"
+    flags = make_tiny_flags(tmp_path)
+    folder = write_images(tmp_path / "images", mode)
+    flags[flags.index("--dataset_name")], flags[flags.index("digits")] = "--train_data_dir", str(folder)
+    flags[flags.index("--image_channels") + 1] = str(channels)
+    network = json.loads((tmp_path / "config.json").read_text()) | {"in_channels": channels, "out_channels": channels}
+    (tmp_path / "config.json").write_text(json.dumps(network))
+    flags += ["--random_flip", "--checkpointing_steps", "4", "--validation_images", "4", "--background", "navy"]
+    flags += ["--preserve_input_precision"] if deep else ["--color_jitter", "0.2"]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    assert train([*flags, "--output_dir", straight], train_ddpm) == 0
+    assert train([*flags, "--output_dir", resumed, "--max_train_steps", "4"], train_ddpm) == 0
+    assert train([*flags, "--output_dir", resumed, "--resume_from_checkpoint", "latest"], train_ddpm) == 0
+    raw = "checkpoint-8/model.safetensors"
+    assert (straight / raw).read_bytes() == (resumed / raw).read_bytes()
+
+    record = RunRecord.read(straight)
+    audited = [check for _, audit in record.records("audit") for check in audit["checks"]]
+    assert any(f"{channels}x16x16" in check["declared"] and check["healthy"] for check in audited)
+    assert [check for check in audited if check["healthy"] is False] == []
+    assert [failed for _, checks in record.records("data_checks") for failed in checks["failed"]] == []
+
+    out = tmp_path / "out"
+    asked = ["--pipeline", str(straight), "--output_dir", str(out), "--num_images", "12", "--num_inference_steps", "3"]
+    generate.main(generate.parse_args(asked))
+    with Image.open(out / "000000.png") as image:
+        assert image.mode == mode and image.size == (16, 16)
+        assert not deep or len(np.unique(np.asarray(image))) > 200
+    assert Image.open(out / "grid.png").mode == "RGB"
+    real = ["--train_data_dir", str(folder), "--no_classes", "--json", "--num_inference_steps", "3", "--background", "navy"]
+    capsys.readouterr()
+    evaluate.main(evaluate.parse_args(["--images", str(out), "--pipeline", str(straight), "--num_images", "12", *real]))
+    found = json.loads(capsys.readouterr().out)["results"]
+    assert [result["image_shape"] for result in found] == [[channels, 16, 16]] * 2
+
+
+def test_jitter_leaves_alpha_alone():
+    images = torch.randint(0, 256, (3, 4, 8, 8), dtype=torch.uint8)
+    given = {"sample_numbers": torch.arange(3), "seed": 0, "max_value": 255, "color_jitter": 0.4}
+    both, colors = augment(images, **given), augment(images[:, :3], **given)
+    assert torch.equal(both[:, :3], colors)
+    assert torch.equal(both[:, 3], images[:, 3].float() / 127.5 - 1)
+    gray, alone = augment(images[:, 2:], **given), augment(images[:, 2:3], **given)
+    assert torch.equal(gray, torch.cat([alone, both[:, 3:]], 1))
+
+
+@pytest.mark.parametrize(
+    ("channels", "bits", "suffix"), [(1, 16, ".png"), (2, 8, ".png"), (4, 8, ".png"), (4, 16, ".npy"), (6, 8, ".npy")]
+)
+def test_files_hold_what_was_made(channels, bits, suffix, tmp_path):
+    image = torch.from_numpy(np.random.default_rng(0).integers(0, 2**bits, (channels, 6, 5)).astype(f"uint{bits}"))
+    assert image_suffix(channels, bits) == suffix
+    path = tmp_path / f"000000{suffix}"
+    save_image(image, path)
+    assert np.array_equal(read_image(path).numpy(), image.numpy())
+    assert is_complete_image(path, (channels, 6, 5)) and not is_complete_image(path, (channels, 5, 6))
+    path.write_bytes(path.read_bytes()[:-20])
+    assert not is_complete_image(path, (channels, 6, 5))
+
+
+def test_grids_show_transparency_and_many_channels():
+    images = torch.zeros(1, 4, 64, 64, dtype=torch.uint8)
+    images[:, 3, :32] = 255
+    grid = np.asarray(make_grid(images))
+    assert (grid[10, 10] == 0).all() and (grid[60, 10] == 208).all()
+    assert make_grid(torch.zeros(2, 6, 64, 64, dtype=torch.uint8), columns=1).size == (6 * 64 + 4, 2 * 66 + 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_channels": 5}, "--image_channels is 5, and image files have 1 to 4 channels"),
+        ({"image_channels": 4, "preserve_input_precision": True}, "leave out --preserve"),
+    ],
+)
+def test_channels_that_files_cannot_have(options, message, tmp_path):
+    folder = write_images(tmp_path / "images", "RGBA", 2)
+    with pytest.raises(UserError, match=message):
+        load_images(DataOptions(train_data_dir=str(folder), resolution=16, cache_dir=str(tmp_path), **options))
