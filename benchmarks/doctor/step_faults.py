@@ -1526,3 +1526,66 @@ fault(
         "        initialized(network)\n        [p.data.mul_(3) for p in network.parameters() if p.ndim > 1]\n",
     ),
 )
+
+# ---- written with the checks that look for them: no test of what the audit finds, but of whether they work in a run
+
+SNAPSHOTS = "utils/runs/ema_snapshots.py"
+SAVED_MODEL = "save_file(_contiguous(model.state_dict()), Path(output_dir, MODEL_WEIGHTS))"
+ONCE = "        if step == 41:\n            "  # between the updates that are looked at
+
+fault(
+    "checkpoint stores the averaged weights",
+    "state",
+    (CHECKPOINTS, SAVED_MODEL, SAVED_MODEL.replace("model.state_dict()", "ema.state_dict()")),
+)
+fault(
+    "checkpoint stores weights in fp16",
+    "state",
+    (
+        CHECKPOINTS,
+        SAVED_MODEL,
+        SAVED_MODEL.replace("model.state_dict()", "{n: t.half().to(t.dtype) for n, t in model.state_dict().items()}"),
+    ),
+    script=EDM2,
+)
+fault(
+    "snapshots of one width alone",
+    "ema",
+    (SNAPSHOTS, "for n, t in average.shadow.items()}", "for n, t in ema.shadow.items()}"),
+    script=EDM2,
+)
+fault(
+    "timesteps in opposite pairs",
+    "timestep",
+    (
+        DDPM,
+        f"timesteps = {DRAWN}\n",
+        f"timesteps = {DRAWN}[: len(batch.noise) // 2]\n"
+        "            timesteps = torch.cat([timesteps, self.num_ranks - 1 - timesteps])\n",
+    ),
+)
+fault("noise levels sorted in each batch", "timestep", (EDM2, SIGMAS, f"{SIGMAS}.sort().values"), script=EDM2)
+noise(
+    "noise of the batch before with the other sign",
+    "odd = sample_numbers // self.micro_batch_size % 2\n"
+    '        noise = randomness.normal(self.seed, "noise", sample_numbers - odd * self.micro_batch_size, self.images.shape)\n'
+    "        noise = noise * (1 - 2 * odd)[:, None, None, None]",
+)
+fault("SiLU without its scale", "network", (EDM2_UNET, "F.silu(x) / 0.596", "F.silu(x)"), script=EDM2)
+fault("skips times zero", "network", (EDM2_UNET, "mp_cat(x, skips.pop(),", "mp_cat(x, 0.0 * skips.pop(),"), script=EDM2)
+fault(
+    "average begins anew once",
+    "ema",
+    (DDPM, EMA_UPDATE, EMA_UPDATE + "            if step == 41:\n                run.ema.restart()\n"),
+)
+fault(
+    "weights shrink once",
+    "state",
+    (DDPM, COUNTED, f"{COUNTED}{ONCE}for p in parameters:\n                p.data.mul_(0.99)\n"),
+)
+fault("memory of gradients cleared once", "optimizer", (DDPM, COUNTED, f"{COUNTED}{ONCE}optimizer.optimizer.state.clear()\n"))
+fault(
+    "ten times the learning rate in every seventh update",
+    "learning_rate",
+    (DDPM, RATE, f"{RATE} * (10 if step % 7 == 5 else 1)"),
+)
