@@ -16,6 +16,7 @@ OURS = "ours"
 AUGMENTATION, DECODE, LOADER = "utils/data/augmentation.py", "utils/data/decode.py", "utils/data/loader.py"
 DATASET, TRAINING_DATA = "utils/data/dataset.py", "utils/data/training_data.py"
 OBJECTIVE, EDM2_OBJECTIVE, UNET = "utils/diffusion/ddpm.py", "utils/diffusion/edm2.py", "utils/diffusion/unet.py"
+CLASSES = "utils/diffusion/classes.py"
 EDM2_UNET, HEUN = "models/edm2_unet.py", "models/edm_heun.py"
 SAMPLING, EXPORT_FILE = "utils/diffusion/sampling.py", "utils/diffusion/export.py"
 OPTIMIZERS, CLIPPING = "utils/optim/optimizers.py", "utils/optim/clipping.py"
@@ -277,7 +278,7 @@ noise("noise cut at two", f"{NOISE}.clamp(-2.0, 2.0)", script=EDM2)
 # ---- timestep
 
 DRAWN = 'randomness.integers(self.seed, "timesteps", batch.sample_numbers, self.num_ranks)'
-TOLD = "network(noisy_images, timesteps)"
+TOLD = "network(noisy_images, timesteps, *told)"
 SIGMAS = "edm2.training_noise_levels(options.seed, batch.sample_numbers, options.P_mean, options.P_std)"
 
 fault(
@@ -312,10 +313,12 @@ fault(
         'randomness.integers(self.seed, "timesteps", batch.sample_numbers - batch.sample_numbers[0], self.num_ranks)',
     ),
 )
-fault("network told the next timestep", "timestep", (DDPM, TOLD, "network(noisy_images, timesteps + 1)"))
-fault("network told timesteps in bf16", "timestep", (DDPM, TOLD, "network(noisy_images, timesteps.bfloat16())"))
-fault("network told timestep 0", "timestep", (DDPM, TOLD, "network(noisy_images, torch.zeros_like(timesteps))"))
-fault("network told reversed timesteps", "timestep", (DDPM, TOLD, "network(noisy_images, self.num_ranks - 1 - timesteps)"))
+fault("network told the next timestep", "timestep", (DDPM, TOLD, "network(noisy_images, timesteps + 1, *told)"))
+fault("network told timesteps in bf16", "timestep", (DDPM, TOLD, "network(noisy_images, timesteps.bfloat16(), *told)"))
+fault("network told timestep 0", "timestep", (DDPM, TOLD, "network(noisy_images, torch.zeros_like(timesteps), *told)"))
+fault(
+    "network told reversed timesteps", "timestep", (DDPM, TOLD, "network(noisy_images, self.num_ranks - 1 - timesteps, *told)")
+)
 fault(
     "noise levels of another distribution",
     "timestep",
@@ -367,7 +370,7 @@ noised(
 fault(
     "noise in place of the noised image",
     "input",
-    (DDPM, TOLD, "network(noise, timesteps)"),
+    (DDPM, TOLD, "network(noise, timesteps, *told)"),
     source="36: diffusers 3658",
 )
 noised(
@@ -401,7 +404,7 @@ noised(
     "input perturbed once more",
     "noisy_images = self.noise_scheduler.add_noise(clean_images, noise + 0.1 * torch.randn_like(noise), timesteps)",
 )
-fault("network shown half of the noised image", "input", (DDPM, TOLD, "network(0.5 * noisy_images, timesteps)"))
+fault("network shown half of the noised image", "input", (DDPM, TOLD, "network(0.5 * noisy_images, timesteps, *told)"))
 fault(
     "training schedule of the inference config",
     ("input", "export"),
@@ -465,9 +468,9 @@ condition(
 )
 condition(
     "labels of a whole batch dropped together",
-    (EDM2_OBJECTIVE, '"label dropout", sample_numbers)', '"label dropout", sample_numbers[:1])'),
+    (CLASSES, '"label dropout", sample_numbers)', '"label dropout", sample_numbers[:1])'),
 )
-condition("dropped labels are class 0", (EDM2_OBJECTIVE, "masked_fill(dropped, -1)", "masked_fill(dropped, 0)"))
+condition("dropped labels are class 0", (CLASSES, "masked_fill(dropped, -1)", "masked_fill(dropped, 0)"))
 condition("labels of the neighbor", (EDM2, LABELS, "options, labels = self.options, batch.classes().roll(1)"))
 condition("labels one too high", (EDM2, LABELS, "options, labels = self.options, (batch.classes() + 1) % self.classes"))
 condition("labels all the same", (EDM2, LABELS, "options, labels = self.options, torch.zeros_like(batch.classes())"))
@@ -544,8 +547,8 @@ fault(
     "network",
     (
         DDPM,
-        "network(noisy_images, timesteps).sample",
-        "network(noisy_images, timesteps).sample / (timesteps < 0.98 * self.num_ranks)[:, None, None, None]",
+        "network(noisy_images, timesteps, *told).sample",
+        "network(noisy_images, timesteps, *told).sample / (timesteps < 0.98 * self.num_ranks)[:, None, None, None]",
     ),
     source="45: guided-diffusion 50",
 )
@@ -931,7 +934,7 @@ fault("optimizer without u", "optimizer", (EDM2, BUILT, "    optimizer = new_opt
 fault(
     "epsilon of a sum for a mean",
     "optimizer",
-    (EDM2, "return options.adam_epsilon / (options.image_channels * options.resolution**2)", "return options.adam_epsilon"),
+    (EDM2, "return options.adam_epsilon / math.prod(options.image_shape)", "return options.adam_epsilon"),
     script=EDM2,
 )
 fault(

@@ -128,10 +128,10 @@ def test_noise_that_is_rearranged_or_depends_on_the_image_is_named():
 # ---- the EDM2 network
 
 
-@pytest.mark.parametrize("classes", [0, 5])
-def test_the_edm2_network_is_that_of_its_paper(classes, monkeypatch):
+@pytest.mark.parametrize(("classes", "sides"), [(0, 8), (5, [8, 12])])
+def test_the_edm2_network_is_that_of_its_paper(classes, sides, monkeypatch):
     sizes = {"channel_multipliers": (1, 2), "layers_per_block": 1, "attention_resolutions": (4,), "attention_head_dim": 8}
-    network = EDM2UNet(8, 3, 3, classes, model_channels=8, dropout=0.1, **sizes).train()
+    network = EDM2UNet(sides, 3, 3, classes, model_channels=8, dropout=0.1, **sizes).train()
     network.encoder[1].eval()
     state = torch.get_rng_state()
     [check] = check_edm2_network(network)

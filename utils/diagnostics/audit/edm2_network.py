@@ -101,7 +101,8 @@ class _Equations:
         widths = [config["model_channels"] * multiplier for multiplier in config["channel_multipliers"]]
         x = out["conv_in"] = self._layer("conv_in", torch.cat([x, torch.ones_like(x[:, :1])], 1))
         skips, number = [x], 0
-        attends = [config["sample_size"] >> level in config["attention_resolutions"] for level in range(len(widths))]
+        side = min(config["sample_size"]) if isinstance(config["sample_size"], (list, tuple)) else config["sample_size"]
+        attends = [side >> level in config["attention_resolutions"] for level in range(len(widths))]
         for level in range(len(widths)):
             for place in range(config["layers_per_block"] + (level > 0)):
                 down = level > 0 and place == 0
