@@ -8,7 +8,8 @@
 ("together"), the EMA, and the sums for the next report: on a CPU that is all of their cost; on a GPU it is the host's part,
 while the work itself is a few small kernels. Other flags
 go to the script. A report is everything that happens every --logging_steps: magnitudes by layer, figures to the trackers, the
-doctor's look at all that was recorded. An audit is what the step audit adds to an update that it looks at.
+doctor's look at all that was recorded. An audit is what the step audit adds to an update that it looks at; between two of
+them it follows a few figures.
 On a machine with other work, `--own_time` with `--cpu_threads 1` counts the main thread's time on its processor, whose
 ratios are steadier than those of the clock.
 
@@ -45,9 +46,10 @@ from utils.options.flags import DDPMOptions
 from utils.options.presets import FLAGS
 from utils.runs.checkpoints import attach_state_hooks, save_checkpoint, verify_checkpoint
 from utils.runs.state import TrainState
-from utils.training.audit import audited_updates
+from utils.training.audit import StepAudit, audited_updates
 
 CHECKS = ("BadUpdates.add_losses", "BadUpdates.add", "StopSignal.agreed")
+LOOKS = ("begin", "begin_micro_step", "add", "end_step", "end_update")  # of the step audit, in each update
 REPORT_EVERY = 17  # updates, of which few are audited; the cost is told for the default of 50
 
 
@@ -72,6 +74,8 @@ def time_updates(updates: int, flags: list[str], clock: Callable[[], float]) -> 
     timed(utils.optim.ema.EMA, "update")
     timed(utils.training.progress.StepStatistics, "add_losses")
     timed(utils.training.progress.StepStatistics, "add_update")
+    for name in LOOKS:
+        timed(StepAudit, name)
     update = utils.training.progress.ProgressBar.update
     utils.training.progress.ProgressBar.update = lambda bar: (ends.append(clock()), update(bar))
     with tempfile.TemporaryDirectory() as folder:
@@ -104,9 +108,11 @@ def time_updates(updates: int, flags: list[str], clock: Callable[[], float]) -> 
     )
     costs = [spans[n - 2] + spans[n - 1] - 2 * plain for n in audits]
     audit, total = statistics.mean(costs), FLAGS["digits16"]["max_train_steps"]  # some compute a gradient again, others do not
-    share = 100 * audit * len(audited_updates(total)) / (total * plain)
+    between = 1e3 * sum(statistics.median(seconds[f"StepAudit.{name}"][5:]) for name in LOOKS)
+    share = 100 * (audit * len(audited_updates(total)) / total + between) / plain
     each = ", ".join(f"{n}: {cost:.0f}" for n, cost in zip(audits, costs))
     print(f"{'an audit':24} {audit:8.3f} ms  {audit / plain:.2f} updates ({each}); {share:.2f} % of a run of {total} updates")
+    print(f"{'between two audits':24} {between:8.3f} ms  {100 * between / plain:.2f} % of each update, in the share above")
     print(f"{'a report':24} {extra:8.3f} ms  {100 * extra / (50 * plain):.2f} % of 50 updates")
 
 
