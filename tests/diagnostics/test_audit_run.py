@@ -56,11 +56,11 @@ def test_weights_and_averages_are_followed_through_every_update():
 
     def reset(number, weights, average):
         if number == 12:
-            average["a"].copy_(weights["a"].detach())
+            average["b"].copy_(weights["b"].detach())
 
     def set_back(number, weights, average):
         if number == 12:
-            weights["c"].data *= 1.01
+            weights["b"].data *= 1.01
 
     [(stage, text)] = wrong(followed(reset))
     assert stage == "ema" and "30 updates" in text

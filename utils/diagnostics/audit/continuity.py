@@ -8,7 +8,7 @@ import torch
 
 from utils.diagnostics.audit.verdict import Check
 
-TENSORS, ELEMENTS = 2, 64  # of which the elements are, and how many of each
+ELEMENTS = 64  # of one tensor: each operation of an update costs more than its elements
 ROUNDING = 1.2e-7  # of fp32, that each update of an average may leave, as chance has it
 
 
@@ -29,76 +29,74 @@ class Continuity:
     ):
         names = [name for name in parameters if all(name in average for average in averages.values())]
         names = [n for n in names if all(t.is_contiguous() for t in (parameters[n], *(a[n] for a in averages.values())))]
-        chosen = dict.fromkeys(names[:: max(1, len(names) - 1)][:TENSORS])
-        self._weights = _Few([parameters[name] for name in chosen])
-        self._averages = {key: _Few([average[name] for name in chosen]) for key, average in averages.items() if key in decays}
+        chosen = names[len(names) // 2] if names else None
+        self._weights = None if chosen is None else _Few(parameters[chosen])
+        self._averages = {key: _Few(average[chosen]) for key, average in averages.items() if key in decays and chosen}
         self._decays = decays
-        self._left: list[torch.Tensor] = []  # the weights when the newest update was over
+        self._left: torch.Tensor | None = None  # the weights when the newest update was over
         self._changed: int | torch.Tensor = 0  # how often they were changed between two updates
-        self._expected: dict[str, list[torch.Tensor]] = {}
+        self._expected: dict[str, torch.Tensor] = {}
         self._rounding = dict.fromkeys(self._averages, 0.0)
         self._since = 0  # updates since the averages were looked at
 
     @torch.no_grad()
     def begin(self) -> None:
         """Before an update."""
-        if not self._left:
-            self._left = [few.clone() for few in self._weights.now()]
-            self._expected = {name: [few.clone() for few in average.now()] for name, average in self._averages.items()}
+        if self._weights is None:
             return
-        pairs = list(zip(self._weights.now(), self._left))
-        if pairs and pairs[0][0].device.type != "cpu":
-            self._changed = self._changed + torch.stack([(now != left).any() for now, left in pairs]).any()
-        elif not all(torch.equal(now, left) for now, left in pairs):
+        now = self._weights.now()
+        if self._left is None:
+            self._left = now.clone()
+            self._expected = {name: average.now().clone() for name, average in self._averages.items()}
+        elif now.device.type != "cpu":
+            self._changed = self._changed + (now != self._left).any()
+        elif not torch.equal(now, self._left):
             self._changed += 1
 
     @torch.no_grad()
     def end(self, number: int, finite: torch.Tensor) -> None:
         """After the update of that `number`, its averages among it; `finite`: whether it was made, 0-dim."""
-        for left, now in zip(self._left, self._weights.now()):
-            left.copy_(now)
-        for name, parts in self._expected.items():
+        if self._left is None or self._weights is None:
+            return
+        self._left.copy_(self._weights.now())
+        for name, expected in self._expected.items():
             decay = self._decays[name](number)
             moves = (1 - decay) * (float(finite) if finite.device.type == "cpu" else finite.float())
-            for expected, left in zip(parts, self._left):
-                expected.lerp_(left.to(expected.dtype), moves)
+            expected.lerp_(self._left.to(expected.dtype), moves)
             self._rounding[name] = math.hypot(self._rounding[name] * decay, ROUNDING)
         self._since += 1
 
     @torch.no_grad()
     def checks(self) -> list[Check]:
         """Of all updates since the last call."""
-        if not self._since or not self._left:
+        if not self._since:
             return []
         checks, changed, since = [], int(self._changed), self._since
         text = f"something else than the optimizer changes the weights, between two updates, in {changed} of {since} cases"
         found = f"changed in {changed} of {since} cases" if changed else "unchanged"
         checks.append(Check("state", "weights between all updates", "unchanged", found, not changed, text))
-        for name, parts in self._expected.items():
-            now, expected = torch.cat(self._averages[name].now()), torch.cat(parts)
+        for name, expected in self._expected.items():
+            now = self._averages[name].now()
             off, size = float((now - expected).norm()), float(now.norm())
             room = (8 * self._rounding[name] + 1e-6) * size + 1e-12
             text = f"{name} is not what {since} updates since the last look give: it was changed, reset or left out meanwhile"
             said = f"off by {off / max(size, 1e-30):.1e}"
             checks.append(Check("ema", f"{name} over all updates", "each with its decay", said, off <= room, text))
-            for part, few in zip(parts, self._averages[name].now()):
-                part.copy_(few)
+            expected.copy_(now)
             self._rounding[name] = 0.0
         self._changed = self._since = 0
         return checks
 
 
 class _Few:
-    """The first elements of tensors, where they lie."""
+    """The first elements of a tensor, where they lie."""
 
-    def __init__(self, tensors: list[torch.Tensor]):
-        self._tensors, self._views = tensors, list[torch.Tensor]()
-        self._pointers: list[int] = []
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor, self._view, self._pointer = tensor, torch.empty(0), -1
 
-    def now(self) -> list[torch.Tensor]:
-        """Views [n]; they are made anew where a tensor has got other memory."""
-        pointers = [tensor.data_ptr() for tensor in self._tensors]
-        if pointers != self._pointers:
-            self._pointers = pointers
-            self._views = [tensor.detach().view(-1)[:ELEMENTS] for tensor in self._tensors]
-        return self._views
+    def now(self) -> torch.Tensor:
+        """A view [n], made anew where the tensor has got other memory."""
+        if self._tensor.data_ptr() != self._pointer:
+            self._pointer = self._tensor.data_ptr()
+            self._view = self._tensor.detach().view(-1)[:ELEMENTS]
+        return self._view
