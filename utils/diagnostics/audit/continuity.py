@@ -13,7 +13,7 @@ ROUNDING = 1.2e-7  # of fp32, that each update of an average may leave, as chanc
 
 
 class Continuity:
-    """Costs some small operations in each update, and the host waits for none of them.
+    """Costs some small operations in each update, of tensors without gradients, and the host waits for none of them.
 
     Args:
         parameters: those that are trained, by name.
@@ -39,7 +39,6 @@ class Continuity:
         self._rounding = dict.fromkeys(self._averages, 0.0)
         self._since = 0  # updates since the averages were looked at
 
-    @torch.no_grad()
     def begin(self) -> None:
         """Before an update."""
         if self._weights is None:
@@ -53,7 +52,6 @@ class Continuity:
         elif not torch.equal(now, self._left):
             self._changed += 1
 
-    @torch.no_grad()
     def end(self, number: int, finite: torch.Tensor) -> None:
         """After the update of that `number`, its averages among it; `finite`: whether it was made, 0-dim."""
         if self._left is None or self._weights is None:
@@ -66,7 +64,6 @@ class Continuity:
             self._rounding[name] = math.hypot(self._rounding[name] * decay, ROUNDING)
         self._since += 1
 
-    @torch.no_grad()
     def checks(self) -> list[Check]:
         """Of all updates since the last call."""
         if not self._since:
