@@ -8,12 +8,14 @@ from torch.nn.functional import silu
 
 from models import edm2_unet
 from models.edm2_unet import EDM2UNet
+from utils.diagnostics.audit.averages import check_averages
 from utils.diagnostics.audit.continuity import Continuity
 from utils.diagnostics.audit.declared import Declared, DeclaredNoising, DeclaredOptimizer
 from utils.diagnostics.audit.edm2_network import check_edm2_network
+from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.audit.optimizer import check_memory
 from utils.diagnostics.audit.pooled import Pool
-from utils.diagnostics.audit.seen import Step
+from utils.diagnostics.audit.seen import Step, Update
 
 STEPS, BATCH, DECAY = 1000, 16, 0.9
 DECLARED = Declared(
@@ -66,6 +68,12 @@ def test_weights_and_averages_are_followed_through_every_update():
     assert stage == "ema" and "30 updates" in text
     [(stage, text)] = wrong(followed(set_back))
     assert stage == "state" and "in 1 of 30 cases" in text
+
+
+def test_an_average_that_was_never_made_is_named():
+    declared = replace(DECLARED, averages={"EMA": lambda number: DECAY})
+    [(stage, text)] = wrong(check_averages(Update(3), declared, Observer({"network": torch.nn.Linear(2, 2)})))
+    assert stage == "ema" and "no such average" in text
 
 
 def test_an_optimizer_that_lost_its_count_is_named():

@@ -32,6 +32,11 @@ def check_averages(update: Update, declared: Declared, observer: Observer, skipp
     wanted = {id(p) for p in observer.averaged_module.parameters()}
     names = [name for name, p in observer.parameters.items() if id(p) in wanted]
     for name, decay_at in declared.averages.items():
+        if name not in observer.averages:
+            found = ", ".join(observer.averages) or "none"
+            text = f"{name} is declared, and the run has no such average of the weights ({found})"
+            checks.append(Check("ema", f"{name}: parameters", f"all {len(names)}", "no such average", False, text))
+            continue
         old, new = update.averages_before.get(name), update.averages.get(name)
         if old is None or new is None or update.weights is None or skipped:
             checks.append(not_observed("ema", name, "e' = d e + (1 - d) w", "no update of it was seen"))
