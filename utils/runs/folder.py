@@ -39,7 +39,10 @@ RUN_FILES = (
     "diagnosis.json",
     "report.html",
 )
-RUN_FOLDERS = ("unet", "scheduler", "samples", "logs", "nan_report", "ema_snapshots", "evaluation", "data_check", "hang")
+RUN_FOLDERS = (
+    *("unet", "scheduler", "samples", "logs", "nan_report", "ema_snapshots"),
+    *("evaluation", "data_check", "hang", "profile"),
+)
 
 
 class RunFolder:

@@ -18,6 +18,7 @@ from utils.training.export import Export
 from utils.training.forecast import Forecast
 from utils.training.length import is_due
 from utils.training.monitor import Monitor
+from utils.training.profile import Profile
 from utils.training.run import Run
 from utils.training.samples import SampleGrids
 from utils.training.validation import Validation
@@ -33,7 +34,7 @@ class Periodic:
         options, accelerator = run.options, run.accelerator
         every, dtype = options.ema_snapshot_steps, options.ema_snapshot_dtype
         self._snapshots = Snapshots(accelerator, run.ema, run.output_dir, run.state, every=every, dtype=dtype)
-        self._exit_status, self._forecast = 0, Forecast(run)
+        self._exit_status, self._forecast, self._profile = 0, Forecast(run), Profile(run)
 
     def catch_up(self) -> None:
         """Makes the evaluation that a stop had left out; the updates begin."""
@@ -71,6 +72,7 @@ class Periodic:
         if self._monitor.ledger.parted:
             return  # nothing that could be made of this is worth keeping
         with self._monitor.paused():
+            self._profile.after_update()
             improved = False
             if self._validation.due():
                 with self._judged_weights():
@@ -103,6 +105,7 @@ class Periodic:
         pipeline. Closes all that is open. Returns the exit status."""
         run = self._run
         self._monitor.close()
+        self._profile.close()
         if self._exit_status == 0:
             self._finish_well()
         if self._exit_status == 0:

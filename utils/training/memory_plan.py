@@ -20,6 +20,7 @@ from utils.core.distributed import from_main_process, local_processes, on_main_p
 from utils.core.errors import UserError, explain_out_of_memory, out_of_memory
 from utils.diagnostics.probe import probe_batch
 from utils.options.flags import RunOptions
+from utils.training.arithmetic import Arithmetic, peak_tflops
 from utils.training.batch_split import divisors, per_process, split_batch
 from utils.training.disk_plan import DiskPlan
 from utils.training.doctor import foretold
@@ -154,10 +155,22 @@ class MemoryPlan:
         options = self._options
         return self.estimate(options.micro_batch_size, options.gradient_accumulation_steps).peak <= SHARE * self.free
 
+    def flops_per_image(self) -> int:
+        return flops_per_image(self._parts.make_network, self._parts.image_shape)
+
+    def arithmetic(self) -> Arithmetic | None:
+        """What the speed is compared with; None on a CPU, unless --peak_tflops says what it can do."""
+        device, asked = self._accelerator.device, self._options.peak_tflops
+        if device.type != "cuda" and not asked:
+            return None
+        tf32, precision = self._options.tf32, self._parts.mixed_precision
+        peak = asked or peak_tflops(torch.cuda.get_device_name(device), precision, tf32)
+        return Arithmetic(self.flops_per_image(), peak and peak * self._accelerator.num_processes)
+
     def table(self, micro_batch_size: int, accumulation: int) -> str:
         """Returns the estimate in lines to print, with the verdict and, where it does not fit, what to set."""
         estimate = self.estimate(micro_batch_size, accumulation)
-        flops = flops_per_image(self._parts.make_network, self._parts.image_shape)
+        flops = self.flops_per_image()
         rows = [
             ("parameters", estimate.parameters),
             ("buffers", estimate.buffers),

@@ -14,6 +14,7 @@ from utils.diagnostics.dynamics import Dynamics
 from utils.diffusion.objective import Losses
 from utils.optim.clipping import Gradients
 from utils.optim.nonfinite import BadUpdates, advice
+from utils.training.arithmetic import Arithmetic
 from utils.training.audit import StepAudit
 from utils.training.hang_watch import HangWatch
 from utils.training.ledger import Ledger
@@ -26,11 +27,12 @@ from utils.training.run import Run
 class Monitor:
     """Its methods are to be called on every process, in the order below; between two reports none makes the host wait."""
 
-    def __init__(self, run: Run, measures_eagerly: bool):
-        """`measures_eagerly`: see `Dynamics`."""
+    def __init__(self, run: Run, measures_eagerly: bool, arithmetic: Arithmetic | None = None):
+        """`measures_eagerly`: see `Dynamics`. `arithmetic`: for perf/tflops."""
         self._run, self.measures_eagerly = run, measures_eagerly
         options, objective, state = run.options, run.objective, run.state
         device = run.accelerator.device
+        self._arithmetic = arithmetic
         self._stopwatch = Stopwatch(state.step)
         accelerator = run.accelerator
         self._hang = HangWatch(run.output_dir, options.hang_timeout, accelerator.process_index, accelerator.num_processes)
@@ -141,6 +143,8 @@ class Monitor:
         figures = figures | {name: value for name, (value,) in zip(on_device, values)}
         report: dict[str, Any] = self._statistics.report(accelerator, sums) | self._bad_updates.report(counts)
         report |= self._stopwatch.report(step, global_batch_size) | self._bad_images.update() | figures
+        if self._arithmetic is not None:
+            report |= self._arithmetic.figures(report["perf/images_per_second"])
         report["train/samples_seen"] = step * global_batch_size
         report["perf/peak_memory_gib"] = peak_memory_gib(accelerator.device)
         seen, layers = self._dynamics.report(measured)

@@ -137,6 +137,14 @@ def speed_plots(record: RunRecord) -> str:
             scale="zero",
             reading="Healthy: below 5 %. Above, the device is idle: more --dataloader_num_workers, or leave --cache_images on.",
         ),
+        plot(
+            "Use of the device",
+            [_curve(record, "perf/mfu", "MFU", 1, lambda share: 100 * share)],
+            unit="% of the device's peak (MFU)",
+            scale="zero",
+            reading="The arithmetic of the network, forward and backward, over what the device can do. A small network or "
+            "batch leaves most of a GPU idle: a larger --train_batch_size, --mixed_precision bf16, --compile.",
+        ),
     )
 
 

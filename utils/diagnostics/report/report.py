@@ -57,7 +57,7 @@ def _sections(record: RunRecord, findings: list) -> list[tuple[str, str]]:
         ("Gradients and learning rate", gradient_plots(record)),
         ("Layers", layer_plots(record)),
         ("EMA", ema_plots(record)),
-        ("Speed", speed_plots(record)),
+        ("Speed", speed_plots(record) + _profile(record)),
         ("Samples", samples_section(record)),
         ("Evaluation", evaluation_section(record)),
         ("The training step", _step(record)),
@@ -83,6 +83,18 @@ def _step(record: RunRecord) -> str:
         "wrong once stays wrong. 'looks' counts the updates in which it was seen."
     )
     return table("", reading, ["stage", "quantity", "declared", "observed", "", "looks"], rows)
+
+
+def _profile(record: RunRecord) -> str:
+    """The operations that the newest profile found to take longest."""
+    for step, profile in record.records("profile")[-1:]:
+        rows = [[row["name"], f"{row['calls']:,}", f"{row['seconds']:.3g}", f"{row['share']:.1%}"] for row in profile["rows"]]
+        reading = (
+            f"{profile['updates']} updates up to update {step:,}, without what an operation calls in turn. On a GPU, its time; "
+            "else that of the processor. The whole trace is in profile/: open it with https://ui.perfetto.dev."
+        )
+        return table("The longest operations", reading, ["operation", "calls", "seconds", "share"], rows)
+    return ""
 
 
 def _header(record: RunRecord, name: str) -> str:
