@@ -13,6 +13,7 @@ HEALTHY = {
     "accelerated.py": "trains v-prediction on a cosine schedule of 1000 steps",
     "edm_loop.py": "sigma_data 0.5",
     "flow_loop.py": "trains the flow's velocity",
+    "closure_loop.py": "trains epsilon-prediction on a linear schedule of 1000 steps; errors weighed equally; Adam",
 }
 FAULTS = [  # (script, what is replaced, by what, code of the finding)
     ("plain_ddpm.py", "(1 - a).sqrt() * noise", "(1 - a) * noise", "step-input"),
@@ -32,6 +33,11 @@ FAULTS = [  # (script, what is replaced, by what, code of the finding)
         "if 1:\n                    acc",
         "step-gradient",
     ),
+    ("closure_loop.py", "(1 - a).sqrt()", "(1 - a)", "step-input"),
+    ("closure_loop.py", "    optimizer.zero_grad()\n", "", "step-gradient"),
+    ("closure_loop.py", "decay * self.shadow[name]", "(1 - decay) * self.shadow[name]", "step-ema"),
+    ("closure_loop.py", "torch.randn_like(x0)", "0.5 * torch.randn_like(x0)", "step-noise"),
+    ("edm_loop.py", "* noise, sigma)", "* noise / 2, sigma)", "step-noise"),
     ("edm_loop.py", "SIGMA_DATA**2 / total, s *", "SIGMA_DATA / total, s *", "step-network"),
     ("edm_loop.py", "* noise, sigma)", "* noise, sigma.roll(1))", "step-timestep"),
     ("edm_loop.py", "(denoised - y)", "(denoised - y.roll(1, 0))", "step-target"),

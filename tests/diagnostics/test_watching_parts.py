@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from utils.diagnostics.watching.facts import Facts, schedule_length
+from utils.diagnostics.watching.facts import Average, Facts, schedule_length
 from utils.diagnostics.watching.images import check_range
 from utils.diagnostics.watching.inputs import check_mixture
 from utils.diagnostics.watching.levels import Levels, Look
-from utils.diagnostics.watching.mixture import Mixture
+from utils.diagnostics.watching.mixture import Mixture, strength
 from utils.diagnostics.watching.options import Schedule
 from utils.diagnostics.watching.probes import CopyProbe, Probe
 from utils.diagnostics.watching.seen import Recorder
@@ -56,6 +56,7 @@ OTHER = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
             False,
         ),
         (lambda o, x, n: o - 1.5 * n, "1.5 noise", False),
+        (lambda o, x, n: 0 * o, "nothing", False),
     ],
 )
 def test_targets(gradient, name, healthy):
@@ -63,6 +64,14 @@ def test_targets(gradient, name, healthy):
     target = identify_target(levels, ORDER)
     assert target.name == name or (name == "1.5 noise" and target.name.endswith(name))
     assert check_target(target, None, levels).healthy is healthy
+
+
+def test_noise_of_another_strength():
+    a, b = on_circle()
+    s = torch.linspace(0.1, 0.9, B, dtype=torch.float64)
+    assert [strength(a, b), strength(1 - s, s), strength(torch.ones(B), s)] == [1, 1, 1]
+    scaled = [strength(a, b / 2), strength(1 - s, 3 * s), strength(1 / (s**2 + 0.25).sqrt(), 2 * s / (s**2 + 0.25).sqrt())]
+    assert scaled == pytest.approx([0.5, 3, 2])
 
 
 def test_the_velocity_of_a_path_that_leaves_some_noise():
@@ -172,7 +181,8 @@ def test_a_rate_that_rises_to_the_end():
 
 def test_a_copy_is_told_from_an_average():
     weights, copy, average = torch.ones(4), torch.ones(4), torch.ones(4)
-    probes = [CopyProbe("copy", copy, weights), CopyProbe("average", average, weights)]
+    owned = [Average("copy", {"w": copy}, None), Average("average", {"w": average}, None)]
+    probes = [CopyProbe(one, "w", weights) for one in owned]
     for step in range(6):
         for probe in probes:
             probe.take()
@@ -182,6 +192,16 @@ def test_a_copy_is_told_from_an_average():
     for probe in probes:
         probe.compare()
     assert [(probe.copies > 0, probe.averages) for probe in probes] == [(True, False), (False, True)]
+
+
+def test_an_average_of_new_tensors_is_followed():
+    shadow = {"w": torch.ones(2), "b": torch.zeros(1)}
+    average = Average("ema", dict(shadow), shadow)
+    shadow["w"] = shadow["w"] * 0.5
+    assert float(average.now()["w"].sum()) == 1
+    stacked = Average("ema", {"w": torch.ones(2)}, [torch.ones(2)])
+    stacked.owner[0] = torch.ones(3)  # another thing by now
+    assert stacked.now()["w"].shape == (2,)
 
 
 def test_weights_that_are_nan_have_not_moved():

@@ -25,7 +25,7 @@ def failure_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
 
 
-def _safely(look: Callable[..., Any]) -> Callable[..., Any]:
+def safely(look: Callable[..., Any]) -> Callable[..., Any]:
     """A look that fails ends the observation, and not the training: `failure` says why."""
 
     @functools.wraps(look)
@@ -94,7 +94,7 @@ class Observer:
         self._hooks.append(register_optimizer_step_post_hook(self._after_step))
         self._gradients, self._has_run_backward = {}, False
 
-    @_safely
+    @safely
     def begin_micro_step(self, **facts: Any) -> None:
         """Of a loop that says where one begins; else it begins with the network's forward pass."""
         self._close_micro_step()
@@ -102,12 +102,12 @@ class Observer:
         if not self.eager:  # no forward pass will be seen
             self._see_start(self._micro_step())
 
-    @_safely
+    @safely
     def tell(self, **facts: Any) -> None:
         """What the loop knows of the micro step under way."""
         self._micro_step().batch.update(facts)
 
-    @_safely
+    @safely
     @torch.no_grad()
     def end_step(self) -> None:
         """When the weights are those of the next update: the optimizer's step and what belongs to it are over."""
@@ -123,7 +123,7 @@ class Observer:
         self.rest()
         return update
 
-    @_safely
+    @safely
     @torch.no_grad()
     def _end_update(self) -> Update | None:
         self.update.averages = self._take_averages()
@@ -169,7 +169,7 @@ class Observer:
             for name, tensors in self.averages.items()
         }
 
-    @_safely
+    @safely
     def _before_forward(self, name: str, module: nn.Module, inputs: tuple, options: dict) -> None:
         if not torch.is_grad_enabled():
             return
@@ -193,7 +193,7 @@ class Observer:
         if any(gradient is not None for gradient in gradients):
             step.gradient_before = self.sample.take(gradients)
 
-    @_safely
+    @safely
     def _after_forward(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
@@ -214,7 +214,7 @@ class Observer:
             tensors = [*module.named_parameters(), *module.named_buffers()]
             self.update.network = {name: tensor.detach().clone() for name, tensor in tensors}
 
-    @_safely
+    @safely
     def _see_autocast(self, module: nn.Module, inputs: tuple) -> None:
         if not self.update.micro_steps:
             return
@@ -225,7 +225,7 @@ class Observer:
         if torch.is_autocast_enabled(device):
             call.autocast = torch.get_autocast_dtype(device)
 
-    @_safely
+    @safely
     def _see_gradient(self, parameter: torch.Tensor) -> None:
         number, gradient = self._ids.get(id(parameter)), parameter.grad
         if number is not None and gradient is not None:
@@ -235,7 +235,7 @@ class Observer:
     def _ours(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
 
-    @_safely
+    @safely
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self._ours(optimizer):
@@ -258,7 +258,7 @@ class Observer:
             optimizer=type(optimizer).__name__,
         )
 
-    @_safely
+    @safely
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         step = self.update.optimizer_step

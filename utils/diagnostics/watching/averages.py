@@ -1,6 +1,6 @@
 """Averaged weights that a script keeps, or seems to keep: e' = d e + (1 - d) w, after the optimizer's step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,6 +24,7 @@ class First:
     values: torch.Tensor  # sampled, [n]
     update: int
     count: int  # of its own updates; 0 where it does not count them
+    decays: list[float] = field(default_factory=list)  # that were seen
 
 
 def check_average(
@@ -118,8 +119,10 @@ def _decay(average: Average, slope: float, first: First, update: Update, blur: f
         return Check("ema", name, wanted, observed, False, text)
     if slope > 1 + 1e-3 + blur:
         return Check("ema", name, wanted, observed, False, f"{name} overshoots the weights (decay {decay:.4g})")
+    first.decays.append(decay)
     if settings is None:
-        if 0.5 < slope < 1 - 1e-6 and update.step + 1 >= SETTLED:
+        rises = decay > first.decays[0] + 1e-3  # a decay that begins low: a warm-up
+        if 0.5 < slope < 1 - 1e-6 and update.step + 1 >= SETTLED and not rises:
             text = f"{name} forgets nearly all in each update (decay {decay:.4g}): are decay and 1 - decay exchanged?"
             return Check("ema", name, wanted, observed, False, text, "warning")
         return Check("ema", name, wanted, observed, True)
@@ -130,7 +133,9 @@ def _decay(average: Average, slope: float, first: First, update: Update, blur: f
     if abs(decay - declared) <= tolerance:
         made, updates = count - first.count, update.step + 1 - first.update
         text = f"{name} has been updated {made} times in {updates} updates: it is updated in each micro step"
-        return Check("ema", name, f"{wanted}, once per update", observed, made <= updates, text)
+        if not made and updates:
+            text = f"{name} counts no more updates than {updates} updates ago: it begins anew each time"
+        return Check("ema", name, f"{wanted}, once per update", observed, 0 < made <= updates or not updates, text)
     text = f"{name} has the decay {decay:.6g}, by its settings it should be {declared:.6g}"
     for times in (2, 3, 4, 8):
         expected = 1.0

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import sys
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import FrameType, ModuleType
@@ -24,6 +25,17 @@ class Average:
     tensors: dict[str, torch.Tensor]  # by the parameter's name
     owner: Any  # the object that holds them
     is_average: bool = True  # by its class or its name; else it is one if it moves
+    place: str = ""  # where the script has a dict or list of tensors, which may be made anew in each update
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """The tensors as they are now, by the parameter's name."""
+        if isinstance(self.owner, (list, tuple, dict)):
+            found = _found_at(self.place) if self.place else None
+            self.owner = found if type(found) is type(self.owner) and len(found) == len(self.owner) else self.owner
+            values = _values_of(self.owner, list(self.tensors))
+            if all(isinstance(v, torch.Tensor) and v.shape == t.shape for v, t in zip(values, self.tensors.values())):
+                self.tensors = dict(zip(self.tensors, values))
+        return self.tensors
 
     @property
     def updates(self) -> int:
@@ -91,6 +103,7 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
     """Looks through all objects of the process, which takes some tenths of a second."""
     parameters = dict(network.named_parameters())
     shapes = [p.shape for p in parameters.values()]
+    sizes = {len(shapes), len(network.state_dict())} - {0, 1}
     own = {p.data_ptr() for p in parameters.values()}
     facts = Facts()
     optimizers: list[Optimizer] = []
@@ -99,8 +112,8 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
     networks: list[nn.Module] = []
     for thing in gc.get_objects():
         kind = type(thing)
-        if kind is list or kind is dict or kind is tuple:
-            if len(thing) == len(shapes) and len(shapes) > 1:
+        if kind is list or kind is dict or kind is tuple or kind is OrderedDict:
+            if len(thing) in sizes:
                 lists.append(thing)
             continue
         word = kinds.get(kind)
@@ -195,7 +208,7 @@ def _add_lists(
 ) -> None:
     shapes = [p.shape for p in parameters.values()]
     for thing in lists:
-        values = list(thing.values()) if isinstance(thing, dict) else list(thing)
+        values = _values_of(thing, list(parameters))
         if not all(isinstance(v, torch.Tensor) for v in values) or [v.shape for v in values] != shapes:
             continue
         pointers = {v.data_ptr() for v in values}
@@ -208,20 +221,13 @@ def _add_lists(
         is_average = _says_average(name)
         if isinstance(thing, tuple) and not is_average:
             continue
-        facts.averages.append(Average(name or "a list of tensors", dict(zip(parameters, values)), thing, is_average))
+        facts.averages.append(Average(name or "a list of tensors", dict(zip(parameters, values)), thing, is_average, name))
         taken |= pointers
 
 
 def _names(wanted: Collection[int]) -> dict[int, str]:
     """Under which name the script has the objects of these ids: variables of its functions, attributes of its objects."""
-    frame: FrameType | None = sys._getframe()
-    layer: list[tuple[str, Any]] = []
-    while frame is not None:
-        if not any(part in frame.f_code.co_filename for part in ("/torch/", "/watching/", "/accelerate/")):
-            layer += frame.f_locals.items()
-        frame = frame.f_back
-    main = sys.modules.get("__main__")
-    layer += list(vars(main).items()) if main is not None else []
+    layer = [variable for scope in _scopes() for variable in scope.items()]
     found: dict[int, str] = {}
     visited: set[int] = set()
     for _ in range(DEEP):
@@ -234,6 +240,37 @@ def _names(wanted: Collection[int]) -> dict[int, str]:
                 following += [(f"{name}.{inner}", part) for inner, part in _parts(value)]
         layer = following
     return found
+
+
+def _scopes() -> list[dict[str, Any]]:
+    """The variables of the script's functions that run, the innermost first, and of its module."""
+    frame: FrameType | None = sys._getframe()
+    scopes = []
+    while frame is not None:
+        if not any(part in frame.f_code.co_filename for part in ("/torch/", "/watching/", "/accelerate/")):
+            scopes.append(frame.f_locals)
+        frame = frame.f_back
+    main = sys.modules.get("__main__")
+    return [*scopes, vars(main)] if main is not None else scopes
+
+
+def _found_at(place: str) -> Any:
+    """What the script has there now; None where nothing is."""
+    first, *rest = place.split(".")
+    value = next((scope[first] for scope in _scopes() if first in scope), None)
+    for name in rest:
+        value = next((part for inner, part in _parts(value) if inner == name), None)
+    return value
+
+
+def _values_of(thing: Any, names: list[str]) -> list[Any]:
+    """Of a list in the order of the parameters, of a dict by their names, where it has them."""
+    if not isinstance(thing, dict):
+        return list(thing)
+    for prefix in ("", "module."):
+        if all(prefix + name in thing for name in names):
+            return [thing[prefix + name] for name in names]
+    return list(thing.values())
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:

@@ -15,10 +15,10 @@ from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.images import check_latents, check_range
 from utils.diagnostics.watching.inputs import check_mixture, check_noised_once, check_told, check_unexplained
 from utils.diagnostics.watching.levels import Levels, Look, Table, anywhere, matching, said, tables
-from utils.diagnostics.watching.mixture import Mixture, find
+from utils.diagnostics.watching.mixture import Mixture, find, strength
 from utils.diagnostics.watching.options import declared_prediction
 from utils.diagnostics.watching.preconditioning import check_preconditioning
-from utils.diagnostics.watching.seen import Noising, Seen, Times
+from utils.diagnostics.watching.seen import Seen, Times
 from utils.diagnostics.watching.targets import check_target, identify_target
 from utils.diagnostics.watching.weights import check_weights, identify_weights
 
@@ -45,6 +45,9 @@ class ForwardJudge:
         self.mixed = True
         levels = Levels(looks)
         checks: list[Check] = []
+        if (c := strength(levels.a, levels.b)) != 1:  # the noise is judged as it is used
+            looks = [replace(one, mixture=one.mixture.of_strength(c)) for one in looks]
+            levels = Levels(looks)
         if (twice := check_noised_once(update)) is not None:
             return [twice, *self._noise(looks)]
         if levels.noise_alone:
@@ -205,10 +208,12 @@ def _looks(update: Update, loss_scale: float) -> list[Look]:
         call = step.calls.get("network")
         if call is None or not call.outputs or not call.inputs or not isinstance(call.inputs[0], torch.Tensor):
             continue
-        x, seen = call.inputs[0], step.batch.get("seen") or Seen()
-        noisings: list[Noising] = step.batch.get("noising") or []
-        noising = next((n for n in reversed(noisings) if n.clean.shape == x.shape), None)
-        mixture = find(x, seen, noising)
+        seen, noisings = step.batch.get("seen") or Seen(), step.batch.get("noising") or []
+        mixture = None
+        for x in _images_in(call.inputs[0], call.outputs[0].shape[1]):
+            noising = next((n for n in reversed(noisings) if n.clean.shape == x.shape), None)
+            if (mixture := find(x, seen, noising)) is not None:
+                break
         if mixture is None:
             continue
         step.batch |= {"noise": mixture.noise_tensor, "sample_numbers": mixture.clean_tensor}
@@ -217,6 +222,12 @@ def _looks(update: Update, loss_scale: float) -> list[Look]:
         used = noising.timesteps.reshape(-1).double().expand(len(x)) if noising is not None else None
         found.append(Look(x, told, call.outputs[0], gradient, mixture, _times(seen, told, len(x)), used))
     return found
+
+
+def _images_in(x: torch.Tensor, made: int) -> list[torch.Tensor]:
+    """What may be the noised images: all channels, or those at an end, where a condition is joined to them. `made`: channels
+    of the output."""
+    return [x[:, :made], x[:, -made:]] if x.ndim > 2 and x.shape[1] > made else [x]
 
 
 def _scheduler(update: Update, facts: Facts) -> Any:

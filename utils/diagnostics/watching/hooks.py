@@ -1,6 +1,7 @@
 """Where a script's training loop can be seen: torch's global hooks, and functions of torch and diffusers that are wrapped."""
 
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -10,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from utils.diagnostics.watching.seen import Noising
-from utils.diagnostics.watching.watcher import Watcher
+from utils.diagnostics.watching.watcher import Watcher, run_eagerly
 
 
 def install(watcher: Watcher) -> ExitStack:
@@ -20,23 +21,25 @@ def install(watcher: Watcher) -> ExitStack:
     every = ExitStack()  # the hooks of all modules, which cost something in each of them
 
     def before_forward(module: Any, inputs: tuple) -> None:
-        safely(watcher.before_any_forward, module, inputs)
+        safely(watcher.before_any_forward, module)
 
-    def after_forward(module: Any, inputs: tuple, output: Any) -> None:
-        safely(watcher.after_any_forward, module, inputs, output)
+    def after_forward(module: Any, inputs: tuple, options: dict, output: Any) -> None:
+        safely(watcher.after_any_forward, module, (*inputs, *options.values()), output)
 
     def before_step(optimizer: Any, *arguments: Any) -> None:
         safely(watcher.before_step, optimizer)
 
     def after_step(optimizer: Any, *arguments: Any) -> None:
         safely(watcher.after_step, optimizer)
+        if watcher.armed:
+            safely(_watch_schedulers, hooks, watcher)
         if not watcher.discovering:
             every.close()
 
     if watcher.discovering:
-        torch.compiler.set_stance("force_eager")  # until the network is found
+        run_eagerly(True)  # until the network is found
         every.callback(register_module_forward_pre_hook(before_forward).remove)
-        every.callback(register_module_forward_hook(after_forward).remove)
+        every.callback(register_module_forward_hook(after_forward, with_kwargs=True).remove)
     hooks.callback(every.close)
     hooks.callback(register_optimizer_step_pre_hook(before_step).remove)
     # The observer's own hooks must come first: they see the step, and `after_step` closes it.
@@ -58,9 +61,9 @@ def install(watcher: Watcher) -> ExitStack:
         return original(scaler, *arguments, **options)
 
     def scaler_step(original: Callable, scaler: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
-        before = watcher.updates
+        before = watcher.steps
         result = original(scaler, optimizer, *arguments, **options)
-        safely(watcher.skipped, optimizer, before)
+        safely(watcher.scaler_stepped, optimizer, watcher.steps == before)
         return result
 
     wrap = functools.partial(_wrap, hooks)
@@ -70,7 +73,6 @@ def install(watcher: Watcher) -> ExitStack:
         wrap(module, "clip_grad_value_", functools.partial(clip, "value"))
     wrap(torch.amp.GradScaler, "scale", scale)
     wrap(torch.amp.GradScaler, "step", scaler_step)
-    _watch_schedulers(hooks, watcher)
     return hooks
 
 
@@ -86,9 +88,9 @@ def _wrap(hooks: ExitStack, owner: Any, name: str, around: Callable) -> None:
 
 
 def _watch_schedulers(hooks: ExitStack, watcher: Watcher) -> None:
-    """`add_noise` of all noise schedulers of diffusers: those that are there, and those that are imported later."""
-    from diffusers import SchedulerMixin
-
+    """`add_noise` of all noise schedulers of diffusers that the script has imported."""
+    if (module := sys.modules.get("diffusers.schedulers.scheduling_utils")) is None:
+        return
     names = ("original_samples", "noise", "timesteps")
 
     def add_noise(original: Callable, scheduler: Any, *arguments: Any, **options: Any) -> Any:
@@ -100,20 +102,10 @@ def _watch_schedulers(hooks: ExitStack, watcher: Watcher) -> None:
             watcher.safely(watcher.noised, Noising(scheduler, clean, noise, timesteps, result.detach()))
         return result
 
-    def watch(kind: type) -> None:
-        if "add_noise" in vars(kind) and not hasattr(vars(kind)["add_noise"], "__wrapped__"):
-            _wrap(hooks, kind, "add_noise", add_noise)
-
     def kinds(of: type) -> list[type]:
         children: list[type] = of.__subclasses__()
         return children + [kind for child in children for kind in kinds(child)]
 
-    for kind in kinds(SchedulerMixin):
-        watch(kind)
-
-    def subclassed(cls: type, **options: Any) -> None:
-        super(SchedulerMixin, cls).__init_subclass__(**options)
-        watcher.safely(watch, cls)
-
-    SchedulerMixin.__init_subclass__ = classmethod(subclassed)
-    hooks.callback(delattr, SchedulerMixin, "__init_subclass__")
+    for kind in kinds(module.SchedulerMixin):
+        if "add_noise" in vars(kind) and not hasattr(vars(kind)["add_noise"], "__wrapped__"):
+            _wrap(hooks, kind, "add_noise", add_noise)

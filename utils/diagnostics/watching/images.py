@@ -40,7 +40,8 @@ def check_latents(clean: torch.Tensor, seen: Seen, config: Any) -> Check:
     gain, offset = relatives[0]  # what was seen first came from the autoencoder
     spread = float(clean.detach().double().std())
     observed = f"{gain:.4g} z {'+' if offset >= 0 else '-'} {abs(offset):.4g}; standard deviation {spread:.3g}"
-    fine = any(abs(g / scale - 1) < 1e-3 and abs(o + shift * scale) < 1e-3 * max(1.0, abs(shift * scale)) for g, o in relatives)
+    fits = [abs(g / scale - 1) < 1e-3 and abs(o + shift * scale) < 1e-3 * max(1.0, abs(shift * scale)) for g, o in relatives]
+    fine = fits[0] or (any(fits) and abs(gain / scale**2 - 1) > 1e-3)  # scaled twice, they are once what they should be
     text = f"the latents are {gain:.4g} times the autoencoder's {offset:+.4g}, by its config they should be {wanted}"
     return Check("data", name, wanted, observed, fine, text)
 

@@ -10,14 +10,14 @@ from utils.diagnostics.watching.mixture import EXACT, ROUNDED
 from utils.diagnostics.watching.seen import Seen
 
 
-def _known_levels(levels: Levels) -> dict[str, torch.Tensor]:
-    """What networks are told of a noise level, by how it is written."""
-    b, log = levels.b, levels.sigma.log()
+def _known_levels(levels: Levels, times: float = 1.0) -> dict[str, torch.Tensor]:
+    """What networks are told of a noise level, by how it is written. `times`: of its sigma."""
+    b, sigma = levels.b, levels.sigma * times
+    log, angle = sigma.log(), sigma.atan()
     if levels.kind == "flow":
         return {"s": b, "1 - s": 1 - b, "1000 s": 1000 * b, "1000 (1 - s)": 1000 * (1 - b)}
-    angle = levels.sigma.atan()
     return {
-        "sigma": levels.sigma,
+        "sigma": sigma,
         "ln(sigma) / 4": log / 4,
         "ln(sigma)": log,
         "1000 ln(sigma) / 4": 250 * log,
@@ -38,6 +38,11 @@ def check_told(levels: Levels) -> tuple[Check, str]:
     for text, values in known.items():
         if _alike(told, values):
             return Check("timestep", name, wanted, text, True), text
+    for times in (2, 0.5, 4, 0.25) if levels.kind in ("variance-exploding", "preconditioned") and len(told) > 2 else ():
+        for text, values in _known_levels(levels, times).items():
+            if _alike(told, values):
+                message = f"the network is told {text} of {times:g} times the noise that the images have"
+                return Check("noise", "strength of the noise", "1", f"{1 / times:g}", False, message), text
     if len(told) < 3:
         return not_observed("timestep", name, wanted, "too few images to know the function"), ""
     for text, values in known.items():

@@ -16,6 +16,7 @@ from utils.diagnostics.watching.ranks import gather
 from utils.diagnostics.watching.updating import LastLook, UpdateJudge
 
 MOST_RATES = 4096  # learning rates that are kept
+MOST_SKIPPED = 12  # steps that a GradScaler leaves out in a row, until its scale has come down
 
 
 @dataclass
@@ -64,9 +65,12 @@ class Judge:
         self._schedule.look(look.facts, look.update.step + 1)
         self.record(look.update.step + 1, checks)
 
-    def end(self, updates: int, ended: bool, copies: list[CopyProbe]) -> None:
-        """`ended`: the script came to its own end."""
+    def end(self, updates: int, ended: bool, copies: list[CopyProbe], skipped: int) -> None:
+        """`ended`: the script came to its own end; `skipped`: the last steps in a row that a GradScaler left out."""
         checks = self._schedule.end(self._facts, self.rates, updates, ended)
+        if skipped >= MOST_SKIPPED:
+            text = f"the last {skipped} steps were left out by the GradScaler: gradients are NaN or infinite at every scale"
+            checks.append(Check("gradient", "finite gradients", "now and then", "none", False, text))
         if ended:
             checks += self._update.end()
         for probe in copies:

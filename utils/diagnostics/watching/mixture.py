@@ -1,6 +1,6 @@
 """Of what a network's input is mixed: x = a x_0 + b noise, found by least squares among the tensors that were seen."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +27,10 @@ class Mixture:
     offset: float = 0.0  # of one more number for each channel that was added to the noise ("offset noise")
     constant: float = 0.0  # that is added to all values
 
+    def of_strength(self, c: float) -> "Mixture":
+        """With c times the noise as its noise."""
+        return replace(self, noise=self.noise * c, noise_tensor=self.noise_tensor * c, of_noise=self.of_noise / c)
+
 
 def family(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-3) -> str:
     """What kind of mixture the coefficients are of."""
@@ -40,6 +44,21 @@ def family(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-3) -> str:
     if constant(b) is None and constant(1 / a**2 - sigma**2, 1e-2) is not None and bool((a > 0).all()):
         return "preconditioned"
     return "other"
+
+
+def strength(a: torch.Tensor, b: torch.Tensor) -> float:
+    """c, where the coefficients are those of a known process but for noise that is c times the one that was drawn; else 1."""
+    used = (a > 1e-3) & (a < 1 - 1e-3)
+    if family(a, b) != "other" or int(used.sum()) < 4:
+        return 1.0
+    a, b = a[used], b[used]
+    if (found := constant(b / (1 - a))) is not None:  # a + b / c = 1
+        return found
+    # 1 / a^2 = p + (sigma / c)^2, of variance-preserving processes and EDM's.
+    columns = torch.stack([torch.ones_like(a), (b / a) ** 2], 1) * a[:, None] ** 2
+    sizes = columns.norm(dim=0)
+    p, q = (torch.linalg.lstsq(columns / sizes, torch.ones_like(a)[:, None]).solution[:, 0] / sizes).tolist()
+    return q**-0.5 if p > 0 and q > 0 and worst(columns @ torch.tensor([p, q]).to(a) - 1) < 1e-3 else 1.0
 
 
 def find(x: torch.Tensor, seen: Seen, told: Noising | None = None) -> Mixture | None:
@@ -90,7 +109,7 @@ def find(x: torch.Tensor, seen: Seen, told: Noising | None = None) -> Mixture | 
                     return _with_offset(mixed, seen)
     if rounded:
         return min(rounded, key=lambda mixture: worst(mixture.residual))
-    return None if noises else _undrawn(values, images, limit)
+    return _undrawn(values, images, limit)
 
 
 def _mixture(values: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor) -> Mixture:

@@ -31,10 +31,29 @@ def check_network(update: Update, observer: Observer, asked: str | None) -> tupl
     if asked in _ASKED:
         text = f"layers compute in {seen}, Accelerate was asked for {asked}"
         checks.append(Check("network", "precision of the layers", str(asked), seen, seen == asked, text, "warning"))
+    checks.append(_frozen(observer))
     found = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in observer.parameters.values()}))
     text = f"weights are kept in {found}: updates below its rounding are lost"
     checks.append(Check("network", "precision of the weights", "float32", found, found == "float32", text, "warning"))
     return checks, seen
+
+
+def _frozen(observer: Observer) -> Check:
+    """Weights that nobody trains and nobody has trained: torch's layers begin uniform, to 1 / sqrt(fan-in). Where most of a
+    network is frozen, it is adapted on purpose."""
+    weights = {name: p for name, p in observer.modules["network"].named_parameters() if name in observer.frozen}
+    left = [name for name, p in weights.items() if p.ndim > 1 and _as_made(p)]
+    few = sum(p.numel() for p in weights.values()) < sum(p.numel() for p in observer.parameters.values())
+    text = f"{len(left)} weights are frozen and as torch makes them, such as {left[0]}: nothing trains them" if left else ""
+    name, wanted = "weights that are not trained", "none, or trained before"
+    return Check("network", name, wanted, str(len(left)) if left else "none", not (left and few), text, "warning")
+
+
+def _as_made(weight: torch.Tensor) -> bool:
+    values = weight.detach().double().flatten() * weight[0].numel() ** 0.5
+    if values.numel() < 256 or float(values.abs().max()) > 1 + 1e-6:
+        return False
+    return abs(float(values.std()) * 3**0.5 - 1) < 0.1 and abs(float((values.abs() < 0.5).double().mean()) - 0.5) < 0.1
 
 
 def _acts_otherwise(module: nn.Module) -> bool:

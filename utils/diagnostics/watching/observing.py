@@ -1,12 +1,22 @@
 """The audit's observer, for loops that it knows nothing of."""
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from utils.diagnostics.audit.elements import ElementSample
-from utils.diagnostics.audit.observer import Observer
+from utils.diagnostics.audit.observer import Observer, safely
+from utils.diagnostics.audit.seen import Update
+
+
+def is_like(value: Any, shape: torch.Size) -> bool:
+    """Whether it is a tensor of images of that shape, with as many channels as it likes."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim != len(shape):
+        return False
+    return value.shape[0] == shape[0] and value.shape[2:] == shape[2:]
 
 
 class ForeignObserver(Observer):
@@ -19,7 +29,7 @@ class ForeignObserver(Observer):
 
     def __init__(self, modules: Mapping[str, nn.Module], stepped: Collection[int], others: Collection[int]):
         super().__init__(modules)
-        self._stepped = stepped
+        self._stepped, self._closes = stepped, False
         self.parameters = {name: p for name, p in self.parameters.items() if id(p) not in others}
         self.sample = ElementSample(self.parameters)
         self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}
@@ -33,6 +43,38 @@ class ForeignObserver(Observer):
     def _before_forward(self, name: str, module: nn.Module, inputs: tuple, options: dict | None = None) -> None:
         if options is not None:  # a hook that was taken away in this pass comes once more, without them
             super()._before_forward(name, module, inputs, options)
+
+    def end_update(self) -> Update | None:
+        """With the images first among what a network gets, wherever it takes them."""
+        update = super().end_update()
+        for call in (call for step in update.micro_steps for call in step.calls.values() if call.outputs) if update else ():
+            place = next((n for n, v in enumerate(call.inputs) if is_like(v, call.outputs[0].shape)), 0)
+            call.inputs = (call.inputs[place], *call.inputs[:place], *call.inputs[place + 1 :])
+        return update
+
+    def begin_closure(self, optimizer: Optimizer) -> None:
+        """Of an optimizer whose step makes the passes: what it begins with is seen now, and its gradient in the end."""
+        self._before_step(optimizer)
+        self._closes = True
+
+    def begin(self, *arguments: Any, **options: Any) -> None:
+        super().begin(*arguments, **options)
+        self._closes = False
+
+    @safely
+    def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
+        if not self._closes:  # else it is the next update's, whose forward pass comes later
+            super()._before_step(optimizer, *arguments)
+
+    @safely
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, *arguments: Any) -> None:
+        step = self.update.optimizer_step  # type: ignore[union-attr]  # `safely` cares for it
+        if self._closes and step is not None and self._ours(optimizer):
+            gradients = [p.grad for p in self.parameters.values()]
+            step.gradient = self.sample.take(gradients)
+            step.gradient_norm = torch.stack(torch._foreach_norm([g for g in gradients if g is not None])).norm()
+        super()._after_step(optimizer, *arguments)
 
     @torch.no_grad()
     def begin_backward(self) -> None:

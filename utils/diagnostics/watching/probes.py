@@ -2,7 +2,10 @@
 
 import torch
 
+from utils.diagnostics.watching.facts import Average
+
 MOST = 256  # that are kept until they are compared
+SOON = 4  # of averages, which are looked at until they are known to be averages
 PROBED = 16  # elements that are compared
 
 
@@ -51,16 +54,16 @@ class Probe:
 class CopyProbe:
     """An average and its weights between updates, until it has once become something else than a copy of them."""
 
-    def __init__(self, name: str, average: torch.Tensor, weights: torch.Tensor):
-        self.name, self.averages = name, False
+    def __init__(self, average: Average, parameter: str, weights: torch.Tensor):
+        self.name, self.averages = average.name, False
         self.copies = 0  # updates in which it became a copy
-        self._views = _View(average), _View(weights)
+        self._average, self._parameter, self._weights = average, parameter, _View(weights)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def take(self) -> None:
         if not self.averages:
-            self._kept.append((self._views[0].clone(), self._views[1].clone()))
-            if len(self._kept) >= MOST:
+            self._kept.append((_View(self._average.now()[self._parameter]).clone(), self._weights.clone()))
+            if len(self._kept) >= SOON:
                 self.compare()
 
     def compare(self) -> None:

@@ -1,7 +1,9 @@
 """What a script computes between two forward passes: tensors that may be its images, and what it draws at random."""
 
 import os
+import sys
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -66,29 +68,31 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.shape: torch.Size | None = None  # of the network's input; None: any
         self.seen = Seen()
-        self.running = self.paused = False
+        self.running = self._entered = False
         self._process = os.getpid()
 
     def start(self) -> None:
-        if not self.running:
-            self.running = True
+        if not self._entered and not _in_compiled():
+            self._entered = True
             self.__enter__()
+        self.running = self._entered
 
     def stop(self) -> Seen:
         """What was seen, which is then forgotten here."""
-        if self.running:
-            self.running = False
+        self.running = False
+        if self._entered and not _in_compiled():
+            self._entered = False
             self.__exit__(None, None, None)
         seen, self.seen = self.seen, Seen()
         return seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.paused and os.getpid() == self._process:
+        if self.running and os.getpid() == self._process:
             try:
                 self._see(func._overloadpacket.__name__, args, kwargs or {}, result)
             except Exception:  # what it cannot read it does not know
-                self.paused = True
+                self.running = False
         return result
 
     def _see(self, name: str, args: Any, kwargs: dict, result: Any) -> None:
@@ -125,6 +129,14 @@ class Recorder(TorchDispatchMode):
             _keep_newest(self.seen.tensors, tensor, most)
         elif tensor.dtype is torch.int64 and (tensor.ndim == 1 or (tensor.ndim == 2 and tensor.shape[1] >= TOKENS)):
             _keep_newest(self.seen.labels, tensor, MOST)
+
+
+def _in_compiled() -> bool:
+    """Whether a compiled function is under way, which undoes in its end what is entered or left within it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.endswith("_dynamo/eval_frame.py"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _keep_newest(kept: dict[int, torch.Tensor], tensor: torch.Tensor, most: int) -> None:

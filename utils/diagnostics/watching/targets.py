@@ -18,6 +18,7 @@ class Target:
     loss: str = "squared error"
 
 
+NOTHING = "nothing"
 GOOD = ("epsilon", "sample", "v_prediction", "velocity", "raw", "score")
 SAID = {
     "epsilon": "the noise (epsilon)",
@@ -73,7 +74,7 @@ def identify_target(levels: Levels, order: list[str], table: Any = None) -> Targ
         return None
     used = gradient.norm(dim=1) > 0
     if not used.any():
-        return Target("nothing: the output gets no gradient", False, None)
+        return Target(NOTHING, False, None)
     error = _Error(gradient[used], output[used], levels.clean[used], levels.noise[used], looks[0].output.dtype)
     parts = {name: tuple(_of_used(of, used) for of in both) for name, both in _parts(levels, table).items()}
     known = sorted(parts, key=lambda name: order.index(name) if name in order else len(order))
@@ -186,6 +187,9 @@ def check_target(target: Target, declared: str | None, levels: Levels) -> Check:
     observed = f"{target.loss} against {SAID.get(target.name, target.name)}"
     if target.loss == "other error":
         return not_observed("target", name, wanted, "the loss is neither a squared, an absolute nor a Huber error")
+    if target.name == NOTHING:
+        text = "the loss gives the network's output no gradient: is it computed of a detached output?"
+        return Check("gradient", "gradient of the output", "not zero", "zero", False, text)
     if not target.name:
         why = "the loss compares the output with something else than image and noise, or has more than one term"
         return not_observed("target", name, wanted, why)

@@ -11,10 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from utils.diagnostics.audit.observer import failure_text
+from utils.diagnostics.audit.seen import tensors_in
 from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching.facts import Facts, find_facts
 from utils.diagnostics.watching.judging import Judge
-from utils.diagnostics.watching.observing import ForeignObserver
+from utils.diagnostics.watching.observing import ForeignObserver, is_like
 from utils.diagnostics.watching.probes import CopyProbe, Probe
 from utils.diagnostics.watching.seen import Noising, Recorder, Seen
 from utils.diagnostics.watching.updating import Clip, LastLook
@@ -59,7 +60,10 @@ class Watcher:
         self._inside: list[nn.Module] = []  # modules in it that may be a raw network
         self._hooks: list[Any] = []
         self._stepped = self._auditing = self._busy = False
-        self._steps = 0  # of optimizers, before a network was found
+        self.armed = False  # the network's forward passes are hooked: before, in and after an update that is looked at
+        self._in_step = self._closes = False  # `_closes`: the optimizer makes the forward passes, by a closure
+        self.steps = 0  # of all optimizers
+        self._skipped = 0  # steps in a row that a GradScaler has left out
         self._idle: dict[int, int] = {}  # steps of an optimizer without a gradient
         self._facts = Facts()
         self._next, self._following = 2, 3  # updates that are looked at
@@ -70,7 +74,6 @@ class Watcher:
         self._scale = 1.0
         self._probe = Probe(torch.zeros(1))
         self._copies: dict[str, CopyProbe] = {}  # by the name of the average
-        self._encoder: nn.Module | None = None
         self._encoded = False
         self._discovering = True
         self._told = Facts()
@@ -97,11 +100,9 @@ class Watcher:
         self._recorder.stop()
         if self._observer is not None:
             self._observer.rest()
-        for hook in self._hooks:
-            hook.remove()
         self._end_discovery()
-        _run_eagerly(False)
-        self._hooks, self._auditing, self._noising = [], False, []
+        self._disarm()
+        self._auditing = False
 
     @property
     def discovering(self) -> bool:
@@ -109,7 +110,7 @@ class Watcher:
 
     # ---- the first update: which module is the network
 
-    def before_any_forward(self, module: nn.Module, inputs: tuple) -> None:
+    def before_any_forward(self, module: nn.Module) -> None:
         if self._discovering and torch.is_grad_enabled():
             self._stack.append(module)
 
@@ -121,21 +122,35 @@ class Watcher:
         depth = len(self._stack)
         if depth > 4 or any(c.module is module for c in self._candidates):
             return
-        given = next((v for v in inputs if isinstance(v, torch.Tensor)), None)
-        made = next((v for v in values_of(output) if isinstance(v, torch.Tensor)), None)
-        if given is None or made is None or given.ndim < 3 or not given.is_floating_point() or given.ndim != made.ndim:
+        made = next(iter(tensors_in(output)), None)
+        if made is None or made.ndim < 3 or not made.requires_grad:
             return
-        alike = given.shape[0] == made.shape[0] and given.shape[2:] == made.shape[2:] and made.requires_grad
-        if alike and made.shape[1] in (given.shape[1], 2 * given.shape[1]):
-            self._candidates.append(Candidate(module, given.shape, depth))
+        given = next((v for v in inputs if is_like(v, made.shape)), None)
+        if given is not None:
+            # More channels than it makes: a condition is joined to the image. Fewer: it makes variances too.
+            shape = given.shape if made.shape[1] in (given.shape[1], 2 * given.shape[1]) else made.shape
+            if shape[1] <= given.shape[1]:
+                self._candidates.append(Candidate(module, shape, depth))
 
     def before_step(self, optimizer: Optimizer) -> None:
+        self.steps += 1
         if optimizer is self._optimizer:
-            self._recorder.stop()
-            if self._auditing and self._observer is not None:
-                self._reached = self._observer.reached()
+            self._probe.again()
+            for copies in self._copies.values():
+                copies.take()
+            self._in_step = True
+            if not (self.armed and self._stepped):  # else there was no forward pass since the step before
+                self._recorder.stop()
+                self._see_reached()
         if self.network is None:
             self._see_idle(optimizer)
+
+    def _see_reached(self) -> None:
+        if self._auditing and self._observer is not None:
+            self._reached = self._observer.reached()
+
+    def _see_optimizer(self, optimizer: Optimizer) -> None:
+        """After its first step, whose forward pass is then over in all cases."""
         if id(optimizer) in self._optimizers:
             return
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
@@ -160,7 +175,7 @@ class Watcher:
             kind = type(optimizer).__name__
             text = f"no parameter of {kind} has a gradient: are they of a copy of the network, or is the loss cut off?"
             name, wanted = "parameters in the optimizer", "all that get gradients"
-            self.judge.record(self._steps, [Check("optimizer", name, wanted, "none that gets one", False, text)])
+            self.judge.record(self.steps, [Check("optimizer", name, wanted, "none that gets one", False, text)])
 
     def _choose(self) -> None:
         """Watches the next of the networks that may be the denoiser."""
@@ -180,11 +195,30 @@ class Watcher:
         stepped = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
         self._observer = ForeignObserver(modules, stepped, self._others - stepped)
         self._probe = Probe(max(self._observer.parameters.values(), key=torch.Tensor.numel))
+        self._disarm()
+        self._arm()
+        self.judge.begin(network)
+
+    def _arm(self) -> None:
+        """Hooks on the module that is called: a compiled one does not call the hooks of what is inside. Between the updates
+        that are looked at there are none, which would cost something in each update and are seen by the compiler."""
+        if not self.armed and self._called is not None:
+            self._hooks = [self._called.register_forward_pre_hook(self._before_network, with_kwargs=True)]
+            encoder = getattr(self._facts.autoencoder, "encoder", None)
+            if isinstance(encoder, nn.Module):
+                self._hooks.append(encoder.register_forward_hook(self._see_encoder))
+            self.armed = True
+            run_eagerly(True)
+
+    def _disarm(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        # On the module that is called: a compiled one does not call the hooks of what is inside.
-        self._hooks = [called.register_forward_pre_hook(self._before_network, with_kwargs=True)]
-        self.judge.begin(network)
+        self._hooks, self.armed, self._noising = [], False, []
+        run_eagerly(False)
+
+    def _see_encoder(self, *arguments: Any) -> None:
+        """Images are encoded in this update."""
+        self._encoded = True
 
     def told(self, network: nn.Module, optimizer: Optimizer, facts: Facts) -> None:
         """By `watch`: nothing is searched for that it names."""
@@ -198,7 +232,8 @@ class Watcher:
     def _end_discovery(self) -> None:
         if self._discovering:
             self._discovering, self._candidates, self._stack = False, [], []
-            _run_eagerly(False)
+            if not self.armed:
+                run_eagerly(False)
 
     # ---- later updates
 
@@ -213,46 +248,54 @@ class Watcher:
         if observer is None:
             return
         if self._recorder.shape is None:  # of a loop that told its network
-            self._recorder.shape = next((v.shape for v in inputs if isinstance(v, torch.Tensor)), None)
+            given = (v for v in (*inputs, *options.values()) if isinstance(v, torch.Tensor))
+            self._recorder.shape = next((v.shape for v in given if v.ndim > 2 and v.is_floating_point()), None)
         seen = self._recorder.stop() if self._recorder.running else None
         begins = False
         if self._stepped:
             self._stepped = False
             self._end_discovery()
-            self._probe.again()
-            for copies in self._copies.values():
-                copies.take()
             self._finish()
+            self._closes = self._in_step
             if self._observer is not observer:  # this was not the denoiser
                 return
             begins = self.updates + 1 >= self._next
         if begins:
             self._begin()
             observer._before_forward("network", module, inputs, options)
-        if self._auditing:
-            facts = {"seen": seen or Seen(), "noising": list(self._noising[-3:])}
-            observer.begin_micro_step(**facts) if not begins else observer.tell(**facts)
+            if self._closes:
+                observer.begin_closure(self._optimizer)
+        if not self._auditing:
+            self._disarm()
+            return
+        facts = {"seen": seen or Seen(), "noising": list(self._noising[-3:])}
+        observer.begin_micro_step(**facts) if not begins else observer.tell(**facts)
         self._noising = []
 
     def _begin(self) -> None:
         observer = self._observer
-        self._auditing, self._encoded = True, self._encoded and self._encoder is not None
+        self._auditing = True
         while self.updates + 1 >= self._next:
             self._next, self._following = _next_looks(self._next, self._following)
         self._clips = []
-        observer.averages = {a.name: a.tensors for a in self._facts.averages}  # type: ignore[union-attr]
-        _run_eagerly(True)
+        self._see_averages()
         observer.begin(self.updates)  # type: ignore[union-attr]
+
+    def _see_averages(self) -> None:
+        """They may be other tensors than before."""
+        self._observer.averages = {a.name: a.now() for a in self._facts.averages}  # type: ignore[union-attr]
 
     def _finish(self) -> None:
         """When the next update begins, or none follows."""
         if not self._auditing or self._observer is None:
             return
         self._auditing = False
-        _run_eagerly(False)
+        self._see_averages()
         update = self._observer.end_update()
         if update is None:
             raise RuntimeError(self._observer.failure or "an update was not seen")
+        if self._closes and len(update.micro_steps) > 1:  # a closure that is called several times: what for is not known
+            return
         known = type(self._optimizer).__module__.startswith("torch.optim")
         about = (self._observer, self._facts, list(self._clips), self._probe.moved(), self._reached, known, self._scale)
         self._busy = True  # the judge makes optimizer steps of its own
@@ -265,26 +308,37 @@ class Watcher:
             self._choose()
 
     def after_step(self, optimizer: Optimizer) -> None:
+        self._see_optimizer(optimizer)
         if self._optimizer is None:
-            self._steps += 1
-            if self._steps >= PATIENCE:
+            if self.steps >= PATIENCE:
                 self._end_discovery()
-            if self._most is not None and self._steps >= self._most:
+            if self._discovering:
+                run_eagerly(True)  # what was compiled in the meantime
+            if self._most is not None and self.steps >= self._most:
                 raise Enough(0)
-        if optimizer is not self._optimizer or self._stepped:
+        if optimizer is not self._optimizer:
+            return
+        self._in_step = False
+        if self.armed and self._stepped:
             return
         self._stepped = True
         self.updates += 1
         if self.updates in SEARCHES and (self.updates != 20 or not any(a.is_average for a in self._facts.averages)):
             self._facts = find_facts(self.network, optimizer)  # type: ignore[arg-type]
             self._facts.add(self._told)
-            self._watch_autoencoder()
             self._probe_copies()
+            self._disarm()  # there may be an autoencoder to be watched too
         if self._auditing:
+            if self._closes:
+                self._see_reached()
             self._observer.end_step()  # type: ignore[union-attr]
         self._probe.take()
-        if self.updates + 1 >= self._next:
+        due = self.updates + 1 >= self._next
+        if due:
+            self._encoded = False
             self._recorder.start()
+        if due or (self._most is not None and self.updates >= self._most):
+            self._arm()
         self.judge.rate(self.updates, [float(group["lr"]) for group in optimizer.param_groups])
 
     def _probe_copies(self) -> None:
@@ -293,18 +347,7 @@ class Watcher:
             names = [name for name in average.tensors if name in parameters and average.is_average and average.settings is None]
             if names and average.name not in self._copies:
                 name = max(names, key=lambda name: parameters[name].numel())
-                self._copies[average.name] = CopyProbe(average.name, average.tensors[name], parameters[name])
-
-    def _watch_autoencoder(self) -> None:
-        """Whether images are encoded in an update."""
-        encoder = getattr(self._facts.autoencoder, "encoder", None)
-        if isinstance(encoder, nn.Module) and self._encoder is None:
-            self._encoder = encoder
-
-            def encoded(*arguments: Any) -> None:
-                self._encoded = True
-
-            self._hooks.append(encoder.register_forward_hook(encoded))
+                self._copies[average.name] = CopyProbe(average, name, parameters[name])
 
     def before_backward(self) -> None:
         if self._auditing and not self._stepped and self._observer is not None:
@@ -320,16 +363,18 @@ class Watcher:
     def scaled(self, scaler: Any) -> None:
         self._scaler = weakref.ref(scaler)
 
-    def skipped(self, optimizer: Any, before: int) -> None:
-        """After GradScaler's step: the update under way made no step where its gradient was not finite."""
-        if self._auditing and before == self.updates and not self._stepped and self._optimizer is optimizer:
+    def scaler_stepped(self, optimizer: Any, skipped: bool) -> None:
+        """After GradScaler's step: it makes none where the gradient is not finite."""
+        self._skipped = self._skipped + 1 if skipped else 0
+        if self._auditing and skipped and not self._stepped and self._optimizer is optimizer:
             self._auditing = False
             self._observer.rest()  # type: ignore[union-attr]
             self._next = min(self._next, self.updates + 1)
             self._stepped = True  # the next forward pass begins an update
 
     def noised(self, noising: Noising) -> None:
-        self._noising = [*self._noising[-3:], noising]
+        if self.armed:
+            self._noising = [*self._noising[-3:], noising]
 
     def clipped(self, kind: str, limit: float, parameters: list[torch.Tensor]) -> None:
         if self._auditing and self._observer is not None:
@@ -342,7 +387,7 @@ class Watcher:
         """When the script is over; `ended`: by itself, and not by an error, an interruption or `--watch_updates`."""
         if self._stepped and self._auditing:
             self.safely(self._finish)
-        self.safely(self.judge.end, self.updates, ended, list(self._copies.values()))
+        self.safely(self.judge.end, self.updates, ended, list(self._copies.values()), self._skipped)
         self.rest()
 
 
@@ -352,9 +397,10 @@ def _next_looks(first: int, second: int) -> tuple[int, int]:
     return (second, third) if second <= 8 else (third, second + third)
 
 
-def _run_eagerly(eagerly: bool) -> None:
+def run_eagerly(eagerly: bool) -> None:
     """Compiled networks: hooks are called in what runs eagerly."""
-    torch.compiler.set_stance("force_eager" if eagerly else "default")
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the import would take a second
+        torch.compiler.set_stance("force_eager" if eagerly else "default")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -362,11 +408,3 @@ def unwrapped(module: nn.Module) -> nn.Module:
         inner: Any = getattr(module, "_orig_mod", None) or module.module
         module = inner
     return module
-
-
-def values_of(output: Any) -> tuple[Any, ...]:
-    if isinstance(output, torch.Tensor):
-        return (output,)
-    if hasattr(output, "values"):
-        return tuple(output.values())
-    return tuple(output) if isinstance(output, (tuple, list)) else ()

@@ -15,6 +15,7 @@ _FAMILIAR = {  # what scripts weigh errors by on purpose
     "epsilon": ("1", "min(SNR, gamma) / SNR", "(SNR + 1) / SNR", "1 / (SNR + 1)"),
     "sample": ("1", "SNR", "max(SNR, 1)", "min(SNR, gamma)", "SNR + 1", "1 / (SNR + 1)", "SNR / (SNR + 1)"),
     "v_prediction": ("1", "SNR / (SNR + 1)", "min(SNR, gamma) / (SNR + 1)", "1 / (SNR + 1)"),
+    "score": ("1", "1 / SNR", "1 / (SNR + 1)"),
 }
 _FUNCTIONS = WEIGHTINGS | {
     "SNR / (SNR + 1)": lambda snr, gamma: snr / (snr + 1),
