@@ -48,7 +48,7 @@ def family(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-3) -> str:
 
 def strength(a: torch.Tensor, b: torch.Tensor) -> float:
     """c, where the coefficients are those of a known process but for noise that is c times the one that was drawn; else 1."""
-    used = (a > 1e-3) & (a < 1 - 1e-3)
+    used = (a > 1e-3) & ((a - 1).abs() > 1e-3)
     if family(a, b) != "other" or int(used.sum()) < 4:
         return 1.0
     a, b = a[used], b[used]
