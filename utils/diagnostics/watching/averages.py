@@ -51,6 +51,8 @@ def _checked(
     e, after, w, before = (v.double()[mask] for v in (old, new, weights, step.before))
     if torch.equal(e, after):
         return [_still(average, torch.equal(new, first.values), update, torch.equal(e, w))]
+    if not torch.isfinite(e + after + w + before).all():
+        return [not_observed("ema", name, wanted, "weights or averages are not finite")]
     rounding = 2 * ROUNDING * float(torch.maximum(e.abs(), w.abs()).norm())
     begun = first.values.double()[mask]
     wandered = (4 + update.step + 1 - first.update) * rounding  # by the rounding of so many updates

@@ -1,6 +1,7 @@
 """What a forward pass and its loss show: image and noise, the noise level, the target, what errors count."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.images import check_latents, check_range
-from utils.diagnostics.watching.inputs import check_mixture, check_noised_once, check_told, check_unexplained
+from utils.diagnostics.watching.inputs import check_mixture, check_noised_once, check_told, check_unexplained, images_in
 from utils.diagnostics.watching.levels import Levels, Look, Table, anywhere, matching, said, tables
 from utils.diagnostics.watching.mixture import Mixture, find, strength
 from utils.diagnostics.watching.options import declared_prediction
@@ -63,6 +64,7 @@ class ForwardJudge:
             *wrapped,
             *self._noise(looks),
             *([] if levels.constant else [_data(looks[0], update, facts, encoded)]),
+            *_repeated([one.mixture.clean for one in looks]),
         ]
 
     def _loss(
@@ -210,7 +212,7 @@ def _looks(update: Update, loss_scale: float) -> list[Look]:
             continue
         seen, noisings = step.batch.get("seen") or Seen(), step.batch.get("noising") or []
         mixture = None
-        for x in _images_in(call.inputs[0], call.outputs[0].shape[1]):
+        for x in images_in(call.inputs[0], call.outputs[0].shape[1]):
             noising = next((n for n in reversed(noisings) if n.clean.shape == x.shape), None)
             if (mixture := find(x, seen, noising)) is not None:
                 break
@@ -224,10 +226,14 @@ def _looks(update: Update, loss_scale: float) -> list[Look]:
     return found
 
 
-def _images_in(x: torch.Tensor, made: int) -> list[torch.Tensor]:
-    """What may be the noised images: all channels, or those at an end, where a condition is joined to them. `made`: channels
-    of the output."""
-    return [x[:, :made], x[:, -made:]] if x.ndim > 2 and x.shape[1] > made else [x]
+def _repeated(images: list[torch.Tensor]) -> list[Check]:
+    """`images`: of each micro step."""
+    if len(images) < 2:
+        return []
+    same = any(a.shape == b.shape and torch.equal(a, b) for a, b in pairwise(images))
+    text = "micro steps of an update see the same images: its batch is smaller than it should be"
+    found = "the same" if same else "others"
+    return [Check("data", "images of the micro steps", "other ones in each", found, not same, text, "warning")]
 
 
 def _scheduler(update: Update, facts: Facts) -> Any:

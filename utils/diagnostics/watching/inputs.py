@@ -50,7 +50,7 @@ def check_told(levels: Levels) -> tuple[Check, str]:
             if _alike(told, values.roll(shift)):
                 message = f"the network is told the noise level of {whose} in the batch"
                 return Check("timestep", name, wanted, message, False, message), text
-    if constant(told, 1e-6) is not None and constant(sigma, 1e-3) is None:
+    if bool((told == told[0]).all()) and constant(sigma, 1e-3) is None:
         message = f"the network is told {float(told[0]):.4g} for all images, though they have different noise levels"
         return Check("timestep", name, wanted, "one for all", False, message), ""
     order = told[sigma.argsort()].diff()
@@ -94,6 +94,13 @@ def check_mixture(levels: Levels) -> Check:
     }
     if levels.kind in formulas:
         return Check("input", name, wanted, f"{levels.kind}: {formulas[levels.kind]}", True)
+    if bool((levels.a + levels.b**2 - 1).abs().max() < 1e-3) and many:
+        text = f"the coefficient of the image is the square of what it should be: a + b^2 = 1, not a^2 + b^2 ({spread})"
+        return Check("input", name, wanted, spread, False, text)
+    whole = levels.told is not None and bool((levels.told == levels.told.round()).all())  # else it may be a sub-VP process
+    if bool((levels.a**2 + levels.b - 1).abs().max() < 1e-3) and many and whole:
+        text = f"the coefficient of the noise is the square of what it should be: a^2 + b = 1, not a^2 + b^2 ({spread})"
+        return Check("input", name, wanted, spread, False, text)
     order = levels.sigma.argsort()
     a, b = levels.a[order], levels.b[order]
     if not many or bool((a > 0).all() and (a.diff() <= 1e-3).all() and (b.diff() >= -1e-3).all()):
@@ -114,6 +121,12 @@ def check_noised_once(update: Update) -> Check | None:
     return None
 
 
+def images_in(x: torch.Tensor, made: int) -> list[torch.Tensor]:
+    """What may be the noised images: all channels, or those at an end, where a condition is joined to them. `made`: channels
+    of the output."""
+    return [x[:, -made:], x[:, :made]] if x.ndim > 2 and x.shape[1] > made else [x]
+
+
 def check_unexplained(update: Update) -> Check:
     """Of an input that is no mixture. Where the loss asks for a noise that was drawn, it should be made of that."""
     name, wanted = "coefficients of image and noise", "a mixture of image and noise"
@@ -121,7 +134,8 @@ def check_unexplained(update: Update) -> Check:
         call, seen = step.calls.get("network"), step.batch.get("seen") or Seen()
         if call is None or not call.outputs or 0 not in call.gradients or not isinstance(call.inputs[0], torch.Tensor):
             continue
-        x, output, gradient = call.inputs[0], call.outputs[0], call.gradients[0]
+        output, gradient = call.outputs[0], call.gradients[0]
+        x = next((x for x in images_in(call.inputs[0], output.shape[1])), call.inputs[0])
         for draw in seen.draws:
             if draw.tensor.shape == x.shape == output.shape and draw.normal and torch.isfinite(gradient).all():
                 _, residual = fit(flat(gradient), flat(output) - flat(draw.tensor))

@@ -85,6 +85,8 @@ def tables(steps: int) -> dict[str, torch.Tensor]:
     for ending, zero_snr in (("", False), (" (zero terminal SNR)", True)):
         for name in SCHEDULES:
             known[name + ending] = DeclaredNoising(name, steps, zero_snr, "epsilon", None).alphas_cumprod
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, steps, dtype=torch.float64) ** 2
+    known["scaled_linear (0.00085 to 0.012)"] = torch.cumprod(1 - betas, 0)  # of Stable Diffusion
     betas = torch.linspace(1e-4, 0.02, steps, dtype=torch.float64) * (1000 / steps)
     if steps != 1000 and float(betas.max()) < 1:
         known["linear (betas scaled by 1000 / T)"] = torch.cumprod(1 - betas, 0)

@@ -1,5 +1,6 @@
 """What a script computes between two forward passes: tensors that may be its images, and what it draws at random."""
 
+import math
 import os
 import sys
 from dataclasses import dataclass, field
@@ -117,7 +118,8 @@ class Recorder(TorchDispatchMode):
 
     def _is_scaling(self, args: Any) -> bool:
         """By a number for each sample."""
-        sizes = [a.numel() for a in args if isinstance(a, torch.Tensor)]
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        sizes = [math.prod(n for n, stride in zip(t.shape, t.stride()) if stride) for t in tensors]  # that were expanded, too
         return len(sizes) == 2 and min(sizes) < max(sizes)
 
     def _fits(self, tensor: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from utils.diagnostics.audit.fitting import constant, fit, flat, middle, worst
+from utils.diagnostics.audit.fitting import constant, fit, flat, middle, span, worst
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.levels import Levels
 
@@ -19,6 +19,7 @@ class Target:
 
 
 NOTHING = "nothing"
+EDM = "EDM's target"
 GOOD = ("epsilon", "sample", "v_prediction", "velocity", "raw", "score")
 SAID = {
     "epsilon": "the noise (epsilon)",
@@ -152,6 +153,8 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
     if worst(residual) <= error.precision:
         if _is_tangent(levels.a[used], levels.b[used], of_clean, of_noise):
             return Target("velocity of its path", True, c if bool(used.all()) else None)
+        if (sigma_data := _of_edm(levels.sigma[used], of_clean, of_noise)) is not None:
+            return Target(f"{EDM} of sigma_data {sigma_data:.3g}", False, None)
         return Target(f"{middle(of_clean):.2g} x_0 + {middle(of_noise):.2g} noise", False, None)
     shifted = [
         error.explained_by(error.output, error.clean, error.noise, error.clean.roll(k, 0), error.noise.roll(k, 0))[1]
@@ -169,6 +172,15 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
         if 0.9 < spread < 1.1 and own < 0.2 and abs(level) < 0.05 and middle(left) > 0.3 and error.share > 0.99:
             return Target("other noise than that of the image", False, None)
     return Target("", False, None, "error of another kind")
+
+
+def _of_edm(sigma: torch.Tensor, of_clean: torch.Tensor, of_noise: torch.Tensor) -> float | None:
+    """sigma_data of (x_0 - c_skip (x_0 + sigma noise)) / c_out, where that is what it is."""
+    squared = constant(-sigma * of_noise / of_clean, 1e-2) if len(sigma) > 3 else None
+    if squared is None or squared <= 0:
+        return None
+    wanted = (sigma**2 + squared).sqrt() / (sigma * squared**0.5)
+    return squared**0.5 if worst(of_clean / wanted - 1) < 1e-2 else None
 
 
 def _is_tangent(a: torch.Tensor, b: torch.Tensor, of_clean: torch.Tensor, of_noise: torch.Tensor) -> bool:
@@ -196,10 +208,15 @@ def check_target(target: Target, declared: str | None, levels: Levels) -> Check:
     if declared is not None and target.name != declared:
         text = f"the loss compares the output with {SAID.get(target.name, target.name)}, not with {wanted}, as was declared"
         return Check("target", name, wanted, observed, False, text)
+    if target.name.startswith(EDM):
+        text = f"the loss compares the output with {target.name}, and the input is not c_in (x_0 + sigma noise)"
+        return Check("input", "coefficients of image and noise", "EDM's c_in", f"a {span(levels.a)}", False, text)
     if target.name in ("velocity", "backward"):
         return _velocity(target, levels, wanted, observed)
     text = "" if target.healthy else f"the loss compares the output with {target.name}: no target that a sampler could use"
-    return Check("target", name, wanted, observed, target.healthy, text)
+    # Of an input of no known kind, that is the likelier mistake: targets are made of it.
+    stage = "input" if not target.healthy and levels.kind == "other" and declared is None else "target"
+    return Check(stage, name, wanted, observed, target.healthy, text)
 
 
 def _velocity(target: Target, levels: Levels, wanted: str, observed: str) -> Check:
