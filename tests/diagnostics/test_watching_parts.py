@@ -8,7 +8,7 @@ import torch
 from utils.diagnostics.watching.facts import Average, Facts, schedule_length
 from utils.diagnostics.watching.images import check_range
 from utils.diagnostics.watching.inputs import check_mixture
-from utils.diagnostics.watching.levels import Levels, Look
+from utils.diagnostics.watching.levels import Levels, Look, tables
 from utils.diagnostics.watching.mixture import Mixture, strength
 from utils.diagnostics.watching.options import Schedule
 from utils.diagnostics.watching.probes import CopyProbe, Probe
@@ -229,6 +229,16 @@ def test_large_images_are_not_kept_for_long(monkeypatch):
     recorder.start()
     images = [torch.ones(2, 3, 4, 4) + number for number in range(20)]
     assert len(images) == 20 and len(recorder.stop().tensors) == 8
+
+
+@pytest.mark.parametrize("zero_snr", [False, True])
+@pytest.mark.parametrize("name", ["linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"])
+def test_schedules_are_those_of_diffusers(name, zero_snr):
+    from diffusers import DDPMScheduler
+
+    scheduler = DDPMScheduler(num_train_timesteps=50, beta_schedule=name, rescale_betas_zero_snr=zero_snr)
+    table = tables(50)[name + " (zero terminal SNR)" * zero_snr]
+    assert (table - scheduler.alphas_cumprod.double()).abs().max() < 1e-6
 
 
 def test_a_scheduler_that_noises_by_sigmas_has_no_table():

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.models.activations import get_activation
 from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 
@@ -30,6 +29,8 @@ def check_built(network: nn.Module, declared: DeclaredNetwork, fresh: bool) -> l
     layers: dict[str, Any] = {name: m for name, m in network.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
     checks = [_spectral(layers, declared.spectral_norm)]
     if declared.activation is not None:
+        from diffusers.models.activations import get_activation  # here: see `declared.py`
+
         wanted = type(get_activation(declared.activation)).__name__
         kinds = {type(m.nonlinearity).__name__ for m in network.modules() if hasattr(m, "nonlinearity")}
         found, text = (

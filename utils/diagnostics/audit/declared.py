@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DDPMScheduler
 
 from utils.diagnostics.audit.built import DeclaredNetwork
 from utils.diagnostics.audit.files import sides_of
@@ -55,6 +54,8 @@ class DeclaredNoising:
     def alphas_cumprod(self) -> torch.Tensor:
         """float64 [T], as diffusers computes them."""
         settings = {"beta_schedule": self.schedule, "rescale_betas_zero_snr": self.zero_snr}
+        from diffusers import DDPMScheduler  # here, as it takes seconds, which a script that does without it need not pay
+
         return DDPMScheduler(num_train_timesteps=self.steps, **settings).alphas_cumprod.double()
 
     @property

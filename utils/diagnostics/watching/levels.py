@@ -5,7 +5,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from utils.diagnostics.audit.declared import SCHEDULES, DeclaredNoising
+from utils.diagnostics.audit.declared import DeclaredNoising
 from utils.diagnostics.audit.fitting import constant, flat, worst
 from utils.diagnostics.watching.mixture import Mixture, family
 from utils.diagnostics.watching.seen import Times
@@ -80,21 +80,28 @@ class Levels:
 
 @lru_cache(maxsize=4)
 def tables(steps: int) -> dict[str, torch.Tensor]:
-    """Name -> alphas_cumprod of the schedules that scripts use, [T]."""
-    known = {}
-    for ending, zero_snr in (("", False), (" (zero terminal SNR)", True)):
-        for name in SCHEDULES:
-            known[name + ending] = DeclaredNoising(name, steps, zero_snr, "epsilon", None).alphas_cumprod
-    betas = torch.linspace(0.00085**0.5, 0.012**0.5, steps, dtype=torch.float64) ** 2
-    known["scaled_linear (0.00085 to 0.012)"] = torch.cumprod(1 - betas, 0)  # of Stable Diffusion
-    betas = torch.linspace(1e-4, 0.02, steps, dtype=torch.float64) * (1000 / steps)
-    if steps != 1000 and float(betas.max()) < 1:
-        known["linear (betas scaled by 1000 / T)"] = torch.cumprod(1 - betas, 0)
+    """Name -> alphas_cumprod, float64 [T], of the schedules that scripts use; by the names that diffusers has for its own."""
+
+    def line(start: float, end: float) -> torch.Tensor:
+        return torch.linspace(start, end, steps, dtype=torch.float64)
+
     moments = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
     curve = torch.cos((moments + 0.008) / 1.008 * torch.pi / 2) ** 2
-    for highest in (0.999, 0.9999):
-        betas = (1 - curve[1:] / curve[:-1]).clamp(0, highest)
-        known.setdefault(f"cosine (betas up to {highest:g})", torch.cumprod(1 - betas, 0))
+    cosine = 1 - curve[1:] / curve[:-1]
+    betas = {
+        "linear": line(1e-4, 0.02),
+        "scaled_linear": line(1e-4**0.5, 0.02**0.5) ** 2,
+        "squaredcos_cap_v2": cosine.clamp(0, 0.999),
+        "sigmoid": line(-6, 6).sigmoid() * (0.02 - 1e-4) + 1e-4,
+    }
+    known = {name: torch.cumprod(1 - of, 0) for name, of in betas.items()}
+    for name, table in list(known.items()):
+        roots = table.sqrt()
+        known[f"{name} (zero terminal SNR)"] = ((roots - roots[-1]) * roots[0] / (roots[0] - roots[-1])) ** 2
+    known["scaled_linear (0.00085 to 0.012)"] = torch.cumprod(1 - line(0.00085**0.5, 0.012**0.5) ** 2, 0)  # Stable Diffusion's
+    if steps != 1000 and 20 < steps:
+        known["linear (betas scaled by 1000 / T)"] = torch.cumprod(1 - line(0.1, 20) / steps, 0)
+    known["cosine (betas up to 0.9999)"] = torch.cumprod(1 - cosine.clamp(0, 0.9999), 0)
     return known
 
 
