@@ -99,7 +99,7 @@ def tables(steps: int) -> dict[str, torch.Tensor]:
         roots = table.sqrt()
         known[f"{name} (zero terminal SNR)"] = ((roots - roots[-1]) * roots[0] / (roots[0] - roots[-1])) ** 2
     known["scaled_linear (0.00085 to 0.012)"] = torch.cumprod(1 - line(0.00085**0.5, 0.012**0.5) ** 2, 0)  # Stable Diffusion's
-    if steps != 1000 and 20 < steps:
+    if steps != 1000 and steps > 20:
         known["linear (betas scaled by 1000 / T)"] = torch.cumprod(1 - line(0.1, 20) / steps, 0)
     known["cosine (betas up to 0.9999)"] = torch.cumprod(1 - cosine.clamp(0, 0.9999), 0)
     return known
