@@ -9,6 +9,7 @@ from torch.nn.functional import silu
 from models import edm2_unet
 from models.edm2_unet import EDM2UNet
 from utils.diagnostics.audit.averages import check_averages
+from utils.diagnostics.audit.built import check_config
 from utils.diagnostics.audit.continuity import Continuity
 from utils.diagnostics.audit.declared import Declared, DeclaredNoising, DeclaredOptimizer
 from utils.diagnostics.audit.edm2_network import check_edm2_network
@@ -157,3 +158,16 @@ def test_the_edm2_network_is_that_of_its_paper(classes, sides, monkeypatch):
             changed.setattr(*change)
             [(stage, text)] = wrong(check_edm2_network(network))
         assert stage == "network" and text.startswith(part), text
+
+
+def test_a_network_that_is_not_the_one_of_its_config_is_named(tmp_path):
+    network = EDM2UNet(8, 3, 3, model_channels=8, channel_multipliers=(1, 2), layers_per_block=1)
+    network.save_config(tmp_path)
+    flags = {"in_channels": 3, "dropout": None}
+    assert [check.healthy for check in check_config(network, tmp_path, flags)] == [True]
+    assert not check_config(network, tmp_path / "none.json", flags)
+    [(stage, text)] = wrong(check_config(network, tmp_path / "config.json", flags | {"dropout": 0.1}))
+    assert stage == "network" and "dropout 0.0, declared is 0.1" in text
+    other = EDM2UNet(8, 3, 3, model_channels=8, channel_multipliers=(1, 2), layers_per_block=2)
+    [(_, text)] = wrong(check_config(other, tmp_path, flags))
+    assert "layers_per_block 2, declared is 1" in text

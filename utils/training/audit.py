@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather_object
 
 from utils.diagnostics.audit.averages import check_averages
-from utils.diagnostics.audit.built import check_built
+from utils.diagnostics.audit.built import check_built, check_config
 from utils.diagnostics.audit.continuity import Continuity
 from utils.diagnostics.audit.declared import AdaptiveClipping, Declared, declared_by
 from utils.diagnostics.audit.denoising import check_denoising
@@ -111,10 +111,15 @@ class StepAudit:
             self._looks += 1
 
     def _look_at_network(self, fresh: bool) -> list[Check]:
-        exported = self._run.objective.exported
-        if self.declared.network is not None:
-            return check_built(exported, self.declared.network, fresh)
-        return check_edm2_network(exported) if type(exported).__name__ == "EDM2UNet" else []
+        exported, declared = self._run.objective.exported, self.declared
+        options: Any = self._run.options  # both scripts have a config of the network
+        flags: dict[str, Any] = dict.fromkeys(("in_channels", "out_channels"), options.image_channels)
+        flags |= {"dropout": declared.dropout, "act_fn": declared.network and declared.network.activation}
+        path = options.model_config_name_or_path
+        checks = [] if path is None else check_config(exported, Path(path), flags)
+        if declared.network is not None:
+            return checks + check_built(exported, declared.network, fresh)
+        return checks + (check_edm2_network(exported) if type(exported).__name__ == "EDM2UNet" else [])
 
     def _due_of_compiled(self, step: int) -> bool:
         """The first report from each of the chosen updates on."""

@@ -1,7 +1,11 @@
-"""Whether a DDPM's network is built as the flags say: its activation, its spectral norm, the spread of its first weights."""
+"""Whether a network is built as its config file and the flags say; of a DDPM also its activation, its spectral norm, the spread
+of its first weights."""
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +15,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from utils.diagnostics.audit.verdict import Check
 
 SIGMAS = 7.0  # of chance
+OF_THE_DATA = ("sample_size", "num_class_embeds")  # which a config file does not decide
 ENOUGH = 256  # weights of a layer whose spread is looked at
 
 
@@ -22,6 +27,25 @@ class DeclaredNetwork:
     initialisation: str
     zero_init_output: bool
     spectral_norm: bool
+
+
+def check_config(network: nn.Module, path: Path, flags: Mapping[str, Any]) -> list[Check]:
+    """Of a network of diffusers, beside the config file `path`, or the folder with it. `flags`: what the flags say of it, which
+    counts more than the file; None: nothing. Empty where there is no such file."""
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        return []
+    wanted = json.loads(path.read_text()) | {name: value for name, value in flags.items() if value is not None}
+    config: Any = getattr(network, "config", {})
+    known = {k: v for k, v in wanted.items() if k in config and k not in OF_THE_DATA and not k.startswith("_")}
+    off = [name for name, value in known.items() if _plain(config[name]) != _plain(value)]
+    text = f"the network has {off[0]} {_plain(config[off[0]])}, declared is {_plain(known[off[0]])}" if off else ""
+    found = f"{len(known) - len(off)} of {len(known)} settings"
+    return [Check("network", "config", f"{path.name} and the flags", found, not off, text)]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def check_built(network: nn.Module, declared: DeclaredNetwork, fresh: bool) -> list[Check]:
