@@ -1,7 +1,7 @@
 """Whether the EDM2 network computes what its paper says: its equations, written here once more, beside each of its parts.
 
-Karras et al. 2024 (arXiv 2312.02696), config G. Both get the same weights, of which the gains that start
-at zero are replaced by others, so that every path counts.
+Karras et al. 2024 (arXiv 2312.02696), config G. Both get the same weights. Gains, which start at zero, are replaced by others,
+so that every path counts.
 """
 
 import math
@@ -48,8 +48,9 @@ def check_edm2_network(network: nn.Module) -> list[Check]:
         if found is None or found.shape != wanted.shape:
             text = f"the network has no part {name} as the paper has it" if found is None else f"{name} has another shape"
             return [Check("network", NAME, WANTED, "another network", False, text, "warning")]
-        factor, left = slope(wanted.double().flatten(), found.double().flatten())
-        off = float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+        ours, theirs = (part.cpu().double().flatten() for part in (found, wanted))
+        factor, left = slope(theirs, ours)
+        off = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
         if not off <= (ROUGH if rough or device.type == "mps" else TOLERANCE):
             how = f"{factor:.4g} times it" if left < 0.01 else f"{off:.0%} of it is something else"
             text = f"{name} is the first part of the network that computes something else than the paper's equations: {how}"
