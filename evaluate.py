@@ -291,7 +291,7 @@ def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple
     for folder in (Path(source), Path(source).parent):
         try:
             options = json.loads((folder / "options.json").read_text())["options"]
-            trained_on = DataOptions.from_record(options)
+            trained_on = DataOptions.from_record({"data_range": None} | options)  # which older runs do not have
             split = (options["validation_images"], options["seed"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no run, or not one of this version
             continue

@@ -235,6 +235,16 @@ def test_images_that_are_not_square():
     assert "squeezed to the size" in verdict(squeezed, LARGE_FILES, declared).message
 
 
+def test_arrays():
+    """By their range: of bytes it is known, of other numbers declared; another one is seen."""
+    assert verdict(CLEAN, SCENES).healthy
+    floats = [image.astype(np.float32) / 25.5 - 4 for image in SCENES]
+    declared = replace(PLAIN, data_range=(-4, 6))
+    assert verdict(CLEAN, floats, declared).healthy
+    assert "less contrast" in verdict(CLEAN, floats, replace(PLAIN, data_range=(-3, 5))).message
+    assert "upside down" in verdict(CLEAN[:, :, ::-1], floats, declared).message
+
+
 def test_a_crop_elsewhere_than_at_the_center_is_named():
     declared = replace(PLAIN, center_crop=True)
     assert (

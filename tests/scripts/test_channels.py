@@ -77,6 +77,44 @@ def test_a_run_from_files_to_files(mode, train, tmp_path, capsys):
     assert [result["image_shape"] for result in found] == [[channels, 16, 16]] * 2
 
 
+@pytest.mark.slow
+def test_a_run_on_arrays(train, tmp_path):
+    """Five channels of floats, smaller and larger than the size, with labels: as above, and again without a cache."""
+    generator = np.random.default_rng(0)
+    waves = np.cumsum(generator.normal(size=(40, 20, 30, 5)), axis=1)
+    waves = (waves / np.abs(waves).max() * 3).astype(np.float32)
+    np.savez(tmp_path / "waves.npz", images=waves, labels=np.arange(40) % 2)
+    flags = make_tiny_flags(tmp_path)
+    for name, value in (("--dataset_name", tmp_path / "waves.npz"), ("--image_channels", 5), ("--resolution", "16x24")):
+        flags[flags.index(name) + 1] = str(value)
+    network = json.loads((tmp_path / "config.json").read_text()) | {"in_channels": 5, "out_channels": 5}
+    (tmp_path / "config.json").write_text(json.dumps(network))
+    flags += ["--data_range", "-3", "3", "--random_flip", "--checkpointing_steps", "4", "--validation_images", "4"]
+    flags += ["--preserve_input_precision", "--class_conditional"]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    assert train([*flags, "--output_dir", straight], train_ddpm) == 0
+    assert train([*flags, "--output_dir", resumed, "--max_train_steps", "4"], train_ddpm) == 0
+    resume = ["--resume_from_checkpoint", "latest", "--cache_images", "no", "--dataloader_num_workers", "1"]
+    assert train([*flags, "--output_dir", resumed, *resume], train_ddpm) == 0
+    raw = "checkpoint-8/model.safetensors"
+    assert (straight / raw).read_bytes() == (resumed / raw).read_bytes()
+
+    record = RunRecord.read(straight)
+    audited = [check for _, audit in record.records("audit") for check in audit["checks"]]
+    assert any("5x16x24" in check["declared"] and check["healthy"] for check in audited)
+    assert any("label" in check["name"] and check["healthy"] for check in audited)
+    assert [check for check in audited if check["healthy"] is False] == []
+    assert [failed for _, checks in record.records("data_checks") for failed in checks["failed"]] == []
+
+    out = tmp_path / "out"
+    asked = ["--pipeline", str(straight), "--output_dir", str(out), "--num_images", "4", "--num_inference_steps", "3"]
+    generate.main(generate.parse_args(asked))
+    made = np.load(out / "000003.npy")
+    assert (made.shape, made.dtype) == ((16, 24, 5), np.uint16)
+    real = ["--dataset_name", str(tmp_path / "waves.npz"), "--data_range", "-3", "3", "--no_classes", "--json"]
+    evaluate.main(evaluate.parse_args(["--images", str(out), *real]))
+
+
 def test_jitter_leaves_alpha_alone():
     images = torch.randint(0, 256, (3, 4, 8, 8), dtype=torch.uint8)
     given = {"sample_numbers": torch.arange(3), "seed": 0, "max_value": 255, "color_jitter": 0.4}

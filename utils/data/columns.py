@@ -39,6 +39,13 @@ def _is_text(feature: object) -> bool:
     return isinstance(feature, datasets.Value) and feature.dtype in ("string", "large_string")
 
 
+def holds_arrays(feature: object) -> bool:
+    """Whether values are images as arrays [H, W, C] or [H, W]."""
+    import datasets
+
+    return isinstance(feature, (datasets.Array2D, datasets.Array3D))
+
+
 def _holds_files(feature: object) -> bool:
     """Whether values are encoded images as bytes, or as a struct of bytes and path."""
     import datasets
@@ -51,8 +58,8 @@ def _holds_files(feature: object) -> bool:
 def find_image_column(dataset: "Dataset", requested: str | None = None) -> tuple[str, list[str]]:
     """Returns the name of the image column, and notes on the choice.
 
-    A column of the type `Image` comes first, then one that holds encoded bytes, then one of strings (paths) with a
-    usual name. Any of these may be requested by name.
+    A column of the type `Image` comes first, then one that holds encoded bytes, then one of arrays, then one of strings (paths)
+    with a usual name. Any of these may be requested by name.
 
     Raises:
         UserError: no such column, or none that can hold images; it lists the columns with their types.
@@ -66,13 +73,15 @@ def find_image_column(dataset: "Dataset", requested: str | None = None) -> tuple
                 f"--image_column {requested}: the dataset has no such column\nits columns: {describe_columns(dataset)}"
             )
         feature = features[requested]
-        if not (isinstance(feature, datasets.Image) or _holds_files(feature) or _is_text(feature)):
+        if not (isinstance(feature, datasets.Image) or _holds_files(feature) or holds_arrays(feature) or _is_text(feature)):
             raise UserError(f"--image_column {requested}: this column has no images\nthe columns: {describe_columns(dataset)}")
         return requested, []
     found = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
     if not found:
         found = [name for name, feature in features.items() if _holds_files(feature)]
         found.sort(key=lambda name: name.lower() not in _IMAGE_NAMES)
+    if not found:
+        found = [name for name, feature in features.items() if holds_arrays(feature)]
     if not found:
         found = [name for name, feature in features.items() if name.lower() in _IMAGE_NAMES and _is_text(feature)]
     if not found:
@@ -159,6 +168,9 @@ class EncodedImages:
     def __init__(self, dataset: "Dataset", column: str, base: str | None = None):
         self.column, self._base = column, ""
         self.table = dataset.select_columns([column]).with_format("arrow")
+        feature = dataset.features[column]
+        self.dtype = np.dtype(feature.dtype) if holds_arrays(feature) else None  # of arrays
+        self.shape = tuple(feature.shape) if holds_arrays(feature) else None
         if base is not None and (first := self.between(0, 1)[0]).data is None and first.path and not is_address(first.path):
             self._base = "" if os.path.exists(first.path) and not os.path.exists(_below(base, first.path)) else base
 
@@ -177,6 +189,10 @@ class EncodedImages:
         files = []
         value: Any
         for row, value in zip(rows, table.column(self.column).to_pylist()):
+            if self.dtype is not None:
+                name = f"at row {row}, column {self.column!r}"
+                files.append(ImageFile(None, None, name, None if value is None else np.array(value, self.dtype)))
+                continue
             if isinstance(value, str):
                 value = {"bytes": None, "path": value}
             elif not isinstance(value, dict):

@@ -16,13 +16,14 @@ import torch
 
 from utils.core.errors import UserError
 from utils.core.size import Size
+from utils.data.arrays import ArrayImages, is_array_file, range_of, refuse_shape
 from utils.data.bad_images import BadImage, BadImages, UndecodableImage
 from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
 from utils.data.color_modes import background_color
 from utils.data.columns import EncodedImages, find_image_column, find_labels
-from utils.data.decode import ImagePreparation, crop_offsets, describe_remarks, size_from_header
+from utils.data.decode import ImagePreparation, Range, crop_offsets, describe_remarks, size_from_header
 from utils.data.packed_caches import describe_size, mark_used, size_of
-from utils.data.sources import open_dataset
+from utils.data.sources import contents_key, open_dataset
 from utils.data.stored_files import forget_archives
 from utils.options.flags import DataOptions
 
@@ -37,7 +38,7 @@ class DecodedImages:
 
     uniform = False  # unknown before they are decoded
 
-    def __init__(self, files: EncodedImages, prepare: ImagePreparation, max_bad_images: int = 0):
+    def __init__(self, files: EncodedImages | ArrayImages, prepare: ImagePreparation, max_bad_images: int = 0):
         self.files, self.prepare = files, prepare
         self.bad_images = BadImages(max_bad_images)  # those met so far
 
@@ -93,7 +94,7 @@ class ImageSet:
     notes: list[str]
     source: str
     rows: np.ndarray | None = None  # of the store; None means all of them
-    files: EncodedImages | None = None  # what the pixels were made from, where it is known
+    files: EncodedImages | ArrayImages | None = None  # what the pixels were made from, where it is known
     opened: "Dataset | None" = None  # of `datasets`, before rows and columns of it were chosen: for the step audit
     in_use: IO | None = None  # keeps the packed cache from being removed
 
@@ -221,6 +222,51 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     except ValueError as error:
         raise UserError(str(error)) from None
     allowed = options.max_bad_images if options.on_bad_image == "replace" else 0
+    source = _open_arrays(options) if is_array_file(options.dataset_name) else _open_table(options)
+    files, notes = source.files, [*source.notes]
+    if options.dataset_name is not None and options.train_data_dir is not None:
+        notes.append("train_data_dir is ignored because dataset_name is given")
+    if source.data_range is None:
+        refuse_channels(options)
+    max_value = 65535 if options.preserve_input_precision else 255
+    made_as = (size, options.image_channels, options.center_crop, options.background, max_value, source.data_range)
+    prepare = ImagePreparation(*made_as)
+    shaping = [PACKING_VERSION, source.column, len(files), size.resolution, options.image_channels, options.center_crop, color]
+    shaping += [max_value] if source.data_range is None else [max_value, source.data_range]
+    fingerprint = hashlib.sha256(json.dumps([source.key, shaping]).encode()).hexdigest()[:32]
+    in_use = None
+    if options.cache_images == "yes":
+        folder = cache_folder(options.cache_dir) / fingerprint
+        store = pack_once(folder, len(files), files.between, prepare, progress, allowed)
+        forget_archives()
+        crop = ", center crop" if options.center_crop else ""
+        made = f"{'x'.join(map(str, shape))}{crop}, background {options.background}"
+        in_use = mark_used(folder, {"data": source.description, "images": f"{len(files):,} images", "options": made})
+        notes += [*describe_remarks(store.remarks), f"packed images: {describe_size(size_of(folder))} in {folder}"]
+    else:
+        store = DecodedImages(files, prepare, allowed)
+    about = (source.labels, source.class_names, fingerprint, notes, source.description)
+    images = ImageSet(store, shape, max_value, *about, files=files, opened=source.opened, in_use=in_use)
+    images.fetch([0])  # a format that nobody can read is told now, not in a worker
+    return images
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Images that are not yet prepared; `data_range` where they are arrays."""
+
+    files: EncodedImages | ArrayImages
+    labels: np.ndarray | None
+    class_names: list[str] | None
+    key: str
+    description: str
+    column: str
+    notes: list[str]
+    opened: "Dataset | None" = None
+    data_range: Range | None = None
+
+
+def _open_table(options: DataOptions) -> _Source:
     opened = open_dataset(options)
     dataset = opened.dataset
     if options.max_train_images is not None:
@@ -229,32 +275,24 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
         raise UserError(f"the dataset {opened.description} has no images\ncheck its name and --dataset_split")
     column, notes = find_image_column(dataset, options.image_column)
     labels, class_names, label_notes = find_labels(dataset, options.label_column)
-    notes = [*opened.notes, *notes, *label_notes]
-    if options.dataset_name is not None and options.train_data_dir is not None:
-        notes.append("train_data_dir is ignored because dataset_name is given")
-
-    refuse_channels(options)
-    max_value = 65535 if options.preserve_input_precision else 255
-    prepare = ImagePreparation(size, options.image_channels, options.center_crop, options.background, max_value)
-    shaping = [PACKING_VERSION, column, len(dataset), size.resolution, options.image_channels, options.center_crop, color]
-    shaping.append(max_value)
-    fingerprint = hashlib.sha256(json.dumps([opened.key, shaping]).encode()).hexdigest()[:32]
     files = EncodedImages(dataset, column, opened.base)
-    in_use = None
-    if options.cache_images == "yes":
-        folder = cache_folder(options.cache_dir) / fingerprint
-        store = pack_once(folder, len(files), files.between, prepare, progress, allowed)
-        forget_archives()
-        crop = ", center crop" if options.center_crop else ""
-        made = f"{'x'.join(map(str, shape))}{crop}, background {options.background}"
-        in_use = mark_used(folder, {"data": opened.description, "images": f"{len(files):,} images", "options": made})
-        notes += [*describe_remarks(store.remarks), f"packed images: {describe_size(size_of(folder))} in {folder}"]
-    else:
-        store = DecodedImages(files, prepare, allowed)
-    about = (labels, class_names, fingerprint, notes, opened.description)
-    images = ImageSet(store, shape, max_value, *about, files=files, opened=opened.dataset, in_use=in_use)
-    images.fetch([0])  # a format that nobody can read is told now, not in a worker
-    return images
+    data_range = None
+    if files.shape is not None:
+        refuse_shape(files.shape, options)
+        data_range = range_of(files, options)
+    elif options.data_range is not None:
+        raise UserError("--data_range is for arrays, and these are image files\nleave out --data_range")
+    about = (opened.key, opened.description, column, [*opened.notes, *notes, *label_notes])
+    return _Source(files, labels, class_names, *about, opened.dataset, data_range)
+
+
+def _open_arrays(options: DataOptions) -> _Source:
+    files, name = ArrayImages(options), str(options.dataset_name)
+    refuse_shape(files.shape[1:], options)
+    names = f"{options.image_column or 'images'}, {options.label_column or 'labels'}"
+    return _Source(
+        files, files.labels, None, contents_key([Path(name)], ""), name, names, [], data_range=range_of(files, options)
+    )
 
 
 def refuse_channels(options: DataOptions) -> None:

@@ -48,13 +48,18 @@ def image_suffixes() -> frozenset[str]:
     return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in readable)
 
 
+Range = tuple[float, float]
+
+
 @dataclasses.dataclass(frozen=True)
 class ImageFile:
-    """An encoded image: its bytes or, where those are None, a path or an address; `name` is what an error message calls it."""
+    """An encoded image: its bytes or, where those are None, a path or an address; `name` is what an error message calls it.
+    Or an image that is not encoded: an array [H, W, C] or [H, W]."""
 
     data: bytes | None
     path: str | None
     name: str
+    array: np.ndarray | None = None
 
     def source(self) -> Any:
         """Returns what Pillow opens. Raises what `stored_files.read_address` raises."""
@@ -75,14 +80,18 @@ class ImagePreparation:
     center_crop: bool
     background: str
     max_value: int
+    data_range: Range | None = None  # of arrays: the values of black and white
 
     def __call__(self, file: ImageFile) -> tuple[np.ndarray, list[str]]:
         """Pixels [channels, height, width] that just cover `size`, and the keys of `REMARKS` that apply.
 
         Raises:
             UndecodableImage: the file cannot be decoded or converted, and never will.
-            UserError: naming the file, when the machine fails to read it: memory, permissions, a disk.
+            UserError: naming the file, when the machine fails to read it: memory, permissions, a disk; or an array has values
+                outside the range.
         """
+        if file.array is not None:
+            return self._prepare_array(file.array, file.name)
         if file.data is None and file.path is None:
             raise UndecodableImage(file.name, None, "the row holds no image")
         try:
@@ -115,20 +124,44 @@ class ImagePreparation:
             if image.has_transparency_data and self.channels in (1, 3):
                 remarks.append("transparent")
             planes = to_planes(image, self.channels, background_color(self.background), self.max_value)
-        height, width = resized_size(image.height, image.width, self.size)
-        planes = [plane.resize((width, height), Image.Resampling.BILINEAR) for plane in planes]
-        pixels = stack_planes(planes, self.channels, self.max_value)
+        pixels = stack_planes(self._resized(planes), self.channels, self.max_value)
         if self.channels in (2, 4):
             hide(pixels, background_color(self.background))
+        return self._cut(pixels), remarks
+
+    def _prepare_array(self, array: np.ndarray, name: str) -> tuple[np.ndarray, list[str]]:
+        low, high = self.data_range or (0.0, 1.0)
+        values = np.atleast_3d(array).astype(np.float64)
+        if not np.isfinite(values).all():
+            raise UndecodableImage(name, None, "it has values that are NaN or infinite")
+        if values.min() < low or values.max() > high:
+            raise UserError(
+                f"{name} has values from {values.min():g} to {values.max():g}, outside of the range {low:g} to {high:g}\n"
+                "set --data_range LOW HIGH, or mend the values"
+            )
+        levels = ((values - low) * (self.max_value / (high - low))).astype(np.float32)
+        planes = self._resized([Image.fromarray(plane) for plane in levels.transpose(2, 0, 1)])
+        pixels = np.rint(np.stack([np.asarray(plane) for plane in planes])).clip(0, self.max_value)
+        deep = array.dtype.itemsize > 1 and self.max_value == 255
+        return self._cut(pixels.astype(self.blank().dtype)), ["deep"] if deep else []
+
+    def _resized(self, planes: list[Image.Image]) -> list[Image.Image]:
+        height, width = resized_size(planes[0].height, planes[0].width, self.size)
+        return [plane.resize((width, height), Image.Resampling.BILINEAR) for plane in planes]
+
+    def _cut(self, pixels: np.ndarray) -> np.ndarray:
+        """At the center where that is asked for."""
         if self.center_crop:
-            (top,), (left,) = crop_offsets(np.array([height]), np.array([width]), self.size, None)
+            (top,), (left,) = crop_offsets(np.array([pixels.shape[1]]), np.array([pixels.shape[2]]), self.size, None)
             pixels = pixels[:, top : top + self.size.height, left : left + self.size.width]
-        return np.ascontiguousarray(pixels), remarks
+        return np.ascontiguousarray(pixels)
 
 
 def header_of(file: ImageFile) -> tuple[str, int, int] | None:
     """Pillow's mode, height and width as stored (not yet turned by EXIF), without decoding; None where the file cannot be
     opened."""
+    if file.array is not None:
+        return "array", *file.array.shape[:2]
     try:
         with Image.open(file.source(), formats=_readable_formats()) as image:
             return image.mode, image.height, image.width

@@ -78,7 +78,7 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
         if builder_name is None and archive_stem(path.name) is not None:
             return _open_image_folder(dataset_name, dataset_split)
         if builder_name is None:
-            known = ", ".join([*_BUILDER_OF_SUFFIX, ".zip"])
+            known = ", ".join([*_BUILDER_OF_SUFFIX, ".zip", ".npy", ".npz", ".h5"])
             raise UserError(
                 f"cannot read --dataset_name {dataset_name}: its kind of file is not known\n"
                 f"use a file that ends in one of {known}"
@@ -105,7 +105,7 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     with _one_line(dataset_name):
         builder.download_and_prepare()
         dataset = builder.as_dataset(split=dataset_split)
-    return OpenedDataset(dataset, _contents_key(files, dataset._fingerprint), description, base=_base(builder, dataset_split))
+    return OpenedDataset(dataset, contents_key(files, dataset._fingerprint), description, base=_base(builder, dataset_split))
 
 
 def _base(builder: "datasets.DatasetBuilder", split: str) -> str | None:
@@ -193,7 +193,7 @@ def _open_saved(path: Path, split: str) -> OpenedDataset:
     splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or "train"): saved}
     if split not in splits:
         raise UserError(f"--dataset_split {split}: {path} has no such split\nchoose from {', '.join(map(repr, splits))}")
-    key = _contents_key(_files_below(path), split)
+    key = contents_key(_files_below(path), split)
     return OpenedDataset(splits[split], key, f"{path} (split {split})", base=os.path.abspath(path))
 
 
@@ -226,8 +226,8 @@ def _files_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _contents_key(files: list[Path], fingerprint: str) -> str:
-    """Changes with any file's path, size or time of change, and with what `datasets` knows about the data.
+def contents_key(files: list[Path], fingerprint: str) -> str:
+    """Returns what changes with any file's path, size or time of change, and with what `datasets` knows about the data.
 
     For `load_dataset` that is a hash of the builder's name, config, version, data files (of the Hub: its commit) and
     split, equal in every process.

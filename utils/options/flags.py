@@ -19,7 +19,7 @@ from utils.options.presets import EDM2_ABOUT, EDM2_FLAGS, FLAGS
 class DataOptions(Options):
     """data"""
 
-    dataset_name: str | None = flag(None, "Hub name, local dataset (folder, parquet, save_to_disk), or digits (built in)")
+    dataset_name: str | None = flag(None, "Hub name, local dataset (folder, parquet, .npz, save_to_disk), or digits (built in)")
     dataset_config_name: str | None = flag(None, "config of the Hub dataset, if it has several")
     dataset_split: str = flag("train", "split of the dataset (train)")
     dataset_revision: str | None = flag(None, "git revision of the Hub dataset")
@@ -46,7 +46,10 @@ class DataOptions(Options):
     image_channels: int = flag(3, "1: gray, 2: gray with alpha, 3: RGB, 4: RGBA; more for arrays (3)", at_least=1)
     background: str = flag("white", "color behind transparent images (white)")
     center_crop: bool = flag(False, "crop the center (random place)")
-    preserve_input_precision: bool = flag(False, "keep 16-bit images at 16 bits instead of scaling to 8")
+    preserve_input_precision: bool = flag(False, "keep images of more than 8 bits, and arrays, at 16 bits instead of 8")
+    data_range: list[float] | None = flag(
+        None, "arrays: the values of black and white, such as -1 1 (known for uint8 and uint16)", metavar="VALUE"
+    )
 
     @property
     def image_shape(self) -> tuple[int, int, int]:

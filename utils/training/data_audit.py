@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from utils.diagnostics.audit.array_table import ArrayTable
 from utils.diagnostics.audit.files import DeclaredImages, DecodedFile
 from utils.diagnostics.audit.images import Draws, check_images
 from utils.diagnostics.audit.passes import Passes
@@ -27,7 +28,7 @@ class DataAudit:
 
     def __init__(self, run: Run):
         self._run = run
-        names = ("resolution", "center_crop", "random_flip", "color_jitter", "background")
+        names = ("resolution", "center_crop", "random_flip", "color_jitter", "background", "data_range")
         self._declared = DeclaredImages(
             channels=run.options.image_channels,
             max_value=65535 if run.options.preserve_input_precision else 255,
@@ -44,9 +45,11 @@ class DataAudit:
         self._pending: torch.Tensor | None = None
 
     @cached_property
-    def _table(self) -> Table | None:
+    def _table(self) -> Table | ArrayTable | None:
         opened = self._run.data.images.opened
-        return None if opened is None else Table(opened, self._run.options)
+        if opened is not None:
+            return Table(opened, self._run.options)
+        return ArrayTable(self._run.options) if ArrayTable.reads(self._run.options) else None
 
     def begin_micro_step(self, batch: dict[str, Any]) -> None:
         self._pending = batch["sample_numbers"]
@@ -98,7 +101,7 @@ class DataAudit:
                 text = f"{where} is made of the samples {found}, declared {wanted}: does the data begin again, or repeat?"
         return Check("data", name, wanted, found, not text, text)
 
-    def _whole(self, table: Table) -> list[Check]:
+    def _whole(self, table: Table | ArrayTable) -> list[Check]:
         """What is asked once: the split, the first pass over the images, those held out, and the classes."""
         data, options = self._run.data, self._run.options
         training, held_out = (part.dataset_rows(np.arange(len(part))).numpy() for part in (data.training, data.validation))
@@ -116,7 +119,7 @@ class DataAudit:
             checks.append(Check("condition", "classes of the network", str(wanted), str(found), found == wanted, text))
         return checks + (self._held_out_images(table) if len(held_out) else [])
 
-    def _held_out_images(self, table: Table) -> list[Check]:
+    def _held_out_images(self, table: Table | ArrayTable) -> list[Check]:
         data = self._run.data
         numbers = np.arange(min(FILES, len(data.validation)))
         batch = data.validation_batch(torch.from_numpy(numbers))
@@ -143,10 +146,10 @@ class DataAudit:
     def _compare(self, numbers: torch.Tensor, clean_images: torch.Tensor) -> list[Check]:
         """Images of samples beside their files."""
         rows = self._run.data.samples.dataset_rows(numbers).tolist()
-        files = cast(Table, self._table).images(rows)
+        files = cast(Table | ArrayTable, self._table).images(rows)
         return check_images(clean_images, files, self._declared, self._draws, numbers.tolist())
 
-    def _readable(self, table: Table, row: int) -> bool:
+    def _readable(self, table: Table | ArrayTable, row: int) -> bool:
         try:
             DecodedFile(table.images([row])[0], self._declared).planes()
         except Exception:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files

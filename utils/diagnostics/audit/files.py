@@ -6,6 +6,7 @@ Shares no code with the training's own decoding, cropping and augmentation: Pill
 
 import io
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -46,6 +47,7 @@ class DeclaredImages:
     color_jitter: float
     background: str
     max_value: int  # of white: 255, or 65535 where 16 bits are kept
+    data_range: Sequence[float] | None = None  # of arrays: the values of black and white, where they were given
 
     @property
     def sides(self) -> Sides:
@@ -71,9 +73,16 @@ def covering(band: Image.Image, sides: Sides, how=_BILINEAR) -> Image.Image:
 
 
 class DecodedFile:
-    """A file, given as bytes, a path, or an object with `data` and `path`. Raises what Pillow raises."""
+    """A file, given as bytes, a path, or an object with `data` and `path`; or an array [H, W, C] or [H, W]. Raises what Pillow
+    raises, and ValueError for values that are no finite numbers."""
 
     def __init__(self, file, declared: DeclaredImages):
+        self.declared, self.array = declared, None
+        if isinstance(file, np.ndarray):
+            self.array, self.tolerance = file.reshape(*file.shape[:2], -1), LEVEL
+            if not np.isfinite(self.array).all():
+                raise ValueError("values that are no finite numbers")
+            return
         if not isinstance(file, (bytes, str, os.PathLike)):
             file = file.path if file.data is None else file.data
         Image.init()
@@ -81,7 +90,6 @@ class DecodedFile:
         content = file if isinstance(file, bytes) else Path(file).read_bytes()
         self.image = Image.open(io.BytesIO(content), formats=formats)
         self.image.load()
-        self.declared = declared
         stored = (self.image.height, self.image.width)
         is_tight = stored[0] == declared.sides[0] or stored[1] == declared.sides[1]
         covers = stored[0] >= declared.sides[0] and stored[1] >= declared.sides[1]
@@ -94,7 +102,7 @@ class DecodedFile:
         declared, white = self.declared, self.declared.max_value
         bands = [part for band in self._bands(**reading) for part in resize(band, declared.sides).split()]
         planes = np.stack([np.asarray(band, np.float64) for band in bands])
-        if self._has_alpha:
+        if self._has_alpha and self.array is None:
             unseen = ImageColor.getrgb(declared.background)
             unseen = unseen if declared.channels == 4 else Image.new("RGB", (1, 1), unseen).convert("L").getpixel((0, 0))
             planes[:-1, planes[-1] == 0] = np.reshape(unseen, (-1, 1))
@@ -111,7 +119,12 @@ class DecodedFile:
 
     def _bands(self, upright=True, background: str | None = "declared", cut_off=False, mode="RGB") -> list[Image.Image]:
         """One band or one for each channel, before they are resized. Other arguments than the defaults read it wrongly."""
-        image, declared = self.image, self.declared
+        declared = self.declared
+        if self.array is not None:
+            black, white = declared.data_range or (0, {"uint8": 255, "uint16": 65535}.get(str(self.array.dtype), 1))
+            share = (self.array.astype(np.float64) - black) / (white - black)
+            return [Image.fromarray(band.astype(np.float32)) for band in np.moveaxis(declared.max_value * share, -1, 0)]
+        image = self.image
         if upright:
             image = ImageOps.exif_transpose(image)
         if self._has_alpha:  # as one image, whose colors are resized by their share of the alpha

@@ -64,12 +64,14 @@ class Table:
     def _column(self, name: str) -> pa.ChunkedArray:
         return self._dataset.select_columns([name])[: len(self)].column(name)
 
-    def images(self, rows: list[int]) -> list[bytes | str]:
-        """The encoded image of each row, or its path."""
+    def images(self, rows: list[int]) -> list[Any]:
+        """The encoded image of each row, its path, or its array."""
         if self._digits:
             return [_png(_digits()[0][row]) for row in rows]
         name = self._image_column
         values = self._dataset.select_columns([name])[rows].column(name).to_pylist()
+        if type(feature := self._features[name]).__name__ in ("Array2D", "Array3D"):
+            return [np.array(value, feature.dtype) for value in values]
         files = [(value["bytes"] or value["path"]) if isinstance(value, dict) else value for value in values]
         inside = images_at([file for file in files if isinstance(file, str)])
         return [inside.get(file, self._whole(file)) if isinstance(file, str) else file for file in files]
@@ -90,7 +92,8 @@ class Table:
         pictures = [name for name, feature in self._features.items() if type(feature).__name__ == "Image"]
         structs = [name for name, feature in self._features.items() if isinstance(feature, dict) and "bytes" in feature]
         encoded = [name for name in kinds if "binary" in kinds[name] or name in structs]
-        return next(iter([*pictures, *(name for name in encoded if name in usual), *encoded, *usual]))
+        arrays = [name for name, feature in self._features.items() if type(feature).__name__ in ("Array2D", "Array3D")]
+        return next(iter([*pictures, *(name for name in encoded if name in usual), *encoded, *arrays, *usual]))
 
     @cached_property
     def labels(self) -> np.ndarray | None:

@@ -1,0 +1,132 @@
+"""Images from one file of arrays: `.npy`, `.npz` or HDF5.
+
+    images    [N, H, W, C] or [N, H, W], any type of numbers; all of a .npy file, else under this name or --image_column
+    labels    [N], whole numbers; under this name or --label_column; may be missing
+
+A `.npy` file is mapped into memory and HDF5 read row by row, so that both may be larger than memory; a `.npz` file is read as a
+whole.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from utils.core.errors import UserError, one_line
+from utils.data.decode import ImageFile, Range
+from utils.options.flags import DataOptions
+
+SUFFIXES = (".npy", ".npz", ".h5", ".hdf5")
+_KNOWN_RANGES = {"uint8": (0.0, 255.0), "uint16": (0.0, 65535.0), "bool": (0.0, 1.0)}
+_LOOKED_AT = 64  # images whose range a message tells
+
+
+def is_array_file(name: str | None) -> bool:
+    """Returns whether `name` is a file on this machine that holds arrays."""
+    return name is not None and Path(name).suffix.lower() in SUFFIXES and Path(name).is_file()
+
+
+class ArrayImages:
+    """The images of such a file by row, the counterpart of `columns.EncodedImages`; a pickled copy opens the file again.
+
+    Attributes:
+        labels: int64 [N], or None.
+
+    Raises UserError where the file cannot be read or its arrays have no usable shape.
+    """
+
+    def __init__(self, options: DataOptions):
+        self._path, self._name = Path(str(options.dataset_name)), options.image_column or "images"
+        self._opened: tuple[int, Any] = (-1, None)
+        images, labels = self._open(), self._labels(options.label_column)
+        if images.ndim not in (3, 4) or 0 in images.shape:
+            raise UserError(f"the images of {self._path} are {list(images.shape)}\nthey must be [N, H, W, C] or [N, H, W]")
+        self.shape, self.dtype = images.shape, images.dtype
+        self._length = min(options.max_train_images or len(images), len(images))
+        if labels is not None:
+            whole = labels.dtype.kind in "iu" and labels.shape == images.shape[:1]
+            if not whole or labels.min() < 0:
+                raise UserError(
+                    f"the labels of {self._path} are {labels.dtype} {list(labels.shape)}, for {len(images)} images\n"
+                    "they must be one whole number from 0 on for each image"
+                )
+        self.labels = None if labels is None else labels[: self._length].astype(np.int64)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_opened": (-1, None)}
+
+    def between(self, start: int, stop: int) -> list[ImageFile]:
+        """Returns the images of rows [start, stop)."""
+        return self.at(list(range(start, stop)))
+
+    def at(self, rows: list[int]) -> list[ImageFile]:
+        """Returns the images of any rows, in that order."""
+        if self._opened[0] != os.getpid():  # an HDF5 file is not shared with a forked process
+            self._opened = os.getpid(), self._open()
+        return [ImageFile(None, None, f"row {row} of {self._path}", np.asarray(self._opened[1][row])) for row in rows]
+
+    def _content(self) -> Any:
+        """What the file holds, by name; of a .npy file one array."""
+        try:
+            if self._path.suffix.lower() in (".npy", ".npz"):
+                return np.load(self._path, mmap_mode="r", allow_pickle=False)
+            try:
+                import h5py  # type: ignore[import-not-found]
+            except ImportError:
+                raise UserError(f"{self._path}: HDF5 needs h5py\npip install h5py, or save the arrays as .npz") from None
+            return h5py.File(self._path, "r")
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read {self._path}: {one_line(error)}\nmake the file again") from error
+
+    def _open(self) -> Any:
+        content = self._content()
+        if isinstance(content, np.ndarray):
+            return content
+        if self._name not in content:
+            raise UserError(
+                f"{self._path} has no {self._name!r}; it has {', '.join(content)}\nset --image_column to the name of the images"
+            )
+        return content[self._name]
+
+    def _labels(self, requested: str | None) -> np.ndarray | None:
+        content, name = self._content(), requested or "labels"
+        if isinstance(content, np.ndarray) or name not in content:
+            if requested is not None:
+                raise UserError(f"{self._path} has no labels {requested!r}\nset another --label_column, or leave it out")
+            return None
+        return np.asarray(content[name])
+
+
+def range_of(files: Any, options: DataOptions) -> Range:
+    """Returns the values of black and white of `files` (with `dtype`). Raises UserError where they are not known."""
+    known = _KNOWN_RANGES.get(str(files.dtype))
+    if options.data_range is None and known is None:
+        seen = np.stack([file.array for file in files.between(0, min(len(files), _LOOKED_AT)) if file.array is not None])
+        raise UserError(
+            f"{options.dataset_name} holds {files.dtype}, whose range is not known (the first {len(seen)} images have values "
+            f"from {np.nanmin(seen):g} to {np.nanmax(seen):g})\nset --data_range LOW HIGH"
+        )
+    return checked_range(options.data_range) or known or (0.0, 1.0)
+
+
+def checked_range(data_range: list[float] | None) -> Range | None:
+    """Returns `--data_range` as (low, high). Raises UserError where it is none."""
+    if data_range is None:
+        return None
+    if len(data_range) != 2 or data_range[0] >= data_range[1]:
+        raise UserError(f"--data_range is {' '.join(map(str, data_range))}\nset two numbers, the lower one first")
+    return data_range[0], data_range[1]
+
+
+def refuse_shape(shape: tuple[int, ...], options: DataOptions) -> None:
+    """Raises UserError where images of `shape`, [H, W, C] or [H, W], have other channels than the options say."""
+    channels = 1 if len(shape) == 2 else shape[-1]
+    if channels != options.image_channels:
+        raise UserError(
+            f"the images of {options.dataset_name} are {list(shape)}, which is {channels} channels ([H, W, C]), and "
+            f"--image_channels is {options.image_channels}\nset --image_channels {channels}"
+        )
