@@ -241,7 +241,7 @@ def test_arrays():
     floats = [image.astype(np.float32) / 25.5 - 4 for image in SCENES]
     declared = replace(PLAIN, data_range=(-4, 6))
     assert verdict(CLEAN, floats, declared).healthy
-    assert "less contrast" in verdict(CLEAN, floats, replace(PLAIN, data_range=(-3, 5))).message
+    assert "more contrast" in verdict(CLEAN, floats, replace(PLAIN, data_range=(-6, 8))).message
     assert "upside down" in verdict(CLEAN[:, :, ::-1], floats, declared).message
 
 

@@ -234,7 +234,7 @@ FACTS = {
     "sampler_steps": "Sampling steps",
 }
 _NAMED = 100  # classes whose names the card lists
-OTHER_FACTS = ("title", "license", "hub_dataset", "command", "metrics", "grid", "pipeline", "carries_code")
+OTHER_FACTS = ("title", "license", "hub_dataset", "command", "metrics", "grid", "pipeline", "carries_code", "channels")
 
 
 def model_card(facts: Mapping) -> str:
@@ -242,8 +242,8 @@ def model_card(facts: Mapping) -> str:
 
     Keys, all optional: those of `FACTS` (a table row each), "title", "license", "hub_dataset" (its Hub name),
     "command", "metrics" (a mapping of names to values), "grid" (path of a picture, relative to the card),
-    "pipeline" (the name or path to load from) and "carries_code" (whether loading runs code in it: EDM2). Tokens in the
-    command are masked. Raises ValueError for an unknown key.
+    "pipeline" (the name or path to load from) and "carries_code" (whether loading runs code in it: EDM2), "channels" (of the
+    images). Tokens in the command are masked. Raises ValueError for an unknown key.
     """
     unknown = set(facts) - set(FACTS) - set(OTHER_FACTS)
     if unknown:
@@ -270,7 +270,10 @@ def model_card(facts: Mapping) -> str:
     place = json.dumps(str(facts.get("pipeline", ".")))
     load = f"pipeline = {name}.from_pretrained({place}{trust})"
     first = next(iter(facts.get("class_names") or [0]))
-    call = f"pipeline(class_labels=[{json.dumps(first)}], guidance_scale=1.5)" if facts.get("classes") else "pipeline()"
+    given = f"class_labels=[{json.dumps(first)}], guidance_scale=1.5" if facts.get("classes") else ""
+    if facts.get("channels", 1) > 4:
+        given += ", " * bool(given) + 'output_type="np"'
+    call = f"pipeline({given})"
     lines = [f"from diffusers import {name}", "", load, f"image = {call}.images[0]"]
     warning = "Loading it runs the Python files of this repository: read them first.\n\n" if carries_code else ""
     sections.append(f"## Use\n\n{warning}```python\n" + "\n".join(lines) + "\n```")

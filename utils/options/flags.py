@@ -46,7 +46,7 @@ class DataOptions(Options):
     image_channels: int = flag(3, "1: gray, 2: gray with alpha, 3: RGB, 4: RGBA; more for arrays (3)", at_least=1)
     background: str = flag("white", "color behind transparent images (white)")
     center_crop: bool = flag(False, "crop the center (random place)")
-    preserve_input_precision: bool = flag(False, "keep images of more than 8 bits, and arrays, at 16 bits instead of 8")
+    preserve_input_precision: bool = flag(False, "keep 16-bit images, and arrays, at 16 bits instead of scaling to 8")
     data_range: list[float] | None = flag(
         None, "arrays: the values of black and white, such as -1 1 (known for uint8 and uint16)", metavar="VALUE"
     )

@@ -41,6 +41,7 @@ class Export:
             "updates": run.state.step,
             "samples_seen": run.state.step * run.length.global_batch_size,
             "resolution": options.resolution,
+            "channels": options.image_channels,
             "ema_decay": run.ema_decay(run.state.step) if run.ema else None,
             "ema_width": options.ema_widths[0] if run.ema and options.ema_type == "power" else None,
             "sampler": options.sampler,
