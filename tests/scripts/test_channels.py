@@ -107,7 +107,7 @@ def test_a_run_on_arrays(train, tmp_path):
     assert [failed for _, checks in record.records("data_checks") for failed in checks["failed"]] == []
 
     out = tmp_path / "out"
-    asked = ["--pipeline", str(straight), "--output_dir", str(out), "--num_images", "4", "--num_inference_steps", "3"]
+    asked = ["--pipeline", str(straight), "--output_dir", str(out), "--num_images", "12", "--num_inference_steps", "3"]
     generate.main(generate.parse_args(asked))
     made = np.load(out / "000003.npy")
     assert (made.shape, made.dtype) == ((16, 24, 5), np.uint16)
