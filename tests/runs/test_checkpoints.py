@@ -133,7 +133,7 @@ def test_latest_of_a_new_folder_is_none_but_of_a_ruined_one_an_error(saved, tmp_
 
 
 def test_unknown_checkpoint_lists_those_there(saved, tmp_path):
-    with pytest.raises(UserError, match="there are: checkpoint-1"):
+    with pytest.raises(UserError, match="choose from: checkpoint-1"):
         find_checkpoint(tmp_path, "checkpoint-5")
 
 
