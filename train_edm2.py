@@ -5,8 +5,8 @@
     accelerate launch train_edm2.py --dataset_name uoft-cs/cifar10 --resolution 32 --output_dir runs/cifar10-edm2
 
 It has the flags of train_ddpm.py that apply to EDM2. If the dataset has no labels, the network is unconditional.
-Exit status: 0 done; 2 a mistake in the command or the data; 3 the training diverged, or a dry run does not fit; 75 stopped by
-a signal: run it again.
+Exit status: 0 done; 2 a mistake in the command or the data; 3 the training diverged, its processes hold different weights,
+or a dry run does not fit; 75 stopped by a signal: run it again.
 """
 
 from utils.core.entrypoint import parse_early, run_script
