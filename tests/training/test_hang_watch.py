@@ -29,7 +29,7 @@ def test_a_rank_that_hangs_is_named_and_all_end(server, script, script_flags, tm
     flags = ["--train_batch_size", 4, "--max_train_steps", 500, "--hang_timeout", TIMEOUT, "--checkpointing_steps", 2]
     command = [INJECT, script, fault, "--rank", rank, "--step", 6, "--", *script_flags, *flags, "--output_dir", tmp_path]
     runs = server.start(command, 2)
-    assert [run.wait() for run in runs] == [1, 1], runs[0].text()
+    assert [run.wait(120) for run in runs] == [1, 1], runs[0].text()
     [said] = [line for run in runs for line in run.text().splitlines() if "error: hang" in line]
     assert f"rank {rank} has been {where} for" in said and f"rank {1 - rank} waits in a collective" in said
     stacks = (tmp_path / "hang" / f"rank-{rank}.txt").read_text()
