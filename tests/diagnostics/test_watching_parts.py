@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from utils.diagnostics.watching import facts
 from utils.diagnostics.watching.facts import Average, Facts, schedule_length
 from utils.diagnostics.watching.images import check_range
 from utils.diagnostics.watching.inputs import check_mixture
@@ -202,6 +203,17 @@ def test_an_average_of_new_tensors_is_followed():
     stacked = Average("ema", {"w": torch.ones(2)}, [torch.ones(2)])
     stacked.owner[0] = torch.ones(3)  # another thing by now
     assert stacked.now()["w"].shape == (2,)
+
+
+def test_an_average_that_begins_later_is_told_so(monkeypatch):
+    class Holder:
+        def __init__(self):
+            self.shadow, self.update_after_step = [], 100
+
+    monkeypatch.setattr(facts, "_scopes", lambda: [{"ema": Holder()}])
+    assert facts._beginning("ema.shadow", {}) == 100
+    assert facts._beginning("shadow", {"ema_start": 2000, "start": 7, "ema": True}) == 2000
+    assert facts._beginning("shadow", {"ema_start": 10**9}) == 0  # never
 
 
 def test_weights_that_are_nan_have_not_moved():

@@ -106,6 +106,8 @@ def _still(average: Average, always: bool, update: Update, equal: bool) -> Check
             return Check("ema", name, wanted, "a decay of 1", False, text)
     if always and update.step + 1 >= PATIENCE and not equal:
         text = f"{name} has not moved in {update.step + 1} updates: does it begin later?"
+        if average.begins > update.step + 1:
+            return not_observed("ema", name, wanted, f"it begins after {average.begins} updates")
         return Check("ema", name, wanted, STILL, False, text, "info")
     return not_observed("ema", name, wanted, "it was not updated in this update")
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 DEEP = 5  # attributes of attributes, in which names are looked for
+LATEST = 100_000  # update after which an average may be meant to begin
 MOST_ENTRIES = 64  # of a dict or list that is looked into
 
 
@@ -25,6 +26,7 @@ class Average:
     tensors: dict[str, torch.Tensor]  # by the parameter's name
     owner: Any  # the object that holds them
     is_average: bool = True  # by its class or its name; else it is one if it moves
+    begins: int = 0  # the update after which it is to average, as its owner or the command line says; 0: none does
     place: str = ""  # where the script has a dict or list of tensors, which may be made anew in each update
 
     def now(self) -> dict[str, torch.Tensor]:
@@ -151,7 +153,19 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
     names = _names({id(thing) for thing in (*networks, *lists)})
     _add_copies(facts, networks, parameters, own, names)
     _add_lists(facts, lists, parameters, _storages(facts, own, parameters, optimizer), names)
+    for average in facts.averages:
+        average.begins = _beginning(average.name, facts.options)
     return facts
+
+
+def _beginning(place: str, options: Mapping[str, Any]) -> int:
+    """Of an average at that place, as an option or an attribute of what holds it says: `ema_start`, `update_after_step`."""
+    parts = place.split(".")
+    holders = [_found_at(".".join(parts[:count])) for count in range(1, len(parts))]
+    said = [(name, value) for holder in holders if holder is not None for name, value in _parts(holder)]
+    said += [(name, value) for name, value in options.items() if "ema" in name]
+    found = [v for n, v in said if type(v) is int and any(word in n for word in ("after", "start", "begin", "warmup"))]
+    return max((value for value in found if value <= LATEST), default=0)
 
 
 def _word(kind: type, network: type) -> str:
@@ -221,7 +235,9 @@ def _add_lists(
         is_average = _says_average(name)
         if isinstance(thing, tuple) and not is_average:
             continue
-        facts.averages.append(Average(name or "a list of tensors", dict(zip(parameters, values)), thing, is_average, name))
+        facts.averages.append(
+            Average(name or "a list of tensors", dict(zip(parameters, values)), thing, is_average, place=name)
+        )
         taken |= pointers
 
 

@@ -77,6 +77,6 @@ class Judge:
             probe.compare()
             if probe.copies and not probe.averages:
                 text = f"{probe.name} was a copy of the weights in all {updates} updates: it averages nothing"
-                severity = "warning" if ended else "info"  # it may begin to average later
+                severity = "warning" if ended and updates > 2 * probe.begins else "info"  # it may average later, and seldom
                 checks.append(Check("ema", probe.name, WANTED, "copies", False, text, severity))
         self.record(updates, checks)

@@ -55,7 +55,7 @@ class CopyProbe:
     """An average and its weights between updates, until it has once become something else than a copy of them."""
 
     def __init__(self, average: Average, parameter: str, weights: torch.Tensor):
-        self.name, self.averages = average.name, False
+        self.name, self.begins, self.averages = average.name, average.begins, False
         self.copies = 0  # updates in which it became a copy
         self._average, self._parameter, self._weights = average, parameter, _View(weights)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
