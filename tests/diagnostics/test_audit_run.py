@@ -35,8 +35,8 @@ def wrong(checks):
 # ---- the averages and weights of every update
 
 
-def followed(spoil=None, skipped=()):
-    """The checks after 30 updates; `spoil` gets (number of the update, weights, average) after each."""
+def followed(spoil=None, skipped=(), late=False):
+    """The checks after 30 updates; `spoil` gets (number of the update, weights, average) after each; `late`: still in it."""
     weights = {name: torch.nn.Parameter(torch.randn(4, 4)) for name in "abc"}
     average = {name: p.detach().clone() for name, p in weights.items()}
     continuity = Continuity(weights, {"EMA": average}, {"EMA": lambda number: DECAY})
@@ -44,11 +44,15 @@ def followed(spoil=None, skipped=()):
         continuity.begin()
         made = number not in skipped
         with torch.no_grad():
-            for name, p in weights.items() if made else ():
+            for p in weights.values() if made else ():
                 p += 0.1 * torch.randn(p.shape)
+            continuity.stepped()
+            for name, p in weights.items() if made else ():
                 average[name].lerp_(p, 1 - DECAY)
+        if spoil and late:
+            spoil(number, weights, average)
         continuity.end(number, torch.tensor(made))
-        if spoil:
+        if spoil and not late:
             spoil(number, weights, average)
     return continuity.checks()
 
@@ -67,8 +71,9 @@ def test_weights_and_averages_are_followed_through_every_update():
 
     [(stage, text)] = wrong(followed(reset))
     assert stage == "ema" and "30 updates" in text
-    [(stage, text)] = wrong(followed(set_back))
-    assert stage == "state" and "in 1 of 30 cases" in text
+    for late in (False, True):
+        [(stage, text)] = wrong(followed(set_back, late=late))
+        assert stage == "state" and "after 1 of 30 updates" in text
 
 
 def test_an_average_that_was_never_made_is_named():

@@ -140,6 +140,7 @@ class StepAudit:
     def end_step(self, gradients: Gradients) -> None:
         """When the weights are those of the next update; `gradients`: those of this one, before they were clipped."""
         self._finite, self._norm = gradients.finite, gradients.norm
+        self._continuity.stepped()
         if self._clipping is not None:
             if self._scheduled:
                 self._limit = self._clipping.limit()

@@ -33,8 +33,8 @@ class Continuity:
         self._weights = None if chosen is None else _Few(parameters[chosen])
         self._averages = {key: _Few(average[chosen]) for key, average in averages.items() if key in decays and chosen}
         self._decays = decays
-        self._left: torch.Tensor | None = None  # the weights when the newest update was over
-        self._changed: int | torch.Tensor = 0  # how often they were changed between two updates
+        self._left: torch.Tensor | None = None  # the weights that the newest step left
+        self._changed: int | torch.Tensor = 0  # how often they were others at a later look
         self._expected: dict[str, torch.Tensor] = {}
         self._rounding = dict.fromkeys(self._averages, 0.0)
         self._since = 0  # updates since the averages were looked at
@@ -43,25 +43,35 @@ class Continuity:
         """Before an update."""
         if self._weights is None:
             return
-        now = self._weights.now()
         if self._left is None:
-            self._left = now.clone()
+            self._left = self._weights.now().clone()
             self._expected = {name: average.now().clone() for name, average in self._averages.items()}
-        elif now.device.type != "cpu":
-            self._changed = self._changed + (now != self._left).any()
-        elif not torch.equal(now, self._left):
+        self._compare(self._weights, self._left)
+
+    def _compare(self, weights: "_Few", left: torch.Tensor) -> None:
+        now = weights.now()
+        if now.device.type != "cpu":
+            self._changed = self._changed + (now != left).any()
+            left.copy_(now)
+        elif not torch.equal(now, left):
             self._changed += 1
+            left.copy_(now)
+
+    def stepped(self) -> None:
+        """When the weights are those of the next update."""
+        if self._left is not None and self._weights is not None:
+            self._left.copy_(self._weights.now())
 
     def end(self, number: int, finite: torch.Tensor) -> None:
         """After the update of that `number`, its averages among it; `finite`: whether it was made, 0-dim."""
         if self._left is None or self._weights is None:
             return
-        self._left.copy_(self._weights.now())
         for name, expected in self._expected.items():
             decay = self._decays[name](number)
             moves = (1 - decay) * (float(finite) if finite.device.type == "cpu" else finite.float())
             expected.lerp_(self._left.to(expected.dtype), moves)
             self._rounding[name] = math.hypot(self._rounding[name] * decay, ROUNDING)
+        self._compare(self._weights, self._left)
         self._since += 1
 
     def checks(self) -> list[Check]:
@@ -69,8 +79,8 @@ class Continuity:
         if not self._since:
             return []
         checks, changed, since = [], int(self._changed), self._since
-        text = f"something else than the optimizer changes the weights, between two updates, in {changed} of {since} cases"
-        found = f"changed in {changed} of {since} cases" if changed else "unchanged"
+        text = f"something else than the optimizer changes the weights: after {changed} of {since} updates they are others"
+        found = f"changed after {changed} of {since} updates" if changed else "unchanged"
         checks.append(Check("state", "weights between all updates", "unchanged", found, not changed, text))
         for name, expected in self._expected.items():
             now = self._averages[name].now()
