@@ -27,6 +27,7 @@ from utils.core.files import whole_file
 from utils.core.size import Size
 from utils.options.flags import DataOptions, EvaluateOptions
 from utils.options.parser import parse_options
+from utils.runs.folder import WITHOUT
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -291,7 +292,7 @@ def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple
     for folder in (Path(source), Path(source).parent):
         try:
             options = json.loads((folder / "options.json").read_text())["options"]
-            trained_on = DataOptions.from_record({"data_range": None} | options)  # which older runs do not have
+            trained_on = DataOptions.from_record(WITHOUT | options)
             split = (options["validation_images"], options["seed"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no run, or not one of this version
             continue

@@ -93,6 +93,7 @@ def test_what_is_wrong_is_said_in_one_or_two_lines(load, tmp_path):
     np.save(tmp_path / "nothing.npy", FLOATS * np.nan)
     np.save(tmp_path / "flat.npy", FLOATS[:, 0, 0])
     np.save(tmp_path / "objects.npy", np.array([{}, {}]), allow_pickle=True)
+    np.save(tmp_path / "words.npy", np.full((2, 3, 3), "word"))
     np.savez(tmp_path / "other.npz", x=BYTES)
     np.savez(tmp_path / "labels.npz", images=BYTES, labels=LABELS[:5])
     (tmp_path / "broken.npz").write_bytes(b"no archive")
@@ -108,6 +109,7 @@ def test_what_is_wrong_is_said_in_one_or_two_lines(load, tmp_path):
         ("nothing.npy", six | {"data_range": [-1, 1]}, "row 0 of .*NaN"),
         ("flat.npy", {"data_range": [-1, 1]}, r"they must be \[N, H, W, C\]"),
         ("objects.npy", {}, "cannot read"),
+        ("words.npy", {}, "must be whole numbers, floats or booleans"),
         ("other.npz", {}, "no 'images'; it has x"),
         ("labels.npz", {}, "the labels of .* for 10 images"),
         ("labels.npz", {"label_column": "kinds"}, "no labels 'kinds'"),

@@ -38,3 +38,9 @@ def test_what_an_older_checkpoint_does_not_know_is_compared_by_its_name():
     with pytest.raises(UserError, match="seed: 0 in the checkpoint, 1 now"):
         check_options(SAVED, SAVED | {"seed": 1}, [])
     assert check_options(SAVED, SAVED | {"seed": 1}, ["seed"]) == []
+
+
+def test_a_flag_that_an_earlier_version_did_not_have_was_at_its_default():
+    assert check_options(SAVED, SAVED | {"data_range": None, "class_conditional": False, "label_dropout": 0.1}, []) == []
+    with pytest.raises(UserError, match=r"data_range: None in the checkpoint, \[-1, 1\] now"):
+        check_options(SAVED, SAVED | {"data_range": [-1, 1]}, [])

@@ -42,6 +42,8 @@ class ArrayImages:
         images, labels = self._open(), self._labels(options.label_column)
         if images.ndim not in (3, 4) or 0 in images.shape:
             raise UserError(f"the images of {self._path} are {list(images.shape)}\nthey must be [N, H, W, C] or [N, H, W]")
+        if images.dtype.kind not in "biuf":
+            raise UserError(f"the images of {self._path} are {images.dtype}\nthey must be whole numbers, floats or booleans")
         self.shape, self.dtype = images.shape, images.dtype
         self._length = min(options.max_train_images or len(images), len(images))
         if labels is not None:

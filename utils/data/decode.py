@@ -72,7 +72,8 @@ class ImageFile:
 class ImagePreparation:
     """Options that turn an `ImageFile` into pixels; calling it gives the pixels.
 
-    `channels` is 1 to 4, `max_value` 255 (uint8) or 65535 (uint16; not with alpha), `background` any opaque Pillow color.
+    `channels` is 1 to 4, or any number for arrays; `max_value` 255 (uint8) or 65535 (uint16; files: not with alpha),
+    `background` any opaque Pillow color.
     """
 
     size: Size
