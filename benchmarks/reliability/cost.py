@@ -8,8 +8,8 @@
 ("together"), the EMA, and the sums for the next report: on a CPU that is all of their cost; on a GPU it is the host's part,
 while the work itself is a few small kernels. Other flags
 go to the script. A report is everything that happens every --logging_steps: magnitudes by layer, figures to the trackers, the
-doctor's look at all that was recorded. An audit is what the step audit adds to an update that it looks at; between two of
-them it follows a few figures.
+doctor's look at all that was recorded, without the line of the ledger, which is told by itself. With several processes, "rank
+times" is what measures each of them in each update. An audit is what the step audit adds to an update that it looks at.
 On a machine with other work, `--own_time` with `--cpu_threads 1` counts the main thread's time on its processor, whose
 ratios are steadier than those of the clock.
 
@@ -46,10 +46,13 @@ from utils.options.flags import DDPMOptions
 from utils.options.presets import FLAGS
 from utils.runs.checkpoints import attach_state_hooks, save_checkpoint, verify_checkpoint
 from utils.runs.state import TrainState
-from utils.training.audit import StepAudit, audited_updates
+from utils.training.audit import audited_updates
+from utils.training.ledger import Ledger
+from utils.training.rank_times import RankTimes
 
 CHECKS = ("BadUpdates.add_losses", "BadUpdates.add", "StopSignal.agreed")
-LOOKS = ("begin", "begin_micro_step", "add", "end_step", "end_update")  # of the step audit, in each update
+LEDGER = ("begin", "add_batch", "add", "measure", "write")
+RANK_TIMES = ("now", "before_backward")
 REPORT_EVERY = 17  # updates, of which few are audited; the cost is told for the default of 50
 
 
@@ -74,8 +77,10 @@ def time_updates(updates: int, flags: list[str], clock: Callable[[], float]) -> 
     timed(utils.optim.ema.EMA, "update")
     timed(utils.training.progress.StepStatistics, "add_losses")
     timed(utils.training.progress.StepStatistics, "add_update")
-    for name in LOOKS:
-        timed(StepAudit, name)
+    for name in LEDGER:
+        timed(Ledger, name)
+    for name in RANK_TIMES:
+        timed(RankTimes, name)
     update = utils.training.progress.ProgressBar.update
     utils.training.progress.ProgressBar.update = lambda bar: (ends.append(clock()), update(bar))
     with tempfile.TemporaryDirectory() as folder:
@@ -93,11 +98,20 @@ def time_updates(updates: int, flags: list[str], clock: Callable[[], float]) -> 
     print(f"\n{describe(default_device())}")
     print(f"{'update':24} {update_ms:8.3f} ms (median of {len(ends) - 6})")
     total = 0.0
+    of_parts = {"a line of the ledger": (Ledger, LEDGER), "rank times": (RankTimes, RANK_TIMES)}
+    parts = {name: [seconds.pop(f"{cls.__name__}.{each}", []) for each in names] for name, (cls, names) in of_parts.items()}
     for name, values in seconds.items():
         cost = 1e3 * statistics.median(values[5:])
         total += cost if name in CHECKS else 0.0
         print(f"{name:24} {cost:8.3f} ms  {100 * cost / update_ms:.2f} %")
     print(f"{'together':24} {total:8.3f} ms  {100 * total / update_ms:.2f} %")
+    # The median of what is done at each line, and once in each update.
+    line = sum(
+        1e3 * statistics.median(sorted(values)[-(len(ends) // REPORT_EVERY) :]) for values in parts["a line of the ledger"]
+    )
+    print(f"{'a line of the ledger':24} {line:8.3f} ms  {100 * line / (50 * update_ms):.3f} % of 50 updates")
+    each = sum(1e3 * sum(values) / len(ends) for values in parts["rank times"])
+    print(f"{'rank times':24} {each:8.3f} ms  {100 * each / update_ms:.3f} %")
     # An update that is measured for a report takes longer, and so does the one after it, in whose time the report is made.
     spans = [1e3 * (b - a) for a, b in pairwise(ends)]  # of updates 2, 3, ...
     plain = statistics.median(span for update, span in enumerate(spans, start=2) if update % REPORT_EVERY > 1)
@@ -108,11 +122,9 @@ def time_updates(updates: int, flags: list[str], clock: Callable[[], float]) -> 
     )
     costs = [spans[n - 2] + spans[n - 1] - 2 * plain for n in audits]
     audit, total = statistics.mean(costs), FLAGS["digits16"]["max_train_steps"]  # some compute a gradient again, others do not
-    between = 1e3 * sum(statistics.median(seconds[f"StepAudit.{name}"][5:]) for name in LOOKS)
-    share = 100 * (audit * len(audited_updates(total)) / total + between) / plain
+    share = 100 * audit * len(audited_updates(total)) / (total * plain)
     each = ", ".join(f"{n}: {cost:.0f}" for n, cost in zip(audits, costs))
     print(f"{'an audit':24} {audit:8.3f} ms  {audit / plain:.2f} updates ({each}); {share:.2f} % of a run of {total} updates")
-    print(f"{'between two audits':24} {between:8.3f} ms  {100 * between / plain:.2f} % of each update, in the share above")
     print(f"{'a report':24} {extra:8.3f} ms  {100 * extra / (50 * plain):.2f} % of 50 updates")
 
 

@@ -13,6 +13,8 @@ from utils.runs.history import History
 from utils.runs.ledger import HASHES, LEDGER, OF_THE_STATE, OF_THE_UPDATE, read_ledger
 from utils.training.run import Run
 
+SMALL = 4096  # elements
+
 
 class Ledger:
     """Its methods are to be called on every process, in the order below. The device adds up bits as integers, and nothing but
@@ -57,9 +59,10 @@ class Ledger:
         seen = {"samples": self._number(self._samples), **self._seen}
         own = [seen.get(name, self._number(0)) for name in OF_THE_UPDATE]
         for kind in OF_THE_STATE:
-            here = [tensor for tensor in self._tensors(kind).values() if tensor.device == self._device]
-            on_host = [tensor for tensor in self._tensors(kind).values() if tensor.device != self._device]  # mere counters
-            own.append((digest(here) if here else 0) + self._number(int(digest(on_host))))
+            tensors = self._tensors(kind).values()
+            here = [tensor for tensor in tensors if tensor.device == self._device]
+            on_host = [tensor for tensor in tensors if tensor.device != self._device]  # mere counters
+            own.append((digest(_joined(here)) if here else 0) + self._number(int(digest(_joined(on_host)))))
         return self._run.accelerator.gather(torch.stack(own))
 
     def _number(self, value: int) -> Tensor:
@@ -138,3 +141,12 @@ class Ledger:
             tensors = dict((*network.named_parameters(), *network.named_buffers()))
         # Singular vectors are of each rank's own passes, and DDP copies those of the main process before the next one.
         return {name: tensor for name, tensor in tensors.items() if not name.endswith(UNIT_VECTORS)}
+
+
+def _joined(tensors: list[Tensor]) -> list[Tensor]:
+    """The same with all small ones as one: hundreds of biases and counters cost as many calls."""
+    small = [tensor for tensor in tensors if tensor.numel() <= SMALL and tensor.dtype == torch.float32]
+    if len(small) < 2:
+        return tensors
+    others = [tensor for tensor in tensors if tensor.numel() > SMALL or tensor.dtype != torch.float32]
+    return [*others, torch.cat([tensor.reshape(-1) for tensor in small])]
