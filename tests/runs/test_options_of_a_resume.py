@@ -44,3 +44,9 @@ def test_a_flag_that_an_earlier_version_did_not_have_was_at_its_default():
     assert check_options(SAVED, SAVED | {"data_range": None, "class_conditional": False, "label_dropout": 0.1}, []) == []
     with pytest.raises(UserError, match=r"data_range: None in the checkpoint, \[-1, 1\] now"):
         check_options(SAVED, SAVED | {"data_range": [-1, 1]}, [])
+
+
+def test_a_flag_that_is_newer_than_the_checkpoint_and_not_set_is_no_change():
+    assert check_options({"seed": 0}, {"seed": 0, "newer": None}, []) == []
+    with pytest.raises(UserError, match=r"newer: \(absent\) in the checkpoint, 1 now"):
+        check_options({"seed": 0}, {"seed": 0, "newer": 1}, [])

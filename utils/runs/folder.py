@@ -170,7 +170,7 @@ def check_options(saved: dict, current: dict, allowed: list[str], misfit: str | 
     absent = "(absent)"
     saved = {n: value for n, value in WITHOUT.items() if n in current} | saved
     names = sorted((saved.keys() | current.keys()) - GONE)
-    differing = [n for n in names if saved.get(n, absent) != current.get(n, absent)]
+    differing = [n for n in names if saved.get(n) != current.get(n)]  # a flag that is new since is None there
     fixed = [n for n in differing if n in OF_THE_AVERAGES and saved.get("use_ema") and current.get("use_ema")]
     changed = [n for n in differing if misfit or n in fixed or n not in allowed]
     moved = [n for n in changed if n in _same_sources(saved, current)]
