@@ -114,7 +114,7 @@ def test_it_ends_after_the_updates_asked_for(server, tmp_path):
 def test_no_such_script(server, tmp_path):
     [run] = server.start(["diagnose.py", "--watch", tmp_path / "nothing.py", "--flag"])
     assert run.wait() == 2
-    assert run.text().strip() == f"error: no such script: {tmp_path / 'nothing.py'}"
+    assert run.text().strip() == f"error: --watch {tmp_path / 'nothing.py'}: no such script\ncheck the path"
 
 
 def test_of_two_networks_the_one_that_gets_noised_images_is_judged(server, tmp_path):
