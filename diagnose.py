@@ -199,7 +199,7 @@ def show(record: "RunRecord", findings: list, judged: set[str], as_json: bool) -
     # Of a dataset or a pipeline most is missing, and some options have no meaning for a run.
     missing = CATALOG.keys() - judged - found - {"rule-failed"} if record.options else set()
     missing = {code for code in missing if not code.startswith("option-")}
-    for word, before, codes in (("OK", "", healthy), ("-", "too little recorded to judge: ", missing)):
+    for word, before, codes in (("OK", "", healthy), ("-", "not enough was recorded to judge: ", missing)):
         listed = before + ", ".join(code for code in CATALOG if code in codes)
         if codes:
             print(textwrap.fill(listed, 110, initial_indent=f"{word:<6}", subsequent_indent=" " * 6, break_on_hyphens=False))
@@ -216,7 +216,7 @@ def _run_lines(record: "RunRecord") -> list[str]:
     reports = len(record.series("train/loss")[0])
     lines = [f"{record.output_dir}: {run_state(record, done, total)[0].lower()}, {done} of {total} updates, {reports} reports"]
     if reports < 4:
-        lines.append("so few reports say little: what is OK below may still go wrong")
+        lines.append("there are only a few reports: what is OK now may still go wrong")
     if record.unreadable:
         lines.append(f"{record.unreadable} damaged lines of history.jsonl are left out")
     return lines

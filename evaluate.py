@@ -190,9 +190,11 @@ def main(args: EvaluateOptions) -> None:
     for warning in dict.fromkeys(text for result in results for text in result["figures"]["warnings"]):
         print(f"note: {warning}")
     for name in dict.fromkeys(result["name"] for result in results if result.get("validation_split") == "unknown"):
-        print(f"note: {name}: unknown split, so copies are looked for among all the images, held-out ones of its training too")
+        print(
+            f"note: {name}: unknown split: copies are searched among all images, also those that were held out of its training"
+        )
     for name in dict.fromkeys(result["name"] for result in results if folder_of(args, result) is None):
-        print(f"note: {name}: the figures are kept nowhere; --output_dir keeps them")
+        print(f"note: {name}: the figures are not saved; set --output_dir to save them")
     print("\n" + "\n".join(lines([*results, *earlier])) + "\n")
     print("\n".join(sentences([*results, *earlier])))
     for result in results:

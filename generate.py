@@ -103,7 +103,7 @@ def main(args: GenerateOptions) -> None:
     # Work: whole chunks that lack an image, shared out evenly
     chunks = torch.arange(args.num_images).split(args.batch_size)
     complete = torch.zeros(len(chunks), device=accelerator.device)
-    with Bar("looking for images that are there", shown=shown):
+    with Bar("looking for existing images", shown=shown):
         for c in range(accelerator.process_index, len(chunks), accelerator.num_processes):
             complete[c] = all(is_complete_image(image_path(args.output_dir, i, suffix), shape) for i in chunks[c].tolist())
     todo = [chunk for chunk, done in zip(chunks, accelerator.reduce(complete, "sum").tolist()) if not done]

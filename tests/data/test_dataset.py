@@ -269,7 +269,7 @@ def test_columns_are_found_named_and_listed(load, tmp_path):
         load(path, image_column="fine_label")
     with pytest.raises(UserError, match="--label_column unknown: 6 rows have a negative label"):
         load(path, label_column="unknown")
-    with pytest.raises(UserError, match="--label_column jpg: Image values are no labels"):
+    with pytest.raises(UserError, match="--label_column jpg: Image values cannot be labels"):
         load(path, label_column="jpg")
 
 
@@ -472,7 +472,7 @@ def test_an_undecodable_image_is_named(cache_images, load, tmp_path):
     rows = [{"bytes": encoded(PIXELS[0]), "path": None}, {"bytes": b"not an image", "path": None}]
     for bad, message in [
         (rows, "row 1, column 'image': not an image"),
-        ([rows[0], None], "row 1, column 'image': the row holds no image"),
+        ([rows[0], None], "row 1, column 'image': the row has no image"),
     ]:
         import datasets
 

@@ -127,7 +127,7 @@ def test_nothing_is_left_out_silently_and_links_are_followed(load, tmp_path):
     assert len(images) == 3 and images.class_names == ["cat", "dog"] and images.labels.tolist() == [0, 0, 1]
     (note,) = said(images)
     assert note.startswith("3 of 9 files used: ")
-    for reason in ("1 link that leads back", "1 link to nothing", "1 .heic (needs pillow-heif)", "1 .gz (unpack it)"):
+    for reason in ("1 link to a folder above it", "1 link to nothing", "1 .heic (needs pillow-heif)", "1 .gz (unpack it)"):
         assert reason in note
     assert "1 without a suffix" in note and "1 .db" in note
 

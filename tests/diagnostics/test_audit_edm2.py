@@ -88,8 +88,8 @@ def test_a_right_step_has_no_deviation_and_every_identity_is_looked_at(fresh, dt
     checks = checks_of(fresh, dtype)
     assert wrong_in(checks) == {}
     names = {check.name for check in checks if check.healthy}
-    assert {"noise level that the network is told", "coefficients of image and noise", "c_in", "c_noise", "c_skip"} <= names
-    assert {"labels that the network is told", "target of the raw network", "target of the loss"} <= names
+    assert {"noise level that the network gets", "coefficients of image and noise", "c_in", "c_noise", "c_skip"} <= names
+    assert {"labels that the network gets", "target of the raw network", "target of the loss"} <= names
     assert {"weight of each sample's loss", "gradient of u(sigma)"} <= names
     assert ("c_out" in names) == (not fresh)  # of zeros no factor is known
 
@@ -118,7 +118,7 @@ FAULTS: list[tuple[str, str, str, Callable]] = [  # (what is replaced, stage, a 
     ("labels", "condition", "of the next image", lambda labels: labels.roll(-1)),
     ("labels", "condition", "others", lambda labels: labels.clamp(min=0)),  # dropped ones become class 0
     ("target", "target", "with the noise, not", lambda y, n, x, s: n),
-    ("target", "target", "no squared error", lambda y, n, x, s: y.roll(-1, 0)),
+    ("target", "target", "not a squared error", lambda y, n, x, s: y.roll(-1, 0)),
     ("target", "target", "in [0, 1]", lambda y, n, x, s: (y + 1) / 2),
     ("error", "target", "absolute error (L1)", lambda d: d.abs().flatten(1).mean(1)),
     ("error", "target", "Huber", lambda d: nn.functional.smooth_l1_loss(d, d * 0, beta=0.1, reduction="none").mean((1, 2, 3))),
@@ -126,7 +126,7 @@ FAULTS: list[tuple[str, str, str, Callable]] = [  # (what is replaced, stage, a 
     ("lambda", "weight", "upside down", lambda s: 1 / RIGHT["lambda"](s)),
     ("lambda", "weight", "1 / sigma^2 / exp(u)", lambda s: 1 / s**2),
     ("lambda", "weight", "the square is missing", lambda s: (s**2 + DATA**2) / (s * DATA)),
-    ("lambda", "weight", "weighed by something else", lambda s: RIGHT["lambda"](s).roll(-1)),
+    ("lambda", "weight", "weighed by something other", lambda s: RIGHT["lambda"](s).roll(-1)),
     ("loss", "weight", "without exp(u)", lambda w, e, u: w * e + u),
     ("loss", "weight", "u of the wrong sign", lambda w, e, u: w * e * u.exp() + u),
     ("loss", "weight", "detached", lambda w, e, u: w * e / u.detach().exp() + u),

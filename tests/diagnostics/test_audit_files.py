@@ -114,8 +114,8 @@ def swap_two(tensors):
         (lambda t: {n: v for n, v in t.items() if n != min(t)}, "does not have the names of the network's tensors: 1 missing"),
         (lambda t: {n: v.half() for n, v in t.items()}, "rounded to float16"),
         (lambda t: {n: v.bfloat16().float() for n, v in t.items()}, "rounded to bfloat16"),
-        (lambda t: {n: v * 1.001 for n, v in t.items()}, "of another moment of the training: they differ by 0.001"),
-        (lambda t: {n: -v for n, v in t.items()}, "are others: they differ by 2"),
+        (lambda t: {n: v * 1.001 for n, v in t.items()}, "from another time of the training: they differ by 0.001"),
+        (lambda t: {n: -v for n, v in t.items()}, "weights differ by 2"),
         (swap_two, "some exported weights are not those of the network"),
     ],
 )

@@ -83,7 +83,7 @@ def test_the_recipe_of_edm2_is_asked_by_its_own_predict():
         ({}, None),
         ({"start": 1.0}, "starts from noise of mean"),
         ({"scale": lambda scheduler, x, t: x}, ""),
-        ({"told": lambda t: (4 * t).exp()}, "which it was never trained on"),  # sigma in place of ln(sigma) / 4
+        ({"told": lambda t: (4 * t).exp()}, "which it was never trained on"),  # sigma instead of ln(sigma) / 4
         ({"told": lambda t: 4 * t}, ""),
         ({"answer": lambda output: -output}, ""),
         ({"settings": {"sigma_max": 20.0}, "start": 80.0}, "starts from noise of mean"),

@@ -49,7 +49,7 @@ def test_a_network_that_ignores_the_timestep_does_not_respond_to_it():
     seeing = probe_network(Known(lambda x, t: x * (1 + t / 1000).view(-1, 1, 1, 1)), scheduler, IMAGES)
     silent = probe_network(Known(lambda x, t: 0 * x), scheduler, IMAGES)
     assert blind["timestep_response"] == 0.0
-    assert seeing["timestep_response"] == pytest.approx(0.4 / 1.5, rel=0.01)  # 1.1 and 1.9 in place of 1.5
+    assert seeing["timestep_response"] == pytest.approx(0.4 / 1.5, rel=0.01)  # 1.1 and 1.9 instead of 1.5
     assert silent["timestep_response"] is None
 
 

@@ -115,7 +115,7 @@ def test_a_pipeline_a_checkpoint_and_generated_files_are_the_same_images(folder,
     assert files == pipeline == checkpoint  # the checkpoint's averaged weights are those that were exported
     table = call("--images", tmp_path / "out", "--dataset_name", "digits", "--no_classes")
     assert "fd_randconv = " in table and "(real/real floor " in table and "N 37 against 1797)" in table
-    assert f"note: {tmp_path / 'out'}: the figures are kept nowhere; --output_dir keeps them" in table
+    assert f"note: {tmp_path / 'out'}: the figures are not saved; set --output_dir to save them" in table
     assert "37 images for 120 feature dimensions: the covariance is singular" in table
     assert "FAIL  samples-unlike-data" in table and "likely cause:" in table and "try:" in table
     assert "fid" not in table
@@ -165,7 +165,7 @@ def test_several_seeds_are_all_shown_with_mean_and_minimum(folder, call):
     assert same_bytes(folder / "run" / "evaluation" / "nearest.png", sheets["nearest.png"])
     assert not same_bytes(folder / "run" / "evaluation" / "nearest.png", sheets["nearest-1.png"])
     output = call(*flags)
-    assert "kept nowhere" not in output
+    assert "not saved" not in output
     assert f"fd_randconv over 2 seeds: mean {(first + second) / 2:.4g}, minimum {min(first, second):.4g}" in output
 
 
@@ -195,7 +195,7 @@ def test_stored_reference_statistics_serve_like_the_images(folder, call, tmp_pat
     with pytest.raises(UserError, match="its image_shape is"):
         make_images(tmp_path / "large", [16] * 20)
         call("--images", tmp_path / "large", "--reference", path)
-    with pytest.raises(UserError, match="fitted to the reference images"):
+    with pytest.raises(UserError, match="needs the reference images"):
         call("--images", folder / "first", "--reference", path, "--features", "pixels")
 
 

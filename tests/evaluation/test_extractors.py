@@ -112,7 +112,7 @@ def test_what_cannot_be_made_is_told_in_one_line(digits):
     with pytest.raises(UserError, match="unknown --features 'vgg'"):
         make_extractor("vgg", digits)
     for name in ("classifier", "pixels"):
-        with pytest.raises(UserError, match="fitted to the reference images"):
+        with pytest.raises(UserError, match="needs the reference images"):
             make_extractor(name, None, channels=1)
 
 

@@ -172,9 +172,9 @@ def test_state_comes_back_and_other_widths_are_refused(tmp_path):
     other.load_state_dict(state)
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in state.items())
     for widths, message in (((0.05, 0.2), r"0\.05 0\.1, not 0\.05 0\.2"), ((0.2, 0.1), r"0\.05 0\.1, not 0\.2 0\.1")):
-        with pytest.raises(UserError, match=f"of --ema_widths {message}"):
+        with pytest.raises(UserError, match=f"has --ema_widths {message}"):
             PowerEMA(network(), widths).load_state_dict(state)
-    with pytest.raises(UserError, match=r"of --ema_widths none, not 0\.05"):
+    with pytest.raises(UserError, match=r"has --ema_widths none, not 0\.05"):
         PowerEMA(network(), (0.05,)).load_state_dict(EMA(network()).state_dict())
     with pytest.raises(UserError, match="once"):
         PowerEMA(network(), (0.05, 0.05))
@@ -265,7 +265,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
 
 
 def test_what_does_not_belong_together_is_named(tmp_path):
-    with pytest.raises(UserError, match="no EMA snapshots; train with --ema_type power"):
+    with pytest.raises(UserError, match="no EMA snapshots\ntrain with --ema_type power"):
         list_snapshots(tmp_path)
     ema = tracked(network(), 20, folder=tmp_path)
     save_snapshots(ema, tmp_path, 30, fingerprint="of another run", dtype="fp32")

@@ -55,7 +55,7 @@ def test_the_audit_sees_the_labels_and_finds_nothing(finished):
     checks = checks_of(finished)
     assert [check for check in checks if check["healthy"] is False] == []
     healthy = {check["name"] for check in checks if check["stage"] == "condition" and check["healthy"]}
-    told = {"classes of the network", "label", "dropped", "labels that the network is told", "output for another label"}
+    told = {"classes of the network", "label", "dropped", "labels that the network gets", "output for another label"}
     assert told <= healthy
 
 

@@ -158,7 +158,7 @@ def test_killed_and_started_again(pipeline, here, tmp_path):
         (["--num_inference_steps", "5"], r"num_inference_steps \(4, now 5\)"),
         (["--batch_size", "3"], r"batch_size \(2, now 3\)"),
         (["--mixed_precision", "bf16"], r"mixed_precision \(no, now bf16\)"),
-        (["--num_images", "6"], "a set of 7 images, more than --num_images 6"),
+        (["--num_images", "6"], "has 7 images, more than --num_images 6"),
     ],
 )
 def test_other_settings_are_refused(flags, key, pipeline, here, made_folder):

@@ -329,7 +329,7 @@ def test_a_run_begun_before_epsilon_was_divided_goes_on_as_it_was(train_edm, fla
         assert train_edm(run) == 0
     capsys.readouterr()
     assert train_edm([*run, "--resume_from_checkpoint", "checkpoint-1"]) == 0
-    keeps = "the optimizer keeps the checkpoint's epsilon, 1e-08; a new run would take 3.91e-11"
+    keeps = "the optimizer keeps the checkpoint's epsilon, 1e-08; a new run would use 3.91e-11"
     assert (keeps in capsys.readouterr().out) == (optimizer != "sgd")
     assert recorded() == (None if optimizer == "sgd" else 1e-8)
     assert train_edm([*run, "--overwrite_output_dir"]) == 0

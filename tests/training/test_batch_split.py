@@ -56,7 +56,7 @@ def test_what_was_given_stays_and_the_rest_follows(run, flags, processes, expect
 @pytest.mark.parametrize(
     ("run", "flags", "processes", "message"),
     [
-        (PLAIN, "--global_batch_size 64 --train_batch_size 8 --gradient_accumulation_steps 4", 4, "not 4 processes .* = 128;"),
+        (PLAIN, "--global_batch_size 64 --train_batch_size 8 --gradient_accumulation_steps 4", 4, "not 4 processes .* = 128\n"),
         (PLAIN, "--global_batch_size=64 --train_batch_size=8 --gradient_accumulation_steps=1", 1, "not 1 processes .* = 8\n"),
         (PAPER, "--global_batch_size 64 --train_batch_size 7 --gradient_accumulation_steps 9", 1, "64 is not .* = 63\n"),
         (PLAIN, "--global_batch_size 24 --train_batch_size 7", 1, "--train_batch_size 7 does not divide 24,"),
@@ -84,7 +84,7 @@ def test_a_split_makes_up_the_global_batch():
             if largest >= min(micro, together) / 4:
                 assert split_batch(options, 3) == (largest, together // largest)
             else:
-                with pytest.raises(UserError, match=f"micro batches of {largest},"):
+                with pytest.raises(UserError, match=f"micro batches of {largest}:"):
                     split_batch(options, 3)
 
 

@@ -64,7 +64,7 @@ def test_runs_that_cannot_be_compared(tmp_path, capsys):
     with pytest.raises(UserError, match="not the folder of a run"):
         compare(a, tmp_path / "absent")
     for words in (["--compare", "a"], ["--compare", "a", "b", "c"], ["a", "--compare", "a", "b"]):
-        with pytest.raises(UserError, match="--compare takes two runs"):
+        with pytest.raises(UserError, match="--compare needs two runs"):
             diagnose.parse_args(words)
     assert diagnose.main(diagnose.parse_args(["--compare", str(a), str(damaged), "--json"])) == 0
     assert json.loads(capsys.readouterr().out)["last_same"] == 0

@@ -110,14 +110,14 @@ def test_a_trial_that_runs_out_of_memory_gives_way_to_the_next_smaller(plan_with
     assert plan.split() == (4, 3)
     assert tried == [12, 6, 4]
     assert torch.equal(state, torch.random.get_rng_state())
-    assert "tries it out" not in plan.table(4, 3)
+    assert "tests it" not in plan.table(4, 3)
 
 
 def test_without_trials_the_prediction_decides_and_the_table_says_so(plan_with, tried):
     plan = plan_with(1000, global_batch_size=12, dry_run=True)
     assert plan.split() == (12, 1)
     assert tried == []
-    assert "predicted to fit; a run tries it out" in plan.table(12, 1)
+    assert "predicted to fit; a run tests it" in plan.table(12, 1)
 
 
 def test_processes_on_a_cpu_share_what_is_free(plan_with, monkeypatch):
@@ -190,7 +190,7 @@ def test_a_dry_run_with_an_automatic_batch_size_tries_nothing_out(train_script, 
     assert train_script([*flags, "--dry_run"]) == 0
     assert tried == []
     printed = capsys.readouterr().out
-    assert "8 images of 1x16x16 in each of 1 micro steps" in printed and "a run tries it out" in printed
+    assert "8 images of 1x16x16 in each of 1 micro steps" in printed and "a run tests it" in printed
     assert train_script([*flags, "--max_train_steps", 1]) == 0
     assert tried == [8, 4]
 

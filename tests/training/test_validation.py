@@ -72,7 +72,7 @@ class Recorder(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.timesteps = []
+        self.timesteps, self.config = [], {}
 
     def forward(self, noisy_images, timesteps):
         self.timesteps += timesteps.tolist()

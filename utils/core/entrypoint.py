@@ -15,6 +15,7 @@ if sys.platform == "win32":  # which lacks SIGUSR1 and the module `resource`, an
     print("error: Windows is not supported: use Linux, or WSL 2", file=sys.stderr)
     sys.exit(2)
 T = TypeVar("T")
+LAUNCHER_NEXT = "(the text below is from the launcher: you can ignore it)"
 WAIT_FOR_FIRST = 5.0  # seconds, in which a launcher ends the other ranks
 _at_end: list[Callable[[], None]] = []
 
@@ -29,6 +30,8 @@ def run_script(main: Callable[[Any], int | None], parse_args: Callable[[], Any],
         options = parse_args()
         leave_progress_to_us(options)
         status = main(options)
+        if status and os.environ.get("RANK", "0") == "0" and launcher_reports():  # a stopped run, say
+            _say_last(LAUNCHER_NEXT)
     except UserError as error:
         status = _tell(error)
     except Exception as error:
@@ -83,7 +86,7 @@ def leave_progress_to_us(options: Any) -> None:
 def _tell(error: UserError) -> int:
     """Says it, once among all ranks. Returns the exit status."""
     if _first_to_say(str(error)):
-        _say_last(f"error: {error}" + "\n(what follows is the launcher's report, and says no more)" * launcher_reports())
+        _say_last(f"error: {error}" + f"\n{LAUNCHER_NEXT}" * launcher_reports())
     return 2
 
 

@@ -34,7 +34,7 @@ def told(error: BaseException, name: str, kind: str) -> str:
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
             return "it is not in the cache, and HF_HUB_OFFLINE does not allow a download\nunset HF_HUB_OFFLINE for one run"
         return f"the Hub could not be reached, or the connection broke ({in_full(error)})\ncheck the network, and start again"
-    return in_full(error)
+    return f"{in_full(error)}\ncheck its name or path, and its files"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -21,7 +21,7 @@ def leave_on_signal() -> None:
 
     def leave(number: int, frame: FrameType | None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            _tell(f"{signal.Signals(number).name}: stopped before the first update, there was nothing to save")
+            _tell(f"{signal.Signals(number).name}: stopped before the first update: nothing was saved")
         leave_now(EXIT_STOPPED)
 
     for number in STOP_SIGNALS:

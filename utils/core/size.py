@@ -16,7 +16,7 @@ class Size(NamedTuple):
         found = re.fullmatch(r"(\d+)(?:x(\d+))?", str(resolution))
         size = cls(int(found[1]), int(found[2] or found[1])) if found else cls(0, 0)
         if min(size) < 1:
-            raise ValueError(f"{resolution} is no size in pixels")
+            raise ValueError(f"{resolution} is not a size in pixels")
         return size
 
     @property

@@ -142,7 +142,7 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
         if requested is None:
             notes.append(f"the {len(class_names)} values of the column {name!r} become classes (--label_column chooses)")
     else:
-        problem = f"{_type_name(feature)} values are no labels (integers, strings and booleans are)"
+        problem = f"{_type_name(feature)} values cannot be labels (integers, strings and booleans can)"
     if problem is None:
         return labels, class_names, notes
     if requested is not None:

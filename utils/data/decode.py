@@ -94,7 +94,7 @@ class ImagePreparation:
         if file.array is not None:
             return self._prepare_array(file.array, file.name)
         if file.data is None and file.path is None:
-            raise UndecodableImage(file.name, None, "the row holds no image")
+            raise UndecodableImage(file.name, None, "the row has no image")
         try:
             return self._prepare(file)
         except UnidentifiedImageError:

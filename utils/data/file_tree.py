@@ -56,7 +56,7 @@ class FileTree:
             raise UserError(f"cannot read the folder {folder}: {error.strerror or error}\ncheck its permissions") from None
         itself = status.st_dev, status.st_ino
         if itself in above:
-            self.left_out["link that leads back"] += 1
+            self.left_out["link to a folder above it"] += 1
             return
         names = {entry.name for entry in entries}
         for entry in entries:

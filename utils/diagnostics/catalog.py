@@ -20,7 +20,7 @@ CATALOG: dict[str, Entry] = {
         stage="noise",
     ),
     "step-timestep": Entry(
-        "the network is told other noise levels than the declared ones",
+        "the network gets other noise levels than the declared ones",
         "timesteps that are shifted, shuffled, rounded, scaled, or drawn from another distribution than declared",
         ("in your own code: draw one timestep per image, and use it for the noise and for the network",),
         stage="timestep",
@@ -32,7 +32,7 @@ CATALOG: dict[str, Entry] = {
         stage="input",
     ),
     "step-condition": Entry(
-        "the network is told other labels than declared",
+        "the network gets other labels than declared",
         "labels that are shifted against the images, dropped at another rate, or not passed on",
         ("in your own code: give the network the label of each image; drop labels at random, at the declared rate",),
         stage="condition",
@@ -44,14 +44,14 @@ CATALOG: dict[str, Entry] = {
         stage="network",
     ),
     "step-target": Entry(
-        "the loss compares the output with something else than declared",
+        "the loss compares the output with something other than declared",
         "another prediction type, another error than the squared one, or images and targets of different samples",
         ("in your own code: compute the target from the clean images, the noise and the timesteps of this batch",),
         stage="target",
     ),
     "step-weight": Entry(
         "errors do not count in the loss as declared",
-        "weights that are inverted, missing or of other samples, a sum in place of a mean, or a wrong shape",
+        "weights that are inverted, missing or of other samples, a sum instead of a mean, or a wrong shape",
         ("in your own code: weight each sample by its own timestep, then average over pixels, batch and micro steps",),
         stage="weight",
     ),
@@ -309,7 +309,7 @@ CATALOG: dict[str, Entry] = {
         stage="network",
     ),
     "time-embedding": Entry(
-        "the time embedding gets another noise level than the network is told",
+        "the time embedding gets another noise level than the network",
         "the network scales, rounds or shifts the timestep; the embedding is made for 0 to 999",
         (
             "do not change the timestep inside the network",

@@ -113,7 +113,7 @@ def _pixel_figures(images: ImageSet, read: np.ndarray, sampled: np.ndarray, chun
         squares += values.square_().sum(0)
         nearest.compare(read[part], hashes[part], gray_thumbnails(pixels, images.max_value))
 
-    whole = images.shown(read) == read  # the others are copies that the set made, in place of images that cannot be decoded
+    whole = images.shown(read) == read  # the others are copies that the set made, instead of images that cannot be decoded
     constant = read[(lows == highs) & whole]
     half, count, channels = images.max_value / 2, len(read), images.shape[0]
     means, mean_squares = sums / count, squares / count

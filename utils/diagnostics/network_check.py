@@ -77,7 +77,7 @@ def examine_flow(network: nn.Module, exported: nn.Module, losses: Forward) -> di
         ReLU.
     idle: layers of which neither output nor gradient depends on them: not called, or replaced by zeros without a change.
     cut: layers that change the output, but get no gradient.
-    told, received: mean noise level that the network is told, and that its time embedding gets; None where there is none.
+    told, received: mean noise level that the network gets, and that its time embedding gets; None where there is none.
 
     Weights that are zero have random ones in their place meanwhile: before the first update they would hide what is before
     them.

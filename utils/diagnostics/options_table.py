@@ -581,7 +581,7 @@ ROWS: tuple[Row, ...] = (
         info=0.05,
         warning=0.4,
         reason="samples will have the changed colors",
-        source="Karras et al. 2022, appendix F.2: augmentations leak unless the network is told of them",
+        source="Karras et al. 2022, appendix F.2: augmentations leak unless the network gets them as input",
         entry=Entry(
             "samples will have the colors of the augmentation",
             "color jitter is useful for classifiers; a generator copies the changed colors",

@@ -20,7 +20,7 @@ TIMESTEPS = (0, 100, 500, 900, 999)  # of 1000; spread in the same way over othe
 PROBE_IMAGES = 32
 SMALL_PIXELS = 2**13  # that need little memory however small the micro batch is: 32 images of 16x16, 2 of 64x64
 MIDDLE = 2  # of TIMESTEPS: where noise, image and velocity are all far apart
-OTHER_TIMES = (100, 900)  # of 1000, told to the network in place of the middle one
+OTHER_TIMES = (100, 900)  # of 1000, told to the network instead of the middle one
 
 
 def probe_timesteps(num_train_timesteps: int) -> list[int]:

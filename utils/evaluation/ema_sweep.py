@@ -96,7 +96,7 @@ def write_sweep(output_dir: Path, run: Path, metric: str, step: int, num_images:
         unit=metric,
         x_label="relative width",
         marks=[(best, f"best: {best:g}")],
-        reading=f"The lower the better: best at {best:g}. A flat valley says that the length hardly matters.",
+        reading=f"The lower the better: best at {best:g}. In a flat valley, all widths are about equally good.",
     )
     header = f"<header><h1>EMA widths of {escape(run.resolve().name)}</h1><p>after {step} updates</p></header>"
     sections = [("Widths", figure)]

@@ -176,7 +176,7 @@ class Evaluation:
         if fewest <= dimensions:
             found.append(
                 f"{fewest} images for {dimensions} feature dimensions: the covariance is singular and the Frechet distance "
-                f"mostly noise; take more than {dimensions}, or read the kernel distance"
+                f"mostly noise; use more than {dimensions} images, or read the kernel distance"
             )
         elif fewest < 10 * dimensions:
             found.append(

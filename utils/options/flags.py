@@ -604,7 +604,9 @@ class DiagnoseOptions(DiagnosedOptions, DataOptions):
             return
         if self.compare:
             if any(named) or len(self.compare) != 2:
-                raise UserError("--compare takes two runs, and no other run, --pipeline or dataset")
+                raise UserError(
+                    "--compare needs two runs, and does not go together with a run, --pipeline or a dataset\nleave these out"
+                )
             return
         if self.cache or self.prune_cache is not None:
             if any(named):

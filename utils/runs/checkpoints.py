@@ -270,11 +270,11 @@ def resume(
     if before != now and not {before, now} <= {"adam", "adamw"}:
         for optimizer in optimizers:
             optimizer.state.clear()
-        notes.append(f"the optimizer was {before} and is now {now}: it begins without a memory of earlier gradients")
+        notes.append(f"the optimizer was {before} and is now {now}: it starts without averages of earlier gradients")
     if laid_out_for != state.max_train_steps:
         notes.append(
-            f"the run was laid out for {laid_out_for} updates and is now for {state.max_train_steps}: "
-            "from here on the learning rate follows the new curve"
+            f"the length of the run changes from {laid_out_for} to {state.max_train_steps} updates: "
+            "from now on, the learning rate follows the curve of the new length"
         )
     notes.append(f"resumed from {checkpoint.name}: {state.step} of {state.max_train_steps} updates done")
     return checkpoint, notes

@@ -5,7 +5,7 @@ and every process must make the same collective calls.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from utils.core.distributed import on_main_process
 from utils.core.signals import EXIT_DIVERGED, EXIT_STOPPED
@@ -35,12 +35,14 @@ class Periodic:
         every, dtype = options.ema_snapshot_steps, options.ema_snapshot_dtype
         self._snapshots = Snapshots(accelerator, run.ema, run.output_dir, run.state, every=every, dtype=dtype)
         self._exit_status, self._forecast, self._profile = 0, Forecast(run), Profile(run)
+        self._first_update = ExitStack()  # the bar of the slowest update, which that of the run does not show
 
     def catch_up(self) -> None:
         """Makes the evaluation that a stop had left out; the updates begin."""
         if self._evaluation.due():
             self._evaluate_late()
         self._forecast.begin()
+        self._first_update.enter_context(self._run.progress.part("the first update"))
 
     def _evaluate_late(self) -> None:
         with self._monitor.paused(), self._judged_weights():
@@ -62,6 +64,7 @@ class Periodic:
     def after_update(self, learning_rate: float) -> None:
         """What is due after `state.step` updates, the last of which was made with that learning rate."""
         run, state, options = self._run, self._run.state, self._run.options
+        self._first_update.close()
         run.progress.update()
         self._forecast.after_update()
         self._monitor.end_update(self._anything_due())
@@ -104,6 +107,7 @@ class Periodic:
         """The pipeline and the last pictures of a run that has come to its end, in this order: no picture may cost it the
         pipeline. Closes all that is open. Returns the exit status."""
         run = self._run
+        self._first_update.close()
         self._monitor.close()
         self._profile.close()
         if self._exit_status == 0:
@@ -111,7 +115,8 @@ class Periodic:
         if self._exit_status == 0:
             run.print_line("done: " + run.objective.loader.format(path=str(run.output_dir)))
         elif self._exit_status == EXIT_STOPPED:
-            run.print_line(f"stopped after {run.state.step} updates; continue with --resume_from_checkpoint latest")
+            updates = f"{run.state.step} update{'s' * (run.state.step != 1)}"
+            run.print_line(f"stopped after {updates}; continue with --resume_from_checkpoint latest")
         run.progress.close()
         run.stop.close()
         on_main_process(run.accelerator, run.folder.release, self._exit_status)

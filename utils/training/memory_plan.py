@@ -198,9 +198,7 @@ class MemoryPlan:
         if self._sharing > 1:
             share += f" to each of {self._sharing} processes"
         if self._untried:
-            lines.append(
-                "auto: the largest micro batch that is predicted to fit; a run tries it out and may take a smaller one"
-            )
+            lines.append("auto: the largest micro batch that is predicted to fit; a run tests it and may use a smaller one")
         if self._options.compile:
             lines.append(
                 "--compile: the update of each report runs eagerly and needs that; where it does not fit, activations are not "

@@ -143,7 +143,7 @@ def begin_run(
     notes = [*data.images.notes, *notes]
     epsilon = optimizer.param_groups[0].get("eps")  # the checkpoint's, where there was one; SGD has none
     if epsilon != asked_epsilon:
-        notes.append(f"the optimizer keeps the checkpoint's epsilon, {epsilon:.3g}; a new run would take {asked_epsilon:.3g}")
+        notes.append(f"the optimizer keeps the checkpoint's epsilon, {epsilon:.3g}; a new run would use {asked_epsilon:.3g}")
     facts = {
         "max_train_steps": length.max_train_steps,
         "updates_per_epoch": length.updates_per_epoch,

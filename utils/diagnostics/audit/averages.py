@@ -58,7 +58,7 @@ def _average(name: str, seen: Seen, decay_at: Callable[[int], float], number: in
     decay = decay_at(number)
     wanted, gap = f"decay {decay:.6g} at update {number}", float((seen.weights - seen.old).norm())
     if (1 - decay) * gap < 4 * seen.rounding:
-        return not_observed("ema", name, wanted, "its change drowns in its own rounding")
+        return not_observed("ema", name, wanted, "its change is smaller than its rounding error")
     distance = float((seen.new - decay * seen.old - (1 - decay) * seen.weights).norm())
     moved, _ = slope(seen.weights - seen.old, seen.new - seen.old)
     fine = distance <= 2 * seen.rounding + SMALL * (1 - decay) * gap
@@ -69,14 +69,14 @@ def _average(name: str, seen: Seen, decay_at: Callable[[int], float], number: in
 def _explain(seen: Seen, decay_at: Callable[[int], float], number: int, micro_steps: int) -> str:
     decay, change = decay_at(number), seen.new - seen.old
     if not change.any():
-        return f"it does not move in this update, declared is a decay of {decay:.6g}"
+        return f"it does not move in this update; its declared decay is {decay:.6g}"
     moved, left = slope(seen.weights - seen.old, change)
     observed = 1 - moved
     if moved < 0 and left < 0.05:
         return f"it moves away from the weights (decay {observed:.4g}): a wrong sign"
     if left < 0.02 + 4 * seen.rounding / float(change.norm()):
         if abs(observed) < 1e-6:
-            return f"it is a copy of the weights, declared is a decay of {decay:.6g}"
+            return f"it is a copy of the weights; its declared decay is {decay:.6g}"
         known = {f"it is updated {k} times in this update": decay**k for k in (2, 3, 4, 8)}
         known |= {"the weights and the average are exchanged: decay and 1 - decay": 1 - decay}
         numbers = (number - 1, number + 1, 2 * number, max(number // 2, 1))
@@ -93,4 +93,4 @@ def _explain(seen: Seen, decay_at: Callable[[int], float], number: int, micro_st
     untouched = float(((change == 0) & (seen.weights != seen.old)).double().mean())
     if 0.001 < untouched < 0.999:
         return f"{untouched:.0%} of it does not move: some parameters or buffers are left out"
-    return f"it moves towards other weights than those of this network ({left:.0%} of its change is something else)"
+    return f"it moves towards weights that are not those of this network ({left:.0%} of its change is something else)"

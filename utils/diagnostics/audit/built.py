@@ -61,7 +61,7 @@ def check_built(network: nn.Module, declared: DeclaredNetwork, fresh: bool) -> l
             ", ".join(sorted(kinds)),
             f"the blocks of the network have the activation {declared.activation} by its flag",
         )
-        checks.append(Check("network", "activation", wanted, found, kinds <= {wanted}, f"{text}, and {found} in fact"))
+        checks.append(Check("network", "activation", wanted, found, kinds <= {wanted}, f"{text}, but it is {found}"))
     return checks + (_first_weights(layers, declared) if fresh else [])
 
 

@@ -19,9 +19,9 @@ def check_told(micro_steps: list[MicroStep], network: str, no_class: int = -1) -
     drawn = torch.where(drawn < 0, no_class, drawn)
     none = torch.full_like(drawn, no_class)
     told = torch.cat([none[: len(drawn)] if given is None else given.reshape(-1).long().cpu() for drawn, given in pairs])
-    text, name = "", "labels that the network is told"
+    text, name = "", "labels that the network gets"
     if not (same := torch.equal(drawn, told)):
         known = neighbors("those", drawn) | {"none": none, "one too high": drawn + 1, "always 0": drawn * 0}
         how = next((how for how, labels in known.items() if torch.equal(labels, told)), "others")
-        text = f"the network is told other labels than those drawn: {how}"
+        text = f"the network gets other labels than those drawn: {how}"
     return [Check("condition", name, "those drawn", "the same" if same else "others", same, text)]

@@ -143,7 +143,7 @@ class Declared:
     averages: dict[str, Callable[[int], float]] = field(default_factory=dict)  # name -> decay of the n-th update
     dropout: float | None = None  # of the network's activations; None: not declared
     network: DeclaredNetwork | None = None  # of a DDPM
-    class_conditional: bool = True  # whether labels that the network is told should matter
+    class_conditional: bool = True  # whether labels that the network gets should matter
     no_class: int = -1  # what the network is told for no class: a UNet2DModel the number after those of the classes
 
     @property

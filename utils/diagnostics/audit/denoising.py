@@ -68,7 +68,9 @@ def check_denoising(micro_steps: list[MicroStep], declared: Declared, loss_scale
         message = f"the network got {len(seen.x)} images and {len(seen.sigma)} noise levels, {len(seen.drawn)} were drawn"
         return [Check("input", "batch", "one noise level for each image", "other numbers", False, message)]
     if seen.x.shape[1] < 8:
-        return [not_observed("input", "noisy image", "y + sigma noise", "images of so few values tell nothing")]
+        return [
+            not_observed("input", "noisy image", "y + sigma noise", "the images have too few different values for this check")
+        ]
     sigma_data = declared.denoising.sigma_data
     checks = [_told(seen), _noisy(seen), *_preconditioning(seen, sigma_data), *check_told(usable, "unet")]
     raw_loss = seen_loss(raw_calls, declared.micro_steps, loss_scale)
@@ -109,7 +111,7 @@ def _lambda(sigma: torch.Tensor, sigma_data: float) -> torch.Tensor:
 
 
 def _told(seen: Seen) -> Check:
-    name, wanted = "noise level that the network is told", "the one that was drawn"
+    name, wanted = "noise level that the network gets", "the one that was drawn"
     told, drawn = seen.sigma, seen.drawn
     if worst(told / drawn - 1) <= TOLERANCE:
         if len(told) >= 8 and constant(told, 1e-6) is not None:
@@ -126,7 +128,7 @@ def _told(seen: Seen) -> Check:
     }
     factor = constant(told / drawn)
     how = f"{simple(factor)} times those" if factor else named(told, known, 1e-4 * worst(told)) or "others"
-    message = f"the network is told other noise levels than those drawn: {how}"
+    message = f"the network gets other noise levels than those drawn: {how}"
     return Check("timestep", name, wanted, how, False, message)
 
 
@@ -146,7 +148,7 @@ def _noisy(seen: Seen) -> Check:
         implied = (x - y) / sigma[:, None]
         message = f"the noisy image is not y + sigma noise: {middle(residual):.0%} of it is something else"
         if 0.8 < middle(implied.square().mean(1)) < 1.25:
-            message = "the noise in the image is other noise than the one drawn for it"
+            message = "the noise in the image is not the noise that was drawn for it"
     elif (factor := constant(b / sigma)) is not None:
         message = f"the noise is {simple(factor)} times sigma, and the image {span(a[clear])} times itself"
     else:
@@ -222,7 +224,7 @@ def _noise_level(seen: Seen, sigma_data: float) -> Check:
         known = {name: formula(seen.sigma, sigma_data) for name, formula in _OTHER_NOISE_LEVELS.items()}
         known |= neighbors("those", declared)
         how = named(seen.c_noise, known, 1e-4 * max(worst(seen.c_noise), 1e-3)) or "something else"
-        text = f"the network is told {how} as noise level, not c_noise = ln(sigma) / 4"
+        text = f"the network gets {how} as noise level, not c_noise = ln(sigma) / 4"
     return Check("timestep", "c_noise", "ln(sigma) / 4", "the same" if fine else "others", fine, text)
 
 
@@ -283,7 +285,7 @@ def _target(seen: Seen, loss: Loss) -> tuple[Check, torch.Tensor | None]:
         if bool((residual <= (10 * TOLERANCE if found == own else SMALL) + blur).all()):
             text = f"the loss compares the denoised image with {found}, not with the clean image"
             return Check("target", name, wanted, found, found == own, text), weights
-    text = "the loss is no squared error of the denoised image"
+    text = "the loss is not a squared error of the denoised image"
     text = loss.other_error(seen.clean) if loss.agreement(seen.clean) > 0.99 else text
     return Check("target", name, wanted, "another loss", False, text), None
 
@@ -320,7 +322,7 @@ _WEIGHTS: dict[str, Callable[..., torch.Tensor]] = {  # of lambda, u, sigma and 
     "lambda(sigma) / exp(u) of the next sample": lambda w, u, s, d: (w / u.exp()).roll(-1),
     "lambda(sigma) / exp(u) of the sample before": lambda w, u, s, d: (w / u.exp()).roll(1),
     "lambda(sigma) of the next sample, / exp(u)": lambda w, u, s, d: w.roll(-1) / u.exp(),
-    "the mean of all, alike for every sample": lambda w, u, s, d: (w / u.exp()).mean().expand_as(w),
+    "the mean of all, the same for every sample": lambda w, u, s, d: (w / u.exp()).mean().expand_as(w),
 }
 
 

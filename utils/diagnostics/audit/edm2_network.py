@@ -53,7 +53,7 @@ def check_edm2_network(network: nn.Module) -> list[Check]:
         off = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
         if not off <= (ROUGH if rough or device.type == "mps" else TOLERANCE):
             how = f"{factor:.4g} times it" if left < 0.01 else f"{off:.0%} of it is something else"
-            text = f"{name} is the first part of the network that computes something else than the paper's equations: {how}"
+            text = f"{name} is the first part of the network that computes something other than the paper's equations: {how}"
             return [Check("network", NAME, WANTED, f"{name}: {how}", False, text, "warning")]
     return [Check("network", NAME, WANTED, f"the same in {len(expected)} parts", True)]
 

@@ -91,8 +91,8 @@ def _name_the_weights(expected: Mapping, stored: Stored, raw: dict | None, found
     if 2 * len(found.different) < found.compared:
         return f"some exported weights are not those of the network: {', '.join(found.different[:3])}"
     if found.distance < 0.5:
-        return f"the exported weights are of another moment of the training: they differ by {found.distance:.2g} of their size"
-    return f"the exported weights are others: they differ by {found.distance:.2g} of their size"
+        return f"the exported weights are from another time of the training: they differ by {found.distance:.2g} of their size"
+    return f"the exported weights differ by {found.distance:.2g} of their size"
 
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -165,7 +165,7 @@ def _network(folder: Path, weights: dict[str, torch.Tensor] | None, network: Mod
     config = json.loads(json.dumps({key: value for key, value in network.config.items() if not key.startswith("_")}))
     others = [key for key, value in config.items() if key in written and written[key] != value]
     wanted, found = (", ".join(f"{key} {part[key]}" for key in others[:3]) or "the network's" for part in (config, written))
-    message = "the exported network's config is another one: " + ", ".join(f"{key} is {written[key]}" for key in others[:3])
+    message = "the config of the exported network differs: " + ", ".join(f"{key} is {written[key]}" for key in others[:3])
     checks = [Check("export", "network config", wanted, found, not others, message)]
     name, close = "output on a fixed input", "that of the network"
     if weights is None:
@@ -184,7 +184,7 @@ def _network(folder: Path, weights: dict[str, torch.Tensor] | None, network: Mod
     distance = float((output - expected).norm() / expected.norm().clamp(min=1e-30))
     # Some fifty layers in fp32, other kernels for other layouts in memory; TF32 keeps 10 bits of each factor.
     tolerance = 1e-3 if expected.device.type == "cpu" else 2e-2
-    why = f"the exported network gives another output than the one trained: it differs by {distance:.2g} of its size"
+    why = f"the exported network and the trained network give different outputs: it differs by {distance:.2g} of its size"
     return [*checks, Check("export", name, f"within {tolerance:g}", f"{distance:.1g}", distance <= tolerance, why)]
 
 

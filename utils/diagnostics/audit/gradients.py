@@ -26,7 +26,7 @@ def check_gradients(
         checks.append(Check("gradient", name, wanted, f"norm {left:.3g}", left == 0.0, text))
     passes, wanted = sum(step.finished for step in update.micro_steps), str(declared.micro_steps)
     if passes:
-        text = f"the optimizer steps after {passes} backward passes, declared are {wanted} micro steps"
+        text = f"the optimizer steps after {passes} backward passes; declared: {wanted} micro steps"
         checks.append(Check("gradient", "backward passes of an update", wanted, str(passes), str(passes) == wanted, text))
     checks += _between_micro_steps(update)
     name, wanted = "gradient at the step", "that of the backward passes"

@@ -105,23 +105,23 @@ class Draws:
         if declared.random_flip:
             message = self._repeated(periods or {})
             if self.alike is not None and self.alike < math.log10(IMPOSSIBLE):
-                message = "all images of a batch are mirrored or none is, declared is every second one, at random"
+                message = "all images of a batch are mirrored or none is; declared: every second one, at random"
             if not agrees(self.mirrored, self.sided, 0.5):
                 often = {0: "no image is", self.sided: "every image is"}.get(
                     self.mirrored, f"{self.mirrored / self.sided:.0%} of the images are"
                 )
-                message = f"{often} mirrored ({self.mirrored} of {self.sided}), declared is every second one, at random"
+                message = f"{often} mirrored ({self.mirrored} of {self.sided}); declared: every second one, at random"
             observed = f"{self.mirrored} of {self.sided} images"
             checks.append(Check("data", "mirrored", "half of the images, at random", observed, not message, message))
         if not declared.center_crop:
             fixed = [name for name, chance in self.places.items() if chance < math.log10(IMPOSSIBLE)]
-            message = f"images are always cut at the {fixed[0]}, declared is a random place" if fixed else ""
+            message = f"images are always cut at the {fixed[0]}; declared: a random place" if fixed else ""
             checks.append(
                 Check("data", "crop", "at a random place", fixed[0] if fixed else "no fixed place", not fixed, message)
             )
         if declared.color_jitter:
             never = self.plain > 3 and not self.jittered
-            message = f"no image's colors are jittered, declared is a strength of {declared.color_jitter:g}" if never else ""
+            message = f"no image's colors are jittered; declared strength: {declared.color_jitter:g}" if never else ""
             observed = f"{self.jittered} of {self.jittered + self.plain} images"
             checks.append(Check("data", "color jitter", f"{declared.color_jitter:g}", observed, not never, message))
         return checks
@@ -147,7 +147,7 @@ def check_images(
     text = "the files' images, {}x{}x{}, in [-1, 1]".format(*size)
     if tuple(shown.shape[1:]) != size:
         found = "x".join(map(str, shown.shape[1:]))
-        return [Check("data", "images", text, found, False, f"the network sees images of {found}, declared are {text}")]
+        return [Check("data", "images", text, found, False, f"the network sees images of {found}; declared: {text}")]
     rounding = max(EXACT, torch.finfo(shown.dtype).eps if shown.dtype in (torch.float16, torch.bfloat16) else 0)
     images = shown.detach().cpu().double().numpy()
     batch, misread = [], []

@@ -47,7 +47,7 @@ class Loss:
         if flat_share > 0.01:
             return f"the loss is a Huber (smooth L1) error{of}: large errors count less than their square"
         power, _ = fit(size.clamp(min=1e-30).log(), difference.clamp(min=1e-30).log(), torch.ones_like(size))
-        return f"the loss is no squared error{of}: its gradient grows as the error to the power {middle(power[:, 0]):.2g}"
+        return f"the loss is not a squared error{of}: its gradient grows as the error to the power {middle(power[:, 0]):.2g}"
 
     def explain_factor(self, factor: float) -> str:
         """Why the whole loss may be `factor` times the declared mean."""

@@ -1,4 +1,4 @@
-"""How image files get misread: names for what a network sees in place of the images that it is declared to see.
+"""How image files get misread: names for what a network sees instead of the images that it is declared to see.
 
 First whole readings of the file (`readings`); then changes with numbers of their own, fitted to the images that were misread
 (_FITS); else how far the images are from their files.
@@ -41,10 +41,10 @@ def _fits(match: Match, seen: Seen, gain: float) -> bool:
 
 
 def describe(misread: list[Seen], batch: list[Seen], declared: DeclaredImages) -> str:
-    """What the network sees in place of the images `misread` of a batch; empty where they differ by rounding alone."""
+    """What the network sees instead of the images `misread` of a batch; empty where they differ by rounding alone."""
     broken = [seen for seen in misread if not np.isfinite(seen.shown).all()]
     if broken:
-        return f"values that are no finite numbers, in {len(broken)} images"
+        return f"values that are not finite, in {len(broken)} images"
     errors: dict[str, list[float]] = {}
     worst = sorted(misread, key=lambda seen: -seen.planes.std() * (seen.match.error > seen.tolerance))[:_LOOKED_AT]
     for seen in worst:

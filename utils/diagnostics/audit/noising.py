@@ -53,7 +53,7 @@ def check_noising(micro_steps: list[MicroStep], declared: Declared, loss_scale: 
         message = f"the network got {len(x)} images and {len(told)} timesteps, the loss {len(clean)} images"
         return [Check("input", "batch", "one timestep for each image", "other numbers", False, message)]
     if x.shape[1] < 8:
-        return [not_observed("input", "noisy image", wanted, "images of so few values tell nothing")]
+        return [not_observed("input", "noisy image", wanted, "the images have too few different values for this check")]
     timesteps = drawn.double().round().clamp(0, formula.steps - 1).long().to(x.device)
     abar = formula.alphas_cumprod.to(x.device)[timesteps][:, None]
     seen = Seen(x, told, clean, noise, timesteps, abar.sqrt(), (1 - abar).sqrt())
@@ -117,19 +117,19 @@ def _how_told(told: torch.Tensor, drawn: torch.Tensor, steps: int) -> str:
 
 
 def _timesteps_told(told: torch.Tensor, drawn: torch.Tensor, steps: int) -> Check:
-    name, wanted = "timestep that the network is told", "the one that the image was noised with"
+    name, wanted = "timestep that the network gets", "the one that the image was noised with"
     if torch.equal(told.double(), drawn.double()):
         outside = bool(((told < 0) | (told >= steps)).any())
         if outside or bool((told.double() != told.double().round()).any()):
             found = f"{float(told.min()):.4g} to {float(told.max()):.4g}"
-            message = f"timesteps must be whole numbers from 0 to {steps - 1}; the network is told {found}"
+            message = f"timesteps must be whole numbers from 0 to {steps - 1}; the network gets {found}"
             return Check("timestep", name, wanted, found, False, message)
         if (len(told) - 1) * math.log10(steps) > 12 and bool((told == told[0]).all()):
             message = "all images of the update have one timestep; each image should have its own"
             return Check("timestep", name, "one for each image", f"{int(told[0])} for all", False, message)
         return Check("timestep", name, wanted, "the same", True)
     how = _how_told(told, drawn, steps)
-    message = f"the network is told other timesteps than those drawn: {how} ({_few(told)} instead of {_few(drawn)})"
+    message = f"the network gets other timesteps than those drawn: {how} ({_few(told)} instead of {_few(drawn)})"
     return Check("timestep", name, wanted, how, False, message)
 
 
@@ -185,20 +185,20 @@ def _explain_coefficients(a: torch.Tensor, b: torch.Tensor, seen: Seen, formula:
     both = torch.stack([torch.where(clear, a, (1 - b**2).clamp(min=0).sqrt()), b])
     others = {other.called: other.alphas_cumprod.to(a.device)[seen.timesteps] for other in formula.others()}
     if name := named(both, {name: torch.stack([o.sqrt(), (1 - o).sqrt()]) for name, o in others.items()}, SMALL):
-        return "input", f"images are noised by the schedule {name}; declared is {formula.called}"
+        return "input", f"images are noised by the schedule {name}; declared: {formula.called}"
     # Timesteps at which the declared schedule has the observed coefficients.
     distance, other = (torch.stack([table.sqrt(), (1 - table).sqrt()])[:, None] - both[..., None]).abs().sum(0).min(1)
     if worst(distance) < 1e-4 and not torch.equal(other, seen.timesteps):
         if torch.equal(other.double(), seen.told.double().to(other.device)):
-            return "timestep", "images are noised with the timesteps told, which are not those drawn"
+            return "timestep", "images are noised with the timesteps that the network gets, which are not those drawn"
         how = _how_told(other, seen.timesteps, formula.steps)
-        return "timestep", f"images are noised with other timesteps than the network is told: {how}"
+        return "timestep", f"images are noised with other timesteps than the network gets: {how}"
     of_image, of_noise = span((a / signal.clamp(min=1e-12))[clear]), span(b / rest)
     return "input", f"the coefficients of image and noise are {of_image} and {of_noise} times those declared"
 
 
 def _explain_rest(seen: Seen, residual: torch.Tensor) -> str:
-    """Of an input that has something else than image and noise, of which `residual` [B] is the share."""
+    """Of an input that has something other than image and noise, of which `residual` [B] is the share."""
     if worst(residual) < 3e-2:
         return f"the noised image is rounded: {middle(residual):.1e} of it is neither image nor noise (bf16 leaves 3e-3)"
     implied = seen.implied_noise
@@ -208,9 +208,9 @@ def _explain_rest(seen: Seen, residual: torch.Tensor) -> str:
             return f"the noise in the image is not the noise drawn for it, but that of another image (rolled by {k})"
     of_image, _ = fit(seen.x, seen.clean)
     if worst(residual) > 0.9999 and middle(of_image.abs()) < 1e-6:
-        return "the network's input has nothing of image or noise"
+        return "the network's input contains neither the image nor the noise"
     if 0.8 < middle(implied.square().mean(1)) < 1.25 and abs(middle((implied * seen.noise).mean(1))) < 0.2:
-        return "the noise in the image is other noise than the one drawn for it"
+        return "the noise in the image is not the noise that was drawn for it"
     return f"the network's input is not made of image and noise: {middle(residual):.0%} of it is something else"
 
 
@@ -306,4 +306,4 @@ def _explain_weights(observed: torch.Tensor, seen: Seen, loss: Loss, formula: De
     counted = int((observed.abs() > 1e-9).sum())
     if counted < len(observed):
         return f"only {counted} of {len(observed)} samples count in the loss"
-    return f"errors are weighed by something else than {own}: {sample}"
+    return f"errors are weighed by something other than {own}: {sample}"

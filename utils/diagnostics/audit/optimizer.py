@@ -170,7 +170,7 @@ def _change(step: Step, wanted: DeclaredOptimizer, expected: torch.Tensor, decay
     observed = f"off by {off:.1e} of it (rounding {lost:.1e})"
     fine = distance <= 5 * rounding + SMALL * size
     if fine and size < 5 * rounding:
-        return not_observed("optimizer", name, declared, "the change drowns in the weights' own rounding")
+        return not_observed("optimizer", name, declared, "the change is smaller than the rounding error of the weights")
     text = "" if fine else _explain_change(step, wanted, change, should, decayed[step.inside])
     return Check("optimizer", name, declared, observed, fine, text)
 
@@ -213,11 +213,11 @@ def _explain_adam(step: Step, wanted: DeclaredOptimizer, change: torch.Tensor, d
     decay, spared = decay / step.rate, spared / step.rate
     said = []
     if abs(speed / step.rate - 1) > 5e-3:
-        said.append(f"a learning rate of {speed:.4g} in place of {step.rate:.4g}")
+        said.append(f"a learning rate of {speed:.4g} instead of {step.rate:.4g}")
     if not 0.5 < epsilon / wanted.epsilon < 2:
-        said.append(f"an epsilon of {epsilon:.0e} in place of {wanted.epsilon:.0e}")
+        said.append(f"an epsilon of {epsilon:.0e} instead of {wanted.epsilon:.0e}")
     if abs(decay - wanted.weight_decay) > 0.02 * max(wanted.weight_decay, 1e-3):
-        said.append(f"a weight decay of {decay:.3g} in place of {wanted.weight_decay:g}")
+        said.append(f"a weight decay of {decay:.3g} instead of {wanted.weight_decay:g}")
     if abs(spared) > 1e-3 + 0.02 * wanted.weight_decay:
         said.append(f"biases and norms decay by {spared:.3g}, which should be spared")
     if not said:

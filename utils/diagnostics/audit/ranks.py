@@ -48,7 +48,7 @@ def check_ranks(names: list[str], digests: torch.Tensor) -> list[Check]:
             continue
         distinct = len(set(values))
         if name in _ALIKE:
-            fine, wanted, text = distinct == 1, "alike on all processes", _ALIKE[name]
+            fine, wanted, text = distinct == 1, "the same on all processes", _ALIKE[name]
         else:
             fine, wanted, text = distinct == len(values), "different on each process", _DIFFERENT[name]
         found = f"{distinct} of {len(values)} different"

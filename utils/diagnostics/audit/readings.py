@@ -38,7 +38,7 @@ _READINGS: dict[str, dict[str, Any]] = {
     "the colors that are hidden under transparent pixels": {"background": None},
     **{f"transparent images on {color}": {"background": color} for color in ("black", "white", "gray")},
     "16-bit images cut off at the value 255": {"cut_off": True},
-    **{f"{mode} values in place of RGB": {"mode": mode} for mode in ("HSV", "YCbCr")},
+    **{f"{mode} values instead of RGB": {"mode": mode} for mode in ("HSV", "YCbCr")},
     "images cut elsewhere than at the center": {"center_crop": False},
     **{f"images resized by the filter {how.name.lower()}": _by_filter(how) for how in _FILTERS if how != _FILTERS.BILINEAR},
     "images resized without antialiasing": {"resize": _without_antialias},
@@ -110,8 +110,8 @@ _RGB: dict[str, Change] = {
     "green and blue exchanged": _mixed((1, 0, 0), (0, 0, 1), (0, 1, 0)),
     "channels in the order green, blue, red": _mixed((0, 1, 0), (0, 0, 1), (1, 0, 0)),
     "channels in the order blue, red, green": _mixed((0, 0, 1), (1, 0, 0), (0, 1, 0)),
-    "gray images in place of colors": _mixed(LUMA, LUMA, LUMA),
-    "gray images (mean of the channels) in place of colors": _mixed(*[(1 / 3, 1 / 3, 1 / 3)] * 3),
+    "gray images instead of colors": _mixed(LUMA, LUMA, LUMA),
+    "gray images (mean of the channels) instead of colors": _mixed(*[(1 / 3, 1 / 3, 1 / 3)] * 3),
 }
 for _place, _name in enumerate(("red", "green", "blue")):
     _only = np.arange(3) == _place

@@ -51,7 +51,7 @@ def _distinct(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.nda
 
 def _wrong_row(numbers, rows, held_out, total) -> str:
     if trained := np.intersect1d(rows, held_out).tolist():
-        return f"{len(trained)} held-out images are trained on, such as row {trained[0]}: the validation is no longer one"
+        return f"{len(trained)} held-out images are trained on, such as row {trained[0]}: they are not held out"
     if len(outside := rows[(rows < 0) | (rows >= total)]):
         return f"row {outside[0]} is drawn, but the dataset has {total} rows"
     same = np.flatnonzero(numbers[1:] == numbers[:-1])
@@ -127,7 +127,7 @@ def check_split(training: np.ndarray, held_out: np.ndarray, total: int, declared
     if len(outside := both[(both < 0) | (both >= total)]):
         message = f"row {outside[0]} is used, which is none of the {total} rows"
     elif len(shared):
-        message = f"{len(shared)} rows are trained on and held out, such as row {shared[0]}: the validation is none"
+        message = f"{len(shared)} rows are trained on and held out, such as row {shared[0]}: they are not held out"
     elif len(both) > known.sum():
         message = f"{len(both) - known.sum()} rows come more than once among those trained on or held out"
     elif len(lost := np.flatnonzero(~known)):
@@ -206,7 +206,7 @@ def check_stand_ins(
 
 
 def check_labels(told: np.ndarray, expected: np.ndarray, dropout: float) -> list[Check]:
-    """Whether the network is told the labels of the images that it sees.
+    """Whether the network gets the labels of the images that it sees.
 
     Args:
         told: int64 [N], the labels that the network was given, in the order of their batches; -1 where it was told none.
@@ -221,7 +221,9 @@ def check_labels(told: np.ndarray, expected: np.ndarray, dropout: float) -> list
     if count == 0:
         return [not_observed("condition", name, what, "no labels") for name, what in zip(("label", "dropped"), declared)]
     wrong = "" if right == kept.sum() else _wrong_labels(told, expected, kept)
-    label = Check("condition", "label", declared[0], f"{right} of {kept.sum()} labels told are right", not wrong, wrong)
+    label = Check(
+        "condition", "label", declared[0], f"{right} of {kept.sum()} labels that the network gets are right", not wrong, wrong
+    )
     if not kept.any():
         label = not_observed("condition", "label", declared[0], "all labels looked at were dropped")
     message = ""
@@ -247,13 +249,13 @@ def _wrong_labels(told, expected, kept) -> str:
     told, expected = told[kept], expected[kept]
     share = (told != expected).mean()
     if len(np.unique(told)) == 1 and len(told) > 3:
-        return f"the network is told label {told[0]} for every image"
+        return f"the network gets label {told[0]} for every image"
     steps = np.unique(told - expected)
     if len(steps) == 1 and len(told) > 1:
-        return f"the network is told label + {steps[0]} in place of the label"
+        return f"the network gets label + {steps[0]} instead of the label"
     classes, used = np.unique(expected), np.unique(np.stack([expected, told]), axis=1)
     if len(used[0]) == len(classes) and len(told) > len(classes) + 3:  # a function of the class, for more than three again
-        swaps = ", ".join(f"{a} is told as {b}" for a, b in used.T[:3])
+        swaps = ", ".join(f"{a} becomes {b}" for a, b in used.T[:3])
         return (
             f"the classes are exchanged ({swaps})"
             if len(np.unique(used[1])) == len(classes)
@@ -261,4 +263,4 @@ def _wrong_labels(told, expected, kept) -> str:
         )
     if np.array_equal(np.sort(told), np.sort(expected)):
         return f"the labels belong to other images of the batch ({share:.0%} of them are wrong): shuffled apart from the images"
-    return f"{share:.0%} of the labels told are not those of the images: are they random?"
+    return f"{share:.0%} of the labels that the network gets are not those of the images: are they random?"

@@ -21,7 +21,7 @@ def check_state(update: Update, declared: Declared, observer: Observer) -> list[
     checks = []
     for name, wanted, before, after in moments:
         if before is not None and after is not None:
-            text = f"the {name} are not {wanted}: something else than the optimizer changes them"
+            text = f"the {name} are not {wanted}: something other than the optimizer changes them"
             checks.append(_unchanged(name, wanted, bool(before == after), text))
     forced = declared.denoising is not None and declared.denoising.force_weight_norm
     step = update.optimizer_step
@@ -58,7 +58,7 @@ def check_network(update: Update, observer: Observer, declared: Declared) -> lis
         text = "the network is in evaluation mode: dropout is off while it trains"
         checks.append(Check("network", "mode", "training", "training" if training else "evaluation", training, text))
         wanted, found = (_PRECISIONS.get(dtype, str(dtype)) for dtype in (declared.autocast, calls[0].autocast))
-        text = f"layers compute in {found}, declared is {wanted}"
+        text = f"layers compute in {found}; declared: {wanted}"
         checks.append(Check("network", "precision of the layers", wanted, found, found == wanted, text))
     found = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in observer.parameters.values()}))
     text = f"weights are kept in {found}: updates below its rounding are lost"

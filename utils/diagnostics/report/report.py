@@ -211,7 +211,7 @@ def _findings(findings: list, record: RunRecord) -> str:
 
 PROBE_WORDS = {
     "errors_as/": "error if the output is read as ",
-    "timestep_response": "change of the output when another timestep is told",
+    "timestep_response": "change of the output for another timestep",
     "batch_response": "change of an output when its image is alone in the batch",
     "training_error": "error in training mode, dropout included",
     "ideal_denoiser_gap_held_out": "gap to the ideal denoiser, held-out images",

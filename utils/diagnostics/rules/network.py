@@ -106,7 +106,7 @@ def _of_flow(network: dict, step: int) -> Found:
     told, received = network.get("told"), network.get("received")
     # Rounding of half precision is 1e-3.
     if told is not None and received is not None and abs(received - told) > 0.01 * max(abs(told), abs(received)):
-        yield Finding("time-embedding", "warning", f"the network is told {told:.4g}, its embedding gets {received:.4g}", step)
+        yield Finding("time-embedding", "warning", f"the network gets {told:.4g}, its embedding gets {received:.4g}", step)
 
 
 def _listed(names: list[str]) -> str:

@@ -66,7 +66,7 @@ def _checked(
     size = float(moved.norm())
     observed = f"decay {1 - slope:.6g}"
     if size < 4 * rounding:
-        return [not_observed("ema", name, wanted, "its change drowns in its own rounding")]
+        return [not_observed("ema", name, wanted, "its change is smaller than its rounding error")]
     if left <= 2 * rounding + SMALL * size:
         return [_decay(average, slope, first, update, rounding / max(float((w - e).norm()), 1e-300))]
     stale = _slope(before - e, moved)
@@ -77,7 +77,7 @@ def _checked(
     if twice is not None and twice <= 2 * rounding + SMALL * size:
         text = f"{name} is updated more than once in an update: with the weights before the step and with those after it"
         return [Check("ema", name, wanted, observed, False, text)]
-    text = f"{name} moves towards other weights than those of the network ({left / size:.0%} of its change is something else)"
+    text = f"{name} moves towards weights that are not those of the network ({left / size:.0%} of its change is something else)"
     return [Check("ema", name, wanted, observed, False, text)]
 
 

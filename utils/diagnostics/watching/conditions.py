@@ -41,11 +41,11 @@ class Conditions:
             return None
         first = rows[0]
         one = first is not None and all(row is not None and torch.equal(row, first) for row in rows)
-        text = f"the network is told the same label or text for all images, in all {len(rows)} passes looked at"
+        text = f"the network gets the same label or text for all images, in all {len(rows)} passes looked at"
         if all(row is not None for row in rows) and not one:
             one, text = (
                 True,
-                f"the network is told one label or text for all images of a batch, in all {len(rows)} passes looked at",
+                f"the network gets one label or text for all images of a batch, in all {len(rows)} passes looked at",
             )
         varied = one and place in self._varied
         text += (

@@ -90,7 +90,7 @@ class ForwardJudge:
             weighting.healthy, weighting.severity = False, "warning"
             weighting.message = (
                 f"weight 1 on the denoised image: the network is preconditioned as {kind}, so that errors of the raw network "
-                "count c_out^2, next to nothing at low noise; EDM's weight is 1 / c_out^2"
+                "count c_out^2, almost nothing at low noise; EDM's weight is 1 / c_out^2"
             )
         gamma = f" with gamma {weighting.gamma:g}" if weighting.gamma else ""
         if gamma or "gamma" not in self._words.get("weight", ""):  # a batch without high SNRs shows none
@@ -286,7 +286,7 @@ def _told(call: Call, batch: int) -> torch.Tensor | None:
 
 
 def _times(seen: Seen, told: torch.Tensor | None, batch: int) -> Times | None:
-    """Of the whole numbers drawn for the batch: those that the network is told, else those of the widest range."""
+    """Of the whole numbers drawn for the batch: those that the network gets, else those of the widest range."""
     drawn = [times for times in seen.times if times.values.numel() == batch]
     for times in drawn:
         if told is not None and torch.equal(times.values.double().cpu(), told.cpu()):

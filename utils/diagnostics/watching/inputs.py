@@ -30,7 +30,7 @@ def _known_levels(levels: Levels, times: float = 1.0) -> dict[str, torch.Tensor]
 
 def check_told(levels: Levels) -> tuple[Check, str]:
     """Of a process without a table of steps: (the check, what the network is told)."""
-    name, wanted = "noise level that the network is told", "a function of the one that the image has"
+    name, wanted = "noise level that the network gets", "a function of the one that the image has"
     told, sigma = levels.told, levels.sigma
     if told is None:
         return not_observed("timestep", name, wanted, "the network gets no number for each image beside it"), ""
@@ -41,22 +41,22 @@ def check_told(levels: Levels) -> tuple[Check, str]:
     for times in (2, 0.5, 4, 0.25) if levels.kind in ("variance-exploding", "preconditioned") and len(told) > 2 else ():
         for text, values in _known_levels(levels, times).items():
             if _alike(told, values):
-                message = f"the network is told {text} of {times:g} times the noise that the images have"
+                message = f"the network gets {text} of {times:g} times the noise that the images have"
                 return Check("noise", "strength of the noise", "1", f"{1 / times:g}", False, message), text
     if len(told) < 3:
         return not_observed("timestep", name, wanted, "too few images to know the function"), ""
     for text, values in known.items():
         for shift, whose in ((1, "the image before"), (-1, "the next image")):
             if _alike(told, values.roll(shift)):
-                message = f"the network is told the noise level of {whose} in the batch"
+                message = f"the network gets the noise level of {whose} in the batch"
                 return Check("timestep", name, wanted, message, False, message), text
     if bool((told == told[0]).all()) and constant(sigma, 1e-3) is None:
-        message = f"the network is told {float(told[0]):.4g} for all images, though they have different noise levels"
+        message = f"the network gets {float(told[0]):.4g} for all images, though they have different noise levels"
         return Check("timestep", name, wanted, "one for all", False, message), ""
     order = told[sigma.argsort()].diff()
     if bool((order >= 0).all()) or bool((order <= 0).all()):
         return Check("timestep", name, wanted, "a monotone function of it", True), ""
-    message = "the network is told noise levels that are not those of the images: more noise is not a higher (or lower) number"
+    message = "the network gets noise levels that are not those of the images: more noise is not a higher (or lower) number"
     return Check("timestep", name, wanted, "no function of it", False, message), ""
 
 
@@ -105,7 +105,7 @@ def check_mixture(levels: Levels) -> Check:
     a, b = levels.a[order], levels.b[order]
     if not many or bool((a > 0).all() and (a.diff() <= 1e-3).all() and (b.diff() >= -1e-3).all()):
         return not_observed("input", name, wanted, f"a process of its own, which may be right ({spread})")
-    text = f"the coefficients of image and noise belong to no known process ({spread})"
+    text = f"the coefficients of image and noise do not belong to a known process ({spread})"
     return Check("input", name, wanted, spread, False, text)
 
 
@@ -146,5 +146,5 @@ def check_unexplained(update: Update) -> Check:
                         f"that was seen: {middle(left):.0%} of it is not the noise, which counts {span(of_noise[:, 0])}"
                     )
                     return Check("input", name, wanted, f"residual {worst(left):.1e}", False, text)
-    why = "what the network gets is no mixture of noise and a tensor that was seen before it"
+    why = "the input of the network is not a mixture of noise and an earlier tensor"
     return not_observed("input", name, wanted, why)

@@ -112,7 +112,7 @@ def _change(kind: str, before: torch.Tensor, after: torch.Tensor, expected: torc
     observed = f"off by {distance / size if size else math.inf:.1e} of it"
     if distance <= 5 * rounding + SMALL * size:
         if 0 < size < 5 * rounding:
-            return not_observed("optimizer", name, wanted, "the change drowns in the weights' own rounding")
+            return not_observed("optimizer", name, wanted, "the change is smaller than the rounding error of the weights")
         return Check("optimizer", name, wanted, observed if size else "none", True)
     if not change.any():
         return Check("optimizer", name, wanted, "none", False, "the weights do not change, though the optimizer makes a step")

@@ -84,7 +84,7 @@ class Schedule:
             first, before = self._stepped[0]
             made = int(schedule.last_epoch) - before
             if made < 2:
-                return [not_observed("learning_rate", name, wanted, "it was hardly stepped: once per epoch?")]
+                return [not_observed("learning_rate", name, wanted, "it was rarely stepped: once per epoch?")]
             # One step may be about to come: a schedule of epochs is stepped seldom.
             of_update = total / (updates - first)
             at_end = int((made - 1) * of_update), int((made + 1) * of_update)
@@ -107,7 +107,7 @@ def _judged_end(schedule: Any, length: int, at_end: tuple[int, int], peak: float
     observed = f"{most} of {length} of its steps made; {left:.0%} of the peak"
     if (most + ended) / length < 0.9 and left > 0.1:
         text = (
-            f"the learning rate {how} still at {left:.0%} of its peak when the script ends: its schedule is laid out for "
+            f"the learning rate {how} still at {left:.0%} of its peak when the script ends: its schedule is made for "
             f"{length} steps and makes {most} (of batches, but stepped once per update?)"
         )
         return Check("learning_rate", name, wanted, observed, False, text, "warning")

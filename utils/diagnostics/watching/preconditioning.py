@@ -39,7 +39,7 @@ def check_preconditioning(
         if len(wrong) == 1:
             text = f"{wrong[0]} does not belong to the others: they are {kind}"
             return [Check("input" if wrong == ["c_in"] else "network", name, wanted, observed, False, text)], ""
-    return [not_observed("network", name, wanted, f"they belong to no known preconditioning ({observed})")], ""
+    return [not_observed("network", name, wanted, f"they do not belong to a known preconditioning ({observed})")], ""
 
 
 def _families(sigma: torch.Tensor, c_in: torch.Tensor, skip: torch.Tensor) -> dict[str, tuple]:

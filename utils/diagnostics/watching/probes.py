@@ -52,7 +52,7 @@ class Probe:
 
 
 class CopyProbe:
-    """An average and its weights between updates, until it has once become something else than a copy of them."""
+    """An average and its weights between updates, until it has once become something other than a copy of them."""
 
     def __init__(self, average: Average, parameter: str, weights: torch.Tensor):
         self.name, self.begins, self.averages = average.name, average.begins, False

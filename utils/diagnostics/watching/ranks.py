@@ -41,7 +41,7 @@ def gather(update: Update, observer: Observer) -> Everyone:
         store.wait(keys[1:], PATIENCE)
     except Exception:  # of the store, which has several kinds
         why = "another process did not tell in time"
-        return Everyone(alone=False, checks=[not_observed("ranks", "weights", "alike on all processes", why)])
+        return Everyone(alone=False, checks=[not_observed("ranks", "weights", "the same on all processes", why)])
     everyone = [mine] + [torch.load(io.BytesIO(store.get(key)), weights_only=True) for key in keys[1:]]
     for key in keys[1:]:
         store.delete_key(key)

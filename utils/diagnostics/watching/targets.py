@@ -203,7 +203,7 @@ def check_target(target: Target, declared: str | None, levels: Levels) -> Check:
         text = "the loss gives the network's output no gradient: is it computed of a detached output?"
         return Check("gradient", "gradient of the output", "not zero", "zero", False, text)
     if not target.name:
-        why = "the loss compares the output with something else than image and noise, or has more than one term"
+        why = "the loss compares the output with something other than image and noise, or has more than one term"
         return not_observed("target", name, wanted, why)
     if declared is not None and target.name != declared:
         text = f"the loss compares the output with {SAID.get(target.name, target.name)}, not with {wanted}, as was declared"
@@ -213,7 +213,7 @@ def check_target(target: Target, declared: str | None, levels: Levels) -> Check:
         return Check("input", "coefficients of image and noise", "EDM's c_in", f"a {span(levels.a)}", False, text)
     if target.name in ("velocity", "backward"):
         return _velocity(target, levels, wanted, observed)
-    text = "" if target.healthy else f"the loss compares the output with {target.name}: no target that a sampler could use"
+    text = "" if target.healthy else f"the loss compares the output with {target.name}: a sampler cannot use this target"
     # Of an input of no known kind, that is the likelier mistake: targets are made of it.
     stage = "input" if not target.healthy and levels.kind == "other" and declared is None else "target"
     return Check(stage, name, wanted, observed, target.healthy, text)
@@ -232,7 +232,7 @@ def _velocity(target: Target, levels: Levels, wanted: str, observed: str) -> Che
         if rises and (rises > 0) != forward:
             way = "rises" if rises > 0 else "falls"
             text = (
-                f"the loss compares the output with {SAID[target.name]}, but the time that the network is told {way} with the "
+                f"the loss compares the output with {SAID[target.name]}, but the time that the network gets {way} with the "
                 "noise: the velocity points against the path"
             )
             return Check("target", name, wanted, observed, False, text)

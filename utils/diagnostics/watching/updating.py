@@ -167,7 +167,7 @@ def _of_each_layer(look: LastLook) -> bool:
 def _weights_left_alone(look: LastLook, checks: list[Check]) -> list[Check]:
     """Whether nothing but the optimizer's step changes the weights."""
     text = (
-        "the weights were changed between two updates, by something else than the optimizer: "
+        "the weights were changed between two updates, by something other than the optimizer: "
         "averaged weights that were copied in and not restored?"
     )
     wanted, found = "those that the step left", "others" if look.moved else "the same"
