@@ -74,14 +74,14 @@ def covering(band: Image.Image, sides: Sides, how=_BILINEAR) -> Image.Image:
 
 class DecodedFile:
     """A file, given as bytes, a path, or an object with `data` and `path`; or an array [H, W, C] or [H, W]. Raises what Pillow
-    raises, and ValueError for values that are no finite numbers."""
+    raises, and ValueError for values that are not finite."""
 
     def __init__(self, file, declared: DeclaredImages):
         self.declared, self.array = declared, None
         if isinstance(file, np.ndarray):
             self.array, self.tolerance = file.reshape(*file.shape[:2], -1), LEVEL
             if not np.isfinite(self.array).all():
-                raise ValueError("values that are no finite numbers")
+                raise ValueError("values that are not finite")
             return
         if not isinstance(file, (bytes, str, os.PathLike)):
             file = file.path if file.data is None else file.data
