@@ -75,6 +75,8 @@ _SMALL = {
     "adam_beta1": 0.9,
     "adam_beta2": 0.99,
     "snr_gamma": 5.0,
+    "sampler": "ddpm",  # better than DDIM on a network that was trained for an hour, as in digits16
+    "ddpm_num_inference_steps": 50,
     "save_images_steps": 1000,
     "save_model_steps": 5000,
     "checkpointing_steps": 1000,
