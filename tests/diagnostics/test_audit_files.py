@@ -203,7 +203,7 @@ def test_another_network_under_the_same_weights_is_named(finished, copied):
     changes = {"sample_size": 32} if finished.is_edm2 else {"norm_eps": 0.1}
     edit("unet/config.json", changes)
     text = deviations(exported(finished, folder), "export")
-    assert f"{next(iter(changes))} is" in text and ("another output" in text) != finished.is_edm2
+    assert f"{next(iter(changes))} is" in text and ("different outputs" in text) != finished.is_edm2
 
 
 def resumed(finished, checkpoint="checkpoint-4", **changes):

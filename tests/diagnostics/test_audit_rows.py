@@ -106,8 +106,8 @@ def test_labels_dropped_at_the_declared_rate_are_healthy(seed):
     [
         (lambda labels: np.roll(labels, 1), "shifted by 1 in the batch"),
         (lambda labels: np.roll(labels, -1), "shifted by 1 in the batch"),
-        (lambda labels: labels + 1, "told label + 1"),
-        (lambda labels: 0 * labels + 3, "told label 3 for every image"),
+        (lambda labels: labels + 1, "gets label + 1"),
+        (lambda labels: 0 * labels + 3, "gets label 3 for every image"),
         (lambda labels: np.array([3, 1, 2, 0, 4, 5, 6, 7, 9, 8])[labels], "classes are exchanged (0 becomes 3, 1 becomes"),
         (lambda labels: labels // 2, "classes are merged"),
         (lambda labels: np.random.default_rng(0).permutation(labels), "shuffled apart from the images"),
