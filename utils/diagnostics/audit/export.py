@@ -184,7 +184,7 @@ def _network(folder: Path, weights: dict[str, torch.Tensor] | None, network: Mod
     distance = float((output - expected).norm() / expected.norm().clamp(min=1e-30))
     # Some fifty layers in fp32, other kernels for other layouts in memory; TF32 keeps 10 bits of each factor.
     tolerance = 1e-3 if expected.device.type == "cpu" else 2e-2
-    why = f"the exported network and the trained network give different outputs: it differs by {distance:.2g} of its size"
+    why = f"the exported network and the trained network give different outputs: they differ by {distance:.2g} of its size"
     return [*checks, Check("export", name, f"within {tolerance:g}", f"{distance:.1g}", distance <= tolerance, why)]
 
 
