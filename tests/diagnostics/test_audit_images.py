@@ -286,7 +286,7 @@ def test_a_part_of_the_images_is_counted():
 
 
 def test_another_shape_and_files_that_do_not_decode():
-    assert "images of 3x16x16, declared are" in verdict(CLEAN[:, :, :16, :16], FILES).message
+    assert "images of 3x16x16; declared:" in verdict(CLEAN[:, :, :16, :16], FILES).message
     assert verdict(CLEAN[:2], [b"no image", FILES[1]]).healthy
     assert verdict(CLEAN[:2], [b"no image", b""]).healthy is None
 
