@@ -42,6 +42,7 @@ from utils.training.between_updates import Periodic
 from utils.training.compile_check import check_first_batch
 from utils.training.memory_plan import MemoryPlan
 from utils.training.monitor import Monitor
+from utils.training.pretrained import Pretrained, load_weights, start_from_pipeline
 from utils.training.push import train_or_push
 from utils.training.run import begin_run, claim_folder, load_data, start_processes
 
@@ -51,11 +52,12 @@ class DDPM(Objective):
 
     level, loader = "timesteps", "DDPMPipeline.from_pretrained({path!r})"
 
-    def __init__(self, unet: nn.Module, options: DDPMOptions, device: torch.device):
+    def __init__(self, unet: nn.Module, options: DDPMOptions, device: torch.device, start: Pretrained | None = None):
         self.network = self.exported = unet
         self.options, self.classes = options, classes_known(unet)
         self.loader = CODE_LOADER if self.classes else type(self).loader
-        self.noise_scheduler = scheduler_of(options)
+        self.noise_scheduler = start.make_scheduler() if start else scheduler_of(options)
+        self.kept, self.notes = (start.kept, start.notes) if start else ({}, [])
         self.seed, self.num_ranks = options.seed, options.ddpm_num_steps
         self.weights = loss_weights(self.noise_scheduler, options.snr_gamma).to(device)
 
@@ -112,19 +114,21 @@ class DDPM(Objective):
 def main(options: DDPMOptions) -> int:
     # ---- processes, a batch that fits, the run's folder
     accelerator = start_processes(options, broadcast_buffers=options.spectral_norm)  # its power iteration moves them
-    make_network = partial(make_unet, device_type=accelerator.device.type)
+    start = start_from_pipeline(options, accelerator)  # None without --pretrained
+    make_network = partial(make_unet, device_type=accelerator.device.type, config=start.config if start else None)
     new_optimizer = partial(make_optimizer, options=options)
     probe_bytes = bytes_for_gap(options.image_shape, options.random_flip)
     plan = MemoryPlan(accelerator, options, make_network, new_optimizer, probe_bytes)
     plan.settle()  # --train_batch_size auto and --global_batch_size become numbers
     if options.dry_run:
-        return plan.show(describe_schedule(scheduler_of(options)))
+        return plan.show(describe_schedule(start.make_scheduler() if start else scheduler_of(options)))
     folder = claim_folder(options, accelerator)
 
     # ---- data, network, noise schedule, optimizer, EMA; a fresh run or a resumed one, and what watches it
     data = load_data(options, accelerator)
     num_classes = needed_classes(data.images) if options.class_conditional else 0
-    objective = DDPM(make_network(options, num_classes=num_classes), options, accelerator.device)
+    objective = DDPM(make_network(options, num_classes=num_classes), options, accelerator.device, start)
+    load_weights(objective.exported, start, data.images.class_names)
     if options.enable_xformers_memory_efficient_attention:
         use_xformers(objective.exported)
     optimizer = new_optimizer(objective.network)

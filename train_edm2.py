@@ -42,6 +42,7 @@ from utils.training.between_updates import Periodic
 from utils.training.compile_check import check_first_batch
 from utils.training.memory_plan import MemoryPlan
 from utils.training.monitor import Monitor
+from utils.training.pretrained import Pretrained, load_weights, start_from_pipeline
 from utils.training.push import train_or_push
 from utils.training.run import begin_run, claim_folder, load_data, start_processes
 
@@ -53,10 +54,11 @@ class EDM2(Objective):
     path, caption = staticmethod(path_timesteps), staticmethod(sigma_caption)
     network: edm2.EDM2Denoiser
 
-    def __init__(self, unet: EDM2UNet, options: EDM2Options):
+    def __init__(self, unet: EDM2UNet, options: EDM2Options, start: Pretrained | None = None):
         self.network, self.exported = edm2.EDM2Denoiser(unet, options.sigma_data, options.seed), unet
         self.noise_scheduler = EDMHeunScheduler(sigma_data=options.sigma_data)
         self.options, self.classes = options, unet.config.num_class_embeds
+        self.kept, self.notes = (start.kept, start.notes) if start else ({}, [])
         self.after_step(None)
 
     def draw(self, batch: Batch, places: Tensor | None = None) -> dict[str, Tensor]:
@@ -103,7 +105,8 @@ def epsilon_of_means(options: EDM2Options) -> float:
 def main(options: EDM2Options) -> int:
     # ---- processes, a batch that fits, the run's folder
     accelerator = start_processes(options)
-    make_network = partial(make_edm2_unet, device_type=accelerator.device.type)
+    start = start_from_pipeline(options, accelerator)  # None without --pretrained
+    make_network = partial(make_edm2_unet, device_type=accelerator.device.type, config=start.config if start else None)
     new_optimizer = partial(make_optimizer, options=replace(options, adam_epsilon=epsilon_of_means(options)))
     plan = MemoryPlan(accelerator, options, make_network, new_optimizer, probe_bytes=0)
     plan.settle()  # --train_batch_size auto and --global_batch_size become numbers
@@ -114,7 +117,9 @@ def main(options: EDM2Options) -> int:
     # ---- data, network, noise levels, optimizer, EMA; a fresh run or a resumed one, and what watches it
     data = load_data(options, accelerator)
     num_classes = count_classes(data.images) if options.class_conditional else 0
-    objective = EDM2(make_network(options, num_classes=num_classes), options)
+    objective = EDM2(make_network(options, num_classes=num_classes), options, start)
+    load_weights(objective.exported, start, data.images.class_names)
+    objective.after_step(None)
     optimizer = new_optimizer(objective.network)
     if options.compile:
         objective.exported.compile()  # in place, so that checkpoints and the EMA keep their clean names

@@ -137,14 +137,15 @@ def force_weight_norm(model: nn.Module, finite: torch.Tensor | None = None) -> N
     """Forced weight normalization (section 2.3, eq. 66): stretches every stored weight vector to unit variance, in place.
 
     Call it after each optimizer step: then a step of the same size turns the weights by the same angle for ever, where
-    they would otherwise grow and slow the learning down. Changes no output. Nothing happens where `finite` (0-dim bool on the
-    device, whether the update was made) is false; on a GPU nothing waits for it.
+    they would otherwise grow and slow the learning down. Changes no output, and no weights that are not trained. Nothing
+    happens where `finite` (0-dim bool on the device, whether the update was made) is false; on a GPU nothing waits for it.
     """
     if finite is not None and finite.device.type == "cpu":
         if not finite:
             return
         finite = None
     weights = [module.weight for module in model.modules() if isinstance(module, (MPConv2d, MPLinear))]
+    weights = [weight for weight in weights if weight.requires_grad]
     lengths = [
         torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.ndim)), keepdim=True, dtype=torch.float32)
         for weight in weights

@@ -43,7 +43,7 @@ from sklearn.svm import SVC
 from benchmarks.shared.real_script import ROOT, train_once
 from utils.diffusion.guidance import make_guided_prediction
 from utils.diffusion.pipelines import image_shape, load_network
-from utils.diffusion.sampling import SamplePlan, make_sampler, sample, to_uint8
+from utils.diffusion.sampling import SamplePlan, is_edm, make_sampler, sample, to_uint8
 from utils.runs.record import RunRecord
 
 CERTAIN = 0.7
@@ -127,11 +127,13 @@ def judge_classes(args: argparse.Namespace) -> None:
     unet, config = load_network(args.pipeline)
     guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     asked = np.arange(args.num_images) % 10
+    sampler = make_sampler("heun" if is_edm(config) else "ddpm", config)
+    steps = args.num_inference_steps or (32 if is_edm(config) else 50)
     for guidance in args.guidance:
         with torch.no_grad():
             images = sample(
                 unet,
-                SamplePlan(make_sampler("heun", config), args.num_inference_steps, image_shape(unet), 0, 100, "cpu"),
+                SamplePlan(sampler, steps, image_shape(unet), 0, 100, "cpu"),
                 torch.arange(args.num_images),
                 predict=make_guided_prediction(unet, config, None, guidance, guide if guidance != 1.0 else None, guide_config),
             )
@@ -175,7 +177,7 @@ def main() -> None:
     classes.add_argument("--guide_pipeline")
     classes.add_argument("--guidance", type=float, nargs="+", default=[1.0])
     classes.add_argument("--num_images", type=int, default=500)
-    classes.add_argument("--num_inference_steps", type=int, default=32)
+    classes.add_argument("--num_inference_steps", type=int)  # as the presets have it: 32 of EDM2, 50 of DDPM
     classes.set_defaults(run=judge_classes)
     equal = commands.add_parser("equal_seconds")
     equal.add_argument("--seconds", type=float, default=150.0)

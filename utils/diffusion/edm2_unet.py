@@ -7,13 +7,16 @@ from utils.options.flags import EDM2Options
 PAPER_LEVELS = (1, 2, 3, 4)  # EDM2UNet's own channel_multipliers
 
 
-def make_edm2_unet(options: EDM2Options, device_type: str = "cpu", num_classes: int = 0) -> EDM2UNet:
+def make_edm2_unet(
+    options: EDM2Options, device_type: str = "cpu", num_classes: int = 0, config: dict | None = None
+) -> EDM2UNet:
     """Returns an EDM2UNet whose weights are a function of the options (global random state is left as it was).
 
-    Without preset and config the network is the paper's XS. `num_classes` 0 makes it unconditional; `dropout` of None keeps
-    the network's own. Raises UserError as `read_config` and `build_network` do.
+    `config`: that of the network, in place of what the options say of it. Without it, preset and config file the network is the
+    paper's XS. `num_classes` 0 makes it unconditional; `dropout` of None keeps the network's own. Raises
+    UserError as `read_config` and `build_network` do.
     """
-    config = read_config(EDM2UNet, options)
+    config = read_config(EDM2UNet, options) if config is None else dict(config)
     if config is None:
         config = dict(PRESETS[options.model_preset or "XS"])
     config["num_class_embeds"] = num_classes

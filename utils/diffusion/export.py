@@ -221,6 +221,7 @@ def check_pipeline(output_dir: Path | str, num_inference_steps: int = 2, timeout
 FACTS = {
     "data": "Data",
     "resolution": "Resolution",
+    "pretrained": "Fine-tuned from",
     "prediction_type": "Prediction type",
     "updates": "Updates",
     "samples_seen": "Samples seen",

@@ -1,7 +1,7 @@
 """What a training script trains: all that tells one recipe from another. A new recipe is a new `Objective`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,8 @@ class Objective(ABC):
         level: the name of the noise levels [B] among what `draw` gives.
         num_ranks: `ranks` are below it.
         classes: how many the network knows; 0 for an unconditional one.
+        kept: what a checkpoint needs of the pipeline that the run started from, beside the options; JSON.
+        notes: what the user is told about it.
         loader: the Python expression that loads the exported pipeline, with `{path!r}` in it.
         predict: what a sampler asks in place of `exported`, see `sampling.sample`; None for a plain call.
     """
@@ -38,6 +40,8 @@ class Objective(ABC):
     level: str
     num_ranks: int
     classes: int = 0
+    kept: Mapping[str, Any] = {}
+    notes: Sequence[str] = ()
     loader: str
     predict: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 

@@ -1,5 +1,6 @@
 """The DDPM network: a diffusers UNet2DModel from a preset, a config, or the resolution, and its initialization."""
 
+import fnmatch
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -22,14 +23,15 @@ ORIGINAL_WEIGHT = ".parametrizations.weight.original"  # what a layer under spec
 UNET_DEFAULT_LEVELS = (224, 448, 672, 896)  # UNet2DModel's own block_out_channels
 
 
-def make_unet(options: DDPMOptions, device_type: str = "cpu", num_classes: int = 0) -> UNet2DModel:
+def make_unet(options: DDPMOptions, device_type: str = "cpu", num_classes: int = 0, config: dict | None = None) -> UNet2DModel:
     """Returns a UNet2DModel whose weights are a function of the options (global random state is left as it was).
 
-    With `num_classes` it has an embedding for each class and, the last one, for no class; 0 makes it unconditional.
+    `config`: that of the network, in place of what the options say of it. With `num_classes` it has an embedding for each class
+    and, the last one, for no class; 0 makes it unconditional.
     `activation` and `dropout` of None keep the network's own. `channels_last` puts the channels of kernels innermost in memory,
     which those of activations follow. Raises UserError as `read_config` and `build_network` do.
     """
-    config = read_config(UNet2DModel, options)
+    config = read_config(UNet2DModel, options) if config is None else dict(config)
     if config is None:
         name = options.model_preset or network_for_resolution(options.resolution)
         if name is None:
@@ -117,11 +119,25 @@ def build_network(
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(f"the network cannot be built: {in_full(error)}\ncheck --model_config_name_or_path") from None
         initialized(network)
+    if options.train_only:
+        freeze_others(network, options.train_only)
     if options.gradient_checkpointing:
         network.enable_gradient_checkpointing()
     if options.uses_channels_last(device_type):
         to_channels_last(network)
     return network
+
+
+def freeze_others(network: nn.Module, patterns: list[str]) -> None:
+    """Leaves only the parameters trainable whose names match one of the shell `patterns`. Raises UserError for one without
+    a match."""
+    names = [name for name, _ in network.named_parameters()]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            parts = ", ".join(dict.fromkeys(name.split(".")[0] for name in names))
+            raise UserError(f"--train_only {pattern} matches no parameter; names begin with {parts}")
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def to_channels_last(model: nn.Module) -> None:

@@ -254,7 +254,30 @@ class OutputOptions(Options):
 
 
 @dataclass(kw_only=True)
-class RunOptions(TrainingDataOptions, TrainingOptions, OptimizerOptions, EMAOptions, ReportOptions, OutputOptions):
+class PretrainedOptions(Options):
+    """network"""
+
+    pretrained: str | None = flag(
+        None, "start from this pipeline: folder of a run, or Hub name; its network and noise schedule are taken"
+    )
+    train_only: list[str] | None = flag(
+        None, 'with --pretrained: train only the parameters of these names, such as "up_blocks.*" (all)', metavar="NAME"
+    )
+
+    def check_start(self, network_flags: tuple[str, ...]) -> None:
+        """Raises UserError where flags about the network, these among them, contradict each other."""
+        if self.pretrained is None:
+            if self.train_only:
+                raise UserError("--train_only needs --pretrained: layers that are not trained would stay random")
+            return
+        for name in sorted(self.given.intersection(network_flags)):
+            raise UserError(f"--{name} and --pretrained: the pipeline has its own network; leave one of the two out")
+
+
+@dataclass(kw_only=True)
+class RunOptions(
+    PretrainedOptions, TrainingDataOptions, TrainingOptions, OptimizerOptions, EMAOptions, ReportOptions, OutputOptions
+):
     """What the training scripts have in common."""
 
     script: ClassVar[str]
@@ -284,7 +307,7 @@ class RunOptions(TrainingDataOptions, TrainingOptions, OptimizerOptions, EMAOpti
     def preset_name(cls, given: dict[str, Any]) -> str | None:
         """digits16 for the digits and where no data is named, `usual_preset` for other data, none beside a config."""
         names_data = given.get("dataset_name") or given.get("train_data_dir")
-        if given.get("model_preset") is not None or given.get("model_config_name_or_path"):
+        if given.get("model_preset") is not None or given.get("model_config_name_or_path") or given.get("pretrained"):
             return given.get("model_preset")
         return "digits16" if not names_data or given.get("dataset_name") == "digits" else cls.usual_preset
 
@@ -313,6 +336,9 @@ class RunOptions(TrainingDataOptions, TrainingOptions, OptimizerOptions, EMAOpti
             raise UserError(f"--best_metric {self.best_metric} is measured on samples, and --eval_steps is 0\nset --eval_steps")
         if self.early_stopping_patience and self.best_metric == "loss" and not self.validation_images:
             raise UserError("--early_stopping_patience needs a validation loss\nset --validation_images (or --best_metric fd)")
+
+
+_NETWORK = ("model_preset", "model_config_name_or_path")
 
 
 @dataclass(kw_only=True)
@@ -396,6 +422,7 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
     def check(self) -> None:
         super().check()
         self.check_classes()
+        self.check_start((*_NETWORK, "activation", "initialisation", "zero_init_output", "spectral_norm"))
         if self.label_dropout != type(self).label_dropout and not self.class_conditional:
             raise UserError("--label_dropout needs a network with classes\nset --class_conditional")
         if self.spectral_norm and self.gradient_checkpointing:
@@ -460,6 +487,7 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOpt
     def check(self) -> None:
         super().check()
         self.check_classes()
+        self.check_start(_NETWORK)
 
     def uses_channels_last(self, device_type: str) -> bool:
         """`channels_last`, or on a GPU."""

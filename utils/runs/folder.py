@@ -25,7 +25,7 @@ DATA_SOURCES = (
 )
 OF_THE_AVERAGES = {"ema_type", "ema_widths"}  # an average of another kind cannot go on from those of a checkpoint
 # Flags that earlier versions did not have, and what they did.
-WITHOUT = {"class_conditional": False, "label_dropout": 0.1, "data_range": None}
+WITHOUT = {"class_conditional": False, "label_dropout": 0.1, "data_range": None, "pretrained": None, "train_only": None}
 EXIT_STATUS = "exit_status"  # there only once a run has ended by itself or by a signal: not while it goes on, nor after a crash
 RUN_FILES = (
     "options.json",

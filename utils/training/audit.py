@@ -185,7 +185,7 @@ class StepAudit:
             self.declared.process,
             (options.image_channels, 8, 8),
             adds_noise=options.sampler == "ddpm",
-            clips=noising is not None and not (noising.zero_snr and options.sampler == "ddpm"),
+            clips=noising is not None and noising.clips and not (noising.zero_snr and options.sampler == "ddpm"),
         )
 
     def check_exported(self) -> None:

@@ -38,9 +38,12 @@ class Periodic:
         self._first_update = ExitStack()  # the bar of the slowest update, which that of the run does not show
 
     def catch_up(self) -> None:
-        """Makes the evaluation that a stop had left out; the updates begin."""
+        """Makes the evaluation that a stop had left out, and pictures by a --pretrained network; the updates begin."""
         if self._evaluation.due():
             self._evaluate_late()
+        if self._run.options.pretrained and self._run.state.step == 0:
+            with self._monitor.paused():
+                self._show()
         self._forecast.begin()
         self._first_update.enter_context(self._run.progress.part("the first update"))
 

@@ -38,6 +38,7 @@ class Export:
             "data": shown_data(run),
             "hub_dataset": hub_name(options.dataset_name),
             "command": shown_command(options),
+            "pretrained": options.pretrained and local_name(options.pretrained),
             "updates": run.state.step,
             "samples_seen": run.state.step * run.length.global_batch_size,
             "resolution": options.resolution,

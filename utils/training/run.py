@@ -132,6 +132,7 @@ def begin_run(
             global_batch_size=length.global_batch_size,
             data_fingerprint=content_fingerprint(data.images),
             **network_options(objective.exported),
+            **objective.kept,
         ),
         max_train_steps=length.max_train_steps,
     )
@@ -140,7 +141,7 @@ def begin_run(
     resumed, allowed = options.resume_from_checkpoint, options.allow_option_change
     with Bar("reading the checkpoint", shown=accelerator.is_main_process and not options.quiet):
         checkpoint, notes = resume(accelerator, folder.path, resumed, state, allowed)
-    notes = [*data.images.notes, *notes]
+    notes = [*data.images.notes, *objective.notes, *notes]
     epsilon = optimizer.param_groups[0].get("eps")  # the checkpoint's, where there was one; SGD has none
     if epsilon != asked_epsilon:
         notes.append(f"the optimizer keeps the checkpoint's epsilon, {epsilon:.3g}; a new run would use {asked_epsilon:.3g}")
@@ -159,6 +160,7 @@ def begin_run(
         "training_images": len(data.training),
         "validation_images": len(data.validation),
         "classes": objective.classes,
+        **objective.kept,
     }
     if state.step < length.max_train_steps:
         on_main_process(accelerator, _check_disk, options, folder, objective, state, length)
@@ -185,7 +187,7 @@ def begin_run(
     clipping = AdaptiveLimit(accelerator.device, state.grad_norm_mean)
     if not options.adaptive_clipping:
         clipping = FixedLimit(options.max_grad_norm)
-    for note in (", ".join(f"{name} {value}" for name, value in facts.items()), *notes):
+    for note in (", ".join(f"{name} {value}" for name, value in facts.items() if name not in objective.kept), *notes):
         progress.print_line(note)
     if accelerator.is_main_process and not doctor.knows("data"):
         schedule = {"schedule": shape} if (shape := objective.schedule()) else {}

@@ -6,8 +6,9 @@ itself. diffusers' own scheduler gives the noise schedules; the audit's checks u
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from utils.diagnostics.audit.built import DeclaredNetwork
 from utils.diagnostics.audit.files import sides_of
 from utils.options.flags import DDPMOptions, EDM2Options, OptimizerOptions, RunOptions
 
+_BETAS = ("beta_start", "beta_end", "trained_betas")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
 WEIGHTINGS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {  # of the SNR and gamma, to name what is observed
@@ -49,13 +51,15 @@ class DeclaredNoising:
     zero_snr: bool
     prediction_type: str
     snr_gamma: float | None
+    pipeline: Mapping[str, Any] = field(default_factory=dict)  # config of the scheduler that a run began with, if it did
 
     @cached_property
     def alphas_cumprod(self) -> torch.Tensor:
         """float64 [T], as diffusers computes them."""
-        settings = {"beta_schedule": self.schedule, "rescale_betas_zero_snr": self.zero_snr}
         from diffusers import DDPMScheduler  # here, as it takes seconds, which a script that does without it need not pay
 
+        settings = {"beta_schedule": self.schedule, "rescale_betas_zero_snr": self.zero_snr}
+        settings |= {name: self.pipeline[name] for name in _BETAS if name in self.pipeline}
         return DDPMScheduler(num_train_timesteps=self.steps, **settings).alphas_cumprod.double()
 
     @property
@@ -64,7 +68,21 @@ class DeclaredNoising:
 
     def others(self) -> list["DeclaredNoising"]:
         """The same with each schedule that has a name."""
-        return [replace(self, schedule=name, zero_snr=zero_snr) for name in SCHEDULES for zero_snr in (False, True)]
+        return [
+            replace(self, schedule=name, zero_snr=zero_snr, pipeline={}) for name in SCHEDULES for zero_snr in (False, True)
+        ]
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How the exported scheduler is to sample."""
+        usual: dict[str, Any] = {"clip_sample": True, "thresholding": False, "clip_sample_range": 1.0}
+        usual |= {"timestep_spacing": "trailing"} if self.zero_snr and not self.pipeline else {}
+        return {name: self.pipeline.get(name, value) for name, value in usual.items()}
+
+    @property
+    def clips(self) -> bool:
+        """Whether samplers keep the denoised image within [-1, 1]."""
+        return self.sampling["clip_sample"] and not self.sampling["thresholding"] and self.sampling["clip_sample_range"] == 1.0
 
     @property
     def snr(self) -> torch.Tensor:
@@ -146,6 +164,13 @@ class Declared:
     class_conditional: bool = True  # whether labels that the network gets should matter
     no_class: int = -1  # what the network is told for no class: a UNet2DModel the number after those of the classes
 
+    train_only: tuple[str, ...] = ()  # shell patterns of the names of the parameters that are trained; none: all are
+
+    def trains(self, name: str) -> bool:
+        """Whether a parameter is trained: beside those named also EDM2's uncertainty, which is no part of the pipeline."""
+        names = any(fnmatchcase(name.removeprefix("unet."), pattern) for pattern in self.train_only)
+        return not self.train_only or names or name.startswith("uncertainty.")
+
     @property
     def process(self) -> DeclaredProcess:
         return self.noising or self.denoising
@@ -162,9 +187,10 @@ def declared_by(options: RunOptions, facts: dict[str, Any], checkpoint: Path | N
             options.rescale_betas_zero_snr,
             options.prediction_type,
             options.snr_gamma,
+            facts.get("pretrained.scheduler", {}),
         )
         built = (options.activation, options.initialisation, options.zero_init_output, options.spectral_norm)
-        network = DeclaredNetwork(*built)
+        network = None if options.pretrained else DeclaredNetwork(*built)
     elif isinstance(options, EDM2Options):
         denoising = DeclaredDenoising(
             options.sigma_data,
@@ -196,6 +222,7 @@ def declared_by(options: RunOptions, facts: dict[str, Any], checkpoint: Path | N
         network,
         options.class_conditional if isinstance(options, DDPMOptions | EDM2Options) else True,
         facts.get("classes", -1) if isinstance(options, DDPMOptions) else -1,
+        tuple(options.train_only or ()),
     )
 
 

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import diffusers
 import torch
@@ -131,8 +130,7 @@ def _schedule(config: dict, declared: DeclaredNoising) -> list[Check]:
     observed, wanted = made.config.prediction_type, declared.prediction_type
     message = f"the exported scheduler takes the network's output for {observed}; trained is {wanted}" * (observed != wanted)
     checks.append(Check("export", "prediction type", wanted, observed, not message, message))
-    expected: dict[str, Any] = {"clip_sample": True, "thresholding": False, "clip_sample_range": 1.0}
-    expected |= {"timestep_spacing": "trailing"} if declared.zero_snr else {}
+    expected = declared.sampling
     others = {key: made.config[key] for key, value in expected.items() if made.config[key] != value}
     wanted, observed = (", ".join(f"{key} {value}" for key, value in part.items()) for part in (expected, expected | others))
     message = "the exported scheduler samples in another way: " + ", ".join(f"{key} is {others[key]}" for key in others)

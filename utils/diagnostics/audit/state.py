@@ -43,10 +43,14 @@ def _unchanged(name: str, wanted: str, same: bool, text: str) -> Check:
 
 def check_network(update: Update, observer: Observer, declared: Declared) -> list[Check]:
     """Mode, gradients, dtypes of the network in its forward passes."""
-    frozen, trained = observer.frozen, len(observer.parameters)
-    total = trained + len(frozen)
+    trained, total = len(observer.parameters), len(observer.parameters) + len(observer.frozen)
+    wanted = sum(map(declared.trains, (*observer.parameters, *observer.frozen)))
+    frozen = [name for name in observer.frozen if declared.trains(name)]
+    others = [name for name in observer.parameters if not declared.trains(name)]
     text = f"{len(frozen)} of {total} parameters are frozen, such as {frozen[0]}" if frozen else ""
-    checks = [Check("network", "trained parameters", f"all {total}", f"{trained} of {total}", not frozen, text)]
+    text = text or (f"{len(others)} parameters are trained that were to stay, such as {others[0]}" if others else "")
+    asked = f"all {total}" if wanted == total else f"{wanted} of {total}"
+    checks = [Check("network", "trained parameters", asked, f"{trained} of {total}", not text, text)]
     if declared.dropout is not None:
         modules = observer.averaged_module.modules()
         rates = [m.p if isinstance(m, nn.Dropout) else vars(m).get("dropout") for m in modules]

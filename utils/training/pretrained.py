@@ -1,0 +1,177 @@
+"""The pipeline that a run starts from (--pretrained): its network, its noise schedule and its classes, checked and taken over.
+
+A resumed run takes all of it from its checkpoint, so that the pipeline may be gone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from diffusers import ModelMixin
+
+from utils.core.distributed import from_main_process, on_main_process
+from utils.core.errors import UserError, in_full
+from utils.core.size import Size
+from utils.diffusion.pipelines import image_shape, load_network, names_of_classes, training_scheduler
+from utils.diffusion.sampling import Scheduler, is_edm
+from utils.options.flags import DDPMOptions, EDM2Options
+from utils.runs.checkpoints import find_checkpoint
+from utils.runs.state import read_state
+
+SCHEDULER = "pretrained.scheduler"  # its config among the options of a checkpoint
+EMBEDDING = "class_embedding.weight"
+LEARNING_RATES = {"train_ddpm": 1e-5, "train_edm2": 1e-3}  # a tenth of what a training from scratch begins with
+_NAMED = 8  # classes that a note lists
+
+
+@dataclass
+class Pretrained:
+    """`config` and `scheduler` are those of the network and of the scheduler, JSON; `weights` are None in a resumed run."""
+
+    pipeline: str
+    config: dict[str, Any]
+    scheduler: dict[str, Any]
+    weights: dict[str, torch.Tensor] | None = None
+    class_names: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # for the user
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it beside the network's config."""
+        return {SCHEDULER: self.scheduler}
+
+    def make_scheduler(self) -> Scheduler:
+        """Returns DDPM's process that the network was trained on."""
+        return training_scheduler(self.scheduler)
+
+
+def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Accelerator) -> Pretrained | None:
+    """What --pretrained names, on every process; None where it is not given. Sets the `options` that the pipeline decides.
+
+    Raises UserError for a pipeline that cannot be loaded or is of the other script, and for flags that contradict it.
+    """
+    if options.pretrained is None:
+        return None
+    checkpoint = _checkpoint(options, accelerator)
+    if checkpoint is not None:
+        saved = read_state(checkpoint).options
+        if SCHEDULER not in saved:
+            raise UserError(f"{checkpoint} is of a run without --pretrained; leave it out, or choose another --output_dir")
+        config = {name.removeprefix("network."): value for name, value in saved.items() if name.startswith("network.")}
+        start = Pretrained(options.pretrained, config, saved[SCHEDULER])
+    else:
+        with accelerator.main_process_first():  # one download, not one per process
+            unet, scheduler = load_network(options.pretrained)
+        image_shape(unet)
+        edm, wants_edm = is_edm(scheduler), isinstance(options, EDM2Options)
+        if edm != wants_edm:
+            script = "train_edm2.py" if edm else "train_ddpm.py"
+            raise UserError(f"--pretrained {options.pretrained} holds a {type(unet).__name__}: fine-tune it with {script}")
+        config = {name: value for name, value in unet.config.items() if not name.startswith("_")}
+        public = scheduler if edm else training_scheduler(scheduler).config
+        scheduler = {name: value for name, value in public.items() if not name.startswith("_")}
+        start = Pretrained(options.pretrained, config, scheduler, unet.state_dict(), names_of_classes(options.pretrained))
+    _take_over(options, start)
+    return start
+
+
+def _checkpoint(options: DDPMOptions | EDM2Options, accelerator: Accelerator) -> Path | None:
+    if not options.resume_from_checkpoint:
+        return None
+    found: Path | None = None
+
+    def find() -> None:
+        nonlocal found
+        found, _ = find_checkpoint(Path(options.output_dir), str(options.resume_from_checkpoint))
+
+    on_main_process(accelerator, find)
+    return from_main_process(found)
+
+
+def _take_over(options: DDPMOptions | EDM2Options, start: Pretrained) -> None:
+    config, scheduler, wants = start.config, start.scheduler, options.class_conditional
+    if isinstance(options, EDM2Options):
+        process = {"sigma_data": scheduler["sigma_data"]}
+    else:
+        process = {
+            "prediction_type": scheduler["prediction_type"],
+            "ddpm_num_steps": scheduler["num_train_timesteps"],
+            "ddpm_beta_schedule": scheduler["beta_schedule"],
+            "rescale_betas_zero_snr": scheduler["rescale_betas_zero_snr"],
+        }
+    for name, value in (process | {"image_channels": config["in_channels"]}).items():
+        if name in options.given and getattr(options, name) != value:
+            raise UserError(
+                f"--{name} {getattr(options, name)}: {start.pipeline} was trained with {value}, and its weights are of no use "
+                "for another one; leave the flag out, or train without --pretrained"
+            )
+        setattr(options, name, value)
+    size = config["sample_size"]
+    trained = (Size(size, size) if isinstance(size, int) else Size(*size)).resolution
+    if "resolution" not in options.given:
+        options.resolution = trained
+    elif options.resolution != trained and isinstance(options, EDM2Options):
+        raise UserError(f"--resolution {options.resolution}: the attention of {start.pipeline} is made for {trained}")
+    elif options.resolution != trained:
+        start.notes.append(f"{start.pipeline} was trained at --resolution {trained}, and goes on at {options.resolution}")
+    if "learning_rate" not in options.given:
+        options.learning_rate = LEARNING_RATES[options.script]
+    if config.get("num_class_embeds") and not wants:
+        raise UserError(f"--pretrained {start.pipeline} is class-conditional: set --class_conditional")
+
+
+def load_weights(network: ModelMixin, start: Pretrained | None, class_names: Sequence[str] | None) -> None:
+    """Puts the pipeline's weights into the run's `network`, whose classes have `class_names`; adds a note of what is new.
+
+    Classes are matched by their names, or by their numbers where one side has no names. New ones start as no class does in a
+    UNet2DModel, and at random in an EDM2UNet. Nothing happens in a resumed run. Raises UserError for weights that do not fit.
+    """
+    if start is None or start.weights is None:
+        return
+    weights, start.weights = start.weights, None
+    start.notes.append(f"starting from {start.pipeline}, {sum(tensor.numel() for tensor in weights.values()):,} parameters")
+    is_edm2 = "model_channels" in network.config
+    if EMBEDDING in weights or EMBEDDING in network.state_dict():
+        if is_edm2 and (EMBEDDING in weights) != (EMBEDDING in network.state_dict()):
+            raise UserError(
+                f"--pretrained {start.pipeline} was trained {'with' if EMBEDDING in weights else 'without'} classes, and the "
+                f"data has {'none' if EMBEDDING in weights else 'some'}; add --no-class_conditional, or name other data"
+            )
+        # By class in rows; in a UNet2DModel the last row is that of no class.
+        table = network.state_dict()[EMBEDDING].clone()
+        rows = table.T if is_edm2 else table
+        known = weights.get(EMBEDDING, torch.zeros(1, table.shape[1]))
+        known = known.T if is_edm2 else known
+        count, old_count = (len(part) - (not is_edm2) for part in (rows, known))
+        if known.shape[1] == rows.shape[1]:  # else load_state_dict says what does not fit
+            taken = _same_classes(list(class_names or ()), start.class_names, count, old_count)
+            if not is_edm2:
+                rows[:] = known[-1]
+            for new, old in taken.items():
+                rows[new] = known[old]
+            weights = weights | {EMBEDDING: table}
+            start.notes += _about_classes(taken, list(class_names or map(str, range(count))), old_count)
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"--pretrained {start.pipeline}: its weights do not fit its config: {in_full(error)}") from None
+
+
+def _same_classes(names: list[str], old_names: list[str], count: int, old_count: int) -> dict[int, int]:
+    """Which class of the pipeline each class of the data is, by their numbers."""
+    if names and old_names:
+        return {number: old_names.index(name) for number, name in enumerate(names) if name in old_names}
+    return {number: number for number in range(min(count, old_count))}
+
+
+def _about_classes(taken: dict[int, int], names: list[str], old_count: int) -> list[str]:
+    new = [name for number, name in enumerate(names) if number not in taken]
+    notes = []
+    if new:
+        notes.append(f"new classes: {', '.join(new[:_NAMED])}" + f" and {len(new) - _NAMED} more" * (len(new) > _NAMED))
+    if left := old_count - len(taken):
+        notes.append(f"classes of the pipeline that the data does not have, and that go: {left} of {old_count}")
+    return notes
