@@ -122,11 +122,18 @@ def probe_network(
     return found
 
 
-def examine_network(unet: ModelMixin, noise_scheduler: DDPMScheduler, samples: TrainingSamples, validation: ImageSet) -> dict:
+def examine_network(
+    unet: ModelMixin,
+    noise_scheduler: DDPMScheduler,
+    samples: TrainingSamples,
+    validation: ImageSet,
+    knows_no_class: bool = True,
+) -> dict:
     """`probe_network` on a run's first images, and how far the network is from the best denoiser that there can be for its set.
 
     However many are looked at, a micro batch at once goes through the network, or some small images: what trains can be
-    examined. The figures that need float64 are left out on a device without it (mps).
+    examined. The figures that need float64 are left out on a device without it (mps), and the comparison with the best denoiser
+    for a network that was never trained without a class.
     """
     clean_images = samples.first_images(PROBE_IMAGES).cpu()
     others = first_validation_images(validation, PROBE_IMAGES, clean_images.device)
@@ -136,7 +143,7 @@ def examine_network(unet: ModelMixin, noise_scheduler: DDPMScheduler, samples: T
         labels = samples.first_labels(PROBE_IMAGES), first_validation_labels(validation, PROBE_IMAGES)
     batch_size = probe_batch(samples.micro_batch_size, samples.images.shape)
     found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size, labels)
-    if samples.device.type != "mps":
+    if samples.device.type != "mps" and knows_no_class:
         plan = GapPlan(
             timesteps=probe_timesteps(noise_scheduler.config.num_train_timesteps),
             seed=samples.seed,

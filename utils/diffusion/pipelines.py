@@ -43,7 +43,7 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
                 f"{pipeline} is not an unconditional pipeline of pixels: it has {has}{kind}\n"
                 "use a pipeline that has only a `unet` (UNet2DModel) and a `scheduler`"
             )
-        if isinstance(index["_class_name"], list):  # of which code would be run
+        if isinstance(index.get("_class_name"), list):  # of which code would be run
             raise UserError(f"{pipeline} contains code, which is not run here\nuse a pipeline of diffusers' own classes")
         loaded = _load_any_variant(DiffusionPipeline, pipeline)
     except UserError:

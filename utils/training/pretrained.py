@@ -137,8 +137,10 @@ def load_weights(network: ModelMixin, start: Pretrained | None, class_names: Seq
     if EMBEDDING in weights or EMBEDDING in network.state_dict():
         if is_edm2 and (EMBEDDING in weights) != (EMBEDDING in network.state_dict()):
             raise UserError(
-                f"--pretrained {start.pipeline} was trained {'with' if EMBEDDING in weights else 'without'} classes, and the "
-                f"data has {'none' if EMBEDDING in weights else 'some'}; add --no-class_conditional, or name other data"
+                f"--pretrained {start.pipeline} was trained with classes, and the data has none: name their column with "
+                "--label_column"
+                if EMBEDDING in weights
+                else f"--pretrained {start.pipeline} was trained without classes: add --no-class_conditional"
             )
         # By class in rows; in a UNet2DModel the last row is that of no class.
         table = network.state_dict()[EMBEDDING].clone()
