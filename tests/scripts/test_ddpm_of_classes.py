@@ -73,6 +73,7 @@ def test_wrong_labels_are_named(train, tiny_flags, tmp_path, monkeypatch, fault,
     assert finding["stage"] == "condition" and named in json.dumps(finding)
 
 
+@pytest.mark.slow
 def test_a_label_dropout_that_is_not_done_is_named(train, tiny_flags, tmp_path, monkeypatch):
     monkeypatch.setattr(train_ddpm, "training_labels", lambda seed, numbers, labels, dropout: labels)
     assert train([*tiny_flags, *CLASSES, "--label_dropout", "0.5", "--output_dir", tmp_path]) == 0
@@ -128,6 +129,7 @@ def test_diffusers_alone_samples_from_the_folder(finished, tmp_path):
     np.testing.assert_allclose(np.load(tmp_path / "images.npy"), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(train, tiny_flags, finished, tmp_path):
     flags = [*tiny_flags, *CLASSES, "--checkpointing_steps", "4", "--validation_images", "16", "--validation_steps", "4"]
     flags += ["--save_images_steps", "4", "--output_dir", tmp_path]

@@ -135,7 +135,7 @@ def freeze_others(network: nn.Module, patterns: list[str]) -> None:
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             parts = ", ".join(dict.fromkeys(name.split(".")[0] for name in names))
-            raise UserError(f"--train_only {pattern} matches no parameter; names begin with {parts}")
+            raise UserError(f"--train_only {pattern} matches no parameter\nthe names begin with {parts}")
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
 

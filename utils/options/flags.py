@@ -268,10 +268,12 @@ class PretrainedOptions(Options):
         """Raises UserError where flags about the network, these among them, contradict each other."""
         if self.pretrained is None:
             if self.train_only:
-                raise UserError("--train_only needs --pretrained: layers that are not trained would stay random")
+                raise UserError(
+                    "--train_only needs --pretrained: without it, layers that are not trained stay random\nadd --pretrained"
+                )
             return
         for name in sorted(self.given.intersection(network_flags)):
-            raise UserError(f"--{name} and --pretrained: the pipeline has its own network; leave one of the two out")
+            raise UserError(f"--{name} and --pretrained: the pipeline has its own network\nleave one of the two out")
 
 
 @dataclass(kw_only=True)

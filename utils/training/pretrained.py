@@ -59,7 +59,7 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
     if checkpoint is not None:
         saved = read_state(checkpoint).options
         if SCHEDULER not in saved:
-            raise UserError(f"{checkpoint} is of a run without --pretrained; leave it out, or choose another --output_dir")
+            raise UserError(f"{checkpoint} is of a run without --pretrained\nleave it out, or choose another --output_dir")
         config = {name.removeprefix("network."): value for name, value in saved.items() if name.startswith("network.")}
         start = Pretrained(options.pretrained, config, saved[SCHEDULER])
     else:
@@ -69,7 +69,7 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
         edm, wants_edm = is_edm(scheduler), isinstance(options, EDM2Options)
         if edm != wants_edm:
             script = "train_edm2.py" if edm else "train_ddpm.py"
-            raise UserError(f"--pretrained {options.pretrained} holds a {type(unet).__name__}: fine-tune it with {script}")
+            raise UserError(f"--pretrained {options.pretrained} contains a {type(unet).__name__}\nfine-tune it with {script}")
         config = {name: value for name, value in unet.config.items() if not name.startswith("_")}
         public = scheduler if edm else training_scheduler(scheduler).config
         scheduler = {name: value for name, value in public.items() if not name.startswith("_")}
@@ -105,8 +105,8 @@ def _take_over(options: DDPMOptions | EDM2Options, start: Pretrained) -> None:
     for name, value in (process | {"image_channels": config["in_channels"]}).items():
         if name in options.given and getattr(options, name) != value:
             raise UserError(
-                f"--{name} {getattr(options, name)}: {start.pipeline} was trained with {value}, and its weights are of no use "
-                "for another one; leave the flag out, or train without --pretrained"
+                f"--{name} {getattr(options, name)}: {start.pipeline} was trained with {value}, and its weights do not fit "
+                "another value\nleave the flag out, or train without --pretrained"
             )
         setattr(options, name, value)
     size = config["sample_size"]
@@ -114,13 +114,16 @@ def _take_over(options: DDPMOptions | EDM2Options, start: Pretrained) -> None:
     if "resolution" not in options.given:
         options.resolution = trained
     elif options.resolution != trained and isinstance(options, EDM2Options):
-        raise UserError(f"--resolution {options.resolution}: the attention of {start.pipeline} is made for {trained}")
+        raise UserError(
+            f"--resolution {options.resolution}: the attention layers of {start.pipeline} are for {trained}\n"
+            "leave the flag out, or train without --pretrained"
+        )
     elif options.resolution != trained:
         start.notes.append(f"{start.pipeline} was trained at --resolution {trained}, and goes on at {options.resolution}")
     if "learning_rate" not in options.given:
         options.learning_rate = LEARNING_RATES[options.script]
     if config.get("num_class_embeds") and not wants:
-        raise UserError(f"--pretrained {start.pipeline} is class-conditional: set --class_conditional")
+        raise UserError(f"--pretrained {start.pipeline} is class-conditional\nadd --class_conditional")
 
 
 def load_weights(network: ModelMixin, start: Pretrained | None, class_names: Sequence[str] | None) -> None:
@@ -137,10 +140,10 @@ def load_weights(network: ModelMixin, start: Pretrained | None, class_names: Seq
     if EMBEDDING in weights or EMBEDDING in network.state_dict():
         if is_edm2 and (EMBEDDING in weights) != (EMBEDDING in network.state_dict()):
             raise UserError(
-                f"--pretrained {start.pipeline} was trained with classes, and the data has none: name their column with "
+                f"--pretrained {start.pipeline} was trained with classes, and the data has none\nname their column with "
                 "--label_column"
                 if EMBEDDING in weights
-                else f"--pretrained {start.pipeline} was trained without classes: add --no-class_conditional"
+                else f"--pretrained {start.pipeline} was trained without classes\nadd --no-class_conditional"
             )
         # By class in rows; in a UNet2DModel the last row is that of no class.
         table = network.state_dict()[EMBEDDING].clone()
