@@ -18,6 +18,7 @@ DATASET, TRAINING_DATA = "utils/data/dataset.py", "utils/data/training_data.py"
 OBJECTIVE, EDM2_OBJECTIVE, UNET = "utils/diffusion/ddpm.py", "utils/diffusion/edm2.py", "utils/diffusion/unet.py"
 CLASSES = "utils/diffusion/classes.py"
 EDM2_UNET, HEUN = "models/edm2_unet.py", "models/edm_heun.py"
+CLASSES = "utils/diffusion/classes.py"
 SAMPLING, EXPORT_FILE = "utils/diffusion/sampling.py", "utils/diffusion/export.py"
 OPTIMIZERS, CLIPPING = "utils/optim/optimizers.py", "utils/optim/clipping.py"
 EMA, POWER_EMA = "utils/optim/ema.py", "utils/optim/power_ema.py"
@@ -488,6 +489,21 @@ condition(
     ),
     stage=("condition", "data"),
     datasets=("digits", "letters"),  # the rows of a folder are sorted by class: there it changes little
+)
+
+BY_CLASS = {"class_conditional": True}
+fault("DDPM: labels never dropped", "condition", (DDPM, "batch.classes(), dropout)", "batch.classes(), 0.0)"), flags=BY_CLASS)
+fault(
+    "DDPM: labels of the neighbor",
+    "condition",
+    (DDPM, "batch.classes(), dropout)", "batch.classes().roll(1), dropout)"),
+    flags=BY_CLASS,
+)
+fault(
+    "DDPM: dropped labels told as class 0",
+    "condition",
+    (CLASSES, "torch.where(labels < 0, num_classes, labels)", "labels.clamp(min=0)"),
+    flags=BY_CLASS,
 )
 
 # ---- network

@@ -100,6 +100,8 @@ def healthy_runs() -> dict[str, Healthy]:
     ddpm("color jitter", {"color_jitter": 0.3})
     ddpm("crops of the center", {"center_crop": True})
     ddpm("flips, jitter, classes balanced", FLIPPED, {"color_jitter": 0.2, "balanced_sampling": True})
+    ddpm("classes", {"class_conditional": True})
+    ddpm("classes, v, two processes", V_COSINE, {"class_conditional": True, "label_dropout": 0.3}, processes=2)
     ddpm("decoded by a worker", FLIPPED, {"cache_images": "no", "dataloader_num_workers": 1})
     ddpm("16 bits", {"preserve_input_precision": True})
     ddpm("gray", {"image_channels": 1})
