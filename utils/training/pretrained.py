@@ -63,8 +63,9 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
         config = {name.removeprefix("network."): value for name, value in saved.items() if name.startswith("network.")}
         start = Pretrained(options.pretrained, config, saved[SCHEDULER])
     else:
-        with accelerator.main_process_first():  # one download, not one per process
-            unet, scheduler = load_network(options.pretrained)
+        first: list = []  # one download, and one message where it fails
+        on_main_process(accelerator, lambda: first.append(load_network(str(options.pretrained))))
+        unet, scheduler = first[0] if first else load_network(options.pretrained)
         image_shape(unet)
         edm, wants_edm = is_edm(scheduler), isinstance(options, EDM2Options)
         if edm != wants_edm:
