@@ -129,7 +129,8 @@ def main(options: DDPMOptions) -> int:
     data = load_data(options, accelerator)
     num_classes = needed_classes(data.images) if options.class_conditional else 0
     objective = DDPM(make_network(options, num_classes=num_classes), options, accelerator.device, start)
-    load_weights(objective.exported, start, data.images.class_names)
+    if start is not None:
+        load_weights(objective.exported, start, data.images.class_names)
     if options.enable_xformers_memory_efficient_attention:
         use_xformers(objective.exported)
     optimizer = new_optimizer(objective.network)

@@ -118,8 +118,9 @@ def main(options: EDM2Options) -> int:
     data = load_data(options, accelerator)
     num_classes = count_classes(data.images) if options.class_conditional else 0
     objective = EDM2(make_network(options, num_classes=num_classes), options, start)
-    load_weights(objective.exported, start, data.images.class_names)
-    objective.after_step(None)
+    if start is not None:
+        load_weights(objective.exported, start, data.images.class_names)
+        objective.after_step(None)
     optimizer = new_optimizer(objective.network)
     if options.compile:
         objective.exported.compile()  # in place, so that checkpoints and the EMA keep their clean names

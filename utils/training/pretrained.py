@@ -127,13 +127,13 @@ def _take_over(options: DDPMOptions | EDM2Options, start: Pretrained) -> None:
         raise UserError(f"--pretrained {start.pipeline} is class-conditional\nadd --class_conditional")
 
 
-def load_weights(network: ModelMixin, start: Pretrained | None, class_names: Sequence[str] | None) -> None:
+def load_weights(network: ModelMixin, start: Pretrained, class_names: Sequence[str] | None) -> None:
     """Puts the pipeline's weights into the run's `network`, whose classes have `class_names`; adds a note of what is new.
 
     Classes are matched by their names, or by their numbers where one side has no names. New ones start as no class does in a
     UNet2DModel, and at random in an EDM2UNet. Nothing happens in a resumed run. Raises UserError for weights that do not fit.
     """
-    if start is None or start.weights is None:
+    if start.weights is None:
         return
     weights, start.weights = start.weights, None
     start.notes.append(f"starting from {start.pipeline}, {sum(tensor.numel() for tensor in weights.values()):,} parameters")
