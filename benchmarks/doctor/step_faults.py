@@ -187,7 +187,7 @@ fault(
 fault(
     "squeezed in place of cropped",
     "data",
-    (DECODE, "height, width = resized_size(image.height, image.width, self.size)", "height, width = self.size"),
+    (DECODE, "height, width = resized_size(planes[0].height, planes[0].width, self.size)", "height, width = self.size"),
     datasets=CROPPED,
 )
 fault("resized without a filter", "data", (DECODE, "Image.Resampling.BILINEAR", "Image.Resampling.NEAREST"), datasets=CROPPED)
