@@ -177,7 +177,7 @@ def test_a_failed_packing_leaves_no_cache(tmp_path):
 
 def test_a_cache_remembers_its_bad_images_and_serves_those_who_allow_them(load, tmp_path, monkeypatch):
     (tmp_path / "images" / "2.png").write_bytes(b"")
-    with pytest.raises(UserError, match=r"2\.png \(row 2.*--on_bad_image replace"):
+    with pytest.raises(UserError, match=r"(?s)2\.png \(row 2.*--on_bad_image replace"):
         load()
     assert not caches(tmp_path)
     images = load(on_bad_image="replace")
@@ -186,7 +186,7 @@ def test_a_cache_remembers_its_bad_images_and_serves_those_who_allow_them(load, 
     assert bad["row"] == 2 and bad["file"] == str(tmp_path / "images" / "2.png") and bad["reason"].startswith("not an image")
     monkeypatch.setattr(packing, "_write", lambda *arguments: pytest.fail("packed again"))
     assert np.array_equal(load(on_bad_image="replace", max_bad_images=1).fetch([2]), images.fetch([3]))
-    with pytest.raises(UserError, match=r"2\.png \(row 2.*--on_bad_image replace"):
+    with pytest.raises(UserError, match=r"(?s)2\.png \(row 2.*--on_bad_image replace"):
         load()
     assert caches(tmp_path) == {images.fingerprint}  # whoever allows them still finds it
 
@@ -209,7 +209,7 @@ def test_no_room_and_no_permission_are_one_clear_line(tmp_path, monkeypatch):
         pack_once(tmp_path / "file" / "abc", 5, reader(images), PREPARE)
     with monkeypatch.context() as patch:
         patch.setattr(packing.shutil, "disk_usage", lambda folder: packing.shutil._ntuple_diskusage(9, 9, 0))
-        with pytest.raises(UserError, match=r"0\.0 GB free.*--cache_images no"):
+        with pytest.raises(UserError, match=r"(?s)0\.0 GB free.*--cache_images no"):
             pack_once(tmp_path / "abc", 5, reader(images), PREPARE)
     assert not (tmp_path / "abc").exists()
 

@@ -268,7 +268,7 @@ FAULTS = {
     "bf16 noising": ("input", "rounded", set_(noisy=lambda self, *a: Loop.noisy(self, *a).bfloat16().float())),
     "other noise in the image": (
         "input",
-        "other noise",
+        "not the noise that was drawn",
         set_(noisy=lambda self, x, n, t: Loop.noisy(self, x, torch.randn_like(n), t)),
     ),
     "noise of the next": ("input", "of another image", set_(noisy=lambda self, x, n, t: Loop.noisy(self, x, n.roll(1, 0), t))),
@@ -363,7 +363,7 @@ FAULTS = {
     "EMA away": ("ema", "away", set_(update_average=lambda self, n: averaged(self, n, lambda e, p: e.sub_(0.1 * (p - e))))),
     "EMA of others": (
         "ema",
-        "other weights",
+        "weights that are not those of this network",
         set_(update_average=lambda self, n: averaged(self, n, lambda e, p: e.lerp_(torch.randn_like(p), 0.1))),
     ),
     "weights changed after": (

@@ -50,11 +50,12 @@ def flags(script_flags, photos, tmp_path_factory) -> list[str]:
 
 
 def end_of(train_script, flags, capsys) -> tuple[int, str]:
-    """Exit status and the one line of the error, as the command line shows them."""
+    """Exit status and the error in its two lines, as the command line shows them."""
     with pytest.raises(SystemExit) as caught:
         utils.core.entrypoint.run_script(train_script, lambda: flags)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    return caught.value.code, line
+    printed = capsys.readouterr().err
+    assert printed.count("error: ") == 1
+    return caught.value.code, "error: " + printed.split("error: ")[1].rstrip("\n")
 
 
 def read_report(output_dir: Path) -> list[dict]:

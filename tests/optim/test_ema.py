@@ -110,5 +110,5 @@ def test_distance_is_relative():
 
 
 def test_refuses_the_weights_of_another_model():
-    with pytest.raises(UserError, match="another model"):
+    with pytest.raises(UserError, match="do not fit this network"):
         EMA(nn.Linear(2, 2)).load_state_dict({"weight": torch.zeros(2, 2)})

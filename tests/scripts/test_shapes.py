@@ -87,7 +87,7 @@ def test_levels_must_divide_both_sides(resolution, message, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(network))
         flags = ["--dataset_name", "any", "--resolution", resolution, "--image_channels", "1"]
         options = module.parse_args([*flags, "--model_config_name_or_path", str(tmp_path)])
-        with pytest.raises(UserError, match=f"--resolution {resolution} does not divide by 2, .*; use {message}$"):
+        with pytest.raises(UserError, match=f"--resolution {resolution} does not divide by 2: .*\nuse {message}$"):
             make(options)
 
 

@@ -35,7 +35,7 @@ def test_fewer_images_than_a_batch_says_both_numbers():
     check_global_batch(8, 8)
     with pytest.raises(UserError, match=r"3 training images are fewer than one global batch of 8"):
         check_global_batch(3, 8)
-    with pytest.raises(UserError, match=r"3 training images are .* of 2048; set --global_batch_size to 3 or less"):
+    with pytest.raises(UserError, match=r"3 training images are .* of 2048\nset --global_batch_size to 3 or less"):
         check_global_batch(3, 2048, asked=2048)
     with pytest.raises(UserError, match="no training images"):
         check_global_batch(0, 8)

@@ -8,6 +8,7 @@ import pytest
 import test_memory_plan
 import torch
 from accelerate import Accelerator
+from diffusers.configuration_utils import FrozenDict
 from test_data_check import image_set
 from test_memory_plan import SHAPE, peak
 from test_probe_figures import Known
@@ -38,6 +39,7 @@ class Seen(nn.Module):
     def __init__(self):
         super().__init__()
         self.gain, self.sizes = nn.Parameter(torch.tensor(0.9)), []
+        self.config = FrozenDict(num_class_embeds=None)
 
     def forward(self, noisy_images, timesteps):
         self.sizes.append(len(noisy_images))

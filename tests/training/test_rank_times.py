@@ -29,7 +29,7 @@ def test_a_slow_rank_is_named(server, script, script_flags, tmp_path, part, rank
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     newest = [record for record in history if "ranks" in record][-1]
     other = 1 - rank
-    assert newest["perf/slowest_rank"] == rank and newest["perf/rank_spread"] > 1.5
+    assert newest["perf/slowest_rank"] == rank and newest["perf/rank_spread"] > 1.1  # the other one waits for a core, too
     assert newest["ranks"]["collectives"][other] > 2 * newest["ranks"]["collectives"][rank]
     assert newest["perf/images_per_second"] < 8 / 0.2  # a batch of 8 takes at least as long as the slow rank does
 

@@ -86,7 +86,8 @@ def test_a_resumed_run_is_compared_with_its_checkpoint(train_script, script_flag
 def test_the_same_bits_with_and_without_it(train_script, script_flags, tmp_path, monkeypatch):
     flags = [*script_flags, "--checkpointing_steps", "8", "--dropout", "0.1"]
     assert train_script([*flags, "--output_dir", tmp_path / "with"]) == 0
-    for name in ("begin", "begin_micro_step", "add", "end_step", "end_update", "close", "check_sampler", "check_exported"):
+    checks = ("check_sampler", "check_exported", "check_saved", "check_snapshots")
+    for name in ("begin", "begin_micro_step", "add", "end_step", "end_update", "close", *checks):
         monkeypatch.setattr(StepAudit, name, lambda *arguments: None)
     assert train_script([*flags, "--output_dir", tmp_path / "without"]) == 0
     assert checks_of(tmp_path / "with") and not checks_of(tmp_path / "without")
@@ -113,7 +114,7 @@ def test_weights_that_a_validation_leaves_behind_are_named(train_script, script_
     monkeypatch.setattr("utils.training.validation.Validation.make", lambda self: swap_once(self._run))
     flags = ["--validation_images", "16", "--validation_steps", "3", "--output_dir", tmp_path]
     assert train_script([*script_flags, *flags]) == 0
-    assert found_in(tmp_path)[0]["stage"] == "state"
+    assert "state" in [finding["stage"] for finding in found_in(tmp_path)[:2]]
     assert "step-state" in capsys.readouterr().out
 
 

@@ -65,7 +65,9 @@ def test_names_of_project_and_run(server, monkeypatch, given, variables, project
 
 
 def test_one_that_cannot_start_is_one_line(server):
-    with pytest.raises(UserError, match=r"^--logger wandb cannot start: PermissionError: api_key not configured \(no-tty\)$"):
+    with pytest.raises(
+        UserError, match=r"^--logger wandb cannot start: PermissionError: api_key not configured \(no-tty\)\ncheck its login"
+    ):
         start_trackers(server, options(project_name="refused"))
 
 

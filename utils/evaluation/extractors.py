@@ -158,7 +158,7 @@ def make_extractor(
         from utils.evaluation.pretrained import DINOv2, Inception
 
         count = images.shape[0] if images is not None else channels
-        if count not in (1, 3):
+        if count not in (None, 1, 3):
             raise UserError(f"--features {name} needs 1 or 3 channels, and these images have {count}\nset --features randconv")
         extractor = {"inception": Inception, "dinov2": DINOv2}[name](weights, weights_sha256)
     else:
