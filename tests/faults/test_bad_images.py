@@ -155,7 +155,7 @@ def test_under_a_launcher_a_bad_image_is_named_once_whoever_meets_it(flags, tmp_
     result = run_script(script, [*flags, *split], num_processes=2)
     assert result.returncode != 0
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "--on_bad_image replace" in lines[0], result.stderr
+    assert len(lines) == 1 and result.stderr.count("--on_bad_image replace") == 1, result.stderr
 
 
 @pytest.mark.slow
