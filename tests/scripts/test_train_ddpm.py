@@ -299,8 +299,8 @@ def test_a_mistake_does_not_cost_the_run_that_was_to_be_overwritten(train, tiny_
 def test_an_error_is_one_line_and_status_2(tiny_flags, tmp_path, processes):
     result = run_script("train_ddpm.py", [*tiny_flags, "--output_dir", tmp_path, "--label_column", "digit"], processes)
     assert result.returncode == (2 if processes == 1 else 1)  # torchrun has its own
-    errors = [line for line in result.stderr.splitlines() if "'digit'" in line]
-    assert len(errors) == 1 and errors[0].startswith("error: ")
+    errors = [line for line in result.stderr.splitlines() if "--label_column digit" in line]
+    assert len(errors) == 1 and errors[0].startswith("error: --label_column digit: ")
 
 
 # ---- what a run leaves
