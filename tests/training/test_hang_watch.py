@@ -60,7 +60,7 @@ def test_a_rank_that_is_stopped_for_a_while(server, tiny_flags, tmp_path, second
 
 
 def wait_for(path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not path.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
