@@ -143,6 +143,11 @@ def run_command(command: list, environment: dict[str, str], timeout: float = 300
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
+def without_progress(errors: str) -> list[str]:
+    """The lines on stderr but for those about work that takes long, which a busy machine adds."""
+    return [line for line in errors.splitlines() if line.strip() and not line.endswith(" so far")]
+
+
 def start_script(script: str, flags: list, num_processes: int = 1) -> subprocess.Popen:
     return start_command(script_command(script, flags, num_processes), script_environment(num_processes))
 

@@ -77,7 +77,7 @@ def test_a_dataset_that_cannot_be_had(fault, options, message, repository, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["network", "pipeline"])
-@pytest.mark.parametrize(("fault", "message"), [("private", "or it is private: check"), ("gated", "it is gated: ask for")])
+@pytest.mark.parametrize(("fault", "message"), [("private", "or it is private\ncheck"), ("gated", "it is gated\nask for")])
 def test_a_model_that_cannot_be_had(name, fault, message, tmp_path):
     (tmp_path / "model").mkdir()
     for file in ("config.json", "model_index.json"):

@@ -38,7 +38,7 @@ class Run:
             self.status = self.server.ask({"poll": self.pid})
         return self.status
 
-    def wait(self, timeout: float = 60) -> int:
+    def wait(self, timeout: float = 300) -> int:
         deadline = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -94,7 +94,7 @@ class ForkServer:
     def run(self, command: list, num_processes: int = 1) -> str:
         """Runs `command` to its end, which must be a good one, and returns what its ranks printed."""
         runs = self.start(command, num_processes)
-        statuses, printed = [run.wait(300) for run in runs], "\n".join(run.text() for run in runs)
+        statuses, printed = [run.wait() for run in runs], "\n".join(run.text() for run in runs)
         assert statuses == [0] * num_processes, printed[-3000:]
         return printed
 
