@@ -46,10 +46,14 @@ TINY_EDM2_NETWORK = {
 }
 
 
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
+
+
 def slow_turns(*values, ids: list[str | None] | None = None) -> list:
-    """These values of a parametrized test, tuples being those of several arguments: each is a slow test."""
+    """These values of a parametrized test, tuples being those of several arguments: each is a slow test, and a thorough one,
+    because another value of the same test is no such test."""
     turns = [value if isinstance(value, tuple) else (value,) for value in values]
-    return [pytest.param(*turn, marks=pytest.mark.slow, id=name) for turn, name in zip(turns, ids or [None] * len(turns))]
+    return [pytest.param(*turn, marks=THOROUGH, id=name) for turn, name in zip(turns, ids or [None] * len(turns))]
 
 
 left_out = []  # the counts of slow tests: one, or those of xdist's workers, which all collect the same
@@ -98,9 +102,9 @@ def make_tiny_flags(folder: Path, script: str = "train_ddpm.py") -> list[str]:
     return flags.split()
 
 
-@pytest.fixture(scope="session", params=[SCRIPTS[0], pytest.param(SCRIPTS[1], marks=pytest.mark.slow)])
+@pytest.fixture(scope="session", params=[SCRIPTS[0], *slow_turns(SCRIPTS[1])])
 def script(request) -> str:
-    """Each of the SCRIPTS. Most of what they promise together is the same code: the second one's turn is a slow test."""
+    """Each of the SCRIPTS. Most of what they promise together is the same code: the second one's turn is a thorough test."""
     return request.param
 
 
