@@ -32,7 +32,7 @@ from accelerate import Accelerator
 from benchmarks.shared.measuring import PeakMemory, default_device, describe, free
 from benchmarks.shared.real_script import load_script, planned, run_script, synthetic_dataset
 from utils.training.memory_estimate import GIB, SavedTensors
-from utils.training.progress import Stopwatch
+from utils.training.profile import Profile
 
 UPDATES, REPORT_EVERY = 4, 2
 COMMON = f"""--dataset_name {{data}}/{{resolution}} --cache_dir {{data}}/cache --output_dir {{data}}/run --overwrite_output_dir
@@ -82,8 +82,9 @@ class Watch:
 
     @contextlib.contextmanager
     def installed(self):
-        """Inside, scripts are watched at places that both have: accumulate, backward, and the pause after each update."""
-        accumulate, backward, paused = Accelerator.accumulate, Accelerator.backward, Stopwatch.paused
+        """Inside, scripts are watched at places that both have: accumulate, backward, and what comes first after each update
+        and its report."""
+        accumulate, backward, after_update = Accelerator.accumulate, Accelerator.backward, Profile.after_update
 
         @contextlib.contextmanager
         def watched_accumulate(accelerator, model):
@@ -100,11 +101,9 @@ class Watch:
                 self._saved = None
             backward(accelerator, loss, **options)
 
-        @contextlib.contextmanager
-        def watched_pause(stopwatch):
+        def watched_end(profile) -> None:
             self._after_update()
-            with paused(stopwatch):
-                yield
+            after_update(profile)
             if self._device.type == "cpu" and self._updates == REPORT_EVERY - 1:
                 self._memory.__enter__()
 
@@ -115,7 +114,7 @@ class Watch:
         with (
             mock.patch.object(Accelerator, "accumulate", watched_accumulate),
             mock.patch.object(Accelerator, "backward", watched_backward),
-            mock.patch.object(Stopwatch, "paused", watched_pause),
+            mock.patch.object(Profile, "after_update", watched_end),
         ):
             yield self
 

@@ -189,16 +189,14 @@ class SideBySide:
             ("export", utils.diffusion.export, "export_pipeline"),
             ("EMA snapshots", utils.runs.ema_snapshots.Snapshots, "save"),
         )
-        update_ema, paused = utils.optim.ema.EMA.update, utils.training.progress.Stopwatch.paused
+        update_ema, after_update = utils.optim.ema.EMA.update, utils.training.between_updates.Periodic.after_update
 
         def timed_update(*arguments) -> None:
             with nullcontext() if self._others_turn else self.ema.call():
                 update_ema(*arguments)
 
-        @contextmanager
-        def end_of_update(stopwatch):  # both scripts come by here once an update, after its report
-            with paused(stopwatch):
-                yield
+        def end_of_update(periodic, learning_rate: float) -> None:
+            after_update(periodic, learning_rate)
             self.after_update()
 
         @contextmanager
@@ -212,7 +210,7 @@ class SideBySide:
             for label, owner, name in apart:
                 replaced.enter_context(mock.patch.object(owner, name, self._timed_apart(label, getattr(owner, name))))
             replaced.enter_context(mock.patch.object(utils.optim.ema.EMA, "update", timed_update))
-            replaced.enter_context(mock.patch.object(utils.training.progress.Stopwatch, "paused", end_of_update))
+            replaced.enter_context(mock.patch.object(utils.training.between_updates.Periodic, "after_update", end_of_update))
             replaced.enter_context(mock.patch.object(utils.training.progress.Stopwatch, "waiting_for_data", waiting_for_data))
             yield
 
