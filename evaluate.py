@@ -52,7 +52,7 @@ def main(args: EvaluateOptions) -> None:
     from utils.core.distributed import make_accelerator, on_main_process
     from utils.diagnostics.finding import Finding, described
     from utils.diffusion.guidance import class_numbers, make_guided_prediction
-    from utils.diffusion.pipelines import image_shape, load_network, names_of_classes
+    from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes
     from utils.diffusion.sampling import SamplePlan, full_precision, is_edm, make_sampler, sampling_steps
     from utils.evaluation.evaluator import ClassJudge, Evaluation, pipeline_images
     from utils.evaluation.extractors import make_extractor
@@ -75,11 +75,14 @@ def main(args: EvaluateOptions) -> None:
     networks = []
     for pipeline in args.pipeline:
         with accelerator.main_process_first():  # one download, not one per process
-            networks.append((pipeline, *load_network(pipeline)))
+            unet, scheduler_config = load_network(pipeline)
+            networks.append((pipeline, unet, scheduler_config, load_decoder(pipeline, unet)))
     with accelerator.main_process_first():
         guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     shapes = {str(folder.folder): folder.shape for folder in folders}
-    shapes |= {pipeline: image_shape(unet) for pipeline, unet, _ in networks}
+    shapes |= {
+        pipeline: autoencoder.image_shape if autoencoder else image_shape(unet) for pipeline, unet, _, autoencoder in networks
+    }
     shape = same_shape(shapes) if shapes else args.image_shape
 
     # ---- the real images, or what was stored of them
@@ -163,7 +166,7 @@ def main(args: EvaluateOptions) -> None:
         add(
             str(folder.folder), source, len(folder), folder.settings.get("pipeline"), seed=None, made_by=folder.settings or None
         )
-    for pipeline, unet, scheduler_config in networks:
+    for pipeline, unet, scheduler_config, autoencoder in networks:
         sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
         scheduler = make_sampler(sampler, scheduler_config)
         steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
@@ -174,7 +177,8 @@ def main(args: EvaluateOptions) -> None:
         for network in (unet, guide) if guide is not None else (unet,):
             network.to(accelerator.device)
         for seed in args.seeds:
-            plan = SamplePlan(scheduler, steps, shape, seed, args.batch_size, accelerator.device)
+            made_by = (seed, args.batch_size, accelerator.device, autoencoder)
+            plan = SamplePlan(scheduler, steps, image_shape(unet), *made_by)
             with full_precision(unet):
                 source = pipeline_images(accelerator, unet, plan, name=pipeline, predict=predict)
                 add(pipeline, source, count, seed=seed, **made)

@@ -46,7 +46,7 @@ def main(args: GenerateOptions) -> None:
     from utils.core.distributed import make_accelerator, on_main_process
     from utils.core.images import image_suffix, is_complete_image, make_grid, read_image, save_image, save_png
     from utils.diffusion.guidance import class_numbers, make_guided_prediction
-    from utils.diffusion.pipelines import image_shape, load_network, names_of_classes, trained_bits
+    from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes, trained_bits
     from utils.diffusion.sampling import (
         SamplePlan,
         full_precision,
@@ -70,14 +70,17 @@ def main(args: GenerateOptions) -> None:
     # Pipeline
     with accelerator.main_process_first():  # one download, not one per process
         unet, scheduler_config = load_network(args.pipeline)
+        autoencoder = load_decoder(args.pipeline, unet)
         guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     # A wrong number, class or guide ends here, before the folder is touched.
-    shape, bits = image_shape(unet), args.bits or trained_bits(args.pipeline)
+    shape = autoencoder.image_shape if autoencoder else image_shape(unet)
+    bits = args.bits or trained_bits(args.pipeline)
     suffix = image_suffix(shape[0], bits)
     sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
     scheduler = make_sampler(sampler, scheduler_config)
     num_inference_steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
-    plan = SamplePlan(scheduler, num_inference_steps, shape, args.seed, args.batch_size, accelerator.device)
+    made = (args.seed, args.batch_size, accelerator.device, autoencoder)
+    plan = SamplePlan(scheduler, num_inference_steps, image_shape(unet), *made)
     class_labels = class_numbers(args.class_labels, names_of_classes(args.pipeline))
     predict = make_guided_prediction(unet, scheduler_config, class_labels, args.guidance, guide, guide_config)
 
@@ -85,6 +88,7 @@ def main(args: GenerateOptions) -> None:
     settings = {
         "pipeline": args.pipeline,
         "weights_sha256": weights_hash(unet, scheduler_config),
+        "autoencoder": autoencoder and [autoencoder.fingerprint(), *(autoencoder.scale or ())],
         "seed": args.seed,
         "sampler": sampler,
         "sampler_version": sampler_version(sampler, scheduler_config),

@@ -22,7 +22,7 @@ def main(args: ReconstructionOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
     from utils.core.distributed import make_accelerator
     from utils.diffusion.export import export_pipeline, model_card
-    from utils.diffusion.pipelines import names_of_classes
+    from utils.diffusion.pipelines import load_decoder, names_of_classes
     from utils.evaluation.ema_reconstruction import check_output, describe, load_run, load_weights
     from utils.evaluation.ema_sweep import make_judge, parse_widths, write_sweep
     from utils.runs.ema_snapshots import fp16_error, list_snapshots, recipe, reconstruct
@@ -53,7 +53,7 @@ def main(args: ReconstructionOptions) -> None:
     facts = {"updates": step, "ema_width": best, "pipeline": str(args.output_dir)}
     names = names_of_classes(str(args.run))
     card = model_card(describe(args.run, unet) | facts | {"class_names": names or None})
-    export_pipeline(unet, scheduler, args.output_dir, card, class_names=names)
+    export_pipeline(unet, scheduler, args.output_dir, card, class_names=names, autoencoder=load_decoder(str(args.run), unet))
     used, error = recipes[best].snapshots, recipes[best].error
     off = f"profile {error:.1%} off"
     if rounding:

@@ -40,6 +40,7 @@ from utils.optim.nonfinite import propagate_nonfinite, step_if_finite
 from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, set_learning_rate
 from utils.training.between_updates import Periodic
 from utils.training.compile_check import check_first_batch
+from utils.training.latents import start_autoencoder
 from utils.training.memory_plan import MemoryPlan
 from utils.training.monitor import Monitor
 from utils.training.pretrained import Pretrained, load_weights, start_from_pipeline
@@ -55,7 +56,7 @@ class DDPM(Objective):
     def __init__(self, unet: nn.Module, options: DDPMOptions, device: torch.device, start: Pretrained | None = None):
         self.network = self.exported = unet
         self.options, self.classes = options, classes_known(unet)
-        self.loader = CODE_LOADER if self.classes else type(self).loader
+        self.loader = CODE_LOADER if self.classes or options.vae else type(self).loader
         self.noise_scheduler = start.make_scheduler() if start else scheduler_of(options)
         self.kept, self.notes = (start.kept, start.notes) if start else ({}, [])
         self.seed, self.num_ranks = options.seed, options.ddpm_num_steps
@@ -107,7 +108,7 @@ class DDPM(Objective):
         of_classes = {"classes": self.classes, "label_dropout": self.options.label_dropout} if self.classes else {}
         return {
             "prediction_type": self.noise_scheduler.config.prediction_type,
-            "carries_code": bool(self.classes),
+            "carries_code": bool(self.classes or self.options.vae),
             **of_classes,
         }
 
@@ -116,17 +117,20 @@ def main(options: DDPMOptions) -> int:
     # ---- processes, a batch that fits, the run's folder
     accelerator = start_processes(options, broadcast_buffers=options.spectral_norm)  # its power iteration moves them
     start = start_from_pipeline(options, accelerator)  # None without --pretrained
-    make_network = partial(make_unet, device_type=accelerator.device.type, config=start.config if start else None)
+    autoencoder = start_autoencoder(options, accelerator)  # None without --vae
+    shape = autoencoder.latent_shape if autoencoder else options.image_shape  # of what the network sees
+    config = start.config if start else None
+    make_network = partial(make_unet, device_type=accelerator.device.type, config=config, shape=shape)
     new_optimizer = partial(make_optimizer, options=options)
-    probe_bytes = bytes_for_gap(options.image_shape, options.random_flip)
-    plan = MemoryPlan(accelerator, options, make_network, new_optimizer, probe_bytes)
+    probe_bytes = 0 if autoencoder else bytes_for_gap(shape, options.random_flip)
+    plan = MemoryPlan(accelerator, options, make_network, new_optimizer, probe_bytes, autoencoder)
     plan.settle()  # --train_batch_size auto and --global_batch_size become numbers
     if options.dry_run:
         return plan.show(describe_schedule(start.make_scheduler() if start else scheduler_of(options)))
     folder = claim_folder(options, accelerator)
 
     # ---- data, network, noise schedule, optimizer, EMA; a fresh run or a resumed one, and what watches it
-    data = load_data(options, accelerator)
+    data = load_data(options, accelerator, autoencoder)
     num_classes = needed_classes(data.images) if options.class_conditional else 0
     objective = DDPM(make_network(options, num_classes=num_classes), options, accelerator.device, start)
     if start is not None:

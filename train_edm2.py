@@ -40,6 +40,7 @@ from utils.optim.nonfinite import propagate_nonfinite, step_if_finite
 from utils.optim.optimizers import l1_norm, learning_rate_at, make_optimizer, set_learning_rate
 from utils.training.between_updates import Periodic
 from utils.training.compile_check import check_first_batch
+from utils.training.latents import start_autoencoder
 from utils.training.memory_plan import MemoryPlan
 from utils.training.monitor import Monitor
 from utils.training.pretrained import Pretrained, load_weights, start_from_pipeline
@@ -96,26 +97,29 @@ class EDM2(Objective):
         return {"noise_levels": noise_levels, "carries_code": True, **of_classes}
 
 
-def epsilon_of_means(options: EDM2Options) -> float:
+def epsilon_of_means(options: EDM2Options, shape: tuple[int, int, int]) -> float:
     """The reference sums lambda / exp(u) (D - y)^2 + u over the N channels and pixels of an image, where we take the mean: for
     all parameters, those of u too, its gradient is N times ours, and N m / (N sqrt(v) + eps) = m / (sqrt(v) + eps / N)."""
-    return options.adam_epsilon / math.prod(options.image_shape)
+    return options.adam_epsilon / math.prod(shape)
 
 
 def main(options: EDM2Options) -> int:
     # ---- processes, a batch that fits, the run's folder
     accelerator = start_processes(options)
     start = start_from_pipeline(options, accelerator)  # None without --pretrained
-    make_network = partial(make_edm2_unet, device_type=accelerator.device.type, config=start.config if start else None)
-    new_optimizer = partial(make_optimizer, options=replace(options, adam_epsilon=epsilon_of_means(options)))
-    plan = MemoryPlan(accelerator, options, make_network, new_optimizer, probe_bytes=0)
+    autoencoder = start_autoencoder(options, accelerator)  # None without --vae
+    shape = autoencoder.latent_shape if autoencoder else options.image_shape  # of what the network sees
+    config = start.config if start else None
+    make_network = partial(make_edm2_unet, device_type=accelerator.device.type, config=config, shape=shape)
+    new_optimizer = partial(make_optimizer, options=replace(options, adam_epsilon=epsilon_of_means(options, shape)))
+    plan = MemoryPlan(accelerator, options, make_network, new_optimizer, probe_bytes=0, autoencoder=autoencoder)
     plan.settle()  # --train_batch_size auto and --global_batch_size become numbers
     if options.dry_run:
         return plan.show()
     folder = claim_folder(options, accelerator)
 
     # ---- data, network, noise levels, optimizer, EMA; a fresh run or a resumed one, and what watches it
-    data = load_data(options, accelerator)
+    data = load_data(options, accelerator, autoencoder)
     num_classes = count_classes(data.images) if options.class_conditional else 0
     objective = EDM2(make_network(options, num_classes=num_classes), options, start)
     if start is not None:

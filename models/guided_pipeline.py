@@ -1,4 +1,4 @@
-"""Images from a network that knows classes, with or without guidance, as diffusers pipelines: of EDM2, and of DDPM.
+"""Images from a network that knows classes, or makes latents, as diffusers pipelines: of EDM2, and of DDPM.
 
 One file that imports torch and diffusers alone, because an exported pipeline carries it.
 """
@@ -33,14 +33,30 @@ def guided(
 
 
 class GuidedPipeline(DiffusionPipeline):
-    """What both pipelines have in common; `id2label` has the names of the classes by their numbers, if they have any."""
+    """What the pipelines have in common; `id2label` has the names of the classes by their numbers, if they have any.
+
+    With `vae`, an autoencoder of diffusers, the network makes latents: latent_mean + latent_std x, by channel, are decoded.
+    """
 
     usual_steps: int | None = None  # None: all that were trained
+    _optional_components = ["vae"]
 
-    def __init__(self, unet: nn.Module, scheduler: SchedulerMixin, id2label: dict[int, str] | None = None):
+    def __init__(
+        self,
+        unet: nn.Module,
+        scheduler: SchedulerMixin,
+        id2label: dict[int, str] | None = None,
+        vae: nn.Module | None = None,
+        latent_mean: list[float] | None = None,
+        latent_std: list[float] | None = None,
+    ):
         super().__init__()
         self.register_modules(unet=unet, scheduler=scheduler)
         self.register_to_config(id2label=id2label)
+        self.vae = None
+        if vae is not None:
+            self.register_modules(vae=vae)
+            self.register_to_config(latent_mean=latent_mean, latent_std=latent_std)
         self.labels = {name: int(number) for number, name in (id2label or {}).items()}
 
     @property
@@ -72,7 +88,8 @@ class GuidedPipeline(DiffusionPipeline):
         guide: another pipeline of this kind, whose network guides away from its own mistakes.
         num_inference_steps: None for all that a DDPM was trained with, and 32 for EDM2, whose Heun's method asks the network
             2 n - 1 times.
-        output_type: "pil", "np" (float [B, H, W, C] in [0, 1]) or "pt" (float [B, C, H, W] in [-1, 1], not clipped: latents).
+        output_type: "pil", "np" (float [B, H, W, C] in [0, 1]), "pt" (float [B, C, H, W] in [-1, 1], not clipped) or "latent"
+            (what the network makes).
         """
         config, device = self.unet.config, self._execution_device
         if class_labels is not None:
@@ -98,12 +115,19 @@ class GuidedPipeline(DiffusionPipeline):
             weak = None if guide is None else guide.unet
             prediction = guided(self.unet, scaled, timestep, class_labels, guidance_scale, weak, no_class)
             x = self.scheduler.step(prediction.float(), timestep, x, generator=generator).prev_sample
-        images = x
-        if output_type != "pt":
-            images = (x / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
+        images = x if output_type == "latent" else self.decoded(x)
+        if output_type not in ("pt", "latent"):
+            images = (images / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
         if output_type == "pil":
             images = self.numpy_to_pil(images)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+    def decoded(self, x: torch.Tensor) -> torch.Tensor:
+        """Images [B, C, H, W] of what the network makes."""
+        if self.vae is None:
+            return x
+        mean, std = (torch.tensor(self.config[name], device=x.device)[:, None, None] for name in ("latent_mean", "latent_std"))
+        return self.vae.decode((x * std + mean).to(self.vae.dtype)).sample.float()
 
     def _numbers(self, class_labels: int | str | list[int | str] | torch.Tensor) -> int | list[int] | torch.Tensor:
         """The numbers of classes; raises ValueError for unknown names."""
@@ -152,3 +176,7 @@ class ClassDDPMPipeline(GuidedPipeline):
 
     def no_class(self, batch_size: int) -> torch.Tensor:
         return torch.full((batch_size,), self.num_classes, device=self._execution_device)
+
+
+class LatentDDPMPipeline(GuidedPipeline):
+    """`unet` is diffusers' UNet2DModel, which makes latents and knows no classes; `scheduler` as for ClassDDPMPipeline."""

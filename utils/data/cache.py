@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -37,9 +38,10 @@ _REMOTE_WORKERS = 16  # threads that wait for a network
 
 ReadFiles = Callable[[int, int], list[ImageFile]]  # start, stop -> the files of rows [start, stop)
 Progress = Callable[[int, int], None]  # of (done, total)
+T = TypeVar("T")
 
 
-class _MappedArray:
+class MappedArray:
     """A file as a read-only array, mapped when first used; a pickled copy maps the file again instead of carrying
     it."""
 
@@ -93,9 +95,9 @@ class PackedImages:
         self.bad_images.learn(BadImage(**bad) for bad in meta.get("bad_images", ()))  # older caches have none
         dtype = np.uint8 if meta["max_value"] == 255 else np.uint16
         shape = (self.length, self.channels, *self.size) if self.uniform else (-1,)
-        self.pixels = _MappedArray(folder / "pixels.bin", dtype, shape)
-        self.offsets = _MappedArray(folder / "offsets.bin", np.int64, (self.length,))
-        self.sizes = _MappedArray(folder / "sizes.bin", np.int32, (self.length, 2))
+        self.pixels = MappedArray(folder / "pixels.bin", dtype, shape)
+        self.offsets = MappedArray(folder / "offsets.bin", np.int64, (self.length,))
+        self.sizes = MappedArray(folder / "sizes.bin", np.int32, (self.length, 2))
 
     def __len__(self) -> int:
         return self.length
@@ -137,10 +139,12 @@ def pack_once(
     Raises:
         UserError: an image that cannot be decoded, or more than may be; a disk that is full or not writable.
     """
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return PackedImages(folder, max_bad_images)
     try:
-        return _pack_under_lock(folder, count, read_files, prepare, progress, max_bad_images)
+        return made_once(
+            folder,
+            lambda made: PackedImages(made, max_bad_images),
+            lambda draft: _write(draft, count, read_files, prepare, progress, max_bad_images),
+        )
     except OSError as error:
         raise UserError(
             f"cannot write the packed images {folder}: {error.strerror or error}\n"
@@ -148,34 +152,43 @@ def pack_once(
         ) from error
 
 
-def _pack_under_lock(
-    folder: Path, count: int, read_files: ReadFiles, prepare: ImagePreparation, progress: Progress | None, max_bad_images: int
-) -> PackedImages:
+def made_once(folder: Path, opened: Callable[[Path], T], write: Callable[[Path], None]) -> T:
+    """What `opened` makes of `folder`, whose files `write` makes first where they are missing or damaged.
+
+    `write` gets another folder, which is renamed once all is there. `opened` says by OSError, ValueError or KeyError that
+    something is missing. One process writes while the others wait. Raises OSError where the disk does not take it.
+    """
     from filelock import FileLock
 
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return opened(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            return PackedImages(folder, max_bad_images)  # another process made it while this one waited
+            return opened(folder)  # another process made it while this one waited
         unfinished = folder.with_name(f"{folder.name}.tmp")  # ours alone under the lock; a killed packer may have left it
         for leftover in (unfinished, folder):
             shutil.rmtree(leftover, ignore_errors=True)
         try:
             unfinished.mkdir()
-            _write(unfinished, count, read_files, prepare, progress, max_bad_images)
+            write(unfinished)
             os.rename(unfinished, folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-        return PackedImages(folder, max_bad_images)
+        return opened(folder)
+
+
+def free_for(folder: Path, needed: int) -> None:
+    """Raises OSError where the disk of `folder` has no room for so many bytes."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(f"{needed / 1e9:.1f} GB needed at least, {free / 1e9:.1f} GB free")
 
 
 def _write(
     folder: Path, count: int, read_files: ReadFiles, prepare: ImagePreparation, progress: Progress | None, max_bad_images: int
 ) -> None:
-    needed = count * prepare.channels * math.prod(prepare.size) * (1 if prepare.max_value == 255 else 2)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise OSError(f"{needed / 1e9:.1f} GB needed at least, {free / 1e9:.1f} GB free")
+    free_for(folder, count * prepare.channels * math.prod(prepare.size) * (1 if prepare.max_value == 255 else 2))
     values, uniform, bad_images = 0, True, BadImages(max_bad_images)
     remarks: collections.Counter[str] = collections.Counter()
     names = ("pixels.bin", "offsets.bin", "sizes.bin")

@@ -165,6 +165,10 @@ class ImageSet:
             shown[position] = good[0]
         return shown
 
+    def shown_rows(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the rows of the dataset, int64 [batch], whose images stand at `indices`; see `shown`."""
+        return self._rows(self.shown(indices))
+
     def replacements(self) -> dict[int, int]:
         """Returns the row of each image of the set that is known not to decode -> row of the image in its place."""
         rows = list(self.bad_images)

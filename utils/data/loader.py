@@ -25,6 +25,7 @@ from utils.core import randomness
 from utils.core.errors import UserError
 from utils.core.signals import STOP_SIGNALS
 from utils.data.dataset import ImageSet
+from utils.data.latents import PackedLatents
 
 T = TypeVar("T")
 
@@ -103,8 +104,8 @@ class _MicroBatches(Sampler):
 class _Samples(Dataset):
     """Sample numbers -> a micro-batch. Runs in the workers, where the order is computed too."""
 
-    def __init__(self, images: ImageSet, order: SampleOrder, center_crop: bool):
-        self.images, self.order, self.center_crop = images, order, center_crop
+    def __init__(self, images: ImageSet, order: SampleOrder, center_crop: bool, latents: PackedLatents | None):
+        self.images, self.order, self.center_crop, self.latents = images, order, center_crop, latents
         self._block: tuple[Any, Any] = None, None  # (its number, its indices): the order is computed for many samples at once
 
     def __getitems__(self, sample_numbers: range) -> dict | UserError:
@@ -115,7 +116,10 @@ class _Samples(Dataset):
         crop = None if fixed else randomness.uniform(self.order.seed, "crop", sample_numbers, 2).numpy()
         known = len(self.images.bad_images)
         try:
-            images = self.images.fetch(indices, crop)
+            if self.latents is None:
+                images = self.images.fetch(indices, crop)
+            else:
+                images = self.latents.fetch(self.images.shown_rows(indices), self.order.seed, sample_numbers)
         except UserError as error:
             return error  # raised by training_batches: the loader would wrap it in a worker's traceback
         labels = None if self.images.labels is None else torch.from_numpy(self.images.labels[self.images.shown(indices)])
@@ -144,12 +148,14 @@ def training_batches(
     num_workers: int = 0,
     pin_memory: bool = False,
     center_crop: bool = False,
+    latents: PackedLatents | None = None,
 ) -> Iterator[dict]:
     """The micro-batches of one process for the updates `steps`, `gradient_accumulation_steps` each.
 
     Each is a dict of `images` uint8 or uint16 [batch, channels, height, width], `labels` int64 [batch] or
     None, and `sample_numbers` int64 [batch]. Images of other proportions are cut at random, by `order.seed` and sample
-    number, or at the center. The labels are those of the images that are shown, where some stand for others that cannot
+    number, or at the center. With `latents`, those of the images take their places, as `PackedLatents.fetch` gives them.
+    The labels are those of the images that are shown, where some stand for others that cannot
     be decoded; what the workers learn of such images is added to `images.bad_images` with the batch.
 
     The workers ignore SIGTERM, SIGINT and SIGUSR1, which launchers send to the whole process group: the main process
@@ -160,7 +166,7 @@ def training_batches(
         UserError: from the iterator, naming an image that cannot be decoded, once there are more than may be.
     """
     loader = DataLoader(
-        _Samples(images, order, center_crop),
+        _Samples(images, order, center_crop, latents),
         batch_sampler=_MicroBatches(split, steps),
         collate_fn=_as_is,
         num_workers=num_workers,

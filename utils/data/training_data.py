@@ -1,8 +1,8 @@
 """What a training learns from, by sample number: batches of images, their place in the dataset, and their noise."""
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,10 @@ from accelerate import Accelerator
 from utils.core import randomness
 from utils.core.errors import UserError
 from utils.data.augmentation import augment, to_unit_range
+from utils.data.autoencoder import Autoencoder
+from utils.data.cache import Progress
 from utils.data.dataset import ImageSet, load_images
+from utils.data.latents import PackedLatents, draw_latents, pack_latents
 from utils.data.loader import BatchSplit, SampleOrder, training_batches
 from utils.data.split import check_images, split_validation
 from utils.options.flags import RunOptions
@@ -21,7 +24,7 @@ class Batch(NamedTuple):
     """Samples on the device, of one process."""
 
     sample_numbers: torch.Tensor  # int64 [B]
-    clean_images: torch.Tensor  # float32 [B, C, H, W] in [-1, 1]
+    clean_images: torch.Tensor  # float32 [B, C, H, W] in [-1, 1]; or normalized latents
     noise: torch.Tensor  # of the same shape, unit variance
     labels: torch.Tensor | None  # the images' classes, int64 [B], still on the host; None where they have none
 
@@ -30,6 +33,17 @@ class Batch(NamedTuple):
         if self.labels is None:
             return torch.full((len(self.sample_numbers),), -1, device=self.clean_images.device)
         return self.labels.to(self.clean_images.device, non_blocking=True)
+
+
+class Encoded(NamedTuple):
+    """What a run with --vae trains on: the latents of all images, and the autoencoder that made them."""
+
+    latents: PackedLatents
+    autoencoder: Autoencoder
+
+    def drawn(self, stored: torch.Tensor, seed: int, purpose: str, sample_numbers: torch.Tensor) -> torch.Tensor:
+        """Normalized latents float32 [B, C, H, W] of what `PackedLatents.fetch` gave."""
+        return self.autoencoder.normalized(draw_latents(stored, seed, purpose, sample_numbers))
 
 
 class TrainingSamples:
@@ -46,6 +60,7 @@ class TrainingSamples:
         images: ImageSet,
         accelerator: Accelerator,
         options: RunOptions,
+        encoded: Encoded | None = None,
     ):
         if options.balanced_sampling and images.labels is None:
             raise UserError(
@@ -53,6 +68,8 @@ class TrainingSamples:
                 "set --label_column, or leave --balanced_sampling out"
             )
         self.images, self.seed, self.device = images, options.seed, accelerator.device
+        self.encoded = encoded
+        self.shape = images.shape if encoded is None else encoded.latents.shape  # of what the network sees
         self.micro_batch_size = options.micro_batch_size
         self.random_flip, self._color_jitter = options.random_flip, options.color_jitter
         self._order = SampleOrder(len(images), options.seed, images.labels if options.balanced_sampling else None)
@@ -74,19 +91,24 @@ class TrainingSamples:
             num_workers=num_workers,
             pin_memory=self.device.type not in ("cpu", "mps"),  # else a copy to the device waits for all before it
             center_crop=self._center_crop,
+            latents=None if self.encoded is None else self.encoded.latents,
         )
 
     def on_device(self, batch: dict) -> Batch:
         sample_numbers = batch["sample_numbers"].to(self.device, non_blocking=True)
-        clean_images = augment(
-            batch["images"].to(self.device, non_blocking=True),
-            sample_numbers,
-            seed=self.seed,
-            max_value=self.images.max_value,
-            random_flip=self.random_flip,
-            color_jitter=self._color_jitter,
-        )
-        noise = randomness.normal(self.seed, "noise", sample_numbers, self.images.shape)
+        stored = batch["images"].to(self.device, non_blocking=True)
+        if self.encoded is not None:
+            clean_images = self.encoded.drawn(stored, self.seed, "latents", sample_numbers)
+        else:
+            clean_images = augment(
+                stored,
+                sample_numbers,
+                seed=self.seed,
+                max_value=self.images.max_value,
+                random_flip=self.random_flip,
+                color_jitter=self._color_jitter,
+            )
+        noise = randomness.normal(self.seed, "noise", sample_numbers, self.shape)
         return Batch(sample_numbers, clean_images, noise, batch["labels"])
 
     def seed_dropout(self, step: int, micro_step: int) -> None:
@@ -107,6 +129,14 @@ class TrainingSamples:
         data, so that none comes twice unless the sampling is balanced."""
         return torch.cat([self.on_device(batch).clean_images for batch in self._first_batches(count)])[:count]
 
+    def first_pictures(self, count: int) -> torch.Tensor:
+        """Those of `first_images` as images, float32 [n, C, H, W] in [-1, 1], which latents are not."""
+        if self.encoded is None:
+            return self.first_images(count)
+        numbers = torch.cat([batch["sample_numbers"] for batch in self._first_batches(count)])[:count]
+        pixels = torch.from_numpy(self.images.fetch(self._order.indices(numbers).numpy()))
+        return to_unit_range(pixels.to(self.device), self.images.max_value)
+
     def first_labels(self, count: int) -> torch.Tensor | None:
         """The classes of `first_images`, int64, on the host; None where they have none."""
         if self.images.labels is None:
@@ -125,35 +155,63 @@ class TrainingData:
 
     Attributes:
         images: all of them; training, validation: parts of them, the second of which may be empty.
+        encoded: what `encode` made of them; None where the network sees the images themselves.
+        kept: of the autoencoder, for a checkpoint; JSON.
         samples: the training images in the order of the training.
 
     Raises UserError for anything about the data that a user can mend.
     """
 
-    def __init__(self, options: RunOptions, accelerator: Accelerator, progress: Callable[[int, int], None] | None = None):
+    def __init__(self, options: RunOptions, accelerator: Accelerator, progress: Progress | None = None):
         self.images = load_images(options, progress)
         check_images(self.images)
         self.training, self.validation = split_validation(self.images, options.validation_images, options.seed)
+        self.encoded: Encoded | None = None
+        self.kept: dict[str, Any] = {}
         self.samples = TrainingSamples(self.training, accelerator, options)
+
+    def encode(
+        self, options: RunOptions, accelerator: Accelerator, autoencoder: Autoencoder, progress: Progress | None = None
+    ) -> PackedLatents:
+        """From here on the samples are latents, whose scale the `autoencoder` is still to get; see `pack_latents`."""
+        how = {"cache_dir": options.cache_dir, "mirrors": options.random_flip, "device": accelerator.device}
+        latents = pack_latents(self.images, autoencoder, progress=progress, **how)
+        self.encoded = Encoded(latents, autoencoder)
+        self.samples = TrainingSamples(self.training, accelerator, options, self.encoded)
+        return latents
+
+    @property
+    def autoencoder(self) -> Autoencoder | None:
+        """What turns latents into images, where the network makes latents."""
+        return None if self.encoded is None else self.encoded.autoencoder
 
     def validation_batch(self, numbers: torch.Tensor) -> Batch:
         """Samples int64 [B] of a validation: image i modulo their number, cut in the middle, with noise of its own."""
         device, rows = self.samples.device, (numbers % len(self.validation)).numpy()
-        images = self.validation.fetch(rows, np.full((len(numbers), 2), 0.5, np.float32))
-        clean_images = to_unit_range(torch.from_numpy(images).to(device), self.validation.max_value)
-        noise = randomness.normal(self.samples.seed, "validation noise", numbers.to(device), self.validation.shape)
+        clean_images = _held_out(self.validation, rows, numbers.to(device), self.samples)
+        noise = randomness.normal(self.samples.seed, "validation noise", numbers.to(device), self.samples.shape)
         known = self.validation.labels
         labels = None if known is None else torch.from_numpy(known[self.validation.shown(rows)])
         return Batch(numbers, clean_images, noise, labels)
 
 
-def first_validation_images(images: ImageSet, count: int, device: torch.device) -> torch.Tensor | None:
-    """The first `count` of the held-out `images`, float32 [B, C, H, W] in [-1, 1], as the validation shows them, or None."""
+def _held_out(images: ImageSet, indices: np.ndarray, numbers: torch.Tensor, samples: TrainingSamples) -> torch.Tensor:
+    """What the network sees of held-out `images`, float32 [B, C, H, W], for samples `numbers` int64 [B] of a validation."""
+    if samples.encoded is not None:
+        stored = torch.from_numpy(samples.encoded.latents.fetch(images.shown_rows(indices), samples.seed))
+        return samples.encoded.drawn(stored.to(numbers.device), samples.seed, "validation latents", numbers)
+    pixels = torch.from_numpy(images.fetch(indices, np.full((len(indices), 2), 0.5, np.float32)))
+    return to_unit_range(pixels.to(numbers.device), images.max_value)
+
+
+def first_validation_images(
+    images: ImageSet, count: int, device: torch.device, samples: TrainingSamples
+) -> torch.Tensor | None:
+    """The first `count` of the held-out `images`, float32 [B, C, H, W], as the validation of `samples` shows them, or None."""
     if len(images) == 0:
         return None
-    count = min(len(images), count)
-    pixels = images.fetch(np.arange(count), np.full((count, 2), 0.5, np.float32))
-    return to_unit_range(torch.from_numpy(pixels).to(device), images.max_value)
+    indices = np.arange(min(len(images), count))
+    return _held_out(images, indices, torch.from_numpy(indices).to(device), samples)
 
 
 def first_validation_labels(images: ImageSet, count: int) -> torch.Tensor | None:

@@ -30,7 +30,7 @@ def examine(objective: Objective, samples: TrainingSamples) -> dict:
     """`examine_modules`, and `examine_flow` where that is quick; {"failed"} says why a look failed, which ends no run."""
     found = examine_modules(objective.exported)
     try:
-        if affordable(objective.exported, samples.images.shape[-1] * samples.images.shape[-2]):
+        if affordable(objective.exported, samples.shape[-1] * samples.shape[-2]):
             batch = samples.on_device(next(samples.batches(0, 1)))
             count = min(len(LEVELS), len(batch.clean_images))
             labels = None if batch.labels is None else batch.labels[:count]

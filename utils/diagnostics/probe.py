@@ -133,17 +133,17 @@ def examine_network(
 
     However many are looked at, a micro batch at once goes through the network, or some small images: what trains can be
     examined. The figures that need float64 are left out on a device without it (mps), and the comparison with the best denoiser
-    for a network that was never trained without a class.
+    for a network that was never trained without a class, and for latents, which are drawn anew in each pass.
     """
     clean_images = samples.first_images(PROBE_IMAGES).cpu()
-    others = first_validation_images(validation, PROBE_IMAGES, clean_images.device)
+    others = first_validation_images(validation, PROBE_IMAGES, clean_images.device, samples)
     asked, labels = unet, (None, None)
     if classes := classes_known(unet):
         asked = _WithoutClass(unet, classes)
         labels = samples.first_labels(PROBE_IMAGES), first_validation_labels(validation, PROBE_IMAGES)
-    batch_size = probe_batch(samples.micro_batch_size, samples.images.shape)
+    batch_size = probe_batch(samples.micro_batch_size, samples.shape)
     found = probe_network(unet, noise_scheduler, clean_images, samples.seed, others, batch_size, labels)
-    if samples.device.type != "mps" and knows_no_class:
+    if samples.device.type != "mps" and knows_no_class and samples.encoded is None:
         plan = GapPlan(
             timesteps=probe_timesteps(noise_scheduler.config.num_train_timesteps),
             seed=samples.seed,

@@ -10,7 +10,7 @@ import torch
 from diffusers import DDPMScheduler
 
 from utils.core.errors import UserError
-from utils.options.flags import DDPMDiffusionOptions
+from utils.options.flags import DDPMOptions
 
 PREDICTION_TYPES = ("epsilon", "sample", "v_prediction")
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")
@@ -23,12 +23,14 @@ def make_noise_scheduler(
     num_train_timesteps: int = 1000,
     prediction_type: str = "epsilon",
     rescale_betas_zero_snr: bool = False,
+    clips: bool = True,
 ) -> DDPMScheduler:
     """Returns the one scheduler whose saved config both training and sampling use.
 
     `squaredcos_cap_v2` is the cosine schedule of Nichol & Dhariwal 2021, eq. 17. Zero terminal SNR (Lin et al. 2023, alg. 1)
     also sets trailing timesteps, so that sampling starts where no signal is left; it refuses `epsilon`, from which x_0 cannot
-    be recovered there. Raises UserError.
+    be recovered there. `clips`: whether samplers keep the denoised image within [-1, 1], where images are and latents are not.
+    Raises UserError.
     """
     if beta_schedule not in BETA_SCHEDULES:
         raise UserError(f"unknown --ddpm_beta_schedule {beta_schedule!r}\nchoose from {', '.join(BETA_SCHEDULES)}")
@@ -47,16 +49,18 @@ def make_noise_scheduler(
         prediction_type=prediction_type,
         rescale_betas_zero_snr=rescale_betas_zero_snr,
         timestep_spacing="trailing" if rescale_betas_zero_snr else "leading",
+        clip_sample=clips,
     )
 
 
-def scheduler_of(options: DDPMDiffusionOptions) -> DDPMScheduler:
+def scheduler_of(options: DDPMOptions) -> DDPMScheduler:
     """`make_noise_scheduler` of a run's options."""
     return make_noise_scheduler(
         beta_schedule=options.ddpm_beta_schedule,
         num_train_timesteps=options.ddpm_num_steps,
         prediction_type=options.prediction_type,
         rescale_betas_zero_snr=options.rescale_betas_zero_snr,
+        clips=options.vae is None,
     )
 
 

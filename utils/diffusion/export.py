@@ -10,6 +10,7 @@ import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import ModelMixin
@@ -17,6 +18,7 @@ from diffusers import ModelMixin
 from utils.core import randomness
 from utils.core.errors import UserError, one_line, out_of_memory
 from utils.core.files import sync, whole_file
+from utils.data.autoencoder import Autoencoder
 from utils.diffusion.ddpm import config_for_any
 from utils.diffusion.pipelines import image_shape, load_network, training_scheduler
 from utils.diffusion.sampling import Scheduler, full_precision
@@ -24,9 +26,9 @@ from utils.diffusion.unet import plain_state_dict
 
 PIPELINE_INDEX = "model_index.json"
 MODELS = Path(__file__).parents[2] / "models"
-CONFIGS = ("unet/config.json", "scheduler/scheduler_config.json")
+CONFIGS = ("unet/config.json", "scheduler/scheduler_config.json", "vae/config.json")
 # Nothing else of a run's folder goes to the Hub: no checkpoints, no logs, no options.
-PUBLISHED = (PIPELINE_INDEX, "README.md", "guided_pipeline.py", "unet/*", "scheduler/*", "samples/*.png")
+PUBLISHED = (PIPELINE_INDEX, "README.md", "guided_pipeline.py", "unet/*", "scheduler/*", "vae/*", "samples/*.png")
 # What diffusers does not have goes along as code, next to what it makes: its module, its class, where it stands.
 CODE = {
     "unet": ("edm2_unet", "EDM2UNet", "unet"),
@@ -41,12 +43,14 @@ def export_pipeline(
     card_text: str,
     extra_files: Mapping[str, str | bytes] | None = None,
     class_names: Sequence[str] | None = None,
+    autoencoder: Autoencoder | None = None,
 ) -> None:
     """Writes a pipeline at the top of `output_dir`: model_index.json, unet/, scheduler/, README.md, safetensors only.
 
     It is a `DDPMPipeline`; for an `EDM2UNet` an `EDM2Pipeline`, and for a UNet2DModel with classes a `ClassDDPMPipeline`, with
     the code of models/, which diffusers runs when it loads the folder with trust_remote_code=True, and with `class_names`,
-    where its classes have names. `unet` is the
+    where its classes have names. With an `autoencoder`, whose latents the network makes, it carries that too, and for a
+    UNet2DModel without classes it is a `LatentDDPMPipeline`, which carries code as well. `unet` is the
     unwrapped network with the weights to publish, on any device, compiled in place or patched by accelerate: what is saved
     is fp32 under clean names. `extra_files` maps more relative paths to their contents. Everything is written into a
     hidden folder first and then moved file by file,
@@ -59,7 +63,7 @@ def export_pipeline(
     draft = output_dir / ".tmp-export"
     shutil.rmtree(draft, ignore_errors=True)  # what an earlier kill left
     try:
-        _save_pipeline(_clean_copy(unet), scheduler, draft, class_names)
+        _save_pipeline(_clean_copy(unet), scheduler, draft, class_names, autoencoder)
         for name, content in {"README.md": card_text, **(extra_files or {})}.items():
             (draft / name).parent.mkdir(parents=True, exist_ok=True)
             (draft / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -141,17 +145,28 @@ def _difference(unet: ModelMixin, saved: ModelMixin, loaded: ModelMixin) -> str 
     return None
 
 
-def _save_pipeline(unet: ModelMixin, scheduler: Scheduler, draft: Path, class_names: Sequence[str] | None = None) -> None:
+def _save_pipeline(
+    unet: ModelMixin,
+    scheduler: Scheduler,
+    draft: Path,
+    class_names: Sequence[str] | None = None,
+    autoencoder: Autoencoder | None = None,
+) -> None:
     from diffusers import DDPMPipeline
 
     from models.edm2_unet import EDM2UNet
-    from models.guided_pipeline import ClassDDPMPipeline, EDM2Pipeline
+    from models.guided_pipeline import ClassDDPMPipeline, EDM2Pipeline, LatentDDPMPipeline
 
     scheduler = type(scheduler).from_config(config_for_any(scheduler.config))
     code = CODE if isinstance(unet, EDM2UNet) else {}
-    if code or unet.config.num_class_embeds:
+    if code or unet.config.num_class_embeds or autoencoder:
         names = dict(enumerate(class_names)) if class_names and unet.config.num_class_embeds else None
-        pipeline = (EDM2Pipeline if code else ClassDDPMPipeline)(unet=unet, scheduler=scheduler, id2label=names)
+        of_ddpm = ClassDDPMPipeline if unet.config.num_class_embeds else LatentDDPMPipeline
+        latents: dict[str, Any] = {}
+        if autoencoder is not None and autoencoder.scale is not None:
+            mean, std = autoencoder.scale
+            latents = {"vae": autoencoder.network, "latent_mean": mean, "latent_std": std}
+        pipeline = (EDM2Pipeline if code else of_ddpm)(unet=unet, scheduler=scheduler, id2label=names, **latents)
         code = {"_class_name": ("guided_pipeline", type(pipeline).__name__, "."), **code}
     else:
         pipeline = DDPMPipeline(unet=unet, scheduler=scheduler)
@@ -222,6 +237,7 @@ FACTS = {
     "data": "Data",
     "resolution": "Resolution",
     "pretrained": "Fine-tuned from",
+    "autoencoder": "Autoencoder",
     "prediction_type": "Prediction type",
     "updates": "Updates",
     "samples_seen": "Samples seen",
@@ -278,7 +294,7 @@ def model_card(facts: Mapping) -> str:
     lines = [f"from diffusers import {name}", "", load, f"image = {call}.images[0]"]
     warning = "Loading it runs the Python files of this repository: read them first.\n\n" if carries_code else ""
     sections.append(f"## Use\n\n{warning}```python\n" + "\n".join(lines) + "\n```")
-    if carries_code and not is_edm2:
+    if carries_code and not is_edm2 and not facts.get("autoencoder"):
         plain = [  # a pipeline of diffusers that asks any UNet2DModel for classes, with any scheduler
             "from diffusers import ConsistencyModelPipeline, DDIMScheduler, UNet2DModel",
             "",

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from diffusers import DDPMScheduler, DiffusionPipeline, UNet2DModel
 
     from models.edm2_unet import EDM2UNet
+    from utils.data.autoencoder import Autoencoder
 
 T = TypeVar("T", bound=nn.Module)
 
-EDM2, CLASSES = "EDM2UNet", "ClassDDPMPipeline"  # the classes of ours by which pipelines that carry code are known
+EDM2, OURS = (
+    "EDM2UNet",
+    ("ClassDDPMPipeline", "LatentDDPMPipeline"),
+)  # the classes of ours by which pipelines that carry code are known
 
 
 def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
@@ -99,7 +103,7 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
     """Returns the U-Net in fp32 and the scheduler's config of what the scripts here can sample from. Raises UserError.
 
     An unconditional pipeline as for `load_unconditional`; an EDM2 pipeline, with or without classes, or a DDPM pipeline of ours
-    with classes, of which no code of its own is run; or `checkpoint-<N>` of a run's folder, with its
+    with classes or of latents, of which no code of its own is run; or `checkpoint-<N>` of a run's folder, with its
     averaged weights (the raw ones of a run without EMA) in the network that the run has exported.
     """
     path = Path(pipeline)
@@ -111,7 +115,7 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
             "a run exports one every --save_model_steps updates, and at the end"
         )
     kind = _kind(exported)
-    load = _load_edm2 if kind == EDM2 else _load_parts if kind == CLASSES else load_unconditional
+    load = _load_edm2 if kind == EDM2 else _load_parts if kind in OURS else load_unconditional
     unet, scheduler_config = load(exported)
     if is_checkpoint:
         from safetensors.torch import load_file
@@ -125,6 +129,24 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
                 f"cannot load {path}: {in_full(error)}\nuse another checkpoint, or the exported pipeline"
             ) from error
     return unet.eval(), scheduler_config
+
+
+def load_decoder(pipeline: str, unet: "UNet2DModel | EDM2UNet") -> "Autoencoder | None":
+    """The autoencoder by which what `unet` of the pipeline, or of the checkpoint of a run, makes becomes images; None where it
+    makes images. Raises UserError for one that cannot be loaded."""
+    from diffusers import DiffusionPipeline
+
+    from utils.data.autoencoder import Scale, autoencoder_of
+
+    path = Path(pipeline)
+    exported = str(path.parent) if (path / "state.json").is_file() else pipeline
+    try:
+        index = DiffusionPipeline.load_config(exported)
+    except Exception:  # `load_network` says why
+        return None
+    if "latent_std" not in index:
+        return None
+    return autoencoder_of(exported, image_shape(unet), Scale(index["latent_mean"], index["latent_std"]))
 
 
 def names_of_classes(pipeline: str) -> list[str]:
@@ -141,13 +163,13 @@ def names_of_classes(pipeline: str) -> list[str]:
 
 
 def _kind(pipeline: str) -> str | None:
-    """EDM2 or CLASSES for pipelines that carry code of ours, None for all others."""
+    """EDM2 or one of OURS for pipelines that carry code of ours, None for all others."""
     from diffusers import DiffusionPipeline
 
     try:
         index = DiffusionPipeline.load_config(pipeline)
         made_by, unet = index.get("_class_name"), index.get("unet", (None, None))
-        return EDM2 if unet[1] == EDM2 else CLASSES if isinstance(made_by, list) and made_by[1] == CLASSES else None
+        return EDM2 if unet[1] == EDM2 else made_by[1] if isinstance(made_by, list) and made_by[1] in OURS else None
     except Exception:  # load_unconditional says why
         return None
 

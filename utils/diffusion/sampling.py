@@ -24,6 +24,7 @@ from models.edm_heun import EDMHeunScheduler
 from utils.core import randomness
 from utils.core.distributed import if_memory_allows
 from utils.core.errors import UserError
+from utils.data.autoencoder import Autoencoder
 from utils.diffusion.ddpm import config_for_any
 
 Scheduler = Any  # of diffusers, whose classes share no type that has `step`, `timesteps` and `config`
@@ -145,10 +146,20 @@ class SamplePlan:
 
     scheduler: Scheduler  # of `make_sampler`; its timesteps are overwritten
     num_inference_steps: int
-    shape: tuple[int, int, int]  # (C, H, W)
+    shape: tuple[int, int, int]  # (C, H, W), of what the network makes
     seed: int
     batch_size: int
     device: torch.device | str
+    autoencoder: Autoencoder | None = None  # that decodes it
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of the images."""
+        return self.shape if self.autoencoder is None else self.autoencoder.image_shape
+
+    def shown(self, made: torch.Tensor) -> torch.Tensor:
+        """Images in [-1, 1] of what the network makes, [B, C, H, W]."""
+        return made.clamp(-1.0, 1.0) if self.autoencoder is None else self.autoencoder.decode(made)
 
     def denoising_steps(self, num_images: int) -> int:
         """Returns how often `sample` asks `should_stop` while it makes so many images."""
@@ -172,7 +183,8 @@ def sample(
     autocast is wanted. The global random state is neither read nor changed. `should_stop` is asked before every step;
     once it says True the images are dropped and None is returned. With `record_timesteps` the result is (images, path):
     path [n, T, C, H, W] holds the noisy image nearest to each of these timesteps (see `path_steps`) as the network sees
-    it, clamped to [-1, 1]. `predict` gives the prediction from (what the network sees, timestep, sample numbers); without
+    it, clamped to [-1, 1]. With the plan's autoencoder all of these are decoded.
+    `predict` gives the prediction from (what the network sees, timestep, sample numbers); without
     it the prediction is `unet`'s. Raises UserError for a number of steps that the scheduler cannot do.
     """
     scheduler, shape, seed, device = plan.scheduler, plan.shape, plan.seed, plan.device
@@ -191,12 +203,12 @@ def sample(
                 return None
             scaled = scheduler.scale_model_input(current, timestep)  # with EDM; the others leave it as it is
             if k in record_steps:
-                recorded[k] = scaled.clamp(-1.0, 1.0)
+                recorded[k] = plan.shown(scaled)
             at = told_to_network[k]
             prediction = (predict(scaled, at, numbers) if predict else unet(scaled, at).sample).float()
             with NoiseOfSamples(partial(randomness.normal, seed, f"sampling noise/{k}", numbers, shape)):
                 current = scheduler.step(prediction, timestep, current).prev_sample
-        images.append(current.clamp(-1.0, 1.0))
+        images.append(plan.shown(current))
         if record_timesteps is not None:
             recorded[len(scheduler.timesteps)] = images[-1]
             paths.append(torch.stack([recorded[k] for k in record_steps], dim=1))
@@ -260,7 +272,7 @@ def sample_sharded(
     slots = 1 + len(record_timesteps or ())  # the image and its path travel together
     stopped = torch.zeros(1, device=accelerator.device)
     with if_memory_allows(accelerator, f"a preview of {num_images} samples", "set a smaller --eval_batch_size"):
-        gathered = torch.zeros(rounds, plan.batch_size, slots, *plan.shape, device=accelerator.device)
+        gathered = torch.zeros(rounds, plan.batch_size, slots, *plan.image_shape, device=accelerator.device)
         for turn, numbers in enumerate(chunks[accelerator.process_index :: accelerator.num_processes]):
             result = sample(
                 unet,

@@ -23,19 +23,28 @@ ORIGINAL_WEIGHT = ".parametrizations.weight.original"  # what a layer under spec
 UNET_DEFAULT_LEVELS = (224, 448, 672, 896)  # UNet2DModel's own block_out_channels
 
 
-def make_unet(options: DDPMOptions, device_type: str = "cpu", num_classes: int = 0, config: dict | None = None) -> UNet2DModel:
+def make_unet(
+    options: DDPMOptions,
+    device_type: str = "cpu",
+    num_classes: int = 0,
+    config: dict | None = None,
+    shape: tuple[int, int, int] | None = None,
+) -> UNet2DModel:
     """Returns a UNet2DModel whose weights are a function of the options (global random state is left as it was).
 
     `config`: that of the network, in place of what the options say of it. With `num_classes` it has an embedding for each class
     and, the last one, for no class; 0 makes it unconditional.
     `activation` and `dropout` of None keep the network's own. `channels_last` puts the channels of kernels innermost in memory,
-    which those of activations follow. Raises UserError as `read_config` and `build_network` do.
+    which those of activations follow. `shape`: channels, height and width of what it sees, where those are latents. Raises
+    UserError as `read_config` and `build_network` do.
     """
-    config = read_config(UNet2DModel, options) if config is None else dict(config)
+    shape = shape or options.image_shape
+    config = read_config(UNet2DModel, options, shape[0]) if config is None else dict(config)
     if config is None:
-        name = options.model_preset or network_for_resolution(options.resolution)
+        resolution = Size(*shape[1:]).resolution
+        name = options.model_preset or network_for_resolution(resolution)
         if name is None:
-            raise UserError(f"no preset fits --resolution {options.resolution}\nuse a multiple of 4, or set --model_preset")
+            raise UserError(f"no preset fits {_shown_size(options, shape)}\nuse a multiple of 4, or set --model_preset")
         if name not in NETWORKS:
             raise UserError(f"unknown --model_preset {name!r}\nchoose from {', '.join(NETWORKS)}")
         config = dict(NETWORKS[name])
@@ -56,13 +65,19 @@ def make_unet(options: DDPMOptions, device_type: str = "cpu", num_classes: int =
             normalize_spectra(unet)
 
     levels = len(config.get("block_out_channels", UNET_DEFAULT_LEVELS))
-    return build_network(UNet2DModel, config, levels, options, device_type, initialized)
+    return build_network(UNet2DModel, config, levels, options, device_type, shape, initialized)
 
 
-def read_config(network_class: type, options: DDPMOptions | EDM2Options) -> dict | None:
+def _shown_size(options: DDPMOptions | EDM2Options, shape: tuple[int, int, int]) -> str:
+    """The size that a network is for, with the flag that decides it."""
+    of_latents = f", whose latents are {Size(*shape[1:]).resolution}," if options.vae else ""
+    return f"--resolution {options.resolution}{of_latents}"
+
+
+def read_config(network_class: type, options: DDPMOptions | EDM2Options, image_channels: int) -> dict | None:
     """Returns what --model_config_name_or_path holds; None where it is not given.
 
-    Raises UserError when it cannot be read, is of another class, or when its channels differ from the images'.
+    Raises UserError when it cannot be read, is of another class, or when its channels differ from `image_channels`.
     """
     name = options.model_config_name_or_path
     if name is None:
@@ -76,11 +91,12 @@ def read_config(network_class: type, options: DDPMOptions | EDM2Options) -> dict
         raise UserError(
             f"--model_config_name_or_path {name}: it is the config of a {config['_class_name']}\nuse the config of a {needed}"
         )
-    channels = tuple(config.get(side, options.image_channels) for side in ("in_channels", "out_channels"))
-    if channels != (options.image_channels, options.image_channels):
+    channels = tuple(config.get(side, image_channels) for side in ("in_channels", "out_channels"))
+    if channels != (image_channels, image_channels):
+        have, advice = ("latents", "use another --vae") if options.vae else ("images", "set --image_channels")
         raise UserError(
             f"--model_config_name_or_path {name}: in_channels and out_channels are {channels[0]} and {channels[1]}, but the "
-            f"images have {options.image_channels}\nset --image_channels, or edit the config"
+            f"{have} have {image_channels}\n{advice}, or edit the config"
         )
     return config
 
@@ -91,25 +107,28 @@ def build_network(
     levels: int,
     options: DDPMOptions | EDM2Options,
     device_type: str,
+    shape: tuple[int, int, int],
     initialized: Callable[[Network], None] = lambda network: None,
 ) -> Network:
-    """Returns the network of a config, for the images of the options, with `levels` resolutions; `initialized` may draw its
+    """Returns the network of a config, for images or latents of `shape` (channels, height, width),
+    with `levels` resolutions; `initialized` may draw its
     weights anew. The global random state is left as it was.
 
     Raises UserError when the resolution does not divide by the levels, or the config does not fit the class.
     """
-    size, divisor = Size.of(options.resolution), 1 << (levels - 1)
+    size, divisor = Size(*shape[1:]), 1 << (levels - 1)
     if any(side % divisor for side in size):
         smaller = Size(*(side // divisor * divisor or divisor for side in size))
         larger = Size(*(-(-side // divisor) * divisor for side in size))
         nearest = " or ".join(dict.fromkeys(str(fitting.resolution) for fitting in (smaller, larger)))
+        advice = "use another --resolution, or a network of fewer levels" if options.vae else f"use {nearest}"
         raise UserError(
-            f"--resolution {options.resolution} does not divide by {divisor}: the network has {levels} levels, and each "
-            f"halves the image\nuse {nearest}"
+            f"{_shown_size(options, shape)} does not divide by {divisor}: the network has {levels} levels, and each "
+            f"halves the image\n{advice}"
         )
     # The images decide; the config's own are those of the run that it came from.
     sample_size = size.height if size.height == size.width else list(size)  # diffusers': height, width
-    config |= {"sample_size": sample_size, "in_channels": options.image_channels, "out_channels": options.image_channels}
+    config |= {"sample_size": sample_size, "in_channels": shape[0], "out_channels": shape[0]}
     if options.dropout is not None:
         config["dropout"] = options.dropout
     with torch.random.fork_rng(devices=[]):

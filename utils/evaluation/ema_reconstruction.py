@@ -64,9 +64,10 @@ def describe(run: Path, unet: ModelMixin) -> dict:
         "title": f"{run.resolve().name}, EMA reconstructed after training",
         "data": record.options.get("dataset_name") or record.options.get("train_data_dir"),
         "command": record.command,
-        "resolution": Size(*image_shape(unet)[1:]).resolution,
+        "resolution": record.options.get("resolution") or Size(*image_shape(unet)[1:]).resolution,
+        "autoencoder": record.options.get("vae"),
         "classes": classes_known(unet) or None,
         "prediction_type": record.options.get("prediction_type"),
-        "carries_code": isinstance(unet, EDM2UNet) or bool(classes_known(unet)),
+        "carries_code": isinstance(unet, EDM2UNet) or bool(classes_known(unet) or record.options.get("vae")),
     }
     return json.loads(json.dumps(facts))

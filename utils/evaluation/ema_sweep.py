@@ -17,7 +17,7 @@ from utils.data.split import split_validation
 from utils.diagnostics.report.page import write_page
 from utils.diagnostics.report.plots import Curve, plot
 from utils.diffusion.guidance import make_guided_prediction
-from utils.diffusion.pipelines import image_shape
+from utils.diffusion.pipelines import image_shape, load_decoder
 from utils.diffusion.sampling import SamplePlan, Scheduler, full_precision, make_sampler, sample, sampling_steps, to_uint8
 from utils.evaluation.extractors import make_extractor
 from utils.evaluation.feature_sets import extract, reference_features
@@ -68,7 +68,8 @@ def make_judge(
     num_inference_steps = sampling_steps(options["sampler"], requested, scheduler)
 
     def judge(unet: nn.Module) -> float:
-        plan = SamplePlan(sampler, num_inference_steps, image_shape(unet), seed, batch_size, accelerator.device)
+        made_by = (seed, batch_size, accelerator.device, load_decoder(str(run), unet))
+        plan = SamplePlan(sampler, num_inference_steps, image_shape(unet), *made_by)
         predict = make_guided_prediction(unet, scheduler.config)
 
         def make_images(numbers: torch.Tensor) -> torch.Tensor:

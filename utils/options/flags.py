@@ -69,6 +69,22 @@ class TrainingDataOptions(DataOptions):
 
 
 @dataclass(kw_only=True)
+class LatentOptions(Options):
+    """latents"""
+
+    vae: str | None = flag(
+        None,
+        "train on latents of this autoencoder: Hub name or folder of an AutoencoderKL, AutoencoderTiny or AutoencoderDC, "
+        "or of a pipeline that has one",
+    )
+    latent_scale: Literal["config", "auto"] | None = flag(
+        None,
+        "with --vae: scale the latents as its config says, or auto: to the same mean and spread in each channel, as "
+        "measured (config; auto if it has no scaling_factor)",
+    )
+
+
+@dataclass(kw_only=True)
 class TrainingOptions(Options):
     """training"""
 
@@ -278,7 +294,14 @@ class PretrainedOptions(Options):
 
 @dataclass(kw_only=True)
 class RunOptions(
-    PretrainedOptions, TrainingDataOptions, TrainingOptions, OptimizerOptions, EMAOptions, ReportOptions, OutputOptions
+    PretrainedOptions,
+    TrainingDataOptions,
+    LatentOptions,
+    TrainingOptions,
+    OptimizerOptions,
+    EMAOptions,
+    ReportOptions,
+    OutputOptions,
 ):
     """What the training scripts have in common."""
 
@@ -334,10 +357,22 @@ class RunOptions(
             raise UserError(
                 f"--color_jitter needs gray or RGB, and --image_channels is {self.image_channels}\nleave out --color_jitter"
             )
+        self._check_latents()
         if self.best_metric != "loss" and not self.eval_steps:
             raise UserError(f"--best_metric {self.best_metric} is measured on samples, and --eval_steps is 0\nset --eval_steps")
         if self.early_stopping_patience and self.best_metric == "loss" and not self.validation_images:
             raise UserError("--early_stopping_patience needs a validation loss\nset --validation_images (or --best_metric fd)")
+
+    def _check_latents(self) -> None:
+        """Raises UserError where flags do not go together with latents, or need them."""
+        if self.vae is None:
+            if self.latent_scale is not None:
+                raise UserError("--latent_scale is for latents\nset --vae, or leave --latent_scale out")
+            return
+        if self.color_jitter:
+            raise UserError("--color_jitter and --vae: images are encoded once, before the training\nleave out --color_jitter")
+        if self.pretrained is not None:
+            raise UserError("--pretrained and --vae do not go together\nleave one of the two out")
 
 
 _NETWORK = ("model_preset", "model_config_name_or_path")
@@ -445,8 +480,8 @@ class EDM2NetworkOptions(Options):
 class EDM2DiffusionOptions(Options):
     """diffusion"""
 
-    P_mean: float = flag(-0.8, "mean of ln sigma in training (-0.8; -0.4 for latents)")
-    P_std: float = flag(1.6, "standard deviation of ln sigma (1.6; 1.0 for latents)", above=0)
+    P_mean: float = flag(-0.8, "mean of ln sigma in training (-0.8; -0.4 with --vae)")
+    P_std: float = flag(1.6, "standard deviation of ln sigma (1.6; 1.0 with --vae)", above=0)
     sigma_data: float = flag(0.5, "standard deviation of the images in [-1, 1] (0.5)", above=0)
 
 
@@ -490,6 +525,10 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOpt
         super().check()
         self.check_classes()
         self.check_start(_NETWORK)
+        if self.vae is not None:  # Karras et al. 2024, table 6
+            usual = {"P_mean": -0.4, "P_std": 1.0, "sigma_data": 0.5}
+            for name in usual.keys() - self.given:
+                setattr(self, name, usual[name])
 
     def uses_channels_last(self, device_type: str) -> bool:
         """`channels_last`, or on a GPU."""

@@ -26,6 +26,7 @@ DATA_SOURCES = (
 OF_THE_AVERAGES = {"ema_type", "ema_widths"}  # an average of another kind cannot go on from those of a checkpoint
 # Flags that earlier versions did not have, and what they did.
 WITHOUT = {"class_conditional": False, "label_dropout": 0.1, "data_range": None, "pretrained": None, "train_only": None}
+WITHOUT |= {"vae": None, "latent_scale": None}
 EXIT_STATUS = "exit_status"  # there only once a run has ended by itself or by a signal: not while it goes on, nor after a crash
 RUN_FILES = (
     "options.json",
@@ -41,7 +42,7 @@ RUN_FILES = (
     "report.html",
 )
 RUN_FOLDERS = (
-    *("unet", "scheduler", "samples", "logs", "nan_report", "ema_snapshots"),
+    *("unet", "scheduler", "vae", "samples", "logs", "nan_report", "ema_snapshots"),
     *("evaluation", "data_check", "hang", "profile"),
 )
 
@@ -196,4 +197,6 @@ def _same_sources(saved: dict, current: dict) -> set[str]:
     networks = [{n: value for n, value in options.items() if n.startswith("network.")} for options in (saved, current)]
     if networks[0] and networks[0] == networks[1]:
         names.add("model_preset")
+    if saved.get("vae.weights") is not None and saved["vae.weights"] == current.get("vae.weights"):
+        names.add("vae")
     return names

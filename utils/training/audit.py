@@ -65,6 +65,7 @@ class StepAudit:
         self.declared = declared_by(options, run.facts, run.resumed_from)
         self._observer = Observer(modules, self._averages(), eager=eager)
         self._continuity = Continuity(self._observer.parameters, self._observer.averages, self.declared.averages)
+        self._channels = run.facts["vae.latent_shape"][0] if options.vae else options.image_channels  # that the network sees
         self._rates_said = 0  # updates without a report that had another learning rate
         self._built = False  # whether it was looked at how the network is built
         self._pool, self._data = Pool(self.declared), DataAudit(run)
@@ -113,7 +114,7 @@ class StepAudit:
     def _look_at_network(self, fresh: bool) -> list[Check]:
         exported, declared = self._run.objective.exported, self.declared
         options: Any = self._run.options  # both scripts have a config of the network
-        flags: dict[str, Any] = dict.fromkeys(("in_channels", "out_channels"), options.image_channels)
+        flags: dict[str, Any] = dict.fromkeys(("in_channels", "out_channels"), self._channels)
         flags |= {"dropout": declared.dropout, "act_fn": declared.network and declared.network.activation}
         path = options.model_config_name_or_path
         checks = [] if path is None else check_config(exported, Path(path), flags)
@@ -183,7 +184,7 @@ class StepAudit:
         return check_sampler(
             sampler_call(objective, options.sampler, steps),
             self.declared.process,
-            (options.image_channels, 8, 8),
+            (self._channels, 8, 8),
             adds_noise=options.sampler == "ddpm",
             clips=noising is not None and noising.clips and not (noising.zero_snr and options.sampler == "ddpm"),
         )

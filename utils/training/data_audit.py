@@ -13,7 +13,7 @@ from utils.diagnostics.audit.images import Draws, check_images
 from utils.diagnostics.audit.passes import Passes
 from utils.diagnostics.audit.rows import check_balance, check_labels, check_pass, check_rows, check_split, check_stand_ins
 from utils.diagnostics.audit.table import Table
-from utils.diagnostics.audit.verdict import Check
+from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.training.run import Run
 
 FILES = 4  # decoded at an audit; half as many large ones
@@ -59,7 +59,8 @@ class DataAudit:
         if self._pending is None:
             return
         numbers = self._pending.tolist()
-        self._passes.add(numbers, drawn["clean_images"])
+        if self._run.options.vae is None:
+            self._passes.add(numbers, drawn["clean_images"])
         if self._again and not self._again.isdisjoint(numbers):
             places = [place for place, number in enumerate(numbers) if number in self._again]
             self._again.difference_update(numbers)
@@ -125,7 +126,8 @@ class DataAudit:
         batch = data.validation_batch(torch.from_numpy(numbers))
         rows = data.validation.dataset_rows(data.validation.shown(numbers)).tolist()
         declared = replace(self._declared, random_flip=False, color_jitter=0.0)
-        checks = check_images(batch.clean_images, table.images(rows), declared)
+        of_latents = self._run.options.vae is not None
+        checks = [] if of_latents else check_images(batch.clean_images, table.images(rows), declared)
         if batch.labels is not None and table.labels is not None:
             (check, _) = check_labels(batch.labels.numpy(), table.labels[rows], 0.0)
             checks.append(check)
@@ -134,6 +136,8 @@ class DataAudit:
     def _images(self, numbers: torch.Tensor, clean_images: torch.Tensor | None) -> list[Check]:
         if self._table is None or clean_images is None or self._misread:  # once said, a fault is not looked into again
             return []
+        if self._run.options.vae is not None:
+            return [not_observed("data", "images", "latents of the files", "the audit does not encode images")]
         checks = self._compare(numbers, clean_images[: len(numbers)])
         self._misread = any(check.healthy is False for check in checks)
         of_a_pass = len(self._run.data.training)

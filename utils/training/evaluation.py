@@ -43,10 +43,11 @@ class SampleEvaluation:
         self._plan = SamplePlan(
             make_sampler(options.sampler, noise_scheduler),
             sampling_steps(options.sampler, options.sampling_steps, noise_scheduler),
-            training.shape,
+            run.data.samples.shape,
             options.seed,
             options.evaluation_batch_size,
             run.accelerator.device,
+            run.data.autoencoder,
         )
         self._evaluation: Evaluation | None = None
         self._stopped = False

@@ -24,8 +24,9 @@ class Export:
         run = self._run
         network, scheduler = run.objective.exported, run.objective.noise_scheduler
         arguments = network, scheduler, run.output_dir, self._card()
+        carried = {"class_names": run.data.images.class_names, "autoencoder": run.data.autoencoder}
         with run.averaged():
-            on_main_process(run.accelerator, export.export_pipeline, *arguments, class_names=run.data.images.class_names)
+            on_main_process(run.accelerator, export.export_pipeline, *arguments, **carried)
 
     def write_card(self) -> None:
         """Again, with the newest picture."""
@@ -39,6 +40,7 @@ class Export:
             "hub_dataset": hub_name(options.dataset_name),
             "command": shown_command(options),
             "pretrained": options.pretrained and local_name(options.pretrained),
+            "autoencoder": options.vae and local_name(options.vae),
             "updates": run.state.step,
             "samples_seen": run.state.step * run.length.global_batch_size,
             "resolution": options.resolution,

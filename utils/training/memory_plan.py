@@ -3,7 +3,7 @@
 import gc
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from utils.core.bars import Bar
 from utils.core.distributed import from_main_process, local_processes, on_main_process
 from utils.core.errors import UserError, explain_out_of_memory, out_of_memory
+from utils.data.autoencoder import Autoencoder
 from utils.diagnostics.probe import probe_batch
 from utils.options.flags import RunOptions
 from utils.training.arithmetic import Arithmetic, peak_tflops
@@ -44,6 +45,17 @@ NO_ACTIVATIONS = (
 )
 
 
+class Decoding(nn.Module):
+    """The decoder of an autoencoder, called as a denoising network is."""
+
+    def __init__(self, kind: type, config: Mapping):
+        super().__init__()
+        self.network = kind.from_config(config)  # type: ignore[attr-defined]  # a ModelMixin
+
+    def forward(self, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        return self.network.decode(latents).sample
+
+
 class MemoryPlan:
     """What one process of a training needs.
 
@@ -51,6 +63,7 @@ class MemoryPlan:
         make_network: builds the network that options mean, on torch's default device.
         make_optimizer: builds the optimizer of a network.
         probe_bytes: what examining the network takes beside its pass over a micro batch; None where nobody does.
+        autoencoder: whose latents the network sees, where it does not see the images.
     """
 
     def __init__(
@@ -60,13 +73,14 @@ class MemoryPlan:
         make_network: Callable[[RunOptions], nn.Module],
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         probe_bytes: int | None = None,
+        autoencoder: Autoencoder | None = None,
     ):
         self._accelerator, self._options = accelerator, options
         self._make_network = make_network
         self._parts = UpdateParts(
             partial(make_network, options),
             make_optimizer,
-            image_shape=options.image_shape,
+            image_shape=autoencoder.latent_shape if autoencoder else options.image_shape,
             mixed_precision=accelerator.mixed_precision,
             averages=options.num_averages,
             distributed=accelerator.num_processes > 1,
@@ -78,6 +92,7 @@ class MemoryPlan:
         self._evaluation_batch_size = options.evaluation_batch_size if options.eval_steps else 0
         self._probe_bytes = probe_bytes
         self._passes: dict[int, int] = {}  # batch size -> bytes of a forward pass
+        self._autoencoder, self._decoding = autoencoder, 0  # bytes of decoding, once it was asked for
 
     def estimate(
         self,
@@ -110,10 +125,10 @@ class MemoryPlan:
             # Of each image the way from noise to it is kept (see `samples`): of all while the second weights are sampled,
             # of those of this process while they are recorded, joined and gathered, and what a step of the sampler makes.
             kept = 8 * of_all + 30 * self._samples
-            found[f"samples of {self._samples}"] = self._with_pass(estimate, self._samples, kept)
+            found[f"samples of {self._samples}"] = self._with_pass(estimate, self._samples, kept, decodes=True)
         if self._evaluation_batch_size:
             size = self._evaluation_batch_size
-            found[f"evaluation of {size}"] = self._with_pass(estimate, size, 8 * size)
+            found[f"evaluation of {size}"] = self._with_pass(estimate, size, 8 * size, decodes=True)
         return found | self._of_a_micro_batch(estimate)
 
     def _of_a_micro_batch(self, estimate: MemoryEstimate) -> dict[str, int]:
@@ -126,13 +141,25 @@ class MemoryPlan:
             found[f"probe of {size}"] = self._with_pass(estimate, size, 16 * size) + self._probe_bytes
         return found
 
-    def _with_pass(self, estimate: MemoryEstimate, batch_size: int, images: int) -> int:
-        """Bytes between two updates with a forward pass, and so many images in fp32 beside it."""
+    def _with_pass(self, estimate: MemoryEstimate, batch_size: int, images: int, decodes: bool = False) -> int:
+        """Bytes between two updates with a forward pass, and so many images in fp32 beside it. `decodes`: latents become images."""
         parts = self._parts
         if batch_size not in self._passes:
             options = {"image_shape": parts.image_shape, "batch_size": batch_size, "device": self._accelerator.device}
             self._passes[batch_size] = forward_peak(parts.make_network, **options)
-        return estimate.between_updates + self._passes[batch_size] + 4 * images * math.prod(parts.image_shape)
+        shape = self._options.image_shape if decodes else parts.image_shape
+        beside = max(self._passes[batch_size], self._decoding_bytes() if decodes else 0)  # the one comes after the other
+        return estimate.between_updates + beside + 4 * images * math.prod(shape)
+
+    def _decoding_bytes(self) -> int:
+        """What the autoencoder takes while it decodes: its weights, and a pass of as many latents as it decodes at once."""
+        if self._autoencoder is not None and not self._decoding:
+            network, config = self._autoencoder.network, self._autoencoder.network.config
+            shape, at_once = self._autoencoder.latent_shape, self._autoencoder.at_once
+            make = partial(Decoding, type(network), config)
+            most = forward_peak(make, image_shape=shape, batch_size=at_once, device=self._accelerator.device)
+            self._decoding = most + storage_bytes(network.state_dict().values())
+        return self._decoding
 
     def settle(self) -> None:
         """Makes numbers of the options about the batch, on every process, and says what to set when memory runs out later."""
@@ -221,7 +248,7 @@ class MemoryPlan:
         ):
 
             def fits_with(size: int, images: int = images) -> bool:
-                return self._with_pass(estimate, size, images * size) <= room
+                return self._with_pass(estimate, size, images * size, decodes=True) <= room
 
             fits = largest_that_fits(range(size, 0, -1), fits_with)
             if fits is None and size:

@@ -154,7 +154,8 @@ class NanReports:
             found = {name for name, g in zip(parameters, gradients) if g is not None and not finite(g)}
             found.update(replay["bad_gradients"])
             replay["bad_gradients"] = [name for name in parameters if name in found][:MAX_NAMES]
-        _write_batch(folder, rank, {name: torch.cat([batch[name] for batch in kept]) for name in kept[0]})
+        autoencoder = self._run.data.autoencoder
+        _write_batch(folder, rank, {name: torch.cat([batch[name] for batch in kept]) for name in kept[0]}, autoencoder)
 
 
 def _summary(module: dict | None, samples: list[dict], bad_names: list[str], replays: list[dict], level: str) -> str:
@@ -171,12 +172,13 @@ def _summary(module: dict | None, samples: list[dict], bad_names: list[str], rep
     return f"the gradient of {bad_names[-1] if bad_names else 'all parameters together'} was not finite{again}"
 
 
-def _write_batch(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """A rank's samples as safetensors and as a picture."""
+def _write_batch(folder: Path, rank: int, tensors: dict[str, torch.Tensor], autoencoder: Autoencoder | None) -> None:
+    """A rank's samples as safetensors and as a picture; `autoencoder`: by which latents are decoded."""
     folder.mkdir(parents=True, exist_ok=True)
     with whole_file(folder / f"rank{rank}.safetensors") as draft:
         draft.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
-    save_png(make_grid(to_uint8(tensors["clean_images"])), folder / f"rank{rank}.png")
+    images = tensors["clean_images"] if autoencoder is None else autoencoder.decode(tensors["clean_images"])
+    save_png(make_grid(to_uint8(images)), folder / f"rank{rank}.png")
 
 
 def _number(value: float) -> float | str:

@@ -17,7 +17,7 @@ from utils.core.errors import UserError, in_full
 from utils.core.size import Size
 from utils.diffusion.pipelines import image_shape, load_network, names_of_classes, training_scheduler
 from utils.diffusion.sampling import Scheduler, is_edm
-from utils.options.flags import DDPMOptions, EDM2Options
+from utils.options.flags import DDPMOptions, EDM2Options, RunOptions
 from utils.runs.checkpoints import find_checkpoint
 from utils.runs.state import read_state
 
@@ -55,7 +55,7 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
     """
     if options.pretrained is None:
         return None
-    checkpoint = _checkpoint(options, accelerator)
+    checkpoint = checkpoint_to_resume(options, accelerator)
     if checkpoint is not None:
         saved = read_state(checkpoint).options
         if SCHEDULER not in saved:
@@ -79,7 +79,8 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
     return start
 
 
-def _checkpoint(options: DDPMOptions | EDM2Options, accelerator: Accelerator) -> Path | None:
+def checkpoint_to_resume(options: RunOptions, accelerator: Accelerator) -> Path | None:
+    """The checkpoint that --resume_from_checkpoint names, on every process; None where there is none."""
     if not options.resume_from_checkpoint:
         return None
     found: Path | None = None

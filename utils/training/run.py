@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from utils.core.bars import Bar
 from utils.core.distributed import make_accelerator, on_main_process
 from utils.core.signals import StopSignal, leave_on_signal
+from utils.data.autoencoder import Autoencoder
 from utils.data.dataset import content_fingerprint
 from utils.data.training_data import TrainingData
 from utils.diagnostics.data_check import check_data
@@ -33,6 +34,7 @@ from utils.runs.folder import RunFolder
 from utils.runs.state import TrainState
 from utils.training.disk_plan import DiskPlan
 from utils.training.doctor import Doctor
+from utils.training.latents import kept_of, settle_scale
 from utils.training.length import RunLength
 from utils.training.progress import ProgressBar
 from utils.training.trackers import Trackers, start_trackers
@@ -105,10 +107,18 @@ def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder:
     return folder
 
 
-def load_data(options: RunOptions, accelerator: Accelerator) -> TrainingData:
-    """What the run learns from. Raises UserError for anything about the data that a user can mend."""
-    with Bar("reading the images", shown=accelerator.is_main_process and not options.quiet) as bar:
-        return TrainingData(options, accelerator, bar.set)
+def load_data(options: RunOptions, accelerator: Accelerator, autoencoder: Autoencoder | None = None) -> TrainingData:
+    """What the run learns from, with an `autoencoder` latents. Raises UserError for anything about the data that a user can
+    mend."""
+    shown = accelerator.is_main_process and not options.quiet
+    with Bar("reading the images", shown=shown) as bar:
+        data = TrainingData(options, accelerator, bar.set)
+    if autoencoder is not None:
+        with Bar("encoding the images", shown=shown) as bar:
+            latents = data.encode(options, accelerator, autoencoder, bar.set)
+        data.images.notes.extend(settle_scale(options, autoencoder, latents))
+        data.kept = kept_of(autoencoder)
+    return data
 
 
 def begin_run(
@@ -124,6 +134,7 @@ def begin_run(
     Raises UserError where the checkpoint does not fit the options, or the folder cannot be written.
     """
     on_main_process(accelerator, check_export, objective.exported, objective.noise_scheduler, folder.path)
+    kept = {**objective.kept, **data.kept}
     length = RunLength.of(options, len(data.training), accelerator.num_processes)
     ema, ema_decay = make_ema(objective.exported, options)
     state = TrainState(
@@ -132,7 +143,7 @@ def begin_run(
             global_batch_size=length.global_batch_size,
             data_fingerprint=content_fingerprint(data.images),
             **network_options(objective.exported),
-            **objective.kept,
+            **kept,
         ),
         max_train_steps=length.max_train_steps,
     )
@@ -160,7 +171,7 @@ def begin_run(
         "training_images": len(data.training),
         "validation_images": len(data.validation),
         "classes": objective.classes,
-        **objective.kept,
+        **kept,
     }
     if state.step < length.max_train_steps:
         on_main_process(accelerator, _check_disk, options, folder, objective, state, length)
@@ -187,7 +198,7 @@ def begin_run(
     clipping = AdaptiveLimit(accelerator.device, state.grad_norm_mean)
     if not options.adaptive_clipping:
         clipping = FixedLimit(options.max_grad_norm)
-    for note in (", ".join(f"{name} {value}" for name, value in facts.items() if name not in objective.kept), *notes):
+    for note in (", ".join(f"{name} {value}" for name, value in facts.items() if name not in kept), *notes):
         progress.print_line(note)
     if accelerator.is_main_process and not doctor.knows("data"):
         schedule = {"schedule": shape} if (shape := objective.schedule()) else {}

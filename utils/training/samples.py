@@ -40,10 +40,11 @@ class SampleGrids:
         self._plan = SamplePlan(
             make_sampler(options.sampler, noise_scheduler),
             sampling_steps(options.sampler, options.sampling_steps, noise_scheduler),
-            run.data.training.shape,
+            run.data.samples.shape,
             options.seed,
             math.ceil(options.eval_batch_size / run.accelerator.num_processes),
             run.accelerator.device,
+            run.data.autoencoder,
         )
         self.newest: Path | None = None
         self.newest_step: int | None = None
@@ -103,6 +104,6 @@ class SampleGrids:
         save_png(denoising_path(to_uint8(ema[1][:PATH_IMAGES]), shown), path_png)
         run.trackers.log_image("samples/raw_and_ema", path, step)
         run.trackers.log_image("samples/denoising_path", path_png, step)
-        real = run.data.samples.first_images(run.options.eval_batch_size)
+        real = run.data.samples.first_pictures(run.options.eval_batch_size)
         statistics = {"raw": sample_statistics(raw[0]), "ema": sample_statistics(ema[0]), "data": sample_statistics(real)}
         run.doctor.record(step, {"samples": statistics})

@@ -52,6 +52,7 @@ class DeclaredNoising:
     prediction_type: str
     snr_gamma: float | None
     pipeline: Mapping[str, Any] = field(default_factory=dict)  # config of the scheduler that a run began with, if it did
+    of_latents: bool = False  # which no sampler clips
 
     @cached_property
     def alphas_cumprod(self) -> torch.Tensor:
@@ -75,7 +76,7 @@ class DeclaredNoising:
     @property
     def sampling(self) -> dict[str, Any]:
         """How the exported scheduler is to sample."""
-        usual: dict[str, Any] = {"clip_sample": True, "thresholding": False, "clip_sample_range": 1.0}
+        usual: dict[str, Any] = {"clip_sample": not self.of_latents, "thresholding": False, "clip_sample_range": 1.0}
         usual |= {"timestep_spacing": "trailing"} if self.zero_snr and not self.pipeline else {}
         return {name: self.pipeline.get(name, value) for name, value in usual.items()}
 
@@ -188,6 +189,7 @@ def declared_by(options: RunOptions, facts: dict[str, Any], checkpoint: Path | N
             options.prediction_type,
             options.snr_gamma,
             facts.get("pretrained.scheduler", {}),
+            options.vae is not None,
         )
         built = (options.activation, options.initialisation, options.zero_init_output, options.spectral_norm)
         network = None if options.pretrained else DeclaredNetwork(*built)
@@ -203,7 +205,7 @@ def declared_by(options: RunOptions, facts: dict[str, Any], checkpoint: Path | N
         options.optimizer,
         options.adam_beta1,
         options.adam_beta2,
-        _epsilon(options, checkpoint),
+        _epsilon(options, facts, checkpoint),
         options.adam_weight_decay,
         options.momentum,
         lambda step: _learning_rate(step, total, options),
@@ -232,14 +234,15 @@ def _updates_of_a_pass(options: RunOptions, facts: dict[str, Any]) -> int:
     return math.ceil(math.ceil(batches / facts["num_processes"]) / facts["gradient_accumulation_steps"])
 
 
-def _epsilon(options: RunOptions, checkpoint: Path | None) -> float:
+def _epsilon(options: RunOptions, facts: dict[str, Any], checkpoint: Path | None) -> float:
     """EDM2's recipe adds up the loss over the channels and pixels where ours is their mean; Adam divides that out, but for its
     epsilon. A run that goes on keeps the checkpoint's: earlier versions had another one."""
     if checkpoint is not None and not {"adam_epsilon", "optimizer"} & set(options.allow_option_change):
         stored = torch.load(checkpoint / "optimizer.bin", map_location="cpu", weights_only=True, mmap=True)
         return stored["param_groups"][0].get("eps", options.adam_epsilon)
     if isinstance(options, EDM2Options):
-        return options.adam_epsilon / (options.image_channels * math.prod(sides_of(options.resolution)))
+        shape = facts.get("vae.latent_shape") or (options.image_channels, *sides_of(options.resolution))
+        return options.adam_epsilon / math.prod(shape)
     return options.adam_epsilon
 
 

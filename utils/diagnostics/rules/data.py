@@ -10,7 +10,7 @@ def data_range(record: RunRecord) -> Found:
     """The audit sets a few images beside their files; here is every one of the reported updates."""
     steps, lows = record.finite("data/min")
     _, highs = record.finite("data/max")
-    if not lows or not highs:
+    if not lows or not highs or record.options.get("vae"):  # latents have no range
         return
     yield "data-range"
     low, high = min(lows), max(highs)

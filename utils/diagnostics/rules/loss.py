@@ -83,6 +83,7 @@ def error_impossible(record: RunRecord) -> Found:
     """A network that knows what its input does not show: it is told the noise or the image another way."""
     checks = record.known("data")
     variety, (_, stds) = (checks[0][1].get("variety") if checks else None), record.finite("data/std")
+    variety = None if record.options.get("vae") else variety  # that of images is not that of latents
     for step, probe in record.known("probe")[-1:]:
         kind, errors, targets = probe.get("prediction_type"), probe.get("error") or {}, probe.get("target_std") or {}
         levels = [level for level in errors if targets.get(level)]
@@ -162,6 +163,8 @@ def errors_of_a_constant(record: RunRecord) -> dict[int, float]:
     varieties = [data.get("variety") for _, data in record.known("data")[:1]]
     kind, gamma = record.options.get("prediction_type"), record.options.get("snr_gamma")
     if alphas_cumprod is None or not stds or not varieties or not varieties[0] or kind is None:
+        return {}
+    if record.options.get("vae"):  # the variety of images is not that of latents
         return {}
     variance = (varieties[0] * median(stds)) ** 2
 

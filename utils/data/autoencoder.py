@@ -1,0 +1,202 @@
+"""An autoencoder of diffusers: from images to latents and back. It is never trained here, and no code of its folder is run."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderTiny, ModelMixin
+
+from utils.core.errors import UserError, in_full
+from utils.core.hub import told
+from utils.core.size import Size
+
+CLASSES = {each.__name__: each for each in (AutoencoderKL, AutoencoderTiny, AutoencoderDC)}
+PROBED = 256  # side of the image by which the factor is found
+BATCH_PIXELS = 2**19  # of images that are encoded or decoded at once: 8 of 256x256
+MOST_AT_ONCE = 64
+
+
+class Scale(NamedTuple):
+    """Latents are `mean` + `std` x, by channel; x is what a network is trained on."""
+
+    mean: list[float]
+    std: list[float]
+
+    def multiplied(self, factor: float) -> "Scale":
+        """For a network that is trained on `factor` x."""
+        return Scale(self.mean, [value / factor for value in self.std])
+
+
+class Autoencoder:
+    """In fp32 and in eval mode, on the CPU between two uses.
+
+    Args:
+        network: one of CLASSES.
+        image_shape: channels, height and width of the images, which fit it.
+        factor: pixels along a side of a latent pixel.
+        channels: of latents.
+
+    Attributes:
+        latent_shape: channels, height and width.
+        scale: set once it is known; `decode` needs it.
+    """
+
+    def __init__(self, network: ModelMixin, image_shape: tuple[int, int, int], factor: int, channels: int):
+        self.network = network.float().eval().requires_grad_(False)
+        self.image_shape = image_shape
+        self.latent_shape = (channels, image_shape[1] // factor, image_shape[2] // factor)
+        self.at_once = max(1, min(MOST_AT_ONCE, BATCH_PIXELS // (image_shape[1] * image_shape[2])))
+        self.scale: Scale | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {name: value for name, value in self.network.config.items() if not name.startswith("_")}
+
+    def own_scale(self) -> Scale | None:
+        """The one that its config has; None where it has none."""
+        config, channels = self.config, self.latent_shape[0]
+        scaling = config.get("scaling_factor")
+        if not scaling:
+            return None
+        mean, std = config.get("latents_mean"), config.get("latents_std")
+        if mean is not None and std is not None:
+            return Scale([float(value) for value in mean], [float(value) / scaling for value in std])
+        return Scale([float(config.get("shift_factor") or 0.0)] * channels, [1.0 / scaling] * channels)
+
+    def fingerprint(self) -> str:
+        """Hex string that changes with its class, its config or its weights."""
+        digest = hashlib.sha256(type(self.network).__name__.encode())
+        digest.update(json.dumps(self.config, sort_keys=True, default=str).encode())
+        for name, tensor in sorted(self.network.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().numpy())
+        return digest.hexdigest()[:32]
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device | str) -> Iterator[None]:
+        """Inside it the network is on `device`, without gradients and without autocast."""
+        self.network.to(device)
+        try:
+            with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False):
+                yield
+        finally:
+            self.network.to("cpu")
+
+    def encode(self, images: torch.Tensor) -> torch.Tensor:
+        """Mean, and where the autoencoder has one, spread of the latents: [B, 1 or 2, c, h, w] of images [B, C, H, W] in
+        [-1, 1]. Call it in `on`."""
+        return torch.cat([self._encoded(part) for part in images.split(self.at_once)])
+
+    def _encoded(self, images: torch.Tensor) -> torch.Tensor:
+        encoded = self.network.encode(images)
+        if "latent_dist" in encoded:
+            return torch.stack([encoded.latent_dist.mean, encoded.latent_dist.std], 1)
+        return (encoded.latents if "latents" in encoded else encoded.latent)[:, None]
+
+    def normalized(self, latents: torch.Tensor) -> torch.Tensor:
+        """What a network is trained on, of latents [B, c, h, w]."""
+        mean, std = self._scale_on(latents)
+        return (latents - mean) / std
+
+    def decode(self, normalized: torch.Tensor) -> torch.Tensor:
+        """Images [B, C, H, W] in [-1, 1], of what a network makes, [B, c, h, w]."""
+        mean, std = self._scale_on(normalized)
+        with self.on(normalized.device):
+            parts = [self.network.decode(part).sample for part in (normalized.float() * std + mean).split(self.at_once)]
+        return torch.cat(parts).clamp_(-1.0, 1.0)
+
+    def _scale_on(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.scale is None:
+            raise ValueError("the scale of the latents is not known yet")
+        mean, std = (torch.tensor(values, dtype=torch.float32, device=like.device)[:, None, None] for values in self.scale)
+        return mean, std
+
+
+def load_autoencoder(name: str, image_shape: tuple[int, int, int]) -> Autoencoder:
+    """The autoencoder `name`, of the Hub or a folder, or that of a pipeline, for images of this shape.
+
+    Raises UserError where there is none, it is of another class, or the images do not fit it.
+    """
+    try:
+        subfolder, config = _found(name)
+    except Exception as error:  # missing, unreachable or damaged: each library raises its own kind
+        raise UserError(f"cannot load --vae {name}: {told(error, name, 'model')}") from error
+    if config.get("_class_name") not in CLASSES:
+        raise UserError(
+            f"--vae {name} is of the class {config.get('_class_name')}, which is not supported\nuse one of {', '.join(CLASSES)}"
+        )
+    factor, channels, wanted = _sizes(name, config)
+    if image_shape[0] != wanted:
+        raise UserError(
+            f"--vae {name} is for images of {wanted} channels, and --image_channels is {image_shape[0]}\n"
+            f"set --image_channels {wanted}, or use another autoencoder"
+        )
+    if any(length % factor for length in image_shape[1:]):
+        size, fitting = (
+            Size(*lengths).resolution for lengths in (image_shape[1:], [-(-n // factor) * factor for n in image_shape[1:]])
+        )
+        raise UserError(
+            f"--resolution {size} does not divide by {factor}, as --vae {name} needs it\nuse another one, for example {fitting}"
+        )
+    return _loaded(name, subfolder, config, image_shape, (factor, channels))
+
+
+def autoencoder_of(pipeline: str, latent_shape: tuple[int, int, int], scale: Scale) -> Autoencoder:
+    """That of a pipeline that makes latents of this shape. Raises UserError where it cannot be loaded or does not fit."""
+    try:
+        config = dict(AutoencoderKL.load_config(pipeline, subfolder="vae"))
+    except Exception as error:
+        raise UserError(f"cannot load the autoencoder of {pipeline}: {told(error, pipeline, 'model')}") from error
+    if config.get("_class_name") not in CLASSES:
+        raise UserError(
+            f"the autoencoder of {pipeline} is of the class {config.get('_class_name')}, which is not supported\n"
+            f"use a pipeline with one of {', '.join(CLASSES)}"
+        )
+    factor, channels, image_channels = _sizes(pipeline, config)
+    if channels != latent_shape[0]:
+        raise UserError(
+            f"the autoencoder of {pipeline} has {channels} channels, and its unet has {latent_shape[0]}\nuse another pipeline"
+        )
+    image_shape = (image_channels, latent_shape[1] * factor, latent_shape[2] * factor)
+    autoencoder = _loaded(pipeline, "vae", config, image_shape, (factor, channels))
+    autoencoder.scale = scale
+    return autoencoder
+
+
+def _loaded(name: str, subfolder: str, config: dict, image_shape: tuple[int, int, int], sizes: tuple[int, int]) -> Autoencoder:
+    from diffusers.utils import logging
+
+    logging.disable_progress_bar()  # one bar, the script's own
+    try:
+        network = CLASSES[config["_class_name"]].from_pretrained(name, subfolder=subfolder)
+    except Exception as error:
+        raise UserError(f"cannot load the autoencoder of {name}: {told(error, name, 'model')}") from error
+    return Autoencoder(network, image_shape, *sizes)
+
+
+def _found(name: str) -> tuple[str, dict]:
+    """(subfolder, config): of the autoencoder itself, or of the `vae` of a pipeline."""
+    try:
+        return "", AutoencoderKL.load_config(name)
+    except OSError:
+        if Path(name).is_dir() and not Path(name, "vae", "config.json").is_file():
+            raise OSError("it has neither config.json nor vae/config.json") from None
+        return "vae", AutoencoderKL.load_config(name, subfolder="vae")
+
+
+def _sizes(name: str, config: dict) -> tuple[int, int, int]:
+    """(pixels along a side of a latent pixel, channels of latents, channels of images), by a pass that computes nothing."""
+    try:
+        with torch.device("meta"):
+            network = CLASSES[config["_class_name"]].from_config(config)
+            image_shape = (network.config.in_channels, PROBED, PROBED)
+            latents = Autoencoder(network, image_shape, 1, 1).encode(torch.zeros(1, *image_shape))
+    except Exception as error:
+        raise UserError(
+            f"the autoencoder of {name} cannot be built: {in_full(error)}\ncheck its config.json, or use another one"
+        ) from error
+    return PROBED // latents.shape[-1], latents.shape[-3], image_shape[0]

@@ -1,0 +1,67 @@
+"""The autoencoder of a run with --vae: loaded once, and the scale of its latents, which a checkpoint keeps."""
+
+from typing import Any
+
+from accelerate import Accelerator
+
+from utils.core.bars import Bar
+from utils.core.distributed import from_main_process, on_main_process
+from utils.data.autoencoder import Autoencoder, Scale, load_autoencoder
+from utils.data.latents import PackedLatents
+from utils.options.flags import EDM2Options, RunOptions
+from utils.runs.state import read_state
+from utils.training.pretrained import checkpoint_to_resume
+
+SPREAD = (0.5, 2.0)  # of normalized latents that their scale is fine for
+
+
+def start_autoencoder(options: RunOptions, accelerator: Accelerator) -> Autoencoder | None:
+    """What --vae names, on every process; None where it is not given. A resumed run has its scale from the checkpoint.
+
+    Raises UserError where it cannot be loaded or does not fit the images.
+    """
+    if options.vae is None:
+        return None
+    name, shape = options.vae, options.image_shape
+    first: list[Autoencoder] = []  # one download, and one message where it fails
+    with Bar("loading the autoencoder", shown=accelerator.is_main_process and not options.quiet):
+        on_main_process(accelerator, lambda: first.append(load_autoencoder(name, shape)))
+        autoencoder = first[0] if first else load_autoencoder(name, shape)
+    checkpoint = checkpoint_to_resume(options, accelerator)
+    saved = {} if checkpoint is None else read_state(checkpoint).options
+    if "vae.latent_mean" in saved and saved.get("latent_scale") == options.latent_scale:
+        autoencoder.scale = Scale(saved["vae.latent_mean"], saved["vae.latent_std"])
+    return autoencoder
+
+
+def settle_scale(options: RunOptions, autoencoder: Autoencoder, latents: PackedLatents) -> list[str]:
+    """Sets the scale of a run that begins, the same on every process. Returns notes for the user."""
+    own, notes = autoencoder.own_scale(), []
+    if autoencoder.scale is None:
+        asked = latents.measured if options.latent_scale == "auto" else own or latents.measured
+        # The config's makes a spread of 1, as measured ones do: an EDM2 network is made for sigma_data.
+        scale = asked.multiplied(options.sigma_data) if isinstance(options, EDM2Options) else asked
+        autoencoder.scale = Scale(*from_main_process([scale.mean, scale.std]))
+    goal = options.sigma_data if isinstance(options, EDM2Options) else 1.0
+    spreads = [seen / used for seen, used in zip(latents.measured.std, autoencoder.scale.std)]
+    shown = ", ".join(f"{value:.2f}" for value in spreads[:8]) + ", ..." * (len(spreads) > 8)
+    size = "x".join(map(str, autoencoder.latent_shape))
+    notes.append(f"latents of {size}, of {options.vae}; their spread by channel: {shown} (best: {goal:g})")
+    if not all(SPREAD[0] * goal < value < SPREAD[1] * goal for value in spreads):
+        notes.append(
+            "the spread of these latents is far from what the noise is made for: a new run with --latent_scale auto helps"
+        )
+    return notes
+
+
+def kept_of(autoencoder: Autoencoder) -> dict[str, Any]:
+    """What a checkpoint keeps of it; JSON."""
+    assert autoencoder.scale is not None
+    mean, std = autoencoder.scale
+    shape = list(autoencoder.latent_shape)
+    return {
+        "vae.weights": autoencoder.fingerprint(),
+        "vae.latent_mean": mean,
+        "vae.latent_std": std,
+        "vae.latent_shape": shape,
+    }
