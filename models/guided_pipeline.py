@@ -3,6 +3,8 @@
 One file that imports torch and diffusers alone, because an exported pipeline carries it.
 """
 
+from typing import ClassVar
+
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput, SchedulerMixin
 from diffusers.utils.torch_utils import randn_tensor
@@ -39,7 +41,7 @@ class GuidedPipeline(DiffusionPipeline):
     """
 
     usual_steps: int | None = None  # None: all that were trained
-    _optional_components = ["vae"]
+    _optional_components: ClassVar = ["vae"]
 
     def __init__(
         self,

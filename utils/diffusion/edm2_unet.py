@@ -18,7 +18,8 @@ def make_edm2_unet(
 
     `config`: that of the network, in place of what the options say of it. Without it, preset and config file the network is the
     paper's XS. `num_classes` 0 makes it unconditional; `dropout` of None keeps the network's own.
-    `shape`: channels, height and width of what it sees, where those are latents. Raises UserError as `read_config` and `build_network` do.
+    `shape`: channels, height and width of what it sees, where those are latents. Raises UserError as `read_config` and
+    `build_network` do.
     """
     shape = shape or options.image_shape
     config = read_config(EDM2UNet, options, shape[0]) if config is None else dict(config)

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=nn.Module)
 
-EDM2, OURS = (
-    "EDM2UNet",
-    ("ClassDDPMPipeline", "LatentDDPMPipeline"),
-)  # the classes of ours by which pipelines that carry code are known
+# The classes of ours by which pipelines that carry code are known.
+EDM2, OURS = "EDM2UNet", ("ClassDDPMPipeline", "LatentDDPMPipeline")
 
 
 def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:

@@ -142,7 +142,8 @@ class MemoryPlan:
         return found
 
     def _with_pass(self, estimate: MemoryEstimate, batch_size: int, images: int, decodes: bool = False) -> int:
-        """Bytes between two updates with a forward pass, and so many images in fp32 beside it. `decodes`: latents become images."""
+        """Bytes between two updates with a forward pass, and so many images in fp32 beside it. `decodes`: of latents they are
+        made by the autoencoder."""
         parts = self._parts
         if batch_size not in self._passes:
             options = {"image_shape": parts.image_shape, "batch_size": batch_size, "device": self._accelerator.device}

@@ -13,6 +13,7 @@ from torch import nn
 from utils.core.distributed import on_main_process
 from utils.core.files import whole_file
 from utils.core.images import make_grid, save_png
+from utils.data.autoencoder import Autoencoder
 from utils.diffusion.sampling import to_uint8
 from utils.optim.nonfinite import BadUpdate, advice
 from utils.training.run import Run
