@@ -21,7 +21,7 @@ try:
     if name == "network":
         from diffusers import UNet2DModel
         from utils.diffusion.unet import read_config
-        read_config(UNet2DModel, DDPMOptions(model_config_name_or_path="some/thing"))
+        read_config(UNet2DModel, DDPMOptions(model_config_name_or_path="some/thing"), 3)
     elif name == "pipeline":
         from utils.diffusion.pipelines import load_unconditional
         load_unconditional("some/thing")

@@ -132,44 +132,51 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
 def load_decoder(pipeline: str, unet: "UNet2DModel | EDM2UNet") -> "Autoencoder | None":
     """The autoencoder by which what `unet` of the pipeline, or of the checkpoint of a run, makes becomes images; None where it
     makes images. Raises UserError for one that cannot be loaded."""
-    from diffusers import DiffusionPipeline
-
     from utils.data.autoencoder import Scale, autoencoder_of
 
-    path = Path(pipeline)
-    exported = str(path.parent) if (path / "state.json").is_file() else pipeline
-    try:
-        index = DiffusionPipeline.load_config(exported)
-    except Exception:  # `load_network` says why
-        return None
+    index = _index(pipeline)
     if "latent_std" not in index:
         return None
-    return autoencoder_of(exported, image_shape(unet), Scale(index["latent_mean"], index["latent_std"]))
+    return autoencoder_of(_exported(pipeline), image_shape(unet), Scale(index["latent_mean"], index["latent_std"]))
+
+
+def makes_latents(pipeline: str) -> bool:
+    """Whether a pipeline of ours, or a checkpoint of its run, needs an autoencoder."""
+    return "latent_std" in _index(pipeline)
+
+
+def _exported(pipeline: str) -> str:
+    """The pipeline of a checkpoint's run, or that pipeline itself."""
+    path = Path(pipeline)
+    return str(path.parent) if (path / "state.json").is_file() else pipeline
+
+
+def _index(pipeline: str) -> dict:
+    """What model_index.json of the pipeline, or of that of a checkpoint's run, says; empty where it cannot be read, of which
+    `load_network` says why."""
+    from diffusers import DiffusionPipeline
+
+    try:
+        return DiffusionPipeline.load_config(_exported(pipeline))
+    except Exception:
+        return {}
 
 
 def names_of_classes(pipeline: str) -> list[str]:
     """The names of a pipeline's classes, or of those of a checkpoint's run, by their numbers; empty where they have none."""
-    from diffusers import DiffusionPipeline
-
-    path = Path(pipeline)
-    exported = str(path.parent) if (path / "state.json").is_file() else pipeline
-    try:
-        names = DiffusionPipeline.load_config(exported).get("id2label") or {}
+    names = _index(pipeline).get("id2label") or {}
+    with contextlib.suppress(KeyError, TypeError):  # another's, numbered in another way
         return [names[str(number)] for number in range(len(names))]
-    except Exception:  # `load_network` says why
-        return []
+    return []
 
 
 def _kind(pipeline: str) -> str | None:
     """EDM2 or one of OURS for pipelines that carry code of ours, None for all others."""
-    from diffusers import DiffusionPipeline
-
-    try:
-        index = DiffusionPipeline.load_config(pipeline)
-        made_by, unet = index.get("_class_name"), index.get("unet", (None, None))
-        return EDM2 if unet[1] == EDM2 else made_by[1] if isinstance(made_by, list) and made_by[1] in OURS else None
-    except Exception:  # load_unconditional says why
-        return None
+    index = _index(pipeline)
+    made_by, unet = index.get("_class_name"), index.get("unet")
+    if isinstance(unet, list) and unet[1:] == [EDM2]:
+        return EDM2
+    return made_by[1] if isinstance(made_by, list) and made_by[-1] in OURS else None
 
 
 def _load_edm2(pipeline: str) -> tuple["EDM2UNet", dict]:

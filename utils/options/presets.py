@@ -174,7 +174,7 @@ _EDM2 = {
 # train_edm2.py's. The paper's sizes with its settings (Karras et al. 2024); small sets need smaller learning rates.
 EDM2_ABOUT = """\
   XXS to XXL have the paper's settings for pixels (ImageNet-64). XXS and XXL, which it trained on latents alone, have the
-  lengths of that. For latents (ImageNet-512) set --lr_decay_steps 70000 --P_mean -0.4 --P_std 1.0, and the length.
+  lengths of that. For latents (ImageNet-512) set --vae, --lr_decay_steps 70000 and the length.
   All counts are updates of 2048 images and do not follow another --global_batch_size: set --max_train_steps,
   --lr_warmup_steps and --ema_snapshot_steps with it."""
 EDM2_FLAGS: dict[str, dict[str, Any]] = {

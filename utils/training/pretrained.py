@@ -15,7 +15,7 @@ from diffusers import ModelMixin
 from utils.core.distributed import from_main_process, on_main_process
 from utils.core.errors import UserError, in_full
 from utils.core.size import Size
-from utils.diffusion.pipelines import image_shape, load_network, names_of_classes, training_scheduler
+from utils.diffusion.pipelines import image_shape, load_network, makes_latents, names_of_classes, training_scheduler
 from utils.diffusion.sampling import Scheduler, is_edm
 from utils.options.flags import DDPMOptions, EDM2Options, RunOptions
 from utils.runs.checkpoints import find_checkpoint
@@ -67,6 +67,10 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
         on_main_process(accelerator, lambda: first.append(load_network(str(options.pretrained))))
         unet, scheduler = first[0] if first else load_network(options.pretrained)
         image_shape(unet)
+        if makes_latents(options.pretrained):
+            raise UserError(
+                f"--pretrained {options.pretrained} makes latents, and those cannot be fine-tuned yet\nuse a pipeline of pixels"
+            )
         edm, wants_edm = is_edm(scheduler), isinstance(options, EDM2Options)
         if edm != wants_edm:
             script = "train_edm2.py" if edm else "train_ddpm.py"
