@@ -53,11 +53,9 @@ class GuidedPipeline(DiffusionPipeline):
         latent_std: list[float] | None = None,
     ):
         super().__init__()
-        self.register_modules(unet=unet, scheduler=scheduler)
+        self.register_modules(unet=unet, scheduler=scheduler, vae=vae)
         self.register_to_config(id2label=id2label)
-        self.vae = None
         if vae is not None:
-            self.register_modules(vae=vae)
             self.register_to_config(latent_mean=latent_mean, latent_std=latent_std)
         self.labels = {name: int(number) for number, name in (id2label or {}).items()}
 
