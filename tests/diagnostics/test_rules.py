@@ -63,6 +63,7 @@ def ranks(compute: list[float], data_of_the_first: float) -> RunRecord:
     return record
 
 
+SAME = {"outcome": "same", "stage": "weights", "ranks": [0]}
 OF_EDM2 = "worse-than-none", "uncertainty-off"
 
 
@@ -287,6 +288,13 @@ CASES = {
         (ranks([1.0, 1.0, 1.8, 1.1], 0.0), ranks([1.0, 1.0, 1.3, 1.1], 0.0)),
         (ranks([1.0, 1.0], 0.9), ranks([1.0, 1.0], 0.3)),
     ],
+    "device-errs": [
+        (run(lambda n: {"rerun": SAME | {"outcome": "wrong"}}), run(lambda n: {"rerun": SAME})),
+        (run(lambda n: {"rerun": SAME | {"outcome": "ranks differ"}}), run(lambda n: {"rerun": SAME})),
+    ],
+    "update-not-repeatable": [
+        (run(lambda n: {"rerun": SAME | {"outcome": "not repeatable", "ratio": 1.0}}), run(lambda n: {"rerun": SAME}))
+    ],
     "data-starved": [(run(lambda n: {"perf/data_wait": 0.7}), run(lambda n: {"perf/data_wait": 0.15}))],
 }
 
@@ -497,7 +505,7 @@ def test_what_a_whole_run_records_is_enough_to_judge_everything():
     record = run(evaluated(), validation=(0.5, 0.3, 0.25, 0.26))
     record.history[-1]["train/loss_scale"] = 65536.0
     record.history[-1]["audit"] = {"checks": [Check(stage, "q", "d", "o", True).to_json() for stage in STAGES]}
-    record.history[-1]["data_checks"] = {"judged": [*CHECKS.values()]}
+    record.history[-1] |= {"data_checks": {"judged": [*CHECKS.values()]}, "rerun": SAME}
     findings, judged = judge(record)
     assert not findings and set(CATALOG) - judged <= {"rule-failed", *OF_EDM2} | {row.code for row in ROWS}
 

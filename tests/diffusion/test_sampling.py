@@ -435,7 +435,7 @@ def test_unknown_sampler():
 @pytest.mark.slow
 def test_two_processes_sample_the_same_images(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    paths = os.pathsep.join(str(REPOSITORY / folder) for folder in ("", "tests", ""))
+    paths = os.pathsep.join(str(REPOSITORY / folder) for folder in ("", "tests", "tests/diffusion"))
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     process = subprocess.Popen(
         [*launcher, str(REPOSITORY / "tests/launch/sharded_sampling.py"), str(tmp_path)],

@@ -10,6 +10,9 @@ Updates are counted from 1 in each process. FAULT is one of
     hang           in update N, before the backward pass, the process waits for ever
     hang-data      the N-th time that images are fetched takes for ever
     nudge          after the backward pass of update N, the largest element of parameter V is one ulp larger
+    flip           in update N, but not where it is made again, one bit of V = WHERE:BIT flips: WHERE is weights (after the
+                   forward pass), gradient, activation or batch, BIT 0 to 31; N = 0: in each forward pass;
+                   WHERE alone: bit 0 in update N, bit 1 in the next one, and so on
     oom            update N runs out of memory
     oom-between    random numbers for what happens between updates run out of memory: those whose purpose begins as V (V,W)
     wrong-compiler  --compile compiles to code that runs, with a backward pass whose gradients are V times too large
@@ -41,6 +44,7 @@ import utils.data.dataset
 import utils.runs.checkpoints
 from benchmarks.shared.replace import check_fired, replace_everywhere
 from utils.core.entrypoint import run_script
+from utils.training.monitor import Monitor
 
 TOUCHES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
@@ -70,6 +74,48 @@ def nudge(step: int, name: str) -> None:
             weights[place] = torch.nextafter(weights[place], torch.tensor(torch.inf))
 
     Accelerator.backward = faulty
+
+
+def flip(step: int, value: str) -> None:
+    where, _, number = value.partition(":")
+    begin, add_images, backward = Monitor.begin, Monitor.add_images, Accelerator.backward
+    armed: list[int] = []  # the bit to flip, once
+
+    def flipped(tensor: torch.Tensor) -> None:
+        if armed:
+            bit, values = armed.pop(), tensor.data.view(-1)
+            chosen = values[(place := values.abs().argmax()) : place + 1].view(torch.int32)
+            chosen ^= -(2**31) if bit == 31 else 1 << bit
+
+    def new_turn(monitor, finished):
+        first = not monitor.rerun.repeating
+        begin(monitor, finished)
+        armed[:] = [int(number)] if number and first and finished + 1 == step else []
+        if not number and first and step <= finished + 1 < step + 32:
+            armed[:] = [finished + 1 - step]
+
+    def images(monitor, clean_images):
+        if where == "batch":
+            flipped(clean_images)
+        add_images(monitor, clean_images)
+
+    def output(module, _, activation):
+        if where == "activation" and isinstance(module, torch.nn.Conv2d) and module.training:
+            if step == 0 and module.in_channels == 1:
+                armed[:] = [int(number)]
+            flipped(activation)
+
+    def own_backward(accelerator, loss, **keywords):
+        network = accelerator.unwrap_model(accelerator._models[0])
+        largest = max(network.parameters(), key=torch.numel)
+        if where == "weights":
+            flipped(largest)
+        backward(accelerator, loss, **keywords)
+        if where == "gradient":
+            flipped(largest.grad)
+
+    Monitor.begin, Monitor.add_images, Accelerator.backward = new_turn, images, own_backward
+    torch.nn.modules.module.register_module_forward_hook(output)
 
 
 def slow_compute(step: int, seconds: str) -> None:
@@ -240,6 +286,7 @@ FAULTS = {
     "slow-compute": slow_compute,
     "slow-data": slow_data,
     "nudge": nudge,
+    "flip": flip,
     "oom": oom,
     "oom-between": oom_between,
     "wrong-compiler": wrong_compiler,

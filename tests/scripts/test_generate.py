@@ -316,11 +316,11 @@ def test_folders_of_others_and_bad_counts(pipeline, here, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mistake_is_one_line_and_status_2(tmp_path):
+def test_a_mistake_is_two_lines_and_status_2(tmp_path):
     code, output, errors = launch([sys.executable], tmp_path / "nothing", tmp_path / "out", *FLAGS)
     assert code == 2 and output == ""
-    [line] = without_progress(errors)
-    assert line.startswith(f"error: cannot load a pipeline from {tmp_path / 'nothing'}")
+    said, _ = without_progress(errors)
+    assert said.startswith(f"error: cannot load a pipeline from {tmp_path / 'nothing'}")
 
 
 def test_help_imports_nothing_heavy_and_shows_the_commands():

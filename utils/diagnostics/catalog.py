@@ -577,6 +577,19 @@ CATALOG: dict[str, Entry] = {
             "in data: --dataloader_num_workers 4, or --cache_dir on a local disk",
         ),
     ),
+    "device-errs": Entry(
+        "an update gave another result when it was made again",
+        "memory or an arithmetic unit of that device makes mistakes: heat, overclocking, a defect",
+        (
+            "test the memory of that device, and train on another one",
+            "continue from a checkpoint that was saved before this update",
+        ),
+    ),
+    "update-not-repeatable": Entry(
+        "the same update gives other bits each time, so --rerun_steps sees only large errors",
+        "kernels that add up in no fixed order, as some do on GPUs",
+        ("nothing, if this is accepted; CUBLAS_WORKSPACE_CONFIG=:4096:8 makes some kernels repeat",),
+    ),
     "rule-failed": Entry(
         "a rule of the doctor failed, so it could not check for its finding",
         "a damaged record, a record of another version, or a mistake in the rule",

@@ -33,7 +33,7 @@ from utils.diagnostics.rules.optimizer import (
 )
 from utils.diagnostics.rules.options import options_amiss
 from utils.diagnostics.rules.process import sampler_mismatch, schedule
-from utils.diagnostics.rules.ranks import slow_rank
+from utils.diagnostics.rules.ranks import device_errs, slow_rank
 from utils.diagnostics.rules.samples import evaluated_samples, previewed_samples, saturated_samples
 from utils.runs.record import RunRecord
 
@@ -76,5 +76,6 @@ RULES: tuple[Callable[[RunRecord], Found], ...] = (
         data_starved,
         data_enlarged,
         slow_rank,
+        device_errs,
     ),
 )

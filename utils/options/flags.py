@@ -214,6 +214,12 @@ class ReportOptions(Options):
     ledger_steps: int | None = flag(
         None, "updates between two lines of ledger.jsonl, the hashes of the state (each report)", at_least=1, free=True
     )
+    rerun_steps: int | None = flag(
+        None,
+        "after every N updates, make the last one again and compare the bits: finds devices that err; 1000 on GPUs (off)",
+        at_least=1,
+        free=True,
+    )
     quiet: bool = flag(False, "show no progress, only notes, findings and errors", free=True)
     stop_on: Literal["never", "critical"] = flag(
         "never", "critical: stop the run at a critical finding, with exit status 3 (never)", free=True

@@ -36,6 +36,7 @@ class Periodic:
         self._snapshots = Snapshots(accelerator, run.ema, run.output_dir, run.state, every=every, dtype=dtype)
         self._exit_status, self._forecast, self._profile = 0, Forecast(run), Profile(run)
         self._first_update = ExitStack()  # the bar of the slowest update, which that of the run does not show
+        self._repetitions = ExitStack()  # of an update that is made again
 
     def catch_up(self) -> None:
         """Makes the evaluation that a stop had left out, and pictures by a --pretrained network; the updates begin."""
@@ -68,9 +69,11 @@ class Periodic:
         """What is due after `state.step` updates, the last of which was made with that learning rate."""
         run, state, options = self._run, self._run.state, self._run.options
         self._first_update.close()
+        self._monitor.end_update(self._anything_due())
+        if self._again():
+            return
         run.progress.update()
         self._forecast.after_update()
-        self._monitor.end_update(self._anything_due())
         if self._monitor.due:  # here alone the host waits for the device
             self._exit_status = self._monitor.report(learning_rate)
         elif self._monitor.ledger.due and not self._monitor.ledger.write():
@@ -105,6 +108,16 @@ class Periodic:
                 saved = self._save()
                 if self._exit_status == EXIT_STOPPED and not saved:
                     self._exit_status = 1  # not "saved, run it again"
+
+    def _again(self) -> bool:
+        """Whether the update is to be made once more, whose time is left out of the images per second."""
+        rerun = self._monitor.rerun
+        if rerun.due and not rerun.repeating:
+            self._repetitions.enter_context(self._monitor.paused())
+        if rerun.again():
+            return True
+        self._repetitions.close()
+        return False
 
     def finish(self) -> int:
         """The pipeline and the last pictures of a run that has come to its end, in this order: no picture may cost it the

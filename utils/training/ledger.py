@@ -59,10 +59,10 @@ class Ledger:
         seen = {"samples": self._number(self._samples), **self._seen}
         own = [seen.get(name, self._number(0)) for name in OF_THE_UPDATE]
         for kind in OF_THE_STATE:
-            tensors = self._tensors(kind).values()
+            tensors = tensors_of(self._run, kind).values()
             here = [tensor for tensor in tensors if tensor.device == self._device]
             on_host = [tensor for tensor in tensors if tensor.device != self._device]  # mere counters
-            own.append((digest(_joined(here)) if here else 0) + self._number(int(digest(_joined(on_host)))))
+            own.append((digest(joined(here)) if here else 0) + self._number(int(digest(joined(on_host)))))
         return self._run.accelerator.gather(torch.stack(own))
 
     def _number(self, value: int) -> Tensor:
@@ -89,13 +89,13 @@ class Ledger:
     def _write_line(self, columns: dict[str, list[int]]) -> None:
         # Of an update, the sum over all ranks, which does not depend on how they share it out.
         hashes = {name: sum(columns[name]) for name in OF_THE_UPDATE} if self._seen else {}
-        hashes |= {kind: columns[kind][0] for kind in OF_THE_STATE if self._tensors(kind)}
+        hashes |= {kind: columns[kind][0] for kind in OF_THE_STATE if tensors_of(self._run, kind)}
         self._file.add(self._run.state.step, {name: f"{value % 2**64:016x}" for name, value in hashes.items()})
         self._file.records.clear()
 
     def _say_parted(self, kind: str) -> None:
         """The first tensor of the first kind that differs, and the ranks that differ from most others."""
-        tensors = self._tensors(kind)
+        tensors = tensors_of(self._run, kind)
         each = digests(tensor.to(self._device) for tensor in tensors.values())
         everyone = self._run.accelerator.gather(each[None]).tolist()
         places = [place for place, column in enumerate(zip(*everyone)) if len(set(column)) > 1]
@@ -114,7 +114,7 @@ class Ledger:
         run = self._run
         values = dict(zip(HASHES, self.measure().tolist()))
         allowed = {"optimizer"} & set(run.options.allow_option_change)
-        names = [name for name in OF_THE_STATE if name in line and self._tensors(name) and name not in allowed]
+        names = [name for name in OF_THE_STATE if name in line and tensors_of(self._run, name) and name not in allowed]
         differ = [HASHES[name] for name in names if f"{values[name] % 2**64:016x}" != line[name]]
         if differ:
             run.print_line(
@@ -122,29 +122,30 @@ class Ledger:
                 f"The run continues, but it is not the run that was saved"
             )
 
-    def _tensors(self, kind: str) -> dict[str, Tensor]:
-        """Those of a kind of OF_THE_STATE, by their names, in the same order on each rank."""
-        run, network = self._run, self._run.objective.network
-        if kind == "optimizer":
-            names = {id(parameter): name for name, parameter in network.named_parameters()}
-            return {
-                f"{state} of {names.get(id(parameter), 'a parameter')}": tensor
-                for optimizer in run.accelerator._optimizers
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                for state, tensor in optimizer.state.get(parameter, {}).items()
-                if isinstance(tensor, Tensor)
-            }
-        if kind == "ema":
-            tensors = {} if run.ema is None else run.ema.state_dict()
-        else:
-            tensors = dict((*network.named_parameters(), *network.named_buffers()))
-        # Singular vectors are of each rank's own passes, and DDP copies those of the main process before the next one.
-        return {name: tensor for name, tensor in tensors.items() if not name.endswith(UNIT_VECTORS)}
+
+def tensors_of(run: Run, kind: str, all_of_them: bool = False) -> dict[str, Tensor]:
+    """Returns those of a kind of OF_THE_STATE by their names, in the same order on each rank. Singular vectors are left out
+    unless `all_of_them`: they are of each rank's own passes, and DDP copies those of the main process before the next one."""
+    network = run.objective.network
+    if kind == "optimizer":
+        names = {id(parameter): name for name, parameter in network.named_parameters()}
+        return {
+            f"{state} of {names.get(id(parameter), 'a parameter')}": tensor
+            for optimizer in run.accelerator._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            for state, tensor in optimizer.state.get(parameter, {}).items()
+            if isinstance(tensor, Tensor)
+        }
+    if kind == "ema":
+        tensors = {} if run.ema is None else run.ema.state_dict()
+    else:
+        tensors = dict((*network.named_parameters(), *network.named_buffers()))
+    return {name: tensor for name, tensor in tensors.items() if all_of_them or not name.endswith(UNIT_VECTORS)}
 
 
-def _joined(tensors: list[Tensor]) -> list[Tensor]:
-    """The same with all small ones as one: hundreds of biases and counters cost as many calls."""
+def joined(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns the same with all small ones as one: hundreds of biases and counters cost as many calls."""
     small = [tensor for tensor in tensors if tensor.numel() <= SMALL and tensor.dtype == torch.float32]
     if len(small) < 2:
         return tensors

@@ -21,6 +21,7 @@ from utils.training.ledger import Ledger
 from utils.training.nan_report import NanReports
 from utils.training.progress import StepStatistics, Stopwatch, peak_memory_gib, read_together
 from utils.training.rank_times import RankTimes
+from utils.training.rerun import Rerun
 from utils.training.run import Run
 
 
@@ -44,7 +45,7 @@ class Monitor:
         self._bad_updates = BadUpdates(run.accelerator, num_parameters, *counts)
         self._nan_reports = NanReports(run)
         self.audit = StepAudit(run, measures_eagerly, lambda: sum(self._bad_updates.totals()[:2]))
-        self.ledger = Ledger(run)
+        self.ledger, self.rerun = Ledger(run), Rerun(run)
         self._bad_images = BadImageReport(
             run.accelerator,
             run.output_dir / "bad_images.json",
@@ -61,33 +62,45 @@ class Monitor:
         self.audit.measure_eagerly()
 
     def begin(self, step: int) -> None:
-        """Before the update that follows `step` finished ones."""
+        """Before the update that follows `step` finished ones. Of one that is made again, all but `rerun` look at the first
+        time alone."""
+        if self.rerun.repeating:
+            return
         self.due = (step + 1) % self._run.options.logging_steps == 0 or step + 1 == self._run.length.max_train_steps
         self._hang.begin(step)
         self._dynamics.begin(self.due)
         self.audit.begin(step, self.due)
         self.ledger.begin(step, self.due)
+        self.rerun.begin(step)
 
     def wait_for(self, batches: Iterator[dict]) -> dict:
         """The next of the loader's batches, for which the loop waits."""
+        if self.rerun.repeating:
+            return self.rerun.next_batch()
         self._rank_times.now("data")
         with self._stopwatch.waiting_for_data():
             batch = next(batches)
         self._rank_times.now("compute")
         self.audit.begin_micro_step(batch)
         self.ledger.add_batch(batch)
+        self.rerun.keep(batch)
         return batch
 
     def add_images(self, clean_images: torch.Tensor) -> None:
         """What the network is about to be trained on, [B, C, H, W]."""
-        self._dynamics.see_images(clean_images)
+        if not self.rerun.repeating:
+            self._dynamics.see_images(clean_images)
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """With what the gradient of a micro step is about to be taken of."""
-        self._rank_times.before_backward(loss)
+        if not self.rerun.repeating:
+            self._rank_times.before_backward(loss)
 
     def add(self, losses: Losses, drawn: dict[str, torch.Tensor]) -> None:
         """Those of a micro step, and what they are of."""
+        self.rerun.add(losses, drawn)
+        if self.rerun.repeating:
+            return
         self._rank_times.now("compute")
         self._statistics.add_losses(losses.shown, self._run.objective.ranks(**drawn))
         self._bad_updates.add_losses(losses.trained)
@@ -97,6 +110,10 @@ class Monitor:
     @contextmanager
     def optimizer_step(self, gradients: Gradients) -> Iterator[None]:
         """Around what makes the weights those of the next update; before the gradients are cleared."""
+        self.rerun.see_gradients()
+        if self.rerun.repeating:
+            yield
+            return
         self._bad_updates.add(self._run.state.step, gradients)
         self._dynamics.before_step()
         yield
@@ -106,9 +123,11 @@ class Monitor:
 
     def end_update(self, between: bool) -> None:
         """After the averages are updated; `between`: whether anything is made before the next update that may touch weights."""
+        if self.rerun.repeating:
+            return
         self._rank_times.now(None)  # the audit compares ranks, and waits for them
         self._hang.end()
-        self.audit.end_update(between, self.due)
+        self.audit.end_update(between or self.rerun.due, self.due)
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:

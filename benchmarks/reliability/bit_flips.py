@@ -1,0 +1,56 @@
+"""Which flipped bits --rerun_steps finds: one flips in each of 32 updates, from the lowest of the mantissa to the sign.
+
+    python benchmarks/reliability/bit_flips.py                       # both scripts, digits16 and the digits, some minutes
+    python benchmarks/reliability/bit_flips.py --scripts train_edm2.py --train_batch_size 8
+
+The element with the largest magnitude of one tensor is hit: of the largest parameter after the forward pass (weights), of its
+gradient, of the output of the first convolution (activation), or of the batch of images. Each update is made again; other
+flags go to the scripts.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.shared.measuring import default_device, describe
+
+ROOT = Path(__file__).parents[2]
+PLACES, BITS, FIRST = ("weights", "gradient", "activation", "batch"), 32, 3  # update FIRST has the first one
+
+
+def outcomes(script: str, where: str, flags: list[str]) -> list[tuple[str, str]]:
+    """(outcome, first stage that differs) for bits 0 to 31, each in an update of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        fault = [script, "flip", "--value", where, "--step", str(FIRST), "--", "--dataset_name", "digits"]
+        run = f"--max_train_steps {FIRST + BITS} --rerun_steps 1 --lr_warmup_steps 0 --logger none --output_dir {folder}/run"
+        command = [sys.executable, ROOT / "tests/faults/inject.py", *fault, *flags, *run.split()]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        lines = [json.loads(line) for line in Path(folder, "run/history.jsonl").read_text().splitlines()]
+    made = {line["step"]: line["rerun"] for line in lines if "rerun" in line}
+    assert all(each["outcome"] == "same" for step, each in made.items() if not FIRST <= step < FIRST + BITS), made
+    return [(made[FIRST + bit]["outcome"], made[FIRST + bit].get("stage", "")) for bit in range(BITS)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scripts", nargs="+", default=["train_ddpm.py", "train_edm2.py"])
+    options, flags = parser.parse_known_args()
+    print(describe(default_device()))
+    for script in options.scripts:
+        for where in PLACES:
+            found = outcomes(script, where, flags)
+            missed = [bit for bit, (outcome, _) in enumerate(found) if outcome != "wrong"]
+            stages = sorted({stage for outcome, stage in found if outcome == "wrong"})
+            print(f"{script:14} {where:10} {BITS - len(missed)} of {BITS} found, first seen in: {', '.join(stages)}", end="")
+            print(f"; not found: bits {missed}" if missed else "", flush=True)
+
+
+if __name__ == "__main__":
+    main()

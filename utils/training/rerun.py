@@ -1,0 +1,250 @@
+"""Finished updates are made once more from the state before them, and their bits compared: memory and arithmetic that err."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from utils.diagnostics.audit.elements import digest
+from utils.diffusion.objective import Losses
+from utils.training.ledger import joined, tensors_of
+from utils.training.run import Run
+
+STAGES = (
+    "batch",
+    "loss",
+    "own gradient",
+    "gradient",
+    "optimizer",
+    "weights",
+    "ema",
+)  # in the order in which one follows from the other
+MOST = 4  # times that an update is made, where the first two differ
+FAR = 8.0  # times the distance of repetitions from each other, beyond which the first result is not one of them
+
+
+class Execution(NamedTuple):
+    """One time that an update was made."""
+
+    digests: list[list[int]]  # [processes x STAGES]
+    after: "State"
+
+
+class Rerun:
+    """The loop of a script makes an update again while `again` returns True: from the same state, with the same batches, by the
+    same lines. Its methods are to be called on every process. The copies of the state lie on the host.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+        self.repeating = False  # whether the update under way was made before
+        self._due = False
+        self._kept: list[dict] = []  # the batches of the update
+        self._left: Iterator[dict] = iter(())
+        self._seen: dict[str, Tensor] = {}
+        self._executions: list[Execution] = []
+        self._before: Any = None  # a State
+        self._hooks: list[RemovableHandle] = []
+
+    def begin(self, step: int) -> None:
+        """Before the update that follows `step` finished ones, unless it is repeated."""
+        every = self._run.options.rerun_steps
+        self._due = every is not None and (step + 1) % every == 0
+        self._seen, self._kept, self._executions = {}, [], []
+        if self._due:
+            self._before = State(self._run)
+            parameters = [p for p in self._run.objective.network.parameters() if p.requires_grad]
+            self._hooks = [p.register_hook(partial(self._add_own, 2 * n + 1)) for n, p in enumerate(parameters)]
+
+    @property
+    def due(self) -> bool:
+        """Whether the update under way is made again."""
+        return self._due
+
+    def _add_own(self, weight: int, gradient: Tensor) -> None:
+        """Of one micro step, before other ranks' are added to it. In whichever order the parameters come."""
+        self._seen["own gradient"] = self._seen.get("own gradient", 0) + weight * digest([gradient])
+
+    def keep(self, batch: dict) -> None:
+        """A batch of the loader, of this update."""
+        if self._due:
+            self._kept.append(batch)
+
+    def next_batch(self) -> dict:
+        """Of those that were kept."""
+        return next(self._left)
+
+    @torch.no_grad()
+    def add(self, losses: Losses, drawn: dict[str, Tensor]) -> None:
+        """What a micro step was of, and what it lost."""
+        if self._due:
+            for stage, tensors in (("batch", drawn.values()), ("loss", [losses.trained])):
+                self._seen[stage] = digest(tensors) + 3 * self._seen.get(stage, 0)
+
+    def see_gradients(self) -> None:
+        """Before the optimizer's step."""
+        if self._due:
+            gradients = [p.grad for p in self._run.objective.network.parameters() if p.grad is not None]
+            self._seen["gradient"] = digest(joined(gradients))
+
+    def again(self) -> bool:
+        """Whether the loop is to make the newest update once more: then all is as it was before it."""
+        if not self._due:
+            return False
+        made = self._executions
+        made.append(Execution(self._digests(), State(self._run)))
+        if len(made) == 1 or ((made[0].digests != made[-1].digests or len(made) > 2) and len(made) < MOST):
+            self._before.restore()
+            self._run.state.step -= 1
+            self.repeating, self._left, self._seen = True, iter(self._kept), {}
+            return True
+        self.repeating = self._due = False
+        for hook in self._hooks:
+            hook.remove()
+        outcome = self._compare() if len(made) > 2 else self._compare_ranks()
+        self._run.doctor.record(self._run.state.step, {"rerun": outcome})
+        if outcome["outcome"] != "same":
+            self._run.doctor.look()
+        self._executions, self._kept, self._before = [], [], None
+        return False
+
+    def _digests(self) -> list[list[int]]:
+        """Of each process and stage."""
+        device = self._run.accelerator.device
+        own = [self._seen[stage] for stage in STAGES[:4]]
+        for kind in STAGES[4:]:
+            tensors = [tensor.to(device) for tensor in tensors_of(self._run, kind, all_of_them=True).values()]
+            own.append(digest(joined(tensors)) if tensors else torch.zeros((), dtype=torch.int64, device=device))
+        return self._run.accelerator.gather(torch.stack([value.to(device) for value in own])[None]).tolist()
+
+    # ---- what came out of it; the state is that of an execution with which most others agree
+
+    def _compare(self) -> dict[str, Any]:
+        """Of an update whose second execution differs from the first."""
+        made = self._executions
+        usual = max(made, key=lambda one: sum(one.digests == other.digests for other in made))
+        odd = [one for one in made if one.digests != usual.digests]
+        if 2 * len(odd) < len(made):
+            usual.after.restore()
+            return {"outcome": "wrong", "first": odd[0] is made[0]} | _where(odd[0].digests, usual.digests)
+        made[0].after.restore()
+        first, *others = (execution.after.weights() for execution in made)
+        spread = max(_distance(a, b) for a, b in zip(others, (*others[1:], others[0])))
+        ratio = min(_distance(first, other) for other in others) / max(spread, 1e-300)
+        ratio = float(self._run.accelerator.gather(torch.tensor([ratio], device=self._run.accelerator.device)).max())
+        outcome = "wrong" if ratio > FAR else "not repeatable"
+        return {"outcome": outcome, "first": True, "ratio": ratio} | _where(made[0].digests, made[1].digests)
+
+    def _compare_ranks(self) -> dict[str, Any]:
+        """Of an update that is the same twice: a device that errs alike each time is found by another device."""
+        run, after = self._run, self._executions[0].after
+        ranks, rank = run.accelerator.num_processes, run.accelerator.process_index
+        if ranks == 1:
+            return {"outcome": "same"}
+        everyone: list[Any] = [None] * ranks
+        torch.distributed.all_gather_object(everyone, [_on_host(batch) for batch in self._kept])
+        found = []
+        for other in (rank, (rank - 1) % ranks):
+            self._before.restore()
+            found += self._local(everyone[other], other)
+        after.restore()
+        rows = run.accelerator.gather(
+            torch.stack(found)[None]
+        ).tolist()  # of each rank: its own digests, then those of the other
+        differ = [other for other in range(ranks) if rows[other][:2] != rows[(other + 1) % ranks][2:]]
+        if not differ:
+            return {"outcome": "same"}
+        pairs = [{other, (other + 1) % ranks} for other in differ]
+        suspects = set.intersection(*pairs) or set.union(*pairs)
+        stage = "loss" if any(rows[other][0] != rows[(other + 1) % ranks][2] for other in differ) else "gradient"
+        return {"outcome": "ranks differ", "stage": stage, "ranks": sorted(suspects)}
+
+    def _local(self, batches: list[dict], rank: int) -> list[Tensor]:
+        """Digests of loss and gradient of these batches of that rank, which no other rank adds to."""
+        run, accelerator = self._run, self._run.accelerator
+        [model] = accelerator._models
+        losses = []
+        with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
+            for micro_step, batch in enumerate(batches):
+                drawn = run.objective.draw(run.data.samples.on_device(batch))
+                run.data.samples.seed_dropout(run.state.step - 1, micro_step, rank)
+                losses.append(run.objective.losses(model, **drawn).trained)
+                accelerator.backward(losses[-1].mean())
+        gradients = [p.grad for p in run.objective.network.parameters() if p.grad is not None]
+        found = [digest([loss.detach() for loss in losses]), digest(joined(gradients))]
+        model.zero_grad()
+        return found
+
+
+class State:
+    """A copy on the host of all that an update moves."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._tensors = {
+            kind: {name: _copy(tensor) for name, tensor in tensors_of(run, kind, all_of_them=True).items()}
+            for kind in ("weights", "ema")
+        }
+        self._optimizers = [
+            {parameter: {key: _copy(value) for key, value in state.items()} for parameter, state in optimizer.state.items()}
+            for optimizer in run.accelerator._optimizers
+        ]
+        scaler = run.accelerator.scaler
+        self._scaler = None if scaler is None else copy.deepcopy(scaler.state_dict())
+        self._clipping = dict(vars(run.clipping))  # its tensors are replaced, and not written to
+
+    def weights(self) -> list[Tensor]:
+        return list(self._tensors["weights"].values())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        run = self._run
+        for kind, tensors in self._tensors.items():
+            for name, tensor in tensors_of(run, kind, all_of_them=True).items():
+                tensor.copy_(tensors[name])
+        for optimizer, kept in zip(run.accelerator._optimizers, self._optimizers):
+            for parameter in [parameter for parameter in optimizer.state if parameter not in kept]:
+                del optimizer.state[parameter]  # it came with this update
+            for parameter, state in kept.items():
+                _restore(optimizer.state[parameter], state, parameter.device)
+        if self._scaler is not None:
+            run.accelerator.scaler.load_state_dict(self._scaler)
+        vars(run.clipping).update(self._clipping)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _restore(state: dict, kept: dict, device: torch.device) -> None:
+    for key in [key for key in state if key not in kept]:
+        del state[key]
+    for key, value in kept.items():
+        there = state.get(key)
+        if isinstance(there, Tensor):
+            there.copy_(value)
+        else:
+            state[key] = value.to(device) if isinstance(value, Tensor) else value
+
+
+def _on_host(batch: dict) -> dict:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def _where(found: list[list[int]], usual: list[list[int]]) -> dict[str, Any]:
+    """The first stage at which two executions differ, and the ranks that do."""
+    for place, stage in enumerate(STAGES):
+        ranks = [rank for rank, (a, b) in enumerate(zip(found, usual)) if a[place] != b[place]]
+        if ranks:
+            return {"stage": stage, "ranks": ranks}
+    return {"stage": STAGES[-1], "ranks": []}
+
+
+def _distance(a: list[Tensor], b: list[Tensor]) -> float:
+    """The L2 norm of the difference."""
+    return sum(float((x.double() - y.double()).square().sum()) for x, y in zip(a, b)) ** 0.5
