@@ -43,7 +43,7 @@ class Rerun:
     def __init__(self, run: Run):
         self._run = run
         self.repeating = False  # whether the update under way was made before
-        self._due = False
+        self.due = False  # whether the update under way is made again
         self._kept: list[dict] = []  # the batches of the update
         self._left: Iterator[dict] = iter(())
         self._seen: dict[str, Tensor] = {}
@@ -54,17 +54,12 @@ class Rerun:
     def begin(self, step: int) -> None:
         """Before the update that follows `step` finished ones, unless it is repeated."""
         every = self._run.options.rerun_steps
-        self._due = every is not None and (step + 1) % every == 0
+        self.due = every is not None and (step + 1) % every == 0
         self._seen, self._kept, self._executions = {}, [], []
-        if self._due:
+        if self.due:
             self._before = State(self._run)
             parameters = [p for p in self._run.objective.network.parameters() if p.requires_grad]
             self._hooks = [p.register_hook(partial(self._add_own, 2 * n + 1)) for n, p in enumerate(parameters)]
-
-    @property
-    def due(self) -> bool:
-        """Whether the update under way is made again."""
-        return self._due
 
     def _add_own(self, weight: int, gradient: Tensor) -> None:
         """Of one micro step, before other ranks' are added to it. In whichever order the parameters come."""
@@ -72,7 +67,7 @@ class Rerun:
 
     def keep(self, batch: dict) -> None:
         """A batch of the loader, of this update."""
-        if self._due:
+        if self.due:
             self._kept.append(batch)
 
     def next_batch(self) -> dict:
@@ -82,19 +77,19 @@ class Rerun:
     @torch.no_grad()
     def add(self, losses: Losses, drawn: dict[str, Tensor]) -> None:
         """What a micro step was of, and what it lost."""
-        if self._due:
+        if self.due:
             for stage, tensors in (("batch", drawn.values()), ("loss", [losses.trained])):
                 self._seen[stage] = digest(tensors) + 3 * self._seen.get(stage, 0)
 
     def see_gradients(self) -> None:
         """Before the optimizer's step."""
-        if self._due:
+        if self.due:
             gradients = [p.grad for p in self._run.objective.network.parameters() if p.grad is not None]
             self._seen["gradient"] = digest(joined(gradients))
 
     def again(self) -> bool:
         """Whether the loop is to make the newest update once more: then all is as it was before it."""
-        if not self._due:
+        if not self.due:
             return False
         made = self._executions
         made.append(Execution(self._digests(), State(self._run)))
@@ -103,7 +98,7 @@ class Rerun:
             self._run.state.step -= 1
             self.repeating, self._left, self._seen = True, iter(self._kept), {}
             return True
-        self.repeating = self._due = False
+        self.repeating = self.due = False
         for hook in self._hooks:
             hook.remove()
         outcome = self._compare() if len(made) > 2 else self._compare_ranks()
