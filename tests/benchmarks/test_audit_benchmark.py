@@ -4,6 +4,7 @@ import importlib
 import json
 
 import pytest
+from conftest import slow_turns
 
 from benchmarks.doctor import audit
 from benchmarks.doctor.step_faults import DDPM, EDM2, STEP_FAULTS
@@ -70,12 +71,13 @@ def test_answers_are_judged(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_doctor_names_faults_and_finds_none_in_healthy_runs():
+@pytest.mark.parametrize(
+    ("number", "fault"),
+    [(0, "block without gradient"), *slow_turns((1, "learning rate x 100"), (2, "betas too small"), (3, "EMA frozen"))],
+)
+def test_the_doctor_names_faults_and_finds_none_in_healthy_runs(number, fault):
     """Each fault with another seed, which is its variant, and on another data set."""
-    chosen = []
-    for number, fault in enumerate(["learning rate x 100", "betas too small", "block without gradient", "EMA frozen"]):
-        chosen += audit.cases([fault], 0, [number], DATASETS[number:] + DATASETS[:number])
-    chosen += audit.cases([], 2, [], DATASETS)
+    chosen = audit.cases([fault], 0, [number], DATASETS[number:] + DATASETS[:number]) + audit.cases([], 1, [], DATASETS)
     for case in chosen:
         case.flags.update({"max_train_steps": 96, "validation_steps": 48})
     assert [audit.line(result) for result in audit.run_all(chosen) if not result.right] == []

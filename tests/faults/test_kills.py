@@ -4,7 +4,7 @@ import shutil
 import signal
 
 import pytest
-from conftest import end_group, start_script
+from conftest import end_group, slow_turns, start_script
 from kills import differences, invalid_checkpoints, kill_at_random, newest
 
 from utils.runs.checkpoints import find_checkpoint, list_checkpoints
@@ -13,7 +13,7 @@ FREQUENT = ["--max_train_steps", 24, "--checkpointing_steps", 3]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [1, 20])
+@pytest.mark.parametrize("kills", [1, *slow_turns(20)])
 def test_random_kills_cost_nothing_but_time(server, script, script_flags, tmp_path, kills):
     tally = kill_at_random(server, script, [*script_flags, *FREQUENT], tmp_path, kills=kills, seed=1)
     assert (tally.invalid, tally.different) == ([], [])
@@ -54,7 +54,7 @@ def test_killed_before_each_touch_of_the_disk_in_a_save(server, script, script_f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, *slow_turns(1)])
 def test_kill_9_of_a_run_started_as_users_do(server, script, script_flags, tmp_path, processes):
     """A process of its own, with all its imports and a loader's worker; and two under torchrun."""
     flags = [*script_flags, *FREQUENT, "--train_batch_size", 8 // processes]

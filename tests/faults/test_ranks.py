@@ -30,7 +30,7 @@ def state_of(checkpoint: Path) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1, *slow_turns(0)])
 def test_a_nan_on_one_rank_changes_nothing_on_any(server, script, script_flags, tmp_path, rank):
     flags = [*script_flags, *HALVES, "--checkpointing_steps", 1, "--output_dir", tmp_path / "nan"]
     runs = server.start([INJECT, script, "nan", "--rank", rank, "--step", 5, "--", *flags], 2)
@@ -170,8 +170,11 @@ def test_a_rank_that_hangs_under_torchrun(script, script_flags, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "number"),
-    [(TORCHRUN, "SIGKILL"), (ACCELERATE, "SIGKILL"), (ACCELERATE, "SIGTERM"), (TORCHRUN, "SIGTERM")],
-    ids=["torchrun-SIGKILL", "accelerate-SIGKILL", "accelerate-SIGTERM", "torchrun-SIGTERM"],
+    [
+        pytest.param(TORCHRUN, "SIGKILL", id="torchrun-SIGKILL"),
+        pytest.param(ACCELERATE, "SIGTERM", id="accelerate-SIGTERM"),
+        *slow_turns((ACCELERATE, "SIGKILL"), (TORCHRUN, "SIGTERM"), ids=["accelerate-SIGKILL", "torchrun-SIGTERM"]),
+    ],
 )
 def test_a_launcher_that_ends_leaves_no_process_and_a_checkpoint(script, script_flags, tmp_path, launcher, number):
     batch = 4 if launcher is TORCHRUN else 8

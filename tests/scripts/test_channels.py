@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import make_tiny_flags
+from conftest import make_tiny_flags, slow_turns
 from PIL import Image
 
 import evaluate
@@ -38,7 +38,7 @@ def write_images(folder, mode, count=40, size=(20, 24)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["LA", "RGBA", "I;16"])
+@pytest.mark.parametrize("mode", ["I;16", *slow_turns("LA", "RGBA")])
 def test_a_run_from_files_to_files(mode, train, tmp_path, capsys):
     """The step audit finds nothing, a resumed run has the same weights, and what is generated has channels and bits."""
     channels, deep = len(mode) if mode in ALPHA.values() else 1, mode == "I;16"

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags
+from conftest import SCRIPTS, TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, slow_turns
 from PIL import Image
 
 import evaluate
@@ -44,7 +44,7 @@ def flags_of(script, tmp_path, pictures) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [SCRIPTS[0], *slow_turns(SCRIPTS[1])])
 def test_a_run_from_files_to_samples(script, train, tmp_path, pictures, capsys):
     """The step audit finds nothing, a resumed run has the same weights to the bit, and the pipeline makes such images."""
     flags, module = flags_of(script, tmp_path, pictures), MODULES[script]
