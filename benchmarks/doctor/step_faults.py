@@ -236,7 +236,7 @@ fault(
 
 # ---- noise
 
-NOISE = 'noise = randomness.normal(self.seed, "noise", sample_numbers, self.images.shape)'
+NOISE = 'noise = randomness.normal(self.seed, "noise", sample_numbers, self.shape)'
 
 
 def noise(name: str, new: str, stage: str | tuple[str, ...] = "noise", **options) -> None:
@@ -252,16 +252,16 @@ noise(
 )
 noise(
     "uniform noise of unit variance",
-    'noise = randomness.uniform(self.seed, "noise", sample_numbers, math.prod(self.images.shape))\n'
-    "        noise = ((noise * 2 - 1) * 3**0.5).unflatten(1, self.images.shape)",
+    'noise = randomness.uniform(self.seed, "noise", sample_numbers, math.prod(self.shape))\n'
+    "        noise = ((noise * 2 - 1) * 3**0.5).unflatten(1, self.shape)",
 )
 noise(
     "noise repeats in each epoch",
-    'noise = randomness.normal(self.seed, "noise", sample_numbers % len(self.images), self.images.shape)',
+    'noise = randomness.normal(self.seed, "noise", sample_numbers % len(self.images), self.shape)',
 )
 noise(
     "noise seeded anew in each update",
-    'noise = randomness.normal(self.seed, "noise", sample_numbers - sample_numbers[0], self.images.shape)',
+    'noise = randomness.normal(self.seed, "noise", sample_numbers - sample_numbers[0], self.shape)',
     script=EDM2,
 )
 noise("one noise for the whole batch", f"{NOISE}[:1].expand(len(sample_numbers), -1, -1, -1)", script=EDM2)
@@ -949,7 +949,7 @@ fault("optimizer without u", "optimizer", (EDM2, BUILT, "    optimizer = new_opt
 fault(
     "epsilon of a sum for a mean",
     "optimizer",
-    (EDM2, "return options.adam_epsilon / math.prod(options.image_shape)", "return options.adam_epsilon"),
+    (EDM2, "return options.adam_epsilon / math.prod(shape)", "return options.adam_epsilon"),
     script=EDM2,
 )
 fault(
@@ -1290,7 +1290,7 @@ noise(
     "all ranks draw the same noise",
     "size = self.micro_batch_size\n"
     "        numbers = sample_numbers // (2 * size) * size + sample_numbers % size\n"
-    '        noise = randomness.normal(self.seed, "noise", numbers, self.images.shape)',
+    '        noise = randomness.normal(self.seed, "noise", numbers, self.shape)',
     ("ranks", "noise"),
     processes=2,
 )
@@ -1586,7 +1586,7 @@ fault("noise levels sorted in each batch", "timestep", (EDM2, SIGMAS, f"{SIGMAS}
 noise(
     "noise of the batch before with the other sign",
     "odd = sample_numbers // self.micro_batch_size % 2\n"
-    '        noise = randomness.normal(self.seed, "noise", sample_numbers - odd * self.micro_batch_size, self.images.shape)\n'
+    '        noise = randomness.normal(self.seed, "noise", sample_numbers - odd * self.micro_batch_size, self.shape)\n'
     "        noise = noise * (1 - 2 * odd)[:, None, None, None]",
 )
 fault("SiLU without its scale", "network", (EDM2_UNET, "F.silu(x) / 0.596", "F.silu(x)"), script=EDM2)
