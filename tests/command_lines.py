@@ -36,6 +36,8 @@ TRAINING = [  # for both training scripts
     "--dataset_name d --max_train_images 10 --image_channels 1 --preserve_input_precision --validation_images 4",
     "--dataset_name d --image_channels 2",
     "--dataset_name d --streaming",
+    "--dataset_name d --streaming --balanced_sampling",
+    "--dataset_name d --streaming --cache_limit much",
     "--dataset_name d --resolution 0",
     "--dataset_name d --resolution big",
     "--dataset_name d --train_batch_size auto --global_batch_size 64",

@@ -1,4 +1,4 @@
-"""The size of images, height before width: what `--resolution 64x96` means."""
+"""Sizes as flags have them: of images, height before width (`--resolution 64x96`), and of files (`--cache_limit 50GB`)."""
 
 import re
 from typing import NamedTuple
@@ -28,3 +28,17 @@ class Size(NamedTuple):
 def read_resolution(text: str) -> int | str:
     """Returns what `text` means as `Size.resolution`. Raises ValueError."""
     return Size.of(text).resolution
+
+
+def read_bytes(text: str) -> int:
+    """Returns the bytes that `text` means: 500MB, 50GB, 1.5TB, or a number of bytes. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if not found or float(found[1]) == 0:
+        raise ValueError(f"{text} is not a size of files")
+    return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
+
+
+def size_text(text: str) -> str:
+    """Returns `text` where `read_bytes` knows what it means. Raises ValueError."""
+    read_bytes(text)
+    return text

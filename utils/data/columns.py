@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _IMAGE_NAMES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp", "image_path", "image_url", "url")
-_LABEL_NAMES = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "target", "category")
+LABEL_NAMES = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "target", "category")
 
 
 def describe_columns(dataset: "Dataset") -> str:
@@ -119,8 +119,8 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
         found = [requested]
     else:
         found = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
-        found = found or [name for name in _LABEL_NAMES if name in features and is_integer(features[name])]
-        found = found or [name for name in _LABEL_NAMES if name in features and _repeats(dataset, name)]
+        found = found or [name for name in LABEL_NAMES if name in features and is_integer(features[name])]
+        found = found or [name for name in LABEL_NAMES if name in features and _repeats(dataset, name)]
         if not found:
             return None, None, []
     name, notes = found[0], []
@@ -165,8 +165,9 @@ class EncodedImages:
     still counts where the first path leads to a file there and to none at `base`.
     """
 
-    def __init__(self, dataset: "Dataset", column: str, base: str | None = None):
-        self.column, self._base = column, ""
+    def __init__(self, dataset: "Dataset", column: str, base: str | None = None, first_row: int = 0):
+        """`first_row`: the number of the first row, for the names of images."""
+        self.column, self._base, self._first_row = column, "", first_row
         self.table = dataset.select_columns([column]).with_format("arrow")
         feature = dataset.features[column]
         self.dtype = np.dtype(feature.dtype) if holds_arrays(feature) else None  # of arrays
@@ -189,6 +190,7 @@ class EncodedImages:
         files = []
         value: Any
         for row, value in zip(rows, table.column(self.column).to_pylist()):
+            row += self._first_row
             if self.dtype is not None:
                 name = f"at row {row}, column {self.column!r}"
                 files.append(ImageFile(None, None, name, None if value is None else np.array(value, self.dtype)))

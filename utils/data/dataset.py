@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from utils.core.errors import UserError
-from utils.core.size import Size
+from utils.core.size import Size, read_bytes
 from utils.data.arrays import ArrayImages, is_array_file, range_of, refuse_shape
 from utils.data.bad_images import BadImage, BadImages, UndecodableImage
+from utils.data.block_cache import BlockCache, bytes_of
 from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
 from utils.data.color_modes import background_color
 from utils.data.columns import EncodedImages, find_image_column, find_labels
@@ -25,12 +26,14 @@ from utils.data.decode import ImagePreparation, Range, crop_offsets, describe_re
 from utils.data.packed_caches import describe_size, mark_used, size_of
 from utils.data.sources import contents_key, open_dataset
 from utils.data.stored_files import forget_archives
+from utils.data.stream import BlockReader, StreamedImages, describe, empty_table, index_shards, refuse_arrays
 from utils.options.flags import DataOptions
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Indices = Sequence[int] | np.ndarray
+_FEW_BLOCKS = 16  # that a sample of a streamed dataset comes from
 
 
 class DecodedImages:
@@ -85,7 +88,7 @@ class ImageSet:
         description: the source and the size, for the model card.
     """
 
-    store: PackedImages | DecodedImages
+    store: PackedImages | DecodedImages | StreamedImages
     shape: tuple[int, int, int]
     max_value: int
     labels: np.ndarray | None
@@ -119,6 +122,34 @@ class ImageSet:
     def cached(self) -> bool:
         """Whether fetching reads ready pixels; else it decodes files, which is far slower."""
         return isinstance(self.store, PackedImages)
+
+    def blocks(self) -> np.ndarray | None:
+        """Returns the number of images, int64 [blocks], of each block that is read as a whole; None: there are none."""
+        if not isinstance(self.store, StreamedImages):
+            return None
+        return np.diff(self.store.starts if self.rows is None else np.searchsorted(self.rows, self.store.starts))
+
+    def nearby(self, count: int, seed: int = 0) -> np.ndarray | None:
+        """Returns at most `count` indices, ascending, drawn from few blocks, the same for the same seed; None as `blocks`."""
+        sizes = self.blocks()
+        if sizes is None:
+            return None
+        generator, first = np.random.default_rng(seed), np.cumsum(sizes) - sizes
+        order = generator.permutation(np.flatnonzero(sizes))
+        chosen, left, share = [], min(count, len(self)), -(-count // _FEW_BLOCKS)
+        while np.minimum(sizes, share).sum() < left:
+            share *= 2
+        for block in order:
+            chosen.append(first[block] + generator.permutation(sizes[block])[: min(share, left)])
+            left -= len(chosen[-1])
+            if not left:
+                break
+        return np.sort(np.concatenate(chosen)).astype(np.int64)
+
+    def read_ahead(self, indices: Indices) -> None:
+        """Begins to read what the images at `indices` need, in this order, where each is not read alone."""
+        if isinstance(self.store, StreamedImages):
+            self.store.read_ahead(self._rows(np.asarray(indices, dtype=np.int64)))
 
     @property
     def description(self) -> str:
@@ -211,6 +242,12 @@ class ImageSet:
         )
 
 
+def spread(images: ImageSet, count: int) -> np.ndarray:
+    """Returns `count` indices from all over the set, or all of them; of a streamed one, which reads whole blocks, from few."""
+    nearby = images.nearby(count)
+    return np.linspace(0, len(images) - 1, min(count, len(images))).astype(np.int64) if nearby is None else nearby
+
+
 def load_images(options: DataOptions, progress: Callable[[int, int], None] | None = None) -> ImageSet:
     """Opens a dataset (see `sources`), and packs its images once (see `cache`) unless `cache_images` is "no".
 
@@ -226,7 +263,10 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     except ValueError as error:
         raise UserError(str(error)) from None
     allowed = options.max_bad_images if options.on_bad_image == "replace" else 0
-    source = _open_arrays(options) if is_array_file(options.dataset_name) else _open_table(options)
+    if options.streaming:
+        source = _open_stream(options, progress)
+    else:
+        source = _open_arrays(options) if is_array_file(options.dataset_name) else _open_table(options)
     files, notes = source.files, [*source.notes]
     if options.dataset_name is not None and options.train_data_dir is not None:
         notes.append("train_data_dir is ignored because dataset_name is given")
@@ -239,7 +279,10 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     shaping += [max_value] if source.data_range is None else [max_value, source.data_range]
     fingerprint = hashlib.sha256(json.dumps([source.key, shaping]).encode()).hexdigest()[:32]
     in_use = None
-    if options.cache_images == "yes":
+    if isinstance(files, BlockReader):
+        store: PackedImages | DecodedImages | StreamedImages = _streamed(files, prepare, fingerprint, options, allowed)
+        notes.append(f"streamed: {describe(files.blocks)}, shuffled in windows of {options.shuffle_window:,} images")
+    elif options.cache_images == "yes":
         folder = cache_folder(options.cache_dir) / fingerprint
         store = pack_once(folder, len(files), files.between, prepare, progress, allowed)
         forget_archives()
@@ -250,7 +293,15 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     else:
         store = DecodedImages(files, prepare, allowed)
     about = (source.labels, source.class_names, fingerprint, notes, source.description)
-    images = ImageSet(store, shape, max_value, *about, files=files, opened=source.opened, in_use=in_use)
+    images = ImageSet(
+        store,
+        shape,
+        max_value,
+        *about,
+        files=None if isinstance(files, BlockReader) else files,
+        opened=source.opened,
+        in_use=in_use,
+    )
     images.fetch([0])  # a format that nobody can read is told now, not in a worker
     return images
 
@@ -259,7 +310,7 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
 class _Source:
     """Images that are not yet prepared; `data_range` where they are arrays."""
 
-    files: EncodedImages | ArrayImages
+    files: EncodedImages | ArrayImages | BlockReader
     labels: np.ndarray | None
     class_names: list[str] | None
     key: str
@@ -268,6 +319,33 @@ class _Source:
     notes: list[str]
     opened: "Dataset | None" = None
     data_range: Range | None = None
+
+
+def _open_stream(options: DataOptions, progress: Callable[[int, int], None] | None) -> _Source:
+    found = index_shards(options, _streams(options) / "index", progress)
+    table = empty_table(found)
+    column, notes = find_image_column(table, options.image_column)
+    refuse_arrays(table.features[column], column)
+    files = BlockReader(found.blocks, column, table.features[column])
+    about = (found.key, str(options.dataset_name), column, [*notes, *found.notes])
+    return _Source(files, found.labels, found.class_names, *about)
+
+
+def _streams(options: DataOptions) -> Path:
+    """The folder of the indexes and the decoded blocks of streamed datasets."""
+    return cache_folder(options.cache_dir) / "streams"
+
+
+def _streamed(
+    read: BlockReader, prepare: ImagePreparation, fingerprint: str, options: DataOptions, allowed: int
+) -> StreamedImages:
+    limit, needed = read_bytes(options.cache_limit), bytes_of(2 * min(options.shuffle_window, len(read)), prepare)
+    if needed > limit:
+        raise UserError(
+            f"--cache_limit {options.cache_limit} is too small: two windows of --shuffle_window take {describe_size(needed)}\n"
+            "set a larger --cache_limit or a smaller --shuffle_window"
+        )
+    return StreamedImages(BlockCache(_streams(options) / "blocks", fingerprint, prepare, limit), read, prepare, allowed)
 
 
 def _open_table(options: DataOptions) -> _Source:
@@ -326,7 +404,7 @@ def content_fingerprint(images: ImageSet, sample: int = 64) -> str:
 
     Unlike `fingerprint`, which guards the cache, it is the same wherever and whenever the same data is stored.
     """
-    indices = np.linspace(0, len(images) - 1, min(sample, len(images))).astype(np.int64)
+    indices = spread(images, sample)
     digest = hashlib.sha256(repr((len(images), images.shape, images.max_value)).encode())
     digest.update(np.ascontiguousarray(images.fetch(indices)).tobytes())
     if images.labels is not None:

@@ -73,6 +73,83 @@ class SampleOrder:
         return self.members[self.class_starts[chosen] + positions]
 
 
+class WindowedOrder(SampleOrder):
+    """The order of a dataset that is read in blocks. In each pass the blocks of the whole set are shuffled, and follow each
+    other in windows of about `window` images: within a window all images are shuffled. So each image comes once in a pass, and
+    the images of `window` samples lie in few blocks.
+
+    Args:
+        blocks: int64 [blocks], images of each block; those of a block follow each other.
+    """
+
+    def __init__(self, blocks: np.ndarray, window: int, seed: int):
+        self.blocks = blocks[blocks > 0].astype(np.int64)
+        super().__init__(int(self.blocks.sum()), seed)
+        self.window, self._first = window, np.cumsum(self.blocks) - self.blocks
+        self._passes: dict[int, _Pass] = {}  # the newest ones
+
+    def indices(self, sample_numbers: torch.Tensor) -> torch.Tensor:
+        passes, positions = np.divmod(sample_numbers.numpy(), self.length)
+        starts, stops, keys = (np.empty_like(positions) for _ in range(3))  # of the window of each sample
+        orders = {number: self._pass(number) for number in np.unique(passes).tolist()}
+        for number, order in orders.items():
+            same = passes == number
+            windows = order.window_of(positions[same])
+            starts[same], stops[same] = order.windows[windows], order.windows[windows + 1]
+            keys[same] = number * len(self.blocks) + windows
+        shuffled, sizes = np.empty_like(positions), stops - starts
+        for size in np.unique(sizes).tolist():  # a permutation has one length: windows of one size go together
+            same = sizes == size
+            within, key = torch.from_numpy((positions - starts)[same]), torch.from_numpy(keys[same])
+            shuffled[same] = randomness.permute(self.seed, "within_window", key, within, size).numpy()
+        shuffled += starts
+        found = np.empty_like(positions)
+        for number, order in orders.items():
+            same = passes == number
+            places = np.searchsorted(order.starts, shuffled[same], side="right") - 1
+            found[same] = self._first[order.blocks[places]] + shuffled[same] - order.starts[places]
+        return torch.from_numpy(found)
+
+    def _pass(self, number: int) -> "_Pass":
+        if number not in self._passes:
+            positions = torch.arange(len(self.blocks))
+            passes = torch.full_like(positions, number)
+            blocks = randomness.permute(self.seed, "block_order", passes, positions, len(self.blocks)).numpy()
+            sizes = self.blocks[blocks]
+            starts = np.cumsum(sizes) - sizes
+            first_blocks = np.unique(starts // self.window, return_index=True)[1]
+            while len(self._passes) > 1:
+                self._passes.pop(next(iter(self._passes)))
+            self._passes[number] = _Pass(blocks, starts, np.append(starts[first_blocks], self.length))
+        return self._passes[number]
+
+    def ahead(self, sample_number: int) -> tuple[tuple[int, int], np.ndarray]:
+        """Returns what names the window of a sample, and an image of each block, int64 [blocks], of it and of the next one."""
+        number, position = divmod(sample_number, self.length)
+        window = int(self._pass(number).window_of(np.array([position]))[0])
+        images = []
+        for each in ((number, window), (number, window + 1)):
+            order = self._pass(each[0])
+            if each[1] == len(order.windows) - 1:
+                each, order = (number + 1, 0), self._pass(number + 1)
+            start, stop = np.searchsorted(order.starts, order.windows[each[1] : each[1] + 2])
+            images.append(self._first[order.blocks[start:stop]])
+        return (number, window), np.concatenate(images)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Of one pass: `blocks` in their order, `starts` the position of the first image of each, `windows` those of the first
+    image of each window, and the length; all int64."""
+
+    blocks: np.ndarray
+    starts: np.ndarray
+    windows: np.ndarray
+
+    def window_of(self, positions: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.windows, positions, side="right") - 1
+
+
 @dataclass(frozen=True)
 class BatchSplit:
     """How the samples of an update are shared out, and which share this process has."""
@@ -106,6 +183,7 @@ class _Samples(Dataset):
 
     def __init__(self, images: ImageSet, order: SampleOrder, center_crop: bool, latents: PackedLatents | None):
         self.images, self.order, self.center_crop, self.latents = images, order, center_crop, latents
+        self._window: tuple[int, int] | None = None  # for which was read ahead
         self._block: tuple[Any, Any] = None, None  # (its number, its indices): the order is computed for many samples at once
 
     def __getitems__(self, sample_numbers: range) -> dict | UserError:
@@ -114,6 +192,11 @@ class _Samples(Dataset):
         # Numbers for a crop that has no choice would cost more than the batch's pixels.
         fixed = self.center_crop or self.images.uniform
         crop = None if fixed else randomness.uniform(self.order.seed, "crop", sample_numbers, 2).numpy()
+        if isinstance(self.order, WindowedOrder):
+            window, ahead = self.order.ahead(int(sample_numbers[-1]))
+            if window != self._window:
+                self._window = window
+                self.images.read_ahead(ahead)
         known = len(self.images.bad_images)
         try:
             if self.latents is None:

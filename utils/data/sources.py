@@ -71,31 +71,9 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
     path = Path(dataset_name)
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         return _open_saved(path, dataset_split)
-    files: list[Path] = []
-    source: dict[str, Any]
-    if path.is_file():
-        builder_name = _BUILDER_OF_SUFFIX.get(path.suffix.lower())
-        if builder_name is None and archive_stem(path.name) is not None:
-            return _open_image_folder(dataset_name, dataset_split)
-        if builder_name is None:
-            known = ", ".join([*_BUILDER_OF_SUFFIX, ".zip", ".npy", ".npz", ".h5"])
-            raise UserError(
-                f"cannot read --dataset_name {dataset_name}: its kind of file is not known\n"
-                f"use a file that ends in one of {known}"
-            )
-        source = {"path": builder_name, "data_files": {"train": glob.escape(str(path))}}
-        files = [path]
-    elif path.is_dir():
-        source = {"path": dataset_name, "name": options.dataset_config_name}
-        files = _files_below(path)
-    else:
-        source = {"path": dataset_name, "name": options.dataset_config_name, "revision": options.dataset_revision}
-    source["cache_dir"] = options.cache_dir
-    with _one_line(dataset_name):
-        builder = _builder(source, is_local=path.exists())
-    details = {"config": options.dataset_config_name, "split": dataset_split, "revision": options.dataset_revision}
-    details = ", ".join(f"{name} {value}" for name, value in details.items() if value is not None)
-    description = f"{dataset_name} ({details})"
+    if path.is_file() and path.suffix.lower() not in _BUILDER_OF_SUFFIX and archive_stem(path.name) is not None:
+        return _open_image_folder(dataset_name, dataset_split)
+    builder, files, description = find_builder(options)
     if builder.name == "imagefolder" and path.is_dir() and options.dataset_config_name is None:
         return dataclasses.replace(_open_image_folder(dataset_name, dataset_split), description=description)
     if builder.name == "imagefolder" and any(
@@ -106,6 +84,33 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
         builder.download_and_prepare()
         dataset = builder.as_dataset(split=dataset_split)
     return OpenedDataset(dataset, contents_key(files, dataset._fingerprint), description, base=_base(builder, dataset_split))
+
+
+def find_builder(options: DataOptions) -> tuple["datasets.DatasetBuilder", list[Path], str]:
+    """What `datasets` found out about `dataset_name`, its files on this machine, and a description. Raises UserError."""
+    path, split = Path(str(options.dataset_name)), options.dataset_split
+    files: list[Path] = []
+    source: dict[str, Any]
+    if path.is_file():
+        builder_name = _BUILDER_OF_SUFFIX.get(path.suffix.lower())
+        if builder_name is None:
+            known = ", ".join([*_BUILDER_OF_SUFFIX, ".zip", ".npy", ".npz", ".h5"])
+            raise UserError(
+                f"cannot read --dataset_name {path}: its kind of file is not known\nuse a file that ends in one of {known}"
+            )
+        source = {"path": builder_name, "data_files": {"train": glob.escape(str(path))}}
+        files = [path]
+    elif path.is_dir():
+        source = {"path": options.dataset_name, "name": options.dataset_config_name}
+        files = _files_below(path)
+    else:
+        source = {"path": options.dataset_name, "name": options.dataset_config_name, "revision": options.dataset_revision}
+    source["cache_dir"] = options.cache_dir
+    with _one_line(options.dataset_name):
+        builder = _builder(source, is_local=path.exists())
+    details = {"config": options.dataset_config_name, "split": split, "revision": options.dataset_revision}
+    words = ", ".join(f"{name} {value}" for name, value in details.items() if value is not None)
+    return builder, files, f"{options.dataset_name} ({words})"
 
 
 def _base(builder: "datasets.DatasetBuilder", split: str) -> str | None:

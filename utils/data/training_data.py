@@ -15,7 +15,7 @@ from utils.data.autoencoder import Autoencoder
 from utils.data.cache import Progress
 from utils.data.dataset import ImageSet, load_images
 from utils.data.latents import PackedLatents, draw_latents, pack_latents
-from utils.data.loader import BatchSplit, SampleOrder, training_batches
+from utils.data.loader import BatchSplit, SampleOrder, WindowedOrder, training_batches
 from utils.data.split import check_images, split_validation
 from utils.options.flags import RunOptions
 
@@ -72,7 +72,11 @@ class TrainingSamples:
         self.shape = images.shape if encoded is None else encoded.latents.shape  # of what the network sees
         self.micro_batch_size = options.micro_batch_size
         self.random_flip, self._color_jitter = options.random_flip, options.color_jitter
-        self._order = SampleOrder(len(images), options.seed, images.labels if options.balanced_sampling else None)
+        blocks = images.blocks()
+        if blocks is not None:
+            self._order: SampleOrder = WindowedOrder(blocks, options.shuffle_window, options.seed)
+        else:
+            self._order = SampleOrder(len(images), options.seed, images.labels if options.balanced_sampling else None)
         self._center_crop = options.center_crop
         self._split = BatchSplit(
             train_batch_size=options.micro_batch_size,

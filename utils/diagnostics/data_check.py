@@ -77,7 +77,8 @@ def check_data(
         raise ValueError("there are no images to look at")
     image_bytes = math.prod(images.shape) * (1 if images.max_value == 255 else 2)
     limit = min(max_images, max(1, max_bytes // image_bytes)) if images.cached else sample
-    read = _choose(seed, "data check", len(images), limit)
+    nearby = images.nearby(limit, seed)
+    read = _choose(seed, "data check", len(images), limit) if nearby is None else nearby
     sampled = read[_choose(seed, "data check sample", len(read), sample)]
     figures = {"images": len(images), "shape": list(images.shape), "max_value": images.max_value, "images_read": len(read)}
     return {

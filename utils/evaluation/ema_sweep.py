@@ -23,6 +23,7 @@ from utils.evaluation.extractors import make_extractor
 from utils.evaluation.feature_sets import extract, reference_features
 from utils.evaluation.quality import MIN_IMAGES, compare
 from utils.options.flags import DataOptions
+from utils.runs.folder import WITHOUT
 from utils.runs.record import RunRecord
 
 METRICS = ("fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels")
@@ -53,7 +54,7 @@ def make_judge(
     kind, features = metric.split("_")
     record = RunRecord.read(run)
     options = record.options
-    images = load_images(DataOptions.from_record(options))
+    images = load_images(DataOptions.from_record(WITHOUT | options))
     images, _ = split_validation(images, options["validation_images"], options["seed"])
     if min(num_images, len(images)) < MIN_IMAGES:
         raise UserError(

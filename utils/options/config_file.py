@@ -9,7 +9,6 @@ from utils.core.errors import UserError
 from utils.options.values import Values
 
 HIDDEN = "<hidden>"  # in place of a secret
-GONE = {"streaming"}  # options of earlier releases that no run could use
 
 
 def read_config(path: Path, values: Mapping[str, Values], not_from_records: set[str]) -> dict[str, Any]:
@@ -23,8 +22,7 @@ def read_config(path: Path, values: Mapping[str, Values], not_from_records: set[
     """
     content, is_record = _content(path)
     if is_record:
-        left_out = not_from_records | GONE
-        content = {name: value for name, value in content.items() if name not in left_out and value != HIDDEN}
+        content = {name: value for name, value in content.items() if name not in not_from_records and value != HIDDEN}
         if content.get("global_batch_size") is not None:
             content.pop("gradient_accumulation_steps", None)  # it followed, and follows again on other processes
     found = {}

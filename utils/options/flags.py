@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from utils.core.errors import UserError
-from utils.core.size import Size, read_resolution
+from utils.core.size import Size, read_resolution, size_text
 from utils.options.parser import Options, changed, flag
 from utils.options.presets import EDM2_ABOUT, EDM2_FLAGS, FLAGS
 
@@ -31,6 +31,15 @@ class DataOptions(Options):
     cache_dir: str | None = flag(None, "folder for downloads and packed images (Hugging Face's cache)", free=True)
     cache_images: Literal["yes", "no"] = flag(
         "yes", "yes: decode once into a packed uint8 file; no: decode during the training (yes)", free=True
+    )
+    streaming: bool = flag(False, "read parquet files block by block: for data that is larger than the disk")
+    shuffle_window: int = flag(10_000, "streaming: images are shuffled in windows of about this many (10000)", at_least=1)
+    cache_limit: str = flag(
+        "50GB",
+        "streaming: decoded blocks that stay on the disk, of all runs together (50GB)",
+        reads=size_text,
+        words="a size such as 50GB",
+        free=True,
     )
     on_bad_image: Literal["fail", "replace"] = flag(
         "fail", "if an image cannot be decoded: stop the run, or use the next image instead (fail)"
@@ -348,6 +357,9 @@ class RunOptions(
                 "no data was given\n"
                 "set --dataset_name NAME or --train_data_dir FOLDER (for digits, give neither a model nor data)"
             )
+        for name in ("balanced_sampling", "vae"):
+            if self.streaming and getattr(self, name):
+                raise UserError(f"--{name} and --streaming: a stream is read in blocks of any images\nleave one of the two out")
         if os.path.isabs(self.logging_dir) or ".." in self.logging_dir.split(os.sep):
             raise UserError(
                 f"--logging_dir {self.logging_dir} is not inside --output_dir\nset a relative path, for example logs"

@@ -16,7 +16,7 @@ from utils.core.entrypoint import at_end
 from utils.core.errors import UserError
 from utils.core.files import whole_file
 from utils.core.versions import git_commit, library_versions
-from utils.options.config_file import GONE, HIDDEN
+from utils.options.config_file import HIDDEN
 from utils.options.parser import Options
 
 DATA_SOURCES = (
@@ -25,8 +25,11 @@ DATA_SOURCES = (
 )
 OF_THE_AVERAGES = {"ema_type", "ema_widths"}  # an average of another kind cannot go on from those of a checkpoint
 # Flags that earlier versions did not have, and what they did.
-WITHOUT = {"class_conditional": False, "label_dropout": 0.1, "data_range": None, "pretrained": None, "train_only": None}
-WITHOUT |= {"vae": None, "latent_scale": None}
+WITHOUT: dict[str, Any] = {
+    **{"class_conditional": False, "label_dropout": 0.1, "data_range": None, "pretrained": None, "train_only": None},
+    **{"streaming": False, "shuffle_window": 10_000, "cache_limit": "50GB"},
+    **{"vae": None, "latent_scale": None},
+}
 EXIT_STATUS = "exit_status"  # there only once a run has ended by itself or by a signal: not while it goes on, nor after a crash
 RUN_FILES = (
     "options.json",
@@ -170,7 +173,7 @@ def check_options(saved: dict, current: dict, allowed: list[str], misfit: str | 
     """
     absent = "(absent)"
     saved = {n: value for n, value in WITHOUT.items() if n in current} | saved
-    names = sorted((saved.keys() | current.keys()) - GONE)
+    names = sorted(saved.keys() | current.keys())
     differing = [n for n in names if saved.get(n) != current.get(n)]  # a flag that is new since is None there
     fixed = [n for n in differing if n in OF_THE_AVERAGES and saved.get("use_ema") and current.get("use_ema")]
     changed = [n for n in differing if misfit or n in fixed or n not in allowed]

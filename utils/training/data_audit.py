@@ -108,7 +108,7 @@ class DataAudit:
         training, held_out = (part.dataset_rows(np.arange(len(part))).numpy() for part in (data.training, data.validation))
         stored = table.stored
         total = len(table) if stored is None else min(stored, options.max_train_images or stored)
-        checks = check_split(training, held_out, total, options.validation_images)
+        checks = check_split(training, held_out, total, options.validation_images, blocks=options.streaming)
         if options.balanced_sampling and table.labels is not None:
             first = data.samples.drawn_rows(torch.arange(min(8 * len(training), WHOLE))).numpy()
             checks += check_balance(first, table.labels, training)
@@ -182,7 +182,8 @@ class DataAudit:
         replaces = options.on_bad_image == "replace"
         shown = data.samples.dataset_rows(numbers).numpy() if replaces else rows
         held_out = data.validation.dataset_rows(np.arange(len(data.validation))).tolist()
-        checks = check_rows(rows, numbers.numpy(), len(data.training), held_out, options.balanced_sampling)
+        window = options.shuffle_window if options.streaming else None
+        checks = check_rows(rows, numbers.numpy(), len(data.training), held_out, options.balanced_sampling, window)
         if self._table is None:
             return checks
         if replaces:

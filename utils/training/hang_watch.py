@@ -13,6 +13,7 @@ import torch.distributed as dist
 from utils.core.entrypoint import leave_now
 
 LEAST, FACTOR = 30.0, 10.0  # seconds; times the longest update so far
+LEAST_STREAMING = 300.0  # seconds, in which the reader of a shard has given up
 PERIOD = 1.0  # seconds, in which each rank tells the others where it is
 SILENT = 4  # periods without news
 PLACES = {"compute": "computing", "data": "waiting for data", "collectives": "waiting in a collective"}
@@ -43,9 +44,11 @@ class News(NamedTuple):
 class HangWatch:
     """Of runs with several ranks; else its methods do nothing. `now` is told by the main thread where it is."""
 
-    def __init__(self, output_dir: Path, hang_timeout: float | None, process_index: int, num_processes: int):
-        """`hang_timeout`: in seconds; None: learned from the updates; 0: nothing is watched."""
-        self._folder, self._timeout = output_dir / "hang", hang_timeout
+    def __init__(
+        self, output_dir: Path, hang_timeout: float | None, process_index: int, num_processes: int, least: float = LEAST
+    ):
+        """`hang_timeout`: in seconds; None: learned from the updates, and not below `least`; 0: nothing is watched."""
+        self._folder, self._timeout, self._least = output_dir / "hang", hang_timeout, least
         self._rank, self._ranks = process_index, range(num_processes)
         self._place, self._step, self._began, self._longest, self._updates = Place(None, 0, 0), 0, 0.0, 0.0, 0
         self._closed = threading.Event()
@@ -76,7 +79,7 @@ class HangWatch:
         """Seconds; None while updates may take any time: the first one compiles, tries kernels and starts workers."""
         if self._updates < 2:
             return None
-        return self._timeout if self._timeout is not None else max(LEAST, FACTOR * self._longest)
+        return self._timeout if self._timeout is not None else max(self._least, FACTOR * self._longest)
 
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: so is the run, and whoever holds it says why

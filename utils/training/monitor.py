@@ -16,7 +16,7 @@ from utils.optim.clipping import Gradients
 from utils.optim.nonfinite import BadUpdates, advice
 from utils.training.arithmetic import Arithmetic
 from utils.training.audit import StepAudit
-from utils.training.hang_watch import HangWatch
+from utils.training.hang_watch import LEAST, LEAST_STREAMING, HangWatch
 from utils.training.ledger import Ledger
 from utils.training.nan_report import NanReports
 from utils.training.progress import StepStatistics, Stopwatch, peak_memory_gib, read_together
@@ -36,7 +36,10 @@ class Monitor:
         self._arithmetic = arithmetic
         self._stopwatch = Stopwatch(state.step)
         accelerator = run.accelerator
-        self._hang = HangWatch(run.output_dir, options.hang_timeout, accelerator.process_index, accelerator.num_processes)
+        least = LEAST_STREAMING if options.streaming else LEAST
+        self._hang = HangWatch(
+            run.output_dir, options.hang_timeout, accelerator.process_index, accelerator.num_processes, least
+        )
         self._rank_times = RankTimes(accelerator, self._hang.now)
         self._statistics = StepStatistics(device, objective.num_ranks)
         self._dynamics = Dynamics(objective.network, measures_eagerly)
@@ -50,7 +53,7 @@ class Monitor:
             run.accelerator,
             run.output_dir / "bad_images.json",
             (run.data.training, run.data.validation),
-            gathers=options.on_bad_image == "replace" and options.cache_images == "no",
+            gathers=options.on_bad_image == "replace" and not run.data.images.cached,
             print_line=run.print_line,
         )
         self._bad_images.update()

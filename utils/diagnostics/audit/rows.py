@@ -17,6 +17,7 @@ def check_rows(
     length: int,
     held_out_rows: Collection[int],
     balanced: bool,
+    window: int | None = None,
 ) -> list[Check]:
     """Whether the samples of a run are the images that they are declared to be: each training image once in each pass over
     them, every pass in a random order of its own, none of those held out.
@@ -26,6 +27,7 @@ def check_rows(
         sample_numbers: int64 [N], counted through the run: number k belongs to pass k // length. A number may come twice.
         length: number of training images. They and the held-out ones are all rows of the dataset.
         balanced: classes are drawn equally often, so that an image may come twice in a pass.
+        window: the order is random only among about so many samples that follow each other; None: in the whole pass.
     """
     declared = "images drawn at random" if balanced else "each image once in a pass, in a random order"
     numbers, rows = _distinct(np.asarray(sample_numbers, np.int64), np.asarray(rows, np.int64))[:2]
@@ -36,7 +38,8 @@ def check_rows(
     ranks = rows - np.searchsorted(held_out, rows)  # place among the training images
     message = _wrong_row(numbers, rows, held_out, total) or _alike(rows, length)
     if not message and not balanced:
-        message = _repeated(numbers, rows, length) or _in_order(numbers, ranks, length) or _part(ranks, length)
+        message = _repeated(numbers, rows, length) or _in_order(numbers, ranks, length, window or length)
+        message = message or ("" if window else _part(ranks, length))
     observed = f"{len(np.unique(rows))} rows in {len(rows)} samples of {len(np.unique(numbers // length))} passes"
     return [Check("data", "order", declared, observed, not message, message)]
 
@@ -82,18 +85,19 @@ def _repeated(numbers, rows, length) -> str:
     )
 
 
-def _in_order(numbers, ranks, length) -> str:
-    # A permutation keeps m given neighbors with a probability of (L - m)! / L!, which is at most (e / L)^m.
+def _in_order(numbers, ranks, length, among) -> str:
+    # A permutation of L keeps m given neighbors with a probability of (L - m)! / L!, which is at most (e / L)^m.
+    chance = min(1.0, np.e / min(among, length))
     follows = (np.diff(numbers) == 1) & (numbers[1:] % length != 0)
     steps, counts = np.unique(np.diff(ranks)[follows], return_counts=True)
-    if len(steps) and 2 * length * at_least(int(counts.max()), int(counts.sum()), np.e / length) < IMPOSSIBLE:
+    if len(steps) and 2 * length * at_least(int(counts.max()), int(counts.sum()), chance) < IMPOSSIBLE:
         step, share = int(steps[counts.argmax()]), counts.max() / counts.sum()
         order = {1: "the order in which they are stored", -1: "the reverse of the order in which they are stored"}
         return f"images come in {order.get(step, f'steps of {step} rows')} ({share:.0%} of the samples): they are not shuffled"
     place = np.lexsort([numbers, numbers % length])
     twice = np.diff((numbers % length)[place]) == 0
     same, count = int((np.diff(ranks[place])[twice] == 0).sum()), int(twice.sum())
-    if at_least(same, count, np.e / length) < IMPOSSIBLE:
+    if at_least(same, count, chance) < IMPOSSIBLE:
         return f"two passes have the same order ({same} of {count} rows are those of an earlier pass): it is not shuffled anew"
     return ""
 
@@ -111,12 +115,13 @@ def _part(ranks, length) -> str:
     return ""
 
 
-def check_split(training: np.ndarray, held_out: np.ndarray, total: int, declared: int) -> list[Check]:
+def check_split(training: np.ndarray, held_out: np.ndarray, total: int, declared: int, *, blocks: bool = False) -> list[Check]:
     """Whether each row is either trained on or held out, as many as declared, and those held out are chosen at random.
 
     Args:
         training: int64 [N], the rows to train on; held_out: int64 [M], the others.
         total: number of rows of the files that are declared to be used; declared: of those held out.
+        blocks: they come from a few blocks of rows, and may lie close together.
     """
     wanted = f"each of {total} rows once, {declared} held out"
     known = np.zeros(total, bool)
@@ -134,7 +139,7 @@ def check_split(training: np.ndarray, held_out: np.ndarray, total: int, declared
         message = f"{len(lost)} of {total} rows are neither trained on nor held out, such as row {lost[0]}"
     elif len(held_out) != declared:
         message = f"{len(held_out)} images are held out, declared are {declared}"
-    elif len(held_out) > 1:
+    elif len(held_out) > 1 and not blocks:
         message = _chosen(np.sort(held_out), total)
     observed = f"{len(training)} trained on, {len(held_out)} held out"
     return [Check("data", "rows", wanted, observed, not message, message)]

@@ -86,6 +86,8 @@ def _spread(images: ImageSet) -> np.ndarray:
     count = min(len(images), most, MAX_IMAGES if images.cached else MAX_DECODED)
     if count == len(images):
         return np.arange(count)
+    if (nearby := images.nearby(count)) is not None:
+        return nearby
     return np.sort(np.random.default_rng(0).permutation(len(images))[:count])
 
 

@@ -1,0 +1,270 @@
+"""Streamed parquet shards: the same pixels as packed ones, an order in windows, blocks on the disk, and shards that fail."""
+
+import io
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from utils.core.errors import UserError
+from utils.core.size import read_bytes
+from utils.data import loader, shards
+from utils.data.block_cache import BlockCache
+from utils.data.dataset import content_fingerprint, load_images
+from utils.data.decode import ImageFile, ImagePreparation, Size
+from utils.data.loader import BatchSplit, WindowedOrder, training_batches
+from utils.data.split import split_validation
+from utils.options.flags import DataOptions
+
+ROWS, GROUP, SHARDS = 25, 10, 3  # so the last row group of each shard is shorter
+
+
+def png(value: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(value).integers(0, 256, (8, 10, 3), np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_shards(folder, damaged=(), empty=()):
+    import datasets
+
+    folder.mkdir()
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["ant", "bee"])})
+    for shard in range(SHARDS):
+        numbers = range(shard * ROWS, (shard + 1) * ROWS)
+        data = [b"no image" if number in damaged else png(number) for number in numbers]
+        images = [None if number in empty else {"bytes": each, "path": None} for number, each in zip(numbers, data)]
+        columns = {"image": images, "label": [number % 2 for number in numbers]}
+        dataset = datasets.Dataset.from_dict(columns, features=features)
+        dataset.to_parquet(folder / f"train-{shard:05}.parquet", batch_size=GROUP)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("data") / "shards")
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "WAITS", (0.01, 0.01))
+
+    def load_with_cache(name, **options):
+        options = {"resolution": 8, "cache_dir": str(tmp_path / "cache"), "streaming": True, **options}
+        return load_images(DataOptions(dataset_name=str(name), **options))
+
+    return load_with_cache
+
+
+# ---- the order
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_pass_shows_every_image_once_and_each_window_few_blocks(seed):
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 40, generator.integers(1, 60))
+    blocks[0] += 1
+    window, length = int(generator.integers(1, 300)), int(blocks.sum())
+    order = WindowedOrder(blocks, window, seed)
+    shown = order.indices(torch.arange(3 * length)).numpy().reshape(3, length)
+    assert (np.sort(shown, 1) == np.arange(length)).all()
+    if length > 50:
+        assert (shown[0] != shown[1]).any()
+    numbers = generator.permutation(3 * length)[:50]
+    again = WindowedOrder(blocks, window, seed).indices(torch.from_numpy(numbers)).numpy()
+    assert (again == shown.reshape(-1)[numbers]).all()
+    owner = np.repeat(np.arange(len(blocks)), blocks)
+    for start in range(0, length, window):  # windows begin where a block does, so a stretch of as many samples meets two
+        met = np.unique(owner[shown[1, start : start + window]])
+        assert blocks[met].sum() <= 2 * (window + blocks.max())
+
+
+def test_a_window_is_shuffled_well():
+    blocks = np.full(100, 100)
+    shown = WindowedOrder(blocks, 1000, 0).indices(torch.arange(10_000)).numpy()
+    assert len(np.unique(shown[:1000] // 100)) == 10
+    assert (np.diff(shown) == 1).sum() < 40  # 10 are expected of windows of 1,000
+    first, last = shown[:500], shown[500:1000]
+    assert abs(np.mean(first % 100) - np.mean(last % 100)) < 8  # of each block's rows both halves show the same
+    assert len(np.unique(first // 100)) == len(np.unique(last // 100)) == 10
+
+
+def test_what_comes_next_is_known_ahead():
+    order = WindowedOrder(np.full(20, 10), 50, 3)
+    for number in (0, 60, 199, 390):
+        _, ahead = order.ahead(number)
+        window = number // 50 * 50
+        needed = order.indices(torch.arange(window, window + 100)).numpy() // 10
+        assert list(dict.fromkeys((ahead // 10)[:5])) == list(ahead[:5] // 10) and set(ahead // 10) == set(needed)
+
+
+# ---- the images
+
+
+def test_the_same_images_and_labels_as_packed(folder, load):
+    packed, streamed = load(folder, streaming=False), load(folder, shuffle_window=30)
+    assert packed.labels is not None and (packed.labels == streamed.labels).all()
+    assert streamed.class_names == ["ant", "bee"] and len(streamed) == SHARDS * ROWS
+    indices = np.random.default_rng(0).permutation(len(packed))
+    crop = np.random.default_rng(1).random((len(indices), 2), np.float32)
+    assert (packed.fetch(indices, crop) == streamed.fetch(indices, crop)).all()
+    assert streamed.blocks().tolist() == [10, 10, 5] * SHARDS
+    few = load(folder, max_train_images=33)
+    assert len(few) == 33 and few.blocks().tolist() == [10, 10, 5, 8]
+    assert (few.fetch([32]) == packed.fetch([32])).all()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_updates_are_the_same_however_they_are_split_and_where_they_begin(num_workers, folder, load, monkeypatch):
+    monkeypatch.setattr(loader, "_BLOCK", 64)  # of which the order is computed at once
+    images = load(folder)
+    order = WindowedOrder(images.blocks(), 30, 0)
+
+    def update(step, processes, accumulation):
+        parts = []
+        for process in range(processes):
+            split = BatchSplit(8 // processes // accumulation, accumulation, process, processes)
+            workers = num_workers if (processes, step) == (2, 11) else 0
+            parts.append(list(training_batches(images, order, split, range(step, step + 1), num_workers=workers)))
+        micro_batches = [part[turn] for turn in range(accumulation) for part in parts]
+        return torch.cat([batch["images"] for batch in micro_batches]), torch.cat([batch["labels"] for batch in micro_batches])
+
+    for step in (0, 11):  # the second one is in the second pass
+        whole = update(step, 1, 1)
+        for processes, accumulation in ((2, 1), (4, 1), (2, 2)):
+            for first, second in zip(whole, update(step, processes, accumulation)):
+                assert torch.equal(first, second)
+
+
+def test_held_out_images_are_not_trained_on(folder, load):
+    images = load(folder)
+    training, validation = split_validation(images, 20, 0)
+    rows = np.concatenate([part.dataset_rows(np.arange(len(part))).numpy() for part in (training, validation)])
+    assert len(validation) == 20 and sorted(rows) == list(range(len(images)))
+    assert training.blocks().sum() == len(training)
+    shown = WindowedOrder(training.blocks(), 30, 0).indices(torch.arange(len(training)))
+    assert len(shown.unique()) == len(training)
+    assert content_fingerprint(images) == content_fingerprint(load(folder))
+
+
+def test_images_that_cannot_be_decoded(tmp_path, load):
+    folder = write_shards(tmp_path / "shards", damaged=(12, 13), empty=(30,))
+    packed = load(folder, streaming=False, on_bad_image="replace")
+    streamed = load(folder, on_bad_image="replace")
+    indices = np.arange(len(packed))
+    assert (packed.fetch(indices) == streamed.fetch(indices)).all() and (packed.shown(indices) == streamed.shown(indices)).all()
+    assert packed.replacements() == streamed.replacements() == {12: 14, 13: 14, 30: 31}
+    with pytest.raises(UserError, match=r"at row 12, column 'image' of train-00000.parquet"):
+        load(folder).fetch([12])
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"shuffle_window": 75, "cache_limit": "10kB"}, "two windows"),
+        ({"dataset_split": "test"}, "has no such split"),
+        ({"image_column": "photo"}, "no such column"),
+        ({"label_column": "kind"}, "no such column"),
+    ],
+)
+def test_what_is_wrong_is_said_in_two_lines(options, words, folder, load):
+    with pytest.raises(UserError, match=words) as caught:
+        load(folder, **options)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_sources_that_cannot_be_streamed(tmp_path, load):
+    for name in ("photo.png", "photo.csv"):
+        (tmp_path / name).write_bytes(png(0))
+    for name in (tmp_path, tmp_path / "photo.csv"):
+        with pytest.raises(UserError, match="reads parquet files"):
+            load(name)
+
+
+# ---- the disk
+
+
+def test_blocks_are_kept_within_the_limit_and_made_again(tmp_path):
+    prepare = ImagePreparation(Size(8, 8), 3, True, "white", 255)
+    cache = BlockCache(tmp_path, "ab", prepare, 5000)
+    made = []
+
+    def make(block):
+        made.append(block)
+        return [ImageFile(png(block), None, "x") for _ in range(4)]
+
+    def read(block):
+        with cache.open(block, lambda: make(block), "x.parquet") as stored:
+            return stored.pixels(3)
+
+    first = read(0)
+    for block in (1, 2, 3, 4, 5, 6, 7):
+        read(block)
+        os.utime(tmp_path / "ab" / f"{block}.bin", (block, block))
+    cache.trim()
+    kept = {path.name for path in (tmp_path / "ab").iterdir()}
+    assert "1.bin" not in kept and "7.bin" in kept
+    assert sum(path.stat().st_size for path in (tmp_path / "ab").iterdir()) <= 5000
+    assert (read(1) == prepare(ImageFile(png(1), None, ""))[0]).all() and made.count(1) == 2
+    (tmp_path / "ab" / "1.bin").write_bytes(b"\0" * 700)  # as a power cut may leave it
+    assert (read(0) == first).all() and (read(1) == prepare(ImageFile(png(1), None, ""))[0]).all() and made.count(1) == 3
+
+
+def test_one_of_several_makes_a_block_and_the_others_wait(tmp_path):
+    cache = BlockCache(tmp_path, "ab", ImagePreparation(Size(8, 8), 3, True, "white", 255), 10**9)
+    made, begun = [], threading.Event()
+
+    def make():
+        begun.wait(1)
+        made.append(1)
+        return [ImageFile(png(0), None, "x")]
+
+    threads = [threading.Thread(target=lambda: cache.open(0, make, "x").__exit__()) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    cache.make_if_free(0, make)  # somebody is at it
+    begun.set()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("text, number", [("50GB", 50 * 10**9), ("1.5 tb", 1500 * 10**9), ("700", 700), ("3MB", 3 * 10**6)])
+def test_sizes_of_files(text, number):
+    assert read_bytes(text) == number
+
+
+def test_what_is_no_size_of_files():
+    for text in ("much", "-3GB", "0", "3 XB"):
+        with pytest.raises(ValueError):
+            read_bytes(text)
+
+
+# ---- shards that fail
+
+
+def test_a_shard_that_changed_is_refused(tmp_path, load):
+    folder = write_shards(tmp_path / "shards")
+    images = load(folder)
+    path = folder / "train-00002.parquet"
+    os.utime(path, (1, 1))
+    with pytest.raises(UserError, match=r"train-00002.parquet has changed since") as caught:
+        images.fetch([74])
+    assert len(str(caught.value).splitlines()) == 2
+    assert (load(folder).fetch([74]) == images.fetch([0])).all() is not None  # a new start takes it
+
+
+def test_a_damaged_or_lost_shard_ends_with_its_name(tmp_path, load):
+    folder = write_shards(tmp_path / "shards")
+    path = folder / "train-00001.parquet"
+    images = load(folder)
+    path.unlink()
+    with pytest.raises(UserError, match=r"cannot read the shard .*train-00001.parquet") as caught:
+        images.fetch([40])
+    assert len(str(caught.value).splitlines()) == 2
+    path.write_bytes(b"PAR1 no parquet PAR1")
+    with pytest.raises(UserError, match=r"cannot read the shard .*train-00001.parquet"):
+        load(folder)

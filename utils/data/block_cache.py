@@ -1,0 +1,203 @@
+"""Decoded blocks of streamed datasets on a local disk: of all runs together within a limit, the longest unused go first.
+
+    <root>/<fingerprint>/<block>.bin    pixels, image after image; sizes int32 [images, 2]; a description in JSON; its length
+
+A block appears under its name complete or not at all. Locks let one process make a block while others wait for it. What is
+removed while it is read stays until it is closed, and is made again when it is needed again.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from utils.core.errors import UserError
+from utils.core.files import whole_file
+from utils.data.bad_images import UndecodableImage
+from utils.data.decode import ImageFile, ImagePreparation
+
+_LOCKS = 256  # files that blocks share
+_ROOM = 0.9  # share of the limit that is left in use when blocks are removed
+_LOOKS = 64  # the size is looked at when a process has written this part of the limit
+_SLOW = 10.0  # seconds of waiting for a shard after which it is named
+_SAID = 60.0  # seconds in which all processes of a machine say one thing about shards
+_ABANDONED = 3600.0  # seconds after which an unfinished file is nobody's
+
+Make = Callable[[], list[ImageFile]]
+
+
+class StoredBlock:
+    """An open file of a decoded block, for a `with` block.
+
+    Attributes:
+        sizes: int32 [images, 2], height and width.
+        bad: number of an image in the block that cannot be decoded -> its name, file, and the reason.
+    """
+
+    def __init__(self, path: Path):
+        """Raises OSError, ValueError or KeyError where it is missing or damaged."""
+        self._file = os.open(path, os.O_RDONLY)
+        try:
+            end = os.fstat(self._file).st_size
+            length = int.from_bytes(os.pread(self._file, 8, max(end - 8, 0)), "little")
+            if length > end:
+                raise ValueError("damaged")
+            about = json.loads(os.pread(self._file, length, end - 8 - length))
+            table = 8 * about["images"]
+            self.sizes = np.frombuffer(os.pread(self._file, table, end - 8 - length - table), np.int32).reshape(-1, 2)
+            self._dtype, self._channels = np.dtype(about["dtype"]), int(about["channels"])
+            values = self.sizes.prod(1, dtype=np.int64) * self._channels
+            self._ends = np.cumsum(values) * self._dtype.itemsize
+            if len(self.sizes) != about["images"] or self._ends[-1] + table + length + 8 != end:
+                raise ValueError("damaged")
+            self.bad = {int(number): tuple(bad) for number, bad in about["bad"].items()}
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def __enter__(self) -> "StoredBlock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def pixels(self, number: int) -> np.ndarray:
+        """Returns the image `number` of the block, [channels, height, width]."""
+        height, width = self.sizes[number].tolist()
+        count = self._channels * height * width
+        start = int(self._ends[number]) - count * self._dtype.itemsize
+        data = os.pread(self._file, count * self._dtype.itemsize, start)
+        return np.frombuffer(data, self._dtype, count).reshape(self._channels, height, width)
+
+
+class BlockCache:
+    """The blocks of one dataset, prepared in one way.
+
+    Args:
+        root: of the blocks of all datasets.
+        fingerprint: hex string, names data and preparation.
+        limit: bytes of all blocks below `root`, about.
+    """
+
+    def __init__(self, root: Path, fingerprint: str, prepare: ImagePreparation, limit: int):
+        self.root, self.folder, self.limit, self._prepare = root, root / fingerprint, limit, prepare
+        self._written = limit  # so that the first block looks at the size
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (root / "locks").mkdir(exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def open(self, block: int, make: Make, shard: str) -> StoredBlock:
+        """Returns a block; `make` gives its images where it is not there. Raises UserError where the disk cannot be written,
+        and what `make` raises."""
+        start = time.monotonic()
+        path = self._path(block)
+        while True:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                stored = StoredBlock(path)
+                with contextlib.suppress(OSError):  # removed meanwhile
+                    os.utime(path)
+                if (waited := time.monotonic() - start) > _SLOW:
+                    self.say(f"waited {waited:.0f} s for the shard {shard}")
+                return stored
+            with self._lock(block):
+                if not self._whole(path):
+                    self._write(path, make())
+
+    def make_if_free(self, block: int, make: Make) -> None:
+        """Makes a block unless it is there or another process makes it now. Raises as `open` does."""
+        path = self._path(block)
+        if path.exists():
+            with contextlib.suppress(OSError):
+                os.utime(path)  # soon needed: not to be removed now
+            return
+        with contextlib.suppress(Timeout), self._lock(block, timeout=0):
+            if not path.exists():
+                self._write(path, make())
+
+    def say(self, text: str) -> None:
+        """Prints a line about shards, unless some process of this machine has just said one."""
+        said = self.root / "said"
+        with contextlib.suppress(OSError):
+            if said.exists() and time.time() - said.stat().st_mtime < _SAID:
+                return
+            said.touch()
+        print(text, file=sys.stderr, flush=True)
+
+    def _path(self, block: int) -> Path:
+        return self.folder / f"{block}.bin"
+
+    def _lock(self, block: int, timeout: float = -1) -> Any:
+        return FileLock(self.root / "locks" / f"{(int(self.folder.name, 16) + block) % _LOCKS}.lock", timeout=timeout)
+
+    def _whole(self, path: Path) -> bool:
+        try:
+            with StoredBlock(path):
+                return True
+        except (OSError, ValueError, KeyError):
+            return False
+
+    def _write(self, path: Path, files: list[ImageFile]) -> None:
+        sizes, bad = np.empty((len(files), 2), np.int32), {}
+        blank = self._prepare.blank()
+        try:
+            with whole_file(path, shared=True, durable=True) as draft, open(draft, "wb") as file:
+                for number, each in enumerate(files):
+                    try:
+                        pixels = self._prepare(each)[0]
+                    except UndecodableImage as error:
+                        pixels, bad[number] = blank, error.args
+                    sizes[number] = pixels.shape[1:]
+                    file.write(pixels.data)
+                    files[number] = None  # type: ignore[call-overload]  # its memory
+                about = {"images": len(files), "dtype": str(blank.dtype), "channels": len(blank), "bad": bad}
+                text = json.dumps(about).encode()
+                file.write(sizes.tobytes() + text + len(text).to_bytes(8, "little"))
+                self._written += file.tell()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if self._written * _LOOKS > self.limit:
+            self._written = 0
+            self.trim()
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(
+            f"cannot write decoded blocks to {self.root}: {error.strerror or error}\n"
+            "choose another disk with --cache_dir, or set a smaller --cache_limit"
+        )
+
+    def trim(self) -> None:
+        """Removes the longest unused blocks of all datasets once they are larger than the limit together."""
+        with contextlib.suppress(Timeout, OSError), FileLock(self.root / "locks" / "trim.lock", timeout=0):
+            found, now = [], time.time()
+            for folder in (entry.path for entry in os.scandir(self.root) if entry.is_dir() and entry.name != "locks"):
+                for entry in os.scandir(folder):
+                    with contextlib.suppress(OSError):  # removed meanwhile
+                        status = entry.stat()
+                        if entry.name.endswith(".tmp") and now - status.st_mtime > _ABANDONED:
+                            os.unlink(entry.path)
+                        else:
+                            found.append((status.st_mtime, status.st_size, entry.path))
+            total = sum(size for _, size, _ in found)
+            if total <= self.limit:
+                return
+            for _, size, path in sorted(found):
+                if total <= _ROOM * self.limit:
+                    break
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                total -= size
+
+
+def bytes_of(count: int, prepare: ImagePreparation) -> int:
+    """Returns the bytes that `count` prepared images take, at least."""
+    return count * math.prod(prepare.blank().shape) * prepare.blank().dtype.itemsize

@@ -1,0 +1,220 @@
+"""The parquet files (shards) that a streamed dataset consists of: where they are, and reading them with patience.
+
+A shard is a file on this machine, or lies behind an address that fsspec reads (`hf://`, `s3://`, ...) or a web server answers.
+"""
+
+import glob
+import io
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+from utils.core.errors import UserError, one_line
+from utils.data.sources import find_builder
+from utils.data.stored_files import is_address
+from utils.options.flags import DataOptions
+
+if TYPE_CHECKING:
+    import datasets
+
+T = TypeVar("T")
+
+WAITS = (1.0, 5.0, 15.0, 30.0)  # seconds before a shard is tried again
+_TIMEOUT = 30  # seconds without a byte of a web server
+_GONE = (401, 403, 404, 410)  # answers of a server that will not change soon
+_AT_ONCE = 16  # shards that are looked at or indexed at the same time
+_STAMPS = ("ETag", "etag", "sha256", "blob_id", "md5Hash", "last_modified", "LastModified", "mtime", "created")
+
+
+class ShardChanged(UserError):
+    """A shard is not what it was when the dataset was indexed."""
+
+    def __init__(self, address: str):
+        super().__init__(f"the shard {address} has changed since this run indexed it\nstart a new run with the new data")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """`size` in bytes; `stamp` changes with the content: an etag, a hash or a time."""
+
+    address: str
+    size: int
+    stamp: str
+
+    @property
+    def name(self) -> str:
+        return self.address.rpartition("/")[2]
+
+
+def find_shards(options: DataOptions) -> tuple[list[Shard], "datasets.Features | None"]:
+    """Returns the shards that the options name, in their order, and the types of the columns where the dataset declares them.
+
+    Raises UserError where there are none, or they are not parquet files.
+    """
+    name = options.dataset_name
+    if name is None:
+        raise UserError("--streaming reads parquet files, and --train_data_dir names a folder of images\nset --dataset_name")
+    declared = None
+    if is_address(name):
+        addresses = _behind(name)
+    else:
+        addresses, declared = _of_builder(options)
+    if not addresses:
+        raise UserError(f"--dataset_name {name}: there are no parquet files\ncheck the path, and --dataset_split")
+    return list(in_parallel(lambda address: patiently(lambda: look_at(address), address), addresses)), declared
+
+
+def in_parallel(work: Callable[[Any], T], items: list[Any]) -> Iterator[T]:
+    """Returns the results in order; the first error ends it."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        try:
+            yield from pool.map(work, items)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _of_builder(options: DataOptions) -> tuple[list[str], "datasets.Features | None"]:
+    name, split = options.dataset_name, options.dataset_split
+    if Path(str(name)).is_dir() and not any(Path(str(name)).rglob("*.parquet")):
+        raise UserError(f"--streaming reads parquet files, and {name} has none\nleave --streaming out")
+    builder, _, _ = find_builder(options)
+    if builder.name != "parquet":
+        hint = "" if Path(str(name)).exists() else ", or try --dataset_revision refs/convert/parquet"
+        raise UserError(f"--streaming reads parquet files, and {name} consists of other files\nleave --streaming out{hint}")
+    files = builder.config.data_files or {}
+    if split not in files:
+        splits = f"choose from {', '.join(map(repr, files))}" if files else "connect to the Hub: a stream needs it"
+        raise UserError(f"--dataset_split {split}: {name} has no such split (--streaming takes whole splits)\n{splits}")
+    return [str(file) for file in files[split]], builder.info.features
+
+
+def _behind(address: str) -> list[str]:
+    """The files that an address names, with {000..123} for a range of numbers and, but for web servers, * and folders."""
+    if found := re.search(r"\{(\d+)\.\.(\d+)\}", address):
+        first, last = found.groups()
+        numbers = (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
+        return [more for number in numbers for more in _behind(address[: found.start()] + number + address[found.end() :])]
+    if _is_web(address):
+        return [address]
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    try:
+        files, path = url_to_fs(address)
+        if not glob.has_magic(path) and files.isdir(path):
+            path = f"{path.rstrip('/')}/**.parquet"
+        paths = sorted(files.glob(path)) if glob.has_magic(path) else [path]
+    except Exception as error:  # each file system has its own
+        raise UserError(
+            f"cannot list --dataset_name {address}: {one_line(error)}\ncheck the address and the network"
+        ) from error
+    return [files.unstrip_protocol(path) for path in paths]
+
+
+def _is_web(address: str) -> bool:
+    return address.startswith(("http://", "https://"))
+
+
+def look_at(address: str) -> Shard:
+    """Returns what is known of a shard without its content. Raises what its file system raises."""
+    if _is_web(address):
+        _, size, stamp = _get(address, 0, 0)
+        return Shard(address, size, stamp)
+    from fsspec.core import url_to_fs
+
+    files, path = url_to_fs(address)
+    info = files.info(path)
+    return Shard(address, int(info["size"]), str(next((info[name] for name in _STAMPS if info.get(name)), "")))
+
+
+def open_shard(shard: Shard) -> IO[bytes]:
+    """Opens a shard for reading parts of it. Raises ShardChanged, and what its file system raises."""
+    if _is_web(shard.address):
+        return _WebFile(shard)  # type: ignore[return-value]
+    if look_at(shard.address) != shard:
+        raise ShardChanged(shard.address)
+    from fsspec.core import url_to_fs
+
+    files, path = url_to_fs(shard.address)
+    return files.open(path, "rb", **({} if "file" in files.protocol else {"cache_type": "none"}))
+
+
+class _WebFile(io.RawIOBase):
+    """A file on a web server, of which each read asks for a part."""
+
+    def __init__(self, shard: Shard):
+        self._shard, self._at = shard, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._shard.size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), self._shard.size - self._at)
+        if count <= 0:
+            return 0
+        data, size, stamp = _get(self._shard.address, self._at, self._at + count - 1)
+        if (size, stamp) != (self._shard.size, self._shard.stamp):
+            raise ShardChanged(self._shard.address)
+        buffer[:count] = data
+        self._at += count
+        return count
+
+
+def _get(address: str, first: int, last: int) -> tuple[bytes, int, str]:
+    """(the bytes `first` to `last` of a file on a web server, its size, its stamp)."""
+    from huggingface_hub import get_session
+
+    headers = {"Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"}
+    with get_session().stream("GET", address, headers=headers, timeout=_TIMEOUT) as answer:
+        if answer.status_code in _GONE:
+            raise FileNotFoundError(f"the server answers {answer.status_code} {answer.reason_phrase}")
+        answer.raise_for_status()
+        found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", answer.headers.get("Content-Range", ""))
+        if answer.status_code != 206 or not found:
+            raise UserError(f"the server of {address} does not send parts of files\ndownload the files, and use their folder")
+        data = answer.read()
+    if int(found[1]) != first or len(data) != last - first + 1:
+        raise ConnectionError(f"{len(data)} bytes came instead of {last - first + 1}")
+    return data, int(found[3]), answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+
+
+def patiently(work: Callable[[], T], address: str, say: Callable[[str], None] | None = None) -> T:
+    """Returns what `work` returns, which reads a shard; tries it again after each of `WAITS`.
+
+    `say` is told of the first failure. Raises UserError, which names the shard, where it fails again after all of them.
+    """
+    for number, wait in enumerate((*WAITS, None)):
+        try:
+            return work()
+        except (UserError, MemoryError, ImportError):
+            raise
+        except Exception as error:  # each file system has its own
+            final = isinstance(error, FileNotFoundError) or (type(error).__name__ == "ArrowInvalid" and not is_address(address))
+            if wait is None or final:
+                tries = "" if final else f", {number + 1} times"
+                raise UserError(
+                    f"cannot read the shard {address}: {one_line(error)}{tries}\ncheck it, or the network, and start again"
+                ) from error
+            if number == 0:
+                (say or _print)(f"cannot read the shard {address} now ({one_line(error)}); trying again")
+            time.sleep(wait)
+    raise AssertionError("unreachable")
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,321 @@
+"""A dataset of parquet shards that is neither downloaded nor packed as a whole: images by row, read block by block.
+
+A block is a row group of a shard, the least that can be read of it. The index, the number of rows of every block and the labels
+of all rows, comes from the shards' footers and label columns. It is made once, and kept by the shards' names, sizes and stamps.
+Decoded blocks are kept on the local disk (see `block_cache`), so each is read once, by whichever process needs it first.
+"""
+
+import base64
+import functools
+import hashlib
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from utils.core.errors import UserError
+from utils.core.files import whole_file
+from utils.data.bad_images import BadImage, BadImages
+from utils.data.block_cache import BlockCache, StoredBlock
+from utils.data.columns import LABEL_NAMES, EncodedImages, find_labels, holds_arrays
+from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
+from utils.data.shards import Shard, find_shards, in_parallel, open_shard, patiently
+from utils.options.flags import DataOptions
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+_FOOTERS = 512  # kept in memory
+_READERS = 2  # threads of a process that read ahead
+_ROWS = b"rows"  # of each row group, in the metadata of an index file
+_SCHEMA = b"schema"  # of the shard
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a dataset in the order of its rows.
+
+    Attributes:
+        shard, group: int32 [blocks], the shard of each block and its row group in it.
+        starts: int64 [blocks + 1], the first row of each block; then the number of rows.
+        first_in_shard: int64 [blocks], the number of its first row within its shard.
+    """
+
+    shards: list[Shard]
+    shard: np.ndarray
+    group: np.ndarray
+    starts: np.ndarray
+    first_in_shard: np.ndarray
+
+    @classmethod
+    def of(cls, shards: list[Shard], counts: list[list[int]], most: int | None) -> "Blocks":
+        """`counts`: rows of each row group of each shard; `most`: rows that are used, the first ones."""
+        shard = np.repeat(np.arange(len(shards), dtype=np.int32), [len(each) for each in counts])
+        group = np.concatenate([np.arange(len(each), dtype=np.int32) for each in counts])
+        first_in_shard = np.concatenate([np.cumsum([0, *each[:-1]]) for each in counts if each])
+        starts = np.concatenate([[0], np.cumsum(np.concatenate([np.array(each, np.int64) for each in counts]))])
+        starts = starts.astype(np.int64) if most is None else np.minimum(starts, most).astype(np.int64)
+        kept = np.diff(starts) > 0
+        return cls(shards, shard[kept], group[kept], np.append(starts[:-1][kept], starts[-1]), first_in_shard[kept])
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    @property
+    def rows(self) -> int:
+        return int(self.starts[-1])
+
+
+@dataclass(frozen=True)
+class StreamedFiles:
+    """What was found of a streamed dataset before its images are prepared."""
+
+    blocks: Blocks
+    features: "datasets.Features"
+    labels: np.ndarray | None
+    class_names: list[str] | None
+    notes: list[str]
+    key: str
+
+
+def index_shards(options: DataOptions, folder: Path, progress: Callable[[int, int], None] | None = None) -> StreamedFiles:
+    """Finds the shards and indexes those that are not indexed yet; `folder` keeps a file for each of them.
+
+    Raises UserError where a shard cannot be read, has other columns than the first one, or no rows are there.
+    """
+    shards, declared = find_shards(options)
+    schema = patiently(lambda: _footer(shards[0]).schema.to_arrow_schema(), shards[0].address)
+    import datasets
+
+    features = declared or datasets.Features.from_arrow_schema(schema)
+    columns = _label_columns(features, options.label_column)
+    folder.mkdir(parents=True, exist_ok=True)
+    done = 0
+
+    def index(shard: Shard) -> "pa.Table":
+        nonlocal done
+        table = patiently(lambda: _indexed(shard, columns, folder), shard.address)
+        done += 1
+        if progress is not None:
+            progress(done, len(shards))
+        return table
+
+    tables = list(in_parallel(index, shards))
+    for shard, table in zip(shards, tables):
+        if table.schema.metadata[_SCHEMA] != tables[0].schema.metadata[_SCHEMA]:
+            raise UserError(
+                f"the shard {shard.address} has other columns than {shards[0].name}\nlet --dataset_name name files of one kind"
+            )
+    counts = [json.loads(table.schema.metadata[_ROWS]) for table in tables]
+    if not sum(map(sum, counts)):
+        raise UserError(f"the dataset {options.dataset_name} has no images\ncheck its name and --dataset_split")
+    blocks = Blocks.of(shards, counts, options.max_train_images)
+    labels, class_names, notes = _labels(tables, features, columns, options.label_column, blocks.rows)
+    key = hashlib.sha256(repr(shards).encode()).hexdigest()
+    return StreamedFiles(blocks, features, labels, class_names, notes, key)
+
+
+def _label_columns(features: "datasets.Features", requested: str | None) -> list[str]:
+    """The columns that may hold labels."""
+    import datasets
+
+    if requested is not None:
+        return [requested] if requested in features else []
+    classes = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
+    return classes or [name for name in LABEL_NAMES if isinstance(features.get(name), datasets.Value)]
+
+
+def _labels(
+    tables: "list[pa.Table]", features: "datasets.Features", columns: list[str], requested: str | None, rows: int
+) -> tuple[np.ndarray | None, list[str] | None, list[str]]:
+    import datasets
+    import pyarrow as pa
+
+    if not columns:
+        return (None, None, []) if requested is None else find_labels(_empty(features), requested)
+    kinds = datasets.Features({name: features[name] for name in columns})
+    table = pa.concat_tables(tables).slice(0, rows).replace_schema_metadata(None).cast(kinds.arrow_schema)
+    return find_labels(datasets.Dataset(table, info=datasets.DatasetInfo(features=kinds), fingerprint="labels"), requested)
+
+
+def _empty(features: "datasets.Features") -> "datasets.Dataset":
+    import datasets
+
+    return datasets.Dataset.from_dict({name: [] for name in features}, features=features)
+
+
+def empty_table(files: StreamedFiles) -> "datasets.Dataset":
+    """Returns a dataset without rows that has the columns of the shards."""
+    return _empty(files.features)
+
+
+def _indexed(shard: Shard, columns: list[str], folder: Path) -> "pa.Table":
+    """The label columns of a shard; in the metadata the rows of its row groups and its schema. Kept in `folder`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = folder / f"{hashlib.sha256(repr((shard, columns)).encode()).hexdigest()[:32]}.parquet"
+    try:
+        return pq.read_table(path)
+    except (OSError, pa.ArrowInvalid):  # none yet, or damaged
+        pass
+    with open_shard(shard) as file:
+        parquet = pq.ParquetFile(file, metadata=_footer(shard), pre_buffer=True)
+        footer = parquet.metadata
+        counts = [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
+        table = parquet.read(columns=columns, use_threads=False)
+    schema = parquet.schema_arrow.remove_metadata().serialize().to_pybytes()
+    table = table.replace_schema_metadata({_ROWS: json.dumps(counts), _SCHEMA: base64.b64encode(schema)})
+    with whole_file(path, shared=True) as draft:
+        pq.write_table(table, draft)
+    return pq.read_table(path)
+
+
+@functools.lru_cache(maxsize=_FOOTERS)
+def _footer(shard: Shard) -> Any:
+    import pyarrow.parquet as pq
+
+    with open_shard(shard) as file:
+        return pq.ParquetFile(file).metadata
+
+
+class BlockReader:
+    """Reads the encoded images of one block from its shard. Tries once."""
+
+    def __init__(self, blocks: Blocks, column: str, feature: Any):
+        self.blocks, self.column, self._feature = blocks, column, feature
+
+    def __len__(self) -> int:
+        return self.blocks.rows
+
+    def __call__(self, block: int) -> list[ImageFile]:
+        import datasets
+        import pyarrow.parquet as pq
+
+        shard, group = self.blocks.shards[self.blocks.shard[block]], int(self.blocks.group[block])
+        rows = int(self.blocks.starts[block + 1] - self.blocks.starts[block])
+        first = int(self.blocks.first_in_shard[block])
+        with open_shard(shard) as file:
+            parquet = pq.ParquetFile(file, metadata=_footer(shard), pre_buffer=True)
+            table = parquet.read_row_group(group, columns=[self.column], use_threads=False)
+        if len(table) < rows:
+            raise UserError(
+                f"the shard {shard.address} is damaged: row group {group} has {len(table)} rows, and its footer says {rows}\n"
+                "make the file again"
+            )
+        features = datasets.Features({self.column: self._feature})
+        table = table.slice(0, rows).replace_schema_metadata(None).cast(features.arrow_schema)
+        dataset = datasets.Dataset(table, info=datasets.DatasetInfo(features=features), fingerprint=f"block-{block}")
+        base = shard.address.rpartition("/")[0]
+        files = EncodedImages(dataset, self.column, base, first).between(0, rows)
+        return [replace(file, name=f"{file.name} of {shard.name}") for file in files]
+
+    def address(self, block: int) -> str:
+        return self.blocks.shards[self.blocks.shard[block]].address
+
+
+class StreamedImages:
+    """The counterpart of `PackedImages` for a streamed dataset: the same pixels.
+
+    Attributes:
+        starts: int64 [blocks + 1], the first row of each block; then the number of rows.
+        bad_images: those met so far.
+    """
+
+    def __init__(self, cache: BlockCache, read: BlockReader, prepare: ImagePreparation, max_bad_images: int = 0):
+        self.cache, self.prepare, self._read = cache, prepare, read
+        self.starts = read.blocks.starts
+        self.uniform = prepare.center_crop
+        self.bad_images = BadImages(max_bad_images)
+        self._ahead: ReadAhead | None = None
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_ahead": None}
+
+    def blocks_of(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the blocks int64 [rows] of `rows`."""
+        return np.searchsorted(self.starts, rows, side="right") - 1
+
+    def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray | None:
+        """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
+
+        None when some of them cannot be decoded: `bad_images` has them now.
+
+        Raises:
+            UserError: naming a shard that cannot be read, or an image that cannot be decoded, once there are more than may be.
+        """
+        blocks, (height, width) = self.blocks_of(rows), self.prepare.size
+        batch = np.empty((len(rows), *self.prepare.blank().shape), self.prepare.blank().dtype)
+        met = []
+        for block in np.unique(blocks).tolist():
+            places, first = np.flatnonzero(blocks == block), int(self.starts[block])
+            with self.block(block) as stored:
+                numbers = rows[places] - first
+                sizes = stored.sizes[numbers]
+                tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.prepare.size, None if crop is None else crop[places])
+                for place, number, top, left in zip(places, numbers.tolist(), tops, lefts):
+                    if number in stored.bad:
+                        met.append(BadImage(first + number, *stored.bad[number]))
+                    else:
+                        batch[place] = stored.pixels(number)[:, top : top + height, left : left + width]
+        if met:
+            self.bad_images.learn(met)
+            return None
+        return batch
+
+    def block(self, block: int) -> StoredBlock:
+        """Returns a decoded block from the disk, read first where it is not there. Raises UserError, see `fetch`."""
+        shard = self._read.address(block)
+        make = functools.partial(patiently, functools.partial(self._read, block), shard, self.cache.say)
+        return self.cache.open(block, make, shard)
+
+    def read_ahead(self, rows: np.ndarray) -> None:
+        """Begins to read the blocks of `rows` in the background, in their order; what was asked for before does not count."""
+        if self._ahead is None or self._ahead.process != os.getpid():
+            self._ahead = ReadAhead(self.cache, self._read)
+        self._ahead.wanted = deque(dict.fromkeys(self.blocks_of(rows).tolist()))
+        self._ahead.asked.set()
+
+
+class ReadAhead:
+    """Threads that read blocks which are needed soon. Where one fails, whoever needs the block tries again, and says why."""
+
+    def __init__(self, cache: BlockCache, read: BlockReader):
+        self.process, self.wanted, self.asked = os.getpid(), deque[int](), threading.Event()
+        self._cache, self._read = cache, read
+        for _ in range(_READERS):
+            threading.Thread(target=self._run, name="read ahead", daemon=True).start()
+
+    def _run(self) -> None:
+        while self.asked.wait():
+            try:
+                block = self.wanted.popleft()
+            except IndexError:
+                self.asked.clear()
+                continue
+            try:
+                self._cache.make_if_free(block, functools.partial(self._read, block))
+            except Exception:  # told to whoever needs the block
+                self.asked.clear()
+                self.wanted.clear()
+
+
+def describe(blocks: Blocks) -> str:
+    """Returns for instance "4 shards, 40 blocks of 100 images"."""
+    sizes = np.diff(blocks.starts)
+    return f"{len(blocks.shards):,} shards, {len(blocks):,} blocks of up to {int(sizes.max()):,} images"
+
+
+def refuse_arrays(feature: Any, column: str) -> None:
+    if holds_arrays(feature):
+        raise UserError(f"--streaming reads encoded images, and the column {column!r} has arrays\nleave --streaming out")
