@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.core.entrypoint import run_script
+from utils.core.entrypoint import loading_libraries, run_script
 from utils.core.errors import UserError
 from utils.core.size import Size
 from utils.options.flags import DiagnoseOptions
@@ -57,10 +57,11 @@ def main(args: DiagnoseOptions) -> int:
         comparison = compare(*args.compare)
         print(json.dumps(vars(comparison), indent=2) if args.json else "\n".join(comparison.lines()))
         return comparison.status
-    from utils.diagnostics import diagnose as diagnostics
-    from utils.diagnostics.report.report import write_report
-    from utils.runs.record import RunRecord
-    from utils.training.doctor import DIAGNOSIS, REPORT, write_diagnosis
+    with loading_libraries(args):
+        from utils.diagnostics import diagnose as diagnostics
+        from utils.diagnostics.report.report import write_report
+        from utils.runs.record import RunRecord
+        from utils.training.doctor import DIAGNOSIS, REPORT, write_diagnosis
 
     if args.run is not None:
         record = RunRecord.read(args.run)
@@ -125,9 +126,10 @@ def show_caches(args: DiagnoseOptions) -> int:
 
 def records_of(args: DiagnoseOptions) -> dict:
     """Returns the records (as in history.jsonl) that can be made of a dataset, and of a pipeline on it."""
-    from utils.diagnostics.data_check import check_data
-    from utils.diagnostics.data_checks.checks import look_at
-    from utils.diagnostics.data_checks.sample import Sample
+    with loading_libraries(args):
+        from utils.diagnostics.data_check import check_data
+        from utils.diagnostics.data_checks.checks import look_at
+        from utils.diagnostics.data_checks.sample import Sample
 
     if args.pipeline is None:
         images = load(args, args.resolution, args.image_channels)

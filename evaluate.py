@@ -21,7 +21,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from utils.core.entrypoint import run_script
+from utils.core.entrypoint import loading_libraries, run_script
 from utils.core.errors import UserError
 from utils.core.files import whole_file
 from utils.core.size import Size
@@ -48,17 +48,18 @@ def parse_args(argv: list[str] | None = None) -> EvaluateOptions:
 
 def main(args: EvaluateOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
-    from utils.core.bars import Bar
-    from utils.core.distributed import make_accelerator, on_main_process
-    from utils.diagnostics.finding import Finding, described
-    from utils.diffusion.guidance import class_numbers, make_guided_prediction
-    from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes
-    from utils.diffusion.sampling import SamplePlan, full_precision, is_edm, make_sampler, sampling_steps
-    from utils.evaluation.evaluator import ClassJudge, Evaluation, pipeline_images
-    from utils.evaluation.extractors import make_extractor
-    from utils.evaluation.feature_sets import load_features, reference_features, save_features, sync_weights
-    from utils.evaluation.image_folder import ImageFolder
-    from utils.evaluation.table import header, lines, read_results, refuse_to_compare, sentences
+    with loading_libraries(args):
+        from utils.core.bars import Bar
+        from utils.core.distributed import make_accelerator, on_main_process
+        from utils.diagnostics.finding import Finding, described
+        from utils.diffusion.guidance import class_numbers, make_guided_prediction
+        from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes
+        from utils.diffusion.sampling import SamplePlan, full_precision, is_edm, make_sampler, sampling_steps
+        from utils.evaluation.evaluator import ClassJudge, Evaluation, pipeline_images
+        from utils.evaluation.extractors import make_extractor
+        from utils.evaluation.feature_sets import load_features, reference_features, save_features, sync_weights
+        from utils.evaluation.image_folder import ImageFolder
+        from utils.evaluation.table import header, lines, read_results, refuse_to_compare, sentences
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,

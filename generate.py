@@ -22,7 +22,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from utils.core.entrypoint import run_script
+from utils.core.entrypoint import loading_libraries, run_script
 from utils.core.errors import UserError
 from utils.core.files import whole_file
 from utils.options.flags import GenerateOptions
@@ -40,24 +40,25 @@ def parse_args(argv: list[str] | None = None) -> GenerateOptions:
 
 def main(args: GenerateOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
-    import torch
+    with loading_libraries(args):
+        import torch
 
-    from utils.core.bars import Bar
-    from utils.core.distributed import make_accelerator, on_main_process
-    from utils.core.images import image_suffix, is_complete_image, make_grid, read_image, save_image, save_png
-    from utils.diffusion.guidance import class_numbers, make_guided_prediction
-    from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes, trained_bits
-    from utils.diffusion.sampling import (
-        SamplePlan,
-        full_precision,
-        is_edm,
-        make_sampler,
-        sample,
-        sampler_version,
-        sampling_steps,
-        to_uint8,
-        to_uint16,
-    )
+        from utils.core.bars import Bar
+        from utils.core.distributed import make_accelerator, on_main_process
+        from utils.core.images import image_suffix, is_complete_image, make_grid, read_image, save_image, save_png
+        from utils.diffusion.guidance import class_numbers, make_guided_prediction
+        from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes, trained_bits
+        from utils.diffusion.sampling import (
+            SamplePlan,
+            full_precision,
+            is_edm,
+            make_sampler,
+            sample,
+            sampler_version,
+            sampling_steps,
+            to_uint8,
+            to_uint16,
+        )
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,

@@ -9,7 +9,7 @@ writes out/sweep.html and out/sweep.json, and makes a pipeline with the best wid
 train_edm2.py. It reads one snapshot at a time, so memory for a few networks is enough.
 """
 
-from utils.core.entrypoint import run_script
+from utils.core.entrypoint import loading_libraries, run_script
 from utils.options.flags import ReconstructionOptions
 from utils.options.parser import parse_options
 
@@ -20,12 +20,13 @@ def parse_args(argv: list[str] | None = None) -> ReconstructionOptions:
 
 def main(args: ReconstructionOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
-    from utils.core.distributed import make_accelerator
-    from utils.diffusion.export import export_pipeline, model_card
-    from utils.diffusion.pipelines import load_decoder, names_of_classes
-    from utils.evaluation.ema_reconstruction import check_output, describe, load_run, load_weights
-    from utils.evaluation.ema_sweep import make_judge, parse_widths, write_sweep
-    from utils.runs.ema_snapshots import fp16_error, list_snapshots, recipe, reconstruct
+    with loading_libraries(args):
+        from utils.core.distributed import make_accelerator
+        from utils.diffusion.export import export_pipeline, model_card
+        from utils.diffusion.pipelines import load_decoder, names_of_classes
+        from utils.evaluation.ema_reconstruction import check_output, describe, load_run, load_weights
+        from utils.evaluation.ema_sweep import make_judge, parse_widths, write_sweep
+        from utils.runs.ema_snapshots import fp16_error, list_snapshots, recipe, reconstruct
 
     widths = [args.width] if args.width is not None else parse_widths(args.widths or "")
     snapshots = list_snapshots(args.run)

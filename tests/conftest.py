@@ -15,6 +15,7 @@ import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the workers share the cores
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which tries an unreachable network for a minute
 
 from utils.core.signals import STOP_SIGNALS
 

@@ -90,3 +90,14 @@ def test_other_libraries_show_no_bars_without_a_terminal_and_with_quiet(monkeypa
 
 def test_durations():
     assert [duration(s) for s in (0.4, 59.6, 750, 12300)] == ["0:00", "1:00", "12:30", "3:25:00"]
+
+
+@pytest.mark.parametrize("stream", [False], indirect=True)
+@pytest.mark.parametrize(("quiet", "rank", "said"), [(False, "0", True), (True, "0", False), (False, "1", False)])
+def test_libraries_that_load_slowly_are_told_of_between_the_flags_and_the_training(stream, monkeypatch, quiet, rank, said):
+    monkeypatch.setenv("RANK", rank)
+    entrypoint.parse_early(lambda: SimpleNamespace(quiet=quiet))
+    assert stream.written.wait(10 if said else 0.05) == said
+    with pytest.raises(SystemExit):
+        entrypoint.run_script(lambda options: 0, SimpleNamespace)
+    assert stream.getvalue().startswith("loading the libraries: 0:00 so far") == said

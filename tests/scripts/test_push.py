@@ -34,6 +34,7 @@ REFUSED = [
 def hub(monkeypatch):
     with hub_for_pushes(("others/theirs", "me/there")) as (address, repositories):
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         yield address, repositories
 
 

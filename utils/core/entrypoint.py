@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
+from utils.core.bars import Bar
 from utils.core.errors import OUT_OF_MEMORY, UserError, memory_advice, out_of_memory
 from utils.core.launcher import launcher_reports, launcher_words
 
@@ -18,6 +19,7 @@ T = TypeVar("T")
 LAUNCHER_NEXT = "(the text below is from the launcher: you can ignore it)"
 WAIT_FOR_FIRST = 5.0  # seconds, in which a launcher ends the other ranks
 _at_end: list[Callable[[], None]] = []
+_imports = contextlib.ExitStack()  # says that they take long
 
 
 def run_script(main: Callable[[Any], int | None], parse_args: Callable[[], Any], crash_status: int = 1) -> None:
@@ -26,6 +28,7 @@ def run_script(main: Callable[[Any], int | None], parse_args: Callable[[], Any],
     A UserError becomes one line on stderr and status 2. Any other exception ends with `crash_status`: memory that ran out with
     one message of the first rank that met it, the rest with their traceback.
     """
+    _imports.close()
     try:
         options = parse_args()
         leave_progress_to_us(options)
@@ -72,7 +75,14 @@ def parse_early(parse_args: Callable[[], T]) -> T:
         _leave(_tell(error))
         raise
     leave_progress_to_us(options)
+    _imports.enter_context(loading_libraries(options))
     return options
+
+
+def loading_libraries(options: Any) -> Bar:
+    """For a `with` block of imports: they take long on a slow disk."""
+    shown = not getattr(options, "quiet", False) and os.environ.get("RANK", "0") == "0"
+    return Bar("loading the libraries", shown=shown)
 
 
 def leave_progress_to_us(options: Any) -> None:

@@ -36,7 +36,7 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
 
     logging.disable_progress_bar()  # one bar, the script's own
     try:
-        index = DiffusionPipeline.load_config(pipeline)
+        index = _index(pipeline)
         components = {name for name, value in index.items() if isinstance(value, list) and value[0] is not None}
         if components != {"unet", "scheduler"} or index["unet"][1] != "UNet2DModel":
             has = ", ".join(sorted(components)) or "neither"
@@ -106,7 +106,7 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
     """
     path = Path(pipeline)
     is_checkpoint = (path / "state.json").is_file()
-    exported = str(path.parent) if is_checkpoint else pipeline
+    exported = _exported(pipeline)
     if is_checkpoint and not (path.parent / "model_index.json").is_file():
         raise UserError(
             f"cannot load the checkpoint {path}: {path.parent} has no exported pipeline yet\n"
@@ -134,7 +134,7 @@ def load_decoder(pipeline: str, unet: "UNet2DModel | EDM2UNet") -> "Autoencoder 
     makes images. Raises UserError for one that cannot be loaded."""
     from utils.data.autoencoder import Scale, autoencoder_of
 
-    index = _index(pipeline)
+    index = _index_if_any(pipeline)
     if "latent_std" not in index:
         return None
     return autoencoder_of(_exported(pipeline), image_shape(unet), Scale(index["latent_mean"], index["latent_std"]))
@@ -142,7 +142,7 @@ def load_decoder(pipeline: str, unet: "UNet2DModel | EDM2UNet") -> "Autoencoder 
 
 def makes_latents(pipeline: str) -> bool:
     """Whether a pipeline of ours, or a checkpoint of its run, needs an autoencoder."""
-    return "latent_std" in _index(pipeline)
+    return "latent_std" in _index_if_any(pipeline)
 
 
 def _exported(pipeline: str) -> str:
@@ -152,19 +152,26 @@ def _exported(pipeline: str) -> str:
 
 
 def _index(pipeline: str) -> dict:
-    """What model_index.json of the pipeline, or of that of a checkpoint's run, says; empty where it cannot be read, of which
-    `load_network` says why."""
+    """What model_index.json of the pipeline, or of that of a checkpoint's run, says. Raises UserError where it cannot be read."""
     from diffusers import DiffusionPipeline
 
     try:
         return DiffusionPipeline.load_config(_exported(pipeline))
-    except Exception:
+    except Exception as error:  # each library raises its own kind
+        raise UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}") from error
+
+
+def _index_if_any(pipeline: str) -> dict:
+    """The same, but empty where it cannot be read."""
+    try:
+        return _index(pipeline)
+    except UserError:
         return {}
 
 
 def names_of_classes(pipeline: str) -> list[str]:
     """The names of a pipeline's classes, or of those of a checkpoint's run, by their numbers; empty where they have none."""
-    names = _index(pipeline).get("id2label") or {}
+    names = _index_if_any(pipeline).get("id2label") or {}
     with contextlib.suppress(KeyError, TypeError):  # another's, numbered in another way
         return [names[str(number)] for number in range(len(names))]
     return []
