@@ -152,7 +152,7 @@ def _exported(pipeline: str) -> str:
 
 
 def _index(pipeline: str) -> dict:
-    """What model_index.json of the pipeline, or of that of a checkpoint's run, says. Raises UserError where it cannot be read."""
+    """What model_index.json of the pipeline, or of a checkpoint's run, says. Raises UserError where it cannot be read."""
     from diffusers import DiffusionPipeline
 
     try:
