@@ -1,12 +1,20 @@
 """Streamed parquet shards: the same pixels as packed ones, an order in windows, blocks on the disk, and shards that fail."""
 
+import contextlib
 import io
 import os
+import socket
+import struct
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hub_stand_in import Answers, hub_stand_in, serving
 from PIL import Image
 
 from utils.core.errors import UserError
@@ -19,6 +27,7 @@ from utils.data.loader import BatchSplit, WindowedOrder, training_batches
 from utils.data.split import split_validation
 from utils.options.flags import DataOptions
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 ROWS, GROUP, SHARDS = 25, 10, 3  # so the last row group of each shard is shorter
 
 
@@ -268,3 +277,118 @@ def test_a_damaged_or_lost_shard_ends_with_its_name(tmp_path, load):
     path.write_bytes(b"PAR1 no parquet PAR1")
     with pytest.raises(UserError, match=r"cannot read the shard .*train-00001.parquet"):
         load(folder)
+
+
+@contextlib.contextmanager
+def web_server(folder, faults=()):
+    """Serves parts of the files of `folder`; the first requests that the test lets fail meet `faults`, one each."""
+    faults, asked = list(faults), []
+
+    class Handler(Answers):
+        def do_GET(self):
+            path = folder / self.path.strip("/")
+            asked.append(path.name)
+            fault = faults.pop(0) if faults else None
+            if fault == "stall":
+                time.sleep(0.5)
+            if fault == "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.close_connection = True
+                return self.connection.close()
+            if fault in (500, 404) or not path.is_file():
+                return self.reply(fault or 404, b"")
+            data, stamp = path.read_bytes(), {"ETag": f'"{path.stat().st_mtime_ns}"'}
+            if fault == "whole":
+                return self.reply(200, data, stamp)
+            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+            part = data[first : last + 1]
+            self.reply(206, part, stamp | {"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(data)}"}, fault and 3)
+            self.close_connection = fault == "short"
+
+        def handle_one_request(self):
+            with contextlib.suppress(OSError, ValueError):  # of the connections that the test cuts
+                super().handle_one_request()
+
+    with serving(Handler) as address:
+        yield address, faults, asked
+
+
+def test_shards_of_a_web_server(folder, load):
+    packed = load(folder, streaming=False)
+    with web_server(folder) as (address, _, asked):
+        images = load(f"{address}/train-{{00000..00002}}.parquet")
+        indices = np.arange(len(packed))
+        assert (images.fetch(indices) == packed.fetch(indices)).all() and (images.labels == packed.labels).all()
+        assert len(asked) < 12 * SHARDS
+        asked.clear()
+        assert (load(f"{address}/train-{{00000..00002}}.parquet").fetch(indices) == packed.fetch(indices)).all()
+        assert len(asked) <= 2 * SHARDS  # whether they are as they were, and the columns
+        assert images.fetch([3]).any()  # without the server, from the disk
+
+
+@pytest.mark.parametrize("fault", ["stall", "reset", "short", 500])
+def test_a_fault_that_ends_costs_nothing_but_time(fault, folder, load, monkeypatch, capfd):
+    monkeypatch.setattr(shards, "TIMEOUT", 0.2)
+    with web_server(folder) as (address, faults, _):
+        images = load(f"{address}/train-00000.parquet")
+        faults[:] = [fault, fault]
+        assert (images.fetch([12]) == load(folder, streaming=False).fetch([12])).all()
+        assert not faults
+    said = capfd.readouterr().err.splitlines()
+    assert sum("trying again" in line for line in said) == 1
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ("stall", "cannot read the shard http.*train-00000.parquet.*3 times"),
+        (500, "cannot read the shard http.*train-00000.parquet.*500"),
+        (404, "cannot read the shard http.*train-00000.parquet.*404"),
+        ("whole", "does not send parts"),
+    ],
+)
+def test_a_fault_that_stays_ends_with_the_name_of_the_shard(fault, words, folder, load, monkeypatch):
+    monkeypatch.setattr(shards, "TIMEOUT", 0.2)
+    with web_server(folder) as (address, faults, asked):
+        images = load(f"{address}/train-00000.parquet")
+        asked.clear()
+        faults[:] = [fault] * 9
+        with pytest.raises(UserError, match=words) as caught:
+            images.fetch([12])
+        assert len(str(caught.value).splitlines()) == 2 and len(asked) == (1 if fault in (404, "whole") else 3)
+
+
+def test_a_web_shard_that_changed_is_refused(tmp_path, load):
+    folder = write_shards(tmp_path / "shards")
+    with web_server(folder) as (address, _, _):
+        images = load(f"{address}/train-00000.parquet")
+        os.utime(folder / "train-00000.parquet", (1, 1))
+        with pytest.raises(UserError, match=r"train-00000.parquet has changed since"):
+            images.fetch([12])
+
+
+def test_other_file_systems_and_patterns(folder, load):
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.put(str(folder), "/streamed", recursive=True)
+    packed = load(folder, streaming=False)
+    for name in ("memory://streamed", "memory://streamed/train-*.parquet"):
+        assert (load(name).fetch([0, 60]) == packed.fetch([0, 60])).all()
+
+
+def test_shards_of_the_hub(folder, load, tmp_path):
+    (tmp_path / "repository" / "data").mkdir(parents=True)
+    for path in sorted(folder.iterdir()):
+        name = path.name.replace(".parquet", f"-of-{SHARDS:05}.parquet")
+        (tmp_path / "repository" / "data" / name).write_bytes(path.read_bytes())
+    with hub_stand_in("me/shards", tmp_path / "repository") as (address, _):
+        code = (
+            "import sys; from utils.data.dataset import load_images; from utils.options.flags import DataOptions\n"
+            f"o = dict(dataset_name='me/shards', resolution=8, cache_dir={str(tmp_path)!r}, streaming=True)\n"
+            "images = load_images(DataOptions(**o)); print(len(images), images.fetch([60]).sum())"
+        )
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+        answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=REPOSITORY)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.split() == ["75", str(load(folder, streaming=False).fetch([60]).sum())]

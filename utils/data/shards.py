@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 WAITS = (1.0, 5.0, 15.0, 30.0)  # seconds before a shard is tried again
-_TIMEOUT = 30  # seconds without a byte of a web server
+TIMEOUT = 30  # seconds without a byte of a web server
 _GONE = (401, 403, 404, 410)  # answers of a server that will not change soon
 _AT_ONCE = 16  # shards that are looked at or indexed at the same time
 _STAMPS = ("ETag", "etag", "sha256", "blob_id", "md5Hash", "last_modified", "LastModified", "mtime", "created")
@@ -106,9 +106,12 @@ def _behind(address: str) -> list[str]:
 
     try:
         files, path = url_to_fs(address)
-        if not glob.has_magic(path) and files.isdir(path):
-            path = f"{path.rstrip('/')}/**.parquet"
-        paths = sorted(files.glob(path)) if glob.has_magic(path) else [path]
+        if glob.has_magic(path):
+            paths = sorted(files.glob(path))
+        elif files.isdir(path):
+            paths = sorted(found for found in files.find(path) if found.endswith(".parquet"))
+        else:
+            paths = [path]
     except Exception as error:  # each file system has its own
         raise UserError(
             f"cannot list --dataset_name {address}: {one_line(error)}\ncheck the address and the network"
@@ -180,7 +183,7 @@ def _get(address: str, first: int, last: int) -> tuple[bytes, int, str]:
     from huggingface_hub import get_session
 
     headers = {"Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"}
-    with get_session().stream("GET", address, headers=headers, timeout=_TIMEOUT) as answer:
+    with get_session().stream("GET", address, headers=headers, timeout=TIMEOUT) as answer:
         if answer.status_code in _GONE:
             raise FileNotFoundError(f"the server answers {answer.status_code} {answer.reason_phrase}")
         answer.raise_for_status()
