@@ -157,6 +157,8 @@ def test_resumed_equals_uninterrupted_bit_for_bit(train, vae, tmp_path, script):
     assert train([*flags, "--output_dir", tmp_path / "whole"], script) == 0
     assert train([*flags, "--output_dir", tmp_path / "run", "--max_train_steps", "4"], script) == 0
     shutil.rmtree(tmp_path / "cache")  # it is encoded again
+    shutil.copytree(vae, tmp_path / "moved")
+    flags[flags.index("--vae") + 1] = tmp_path / "moved"
     assert train([*flags, "--output_dir", tmp_path / "run", "--resume_from_checkpoint", "latest"], script) == 0
     name = "checkpoint-8/model.safetensors"
     assert same_bytes(tmp_path / "run" / name, tmp_path / "whole" / name)

@@ -67,6 +67,11 @@ class Autoencoder:
             return Scale([float(value) for value in mean], [float(value) / scaling for value in std])
         return Scale([float(config.get("shift_factor") or 0.0)] * channels, [1.0 / scaling] * channels)
 
+    @property
+    def bytes(self) -> int:
+        """Of its weights."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.network.state_dict().values())
+
     def fingerprint(self) -> str:
         """Hex string that changes with its class, its config or its weights."""
         digest = hashlib.sha256(type(self.network).__name__.encode())

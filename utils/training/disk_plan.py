@@ -26,6 +26,7 @@ class DiskPlan:
     epoch_steps: int | None = None  # updates of an epoch
     step: int = 0  # updates that are done
     checkpoints: int = 0  # that are there
+    autoencoder: int = 0  # bytes of the one that the pipeline carries
 
     def parts(self) -> dict[str, int]:
         """What there will be -> the most bytes that it takes at once, a file being written beside the one that it replaces."""
@@ -39,7 +40,7 @@ class DiskPlan:
             times = self.updates // every + 1 if self.updates else Snapshots.PER_RUN
             share = DTYPES[options.ema_snapshot_dtype].itemsize / 4
             found[f"{times * options.num_averages} EMA snapshots"] = int(times * options.num_averages * self.network * share)
-        found["the pipeline"] = 2 * self.network
+        found["the pipeline"] = 2 * (self.network + self.autoencoder)
         found[f"{self._previews()} previews"] = self._previews() * self._preview_bytes()
         return found
 

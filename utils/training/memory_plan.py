@@ -159,7 +159,7 @@ class MemoryPlan:
             shape, at_once = self._autoencoder.latent_shape, self._autoencoder.at_once
             make = partial(Decoding, type(network), config)
             most = forward_peak(make, image_shape=shape, batch_size=at_once, device=self._accelerator.device)
-            self._decoding = most + storage_bytes(network.state_dict().values())
+            self._decoding = most + self._autoencoder.bytes
         return self._decoding
 
     def settle(self) -> None:
@@ -276,7 +276,8 @@ class MemoryPlan:
                 "optimizer_epsilon": optimizer.param_groups[0].get("eps"),
             }
             size = storage_bytes(network.parameters())
-            print(DiskPlan(options, size, options.max_train_steps).line(Path(options.output_dir)))
+            carried = self._autoencoder.bytes if self._autoencoder else 0
+            print(DiskPlan(options, size, options.max_train_steps, autoencoder=carried).line(Path(options.output_dir)))
             print(*foretold(vars(options), facts, schedule), sep="\n")
 
         on_main_process(self._accelerator, write)
@@ -287,9 +288,9 @@ class MemoryPlan:
         device = self._accelerator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         checkpointing = "on" if self._options.gradient_checkpointing else "off"
-        size = "x".join(map(str, self._parts.image_shape))
+        size, what = "x".join(map(str, self._parts.image_shape)), "latents" if self._autoencoder else "images"
         return (
-            f"{micro_batch_size} images of {size} in each of {accumulation} micro steps, "
+            f"{micro_batch_size} {what} of {size} in each of {accumulation} micro steps, "
             f"precision {self._parts.mixed_precision}, gradient checkpointing {checkpointing}, on {name}"
         )
 

@@ -174,7 +174,7 @@ def begin_run(
         **kept,
     }
     if state.step < length.max_train_steps:
-        on_main_process(accelerator, _check_disk, options, folder, objective, state, length)
+        on_main_process(accelerator, _check_disk, folder, data, objective, state, length, options)
     if resumed:
         on_main_process(accelerator, remove_snapshots_beyond, folder.path, state.step)
     else:
@@ -214,10 +214,13 @@ def begin_run(
     )
 
 
-def _check_disk(options: RunOptions, folder: RunFolder, objective: Objective, state: TrainState, length: RunLength) -> None:
+def _check_disk(
+    folder: RunFolder, data: TrainingData, objective: Objective, state: TrainState, length: RunLength, options: RunOptions
+) -> None:
     network = sum(tensor.numel() * tensor.element_size() for tensor in objective.network.state_dict().values())
     checkpoints = len(list_checkpoints(folder.path)) if state.step else 0
-    plan = DiskPlan(options, network, length.max_train_steps, length.updates_per_epoch, state.step, checkpoints)
+    carried = data.autoencoder.bytes if data.autoencoder else 0
+    plan = DiskPlan(options, network, length.max_train_steps, length.updates_per_epoch, state.step, checkpoints, carried)
     plan.check(folder.path, folder.size())
 
 
