@@ -30,11 +30,16 @@ def test_a_published_recipe_is_not(name):
 
 def test_each_row_can_speak():
     codes = {code for case in FAULTS.values() for code in case.codes}
-    assert {row.code for row in ROWS} - codes == {"option-clip-range"}  # which no flag changes
+    assert {row.code for row in ROWS} - codes == {"option-clip-range", "option-latent-scale"}  # which no flag changes
     healthy = record_of(RECIPES["digits16 of train_ddpm.py"])
     (row,) = (row for row in ROWS if row.code == "option-clip-range")
     assert row.figure(Facts(healthy))[0] <= row.info
     healthy.history[0]["schedule"]["clip_range"] = 0.5
+    assert row.figure(Facts(healthy))[0] > row.warning
+    (row,) = (row for row in ROWS if row.code == "option-latent-scale")
+    healthy.history[0]["data"] = {"latent_spread": [1.1, 0.9]}
+    assert row.figure(Facts(healthy))[0] <= row.info
+    healthy.history[0]["data"] = {"latent_spread": [1.0, 0.18]}
     assert row.figure(Facts(healthy))[0] > row.warning
 
 

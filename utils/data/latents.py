@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -29,7 +30,6 @@ from utils.data.packed_caches import describe_size, mark_used, size_of
 
 LATENTS_VERSION = 1  # part of a cache's fingerprint: raise it when the same options give other files
 FILE = "latents.bin"
-ROWS = 64  # of the dataset, that are read at once
 
 
 class PackedLatents:
@@ -134,8 +134,8 @@ def _write(
     sums: list[torch.Tensor] = []
     count, parts = len(images), 0
     with open(folder / FILE, "wb") as file, autoencoder.on(device):
-        for start in range(0, count, ROWS):
-            rows = np.arange(start, min(start + ROWS, count))
+        for start in range(0, count, autoencoder.at_once):
+            rows = np.arange(start, min(start + autoencoder.at_once, count))
             pixels = torch.from_numpy(images.fetch(rows, np.full((len(rows), 2), 0.5, np.float32)))
             clean = to_unit_range(pixels.to(device), images.max_value)
             encoded = torch.stack([autoencoder.encode(each) for each in ([clean, clean.flip(-1)] if mirrors else [clean])], 1)
@@ -153,6 +153,8 @@ def _write(
             sums.append(torch.stack([wide[:, 0].sum((0, 2, 3)), (wide[:, 0].square() + spread).sum((0, 2, 3))]))
             if progress is not None:
                 progress(int(rows[-1]) + 1, count)
+        file.flush()
+        os.fsync(file.fileno())
     values = count * math.prod(autoencoder.latent_shape[1:])
     mean, square = torch.stack(sums).sum(0) / values
     std = (square - mean.square()).clamp(min=0).sqrt()

@@ -54,6 +54,10 @@ class Facts:
         return bool(self._values.get("force_weight_norm"))
 
     @property
+    def of_latents(self) -> bool:
+        return bool(self._values.get("vae"))
+
+    @property
     def gradient_norm(self) -> float:
         """The largest that an optimizer sees, as far as the options say: 1 where nothing is clipped."""
         return self.max_grad_norm if self._values.get("max_grad_norm") and not self.adaptive_clipping else 1.0
@@ -147,7 +151,15 @@ def ema_short(run: Facts) -> tuple[float, str]:
     return 1 / length, f"of {run.max_train_steps} updates it spans the last {length:.3g}"
 
 
+def latent_scale(run: Facts) -> tuple[float, str]:
+    goal = run.sigma_data if run.is_edm2 else 1.0
+    worst = max(run.latent_spread, key=lambda spread: max(spread / goal, goal / spread))
+    said = f"a channel of the latents has a standard deviation of {worst:.3g}; best is {goal:g}"
+    return max(worst / goal, goal / worst), said
+
+
 def sigma_data(run: Facts) -> tuple[float, str]:
+    run.require(not run.of_latents)
     deviation, size = run.spreads
     times = max(run.sigma_data / size, deviation / run.sigma_data) if size > 0 and deviation > 0 else 0.0
     return times, f"--sigma_data {run.sigma_data:g}; the images have a standard deviation of {deviation:.2g}"
@@ -376,6 +388,21 @@ ROWS: tuple[Row, ...] = (
             "a value of other images, or in other units than [-1, 1]",
             ("set --sigma_data to the standard deviation in the message", "0.5 fits most sets of photographs"),
             stage="network",
+        ),
+    ),
+    Row(
+        "option-latent-scale",
+        "standard deviation of a channel of the latents over 1 (EDM2: --sigma_data), or the reverse",
+        latent_scale,
+        info=1.8,
+        warning=2.5,
+        reason="the noise levels are made for data of this size",
+        source="Rombach et al. 2022, section 4.3.2 and appendix G; Karras et al. 2024, appendix A",
+        entry=Entry(
+            "the latents are much larger or smaller than the noise is made for",
+            "the scaling_factor in the config of the autoencoder is that of another one",
+            ("--latent_scale auto",),
+            stage="data",
         ),
     ),
     Row(

@@ -12,8 +12,6 @@ from utils.options.flags import EDM2Options, RunOptions
 from utils.runs.state import read_state
 from utils.training.pretrained import checkpoint_to_resume
 
-SPREAD = (0.5, 2.0)  # of normalized latents that their scale is fine for
-
 
 def start_autoencoder(options: RunOptions, accelerator: Accelerator) -> Autoencoder | None:
     """What --vae names, on every process; None where it is not given. A resumed run has its scale from the checkpoint.
@@ -36,22 +34,21 @@ def start_autoencoder(options: RunOptions, accelerator: Accelerator) -> Autoenco
 
 def settle_scale(options: RunOptions, autoencoder: Autoencoder, latents: PackedLatents) -> list[str]:
     """Sets the scale of a run that begins, the same on every process. Returns notes for the user."""
-    own, notes = autoencoder.own_scale(), []
     if autoencoder.scale is None:
+        own = autoencoder.own_scale()
         asked = latents.measured if options.latent_scale == "auto" else own or latents.measured
         # The config's makes a spread of 1, as measured ones do: an EDM2 network is made for sigma_data.
         scale = asked.multiplied(options.sigma_data) if isinstance(options, EDM2Options) else asked
         autoencoder.scale = Scale(*from_main_process([scale.mean, scale.std]))
-    goal = options.sigma_data if isinstance(options, EDM2Options) else 1.0
-    spreads = [seen / used for seen, used in zip(latents.measured.std, autoencoder.scale.std)]
-    shown = ", ".join(f"{value:.2f}" for value in spreads[:8]) + ", ..." * (len(spreads) > 8)
-    size = "x".join(map(str, autoencoder.latent_shape))
-    notes.append(f"latents of {size}, of {options.vae}; their spread by channel: {shown} (best: {goal:g})")
-    if not all(SPREAD[0] * goal < value < SPREAD[1] * goal for value in spreads):
-        notes.append(
-            "the spread of these latents is far from what the noise is made for: a new run with --latent_scale auto helps"
-        )
-    return notes
+    size, values = "x".join(map(str, autoencoder.latent_shape)), spread(autoencoder, latents)
+    shown = ", ".join(f"{value:.2f}" for value in values[:8]) + ", ..." * (len(values) > 8)
+    return [f"latents of {size}, by {options.vae}; their standard deviation by channel: {shown}"]
+
+
+def spread(autoencoder: Autoencoder, latents: PackedLatents) -> list[float]:
+    """The standard deviation of what the network is trained on, by channel."""
+    assert autoencoder.scale is not None
+    return [seen / used for seen, used in zip(latents.measured.std, autoencoder.scale.std)]
 
 
 def kept_of(autoencoder: Autoencoder) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from utils.runs.folder import RunFolder
 from utils.runs.state import TrainState
 from utils.training.disk_plan import DiskPlan
 from utils.training.doctor import Doctor
-from utils.training.latents import kept_of, settle_scale
+from utils.training.latents import kept_of, settle_scale, spread
 from utils.training.length import RunLength
 from utils.training.progress import ProgressBar
 from utils.training.trackers import Trackers, start_trackers
@@ -205,6 +205,8 @@ def begin_run(
         with progress.part("checking the images"):
             checked = check_data(data.training, seed=options.seed)
             looked_at = look_at(Sample.of(data.training, data.validation, options.random_flip), folder.path)
+        if data.encoded is not None:
+            checked["latent_spread"] = spread(data.encoded.autoencoder, data.encoded.latents)
         about = {"data": checked, "data_checks": looked_at, "network": examine(objective, data.samples)}
         doctor.record(state.step, about | schedule)
         doctor.look()  # what the data and the options say alone is said before the first update
