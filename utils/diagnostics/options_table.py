@@ -397,7 +397,7 @@ ROWS: tuple[Row, ...] = (
         info=1.8,
         warning=2.5,
         reason="the noise levels are made for data of this size",
-        source="Rombach et al. 2022, section 4.3.2 and appendix G; Karras et al. 2024, appendix A",
+        source="Rombach et al. 2022, appendix G; Karras et al. 2024",
         entry=Entry(
             "the latents are much larger or smaller than the noise is made for",
             "the scaling_factor in the config of the autoencoder is that of another one",

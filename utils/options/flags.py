@@ -543,7 +543,7 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOpt
         super().check()
         self.check_classes()
         self.check_start(_NETWORK)
-        if self.vae is not None:  # Karras et al. 2024, table 6
+        if self.vae is not None:  # Karras et al. 2024, for ImageNet-512
             usual = {"P_mean": -0.4, "P_std": 1.0, "sigma_data": 0.5}
             for name in usual.keys() - self.given:
                 setattr(self, name, usual[name])
