@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from utils.evaluation.memorization import Originals
 
 # Options of the data that decide neither which images there are nor in which rows, nor their labels.
-HOW_IT_IS_READ = {"cache_dir", "cache_images", "preserve_input_precision", "max_bad_images"}
+HOW_IT_IS_READ = {"cache_dir", "cache_images", "preserve_input_precision", "max_bad_images", "shuffle_window", "cache_limit"}
 
 
 def parse_args(argv: list[str] | None = None) -> EvaluateOptions:

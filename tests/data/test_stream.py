@@ -25,6 +25,7 @@ from utils.data.dataset import content_fingerprint, load_images
 from utils.data.decode import ImageFile, ImagePreparation, Size
 from utils.data.loader import BatchSplit, WindowedOrder, training_batches
 from utils.data.split import split_validation
+from utils.diagnostics.audit.rows import check_rows
 from utils.options.flags import DataOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -108,6 +109,15 @@ def test_what_comes_next_is_known_ahead():
         window = number // 50 * 50
         needed = order.indices(torch.arange(window, window + 100)).numpy() // 10
         assert list(dict.fromkeys((ahead // 10)[:5])) == list(ahead[:5] // 10) and set(ahead // 10) == set(needed)
+
+
+def test_the_step_audit_knows_windows():
+    numbers, blocks = np.arange(4000), np.full(500, 200)
+    rows = WindowedOrder(blocks, 2000, 0).indices(torch.from_numpy(numbers)).numpy()
+    assert check_rows(rows, numbers, 100_000, [], balanced=False, window=2000)[0].healthy
+    assert not check_rows(rows, numbers, 100_000, [], balanced=False)[0].healthy
+    in_blocks = (np.random.default_rng(0).permutation(500)[:, None] * 200 + np.arange(200)).reshape(-1)[:4000]
+    assert not check_rows(in_blocks, numbers, 100_000, [], balanced=False, window=2000)[0].healthy
 
 
 # ---- the images

@@ -9,6 +9,8 @@ import os
 import re
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -180,17 +182,18 @@ class _WebFile(io.RawIOBase):
 
 def _get(address: str, first: int, last: int) -> tuple[bytes, int, str]:
     """(the bytes `first` to `last` of a file on a web server, its size, its stamp)."""
-    from huggingface_hub import get_session
-
-    headers = {"Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"}
-    with get_session().stream("GET", address, headers=headers, timeout=TIMEOUT) as answer:
-        if answer.status_code in _GONE:
-            raise FileNotFoundError(f"the server answers {answer.status_code} {answer.reason_phrase}")
-        answer.raise_for_status()
-        found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", answer.headers.get("Content-Range", ""))
-        if answer.status_code != 206 or not found:
-            raise UserError(f"the server of {address} does not send parts of files\ndownload the files, and use their folder")
-        data = answer.read()
+    request = urllib.request.Request(address, headers={"Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"})
+    try:
+        # Not the Hub's client, which HF_HUB_OFFLINE forbids any server.
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+            found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", answer.headers.get("Content-Range", ""))
+            if answer.status != 206 or not found:
+                raise UserError(f"the server of {address} does not send parts of files\ndownload them, and use their folder")
+            data = answer.read()
+    except urllib.error.HTTPError as error:
+        if error.code in _GONE:
+            raise FileNotFoundError(f"the server answers {error.code} {error.reason}") from None
+        raise
     if int(found[1]) != first or len(data) != last - first + 1:
         raise ConnectionError(f"{len(data)} bytes came instead of {last - first + 1}")
     return data, int(found[3]), answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""

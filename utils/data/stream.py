@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from filelock import FileLock
 
 from utils.core.errors import UserError
 from utils.core.files import whole_file
@@ -107,7 +108,9 @@ def index_shards(options: DataOptions, folder: Path, progress: Callable[[int, in
             progress(done, len(shards))
         return table
 
-    tables = list(in_parallel(index, shards))
+    lock = hashlib.sha256(repr([shard.address for shard in shards]).encode()).hexdigest()[:16]
+    with FileLock(folder / f"{lock}.lock"):  # one process indexes, and the others read what it wrote
+        tables = list(in_parallel(index, shards))
     for shard, table in zip(shards, tables):
         if table.schema.metadata[_SCHEMA] != tables[0].schema.metadata[_SCHEMA]:
             raise UserError(
