@@ -5,11 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, run_script, same_bytes, slow_turns
 from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderTiny, DDPMScheduler
 from safetensors.torch import load_file
@@ -20,10 +22,13 @@ import train_edm2
 from models.guided_pipeline import LatentDDPMPipeline
 from utils.core import randomness
 from utils.core.errors import UserError
-from utils.data.autoencoder import load_autoencoder
+from utils.data.autoencoder import Autoencoder, load_autoencoder
 from utils.data.dataset import load_images
-from utils.data.latents import PackedLatents, draw_latents
+from utils.data.latents import PackedLatents, draw_latents, pack_latents
 from utils.diffusion.pipelines import load_decoder, load_network
+from utils.diffusion.unet import make_unet
+from utils.optim.optimizers import make_optimizer
+from utils.training.memory_plan import MemoryPlan
 
 IN_A_FRESH_PROCESS = """
 import sys, numpy, torch
@@ -206,6 +211,39 @@ def test_autoencoders_without_a_spread(tmp_path, kind):
     autoencoder.scale = autoencoder.own_scale()
     assert autoencoder.scale.std == [1.0 if kind == "AutoencoderTiny" else 2.0] * 2
     torch.testing.assert_close(autoencoder.decode(autoencoder.normalized(latents)), expected)
+
+
+def test_latents_are_encoded_once_and_again_where_the_file_is_damaged(vae, tmp_path, monkeypatch):
+    words = ["--dataset_name", "digits", "--resolution", "16", "--image_channels", "1", "--max_train_images", "70"]
+    images = load_images(train_ddpm.parse_args([*words, "--cache_dir", str(tmp_path)]))
+    autoencoder = load_autoencoder(str(vae), images.shape)
+    how = {"cache_dir": str(tmp_path), "mirrors": False, "device": torch.device("cpu")}
+    first, seen = pack_latents(images, autoencoder, **how), []
+    whole = first.fetch(np.arange(70), 0)
+    assert whole.shape == (70, 2, 3, 8, 8) and np.isfinite(whole).all()
+    pack_latents(images, autoencoder, progress=lambda *at: seen.append(at), **how)
+    assert seen == []
+    (first.folder / "latents.bin").write_bytes(b"")
+    again = pack_latents(images, autoencoder, progress=lambda *at: seen.append(at), **how)
+    assert seen == [(64, 70), (70, 70)] and np.array_equal(again.fetch(np.arange(70), 0), whole)
+    monkeypatch.setattr(autoencoder, "encode", lambda images: torch.full((len(images), 1, 3, 8, 8), torch.nan))
+    with pytest.raises(UserError, match=r"not finite, for an image of rows 0 to 63\ncheck --vae"):
+        pack_latents(images, autoencoder, **how | {"mirrors": True})
+    assert not list(tmp_path.glob("steady_diffusion/*.tmp"))
+
+
+@pytest.mark.slow
+def test_the_memory_plan_counts_the_decoder(flags, tmp_path):
+    options = train_ddpm.parse_args([*map(str, flags), "--output_dir", str(tmp_path)])
+    accelerator, samples = Accelerator(cpu=True), {}
+    for channels in (8, 64):
+        network = small_kl(block_out_channels=(8, channels))
+        autoencoder = Autoencoder(network, options.image_shape, 2, 3)
+        make = partial(make_unet, shape=autoencoder.latent_shape)
+        plan = MemoryPlan(accelerator, options, make, partial(make_optimizer, options=options), 0, autoencoder)
+        samples[autoencoder.bytes] = plan.between_updates(plan.estimate(8, 1))["samples of 4"]
+    (small, with_small), (large, with_large) = samples.items()
+    assert with_large - with_small >= large - small > 0
 
 
 def test_an_edm2_run_has_the_settings_of_latents(vae):
