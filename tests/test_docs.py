@@ -15,7 +15,16 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchma
 SCRIPTS = json.loads(RECORDED.read_text())
 FLAGS = {flag: about for script in SCRIPTS.values() for flag, about in script["flags"].items()}
 OTHERS = {  # of launchers and tools
-    *("--config_file", "--num_processes", "--machine_rank", "--main_process_ip", "--cpu", "--standalone", "--nproc_per_node"),
+    *(
+        "--max_restarts",
+        "--config_file",
+        "--num_processes",
+        "--machine_rank",
+        "--main_process_ip",
+        "--cpu",
+        "--standalone",
+        "--nproc_per_node",
+    ),
     *("--help", "--local_rank", "--logdir", "--nodes", "--signal", "--time", "--check", "--wait"),
     *("--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"),
     *("--my_flags", "--its_flags"),  # of a script that is not ours
