@@ -133,7 +133,9 @@ def begin_run(
 
     Raises UserError where the checkpoint does not fit the options, or the folder cannot be written.
     """
-    on_main_process(accelerator, check_export, objective.exported, objective.noise_scheduler, folder.path)
+    shown = accelerator.is_main_process and not options.quiet
+    with Bar("testing the export of the network", shown=shown):
+        on_main_process(accelerator, check_export, objective.exported, objective.noise_scheduler, folder.path)
     kept = {**objective.kept, **data.kept}
     length = RunLength.of(options, len(data.training), accelerator.num_processes)
     ema, ema_decay = make_ema(objective.exported, options)
@@ -150,7 +152,7 @@ def begin_run(
     attach_state_hooks(accelerator, ema, state)
     asked_epsilon = optimizer.param_groups[0].get("eps")
     resumed, allowed = options.resume_from_checkpoint, options.allow_option_change
-    with Bar("reading the checkpoint", shown=accelerator.is_main_process and not options.quiet):
+    with Bar("reading the checkpoint", shown=shown):
         checkpoint, notes = resume(accelerator, folder.path, resumed, state, allowed)
     notes = [*data.images.notes, *objective.notes, *notes]
     epsilon = optimizer.param_groups[0].get("eps")  # the checkpoint's, where there was one; SGD has none
