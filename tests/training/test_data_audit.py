@@ -213,7 +213,7 @@ def validation_of_training_images(patch):
 
 
 def other_column(patch):
-    patch.setattr(columns, "_LABEL_NAMES", ("other",))
+    patch.setattr(columns, "LABEL_NAMES", ("other",))
     patch.setattr(dataset, "find_labels", lambda table, asked: columns.find_labels(table, "other"))
 
 
