@@ -165,7 +165,9 @@ def evaluate_in(tmp_path):
             options=options,
             accelerator=process,
             output_dir=tmp_path,
-            data=SimpleNamespace(training=training, validation=validation),
+            data=SimpleNamespace(
+                training=training, validation=validation, samples=SimpleNamespace(shape=training.shape), autoencoder=None
+            ),
             objective=SimpleNamespace(
                 exported=tiny_unet().eval(), noise_scheduler=DDPMScheduler(num_train_timesteps=20), predict=None
             ),
