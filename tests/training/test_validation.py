@@ -31,6 +31,12 @@ class Images:
     def subset(self, indices):
         return Images(self.pixels[indices])
 
+    def blocks(self):
+        return None  # it is not streamed
+
+    def nearby(self, count):
+        return None
+
 
 @pytest.fixture
 def images():
