@@ -8,6 +8,7 @@ import pytest
 from utils.training.arithmetic import Arithmetic, peak_tflops
 
 
+@pytest.mark.slow
 def test_updates_are_profiled_and_compared_with_the_peak(train, tiny_flags, tmp_path, capsys):
     flags = [
         "--max_train_steps",

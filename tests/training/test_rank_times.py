@@ -18,6 +18,7 @@ def test_the_slowest_rank_is_set_beside_the_median_of_the_others():
     assert figures == {"perf/slowest_rank": 1, "perf/rank_spread": pytest.approx(2.4 / 1.1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "rank"), [*slow_turns(("data", 0)), ("compute", 1)])
 def test_a_slow_rank_is_named(server, script, script_flags, tmp_path, part, rank):
     fault = [f"slow-{part}", "--rank", rank, "--step", 3, "--value", 0.2]

@@ -18,6 +18,7 @@ def findings(run) -> list[dict]:
     return [each for each in json.loads((run / "diagnosis.json").read_text()) if each["code"] == "device-errs"]
 
 
+@pytest.mark.slow
 def test_updates_made_again_leave_the_training_as_it_was(server, script, script_flags, tmp_path):
     flags = [*script_flags, "--gradient_accumulation_steps", 2, "--train_batch_size", 4, "--max_train_steps", 8]
     for name, more in (("plain", []), ("again", ["--rerun_steps", 3])):

@@ -34,7 +34,7 @@ class Images:
     def blocks(self):
         return None  # it is not streamed
 
-    def nearby(self, count):
+    def nearby(self, count, seed=0):
         return None
 
 
