@@ -188,7 +188,8 @@ class Periodic:
         if problem:
             run.print_line(f"checkpoint-{run.state.step} was not saved, earlier ones are whole: {problem}")
         else:
-            run.progress.try_or_warn(self._monitor.audit.check_saved)
+            with run.progress.part(f"reading checkpoint-{run.state.step} back"):
+                run.progress.try_or_warn(self._monitor.audit.check_saved)
         return problem is None
 
     @contextmanager
