@@ -120,7 +120,7 @@ def show_caches(args: DiagnoseOptions) -> int:
             print(
                 f"{word or '-':<8}{describe_size(cache.size):>10}  {used:<22}{cache.about}", f"{'':18}{cache.folder}", sep="\n"
             )
-    print(f"{len(left)} packed cache{"s" * (len(left) != 1)}, {describe_size(sum(cache.size for cache in left))}, below {root}")
+    print(f"{len(left)} packed cache{'s' * (len(left) != 1)}, {describe_size(sum(cache.size for cache in left))}, below {root}")
     return 0
 
 
