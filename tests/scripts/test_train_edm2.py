@@ -325,7 +325,7 @@ def test_a_run_begun_before_epsilon_was_divided_goes_on_as_it_was(train_edm, fla
         return json.loads((tmp_path / "options.json").read_text())["resolved"]["optimizer_epsilon"]
 
     with monkeypatch.context() as patch:
-        patch.setattr("train_edm2.epsilon_of_means", lambda options: options.adam_epsilon)
+        patch.setattr("train_edm2.epsilon_of_means", lambda options, shape: options.adam_epsilon)
         assert train_edm(run) == 0
     capsys.readouterr()
     assert train_edm([*run, "--resume_from_checkpoint", "checkpoint-1"]) == 0
