@@ -108,6 +108,6 @@ def test_a_run_that_will_not_fit_is_refused_before_it_deletes_another(server, ti
         flags = [*tiny_flags, "--output_dir", disk, "--overwrite_output_dir", "--checkpointing_steps", 1]
         runs = server.start(["train_ddpm.py", *flags, "--train_batch_size", 8 // processes], processes)
         assert [run.wait() for run in runs] == [2] * processes, runs[0].text()
-        [line] = [line for line in runs[0].text().splitlines() if line.startswith("error: ")]
+        [line] = [line for run in runs for line in run.text().splitlines() if line.startswith("error: ")]
         assert "8 checkpoints of" in line and "set --checkpoints_total_limit 2" in line
         assert Path(disk, "unet/x").read_text() == "before"
