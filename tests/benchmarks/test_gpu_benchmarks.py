@@ -116,11 +116,11 @@ def small_world(monkeypatch, in_this_process):
 
 # They repeat the part "cifar10 256" or "EDM2 XS 64x64 64" with another preset or batch, which in small is the same.
 REPEATED = {"celeba64 64", "cifar10 512", "256 16", "cifar10 128 eager", "digits16 512", "EDM2 S 64x64 32 eager"}
-LONGEST = "switches cifar10"
+LONGEST = ["switches cifar10", "checkpointing"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in gpu_all.PARTS if name not in {*REPEATED, LONGEST}] + slow_turns(LONGEST))
+@pytest.mark.parametrize("name", [name for name in gpu_all.PARTS if name not in {*REPEATED, *LONGEST}] + slow_turns(*LONGEST))
 def test_each_part_runs_in_small(name, tmp_path, small_world, monkeypatch, capsys):
     """The commands of gpu_all.py, with the networks, images and numbers of a rehearsal, to the row of its table."""
     script, *flags = shlex.split(smaller(gpu_all.PARTS[name][1].format(folder=tmp_path)))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, slow_turns
 from hub_stand_in import hub_stand_in
 
 from utils.core.errors import in_full
@@ -76,7 +76,7 @@ def test_a_dataset_that_cannot_be_had(fault, options, message, repository, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["network", "pipeline"])
+@pytest.mark.parametrize("name", ["pipeline", *slow_turns("network")])
 @pytest.mark.parametrize(("fault", "message"), [("private", "or it is private\ncheck"), ("gated", "it is gated\nask for")])
 def test_a_model_that_cannot_be_had(name, fault, message, tmp_path):
     (tmp_path / "model").mkdir()

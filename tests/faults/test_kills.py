@@ -54,7 +54,7 @@ def test_killed_before_each_touch_of_the_disk_in_a_save(server, script, script_f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, *slow_turns(1)])
+@pytest.mark.parametrize("processes", [1, *slow_turns(2)])
 def test_kill_9_of_a_run_started_as_users_do(server, script, script_flags, tmp_path, processes):
     """A process of its own, with all its imports and a loader's worker; and two under torchrun."""
     flags = [*script_flags, *FREQUENT, "--train_batch_size", 8 // processes]

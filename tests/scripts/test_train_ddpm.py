@@ -206,7 +206,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew_with_one_value_per
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "processes", "asked"), [("cpu.yaml", 1, None), ("cpu.yaml", 1, "1"), ("multi_cpu.yaml", 2, None)]
+    ("config", "processes", "asked"), [*slow_turns(("cpu.yaml", 1, None), ("cpu.yaml", 1, "1")), ("multi_cpu.yaml", 2, None)]
 )
 def test_launch_configs_start_connected_processes_on_all_cores(tiny_flags, tmp_path, config, processes, asked):
     threads = tiny_flags.index("--cpu_threads")

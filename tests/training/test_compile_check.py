@@ -348,7 +348,7 @@ def test_the_check_changes_no_bit_of_the_training(train_script, script_flags, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, *slow_turns(2)])
 def test_a_wrong_compiler_is_not_trained_with(server, script, script_flags, tmp_path, processes):
     """Found on the last rank alone, it is given up by all, and the run is the eager one."""
     flags = [*script_flags, "--train_batch_size", 8 // processes, "--max_train_steps", 2, "--checkpointing_steps", 2]
