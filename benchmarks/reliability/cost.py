@@ -172,11 +172,13 @@ def time_checkpoints(presets: list[str], repeats: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("updates", "checkpoints"))
-    parser.add_argument("--updates", type=int, default=150)
+    parser.add_argument("--updates", type=int, default=150, help="at least 51 (150)")
     parser.add_argument("--own_time", action="store_true")
     parser.add_argument("--presets", nargs="+", default=["digits16", "cifar10"])
     parser.add_argument("--repeats", type=int, default=7)
     options, flags = parser.parse_known_args()
+    if options.updates < 3 * REPORT_EVERY:
+        parser.error(f"--updates {options.updates}: at least {3 * REPORT_EVERY}, since the first reports are left out")
     if options.what == "updates":
         time_updates(options.updates, flags, time.thread_time if options.own_time else time.perf_counter)
     else:
