@@ -7,7 +7,8 @@ import pytest
 from conftest import slow_turns
 
 from benchmarks.doctor import audit
-from benchmarks.doctor.step_faults import DDPM, EDM2, STEP_FAULTS
+from benchmarks.doctor.more_step_faults import STEP_FAULTS
+from benchmarks.doctor.step_faults import DDPM, EDM2
 from benchmarks.doctor.step_kinds import healthy_runs
 from benchmarks.doctor.trials import Edit, edited
 from utils.diagnostics.audit.verdict import STAGES
