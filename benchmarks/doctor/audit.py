@@ -7,10 +7,10 @@
     python benchmarks/doctor/audit.py --check                                           # seconds: do all edits still apply?
 
 A fault of step_faults.py or more_step_faults.py is an edit of a copy of the repository, in which the real script then trains a
-small network in a process of its own, or in two; one of faults.py or later_faults.py is a function, a flag or a data set that faulty_run.py puts
-in its place. A fault counts as found when the first or the second finding that is more than "info" has the stage that was
-expected. A healthy run must have no such finding. Nothing of the doctor is called here: a run's diagnosis.json is all that is
-read.
+small network in a process of its own, or in two; one of faults.py or later_faults.py is a function, a flag or a data set that
+faulty_run.py puts in its place. A fault counts as found when the first or the second finding that is more than "info" has the
+stage that was expected. A healthy run must have no such finding. Nothing of the doctor is called here: a run's diagnosis.json
+is all that is read.
 """
 
 import argparse
