@@ -228,6 +228,20 @@ def test_weights_that_are_not_normalized_are_named(how):
     assert "not normalized after the step" in Training().update(1, how)["optimizer"]
 
 
+def test_what_else_changes_the_weights_after_the_step_is_named():
+    training = Training()
+    training.network["gain"] = nn.Linear(1, 5)  # its bias has no rows
+    training.network.forward = lambda x: training.network["uncertainty"](training.averaged(x) + training.network["gain"].bias)
+    training.optimizer = torch.optim.Adam(training.network.parameters(), lr=0.01)
+    training.observer = Observer({"network": training.network, "unet": training.averaged}, training.averages)
+    rows = {"healthy": lambda w: normalized(w) if w.ndim > 1 else w}
+    rows["gains are clamped"] = lambda w: normalized(w) if w.ndim > 1 else w.clamp(-0.001, 0.001)
+    rows["rows are turned"] = lambda w: normalized(w + 0.01 * torch.randn(w.shape)) if w.ndim > 1 else w
+    for number, (what, how) in enumerate(rows.items(), 1):
+        found = training.update(number, how).get("state", "")
+        assert ("by more than the lengths of their rows" in found) == (what != "healthy"), what
+
+
 AVERAGES = {
     "of another width": (lambda self, width, number: Training.decay(self, 0.10, number), "EMA 0.05: its decay"),
     "exponent g": (lambda self, width, number: (1 - 1 / number) ** EXPONENTS[width], "EMA 0.05: its decay"),

@@ -137,6 +137,10 @@ def test_noise_that_is_rearranged_or_depends_on_the_image_is_named():
     sizes = torch.where(torch.arange(BATCH) % 2 == 0, 0.9, 1.19**0.5)[:, None, None, None]
     [(_, text)] = noise_checks(lambda noise, images, before: noise * sizes)
     assert "from image to image" in text
+    [(_, text)] = noise_checks(lambda noise, images, before: noise / noise.std((1, 2, 3), keepdim=True))
+    assert "from image to image" in text
+    [(_, text)] = noise_checks(lambda noise, images, before: noise - noise.mean((1, 2, 3), keepdim=True))
+    assert "the pixels of an image share it" in text
 
 
 # ---- the EDM2 network

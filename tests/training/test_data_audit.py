@@ -115,7 +115,7 @@ def look(tmp_path, updates=24, change=lambda data: None, **given):
         labels = {} if known is None else {"labels": drawn.classes()}
         audit.add({"clean_images": drawn.clean_images} | labels)
         if step in (0, 1, 2, 7, updates - 1):
-            found += audit.checks(step, [batch["sample_numbers"]], drawn.clean_images)
+            found += audit.checks(step, [batch["sample_numbers"]], [drawn.clean_images])
     return found
 
 
@@ -284,3 +284,14 @@ def test_flips_that_repeat_are_named(tmp_path, period, words, monkeypatch):
     monkeypatch.setattr(data_audit, "FILES", 8)  # each pair of samples halves the chance that it is one
     found = "\n".join(messages(look(tmp_path, **make_folder(tmp_path / "data"))))
     assert f"data: the same places of {words} are mirrored" in found, found
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_an_image_at_any_place_of_the_batch_is_looked_at_in_turn(tmp_path, place, monkeypatch):
+    augment = training_data.augment
+
+    def black(images, numbers, **how):
+        return torch.where((numbers % 8 == place)[:, None, None, None], -1.0, augment(images, numbers, **how))
+
+    monkeypatch.setattr(training_data, "augment", black)
+    assert "data: the network sees" in "\n".join(messages(look(tmp_path, **make_folder(tmp_path / "data"))))

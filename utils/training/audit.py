@@ -302,12 +302,12 @@ class StepAudit:
         batches = [step.batch for step in update.micro_steps if "noise" in step.batch]
         for batch in batches:
             self._pool.add_noise(batch["noise"], batch.get("clean_images"))
-        first = batches[0] if batches else {}
         skipped = not bool(self._finite)  # then no step is declared
         update, gradient = self._judged(update), self._judged(gradient)
         checks, declared = self._clipped(update)
         numbers = [step.batch.get("sample_numbers") for step in update.micro_steps]
-        checks += self._guarded(self._data.checks, update.step, numbers, first.get("clean_images"))  # images fail in many ways
+        images = [step.batch.get("clean_images") for step in update.micro_steps]
+        checks += self._guarded(self._data.checks, update.step, numbers, images)  # images fail in many ways
         checks += check_network(update, self._observer, declared)
         if declared.dropout:
             self._pool.add_passes([step.calls["network"].randomness for step in update.micro_steps if "network" in step.calls])

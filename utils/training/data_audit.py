@@ -16,7 +16,7 @@ from utils.diagnostics.audit.table import Table
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.training.run import Run
 
-FILES = 4  # decoded at an audit; half as many large ones
+FILES = 4  # decoded at an audit, and half as many from places that change; half of both where images are large
 SAMPLES = 8192  # of which rows and labels are kept
 AGAIN = 48  # samples whose places are looked at in the next pass too, about
 BLOCK = 2048  # samples whose rows are computed at once
@@ -42,6 +42,7 @@ class DataAudit:
         self._told: list[torch.Tensor] = []  # their labels as they were drawn
         self._again: set[int] = set()  # samples that have the places of some that were looked at, one pass later
         self._kept, self._misread, self._looked = 0, False, False
+        self._looks = 0  # at images
         self._pending: torch.Tensor | None = None
 
     @cached_property
@@ -72,10 +73,11 @@ class DataAudit:
         if "labels" in drawn:
             self._told.append(drawn["labels"].detach())
 
-    def checks(self, step: int, numbers: list[torch.Tensor | None], clean_images: torch.Tensor | None) -> list[Check]:
-        """Of all samples so far, and of the update after `step` finished ones: the `numbers` of the samples of each micro step,
-        None where they are not known, and the images of the first one."""
-        checks, sample_numbers = [], numbers[0] if numbers else None
+    def checks(self, step: int, numbers: list[torch.Tensor | None], images: list[torch.Tensor | None]) -> list[Check]:
+        """Of all samples so far, and of the update after `step` finished ones: the `numbers` of the samples of each micro step
+        and their `images`, None where they are not known. Images of one micro step in turn are looked at."""
+        checks, turn = [], self._looks % max(len(numbers), 1)
+        sample_numbers = numbers[turn] if numbers else None
         if not self._looked and self._run.accelerator.is_main_process and self._table is not None:
             checks, self._looked = self._whole(self._table), True
         if sample_numbers is not None:
@@ -83,7 +85,9 @@ class DataAudit:
             # In large images the search for the place of a cut takes as long as an update.
             longer = max(self._declared.sides)
             few = FILES // (1 if longer <= 64 else 2 if longer <= 256 else 4)
-            checks += self._images(sample_numbers[:few], clean_images)
+            places = _places(len(sample_numbers), few, self._looks // len(numbers))
+            self._looks += 1
+            checks += self._images(sample_numbers, images[turn], places)
         return checks + self._drawn() + self._passes.checks()
 
     def _position(self, step: int, numbers: list[torch.Tensor | None]) -> Check:
@@ -133,12 +137,14 @@ class DataAudit:
             checks.append(check)
         return [replace(c, name=f"{c.name} of the validation", message=f"in the validation, {c.message}") for c in checks]
 
-    def _images(self, numbers: torch.Tensor, clean_images: torch.Tensor | None) -> list[Check]:
+    def _images(self, numbers: torch.Tensor, clean_images: torch.Tensor | None, places: list[int]) -> list[Check]:
+        """Of the samples of a micro step with these `numbers`, those at some `places`."""
         if self._table is None or clean_images is None or self._misread:  # once said, a fault is not looked into again
             return []
         if self._run.options.vae is not None:
             return [not_observed("data", "images", "latents of the files", "the audit does not encode images")]
-        checks = self._compare(numbers, clean_images[: len(numbers)])
+        numbers = numbers[places]
+        checks = self._compare(numbers, clean_images[places])
         self._misread = any(check.healthy is False for check in checks)
         of_a_pass = len(self._run.data.training)
         if self._declared.random_flip and len(self._again) < AGAIN and int(numbers[-1]) < of_a_pass:
@@ -191,3 +197,11 @@ class DataAudit:
         if self._told and self._run.facts.get("classes") and self._table.labels is not None:
             checks += check_labels(torch.cat(self._told).cpu().numpy(), self._table.labels[shown], options.label_dropout)
         return checks
+
+
+def _places(count: int, few: int, turn: int) -> list[int]:
+    """Of a batch of `count`: the first `few`, in which something that repeats shows soonest, and half as many of the others,
+    which all come in turn."""
+    others, more = range(few, count), few // 2
+    turns = range(turn * more, (turn + 1) * more)
+    return [*range(min(few, count)), *dict.fromkeys(others[k % len(others)] for k in turns if others)]

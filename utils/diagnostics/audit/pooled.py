@@ -110,6 +110,7 @@ class Pool:
             text.format(value)
             for value, wanted, spread, text in figures
             if not abs(value - wanted) <= SIGMAS * spread * (1.5 if spread > 0.1 else 1.0) + ROOM
+            or (wanted == 1.0 and _too_small(value, spread))
         ]
         if self._repeated:
             said.append(f"{self._repeated} of {self._seen} images have noise that was there before, as it was or rearranged")
@@ -195,6 +196,13 @@ def _shares(noise: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
     sizes = lines.norm(dim=1)
     clear = sizes > 1e-3 * lines.shape[1] ** 0.5
     return ((noise.flatten(1) * lines).sum(1)[clear] / sizes[clear]).square()
+
+
+def _too_small(value: float, spread: float) -> bool:
+    """Whether chance leaves a mean of 2 / spread^2 squares of normal numbers so far below 1 (Chernoff's bound). Few of them are
+    often as far above it."""
+    value = max(value, 0.0) + ROOM
+    return value < 1 and (value - 1 - math.log(value)) / spread**2 > SIGMAS**2 / 2
 
 
 def _total(values: torch.Tensor) -> tuple[torch.Tensor, int]:
