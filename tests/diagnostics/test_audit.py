@@ -415,6 +415,16 @@ def test_a_fault_is_named_with_its_stage(fault):
     assert not others, [(check.stage, check.message) for check in wrong(checks) if check.stage != stage]
 
 
+def test_layers_that_the_loop_freezes_on_its_way_are_named():
+    loop = Loop(declared())
+    assert wrong(loop.update(0)) == []
+    loop.network.down_blocks.requires_grad_(False)
+    first = wrong(loop.update(1))[0]
+    assert first.stage == "network" and "parameters are frozen, such as down_blocks.0" in first.message
+    loop.network.down_blocks.requires_grad_(True)
+    assert "network" not in {check.stage for check in wrong(loop.update(2))}
+
+
 def test_gradients_cleared_or_clipped_between_micro_steps_are_named():
     for words, between in (
         ("cleared", Loop.clear),

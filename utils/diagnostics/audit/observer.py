@@ -62,8 +62,7 @@ class Observer:
         self.averages = dict(averages or {})
         network = self.modules["network"]
         self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
-        # The random frequencies of a Fourier time embedding are meant to stay.
-        self.frozen = [n for n, p in network.named_parameters() if not p.requires_grad and not n.startswith("time_proj.")]
+        self.frozen = self._frozen()
         self.sample = ElementSample(self.parameters)
         self.device = next(iter(self.parameters.values())).device
         self._hooks: list[Any] = []  # handles that remove them
@@ -82,6 +81,16 @@ class Observer:
         self.rest()
         self._asks = asks
         self.update = Update(step, digest_begun=digest(self.parameters.values()) if weights is None else weights)
+        self.frozen = self._frozen()
+        self._watch()
+
+    def _frozen(self) -> list[str]:
+        """Names of parameters that are not trained now, but for the random frequencies of a Fourier time embedding."""
+        named = self.modules["network"].named_parameters()
+        return [name for name, p in named if not p.requires_grad and not name.startswith("time_proj.")]
+
+    @safely
+    def _watch(self) -> None:
         if self.eager:
             for name, module in self.modules.items():
                 before, after = partial(self._before_forward, name), partial(self._after_forward, name)
@@ -89,7 +98,8 @@ class Observer:
                 self._hooks.append(module.register_forward_hook(after))
             first = next(m for m in self.averaged_module.modules() if next(m.parameters(recurse=False), None) is not None)
             self._hooks.append(first.register_forward_pre_hook(self._see_autocast))
-        self._hooks += [p.register_post_accumulate_grad_hook(self._see_gradient) for p in self.parameters.values()]
+        trained = [p for p in self.parameters.values() if p.requires_grad]  # a loop may freeze some on its way
+        self._hooks += [p.register_post_accumulate_grad_hook(self._see_gradient) for p in trained]
         self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
         self._hooks.append(register_optimizer_step_post_hook(self._after_step))
         self._gradients, self._has_run_backward = {}, False

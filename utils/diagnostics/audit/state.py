@@ -62,10 +62,11 @@ def _unchanged(name: str, wanted: str, same: bool, text: str) -> Check:
 
 def check_network(update: Update, observer: Observer, declared: Declared) -> list[Check]:
     """Mode, gradients, dtypes of the network in its forward passes."""
-    trained, total = len(observer.parameters), len(observer.parameters) + len(observer.frozen)
-    wanted = sum(map(declared.trains, (*observer.parameters, *observer.frozen)))
+    every = dict.fromkeys((*observer.parameters, *observer.frozen))
+    trained, total = len(every) - len(observer.frozen), len(every)
+    wanted = sum(map(declared.trains, every))
     frozen = [name for name in observer.frozen if declared.trains(name)]
-    others = [name for name in observer.parameters if not declared.trains(name)]
+    others = [name for name in every if name not in observer.frozen and not declared.trains(name)]
     text = f"{len(frozen)} of {total} parameters are frozen, such as {frozen[0]}" if frozen else ""
     text = text or (f"{len(others)} parameters are trained that were to stay, such as {others[0]}" if others else "")
     asked = f"all {total}" if wanted == total else f"{wanted} of {total}"
