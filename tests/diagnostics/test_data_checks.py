@@ -4,11 +4,11 @@ import io
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 from test_data_check import image_set, planes, scenes
 
 import diagnose
-from utils.diagnostics.data_checks import checks
+from utils.diagnostics.data_checks import checks, copies
 from utils.diagnostics.data_checks.sample import Sample
 from utils.diagnostics.diagnose import judge
 from utils.runs.record import RunRecord
@@ -69,6 +69,37 @@ def copied():
     return np.concatenate([SCENES[:80], changed.astype(np.uint8)])
 
 
+def with_red_and_blue_exchanged():
+    images = SCENES // np.array([1, 2, 8], np.uint8)
+    images[::4] = images[::4, :, :, ::-1]
+    return images
+
+
+def things(count, seed=0):
+    """Blots of one color, each of its own outline and grain, on white: uint8 [count, 32, 32, 1]."""
+    rng = np.random.default_rng(seed)
+    images = np.full((count, 32, 32, 1), 255, np.uint8)
+    for image in images:
+        outline = rng.random((5, 5)).repeat(4, 0).repeat(4, 1)[..., None] > 0.4
+        y, x = rng.integers(4, 9, 2)
+        image[y : y + 20, x : x + 20] = np.where(outline, rng.integers(0, 200) + rng.integers(0, 4, (20, 20, 1)), 255)
+    return images
+
+
+def slanted(angle, count=120):
+    """Three rows of short strokes, each to the right or to the left of upright."""
+    rng, images = np.random.default_rng(3), []
+    for _ in range(count):
+        page = Image.new("L", (96, 96), 255)
+        for row in range(3):
+            for x in range(int(rng.integers(4, 16)), 90, 12):
+                top, jitter = 32 * row + 8, int(rng.integers(-3, 4))
+                side = angle if angle else int(rng.choice([-8, 8]))
+                ImageDraw.Draw(page).line([(x + jitter, top + 18), (x + jitter + side, top)], fill=0, width=3)
+        images.append(np.asarray(page.resize((48, 48), Image.Resampling.BOX)))
+    return np.stack(images)[..., None]
+
+
 @pytest.mark.parametrize("random_flip", [False, True])
 def test_nothing_is_found_in_healthy_images(random_flip):
     labels = np.arange(120) % 4
@@ -83,6 +114,7 @@ def test_nothing_is_found_in_healthy_images(random_flip):
         ("data-bars", with_bars),
         ("data-pattern", with_mark),
         ("data-mixed", with_masks),
+        ("data-mixed", with_red_and_blue_exchanged),
         ("data-copies", copied),
         ("data-resampled", lambda: enlarged(Image.Resampling.NEAREST)),
         ("data-resampled", lambda: enlarged(Image.Resampling.BILINEAR)),
@@ -91,6 +123,46 @@ def test_nothing_is_found_in_healthy_images(random_flip):
 )
 def test_a_planted_fault_is_named(code, made):
     assert code in above_info(made())
+
+
+def test_things_on_a_plain_background_are_copies_only_when_each_pixel_says_so():
+    images = things(160)
+    assert above_info(images) == set()
+    images[80:] = np.roll(images[:80, :, ::-1], (2, -3), (1, 2))
+    assert above_info(images) == {"data-copies"}
+    assert above_info(images[:80], images[80:120]) == {"data-leak"}
+
+
+def test_moved_copies_are_those_that_a_comparison_of_all_windows_finds():
+    images = things(24, seed=1)
+    images[20:] = np.roll(images[[3, 5, 8, 13]], (-2, 4), (1, 2))
+    found, place = copies.moved(images[12:], images, np.arange(12, 24))
+    middles = images[12:, 5:27, 5:27]  # 70 % of the side
+    for number, middle in enumerate(middles):
+        equal = {
+            other
+            for other in range(24)
+            for y in range(11)
+            for x in range(11)
+            for part in (middle, middle[:, ::-1])
+            if other != 12 + number and (images[other, y : y + 22, x : x + 22] == part).all()
+        }
+        assert found[number] == bool(equal) and (not equal or place[number] in equal)
+    assert found.sum() == 5  # the four, and number 13, which is in the first part and in the second
+
+
+def test_rows_of_strokes_that_all_lean_one_way_are_not_to_be_mirrored():
+    assert above_info(slanted(8), random_flip=True) == {"data-mirror"}
+    assert above_info(slanted(0), random_flip=True) == set()
+
+
+def test_dark_corners_and_a_few_doubled_images_are_for_information_alone():
+    images = SCENES.copy()
+    images[:24] = 3 + np.random.default_rng(0).integers(0, 3, (24, 32, 32, 1))
+    images[30:46] = enlarged(Image.Resampling.NEAREST)[30:46]
+    assert above_info(images) == set()
+    seen = [finding["evidence"] for finding in checks.look_at(Sample(images, NONE))["findings"]]
+    assert any("nearly plain" in evidence for evidence in seen) and any("2.0 times" in evidence for evidence in seen)
 
 
 def test_enlargement_by_the_loading_is_left_to_the_figures():

@@ -105,7 +105,7 @@ def side_by_side(
     """Shows two sets of images uint8 [n, C, H, W] as two grids with a caption each, to be compared place by place."""
     grids = [_captioned(make_grid(images, columns), [caption]) for images, caption in zip((left, right), captions)]
     gap = CAPTION_HEIGHT
-    both = Image.new("RGB", (grids[0].width + gap + grids[1].width, grids[0].height), (BACKGROUND,) * 3)
+    both = Image.new("RGB", (grids[0].width + gap + grids[1].width, max(grid.height for grid in grids)), (BACKGROUND,) * 3)
     both.paste(grids[0], (0, 0))
     both.paste(grids[1], (grids[0].width + gap, 0))
     return both

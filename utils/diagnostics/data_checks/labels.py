@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn.functional import adaptive_avg_pool2d
 
-from utils.diagnostics.data_checks.sample import Sample, Seen
+from utils.diagnostics.data_checks.sample import Sample, Seen, compared
 
 NEIGHBORS = 8
 FLOOR = 0.025  # neighbors contradict this share of the labels of healthy sets, at most
@@ -30,7 +30,8 @@ def contradicted(sample: Sample) -> Iterator[Seen]:
     labels = torch.from_numpy(sample.labels[kept])
     thumbnails = _thumbnails(sample.images[kept])
     distances = _squared_distances(thumbnails, thumbnails).fill_diagonal_(torch.inf)
-    near = labels[distances.topk(NEIGHBORS, 1, largest=False).indices]  # [N, NEIGHBORS]
+    nearest = distances.topk(NEIGHBORS, 1, largest=False).indices
+    near = labels[nearest]  # [N, NEIGHBORS]
     votes = torch.nn.functional.one_hot(near - labels.min()).sum(1) if labels.max() - labels.min() < 10_000 else None
     if votes is None:
         return
@@ -44,7 +45,9 @@ def contradicted(sample: Sample) -> Iterator[Seen]:
     if purity > 0.6 and known and np.quantile(known, 0.25) >= 0.5 and share > FLOOR:
         severity = "warning" if share > 1.4 * FLOOR else "info"
         what = f"nearly all of the nearest images contradict {share:.1%} of the labels; below {FLOOR:.1%} nothing can be said"
-        yield Seen("class-mislabeled", severity, what, sample.grid(kept[wrong.numpy()]))
+        chosen = np.flatnonzero(wrong.numpy())[:16]
+        pair = (sample.images[kept[chosen]], sample.images[kept[nearest[chosen, 0].numpy()]])
+        yield Seen("class-mislabeled", severity, what, compared(*pair, ("labels contradicted", "nearest images")))
 
 
 def mirror(sample: Sample) -> Iterator[Seen]:
@@ -57,9 +60,45 @@ def mirror(sample: Sample) -> Iterator[Seen]:
     # The fifth nearest, so that copies of an image do not stand for its kind.
     to_others = _squared_distances(originals, originals).fill_diagonal_(torch.inf).kthvalue(5, 1).values
     between = _squared_distances(mirrored, originals).fill_diagonal_(torch.inf).kthvalue(5, 1).values
-    farther = float((between > 1.1 * to_others).float().mean())
-    nearer = float((to_others > 1.1 * between).float().mean())
-    if farther > 0.5 and farther > 4 * nearer:
+    farther, nearer = _shares(to_others, between)
+    of_what = "images"
+    if not (farther > 0.5 and farther > 4 * nearer) and min(images.shape[1:3]) >= 16:
+        to_parts, mirrored_to_parts = _distances_of_parts(sample.gray[kept])
+        farther, nearer = _shares(to_parts, mirrored_to_parts)
+        of_what = "small parts of the images"
+        # In faces, bones and things lit from the left 53 to 63 % of the parts are farther, in lines of text 73 % and more.
+        if float((mirrored_to_parts > to_parts).float().mean()) < 0.68:
+            return
+    if farther > (0.5 if of_what == "images" else 0.15) and farther > 4 * nearer:
         severity = "warning" if sample.random_flip else "info"
-        what = f"{farther:.0%} of the images are farther from the others once they are mirrored, {nearer:.0%} nearer"
-        yield Seen("data-mirror", severity, what, sample.grid(kept[(between > 1.1 * to_others).numpy()]))
+        what = f"{farther:.0%} of the {of_what} are farther from the others once they are mirrored, {nearer:.0%} nearer"
+        chosen = images[(between > to_others).numpy()][:16]
+        yield Seen("data-mirror", severity, what, compared(chosen, chosen[:, :, ::-1], ("as stored", "mirrored")))
+
+
+def _shares(plain: torch.Tensor, mirrored: torch.Tensor) -> tuple[float, float]:
+    """The shares of those that are clearly farther once they are mirrored, and clearly nearer."""
+    return float((mirrored > 1.1 * plain).float().mean()), float((plain > 1.1 * mirrored).float().mean())
+
+
+def _distances_of_parts(images: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distances [N] of parts to the third nearest part of other images, as they are and mirrored: lines of text are unlike
+    all others as a whole, and alike in their letters. `images`: float32 [N, H, W]."""
+    rng, half, side = np.random.default_rng(0), len(images) // 2, 12 if min(images.shape[1:]) >= 24 else 8
+    places = np.lib.stride_tricks.sliding_window_view(images, (side, side), (1, 2))
+
+    def some(start: int, stop: int, count: int) -> torch.Tensor:
+        n, y, x = (rng.integers(low, high, count) for low, high in ((start, stop), *((0, k) for k in places.shape[1:3])))
+        return torch.from_numpy(places[n, y, x])
+
+    def unit(parts: torch.Tensor) -> torch.Tensor:
+        flat = parts.flatten(1) - parts.flatten(1).mean(1, keepdim=True)
+        return flat / flat.norm(dim=1, keepdim=True).clamp(min=1)
+
+    asked = some(half, len(images), 1500)
+    spread = asked.flatten(1).std(1)
+    asked = asked[spread >= spread.median()]
+    known = unit(some(0, half, 20_000)).T
+    both = [(unit(parts) @ known).topk(3, 1).values[:, 2] for parts in (asked, asked.flip(-1))]
+    to_others, mirrored = ((2 - 2 * near).clamp(min=0).sqrt() for near in both)
+    return to_others, mirrored

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from utils.diagnostics.data_checks.sample import Sample, Seen
+from utils.diagnostics.data_checks.sample import NEARLY_PLAIN, Sample, Seen, color_codes
 
 NAMES = {
     "brightness": "brightness",
@@ -16,6 +16,7 @@ NAMES = {
     "roughness": "fine grain",
     "two": "the share of their two most frequent colors",
     "color": "strength of color",
+    "warmth": "red over blue",
 }
 
 
@@ -24,7 +25,7 @@ def features(sample: Sample) -> dict[str, np.ndarray]:
     gray = sample.gray
     flat = gray.reshape(len(gray), -1)
     values = sample.images.reshape(len(gray), -1, sample.images.shape[-1]).astype(np.int64)
-    codes = np.sort((values * (1, 256, 65536)[: values.shape[-1]]).sum(-1), 1)
+    codes = np.sort(color_codes(sample.images).reshape(len(gray), -1), 1)
     low, high = np.quantile(flat, (0.02, 0.98), axis=1)
     edges = (np.abs(np.diff(gray, axis=1)).mean((1, 2)) + np.abs(np.diff(gray, axis=2)).mean((1, 2))) / 2
     border = np.concatenate([gray[:, 0], gray[:, -1], gray[:, :, 0], gray[:, :, -1]], 1).mean(1)
@@ -41,6 +42,8 @@ def features(sample: Sample) -> dict[str, np.ndarray]:
     }
     if values.shape[-1] == 3:
         found["color"] = np.log(np.ptp(values, -1).mean(1) + 2)
+        red, blue = values[..., 0].mean(1), values[..., 2].mean(1)
+        found["warmth"] = 4 * (red - blue) / (red + blue + 16)
     return found
 
 
@@ -70,29 +73,47 @@ def split(values: np.ndarray) -> tuple[float, float, float]:
 
 def strangers(sample: Sample) -> Iterator[Seen]:
     """A smaller part of the images that lies far from the rest in one figure or several, with next to nothing between."""
-    kept = np.flatnonzero(~sample.plain)
+    figures = features(sample)
+    severity, what, members = _apart(sample, np.flatnonzero(~sample.plain), figures)
+    dim = sample.gray.std((1, 2)) < NEARLY_PLAIN
+    if severity and np.median(dim[members]) == 1:
+        what = f"{what}: nearly plain ones, such as the dark corners of scans"
+        yield Seen("data-mixed", "info", what, sample.shown(members, "nearly plain"))
+        severity, what, members = _apart(sample, np.flatnonzero(~dim), figures)  # what lies apart among the rest
+    if severity:
+        yield Seen("data-mixed", severity, what, sample.shown(members, "apart from the rest"))
+
+
+def _apart(sample: Sample, kept: np.ndarray, all_figures: dict[str, np.ndarray]) -> tuple[str, str, np.ndarray]:
+    """(severity or "", what is said of them, which images) of those among `kept` that lie apart."""
     if len(kept) < 60:
-        return
-    figures = {name: values[kept] for name, values in features(sample).items()}
+        return "", "", kept[:0]
+    figures = {name: values[kept] for name, values in all_figures.items()}
+    # In drawings of a few colors the extremes have a few values alone, with nothing between.
+    drawn = np.median([len(np.unique(codes)) for codes in color_codes(sample.images[kept[:256]])]) < 24
     parts = []
     for name, values in figures.items():
+        if drawn and name in ("white", "black"):
+            continue
         threshold, score, gap = split(values)
-        if score > 3.5 and gap < 0.1:
+        if score > 2.4 and gap < 0.1:
             above = values > threshold
             parts.append((score, name, above if above.mean() <= 0.5 else ~above))
     severity, what, members = "", "", np.zeros(len(kept), bool)
-    if parts:
-        score, name, members = max(parts, key=lambda part: part[0])
-        names = [other for _, other, part in parts if (part == members).mean() > 1 - 0.1 * members.mean()]
-        severity = "warning" if score > 5 or len(names) > 1 else "info"
-        what = f"lie apart in {', '.join(NAMES[name] for name in names)}"
+    best = 0.0
+    for score, _, part in parts:
+        names = [name for _, name, other in parts if (part == other).mean() > 1 - 0.1 * part.mean()]
+        strength = score + 10 * (len(names) > 1)  # two figures that part the same images are more than a single one
+        if strength > max(best, 3.5):
+            best, members = strength, part
+            severity = "warning" if strength > 5 else "info"
+            what = f"lie apart in {', '.join(NAMES[name] for name in names)}"
     if severity != "warning":
         for known, which, sure in _kinds(sample.images[kept], figures):
             if which.sum() >= 6 and 0.03 <= which.mean() <= 0.5 and (sure or not severity):
                 severity, what, members = "warning" if sure else "info", known, which
                 break
-    if severity:
-        yield Seen("data-mixed", severity, f"{members.mean():.1%} of the images {what}", sample.grid(kept[members]))
+    return severity, f"{members.mean():.1%} of the images {what}", kept[members]
 
 
 def _kinds(images: np.ndarray, figures: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray, bool]]:
@@ -100,6 +121,9 @@ def _kinds(images: np.ndarray, figures: dict[str, np.ndarray]) -> Iterator[tuple
     two, rough = figures["two"] / 3, figures["roughness"] / 4
     if np.median(two) < 0.3:
         yield "consist of two colors nearly throughout, as masks and drawings do", two > 0.9, True
+    plain = two > 0.35
+    if np.median(two) < 0.1 and ((two > 0.15) & ~plain).sum() < 0.1 * plain.sum():
+        yield "have a background of one color or two, as drawings do", plain, True
     if np.median(rough) < 0.4:
         yield "are noise from pixel to pixel", rough > 0.8, True
     if images.shape[-1] == 3:

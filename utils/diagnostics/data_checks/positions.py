@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
-from utils.diagnostics.data_checks.sample import Sample, Seen, picture
+from utils.diagnostics.data_checks.sample import Sample, Seen, large
 
 _NAMES = ("red", "green", "blue")
 
@@ -27,15 +27,15 @@ def channels(sample: Sample) -> Iterator[Seen]:
     if shares[worst] > 0.08:
         value = int(np.median(lowest[dead[:, worst], worst]))
         what = f"{_NAMES[worst]} is {value} throughout {shares[worst]:.0%} of the images"
-        yield Seen("data-channels", "warning", what, sample.grid(kept[dead[:, worst]]))
+        yield Seen("data-channels", "warning", what, sample.shown(kept[dead[:, worst]], f"without {_NAMES[worst]}"))
     for (a, b), same in zip(((0, 1), (1, 2), (0, 2)), equal):
         doubled = same & ~is_gray & ~dead[:, a] & ~dead[:, b]
         if doubled.mean() > 0.08:
             what = f"{_NAMES[a]} and {_NAMES[b]} are equal in {doubled.mean():.0%} of the images"
-            yield Seen("data-channels", "warning", what, sample.grid(kept[doubled]))
+            yield Seen("data-channels", "warning", what, sample.shown(kept[doubled], f"{_NAMES[a]} equals {_NAMES[b]}"))
     if is_gray.mean() > 0.5:
         what = f"{is_gray.mean():.1%} of the images are gray, stored as color: --image_channels 1 is enough for gray alone"
-        yield Seen("data-channels", "info", what, sample.grid(kept[~is_gray] if (~is_gray).any() else kept))
+        yield Seen("data-channels", "info", what, sample.shown(kept[is_gray], "gray"))
 
 
 def bars(sample: Sample) -> Iterator[Seen]:
@@ -48,6 +48,7 @@ def bars(sample: Sample) -> Iterator[Seen]:
     sides = {"top": images, "bottom": images[:, ::-1], "left": turned, "right": turned[:, ::-1]}
     thick, colors = (np.stack(part, 1) for part in zip(*(_strips(side) for side in sides.values())))
     clear = np.stack([_clear_edge(side, thick, n) for n, side in enumerate(sides.values())], 1)
+    alone = (thick[:, (0, 2, 3)] == 0).all(1)  # of what lies on a plain background, other sides are of one color, too
     thick = np.where(clear, thick, 0)  # [N, 4]
     # One key for each combination of sides, thickness and color.
     keys = np.concatenate([thick, np.where(thick[..., None] > 0, colors // 12, 0).reshape(len(thick), -1)], 1)
@@ -59,14 +60,14 @@ def bars(sample: Sample) -> Iterator[Seen]:
         members = (keys == key).all(1)
         where = ", ".join(f"{k} {name}" for k, name in zip(key[:4], sides) if k)
         what = f"{share:.0%} of the images have bars of equal thickness ({where}, in pixels)"
-        yield Seen("data-bars", "warning", what, sample.grid(kept[members]))
+        yield Seen("data-bars", "warning", what, sample.shown(kept[members], "with bars"))
         return
-    cut = (thick[:, 1] > 1) & (thick[:, (0, 2, 3)] == 0).all(1)
+    cut = (thick[:, 1] > 1) & alone
     found, counts = np.unique(colors[cut, 1] // 12, axis=0, return_counts=True)
     if len(counts) and counts.max() >= max(8, 0.015 * len(kept)):
         members = cut & (colors[:, 1] // 12 == found[counts.argmax()]).all(1)
         what = f"the lower part of {members.mean():.1%} of the images is filled with one color, the same in all of them"
-        yield Seen("data-bars", "warning", what, sample.grid(kept[members]))
+        yield Seen("data-bars", "warning", what, sample.shown(kept[members], "with bars"))
 
 
 def _strips(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -118,7 +119,7 @@ def pattern(sample: Sample) -> Iterator[Seen]:
     variety = np.sqrt(pixels.var(0).mean() / max(pixels.var(), 1e-6)) if pixels.size else 0.0
     if marked.sum() < 4 or common.max() < max(0.55, 6 / np.sqrt(len(images))):
         return
-    severity = "warning" if between < 0.25 and variety > 0.85 else "info"
+    severity = "warning" if between < 0.02 or (between < 0.25 and variety > 0.85) else "info"
     if severity == "info" and common.max() < 0.9:
         return
     rows, columns = np.flatnonzero(marked.any(1)) + 1, np.flatnonzero(marked.any(0)) + 1
@@ -135,4 +136,5 @@ def _mean_and_spread(images: np.ndarray, common: np.ndarray) -> Image.Image:
     """The mean of the images, their standard deviation by pixel, and what they share."""
     spread = images.std(0)
     shared = np.repeat(np.pad(common, 1)[..., None], images.shape[-1], 2)
-    return picture(np.stack([images.mean(0), spread / max(spread.max(), 1) * 255, shared * 255]), 3)
+    captions = ("mean of all images", "how much each pixel varies", "what images share")
+    return large(np.stack([images.mean(0), spread / max(spread.max(), 1) * 255, shared * 255]), captions)

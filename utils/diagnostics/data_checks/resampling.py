@@ -11,19 +11,24 @@ from utils.diagnostics.data_checks.sample import Sample, Seen
 
 def repeated_pixels(sample: Sample) -> Iterator[Seen]:
     """Images that were enlarged by repeating pixels. Pixel art is spared: its few colors come again and again."""
-    repeated = np.array([_is_repeated(image) for image in sample.images])
+    factors = np.array([_repetition(image) for image in sample.images])
+    repeated = factors > 0
     share = repeated.mean()
     if repeated.sum() >= 8 and share >= 0.02:
-        what = f"{share:.1%} of the images repeat their rows and columns"
-        yield Seen("data-resampled", "warning", what, sample.grid(np.flatnonzero(repeated)))
+        factor = np.median(factors[repeated])
+        severity = "warning" if share > 0.15 or factor > 2.2 else "info"  # a few of them doubled are part of some scans
+        what = f"{share:.1%} of the images repeat their rows and columns, each of them {factor:.1f} times on average"
+        yield Seen("data-resampled", severity, what, sample.shown(np.flatnonzero(repeated), "rows and columns repeated"))
 
 
-def _is_repeated(image: np.ndarray) -> bool:
+def _repetition(image: np.ndarray) -> float:
+    """How many times each row stands there where rows and columns are repeated, otherwise 0."""
     rows, columns = (_runs((np.diff(image.astype(np.int16), axis=axis) != 0).any((1 - axis, 2))) for axis in (0, 1))
     if rows is None or columns is None:
-        return False
+        return 0.0
     blocks = image[rows][:, columns].reshape(-1, image.shape[-1])
-    return len(np.unique(blocks, axis=0)) >= 0.3 * min(len(blocks), 256 if image.shape[-1] == 1 else len(blocks))
+    various = len(np.unique(blocks, axis=0)) >= 0.3 * min(len(blocks), 256 if image.shape[-1] == 1 else len(blocks))
+    return float(np.diff(rows).mean()) if various else 0.0
 
 
 def _runs(new: np.ndarray) -> np.ndarray | None:
@@ -68,7 +73,7 @@ def smooth_enlargement(sample: Sample) -> Iterator[Seen]:
     ratio, small, name, left, moved = best
     if ratio > 2.5 and left < 0.8 and moved > 0.6:
         what = f"they are, but for {left:.2f} of 255 levels, what {name.lower()} enlargement makes of {small} pixels a row"
-        yield Seen("data-resampled", "warning", what, sample.grid(np.flatnonzero(~sample.plain)))
+        yield Seen("data-resampled", "warning", what, sample.shown(np.flatnonzero(~sample.plain), "enlarged on disk"))
 
 
 def blocks(sample: Sample) -> Iterator[Seen]:
@@ -91,4 +96,5 @@ def blocks(sample: Sample) -> Iterator[Seen]:
     excess = shares[place] - np.sort(shares)[-2]  # the other places say how often chance and content give that
     if excess > 0.1:
         what = f"steps in brightness lie on a grid of 8 pixels in {excess:.0%} of the images"
-        yield Seen("data-compressed", "warning" if excess > 0.15 else "info", what, sample.grid(np.flatnonzero(strong[place])))
+        severity = "warning" if excess > 0.15 else "info"
+        yield Seen("data-compressed", severity, what, sample.shown(np.flatnonzero(strong[place]), "in blocks of 8 pixels"))

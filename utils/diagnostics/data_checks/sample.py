@@ -1,16 +1,19 @@
 """What the checks of the data look at, and what they give."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import torch
 from PIL import Image
+from torch.nn.functional import interpolate
 
-from utils.core.images import make_grid
+from utils.core.images import denoising_path, side_by_side
 from utils.data.dataset import ImageSet
 
 MAX_IMAGES, MAX_DECODED, MAX_BYTES = 4096, 512, 64 * 2**20
+NEARLY_PLAIN = 3  # levels of 255: images of a smaller standard deviation show next to nothing
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R BT.601
 
 
@@ -64,9 +67,13 @@ class Sample:
         flat = self.images.reshape(len(self.images), -1)
         return flat.min(1) == flat.max(1)
 
-    def grid(self, numbers: np.ndarray, count: int = 24, columns: int = 8) -> Image.Image:
-        """The first of the images `numbers`."""
-        return picture(self.images[numbers[:count]], columns)
+    def shown(self, numbers: np.ndarray, caption: str) -> Image.Image:
+        """Some of the images `numbers`, beside others of the set that are not plain."""
+        others = np.setdiff1d(np.flatnonzero(~self.plain), numbers)
+        chosen, rest = (part[:: max(1, len(part) // 16)][:16] for part in (numbers, others))
+        if len(rest) == 0:
+            return large(self.images[chosen[:4]], (caption,))
+        return compared(self.images[chosen], self.images[rest], (caption, "others of the set"))
 
 
 def gray(images: np.ndarray) -> np.ndarray:
@@ -74,10 +81,28 @@ def gray(images: np.ndarray) -> np.ndarray:
     return images[..., 0].astype(np.float32) if images.shape[-1] == 1 else images.astype(np.float32) @ _LUMA
 
 
-def picture(images: np.ndarray, columns: int) -> Image.Image:
-    """A grid of images [N, H, W, C] of values in [0, 255]."""
-    pixels = np.clip(np.rint(images), 0, 255).astype(np.uint8)
-    return make_grid(torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))), columns)
+def color_codes(images: np.ndarray) -> np.ndarray:
+    """uint64 [N, H, W]: each color of uint8 [N, H, W, C] as one number."""
+    return (images.astype(np.uint64) * np.array((1, 256, 65536), np.uint64)[: images.shape[-1]]).sum(-1, dtype=np.uint64)
+
+
+def compared(left: np.ndarray, right: np.ndarray, captions: tuple[str, str]) -> Image.Image:
+    """Images [N, H, W, C] of values in [0, 255] beside others, to be compared place by place."""
+    return side_by_side(_pixels(left), _pixels(right), captions, columns=4)
+
+
+def large(images: np.ndarray, captions: Sequence[str]) -> Image.Image:
+    """A row of images [N, H, W, C] of values in [0, 255], about 200 pixels each, under one caption or one for each."""
+    factor = max(1, round(200 / min(images.shape[1:3])))
+    return denoising_path(_pixels(images.repeat(factor, 1).repeat(factor, 2), 200)[None], captions)
+
+
+def _pixels(images: np.ndarray, most: int = 128) -> torch.Tensor:
+    """uint8 [N, C, H, W], made smaller where a side is above `most`."""
+    pixels = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))).float()
+    if (factor := most / max(pixels.shape[-2:])) < 0.8:
+        pixels = interpolate(pixels, scale_factor=factor, mode="bilinear", antialias=True)
+    return pixels.clamp(0, 255).round().to(torch.uint8)
 
 
 def _spread(images: ImageSet) -> np.ndarray:
