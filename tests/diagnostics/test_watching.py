@@ -41,6 +41,7 @@ FAULTS = [  # (script, what is replaced, by what, code of the finding)
     ("edm_loop.py", "SIGMA_DATA**2 / total, s *", "SIGMA_DATA / total, s *", "step-network"),
     ("edm_loop.py", "* noise, sigma)", "* noise, sigma.roll(1))", "step-timestep"),
     ("edm_loop.py", "(denoised - y)", "(denoised - y.roll(1, 0))", "step-target"),
+    ("flow_loop.py", "torch.randperm(len(images))", "torch.arange(len(images))", "step-data"),
     ("flow_loop.py", "velocity = noise - x0", "velocity = x0 - noise", "step-target"),
     ("flow_loop.py", "(1 - s)[:, None", "(1 - s).sqrt()[:, None", "step-input"),
     ("flow_loop.py", "(loss / ROUNDS).backward()", "optimizer.zero_grad(); (loss / ROUNDS).backward()", "step-gradient"),

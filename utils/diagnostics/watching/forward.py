@@ -23,6 +23,8 @@ from utils.diagnostics.watching.seen import Seen, Times
 from utils.diagnostics.watching.targets import check_target, identify_target
 from utils.diagnostics.watching.weights import check_weights, identify_weights
 
+BATCHES = 3  # looks whose images are compared
+
 
 class ForwardJudge:
     """Of all looks; what is drawn is judged over all of them together.
@@ -37,6 +39,7 @@ class ForwardJudge:
         self._noise_pool = Pool(declared_step(1))
         self._level_pool: Pool | None = None
         self._num_steps = 0  # of the noise schedule
+        self._clean: list[torch.Tensor] = []  # images of the first looks
 
     def look(self, update: Update, facts: Facts, loss_scale: float, encoded: bool) -> list[Check]:
         """`encoded`: an autoencoder made the clean images from others."""
@@ -65,7 +68,20 @@ class ForwardJudge:
             *self._noise(looks),
             *([] if levels.constant else [_data(looks[0], update, facts, encoded)]),
             *_repeated([one.mixture.clean for one in looks]),
+            *self._one_batch(looks[0].mixture.clean),
         ]
+
+    def _one_batch(self, clean: torch.Tensor) -> list[Check]:
+        """Of the first three looks, at updates 2, 3 and 5: a shuffled set of one batch has another order each time."""
+        if len(self._clean) == BATCHES:
+            return []
+        self._clean.append(clean.detach().to("cpu", copy=True))
+        if len(self._clean) < BATCHES:
+            return []
+        same = all(torch.equal(one, self._clean[0]) for one in self._clean)
+        text = f"{BATCHES} updates had the same images in the same order: is one batch used again and again?"
+        found = "the same" if same else "others"
+        return [Check("data", "batches of different updates", "different images", found, not same, text, "warning")]
 
     def _loss(
         self, levels: Levels, table: torch.Tensor | None, prediction: str | None, micro_steps: int, kind: str
