@@ -40,6 +40,8 @@ RIGHT: dict[str, Callable] = {  # s: sigma; y, n: clean image and noise; e: mean
     "lambda": lambda s: (s**2 + DATA**2) / (s * DATA) ** 2,
     "loss": lambda w, e, u: w * e / u.exp() + u,
     "mean": lambda losses: losses.mean() / MICRO_STEPS,
+    "u": lambda u: u.clone(),
+    "u_of": lambda s: s,
 }
 
 
@@ -55,13 +57,15 @@ def step(generator: torch.Generator, f: dict[str, Callable], fresh: bool, dtype:
     raw = (torch.einsum("bchw,cd->bdhw", raw_x, mixed).tanh().roll(1, 2) * (not fresh)).to(dtype).requires_grad_()
     denoised = shaped(f["c_skip"](told)) * x + shaped(f["c_out"](told)) * raw.float()
     denoised.retain_grad()
-    u = (torch.randn(BATCH, generator=generator) * 0.4).requires_grad_()
+    own_u = torch.randn(BATCH, generator=generator) * 0.4
+    u = f["u"](own_u).requires_grad_()
     errors = f["error"](denoised - f["target"](clean, noise, x, shaped(sigma)))
     f["mean"](f["loss"](f["lambda"](sigma), errors, u)).backward()
     to_outputs = {0: denoised.grad} | ({} if u.grad is None else {1: u.grad})
     calls = {
         "network": Call((x, told, labels), (denoised.detach(), u.detach()), to_outputs),
         "unet": Call((raw_x, f["c_noise"](told), f["labels"](labels)), (raw.detach(),), {0: raw.grad}),
+        "uncertainty": Call((f["u_of"](told),), (own_u,)),
     }
     return MicroStep(calls, {"clean_images": clean, "noise": noise, "sigmas": sigma, "labels": labels})
 
@@ -90,7 +94,7 @@ def test_a_right_step_has_no_deviation_and_every_identity_is_looked_at(fresh, dt
     names = {check.name for check in checks if check.healthy}
     assert {"noise level that the network gets", "coefficients of image and noise", "c_in", "c_noise", "c_skip"} <= names
     assert {"labels that the network gets", "target of the raw network", "target of the loss"} <= names
-    assert {"weight of each sample's loss", "gradient of u(sigma)"} <= names
+    assert {"weight of each sample's loss", "gradient of u(sigma)", "u of each sample"} <= names
     assert ("c_out" in names) == (not fresh)  # of zeros no factor is known
 
 
@@ -133,6 +137,9 @@ FAULTS: list[tuple[str, str, str, Callable]] = [  # (what is replaced, stage, a 
     ("loss", "weight", "the term + u is missing", lambda w, e, u: w * e / u.exp()),
     ("loss", "weight", "u counts twice", lambda w, e, u: w * e / u.exp() + 2 * u),
     ("loss", "weight", "u(sigma) gets no gradient", lambda w, e, u: w * e / u.detach().exp() + u.detach()),
+    ("u", "weight", "not that of its own noise level: that of the next image", lambda u: u.roll(-1)),
+    ("u", "weight", "not that of its own noise level: another", lambda u: u / 2),
+    ("u_of", "weight", "not that of its own noise level", lambda s: s.mean().expand(len(s))),
     ("mean", "weight", "summed over the batch", lambda losses: losses.sum() / MICRO_STEPS),
     ("mean", "weight", "not divided by the number of micro steps", torch.mean),
     ("mean", "weight", "its sign is wrong", lambda losses: -losses.mean() / MICRO_STEPS),

@@ -22,7 +22,7 @@ from utils.diagnostics.audit.fitting import (
     worst,
 )
 from utils.diagnostics.audit.loss import NO_GRADIENT, Loss, seen_loss
-from utils.diagnostics.audit.seen import MicroStep
+from utils.diagnostics.audit.seen import Call, MicroStep
 from utils.diagnostics.audit.verdict import Check, not_observed
 
 
@@ -73,6 +73,7 @@ def check_denoising(micro_steps: list[MicroStep], declared: Declared, loss_scale
         ]
     sigma_data = declared.denoising.sigma_data
     checks = [_told(seen), _noisy(seen), *_preconditioning(seen, sigma_data), *check_told(usable, "unet")]
+    checks.append(_own_u(seen, [step.calls["uncertainty"] for step in usable if "uncertainty" in step.calls]))
     raw_loss = seen_loss(raw_calls, declared.micro_steps, loss_scale)
     loss = seen_loss(calls, declared.micro_steps, loss_scale)
     if isinstance(raw_loss, Loss):
@@ -341,6 +342,20 @@ def _weights(observed: torch.Tensor, seen: Seen, loss: Loss, sigma_data: float) 
     if (factor := constant(ratio)) is not None:
         message = loss.explain_factor(factor)
     return Check("weight", name, wanted, f"{span(ratio)} times it", False, message)
+
+
+def _own_u(seen: Seen, calls: list[Call]) -> Check:
+    """Whether each sample has the u that its own noise level gives."""
+    name, wanted = "u of each sample", "u(sigma) of its noise level"
+    outputs = [output for call in calls for output in call.outputs[:1]]
+    if sum(output.numel() for output in outputs) != len(seen.u):
+        return not_observed("weight", name, wanted, "the pass that computes it was not seen")
+    told, given = _line(call.inputs[0] for call in calls), _line(outputs)
+    off = max(worst(told / seen.sigma - 1), worst(given - seen.u))
+    others = [neighbors("that", output) for output in outputs]
+    how = named(seen.u, {said: _line(part[said] for part in others) for said in others[0]}, TOLERANCE) or "another"
+    text = f"the u that weighs a sample's error is not that of its own noise level: {how}"
+    return Check("weight", name, wanted, f"off by {off:.1e}", off <= TOLERANCE, text)
 
 
 def _uncertainty(to_u: torch.Tensor, weighted: torch.Tensor, u: torch.Tensor, loss: Loss) -> Check:
