@@ -70,8 +70,10 @@ def test_a_line_tells_the_time_left_of_what_was_done_now(monkeypatch):
     with Bar("reading the images", shown=False) as bar:
         now = 42.0
         assert bar.line() == "reading the images: 0:12 so far"
-        bar.set(3, 4)
-        assert bar.line() == "reading the images: 3 of 4 images, 0:04 left"
+        bar.set(2, 8)  # done before
+        assert bar.line() == "reading the images: 2 of 8 images"
+        bar.set(5, 8)
+        assert bar.line() == "reading the images: 5 of 8 images, 0:12 left"
 
 
 @pytest.mark.parametrize("quiet", [False, True])

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -225,11 +226,107 @@ def test_latents_are_encoded_once_and_again_where_the_file_is_damaged(vae, tmp_p
     assert seen == []
     (first.folder / "latents.bin").write_bytes(b"")
     again = pack_latents(images, autoencoder, progress=lambda *at: seen.append(at), **how)
-    assert seen == [(64, 70), (70, 70)] and np.array_equal(again.fetch(np.arange(70), 0), whole)
+    assert seen == [(0, 70), (64, 70), (64, 70), (70, 70)] and np.array_equal(again.fetch(np.arange(70), 0), whole)
     monkeypatch.setattr(autoencoder, "encode", lambda images: torch.full((len(images), 1, 3, 8, 8), torch.nan))
     with pytest.raises(UserError, match=r"not finite, for an image of rows 0 to 63\ncheck --vae"):
         pack_latents(images, autoencoder, **how | {"mirrors": True})
-    assert not list(tmp_path.glob("steady_diffusion/*.tmp"))
+
+
+def words_of_images(folder: Path) -> list[str]:
+    size = ["--resolution", "16", "--image_channels", "1", "--max_train_images", "300"]
+    return ["--dataset_name", "digits", *size, "--cache_dir", str(folder)]
+
+
+def encode_by_another(words: list[str], vae: Path, seconds: float, **how) -> subprocess.Popen:
+    """A process that encodes them, and waits `seconds` before each batch."""
+    code = f"""
+import sys, time, torch
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+torch.set_num_threads(1)
+import train_ddpm
+from utils.data.autoencoder import load_autoencoder
+from utils.data.dataset import load_images
+from utils.data.latents import pack_latents
+images = load_images(train_ddpm.parse_args(sys.argv[2:]))
+autoencoder = load_autoencoder(sys.argv[1], images.shape)
+encode, batches = autoencoder.encode, []
+def slowly(images):
+    time.sleep({seconds})
+    batches.append(len(images))
+    return encode(images)
+autoencoder.encode = slowly
+pack_latents(images, autoencoder, cache_dir=sys.argv[-1], mirrors=False, device=torch.device("cpu"))
+print(sum(batches))
+"""
+    return subprocess.Popen([sys.executable, "-c", code, str(vae), *words], stdout=subprocess.PIPE, text=True)
+
+
+def files_of(cache: Path) -> dict[str, bytes]:
+    (folder,) = (path.parent for path in cache.glob("steady_diffusion/*/latents.bin"))
+    assert {path.name for path in folder.iterdir()} == {"latents.bin", "meta.json", "about.json"}
+    return {name: (folder / name).read_bytes() for name in ("latents.bin", "meta.json")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(vae, tmp_path_factory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert encode_by_another(words_of_images(folder), vae, 0.0).communicate()[0] == "300\n"
+    return files_of(folder)
+
+
+def test_an_encoding_that_was_killed_goes_on_where_it_was(vae, tmp_path, undisturbed):
+    first = encode_by_another(words_of_images(tmp_path), vae, 0.4)
+    while not (done := [path for path in tmp_path.glob("steady_diffusion/*.tmp/*.part") if path.stat().st_size]):
+        assert first.poll() is None
+        time.sleep(0.02)
+    first.kill()
+    first.communicate()
+    images = load_images(train_ddpm.parse_args(words_of_images(tmp_path)))
+    autoencoder, seen, threads = load_autoencoder(str(vae), images.shape), [], torch.get_num_threads()
+    if len(done) > 1:  # one that is damaged
+        done.pop().write_text("{}")
+    torch.set_num_threads(1)
+    how = {"cache_dir": str(tmp_path), "mirrors": False, "device": torch.device("cpu")}
+    pack_latents(images, autoencoder, progress=lambda *at: seen.append(at), **how)
+    torch.set_num_threads(threads)
+    assert seen[0] == (64 * len(done), 300) and seen[-1] == (300, 300)
+    assert files_of(tmp_path) == undisturbed
+
+
+def test_a_part_whose_latents_changed_is_encoded_again(vae, tmp_path, undisturbed):
+    first = encode_by_another(words_of_images(tmp_path), vae, 0.4)
+    while not [path for path in tmp_path.glob("steady_diffusion/*.tmp/*.part") if path.stat().st_size]:
+        time.sleep(0.02)
+    first.kill()
+    first.communicate()
+    (latents,) = tmp_path.glob("steady_diffusion/*.tmp/latents.bin")
+    with open(latents, "r+b") as file:
+        file.write(b"damage")
+    assert encode_by_another(words_of_images(tmp_path), vae, 0.0).communicate()[0] == "300\n"
+    assert files_of(tmp_path) == undisturbed
+
+
+def test_two_processes_encode_one_cache(vae, tmp_path, undisturbed):
+    both = [encode_by_another(words_of_images(tmp_path), vae, 0.4) for _ in range(2)]
+    shares = [int(each.communicate()[0]) for each in both]
+    assert sum(shares) == 300 and min(shares) >= 64
+    one, two = (np.frombuffer(files["latents.bin"], np.float32) for files in (undisturbed, files_of(tmp_path)))
+    np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_process_takes_the_part_of_one_that_dies(vae, tmp_path, undisturbed):
+    first = encode_by_another(words_of_images(tmp_path), vae, 60.0)
+    while not list(tmp_path.glob("steady_diffusion/*.tmp/0.part")):
+        assert first.poll() is None
+        time.sleep(0.02)
+    second = encode_by_another(words_of_images(tmp_path), vae, 0.0)
+    while len([path for path in tmp_path.glob("steady_diffusion/*.tmp/*.part") if path.stat().st_size]) < 4:
+        time.sleep(0.02)
+    assert second.poll() is None
+    first.kill()
+    first.communicate()
+    assert second.communicate()[0] == "300\n"
+    assert files_of(tmp_path) == undisturbed
 
 
 @pytest.mark.slow

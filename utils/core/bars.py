@@ -60,7 +60,9 @@ class Bar:
         self.done += count
 
     def set(self, done: int, total: int) -> None:
-        """For work whose length is known only when it begins."""
+        """For work whose length is known only when it begins. What is done at the first call was done before."""
+        if self.total is None:
+            self._first = done
         self.done, self.total = done, total
 
     def __enter__(self) -> "Bar":

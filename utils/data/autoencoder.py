@@ -68,6 +68,11 @@ class Autoencoder:
         return Scale([float(config.get("shift_factor") or 0.0)] * channels, [1.0 / scaling] * channels)
 
     @property
+    def has_spread(self) -> bool:
+        """Whether `encode` gives a spread beside the mean."""
+        return isinstance(self.network, AutoencoderKL)
+
+    @property
     def bytes(self) -> int:
         """Of its weights."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.network.state_dict().values())

@@ -5,14 +5,23 @@
 
 `mirrors` is 2 with --random_flip: the image, and the mirror image, whose latents are not the mirrored ones. `parts` is 2 where
 the autoencoder has a spread beside the mean. Like the packed images, it appears under its name complete or not at all.
+
+Before, it is <folder>.tmp, with a file `<number>.part` for each part of the images. All processes that need the latents encode
+them: each takes parts that nobody has locked. A part is done when its file has the checksum of its latents. So what was done
+before a kill is kept, if its checksum fits. The images of a batch are the same whoever encodes it.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable
+import shutil
+import time
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -24,12 +33,14 @@ from utils.core.errors import UserError
 from utils.data.augmentation import to_unit_range
 from utils.data.autoencoder import Autoencoder, Scale
 from utils.data.bad_images import BadImage
-from utils.data.cache import MappedArray, free_for, made_once
+from utils.data.cache import MappedArray, Progress, free_for
 from utils.data.dataset import ImageSet, cache_folder
 from utils.data.packed_caches import describe_size, mark_used, size_of
 
 LATENTS_VERSION = 1  # part of a cache's fingerprint: raise it when the same options give other files
 FILE = "latents.bin"
+_PARTS, _MOST_BATCHES = 256, 64  # parts of a dataset, about; batches of a part at most
+_POLL_SECONDS = 0.2
 
 
 class PackedLatents:
@@ -93,21 +104,18 @@ def pack_latents(
     cache_dir: str | None,
     mirrors: bool,
     device: torch.device,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> PackedLatents:
-    """The latents of all `images`, encoded first where no cache has them. One process encodes, and others wait for it.
+    """The latents of all `images`. Where no cache has them, they are encoded first, by all processes that call this.
 
-    `progress` is called with (done, total) meanwhile. Raises UserError for a disk that is full or cannot be written, and for
-    an autoencoder that gives NaN.
+    `progress` is called with (done, total) of all processes meanwhile, first with what was done before. Raises UserError for a
+    disk that is full or cannot be written, and for an autoencoder that gives NaN.
     """
     made_of = [LATENTS_VERSION, images.fingerprint, autoencoder.fingerprint(), mirrors]
     folder = cache_folder(cache_dir) / hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
-
-    def write(draft: Path) -> None:
-        _write(draft, images, autoencoder, mirrors, device, progress)
-
+    encoding = _Encoding(folder, images, autoencoder, mirrors, device, progress)
     try:
-        latents = made_once(folder, PackedLatents, write)
+        latents = _opened(folder) or encoding.finished()
     except OSError as error:
         raise UserError(
             f"cannot write the latents {folder}: {error.strerror or error}\nchoose another disk with --cache_dir"
@@ -123,45 +131,151 @@ def pack_latents(
     return latents
 
 
-def _write(
-    folder: Path,
-    images: ImageSet,
-    autoencoder: Autoencoder,
-    mirrors: bool,
-    device: torch.device,
-    progress: Callable[[int, int], None] | None,
-) -> None:
-    sums: list[torch.Tensor] = []
-    count, parts = len(images), 0
-    with open(folder / FILE, "wb") as file, autoencoder.on(device):
-        for start in range(0, count, autoencoder.at_once):
-            rows = np.arange(start, min(start + autoencoder.at_once, count))
-            pixels = torch.from_numpy(images.fetch(rows, np.full((len(rows), 2), 0.5, np.float32)))
-            clean = to_unit_range(pixels.to(device), images.max_value)
-            encoded = torch.stack([autoencoder.encode(each) for each in ([clean, clean.flip(-1)] if mirrors else [clean])], 1)
-            if not encoded.isfinite().all():
-                raise UserError(
-                    f"the autoencoder gives values that are not finite, for an image of rows {rows[0]} to {rows[-1]}\n"
-                    "check --vae and the images"
-                )
-            if start == 0:
-                parts = encoded.shape[2]
-                free_for(folder, 4 * count * math.prod(encoded.shape[1:]))
-            file.write(encoded.float().cpu().contiguous().numpy().data)
-            wide = encoded[:, 0].cpu().double()
-            spread = wide[:, 1].square() if parts == 2 else torch.zeros_like(wide[:, 0])
-            sums.append(torch.stack([wide[:, 0].sum((0, 2, 3)), (wide[:, 0].square() + spread).sum((0, 2, 3))]))
-            if progress is not None:
-                progress(int(rows[-1]) + 1, count)
+def _opened(folder: Path) -> PackedLatents | None:
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return PackedLatents(folder)
+    return None
+
+
+@contextlib.contextmanager
+def _locked(path: Path, how: int) -> Iterator[IO | None]:
+    """The file, locked until the block ends or the process dies; None where another process has it and `how` does not wait."""
+    with open(path, "a+") as file:
+        try:
+            fcntl.flock(file, how)
+        except BlockingIOError:
+            yield None
+        else:
+            yield file
+
+
+class _Encoding:
+    """One process's share in the encoding of `images` into `folder`; see the top of the file."""
+
+    def __init__(
+        self,
+        folder: Path,
+        images: ImageSet,
+        autoencoder: Autoencoder,
+        mirrors: bool,
+        device: torch.device,
+        progress: Progress | None,
+    ):
+        self._folder, self._draft = folder, folder.with_name(f"{folder.name}.tmp")
+        self._images, self._autoencoder, self._device = images, autoencoder, device
+        self._shape = (1 + mirrors, 1 + autoencoder.has_spread, *autoencoder.latent_shape)  # of an image
+        self._progress = progress or (lambda done, total: None)
+        batches = max(1, min(_MOST_BATCHES, len(images) // (_PARTS * autoencoder.at_once)))
+        self._size = batches * autoencoder.at_once  # images of a part
+        self._count = -(-len(images) // self._size)  # of parts
+
+    def finished(self) -> PackedLatents:
+        """The latents, once all parts are there. The lock is shared by those who encode: it says that the draft is in use."""
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = Path(f"{self._folder}.lock")
+        with _locked(lock, fcntl.LOCK_SH):
+            if latents := _opened(self._folder):
+                return latents
+            self._encode_parts()
+        with _locked(lock, fcntl.LOCK_EX):  # all have left the draft
+            if _opened(self._folder) is None:
+                self._close()
+            return PackedLatents(self._folder)
+
+    def _encode_parts(self) -> None:
+        self._draft.mkdir(exist_ok=True)
+        size = 4 * len(self._images) * math.prod(self._shape)
+        with open(self._draft / FILE, "ab") as file:
+            if file.tell() != size:
+                free_for(self._draft, size)
+                file.truncate(size)
+        left = list(range(self._count))
+        with open(self._draft / FILE, "r+b") as file, self._autoencoder.on(self._device):
+            while left:
+                for part in list(left):
+                    with _locked(self._draft / f"{part}.part", fcntl.LOCK_EX | fcntl.LOCK_NB) as record:
+                        if record is not None:
+                            if not self._is_done(part, record, file):
+                                self._encode_part(part, record, file)
+                            left.remove(part)
+                if left:  # others encode them, or die
+                    self._tell()
+                    time.sleep(_POLL_SECONDS)
+
+    def _rows(self, part: int) -> range:
+        return range(part * self._size, min((part + 1) * self._size, len(self._images)))
+
+    def _is_done(self, part: int, record: IO, file: IO) -> bool:
+        record.seek(0)
+        try:
+            checksum = json.loads(record.read())["checksum"]
+        except (ValueError, KeyError):
+            return False
+        rows, each = self._rows(part), 4 * math.prod(self._shape)
+        file.seek(rows.start * each)
+        return zlib.crc32(file.read(len(rows) * each)) == checksum
+
+    def _encode_part(self, part: int, record: IO, file: IO) -> None:
+        record.truncate(0)
+        rows, encoded = self._rows(part), []
+        self._tell()
+        for start in rows[:: self._autoencoder.at_once]:
+            batch = np.arange(start, min(start + self._autoencoder.at_once, rows.stop))
+            encoded.append(self._encoded(batch))
+            self._tell(int(batch[-1]) + 1 - rows.start)
+        latents = torch.cat(encoded)
+        values = latents.numpy().data
+        file.seek(rows.start * 4 * math.prod(self._shape))
+        file.write(values)
         file.flush()
         os.fsync(file.fileno())
-    values = count * math.prod(autoencoder.latent_shape[1:])
-    mean, square = torch.stack(sums).sum(0) / values
-    std = (square - mean.square()).clamp(min=0).sqrt()
-    meta = {
-        "shape": [count, 1 + mirrors, parts, *autoencoder.latent_shape],
-        "mean": mean.tolist(),
-        "std": [value or 1.0 for value in std.tolist()],  # a channel that is the same everywhere stays as it is
-        "bad_images": [dataclasses.asdict(bad) for bad in images.bad_images.values()],
-    }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+        wide = latents[:, 0].double()
+        spread = wide[:, 1].square() if self._autoencoder.has_spread else torch.zeros_like(wide[:, 0])
+        found = {
+            "checksum": zlib.crc32(values),
+            "sum": wide[:, 0].sum((0, 2, 3)).tolist(),
+            "square": (wide[:, 0].square() + spread).sum((0, 2, 3)).tolist(),
+            "bad_images": [dataclasses.asdict(bad) for bad in self._images.bad_images.values()],
+        }
+        record.write(json.dumps(found))
+        record.flush()
+        os.fsync(record.fileno())
+
+    def _encoded(self, rows: np.ndarray) -> torch.Tensor:
+        """float32 [B, mirrors, parts, C, H, W], on the host."""
+        pixels = torch.from_numpy(self._images.fetch(rows, np.full((len(rows), 2), 0.5, np.float32)))
+        clean = to_unit_range(pixels.to(self._device), self._images.max_value)
+        turned = [clean, clean.flip(-1)][: self._shape[0]]
+        encoded = torch.stack([self._autoencoder.encode(each) for each in turned], 1)
+        if not encoded.isfinite().all():
+            raise UserError(
+                f"the autoencoder gives values that are not finite, for an image of rows {rows[0]} to {rows[-1]}\n"
+                "check --vae and the images"
+            )
+        return encoded.float().cpu().contiguous()
+
+    def _tell(self, of_this_part: int = 0) -> None:
+        done = [int(path.stem) for path in self._draft.glob("*.part") if path.stat().st_size]
+        self._progress(sum(len(self._rows(part)) for part in done) + of_this_part, len(self._images))
+
+    def _close(self) -> None:
+        """Makes the draft, whose parts are all done, the cache."""
+        records = [json.loads((self._draft / f"{part}.part").read_text()) for part in range(self._count)]
+        values = len(self._images) * math.prod(self._autoencoder.latent_shape[1:])
+        mean, square = (
+            torch.tensor([record[name] for record in records], dtype=torch.float64).sum(0) / values
+            for name in ("sum", "square")
+        )
+        std = (square - mean.square()).clamp(min=0).sqrt()
+        bad_images = {bad["row"]: bad for record in records for bad in record["bad_images"]}
+        meta = {
+            "shape": [len(self._images), *self._shape],
+            "mean": mean.tolist(),
+            "std": [value or 1.0 for value in std.tolist()],  # a channel that is the same everywhere stays as it is
+            "bad_images": [bad_images[row] for row in sorted(bad_images)],
+        }
+        (self._draft / "meta.json").write_text(json.dumps(meta, indent=1))
+        shutil.rmtree(self._folder, ignore_errors=True)  # where it is damaged
+        os.rename(self._draft, self._folder)
+        for part in range(self._count):
+            (self._folder / f"{part}.part").unlink()
