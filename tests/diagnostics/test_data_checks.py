@@ -69,6 +69,13 @@ def copied():
     return np.concatenate([SCENES[:80], changed.astype(np.uint8)])
 
 
+def copied_often():
+    """Four images, each 40 times: moved and darker."""
+    rng = np.random.default_rng(2)
+    moved = [np.roll(SCENES[i % 4], rng.integers(-2, 3, 2), (0, 1)) * rng.uniform(0.6, 1) for i in range(160)]
+    return np.stack(moved).astype(np.uint8)
+
+
 def with_red_and_blue_exchanged():
     images = SCENES // np.array([1, 2, 8], np.uint8)
     images[::4] = images[::4, :, :, ::-1]
@@ -116,6 +123,7 @@ def test_nothing_is_found_in_healthy_images(random_flip):
         ("data-mixed", with_masks),
         ("data-mixed", with_red_and_blue_exchanged),
         ("data-copies", copied),
+        ("data-copies", copied_often),
         ("data-resampled", lambda: enlarged(Image.Resampling.NEAREST)),
         ("data-resampled", lambda: enlarged(Image.Resampling.BILINEAR)),
         ("data-compressed", compressed),

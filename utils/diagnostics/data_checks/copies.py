@@ -11,7 +11,7 @@ from utils.diagnostics.data_checks.sample import NEARLY_PLAIN, Sample, Seen, col
 QUERIES, REFERENCES = 256, 2048
 SIDE = 12  # pixels of the descriptor of an image's part
 SCALES, PLACES = (0.64, 0.72, 0.8, 0.9, 1.0), (0, 0.25, 0.5, 0.75, 1)  # of the part, and where it lies
-FAR = 32  # the neighbor whose distance says how far images are that are no copies
+FAR = 128  # among so many neighbors the distances jump from copies to images that are none; more copies hide each other
 # Two images agree when the parts in common differ by at most this share of their own contrast; a copy that was cut at half a
 # pixel differs by 0.1 to 0.3, the nearest of other photographs by 0.5 and more.
 COPY_DISTANCE = 0.4
@@ -136,8 +136,8 @@ class Nearest:
     def copies(self, images: np.ndarray, own: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(bool [N] whether an image has a copy, int [N] which reference is nearest); `own` are the places of the images.
 
-        A copy is near, and far nearer than the neighbor number `FAR`: shapes that have little to tell them apart, such as
-        letters, are near to all of their kind.
+        A copy is near, and some neighbor up to number `FAR` is far farther: shapes that have little to tell them apart, such
+        as letters, are near to all of their kind.
         """
         best = torch.full((len(images), len(self._middles)), -1.0)
         usable = torch.ones(len(images), dtype=torch.bool)
