@@ -127,6 +127,18 @@ def test_latents_and_sequences_are_no_images():
     assert check_range(torch.rand(2, 3, 8, 8) * 255).code == "data-range"
 
 
+@pytest.mark.parametrize(("images", "healthy"), [(1.0, True), (0.2, True), (2 / 255, False)])
+def test_images_that_were_divided_twice_are_nearly_gray(images, healthy):
+    assert check_range(torch.rand(2, 3, 8, 8) * images - 1).healthy is healthy
+
+
+def test_alphas_that_are_not_multiplied_up_leave_the_images():
+    betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)[torch.linspace(10, 990, B).long()]
+    check = check_mixture(levels_of((1 - betas).sqrt(), betas.sqrt()))
+    assert (check.healthy, check.stage) == (False, "input")
+    assert check_mixture(levels_of(*on_circle())).healthy
+
+
 # ---- schedules of the learning rate
 
 

@@ -8,6 +8,7 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.seen import Seen
 
 FAR = 1.2  # beyond the range of images
+NARROW = 0.1  # between the darkest and the brightest value of a batch of images, which no photographs have
 SMALL = 1e-4  # of what a straight line leaves
 
 
@@ -21,6 +22,9 @@ def check_range(images: torch.Tensor) -> Check:
     told = f"the images that the noise is added to reach from {low:.3g} to {high:.3g}"
     if low > -2.0 and high > 20:
         return Check("data", name, wanted, observed, False, f"{told}: they were not scaled to [-1, 1]", code="data-range")
+    if len(values) > 1 and high - low < NARROW:
+        text = f"{told}: they are nearly one gray. Were they divided twice?"
+        return Check("data", name, wanted, observed, False, text, code="data-range")
     if low >= -1e-3 and 0.5 < high <= 1 + 1e-3:
         return Check("data", name, wanted, observed, False, f"{told}: [0, 1], not [-1, 1]", "warning", "data-range")
     text = f"{told}, not from -1 to 1"

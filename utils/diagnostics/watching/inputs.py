@@ -10,6 +10,10 @@ from utils.diagnostics.watching.mixture import EXACT, ROUNDED
 from utils.diagnostics.watching.seen import Seen
 
 
+ENOUGH = 8  # images whose noise levels say something of all
+HARDLY = 0.35  # of noise in the noisiest of them: EDM's levels leave less in one update of 5,000, others never
+
+
 def _known_levels(levels: Levels, times: float = 1.0) -> dict[str, torch.Tensor]:
     """What networks are told of a noise level, by how it is written. `times`: of its sigma."""
     b, sigma = levels.b, levels.sigma * times
@@ -86,6 +90,12 @@ def check_mixture(levels: Levels) -> Check:
     if many and constant(levels.b, 1e-5) is not None and constant(levels.a, 1e-5) is not None:
         text = f"all images of the batch have one noise level ({spread}); each image should have its own"
         return Check("timestep", "noise levels of the batch", "one for each image", spread, False, text)
+    if levels.kind == "variance-preserving" and len(levels.b) >= ENOUGH and float(levels.b.max()) < HARDLY:
+        text = (
+            f"the noisiest of {len(levels.b)} images has {float(levels.a.min()):.3g} of the image and "
+            f"{float(levels.b.max()):.3g} of noise: does the schedule lack the cumulative product of its alphas?"
+        )
+        return Check("input", name, wanted, spread, False, text, "warning")
     formulas = {
         "variance-preserving": "a^2 + b^2 = 1",
         "flow": "a + b = 1",
