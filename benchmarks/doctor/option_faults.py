@@ -100,6 +100,8 @@ FAULTS: dict[str, Case] = {
     "learning rate 1e-8": _ddpm("--learning_rate 1e-8", "option-learning-rate"),
     "EDM2 with the learning rate of DDPM": _edm2("--learning_rate 1e-5", "option-learning-rate"),
     "EDM2: learning rate 1": _edm2("--learning_rate 1", "option-learning-rate"),
+    "AdamW at 0.01": _ddpm("--learning_rate 1e-2 --adam_weight_decay 1", "option-learning-rate"),
+    "SGD at 1e-4 without momentum": _ddpm("--optimizer sgd --learning_rate 1e-4 --momentum 0", "option-learning-rate"),
     "SGD with the learning rate of Adam": _ddpm("--optimizer sgd --learning_rate 1e-6", "option-learning-rate"),
     "weight decay 10": _ddpm("--adam_weight_decay 10", "option-weight-decay"),
     "weight decay 0.1 in Adam's gradient": _ddpm("--optimizer adam --adam_weight_decay 0.1", "option-weight-decay"),

@@ -226,8 +226,11 @@ def clipping(run: Facts) -> tuple[float, str]:
 
 def learning_rate(run: Facts) -> tuple[float, str]:
     usual = (1e-3, 0.02) if run.is_edm2 else (1e-4, 0.5) if run.optimizer == "sgd" else (1e-5, 2e-3)
-    times = max(run.learning_rate / usual[1], usual[0] / run.learning_rate)
-    kept = " with weights of unit variance" if run.is_edm2 else ""
+    # Momentum adds up 1 / (1 - momentum) gradients: the usual range is that of 0.9.
+    sgd = run.optimizer == "sgd" and not run.is_edm2
+    rate = run.learning_rate * (0.1 / (1 - run.momentum) if sgd else 1)
+    times = max(rate / usual[1], usual[0] / rate)
+    kept = " with weights of unit variance" if run.is_edm2 else " with --momentum 0.9" if sgd else ""
     return times, f"--learning_rate {run.learning_rate:g}; usual for {run.optimizer}{kept} are {usual[0]:g} to {usual[1]:g}"
 
 
@@ -537,7 +540,7 @@ ROWS: tuple[Row, ...] = (
         "times above or below the optimizer's usual range",
         learning_rate,
         info=1.0,
-        warning=5.0,
+        warning=4.0,
         reason="Adam changes each weight by about the learning rate; first weights are 0.01 to 0.1, or 1 in EDM2",
         source="Ho et al. 2020: 2e-5 to 2e-4; Karras et al. 2022: 1e-3; Karras et al. 2024, table 6: 0.0065 to 0.017",
         entry=Entry(
