@@ -9,7 +9,6 @@ from utils.diagnostics.watching.levels import Levels
 from utils.diagnostics.watching.mixture import EXACT, ROUNDED
 from utils.diagnostics.watching.seen import Seen
 
-
 ENOUGH = 8  # images whose noise levels say something of all
 HARDLY = 0.35  # of noise in the noisiest of them: EDM's levels leave less in one update of 5,000, others never
 
