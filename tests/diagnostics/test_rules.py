@@ -335,6 +335,15 @@ def test_early_samples_are_not_judged():
     assert codes(late) == []
 
 
+@pytest.mark.parametrize("of", [evaluated(precision=0.0), {"samples": {"ema": {"saturated": 0.9}}}])
+def test_samples_of_a_short_run_are_not_judged(of):
+    """120 updates of a healthy run leave samples like these."""
+    record = run(of) if callable(of) else run(**of)
+    (found,) = codes(record)
+    record.resolved["max_train_steps"] = 120
+    assert found not in codes(record)
+
+
 def test_previews_of_the_first_half_are_not_judged():
     early = run(samples=distance("raw", 0.01))
     assert codes(early) == ["samples-alike"]
