@@ -91,6 +91,10 @@ def packed(flags: list) -> PackedLatents:
 def test_the_audit_of_a_healthy_run_is_clean_and_its_scale_is_kept(finished, flags):
     checks = checks_of(finished)
     assert [check for check in checks if check["healthy"] is False] == []
+    assert {check["name"]: check["healthy"] for check in checks if check["name"].startswith("latents")} == {
+        "latents": True,
+        "latents of the validation": True,
+    }
     recorded = json.loads((finished / "options.json").read_text())["resolved"]
     latents = packed(flags)
     assert recorded["vae.latent_shape"] == [3, 8, 8]

@@ -10,16 +10,18 @@ import torch
 from utils.diagnostics.audit.array_table import ArrayTable
 from utils.diagnostics.audit.files import DeclaredImages, DecodedFile
 from utils.diagnostics.audit.images import Draws, check_images
+from utils.diagnostics.audit.latents import LatentFiles
 from utils.diagnostics.audit.passes import Passes
 from utils.diagnostics.audit.rows import check_balance, check_labels, check_pass, check_rows, check_split, check_stand_ins
 from utils.diagnostics.audit.table import Table
-from utils.diagnostics.audit.verdict import Check, not_observed
+from utils.diagnostics.audit.verdict import Check
 from utils.training.run import Run
 
 FILES = 4  # decoded at an audit, and half as many from places that change; half of both where images are large
 SAMPLES = 8192  # of which rows and labels are kept
 AGAIN = 48  # samples whose places are looked at in the next pass too, about
 BLOCK = 2048  # samples whose rows are computed at once
+ENCODED = 3  # audits in which latents are encoded again, on the host
 WHOLE = 1 << 18  # samples whose rows are asked for at once, at most
 
 
@@ -44,6 +46,12 @@ class DataAudit:
         self._kept, self._misread, self._looked = 0, False, False
         self._looks = 0  # at images
         self._pending: torch.Tensor | None = None
+        self._encoded = 0  # audits that encoded
+        self._latents: LatentFiles | None = None
+        if run.options.vae is not None:
+            facts, factor = run.facts, getattr(run.options, "sigma_data", 1.0)  # only EDM2 has another spread than 1
+            scale = (facts["vae.latent_mean"], facts["vae.latent_std"])
+            self._latents = LatentFiles(run.options.vae, scale, None if run.options.latent_scale == "auto" else factor)
 
     @cached_property
     def _table(self) -> Table | ArrayTable | None:
@@ -130,8 +138,8 @@ class DataAudit:
         batch = data.validation_batch(torch.from_numpy(numbers))
         rows = data.validation.dataset_rows(data.validation.shown(numbers)).tolist()
         declared = replace(self._declared, random_flip=False, color_jitter=0.0)
-        of_latents = self._run.options.vae is not None
-        checks = [] if of_latents else check_images(batch.clean_images, table.images(rows), declared)
+        look = check_images if self._latents is None else self._latents.check
+        checks = look(batch.clean_images, table.images(rows), declared)
         if batch.labels is not None and table.labels is not None:
             (check, _) = check_labels(batch.labels.numpy(), table.labels[rows], 0.0)
             checks.append(check)
@@ -141,10 +149,16 @@ class DataAudit:
         """Of the samples of a micro step with these `numbers`, those at some `places`."""
         if self._table is None or clean_images is None or self._misread:  # once said, a fault is not looked into again
             return []
-        if self._run.options.vae is not None:
-            return [not_observed("data", "images", "latents of the files", "the audit does not encode images")]
-        numbers = numbers[places]
-        checks = self._compare(numbers, clean_images[places])
+        numbers, clean_images = numbers[places], clean_images[places]
+        if self._latents is not None:
+            self._encoded += 1
+            if self._encoded > ENCODED:
+                return []
+            files = self._table.images(self._run.data.samples.dataset_rows(numbers).tolist())
+            checks = self._latents.check(clean_images, files, self._declared)
+            self._misread = any(check.healthy is False for check in checks)
+            return checks
+        checks = self._compare(numbers, clean_images)
         self._misread = any(check.healthy is False for check in checks)
         of_a_pass = len(self._run.data.training)
         if self._declared.random_flip and len(self._again) < AGAIN and int(numbers[-1]) < of_a_pass:
