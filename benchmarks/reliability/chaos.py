@@ -1,15 +1,19 @@
-"""Kills tiny training runs with SIGKILL at random moments and counts what that costs.
+"""Kills tiny training runs with SIGKILL in each of their phases and counts what that costs.
 
-    python benchmarks/reliability/chaos.py --kills 200
+    python benchmarks/reliability/chaos.py --kills 800
+    python benchmarks/reliability/chaos.py --kills 200 --script train_edm2.py
 
-A run of 24 updates with a checkpoint every 3 is killed, resumed with `--resume_from_checkpoint latest` and killed again until
-it comes to its end; then the next begins. Half of the kills wait for a save to begin and strike up to 20 ms later; the
-others strike at any moment. After each kill every published checkpoint is verified and compared with that of a run that
-nobody disturbed; after each finished run weights, EMA, optimizer, the exported pipeline and the logged curves are.
+A run of 24 updates with a checkpoint every 3, pictures every 8 and an evaluation every 12 is killed, resumed with
+`--resume_from_checkpoint latest` and killed again until it comes to its end; then the next begins. The functions that a phase
+consists of are wrapped in the killed process and note when it begins and ends. The kill comes up to as much later as the phase
+lasts in an undisturbed run. After each kill every published checkpoint is verified and compared with that of such a run; after
+each finished run weights, EMA and its snapshots, optimizer, the exported pipeline, the ledger and the logged curves are.
 """
 
 import argparse
+import functools
 import logging
+import operator
 import statistics
 import sys
 import tempfile
@@ -22,9 +26,29 @@ sys.path.insert(2, str(Path(__file__).parents[2] / "tests/faults"))
 
 from conftest import SCRIPTS, make_tiny_flags
 from fork_server import ForkServer
-from kills import kill_at_random
+from kills import PHASED, TWICE, Killer, Tally
 
 from benchmarks.shared.measuring import default_device, describe
+
+# Of 100 kills: in one process, and, where two take part, of the one that does not publish.
+SHARES = {
+    "any moment": 18,
+    "a save": 33,
+    "the first save of a run": 8,
+    "a start that resumes": 10,
+    TWICE: 8,
+    "a preview, with averaged weights": 7,
+    "an evaluation": 5,
+    "packing of images": 6,
+}
+OTHER_RANK = "a save by the other of two ranks"  # the rest of the kills
+
+
+def row(name: str, tally: Tally) -> str:
+    lost = f"{statistics.mean(tally.updates_lost):.1f}, {max(tally.updates_lost)}"
+    different = len({what.split(":")[0] for what in tally.different})
+    cells = (name, tally.kills, tally.hits, tally.in_save, len(tally.invalid), tally.ends, different, lost)
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
@@ -32,31 +56,30 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--script", default="train_ddpm.py", choices=SCRIPTS)
-    parser.add_argument("--share_in_save", type=float, default=0.5, help="of the kills, that wait for a save to begin (0.5)")
     args = parser.parse_args()
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it reports what the resumed runs had it hide
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as name, ForkServer() as server:
-        flags = [*make_tiny_flags(Path(name), args.script), "--max_train_steps", 24, "--checkpointing_steps", 3]
-        tally = kill_at_random(
-            server, args.script, flags, Path(name), kills=args.kills, seed=args.seed, share_in_save=args.share_in_save
-        )
-    for problem in (*tally.invalid, *tally.different):
-        print(problem)
-    rows = {
-        "kills": tally.kills,
-        "of them inside a save": tally.in_save,
-        "of them before the first checkpoint": tally.before_first,
-        "published checkpoints that were invalid": len(tally.invalid),
-        "runs that came to their end": tally.finished,
-        "of them not identical to the undisturbed run": len({what.split(":")[0] for what in tally.different}),
-        "updates lost per kill, mean (a checkpoint every 3)": f"{statistics.mean(tally.updates_lost):.1f}",
-        "most updates lost by one kill": max(tally.updates_lost),
-    }
-    print("| | |\n|---|---|")
-    for name, value in rows.items():
-        print(f"| {name} | {value} |")
-    print(f"{args.script}, seed {args.seed}, {time.monotonic() - start:.0f} s; {describe(default_device())}")
+    start, tallies, runs = time.monotonic(), {}, 0
+    for processes in (2, 1):
+        plan = {name: args.kills * share // 100 for name, share in SHARES.items()}
+        if processes == 2:
+            plan = {"a save": args.kills - sum(plan.values())}
+        with tempfile.TemporaryDirectory() as name, ForkServer() as server:
+            flags = [*make_tiny_flags(Path(name), args.script), *PHASED, "--train_batch_size", 8 // processes]
+            killer = Killer(server, args.script, flags, Path(name), seed=args.seed, processes=processes)
+            found = killer.kill_by_phase(plan)
+            runs += killer.runs
+        tallies |= {OTHER_RANK if processes == 2 else phase: tally for phase, tally in found.items()}
+    for tally in tallies.values():
+        for problem in (*tally.invalid, *tally.different):
+            print(problem)
+    print(
+        "| killed in | kills | hit it | checkpoints half made | invalid | runs ended | different | updates lost: mean, most |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for name, tally in tallies.items():
+        print(row(name, tally))
+    print(row("all; a run counts where it was killed", functools.reduce(operator.add, tallies.values())))
+    print(f"{runs} runs; {args.script}, seed {args.seed}, {time.monotonic() - start:.0f} s; {describe(default_device())}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Runs a training script with one fault in it, as `python inject.py ...`, under torchrun, or forked.
 
-    python tests/faults/inject.py SCRIPT FAULT [--rank R] [--step N] [--value V] [--record FILE] -- FLAGS
+    python tests/faults/inject.py SCRIPT FAULT [--rank R] [--step N] [--value V] [--record FILE] [--phases FILE] -- FLAGS
 
 Updates are counted from 1 in each process. FAULT is one of
     none
@@ -24,6 +24,8 @@ Updates are counted from 1 in each process. FAULT is one of
 """
 
 import argparse
+import contextlib
+import functools
 import importlib
 import itertools
 import os
@@ -31,6 +33,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
@@ -40,11 +43,15 @@ from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
 import utils.core.randomness
+import utils.data.cache
 import utils.data.dataset
 import utils.runs.checkpoints
-from benchmarks.shared.replace import check_fired, replace_everywhere
+from benchmarks.shared.replace import check_fired, fired, replace_everywhere
 from utils.core.entrypoint import run_script
+from utils.optim.ema import EMA
+from utils.training.evaluation import SampleEvaluation
 from utils.training.monitor import Monitor
+from utils.training.samples import SampleGrids
 
 TOUCHES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
@@ -268,6 +275,38 @@ def record(path: str) -> None:
     utils.data.dataset.ImageSet.fetch, Accelerator.backward = noted, recorded
 
 
+def watch_phases(path: str) -> None:
+    """Appends a line as each of these begins (+) and ends (-): its name and the time. Rank 0 alone."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    @contextlib.contextmanager
+    def phase(name: str) -> Iterator[None]:
+        os.write(file, f"+{name} {time.monotonic()}\n".encode())
+        try:
+            yield
+        finally:
+            os.write(file, f"-{name} {time.monotonic()}\n".encode())
+
+    def within(name: str, function):
+        return functools.wraps(function)(lambda *arguments, **options: phase(name)(function)(*arguments, **options))
+
+    SampleGrids.make = within("preview", SampleGrids.make)
+    SampleEvaluation.make = within("evaluation", SampleEvaluation.make)
+    utils.data.cache._write = within("packing", utils.data.cache._write)
+    for name, function in (("begin", "utils.training.run.begin_run"), ("save", "utils.runs.checkpoints.save_checkpoint")):
+        module, _, attribute = function.rpartition(".")
+        replace_everywhere(function, within(name, getattr(sys.modules[module], attribute)))
+        fired[function] = 1  # it need not come
+    swapped = EMA.swapped_into_model
+
+    @contextlib.contextmanager
+    def swapped_in_a_phase(ema):
+        with swapped(ema) as model, phase("averaged"):
+            yield model
+
+    EMA.swapped_into_model = swapped_in_a_phase
+
+
 def signal_in_setup(step: int, value: str) -> None:
     load_images = utils.data.dataset.load_images
 
@@ -306,6 +345,7 @@ if __name__ == "__main__":
     parser.add_argument("--step", type=int, default=1)
     parser.add_argument("--value")
     parser.add_argument("--record")
+    parser.add_argument("--phases")
     split = sys.argv.index("--")
     options = parser.parse_args(sys.argv[1:split])
     sys.argv = [options.script, *sys.argv[split + 1 :]]
@@ -316,4 +356,6 @@ if __name__ == "__main__":
         wrong_compiler(options.step, "1")
     if options.record:
         record(options.record)
+    if options.phases and os.environ.get("RANK", "0") == "0":
+        watch_phases(options.phases)
     run_script(check_fired(script.main), script.parse_args)

@@ -1,12 +1,18 @@
-"""Kills a training run at random moments, again and again, and compares what is left with a run that nobody disturbed.
+"""Kills a training run in each of its phases, again and again, and compares what is left with a run that nobody disturbed.
 
 Shared by the tests and by benchmarks/reliability/chaos.py.
 """
 
+import json
+import math
 import random
+import shutil
+import statistics
 import time
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from conftest import logged_scalars, same_bytes
 from fork_server import ForkServer, Run
@@ -18,59 +24,164 @@ EXPORTED = "unet/diffusion_pytorch_model.safetensors"
 TAGS = ("train/loss", "train/lr", "train/grad_norm", "train/ema_distance")
 
 
+PHASED = [
+    "--max_train_steps",
+    24,
+    "--checkpointing_steps",
+    3,
+    "--save_images_steps",
+    8,
+    "--eval_steps",
+    12,
+    "--eval_images",
+    32,
+]
+FRESH, RESUMED = "fresh", "resumed"
+TWICE = "a start that resumes, twice in a row"
+
+
+class Phase(NamedTuple):
+    """When to kill."""
+
+    open: tuple[str, ...] = ()  # what the run must be in, by the names that inject.py notes, the innermost last; any moment
+    starts: tuple[str, ...] = (FRESH, RESUMED)  # such runs have it
+
+
+PHASES = {
+    "any moment": Phase(),
+    "a save": Phase(("save",)),
+    "the first save of a run": Phase(("save",), (FRESH,)),
+    "a start that resumes": Phase(("begin",), (RESUMED,)),
+    TWICE: Phase(("begin",), (RESUMED,)),
+    "a preview, with averaged weights": Phase(("preview", "averaged")),
+    "an evaluation": Phase(("evaluation",)),
+    "packing of images": Phase(("packing",)),
+}
+
+
 @dataclass
 class Tally:
+    """Of one phase."""
+
     kills: int = 0
-    in_save: int = 0  # of those, while a checkpoint was being written, published or removed
-    before_first: int = 0  # of those, before the run had any checkpoint
+    hits: int = 0  # of those, in that phase: it had begun, and its end was never noted
+    in_save: int = 0  # of all, that left a checkpoint half made or half removed
     invalid: list[str] = field(default_factory=list)  # published checkpoints that fail verification or hold other bytes
-    finished: int = 0  # runs that came to their end
-    different: list[str] = field(default_factory=list)  # what in them is not that of the undisturbed run
     updates_lost: list[int] = field(default_factory=list)  # for each kill
+    ends: int = 0  # runs that were killed there, and came to their end
+    different: list[str] = field(default_factory=list)  # what in them is not as the undisturbed run has it
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Tally)))
 
 
-def kill_at_random(
-    server: ForkServer, script: str, flags: list, folder: Path, *, kills: int, seed: int, share_in_save: float = 0.5
-) -> Tally:
-    """Runs `script` to its end as often as it takes to kill it `kills` times; each life resumes with `latest`.
+class Killer:
+    """Starts runs of one script with the same flags, and kills them. `processes` take part in each; the last one is killed."""
 
-    `share_in_save` of the kills wait for a save to begin and strike up to 20 ms later, about as long as a quick one lasts;
-    the others strike at any moment in the time that a whole run takes.
-    """
-    generator, tally = random.Random(seed), Tally()
-    whole = folder / "whole"
-    for output_dir in (whole, folder / "again"):
-        start = time.monotonic()
-        [run] = server.start([script, *flags, "--output_dir", output_dir])
-        assert run.wait() == 0, run.text()
-    whole_seconds = time.monotonic() - start  # of the second one, which had its data packed already
-    assert not differences(folder / "again", whole)
-    while tally.kills < kills:
-        disturbed, trace = folder / f"disturbed-{tally.finished}", folder / "trace"
-        command = ["tests/faults/inject.py", script, "none", "--record", trace, "--", *flags, "--output_dir", disturbed]
-        command += ["--resume_from_checkpoint", "latest", "--checkpoints_total_limit", 2]
-        while True:
-            trace.unlink(missing_ok=True)
-            before, marks = newest(disturbed), saves_under_way(disturbed)
-            [run] = server.start(command)
-            if tally.kills < kills:
-                if generator.random() < share_in_save:
-                    wait_for_save(run, disturbed, marks, delay=generator.uniform(0, 0.02))
-                else:
-                    wait(run, generator.uniform(0, whole_seconds))
-                run.kill()
-            if run.wait() != -9:
-                break
-            tally.kills += 1
-            tally.in_save += saves_under_way(disturbed) != marks
-            tally.before_first += newest(disturbed) == 0
-            done = before + (trace.read_text().count("\n") if trace.exists() else 0)
-            tally.updates_lost.append(max(0, done - newest(disturbed)))
-            tally.invalid += invalid_checkpoints(disturbed, whole)
-        assert run.status == 0, run.text()
-        tally.finished += 1
-        tally.different += [f"{disturbed.name}: {what}" for what in differences(disturbed, whole)]
-    return tally
+    def __init__(self, server: ForkServer, script: str, flags: list, folder: Path, *, seed: int, processes: int = 1):
+        self.server, self.folder, self.processes = server, folder, processes
+        self.flags, self.script, self.generator = flags, script, random.Random(seed)
+        self.marks, self.trace, self.whole = folder / "phases", folder / "trace", folder / "whole"
+        self.runs = 0
+        self.lengths: dict[str, float] = {}
+        seconds = []
+        for output_dir in (self.whole, folder / "again", folder / "again"):  # the last one resumes at its end
+            start = time.monotonic()
+            runs = self.start(output_dir)
+            assert {run.wait() for run in runs} == {0}, runs[0].text()
+            self.lengths |= phase_lengths(self.marks)
+            seconds.append(time.monotonic() - start)
+        self.lengths["any moment"] = seconds[1]  # of a whole run that has its data packed already
+        assert not differences(folder / "again", self.whole)
+
+    def start(self, output_dir: Path) -> list[Run]:
+        for path in (self.marks, self.trace):
+            path.unlink(missing_ok=True)
+        command = ["tests/faults/inject.py", self.script, "none", "--record", self.trace, "--phases", self.marks, "--"]
+        resume = ["--resume_from_checkpoint", "latest", "--checkpoints_total_limit", 2] if output_dir != self.whole else []
+        return self.server.start([*command, *self.flags, *resume, "--output_dir", output_dir], self.processes)
+
+    def kill_by_phase(self, plan: dict[str, int]) -> dict[str, Tally]:
+        """Kills as often in each of PHASES as `plan` says; each run is resumed with `latest` until it comes to its end."""
+        plan, tallies = Counter(plan), {name: Tally() for name in plan}
+        while +plan:
+            self.runs += 1
+            folder, struck = self.folder / f"disturbed-{self.runs}", []
+            while True:
+                kind = RESUMED if newest(folder) else FRESH
+                possible = [name for name in +plan if kind in PHASES[name].starts]
+                if not possible:
+                    runs = self.start(folder)
+                    assert {run.wait() for run in runs} == {0}, runs[0].text()
+                    break
+                [name] = self.generator.choices(possible, [plan[name] for name in possible])
+                killed = [self.strike(folder, name, tallies[name]) for _ in range(1 + (name == TWICE))]
+                plan[name] -= sum(killed)
+                struck += [name] * sum(killed)
+                if not killed[-1]:
+                    break
+            different = differences(folder, self.whole)
+            for name in set(struck):
+                tallies[name].ends += 1
+                tallies[name].different += [f"{folder.name}: {what}" for what in different]
+            shutil.rmtree(folder)
+        return tallies
+
+    def strike(self, folder: Path, name: str, tally: Tally) -> bool:
+        """Whether the run was killed before its end."""
+        phase, before, half_done = PHASES[name], newest(folder), saves_under_way(folder)
+        if "packing" in phase.open:
+            self.unpack()
+        runs = self.start(folder)
+        while not set(phase.open) <= open_phases(self.marks) and runs[0].poll() is None:
+            time.sleep(0.0005)
+        wait(runs[-1], self.generator.uniform(0, self.lengths[phase.open[-1] if phase.open else name]))
+        runs[-1].kill()
+        at = time.monotonic()
+        if runs[-1].status == 0:
+            assert {run.wait() for run in runs} == {0}, runs[0].text()
+            return False
+        assert runs[-1].status == -9, runs[-1].text()
+        for run in runs[:-1]:
+            run.wait()  # the others leave by themselves
+        tally.kills += 1
+        tally.hits += set(phase.open) <= open_phases(self.marks, at)
+        tally.in_save += not saves_under_way(folder) <= half_done
+        done = before + (self.trace.read_text().count("\n") // self.processes if self.trace.exists() else 0)
+        tally.updates_lost.append(max(0, done - newest(folder)))
+        tally.invalid += invalid_checkpoints(folder, self.whole)
+        return True
+
+    def unpack(self) -> None:
+        """Removes the packed images, but not what a killed start has left of them."""
+        for pixels in list(Path(self.flags[self.flags.index("--cache_dir") + 1]).rglob("pixels.bin")):
+            if pixels.parent.suffix != ".tmp":
+                shutil.rmtree(pixels.parent)
+
+
+def read_marks(path: Path) -> list[tuple[str, str, float]]:
+    """(+ or -, the phase, when) of each line."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [(line[0], line[1:].split()[0], float(line.split()[1])) for line in lines]
+
+
+def open_phases(path: Path, at: float = math.inf) -> set[str]:
+    """The phases that have begun and not ended, at that time."""
+    balance = Counter()
+    for sign, name, when in read_marks(path):
+        balance[name] += (1 if sign == "+" else -1) if when <= at else 0
+    return {name for name, count in balance.items() if count > 0}
+
+
+def phase_lengths(path: Path) -> dict[str, float]:
+    """The seconds that each phase of PHASES took: their median."""
+    lengths, began = defaultdict(list), {}
+    for sign, name, when in read_marks(path):
+        if sign == "+":
+            began[name] = when
+        else:
+            lengths[name].append(when - began[name])
+    return {name: statistics.median(seconds) for name, seconds in lengths.items()}
 
 
 def newest(folder: Path) -> int:
@@ -94,12 +205,6 @@ def wait(run: Run, seconds: float) -> None:
         time.sleep(0.001)
 
 
-def wait_for_save(run: Run, folder: Path, marks: set, delay: float) -> None:
-    while saves_under_way(folder) <= marks and run.poll() is None:
-        time.sleep(0.0005)
-    wait(run, delay)
-
-
 def invalid_checkpoints(folder: Path, whole: Path) -> list[str]:
     """Problems of the published checkpoints: what verification says, and bytes other than those of the undisturbed run."""
     problems = []
@@ -111,11 +216,20 @@ def invalid_checkpoints(folder: Path, whole: Path) -> list[str]:
 
 
 def differences(folder: Path, whole: Path) -> list[str]:
-    """What a finished run has that differs from the undisturbed one: bytes of the last checkpoint and the export, curves."""
+    """What a finished run has that differs from the undisturbed one: bytes of the last checkpoint, of the export and of
+    snapshots of the averaged weights, the ledger, curves."""
     last = list_checkpoints(whole)[-1].name
-    names = [f"{last}/{name}" for name in BYTES] + [EXPORTED]
+    snapshots = [f"ema_snapshots/{path.name}" for path in whole.glob("ema_snapshots/*.safetensors")]
+    names = [f"{last}/{name}" for name in BYTES] + [EXPORTED, *snapshots]
     different = [name for name in names if not same(folder / name, whole / name)]
+    different += ["ledger.jsonl"] * (hashes(folder) != hashes(whole))
     return different + [tag for tag in TAGS if logged_scalars(folder, tag) != logged_scalars(whole, tag)]
+
+
+def hashes(folder: Path) -> list[dict]:
+    """The lines of the ledger, without the time at which they were written."""
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "time"} for line in lines]
 
 
 def same(first: Path, second: Path) -> bool:

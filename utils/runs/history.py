@@ -15,13 +15,14 @@ class History:
     """Appends to `output_dir/history.jsonl`; on the main process only (`enabled`). A full disk loses lines, not the run."""
 
     def __init__(self, output_dir: Path, *, first_step: int, enabled: bool = True, name: str = HISTORY):
-        """Keeps what was recorded up to `first_step` finished updates and drops what a killed run recorded beyond them."""
+        """Keeps what was recorded up to `first_step` finished updates and drops what a killed run recorded beyond them. A run
+        that begins anew (0) keeps nothing."""
         self.path, self.enabled = output_dir / name, enabled
         self.records: list[dict] = []
         if not enabled:
             return
         everything = read_history(self.path)
-        self.records = [record for record in everything if record["step"] <= first_step]
+        self.records = [record for record in everything if record["step"] <= first_step > 0]
         cut_short = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
         if len(self.records) < len(everything) or cut_short:
             with whole_file(self.path) as draft:

@@ -162,8 +162,14 @@ def _plain(value: Any) -> bool | int | float | str:
 
 
 def _outlive_older_event_files(folder: Path) -> None:
-    """Waits out the second in which an earlier start made its file: TensorBoard reads them in the order of their names, which
-    hold seconds, and what a later file purges must be older."""
-    names = (re.fullmatch(r"events\.out\.tfevents\.(\d+)\..*", path.name) for path in folder.glob("events.out.tfevents.*"))
-    if max((int(match[1]) for match in names if match), default=0) == int(time.time()):
+    """TensorBoard reads event files in the order of their names, which hold seconds, and what a later file purges must be
+    older. The second in which an earlier start made its file is waited out; if the clock was set back, the files are renamed.
+    """
+    found = [(re.fullmatch(r"(events\.out\.tfevents\.)(\d+)(\..*)", path.name), path) for path in folder.glob("events.*")]
+    files = sorted((int(match[2]), path, match) for match, path in found if match)
+    now = int(time.time())
+    if files and files[-1][0] > now:
+        for back, (second, path, match) in zip(range(len(files), 0, -1), files):
+            path.rename(path.with_name(f"{match[1]}{min(second, now - back)}{match[3]}"))
+    elif files and files[-1][0] == now:
         time.sleep(1.0 - time.time() % 1.0)
