@@ -2,6 +2,7 @@
 
     python benchmarks/reliability/chaos.py --kills 800
     python benchmarks/reliability/chaos.py --kills 200 --script train_edm2.py
+    python benchmarks/reliability/chaos.py --kills 0 --delays 5          # suspended ranks, frozen disks, clocks set back
 
 A run of 24 updates with a checkpoint every 3, pictures every 8 and an evaluation every 12 is killed, resumed with
 `--resume_from_checkpoint latest` and killed again until it comes to its end; then the next begins. The functions that a phase
@@ -26,7 +27,7 @@ sys.path.insert(2, str(Path(__file__).parents[2] / "tests/faults"))
 
 from conftest import SCRIPTS, make_tiny_flags
 from fork_server import ForkServer
-from kills import PHASED, TWICE, Killer, Tally
+from kills import DELAYS, PHASED, TWICE, Killer, Tally
 
 from benchmarks.shared.measuring import default_device, describe
 
@@ -51,34 +52,44 @@ def row(name: str, tally: Tally) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
+def tell(tallies: dict[str, Tally]) -> None:
+    for tally in tallies.values():
+        for problem in (*tally.invalid, *tally.different):
+            print(problem)
+    print("| killed in | kills | hit it | save half made | invalid | runs ended | different | updates lost: mean, most |")
+    print("|---" * 8 + "|")
+    for name, tally in tallies.items():
+        print(row(name, tally))
+    print(row("all; a run counts where it was killed", functools.reduce(operator.add, tallies.values())))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--delays", type=int, default=0, help="trials of each of the delays, which kill nobody (0)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--script", default="train_ddpm.py", choices=SCRIPTS)
     args = parser.parse_args()
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it reports what the resumed runs had it hide
-    start, tallies, runs = time.monotonic(), {}, 0
-    for processes in (2, 1):
-        plan = {name: args.kills * share // 100 for name, share in SHARES.items()}
-        if processes == 2:
-            plan = {"a save": args.kills - sum(plan.values())}
+    start, tallies, runs, delayed = time.monotonic(), {}, 0, []
+    plan = {name: args.kills * share // 100 for name, share in SHARES.items()}
+    for processes in (2, 1) if args.kills else (2,):
         with tempfile.TemporaryDirectory() as name, ForkServer() as server:
             flags = [*make_tiny_flags(Path(name), args.script), *PHASED, "--train_batch_size", 8 // processes]
             killer = Killer(server, args.script, flags, Path(name), seed=args.seed, processes=processes)
-            found = killer.kill_by_phase(plan)
+            if processes == 1:
+                tallies |= killer.kill_by_phase(plan)
+            else:
+                tallies[OTHER_RANK] = killer.kill_by_phase({"a save": args.kills - sum(plan.values())})["a save"]
+                for delay, trial in DELAYS.items():
+                    problems = [trial(killer, Path(name, f"{delay[:30]}-{n}")) for n in range(args.delays)]
+                    delayed.append(f"| {delay} | {args.delays} | {sum(map(bool, problems))} |")
+                    print(delayed[-1], *filter(None, problems), sep="\n", flush=True)
             runs += killer.runs
-        tallies |= {OTHER_RANK if processes == 2 else phase: tally for phase, tally in found.items()}
-    for tally in tallies.values():
-        for problem in (*tally.invalid, *tally.different):
-            print(problem)
-    print(
-        "| killed in | kills | hit it | checkpoints half made | invalid | runs ended | different | updates lost: mean, most |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for name, tally in tallies.items():
-        print(row(name, tally))
-    print(row("all; a run counts where it was killed", functools.reduce(operator.add, tallies.values())))
+    if args.delays:
+        print("| what | trials | ended otherwise, or with other bits |\n|---|---|---|", *delayed, sep="\n")
+    if args.kills:
+        tell(tallies)
     print(f"{runs} runs; {args.script}, seed {args.seed}, {time.monotonic() - start:.0f} s; {describe(default_device())}")
 
 

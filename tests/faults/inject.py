@@ -19,6 +19,8 @@ Updates are counted from 1 in each process. FAULT is one of
     signal         the process sends itself signal V (or several: V,W) in update N
     signal-in-setup  the process sends itself signal V before it loads the data
     disk-full      from update N on, for 2 updates, the file system of folder V is full
+    disk-frozen    for V seconds from update N on, what opens a file for writing, renames, removes or flushes it waits
+    clock          from update N on (0: from the start), the clock is V seconds behind
     file-size      from update N on, for 2 updates, no file can grow beyond V bytes
     kill-in-save   SIGKILL before the V-th time that the save after update N (of the run) touches the disk
 """
@@ -228,6 +230,39 @@ def file_size(step: int, limit: str) -> None:
     at_update(step + 2, limit_to(resource.RLIM_INFINITY))
 
 
+def disk_frozen(step: int, seconds: str) -> None:
+    thawed, fsync = 0.0, os.fsync
+
+    def freeze(loss):
+        nonlocal thawed
+        thawed = time.monotonic() + float(seconds)
+        return loss
+
+    def wait() -> None:
+        time.sleep(max(0.0, thawed - time.monotonic()))
+
+    def watch(event: str, arguments: tuple) -> None:
+        if event in TOUCHES or (event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")):
+            wait()
+
+    at_update(step, freeze)
+    sys.addaudithook(watch)
+    os.fsync = lambda *arguments: (wait(), fsync(*arguments))[1]  # not announced to audit hooks
+
+
+def clock(step: int, seconds: str) -> None:
+    now = time.time
+
+    def set_back(loss=None):
+        time.time = lambda: now() - float(seconds)
+        return loss
+
+    if step == 0:
+        set_back()
+    else:
+        at_update(step, set_back)
+
+
 def kill_in_save(step: int, moment: str) -> None:
     save, remaining, saving = utils.runs.checkpoints.save_checkpoint, int(moment), False
 
@@ -333,6 +368,8 @@ FAULTS = {
     "signal-in-setup": signal_in_setup,
     "disk-full": disk_full,
     "file-size": file_size,
+    "disk-frozen": disk_frozen,
+    "clock": clock,
     "kill-in-save": kill_in_save,
 }
 

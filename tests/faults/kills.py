@@ -7,10 +7,12 @@ import json
 import math
 import random
 import shutil
+import signal
 import statistics
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,12 +96,12 @@ class Killer:
         self.lengths["any moment"] = seconds[1]  # of a whole run that has its data packed already
         assert not differences(folder / "again", self.whole)
 
-    def start(self, output_dir: Path) -> list[Run]:
+    def start(self, output_dir: Path, fault: tuple = ("none",), flags: tuple = ()) -> list[Run]:
         for path in (self.marks, self.trace):
             path.unlink(missing_ok=True)
-        command = ["tests/faults/inject.py", self.script, "none", "--record", self.trace, "--phases", self.marks, "--"]
+        command = ["tests/faults/inject.py", self.script, *fault, "--record", self.trace, "--phases", self.marks, "--"]
         resume = ["--resume_from_checkpoint", "latest", "--checkpoints_total_limit", 2] if output_dir != self.whole else []
-        return self.server.start([*command, *self.flags, *resume, "--output_dir", output_dir], self.processes)
+        return self.server.start([*command, *self.flags, *flags, *resume, "--output_dir", output_dir], self.processes)
 
     def kill_by_phase(self, plan: dict[str, int]) -> dict[str, Tally]:
         """Kills as often in each of PHASES as `plan` says; each run is resumed with `latest` until it comes to its end."""
@@ -147,16 +149,82 @@ class Killer:
         tally.kills += 1
         tally.hits += set(phase.open) <= open_phases(self.marks, at)
         tally.in_save += not saves_under_way(folder) <= half_done
-        done = before + (self.trace.read_text().count("\n") // self.processes if self.trace.exists() else 0)
+        done = before + self.updates()
         tally.updates_lost.append(max(0, done - newest(folder)))
         tally.invalid += invalid_checkpoints(folder, self.whole)
         return True
+
+    def updates(self) -> int:
+        """That the newest start has begun."""
+        return self.trace.read_text().count("\n") // self.processes if self.trace.exists() else 0
 
     def unpack(self) -> None:
         """Removes the packed images, but not what a killed start has left of them."""
         for pixels in list(Path(self.flags[self.flags.index("--cache_dir") + 1]).rglob("pixels.bin")):
             if pixels.parent.suffix != ".tmp":
                 shutil.rmtree(pixels.parent)
+
+
+# ---- what takes long, and kills nobody: what went wrong in such a run, or in the one that resumed it
+
+
+def suspended(killer: Killer, folder: Path, hang_timeout: int, seconds: float) -> list[str]:
+    """The last rank stops (SIGSTOP) for so long, or until the others have left, and then goes on."""
+    runs = killer.start(folder, flags=("--hang_timeout", hang_timeout, "--collective_timeout", 20))
+    moment = killer.generator.randrange(4, 22)
+    while killer.updates() < moment:
+        assert runs[0].poll() is None, runs[0].text()
+        time.sleep(0.001)
+    wait(runs[0], killer.generator.uniform(0, 0.1))
+    runs[-1].send_signal(signal.SIGSTOP)
+    wait(runs[0], seconds)
+    runs[-1].send_signal(signal.SIGCONT)
+    statuses, said = [run.wait() for run in runs], "\n".join(run.text() for run in runs)
+    if seconds < hang_timeout:
+        problems = [] if set(statuses) == {0} and "hang:" not in said else [f"{statuses}: {said[-2000:]}"]
+        return problems + differences(folder, killer.whole)
+    named = f"rank {killer.processes - 1} does not answer" in said or "Timed out waiting 20000ms" in said  # not in an update
+    problems = [] if named and not {0, 2, 3, 75} & set(statuses) else [f"{statuses}: {said[-2000:]}"]
+    return problems + invalid_checkpoints(folder, killer.whole) + resumed(killer, folder)
+
+
+def frozen(killer: Killer, folder: Path, hang_timeout: int, seconds: float) -> list[str]:
+    """The disk takes nothing of rank 0 for so long."""
+    fault = ("disk-frozen", "--step", killer.generator.randrange(3, 22), "--value", seconds)
+    runs = killer.start(folder, fault, ("--hang_timeout", hang_timeout))
+    statuses, said = [run.wait() for run in runs], "\n".join(run.text() for run in runs)
+    problems = [] if set(statuses) == {0} and "hang:" not in said else [f"{statuses}: {said[-2000:]}"]
+    return problems + differences(folder, killer.whole)
+
+
+def clock_set_back(killer: Killer, folder: Path, seconds: float) -> list[str]:
+    """In an update; and before the start that resumes, after a kill."""
+    runs = killer.start(folder, ("clock", "--step", killer.generator.randrange(3, 12), "--value", seconds))
+    while newest(folder) < 15:
+        assert runs[0].poll() is None, runs[0].text()
+        time.sleep(0.001)
+    runs[-1].kill()
+    for run in runs:
+        run.wait()
+    problems = invalid_checkpoints(folder, killer.whole)
+    return problems + resumed(killer, folder, ("clock", "--step", 0, "--value", 2 * seconds))
+
+
+DELAYS = {
+    "one of two ranks stops for 3 s (--hang_timeout 10)": partial(suspended, hang_timeout=10, seconds=3),
+    "one of two ranks stops until the other has left (--hang_timeout 5)": partial(suspended, hang_timeout=5, seconds=60),
+    "the disk takes nothing of rank 0 for 10 s (--hang_timeout 5)": partial(frozen, hang_timeout=5, seconds=10),
+    "the clock is set back by an hour in an update, and again before a resume": partial(clock_set_back, seconds=3600),
+}
+
+
+def resumed(killer: Killer, folder: Path, fault: tuple = ("none",)) -> list[str]:
+    runs = killer.start(folder, fault)
+    statuses = {run.wait() for run in runs}
+    return [f"{statuses}: {runs[0].text()[-2000:]}"] * (statuses != {0}) + differences(folder, killer.whole)
+
+
+# ---- the phases, as inject.py notes them
 
 
 def read_marks(path: Path) -> list[tuple[str, str, float]]:

@@ -1,26 +1,54 @@
-"""SIGKILL at random moments, and before each touch of the disk while a checkpoint is saved, published and pruned."""
+"""SIGKILL in each phase of a run, and before each touch of the disk while a checkpoint is saved, published and pruned; ranks
+that are suspended, clocks that are set back, disks that take nothing for a while."""
 
 import shutil
 import signal
 
 import pytest
 from conftest import end_group, slow_turns, start_script
-from kills import differences, invalid_checkpoints, kill_at_random, newest
+from kills import DELAYS, PHASED, PHASES, Killer, differences, invalid_checkpoints, newest
 
 from utils.runs.checkpoints import find_checkpoint, list_checkpoints
 
 FREQUENT = ["--max_train_steps", 24, "--checkpointing_steps", 3]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kills", [1, *slow_turns(20)])
-def test_random_kills_cost_nothing_but_time(server, script, script_flags, tmp_path, kills):
-    tally = kill_at_random(server, script, [*script_flags, *FREQUENT], tmp_path, kills=kills, seed=1)
+PHASE, *OTHER_PHASES = sorted(PHASES, key="the first save of a run".__ne__)
+
+
+@pytest.fixture(scope="module")
+def killer(server, script, script_flags, tmp_path_factory) -> Killer:
+    return Killer(server, script, [*script_flags, *PHASED], tmp_path_factory.mktemp("runs"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def killer_of_two(server, script, script_flags, tmp_path_factory) -> Killer:
+    flags = [*script_flags, *PHASED, "--train_batch_size", 4]
+    return Killer(server, script, flags, tmp_path_factory.mktemp("runs"), seed=1, processes=2)
+
+
+def assert_costs_nothing_but_time(killer: Killer, phase: str, kills: int) -> None:
+    tally = killer.kill_by_phase({phase: kills})[phase]
     assert (tally.invalid, tally.different) == ([], [])
-    assert tally.kills == kills and tally.finished > 0
-    if kills == 20:  # half of them aim at a save, which on a quick disk is over before some of them strike
-        assert 3 <= tally.in_save < 20
+    assert tally.kills >= kills and tally.ends > 0
+    assert tally.hits > 0  # the others came when the phase was over, which is short on a quick disk
     assert max(tally.updates_lost) <= 4  # a checkpoint every 3, and the update whose batch had just been fetched
+
+
+@pytest.mark.parametrize("phase", [PHASE, *(pytest.param(phase, marks=pytest.mark.slow) for phase in OTHER_PHASES)])
+def test_kills_cost_nothing_but_time(killer, phase):
+    assert_costs_nothing_but_time(killer, phase, 2 if phase == PHASE else 4)
+
+
+@pytest.mark.slow
+def test_kills_while_the_other_rank_saves(killer_of_two):
+    assert_costs_nothing_but_time(killer_of_two, "a save", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", DELAYS)
+def test_delays_cost_nothing_but_time(killer_of_two, tmp_path, delay):
+    assert DELAYS[delay](killer_of_two, tmp_path / "run") == []
 
 
 @pytest.mark.slow

@@ -36,6 +36,14 @@ def test_a_resumed_run_drops_what_it_does_again(tmp_path):
     assert record.series("absent") == ([], [])
 
 
+def test_a_run_that_begins_anew_keeps_nothing_of_one_that_was_killed_before_its_first_checkpoint(tmp_path):
+    history = History(tmp_path, first_step=0)
+    history.add(0, {"data": 1})
+    history.add(1, {"train/loss": 1.0})
+    again = History(tmp_path, first_step=0)
+    assert again.records == [] and read_history(tmp_path / HISTORY) == []
+
+
 def test_a_line_that_a_kill_cut_short_does_not_spoil_the_next(tmp_path):
     (tmp_path / HISTORY).write_text('{"step": 1, "a": 1}\n{"step": 2, "a')
     History(tmp_path, first_step=5).add(6, {"a": 6})

@@ -1,5 +1,6 @@
 """Trackers are started by their names, told what the run is, and given up where they fail."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,6 +105,19 @@ def test_after_a_crash_and_a_resume_each_step_has_one_value(tmp_path):
         trackers.close()
     AcceleratorState._reset_state(reset_partial_state=True)
     assert logged_scalars(tmp_path, "train/loss") == pytest.approx({10: 1.0, 20: 1.0, 30: 2.0, 40: 2.0})
+
+
+def test_a_clock_that_was_set_back_between_two_starts(tmp_path, monkeypatch):
+    """Twice: the second start's files then lie beside those of the future and beside those that were renamed."""
+    now = time.time()
+    for first_step, clock in ((0, now), (2, now - 3600), (3, now - 7200)):
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        trackers = tensorboard(tmp_path, first_step)
+        for step in range(first_step + 1, 6):
+            trackers.log({"train/loss": first_step + step / 10}, step)
+        trackers.close()
+    values = logged_scalars(tmp_path, "train/loss")
+    assert values == pytest.approx({1: 0.1, 2: 0.2, 3: 2.3, 4: 3.4, 5: 3.5})
 
 
 def test_tensorboard_shows_training_and_validation_first_and_one_run(tmp_path):
