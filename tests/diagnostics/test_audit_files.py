@@ -142,11 +142,11 @@ def test_missing_files_are_named(finished, copied):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"beta_schedule": "scaled_linear"}, "noise schedule is scaled_linear; trained is linear, 1000 timesteps"),
+        ({"beta_schedule": "scaled_linear"}, "noise schedule is scaled_linear; the training uses linear, 1000 timesteps"),
         ({"beta_end": 0.03}, "noise schedule is linear, 1000 timesteps, other numbers"),
         ({"num_train_timesteps": 500}, "500 timesteps"),
         ({"rescale_betas_zero_snr": True}, "noise schedule is linear, zero SNR"),
-        ({"prediction_type": "v_prediction"}, "takes the network's output for v_prediction; trained is epsilon"),
+        ({"prediction_type": "v_prediction"}, "takes the network's output for v_prediction; it was trained as epsilon"),
         ({"clip_sample": False}, "clip_sample is False"),
         ({"thresholding": True}, "thresholding is True"),
         ({"beta_schedule": "unheard_of"}, "cannot make a scheduler"),

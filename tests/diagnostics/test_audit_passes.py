@@ -70,7 +70,7 @@ def test_what_is_drawn_as_declared_is_healthy(augment, declared):
         (flipped_alike, {"random_flip": True}, "the same in each pass: 150 of 150"),
         (flipped_in_turns, {"random_flip": True, "center_crop": True}, "0 of 150 are the same"),
         (unchanged, {"color_jitter": 0.1}, "the same in each pass"),
-        (jittered, {"center_crop": True}, "declared is: the same"),
+        (jittered, {"center_crop": True}, "it should be: the same"),
     ],
 )
 def test_what_is_not_is_said(augment, declared, words):

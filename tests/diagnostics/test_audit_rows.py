@@ -119,7 +119,7 @@ def test_wrong_labels_are_named(change, named):
 
 
 def test_a_wrong_rate_of_dropped_labels_is_named():
-    assert "dropped never, declared is a share of 0.1" in told(expected=np.arange(300) % 10)["dropped"].message
+    assert "dropped never; the declared share is 0.1" in told(expected=np.arange(300) % 10)["dropped"].message
     assert told()["dropped"].healthy is True or "never" in told()["dropped"].message
     always = told(dropout=1.1)
     assert "dropped always" in always["dropped"].message and always["label"].healthy is None

@@ -131,7 +131,7 @@ def test_noise_that_is_rearranged_or_depends_on_the_image_is_named():
     for number in range(3):
         change = (torch.neg, lambda x: x.flip(1), lambda x: x.roll(1, -1))[number]
         [(stage, text)] = noise_checks(lambda noise, images, before, change=change: noise if before is None else change(before))
-        assert stage == "noise" and "there before" in text
+        assert stage == "noise" and "that an earlier image had" in text
     [(_, text)] = noise_checks(lambda noise, images, before: 0.95 * noise + 0.55 * images)
     assert "depends on the image" in text
     sizes = torch.where(torch.arange(BATCH) % 2 == 0, 0.9, 1.19**0.5)[:, None, None, None]
@@ -176,7 +176,7 @@ def test_a_network_that_is_not_the_one_of_its_config_is_named(tmp_path):
     assert [check.healthy for check in check_config(network, tmp_path, flags)] == [True]
     assert not check_config(network, tmp_path / "none.json", flags)
     [(stage, text)] = wrong(check_config(network, tmp_path / "config.json", flags | {"dropout": 0.1}))
-    assert stage == "network" and "dropout 0.0, declared is 0.1" in text
+    assert stage == "network" and "dropout 0.0, not the declared 0.1" in text
     other = EDM2UNet(8, 3, 3, model_channels=8, channel_multipliers=(1, 2), layers_per_block=2)
     [(_, text)] = wrong(check_config(other, tmp_path, flags))
-    assert "layers_per_block 2, declared is 1" in text
+    assert "layers_per_block 2, not the declared 1" in text

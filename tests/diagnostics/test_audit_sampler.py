@@ -133,8 +133,8 @@ def test_a_loop_with_nothing_wrong_in_it_is_healthy():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"prediction_type": "sample"}, "takes the network's output for sample; trained is epsilon"),
-        ({"prediction_type": "v_prediction"}, "takes the network's output for v_prediction; trained is epsilon"),
+        ({"prediction_type": "sample"}, "takes the network's output for sample; it was trained as epsilon"),
+        ({"prediction_type": "v_prediction"}, "takes the network's output for v_prediction; it was trained as epsilon"),
         ({"beta_schedule": "squaredcos_cap_v2"}, "steps along the schedule squaredcos_cap_v2, not the trained one"),
         ({"beta_schedule": "scaled_linear"}, "steps along the schedule scaled_linear, not the trained one"),
         ({"clip_sample_range": 0.5}, "cuts its images off at 0.5"),

@@ -129,7 +129,7 @@ def test_layers_that_are_trained_against_the_flag_are_named(train, flags, pipeli
     monkeypatch.setattr("utils.diffusion.unet.freeze_others", lambda network, patterns: None)
     only = ["--train_only", "up_blocks.*", "--max_train_steps", "2"]
     assert train([*flags, "--pretrained", pipeline, *only, "--output_dir", tmp_path]) == 0
-    assert "parameters are trained that were to stay" in json.dumps(wrong_in(tmp_path))
+    assert "parameters that should stay frozen are trained" in json.dumps(wrong_in(tmp_path))
 
 
 @pytest.mark.parametrize(

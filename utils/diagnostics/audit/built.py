@@ -39,7 +39,7 @@ def check_config(network: nn.Module, path: Path, flags: Mapping[str, Any]) -> li
     config: Any = getattr(network, "config", {})
     known = {k: v for k, v in wanted.items() if k in config and k not in OF_THE_DATA and not k.startswith("_")}
     off = [name for name, value in known.items() if _plain(config[name]) != _plain(value)]
-    text = f"the network has {off[0]} {_plain(config[off[0]])}, declared is {_plain(known[off[0]])}" if off else ""
+    text = f"the network has {off[0]} {_plain(config[off[0]])}, not the declared {_plain(known[off[0]])}" if off else ""
     found = f"{len(known) - len(off)} of {len(known)} settings"
     return [Check("network", "config", f"{path.name} and the flags", found, not off, text)]
 

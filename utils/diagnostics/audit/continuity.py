@@ -79,7 +79,7 @@ class Continuity:
         if not self._since:
             return []
         checks, changed, since = [], int(self._changed), self._since
-        text = f"something other than the optimizer changes the weights: after {changed} of {since} updates they are others"
+        text = f"something other than the optimizer changes the weights: after {changed} of {since} updates they had changed"
         found = f"changed after {changed} of {since} updates" if changed else "unchanged"
         checks.append(Check("state", "weights between all updates", "unchanged", found, not changed, text))
         for name, expected in self._expected.items():

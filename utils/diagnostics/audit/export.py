@@ -125,10 +125,12 @@ def _schedule(config: dict, declared: DeclaredNoising) -> list[Check]:
         others = f"{config.get('beta_schedule')}, {len(made.alphas_cumprod)} timesteps, other numbers"
         alike = (other.called for other in declared.others() if _alike(other.alphas_cumprod, made.alphas_cumprod))
         observed = next(alike, others)
-        message = f"the exported scheduler's noise schedule is {observed}; trained is {_called(declared)}"
+        message = f"the exported scheduler's noise schedule is {observed}; the training uses {_called(declared)}"
     checks = [Check("export", "noise schedule", _called(declared), observed, not message, message)]
     observed, wanted = made.config.prediction_type, declared.prediction_type
-    message = f"the exported scheduler takes the network's output for {observed}; trained is {wanted}" * (observed != wanted)
+    message = f"the exported scheduler takes the network's output for {observed}; it was trained as {wanted}" * (
+        observed != wanted
+    )
     checks.append(Check("export", "prediction type", wanted, observed, not message, message))
     expected = declared.sampling
     others = {key: made.config[key] for key, value in expected.items() if made.config[key] != value}

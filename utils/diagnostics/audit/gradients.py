@@ -97,7 +97,7 @@ def _explain_factor(factor: float, before: float, norm: float, limit: float | No
     if factor < 0:
         return f"the gradient changes its sign before the step (times {factor:.3g})"
     if limit and before > limit and abs(factor - 1) < SMALL:
-        return f"the gradient is not clipped: its norm is {norm:.3g}, declared is a limit of {limit:g}"
+        return f"the gradient is not clipped: its norm is {norm:.3g}, and the declared limit is {limit:g}"
     said = f"the gradient is {simple(factor)} times what the backward passes left"
     if limit and before <= limit * (1 + SMALL):
         return f"{said}, though its norm {before:.3g} is below {limit:g}"

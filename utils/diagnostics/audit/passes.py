@@ -75,7 +75,7 @@ class Passes:
         else:
             wanted, fine = "the same", alike == seen
         name, found = "an image in the next pass", f"{alike} of {seen} are the same as in the pass before"
-        text = f"{found}, declared is: {wanted}"
+        text = f"{found}; it should be: {wanted}"
         if alike == seen:
             text = f"augmentation is the same in each pass: {found}. Is it drawn by the image's row, or seeded by the pass?"
         return [Check("data", name, wanted, found, fine, text)]

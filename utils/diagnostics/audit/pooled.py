@@ -113,7 +113,7 @@ class Pool:
             or (wanted == 1.0 and _too_small(value, spread))
         ]
         if self._repeated:
-            said.append(f"{self._repeated} of {self._seen} images have noise that was there before, as it was or rearranged")
+            said.append(f"{self._repeated} of {self._seen} images have noise that an earlier image had, the same or rearranged")
         observed = f"mean {mean:.2g}, variance {variance:.4g}, kurtosis {kurtosis:.3g} over {self._looks} looks"
         return [Check("noise", "noise", "independent, mean 0, variance 1, normal", observed, not said, "; ".join(said))]
 

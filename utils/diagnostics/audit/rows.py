@@ -130,7 +130,7 @@ def check_split(training: np.ndarray, held_out: np.ndarray, total: int, declared
     known[inside] = True
     message, shared = "", np.intersect1d(training, held_out)
     if len(outside := both[(both < 0) | (both >= total)]):
-        message = f"row {outside[0]} is used, which is none of the {total} rows"
+        message = f"row {outside[0]} is used, but the dataset has only {total} rows"
     elif len(shared):
         message = f"{len(shared)} rows are trained on and held out, such as row {shared[0]}: they are not held out"
     elif len(both) > known.sum():
@@ -138,7 +138,7 @@ def check_split(training: np.ndarray, held_out: np.ndarray, total: int, declared
     elif len(lost := np.flatnonzero(~known)):
         message = f"{len(lost)} of {total} rows are neither trained on nor held out, such as row {lost[0]}"
     elif len(held_out) != declared:
-        message = f"{len(held_out)} images are held out, declared are {declared}"
+        message = f"{len(held_out)} images are held out, not the declared {declared}"
     elif len(held_out) > 1 and not blocks:
         message = _chosen(np.sort(held_out), total)
     observed = f"{len(training)} trained on, {len(held_out)} held out"
@@ -162,7 +162,7 @@ def check_pass(rows: np.ndarray, training: np.ndarray) -> list[Check]:
     wanted, message = f"each of {len(training)} training images once", ""
     missing, other = np.setdiff1d(training, rows), np.setdiff1d(rows, training)
     if len(other):
-        message = f"a pass shows {len(other)} rows that are not to be trained on, such as row {other[0]}"
+        message = f"a pass shows {len(other)} rows that should not be trained on, such as row {other[0]}"
     elif len(missing):
         message = f"a pass leaves out {len(missing)} of {len(training)} training images, such as row {missing[0]}"
     found = f"{len(training) - len(missing)} of them"
@@ -237,7 +237,7 @@ def check_labels(told: np.ndarray, expected: np.ndarray, dropout: float) -> list
     uneven = [label for label, gone in of_class if not agrees(int(gone.sum()), len(gone), dropout)]
     if not agrees(dropped, count, dropout):
         often = {0: "never", count: "always"}.get(dropped, f"in {dropped / count:.1%} of the samples")
-        message = f"labels are dropped {often}, declared is a share of {dropout:.3g}"
+        message = f"labels are dropped {often}; the declared share is {dropout:.3g}"
     elif not agrees(int(pairs.all(1).sum()), len(pairs), dropout**2):
         message = f"labels of neighbors are dropped together ({pairs.all(1).mean():.0%} of the pairs), not each at random"
     elif uneven:

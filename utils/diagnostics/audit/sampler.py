@@ -147,7 +147,7 @@ def _known_mistakes(declared: DeclaredNoising) -> Iterator[tuple[DeclaredNoising
     for other_type in PREDICTION_TYPES:
         if other_type != trained:
             other = replace(declared, prediction_type=other_type)
-            yield other, f"the sampler takes the network's output for {other_type}; trained is {trained}"
+            yield other, f"the sampler takes the network's output for {other_type}; it was trained as {trained}"
     for other in declared.others():
         if not torch.allclose(other.alphas_cumprod.sqrt(), declared.alphas_cumprod.sqrt(), atol=1e-5):
             yield other, f"the sampler steps along the schedule {other.called}, not the trained one"
@@ -241,5 +241,5 @@ def _clipping(oracle: Oracle) -> Check:
     share = sorted(shares)[len(shares) // 2]
     message = ""
     if not share > 0.5:
-        message = "the sampler does not keep the denoised image within [-1, 1], as declared: the network's errors add up"
+        message = "the sampler does not keep the denoised image within [-1, 1], as it should: the network's errors add up"
     return _verdict("sampler's clipping", "within [-1, 1]", "clipped" if not message else "not clipped", message)

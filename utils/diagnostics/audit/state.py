@@ -68,14 +68,14 @@ def check_network(update: Update, observer: Observer, declared: Declared) -> lis
     frozen = [name for name in observer.frozen if declared.trains(name)]
     others = [name for name in every if name not in observer.frozen and not declared.trains(name)]
     text = f"{len(frozen)} of {total} parameters are frozen, such as {frozen[0]}" if frozen else ""
-    text = text or (f"{len(others)} parameters are trained that were to stay, such as {others[0]}" if others else "")
+    text = text or (f"{len(others)} parameters that should stay frozen are trained, such as {others[0]}" if others else "")
     asked = f"all {total}" if wanted == total else f"{wanted} of {total}"
     checks = [Check("network", "trained parameters", asked, f"{trained} of {total}", not text, text)]
     if declared.dropout is not None:
         modules = observer.averaged_module.modules()
         rates = [m.p if isinstance(m, nn.Dropout) else vars(m).get("dropout") for m in modules]
         found = max((float(rate) for rate in rates if isinstance(rate, (int, float))), default=0.0)
-        text = f"the network drops a share of {found:g} of its activations, declared are {declared.dropout:g}"
+        text = f"the network drops a share of {found:g} of its activations, not the declared {declared.dropout:g}"
         checks.append(Check("network", "dropout", f"{declared.dropout:g}", f"{found:g}", found == declared.dropout, text))
     if calls := [step.calls["network"] for step in update.micro_steps if "network" in step.calls]:
         training = all(call.training for call in calls)
