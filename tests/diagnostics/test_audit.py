@@ -386,7 +386,7 @@ FAULTS = {
     "noise shared": ("noise", "images of a batch", set_(noise=lambda self, x0: Loop.noise(self, x0)[:1].expand_as(x0))),
     "noise repeated": (
         "noise",
-        "there before",
+        "an earlier image had",
         set_(noise=lambda self, x0: torch.randn(x0.shape, generator=torch.Generator().manual_seed(3))),
     ),
     "offset noise": (
