@@ -112,6 +112,9 @@ class Killer:
             while True:
                 kind = RESUMED if newest(folder) else FRESH
                 possible = [name for name in +plan if kind in PHASES[name].starts]
+                if not possible and kind == FRESH:  # the phases that are left need a checkpoint to resume from
+                    self.strike(folder, "any moment", Tally())
+                    continue
                 if not possible:
                     runs = self.start(folder)
                     assert {run.wait() for run in runs} == {0}, runs[0].text()
