@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from conftest import end_group, slow_turns, start_script
-from kills import DELAYS, PHASED, PHASES, Killer, differences, invalid_checkpoints, newest
+from kills import DELAYS, PHASED, PHASES, Killer, Tally, differences, invalid_checkpoints, newest
 
 from utils.runs.checkpoints import find_checkpoint, list_checkpoints
 
@@ -25,10 +25,11 @@ def killer_of_two(server, script, script_flags, tmp_path_factory) -> Killer:
 
 
 def assert_costs_nothing_but_time(killer: Killer, phase: str, kills: int) -> None:
-    tally = killer.kill_by_phase({phase: kills})[phase]
+    tally, rounds = Tally(), 0
+    while not tally.hits and rounds < 5:  # the others came when the phase was over, which is short on a quick disk
+        tally, rounds = tally + killer.kill_by_phase({phase: kills})[phase], rounds + 1
     assert (tally.invalid, tally.different) == ([], [])
-    assert tally.kills >= kills and tally.ends > 0
-    assert tally.hits > 0  # the others came when the phase was over, which is short on a quick disk
+    assert tally.kills >= kills and tally.ends > 0 and tally.hits > 0
     assert max(tally.updates_lost) <= 4  # a checkpoint every 3, and the update whose batch had just been fetched
 
 
