@@ -9,6 +9,7 @@ removed while it is read stays until it is closed, and is made again when it is 
 import contextlib
 import json
 import math
+import mmap
 import os
 import sys
 import time
@@ -35,7 +36,7 @@ Make = Callable[[], list[ImageFile]]
 
 
 class StoredBlock:
-    """An open file of a decoded block, for a `with` block.
+    """A decoded block, mapped into memory as long as the object lives.
 
     Attributes:
         sizes: int32 [images, 2], height and width.
@@ -44,38 +45,24 @@ class StoredBlock:
 
     def __init__(self, path: Path):
         """Raises OSError, ValueError or KeyError where it is missing or damaged."""
-        self._file = os.open(path, os.O_RDONLY)
-        try:
-            end = os.fstat(self._file).st_size
-            length = int.from_bytes(os.pread(self._file, 8, max(end - 8, 0)), "little")
-            if length > end:
-                raise ValueError("damaged")
-            about = json.loads(os.pread(self._file, length, end - 8 - length))
-            table = 8 * about["images"]
-            self.sizes = np.frombuffer(os.pread(self._file, table, end - 8 - length - table), np.int32).reshape(-1, 2)
-            self._dtype, self._channels = np.dtype(about["dtype"]), int(about["channels"])
-            values = self.sizes.prod(1, dtype=np.int64) * self._channels
-            self._ends = np.cumsum(values) * self._dtype.itemsize
-            if len(self.sizes) != about["images"] or self._ends[-1] + table + length + 8 != end:
-                raise ValueError("damaged")
-            self.bad = {int(number): tuple(bad) for number, bad in about["bad"].items()}
-        except BaseException:
-            os.close(self._file)
-            raise
-
-    def __enter__(self) -> "StoredBlock":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
+        with open(path, "rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        text = len(data) - 8
+        start = text - int.from_bytes(data[text:], "little")
+        about = json.loads(data[max(start, 0) : text])
+        self._dtype, self._channels = np.dtype(about["dtype"]), int(about["channels"])
+        end = start - 8 * about["images"]  # of the pixels
+        self.sizes = np.frombuffer(data, np.int32, 2 * about["images"], max(end, 0)).reshape(-1, 2)
+        ends = np.cumsum(self.sizes.prod(1, dtype=np.int64) * self._channels)
+        if ends[-1] * self._dtype.itemsize != end:
+            raise ValueError("damaged")
+        self._values, self._ends = np.frombuffer(data, self._dtype, int(ends[-1])), [0, *ends.tolist()]
+        self.bad = {int(number): tuple(bad) for number, bad in about["bad"].items()}
 
     def pixels(self, number: int) -> np.ndarray:
         """Returns the image `number` of the block, [channels, height, width]."""
-        height, width = self.sizes[number].tolist()
-        count = self._channels * height * width
-        start = int(self._ends[number]) - count * self._dtype.itemsize
-        data = os.pread(self._file, count * self._dtype.itemsize, start)
-        return np.frombuffer(data, self._dtype, count).reshape(self._channels, height, width)
+        values = self._values[self._ends[number] : self._ends[number + 1]]
+        return values.reshape(self._channels, *self.sizes[number])
 
 
 class BlockCache:
@@ -141,8 +128,8 @@ class BlockCache:
 
     def _whole(self, path: Path) -> bool:
         try:
-            with StoredBlock(path):
-                return True
+            StoredBlock(path)
+            return True
         except (OSError, ValueError, KeyError):
             return False
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _FOOTERS = 512  # kept in memory
 _READERS = 2  # threads of a process that read ahead
+_OPEN = 256  # files of blocks that a process keeps open
 _ROWS = b"rows"  # of each row group, in the metadata of an index file
 _SCHEMA = b"schema"  # of the shard
 
@@ -238,12 +239,13 @@ class StreamedImages:
         self.uniform = prepare.center_crop
         self.bad_images = BadImages(max_bad_images)
         self._ahead: ReadAhead | None = None
+        self._open: dict[int, StoredBlock] = {}  # the newest ones
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_ahead": None}
+        return {**self.__dict__, "_ahead": None, "_open": {}}
 
     def blocks_of(self, rows: np.ndarray) -> np.ndarray:
         """Returns the blocks int64 [rows] of `rows`."""
@@ -259,18 +261,16 @@ class StreamedImages:
         """
         blocks, (height, width) = self.blocks_of(rows), self.prepare.size
         batch = np.empty((len(rows), *self.prepare.blank().shape), self.prepare.blank().dtype)
-        met = []
-        for block in np.unique(blocks).tolist():
-            places, first = np.flatnonzero(blocks == block), int(self.starts[block])
-            with self.block(block) as stored:
-                numbers = rows[places] - first
-                sizes = stored.sizes[numbers]
-                tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.prepare.size, None if crop is None else crop[places])
-                for place, number, top, left in zip(places, numbers.tolist(), tops, lefts):
-                    if number in stored.bad:
-                        met.append(BadImage(first + number, *stored.bad[number]))
-                    else:
-                        batch[place] = stored.pixels(number)[:, top : top + height, left : left + width]
+        numbers, met = (rows - self.starts[blocks]).tolist(), []
+        opened = {block: self.block(block) for block in np.unique(blocks).tolist()}
+        stored = [opened[block] for block in blocks.tolist()]
+        sizes = np.stack([block.sizes[number] for block, number in zip(stored, numbers)])
+        tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.prepare.size, crop)
+        for place, (block, number, top, left) in enumerate(zip(stored, numbers, tops, lefts)):
+            if number in block.bad:
+                met.append(BadImage(int(rows[place]), *block.bad[number]))
+            else:
+                batch[place] = block.pixels(number)[:, top : top + height, left : left + width]
         if met:
             self.bad_images.learn(met)
             return None
@@ -278,9 +278,13 @@ class StreamedImages:
 
     def block(self, block: int) -> StoredBlock:
         """Returns a decoded block from the disk, read first where it is not there. Raises UserError, see `fetch`."""
-        shard = self._read.address(block)
-        make = functools.partial(patiently, functools.partial(self._read, block), shard, self.cache.say)
-        return self.cache.open(block, make, shard)
+        if block not in self._open:
+            while len(self._open) >= _OPEN:
+                self._open.pop(next(iter(self._open)))
+            shard = self._read.address(block)
+            make = functools.partial(patiently, functools.partial(self._read, block), shard, self.cache.say)
+            self._open[block] = self.cache.open(block, make, shard)
+        return self._open[block]
 
     def read_ahead(self, rows: np.ndarray) -> None:
         """Begins to read the blocks of `rows` in the background, in their order; what was asked for before does not count."""
