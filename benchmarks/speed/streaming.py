@@ -40,6 +40,7 @@ POOL = 2000  # different images
 def write_shards(folder: Path, images: int, shards: int, side: int, rows: int) -> None:
     import datasets
 
+    datasets.disable_progress_bars()
     encoded = []
     for pixels in shapes(min(POOL, images), seed=0, side=side)[0]:
         file = io.BytesIO()
@@ -138,7 +139,8 @@ def main() -> None:
         order = WindowedOrder(blocks, DataOptions.shuffle_window, 0)
         updates = (args.first or args.images) // args.batch
         speed, begun, seen = read(streamed, order, 0, updates, args.batch)
-        print(f"first pass: {speed:,.0f} images/s, first batch after {begun:.1f} s, memory {min(seen):.0f} to {max(seen):.0f} MiB")
+        print(f"first pass: {speed:,.0f} images/s, first batch after {begun:.1f} s")
+        print("memory, MiB: " + " ".join(f"{each:.0f}" for each in seen[:: max(1, len(seen) // 10)]), flush=True)
         if not args.rounds:
             return
         packed = load_images(DataOptions(dataset_name=str(folder), **how))

@@ -216,7 +216,7 @@ def test_blocks_are_kept_within_the_limit_and_made_again(tmp_path):
         return [ImageFile(png(block), None, "x") for _ in range(4)]
 
     def read(block):
-        return cache.open(block, lambda: make(block), "x.parquet").pixels(3)
+        return cache.open(block, lambda: make(block), "x.parquet").images[3]
 
     first = read(0)
     for block in (1, 2, 3, 4, 5, 6, 7):

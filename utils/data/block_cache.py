@@ -39,9 +39,13 @@ class StoredBlock:
     """A decoded block, mapped into memory as long as the object lives.
 
     Attributes:
+        images: each [channels, height, width].
         sizes: int32 [images, 2], height and width.
+        uniform: whether all images have one size, and all could be decoded.
         bad: number of an image in the block that cannot be decoded -> its name, file, and the reason.
     """
+
+    images: np.ndarray | list[np.ndarray]
 
     def __init__(self, path: Path):
         """Raises OSError, ValueError or KeyError where it is missing or damaged."""
@@ -50,19 +54,20 @@ class StoredBlock:
         text = len(data) - 8
         start = text - int.from_bytes(data[text:], "little")
         about = json.loads(data[max(start, 0) : text])
-        self._dtype, self._channels = np.dtype(about["dtype"]), int(about["channels"])
+        dtype, channels = np.dtype(about["dtype"]), int(about["channels"])
         end = start - 8 * about["images"]  # of the pixels
         self.sizes = np.frombuffer(data, np.int32, 2 * about["images"], max(end, 0)).reshape(-1, 2)
-        ends = np.cumsum(self.sizes.prod(1, dtype=np.int64) * self._channels)
-        if ends[-1] * self._dtype.itemsize != end:
+        ends = np.cumsum(self.sizes.prod(1, dtype=np.int64) * channels)
+        if ends[-1] * dtype.itemsize != end:
             raise ValueError("damaged")
-        self._values, self._ends = np.frombuffer(data, self._dtype, int(ends[-1])), [0, *ends.tolist()]
+        values = np.frombuffer(data, dtype, int(ends[-1]))
         self.bad = {int(number): tuple(bad) for number, bad in about["bad"].items()}
-
-    def pixels(self, number: int) -> np.ndarray:
-        """Returns the image `number` of the block, [channels, height, width]."""
-        values = self._values[self._ends[number] : self._ends[number + 1]]
-        return values.reshape(self._channels, *self.sizes[number])
+        self.uniform = bool((self.sizes == self.sizes[0]).all()) and not self.bad
+        if self.uniform:
+            self.images = values.reshape(-1, channels, *self.sizes[0])
+        else:
+            parts = np.split(values, ends[:-1])
+            self.images = [part.reshape(channels, *size) for part, size in zip(parts, self.sizes)]
 
 
 class BlockCache:

@@ -264,13 +264,17 @@ class StreamedImages:
         numbers, met = (rows - self.starts[blocks]).tolist(), []
         opened = {block: self.block(block) for block in np.unique(blocks).tolist()}
         stored = [opened[block] for block in blocks.tolist()]
+        if all(block.uniform and block.images[0].shape == batch.shape[1:] for block in opened.values()):
+            for place, (block, number) in enumerate(zip(stored, numbers)):
+                batch[place] = block.images[number]
+            return batch
         sizes = np.stack([block.sizes[number] for block, number in zip(stored, numbers)])
         tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.prepare.size, crop)
         for place, (block, number, top, left) in enumerate(zip(stored, numbers, tops, lefts)):
             if number in block.bad:
                 met.append(BadImage(int(rows[place]), *block.bad[number]))
             else:
-                batch[place] = block.pixels(number)[:, top : top + height, left : left + width]
+                batch[place] = block.images[number][:, top : top + height, left : left + width]
         if met:
             self.bad_images.learn(met)
             return None
