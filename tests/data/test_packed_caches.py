@@ -1,11 +1,13 @@
 """The list of packed caches, and the removal of those that nobody uses."""
 
 import importlib
+import io
 import json
 import os
 import time
 from pathlib import Path
 
+import datasets
 import pytest
 from filelock import FileLock
 from PIL import Image
@@ -67,6 +69,22 @@ def test_what_a_killed_packer_left_is_removed_and_a_packing_one_is_not_disturbed
         assert cache.in_use and cache.about == "not packed to its end" and cache.size == 10
         assert prune_caches(tmp_path, 0) == []
     assert [cache.folder.name for cache in prune_caches(tmp_path, 0)] == ["abc.tmp"]
+
+
+def test_decoded_blocks_of_a_stream_are_listed_and_removed_once_nobody_uses_them(tmp_path):
+    file = io.BytesIO()
+    Image.new("RGB", (9, 9), "red").save(file, "PNG")
+    images = datasets.Dataset.from_dict({"image": [{"bytes": file.getvalue()}] * 3})
+    images.cast_column("image", datasets.Image()).to_parquet(tmp_path / "a.parquet")
+    options = {"dataset_name": str(tmp_path / "a.parquet"), "resolution": 4, "cache_dir": str(tmp_path), "streaming": True}
+    streamed = load_images(DataOptions(**options))
+    root = tmp_path / "steady_diffusion"
+    (cache,) = list_caches(root)
+    assert cache.in_use and cache.about == f"{tmp_path / 'a.parquet'}; 3 images, streamed; 3x4x4, background white"
+    assert cache.size > 3 * 48 and prune_caches(root, 0) == []
+    del streamed
+    assert prune_caches(root, 0) != [] and list_caches(root) == []
+    assert load_images(DataOptions(**options)).fetch([2]).any()
 
 
 def test_a_cache_that_cannot_be_marked_still_serves(load, tmp_path, monkeypatch):

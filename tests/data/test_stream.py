@@ -240,7 +240,7 @@ def test_one_of_several_makes_a_block_and_the_others_wait(tmp_path):
         made.append(1)
         return [ImageFile(png(0), None, "x")]
 
-    threads = [threading.Thread(target=lambda: cache.open(0, make, "x").__exit__()) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: cache.open(0, make, "x")) for _ in range(4)]
     for thread in threads:
         thread.start()
     cache.make_if_free(0, make)  # somebody is at it

@@ -24,6 +24,7 @@ from utils.core.errors import UserError
 from utils.core.files import whole_file
 from utils.data.bad_images import UndecodableImage
 from utils.data.decode import ImageFile, ImagePreparation
+from utils.data.packed_caches import BLOCK_LOCKS
 
 _LOCKS = 256  # files that blocks share
 _ROOM = 0.9  # share of the limit that is left in use when blocks are removed
@@ -84,7 +85,7 @@ class BlockCache:
         self._written = limit  # so that the first block looks at the size
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (root / "locks").mkdir(exist_ok=True)
+            (root / BLOCK_LOCKS).mkdir(exist_ok=True)
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -129,7 +130,7 @@ class BlockCache:
         return self.folder / f"{block}.bin"
 
     def _lock(self, block: int, timeout: float = -1) -> Any:
-        return FileLock(self.root / "locks" / f"{(int(self.folder.name, 16) + block) % _LOCKS}.lock", timeout=timeout)
+        return FileLock(self.root / BLOCK_LOCKS / f"{(int(self.folder.name, 16) + block) % _LOCKS}.lock", timeout=timeout)
 
     def _whole(self, path: Path) -> bool:
         try:
@@ -169,10 +170,10 @@ class BlockCache:
 
     def trim(self) -> None:
         """Removes the longest unused blocks of all datasets once they are larger than the limit together."""
-        with contextlib.suppress(Timeout, OSError), FileLock(self.root / "locks" / "trim.lock", timeout=0):
+        with contextlib.suppress(Timeout, OSError), FileLock(self.root / BLOCK_LOCKS / "trim.lock", timeout=0):
             found, now = [], time.time()
-            for folder in (entry.path for entry in os.scandir(self.root) if entry.is_dir() and entry.name != "locks"):
-                for entry in os.scandir(folder):
+            for folder in (entry.path for entry in os.scandir(self.root) if entry.is_dir() and entry.name != BLOCK_LOCKS):
+                for entry in (each for each in os.scandir(folder) if each.name.endswith((".bin", ".tmp"))):
                     with contextlib.suppress(OSError):  # removed meanwhile
                         status = entry.stat()
                         if entry.name.endswith(".tmp") and now - status.st_mtime > _ABANDONED:

@@ -23,7 +23,7 @@ from utils.data.cache import PACKING_VERSION, PackedImages, pack_once
 from utils.data.color_modes import background_color
 from utils.data.columns import EncodedImages, find_image_column, find_labels
 from utils.data.decode import ImagePreparation, Range, crop_offsets, describe_remarks, size_from_header
-from utils.data.packed_caches import describe_size, mark_used, size_of
+from utils.data.packed_caches import STREAMED_BLOCKS, describe_size, mark_used, size_of
 from utils.data.sources import contents_key, open_dataset
 from utils.data.stored_files import forget_archives
 from utils.data.stream import BlockReader, StreamedImages, describe, empty_table, index_shards, refuse_arrays
@@ -278,26 +278,34 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     shaping = [PACKING_VERSION, source.column, len(files), size.resolution, options.image_channels, options.center_crop, color]
     shaping += [max_value] if source.data_range is None else [max_value, source.data_range]
     fingerprint = hashlib.sha256(json.dumps([source.key, shaping]).encode()).hexdigest()[:32]
+    crop = ", center crop" if options.center_crop else ""
+    made = f"{'x'.join(map(str, shape))}{crop}, background {options.background}"
+    about = {"data": source.description, "images": f"{len(files):,} images", "options": made}
     in_use = None
     if isinstance(files, BlockReader):
-        store: PackedImages | DecodedImages | StreamedImages = _streamed(files, prepare, fingerprint, options, allowed)
+        limit = _cache_limit(options, len(files), prepare)
+        cache = BlockCache(cache_folder(options.cache_dir) / STREAMED_BLOCKS, fingerprint, prepare, limit)
+        store: PackedImages | DecodedImages | StreamedImages = StreamedImages(cache, files, prepare, allowed)
+        in_use = mark_used(cache.folder, about | {"images": f"{len(files):,} images, streamed"})
         notes.append(f"streamed: {describe(files.blocks)}, shuffled in windows of {options.shuffle_window:,} images")
+        notes.append(f"decoded blocks: at most {options.cache_limit} with those of other runs, in {cache.folder}")
     elif options.cache_images == "yes":
         folder = cache_folder(options.cache_dir) / fingerprint
         store = pack_once(folder, len(files), files.between, prepare, progress, allowed)
         forget_archives()
-        crop = ", center crop" if options.center_crop else ""
-        made = f"{'x'.join(map(str, shape))}{crop}, background {options.background}"
-        in_use = mark_used(folder, {"data": source.description, "images": f"{len(files):,} images", "options": made})
+        in_use = mark_used(folder, about)
         notes += [*describe_remarks(store.remarks), f"packed images: {describe_size(size_of(folder))} in {folder}"]
     else:
         store = DecodedImages(files, prepare, allowed)
-    about = (source.labels, source.class_names, fingerprint, notes, source.description)
     images = ImageSet(
         store,
         shape,
         max_value,
-        *about,
+        source.labels,
+        source.class_names,
+        fingerprint,
+        notes,
+        source.description,
         files=None if isinstance(files, BlockReader) else files,
         opened=source.opened,
         in_use=in_use,
@@ -322,7 +330,7 @@ class _Source:
 
 
 def _open_stream(options: DataOptions, progress: Callable[[int, int], None] | None) -> _Source:
-    found = index_shards(options, _streams(options) / "index", progress)
+    found = index_shards(options, cache_folder(options.cache_dir) / "streams" / "index", progress)
     table = empty_table(found)
     column, notes = find_image_column(table, options.image_column)
     refuse_arrays(table.features[column], column)
@@ -331,21 +339,15 @@ def _open_stream(options: DataOptions, progress: Callable[[int, int], None] | No
     return _Source(files, found.labels, found.class_names, *about)
 
 
-def _streams(options: DataOptions) -> Path:
-    """The folder of the indexes and the decoded blocks of streamed datasets."""
-    return cache_folder(options.cache_dir) / "streams"
-
-
-def _streamed(
-    read: BlockReader, prepare: ImagePreparation, fingerprint: str, options: DataOptions, allowed: int
-) -> StreamedImages:
-    limit, needed = read_bytes(options.cache_limit), bytes_of(2 * min(options.shuffle_window, len(read)), prepare)
+def _cache_limit(options: DataOptions, images: int, prepare: ImagePreparation) -> int:
+    """Returns the bytes that --cache_limit names. Raises UserError where two windows of a stream are larger."""
+    limit, needed = read_bytes(options.cache_limit), bytes_of(2 * min(options.shuffle_window, images), prepare)
     if needed > limit:
         raise UserError(
             f"--cache_limit {options.cache_limit} is too small: two windows of --shuffle_window take {describe_size(needed)}\n"
             "set a larger --cache_limit or a smaller --shuffle_window"
         )
-    return StreamedImages(BlockCache(_streams(options) / "blocks", fingerprint, prepare, limit), read, prepare, allowed)
+    return limit
 
 
 def _open_table(options: DataOptions) -> _Source:

@@ -1,4 +1,5 @@
-"""The packed caches of a machine: what they hold, how large they are, when they were last used, and the removal of old ones.
+"""The packed caches of a machine and the decoded blocks of its streamed datasets: what they hold, how large they are, when they
+were last used, and the removal of old ones.
 
 Beside the files of a cache (see `cache`), about.json says what was packed. Its time is that of the last use. A process that
 uses a cache holds a shared lock on it, so that no other one removes it.
@@ -18,6 +19,8 @@ from typing import IO
 from utils.core.files import whole_file
 
 _ABOUT = "about.json"
+STREAMED_BLOCKS = Path("streams", "blocks")  # below the folder of the packed caches; a folder for each streamed dataset
+BLOCK_LOCKS = "locks"  # one folder beside those
 _UNFINISHED = ".tmp"  # suffix of a cache that is being packed, or whose packer was killed
 _DAY = 86400.0  # seconds
 
@@ -69,14 +72,15 @@ def size_of(folder: Path) -> int:
 
 def list_caches(root: Path) -> list[PackedCache]:
     """Returns the caches below `root`, the longest unused first; those whose packing was cut short are among them."""
+    packed = [folder for folder in root.glob("*") if (folder / "meta.json").is_file() or folder.suffix == _UNFINISHED]
+    streamed = [folder for folder in (root / STREAMED_BLOCKS).glob("*") if folder.name != BLOCK_LOCKS]
     found = []
-    for folder in root.glob("*") if root.is_dir() else ():
-        if (folder / "meta.json").is_file() or (folder.suffix == _UNFINISHED and folder.is_dir()):
-            path = folder / (_ABOUT if (folder / _ABOUT).is_file() else "meta.json")
-            with contextlib.suppress(OSError):  # removed meanwhile
-                last_use = path.stat().st_mtime if path.exists() else folder.stat().st_mtime
-                with _locked(folder) as free:
-                    found.append(PackedCache(folder, _read_about(folder), size_of(folder), last_use, not free))
+    for folder in filter(Path.is_dir, packed + streamed):
+        path = folder / (_ABOUT if (folder / _ABOUT).is_file() else "meta.json")
+        with contextlib.suppress(OSError):  # removed meanwhile
+            last_use = path.stat().st_mtime if path.exists() else folder.stat().st_mtime
+            with _locked(folder) as free:
+                found.append(PackedCache(folder, _read_about(folder), size_of(folder), last_use, not free))
     return sorted(found, key=lambda cache: cache.last_use)
 
 
