@@ -100,6 +100,7 @@ FAULTS: dict[str, Case] = {
     "learning rate 1e-8": _ddpm("--learning_rate 1e-8", "option-learning-rate"),
     "EDM2 with the learning rate of DDPM": _edm2("--learning_rate 1e-5", "option-learning-rate"),
     "EDM2: learning rate 1": _edm2("--learning_rate 1", "option-learning-rate"),
+    "EDM2: learning rate 1, weights not kept": _edm2("--learning_rate 1 --no-force_weight_norm", "option-learning-rate"),
     "AdamW at 0.01": _ddpm("--learning_rate 1e-2 --adam_weight_decay 1", "option-learning-rate"),
     "SGD at 1e-4 without momentum": _ddpm("--optimizer sgd --learning_rate 1e-4 --momentum 0", "option-learning-rate"),
     "SGD with the learning rate of Adam": _ddpm("--optimizer sgd --learning_rate 1e-6", "option-learning-rate"),
@@ -216,6 +217,9 @@ RECIPES: dict[str, Case] = {
         )
         for size in ("XS", "S", "M", "L", "XL")
     },
+    "EDM2 XS ImageNet-64, weights not kept at unit variance": _recipe(
+        EDM2, "--model_preset XS --resolution 64 --no-force_weight_norm", IMAGENET
+    ),
     "EDM2 XXL ImageNet-512 in latents (the same)": _recipe(
         EDM2, f"--model_preset XXL --resolution 64 {_EDM2_LATENTS}", LATENTS, 1_523_000_000
     ),

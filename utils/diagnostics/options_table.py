@@ -50,7 +50,11 @@ class Facts:
 
     @property
     def is_edm2(self) -> bool:
-        """Whether the weights are kept at unit variance, which makes other learning rates usual."""
+        return "sigma_data" in self._values
+
+    @property
+    def keeps_unit_variance(self) -> bool:
+        """Whether each weight vector is scaled after each update, which makes other learning rates usual."""
         return bool(self._values.get("force_weight_norm"))
 
     @property
@@ -225,12 +229,14 @@ def clipping(run: Facts) -> tuple[float, str]:
 
 
 def learning_rate(run: Facts) -> tuple[float, str]:
-    usual = (1e-3, 0.02) if run.is_edm2 else (1e-4, 0.5) if run.optimizer == "sgd" else (1e-5, 2e-3)
+    unit = run.keeps_unit_variance
+    sgd = run.optimizer == "sgd" and not unit
+    # EDM2's network begins with weights of unit variance, whether they are kept there or not; another network may not.
+    usual = (1e-3, 0.02) if unit else (1e-4, 0.5) if sgd else (1e-5, 0.02 if run.is_edm2 else 2e-3)
     # Momentum adds up 1 / (1 - momentum) gradients: the usual range is that of 0.9.
-    sgd = run.optimizer == "sgd" and not run.is_edm2
     rate = run.learning_rate * (0.1 / (1 - run.momentum) if sgd else 1)
     times = max(rate / usual[1], usual[0] / rate)
-    kept = " with weights of unit variance" if run.is_edm2 else " with --momentum 0.9" if sgd else ""
+    kept = " with weights of unit variance" if unit else " with --momentum 0.9" if sgd else ""
     return times, f"--learning_rate {run.learning_rate:g}; usual for {run.optimizer}{kept} are {usual[0]:g} to {usual[1]:g}"
 
 
@@ -243,7 +249,7 @@ def weight_decay(run: Facts) -> tuple[float, str]:
 
 
 def coupled_decay(run: Facts) -> tuple[float, str]:
-    run.require(run.optimizer in ("adam", "rmsprop") and not run.is_edm2)
+    run.require(run.optimizer in ("adam", "rmsprop") and not run.keeps_unit_variance)
     times = run.adam_weight_decay * 0.05 * math.sqrt(run.parameters) / run.gradient_norm
     return times, f"--optimizer {run.optimizer} adds the decay to the gradient, and makes {times:.2g} times as much of it"
 
