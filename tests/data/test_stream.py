@@ -2,11 +2,13 @@
 
 import contextlib
 import io
+import json
 import os
 import socket
 import struct
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from pathlib import Path
@@ -19,7 +21,7 @@ from PIL import Image
 
 from utils.core.errors import UserError
 from utils.core.size import read_bytes
-from utils.data import loader, shards
+from utils.data import loader, shard_formats, shards
 from utils.data.block_cache import BlockCache
 from utils.data.dataset import content_fingerprint, load_images
 from utils.data.decode import ImageFile, ImagePreparation, Size
@@ -199,8 +201,90 @@ def test_sources_that_cannot_be_streamed(tmp_path, load):
     for name in ("photo.png", "photo.csv"):
         (tmp_path / name).write_bytes(png(0))
     for name in (tmp_path, tmp_path / "photo.csv"):
-        with pytest.raises(UserError, match="reads parquet files"):
+        with pytest.raises(UserError, match="reads parquet, tar or arrow files"):
             load(name)
+
+
+# ---- other formats than parquet
+
+
+def write_tars(folder, numbers, files=lambda number: {"png": png(number), "cls": str(number % 2).encode()}):
+    """Two webdataset shards."""
+    folder.mkdir()
+    for shard, part in enumerate(np.array_split(np.array(numbers), 2)):
+        with tarfile.open(folder / f"train-{shard:05}.tar", "w") as archive:
+            archive.addfile(tarfile.TarInfo("samples/.hidden"))
+            for number in part.tolist():
+                for ending, data in files(number).items():
+                    member = tarfile.TarInfo(f"samples/{number:06}.{ending}")
+                    member.size = len(data)
+                    archive.addfile(member, io.BytesIO(data))
+    return folder
+
+
+def as_saved(folder, tmp_path):
+    import datasets
+
+    dataset = datasets.load_dataset("parquet", data_files=f"{folder}/*.parquet", cache_dir=tmp_path / "prepared", split="train")
+    datasets.DatasetDict({"train": dataset, "test": dataset.select([3])}).save_to_disk(
+        tmp_path / "saved", num_shards={"train": 2, "test": 1}
+    )
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar of a web server", "saved", "arrow"])
+def test_other_formats_give_the_same_as_packed(kind, folder, load, tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_formats, "_SAMPLES", 7)
+    name = write_tars(tmp_path / "tars", range(40)) if kind.startswith("tar") else as_saved(folder, tmp_path)
+    packed = load(name, streaming=False)
+    with contextlib.ExitStack() as stack:
+        if kind == "arrow":
+            name = name / "train"
+            (name / "state.json").unlink()
+        if kind == "tar of a web server":
+            address, _, _ = stack.enter_context(web_server(name))
+            name = f"{address}/train-{{00000..00001}}.tar"
+        images = load(name)
+        order = np.random.default_rng(0).permutation(len(packed))
+        assert (images.fetch(order) == packed.fetch(order)).all() and (images.labels == packed.labels).all()
+    assert len(images) == len(packed) == (40 if kind.startswith("tar") else SHARDS * ROWS)
+    assert images.class_names == packed.class_names and len(images.store.starts) > 2
+
+
+def test_splits_that_were_saved(folder, load, tmp_path):
+    name = as_saved(folder, tmp_path)
+    assert len(load(name, dataset_split="test")) == 1
+    with pytest.raises(UserError, match=r"--dataset_split valid: .*\n.*'train', 'test'"):
+        load(name, dataset_split="valid")
+
+
+def test_tars_with_other_images_texts_and_gaps(load, tmp_path):
+    def files(number):
+        image = {} if number == 5 else {"jpg" if number % 3 else "PNG": png(number)}
+        return image | {"json": json.dumps({"kind": "ab"[number % 2], "size": [1]}).encode()}
+
+    images = load(
+        write_tars(tmp_path / "tars", range(12), files), label_column="kind", on_bad_image="replace", max_bad_images=1
+    )
+    assert images.class_names == ["a", "b"] and images.labels.tolist() == [0, 1] * 6
+    expected = ImagePreparation(Size(8, 8), 3, False, "white", 255)(ImageFile(png(7), None, ""))[0]
+    assert (images.fetch([7]) == expected[None, :, :8, 1:9]).all()
+    images.fetch([5])
+    assert len(images.bad_images) == 1
+    with pytest.raises(UserError, match="other columns"):
+        load(write_tars(tmp_path / "more", range(4), lambda number: {"png" if number < 2 else "cls": png(number)}))
+
+
+def test_damaged_and_compressed_tars(load, tmp_path):
+    folder = write_tars(tmp_path / "tars", range(12))
+    path = folder / "train-00001.tar"
+    path.write_bytes(b"no tar" * 1000)
+    with pytest.raises(UserError, match=r"cannot read the shard .*train-00001.tar") as caught:
+        load(folder)
+    assert len(str(caught.value).splitlines()) == 2
+    path.rename(folder / "train-00001.tar.gz")
+    with pytest.raises(UserError, match="uncompress it"):
+        load(f"file://{folder}/train-00001.tar.gz")
 
 
 # ---- the disk

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _IMAGE_NAMES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp", "image_path", "image_url", "url")
-LABEL_NAMES = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "target", "category")
+LABEL_NAMES = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "cls", "target", "category")
 
 
 def describe_columns(dataset: "Dataset") -> str:

@@ -334,7 +334,7 @@ def _open_stream(options: DataOptions, progress: Callable[[int, int], None] | No
     table = empty_table(found)
     column, notes = find_image_column(table, options.image_column)
     refuse_arrays(table.features[column], column)
-    files = BlockReader(found.blocks, column, table.features[column])
+    files = BlockReader(found, column)
     about = (found.key, str(options.dataset_name), column, [*notes, *found.notes])
     return _Source(files, found.labels, found.class_names, *about)
 

@@ -1,17 +1,18 @@
-"""The parquet files (shards) that a streamed dataset consists of: where they are, and reading them with patience.
+"""The files (shards) that a streamed dataset consists of: where they are, and reading them with patience.
 
 A shard is a file on this machine, or lies behind an address that fsspec reads (`hf://`, `s3://`, ...) or a web server answers.
 """
 
 import glob
 import io
+import json
 import os
 import re
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,12 @@ T = TypeVar("T")
 
 WAITS = (1.0, 5.0, 15.0, 30.0)  # seconds before a shard is tried again
 TIMEOUT = 30  # seconds without a byte of a web server
+KINDS = "parquet, tar or arrow files"
+ENDINGS = (".parquet", ".tar", ".arrow")  # of a folder with several kinds, the first one counts
+_BUILDERS = ("parquet", "webdataset", "arrow")  # of `datasets`, that read such files
 _GONE = (401, 403, 404, 410)  # answers of a server that will not change soon
 _AT_ONCE = 16  # shards that are looked at or indexed at the same time
+_DAMAGED = ("ArrowInvalid", "ReadError")  # of pyarrow and tarfile
 _STAMPS = ("ETag", "etag", "sha256", "blob_id", "md5Hash", "last_modified", "LastModified", "mtime", "created")
 
 
@@ -57,18 +62,20 @@ class Shard:
 def find_shards(options: DataOptions) -> tuple[list[Shard], "datasets.Features | None"]:
     """Returns the shards that the options name, in their order, and the types of the columns where the dataset declares them.
 
-    Raises UserError where there are none, or they are not parquet files.
+    Raises UserError where there are none, or they are files of another kind.
     """
     name = options.dataset_name
     if name is None:
-        raise UserError("--streaming reads parquet files, and --train_data_dir names a folder of images\nset --dataset_name")
+        raise UserError(f"--streaming reads {KINDS}, and --train_data_dir names images\nset --dataset_name")
     declared = None
     if is_address(name):
         addresses = _behind(name)
+    elif (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+        addresses = _saved(Path(name), options.dataset_split)
     else:
         addresses, declared = _of_builder(options)
     if not addresses:
-        raise UserError(f"--dataset_name {name}: there are no parquet files\ncheck the path, and --dataset_split")
+        raise UserError(f"--dataset_name {name}: there are no {KINDS}\ncheck the path, and --dataset_split")
     return list(in_parallel(lambda address: patiently(lambda: look_at(address), address), addresses)), declared
 
 
@@ -81,19 +88,33 @@ def in_parallel(work: Callable[[Any], T], items: list[Any]) -> Iterator[T]:
             pool.shutdown(cancel_futures=True)
 
 
+def _saved(folder: Path, split: str) -> list[str]:
+    """The files of a folder that `save_to_disk` wrote."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        if split not in splits:
+            raise _no_such_split(split, folder, splits)
+        folder = folder / split
+    return [str(folder / file["filename"]) for file in json.loads((folder / "state.json").read_text())["_data_files"]]
+
+
+def _no_such_split(split: str, name: object, splits: Iterable[str]) -> UserError:
+    hint = f"choose from {', '.join(map(repr, splits))}" if splits else "connect to the Hub: a stream needs it"
+    return UserError(f"--dataset_split {split}: {name} has no such split (--streaming takes whole splits)\n{hint}")
+
+
 def _of_builder(options: DataOptions) -> tuple[list[str], "datasets.Features | None"]:
     name, split = options.dataset_name, options.dataset_split
-    if Path(str(name)).is_dir() and not any(Path(str(name)).rglob("*.parquet")):
-        raise UserError(f"--streaming reads parquet files, and {name} has none\nleave --streaming out")
+    if Path(str(name)).is_dir() and not any(path.suffix in ENDINGS for path in Path(str(name)).rglob("*")):
+        raise UserError(f"--streaming reads {KINDS}, and {name} has none\nleave --streaming out")
     builder, _, _ = find_builder(options)
-    if builder.name != "parquet":
+    if builder.name not in _BUILDERS:
         hint = "" if Path(str(name)).exists() else ", or try --dataset_revision refs/convert/parquet"
-        raise UserError(f"--streaming reads parquet files, and {name} consists of other files\nleave --streaming out{hint}")
+        raise UserError(f"--streaming reads {KINDS}, and {name} consists of other files\nleave --streaming out{hint}")
     files = builder.config.data_files or {}
     if split not in files:
-        splits = f"choose from {', '.join(map(repr, files))}" if files else "connect to the Hub: a stream needs it"
-        raise UserError(f"--dataset_split {split}: {name} has no such split (--streaming takes whole splits)\n{splits}")
-    return [str(file) for file in files[split]], builder.info.features
+        raise _no_such_split(split, name, files)
+    return [str(file) for file in files[split]], builder.info.features if builder.name == "parquet" else None
 
 
 def _behind(address: str) -> list[str]:
@@ -111,7 +132,9 @@ def _behind(address: str) -> list[str]:
         if glob.has_magic(path):
             paths = sorted(files.glob(path))
         elif files.isdir(path):
-            paths = sorted(found for found in files.find(path) if found.endswith(".parquet"))
+            paths = sorted(files.find(path))
+            endings = [ending for ending in ENDINGS if any(found.endswith(ending) for found in paths)]
+            paths = [found for found in paths if found.endswith(tuple(endings[:1]))]
         else:
             paths = [path]
     except Exception as error:  # each file system has its own
@@ -210,7 +233,7 @@ def patiently(work: Callable[[], T], address: str, say: Callable[[str], None] | 
         except (UserError, MemoryError, ImportError):
             raise
         except Exception as error:  # each file system has its own
-            final = isinstance(error, FileNotFoundError) or (type(error).__name__ == "ArrowInvalid" and not is_address(address))
+            final = isinstance(error, FileNotFoundError) or (type(error).__name__ in _DAMAGED and not is_address(address))
             if wait is None or final:
                 tries = "" if final else f", {number + 1} times"
                 raise UserError(

@@ -1,14 +1,12 @@
-"""A dataset of parquet shards that is neither downloaded nor packed as a whole: images by row, read block by block.
+"""A dataset of shards that is neither downloaded nor packed as a whole: images by row, read block by block.
 
-A block is a row group of a shard, the least that can be read of it. The index, the number of rows of every block and the labels
-of all rows, comes from the shards' footers and label columns. It is made once, and kept by the shards' names, sizes and stamps.
+A block is a group of rows of a shard, the least that is read of it (see `shard_formats`). The index, the number of rows of
+every block and the labels of all rows, is made once, and kept by the shards' names, sizes and stamps.
 Decoded blocks are kept on the local disk (see `block_cache`), so each is read once, by whichever process needs it first.
 """
 
-import base64
 import functools
 import hashlib
-import json
 import os
 import threading
 from collections import deque
@@ -26,18 +24,17 @@ from utils.data.bad_images import BadImage, BadImages
 from utils.data.block_cache import BlockCache, StoredBlock
 from utils.data.columns import LABEL_NAMES, EncodedImages, find_labels, holds_arrays
 from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
-from utils.data.shards import Shard, find_shards, in_parallel, open_shard, patiently
+from utils.data.shard_formats import columns_of, counts, format_of
+from utils.data.shards import Shard, find_shards, in_parallel, patiently
 from utils.options.flags import DataOptions
 
 if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-_FOOTERS = 512  # kept in memory
+_INDEXES = 64  # of shards, kept in memory
 _READERS = 2  # threads of a process that read ahead
 _OPEN = 256  # files of blocks that a process keeps open
-_ROWS = b"rows"  # of each row group, in the metadata of an index file
-_SCHEMA = b"schema"  # of the shard
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Blocks:
     """The blocks of a dataset in the order of its rows.
 
     Attributes:
-        shard, group: int32 [blocks], the shard of each block and its row group in it.
+        shard, group: int32 [blocks], the shard of each block and its group in it.
         starts: int64 [blocks + 1], the first row of each block; then the number of rows.
         first_in_shard: int64 [blocks], the number of its first row within its shard.
     """
@@ -58,7 +55,7 @@ class Blocks:
 
     @classmethod
     def of(cls, shards: list[Shard], counts: list[list[int]], most: int | None) -> "Blocks":
-        """`counts`: rows of each row group of each shard; `most`: rows that are used, the first ones."""
+        """`counts`: rows of each group of each shard; `most`: rows that are used, the first ones."""
         shard = np.repeat(np.arange(len(shards), dtype=np.int32), [len(each) for each in counts])
         group = np.concatenate([np.arange(len(each), dtype=np.int32) for each in counts])
         first_in_shard = np.concatenate([np.cumsum([0, *each[:-1]]) for each in counts if each])
@@ -85,6 +82,7 @@ class StreamedFiles:
     class_names: list[str] | None
     notes: list[str]
     key: str
+    index: "Callable[[Shard], pa.Table]"
 
 
 def index_shards(options: DataOptions, folder: Path, progress: Callable[[int, int], None] | None = None) -> StreamedFiles:
@@ -93,17 +91,14 @@ def index_shards(options: DataOptions, folder: Path, progress: Callable[[int, in
     Raises UserError where a shard cannot be read, has other columns than the first one, or no rows are there.
     """
     shards, declared = find_shards(options)
-    schema = patiently(lambda: _footer(shards[0]).schema.to_arrow_schema(), shards[0].address)
-    import datasets
-
-    features = declared or datasets.Features.from_arrow_schema(schema)
+    features = declared or patiently(lambda: format_of(shards[0]).features(shards[0]), shards[0].address)
     columns = _label_columns(features, options.label_column)
     folder.mkdir(parents=True, exist_ok=True)
     done = 0
 
     def index(shard: Shard) -> "pa.Table":
         nonlocal done
-        table = patiently(lambda: _indexed(shard, columns, folder), shard.address)
+        table = patiently(lambda: _indexed(shard, tuple(columns), folder), shard.address)
         done += 1
         if progress is not None:
             progress(done, len(shards))
@@ -113,17 +108,18 @@ def index_shards(options: DataOptions, folder: Path, progress: Callable[[int, in
     with FileLock(folder / f"{lock}.lock"):  # one process indexes, and the others read what it wrote
         tables = list(in_parallel(index, shards))
     for shard, table in zip(shards, tables):
-        if table.schema.metadata[_SCHEMA] != tables[0].schema.metadata[_SCHEMA]:
+        if columns_of(table) != columns_of(tables[0]):
             raise UserError(
                 f"the shard {shard.address} has other columns than {shards[0].name}\nlet --dataset_name name files of one kind"
             )
-    counts = [json.loads(table.schema.metadata[_ROWS]) for table in tables]
-    if not sum(map(sum, counts)):
+    rows = [counts(table) for table in tables]
+    if not sum(map(sum, rows)):
         raise UserError(f"the dataset {options.dataset_name} has no images\ncheck its name and --dataset_split")
-    blocks = Blocks.of(shards, counts, options.max_train_images)
+    blocks = Blocks.of(shards, rows, options.max_train_images)
     labels, class_names, notes = _labels(tables, features, columns, options.label_column, blocks.rows)
     key = hashlib.sha256(repr(shards).encode()).hexdigest()
-    return StreamedFiles(blocks, features, labels, class_names, notes, key)
+    read_index = functools.partial(_indexed, columns=tuple(columns), folder=folder)
+    return StreamedFiles(blocks, features, labels, class_names, notes, key, read_index)
 
 
 def _label_columns(features: "datasets.Features", requested: str | None) -> list[str]:
@@ -145,7 +141,12 @@ def _labels(
     if not columns:
         return (None, None, []) if requested is None else find_labels(_empty(features), requested)
     kinds = datasets.Features({name: features[name] for name in columns})
-    table = pa.concat_tables(tables).slice(0, rows).replace_schema_metadata(None).cast(kinds.arrow_schema)
+    table = (
+        pa.concat_tables(table.select(columns) for table in tables)
+        .slice(0, rows)
+        .replace_schema_metadata(None)
+        .cast(kinds.arrow_schema)
+    )
     return find_labels(datasets.Dataset(table, info=datasets.DatasetInfo(features=kinds), fingerprint="labels"), requested)
 
 
@@ -160,58 +161,42 @@ def empty_table(files: StreamedFiles) -> "datasets.Dataset":
     return _empty(files.features)
 
 
-def _indexed(shard: Shard, columns: list[str], folder: Path) -> "pa.Table":
-    """The label columns of a shard; in the metadata the rows of its row groups and its schema. Kept in `folder`."""
+@functools.lru_cache(maxsize=_INDEXES)
+def _indexed(shard: Shard, columns: tuple[str, ...], folder: Path) -> "pa.Table":
+    """The index of a shard (see `shard_formats`), made where `folder` has none yet."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = folder / f"{hashlib.sha256(repr((shard, columns)).encode()).hexdigest()[:32]}.parquet"
+    path = folder / f"{hashlib.sha256(repr((shard, list(columns))).encode()).hexdigest()[:32]}.parquet"
     try:
         return pq.read_table(path)
     except (OSError, pa.ArrowInvalid):  # none yet, or damaged
-        pass
-    with open_shard(shard) as file:
-        parquet = pq.ParquetFile(file, metadata=_footer(shard), pre_buffer=True)
-        footer = parquet.metadata
-        counts = [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
-        table = parquet.read(columns=columns, use_threads=False)
-    schema = parquet.schema_arrow.remove_metadata().serialize().to_pybytes()
-    table = table.replace_schema_metadata({_ROWS: json.dumps(counts), _SCHEMA: base64.b64encode(schema)})
+        table = format_of(shard).index(shard, list(columns))
     with whole_file(path, shared=True) as draft:
         pq.write_table(table, draft)
     return pq.read_table(path)
 
 
-@functools.lru_cache(maxsize=_FOOTERS)
-def _footer(shard: Shard) -> Any:
-    import pyarrow.parquet as pq
-
-    with open_shard(shard) as file:
-        return pq.ParquetFile(file).metadata
-
-
 class BlockReader:
     """Reads the encoded images of one block from its shard. Tries once."""
 
-    def __init__(self, blocks: Blocks, column: str, feature: Any):
-        self.blocks, self.column, self._feature = blocks, column, feature
+    def __init__(self, files: StreamedFiles, column: str):
+        self.blocks, self.column = files.blocks, column
+        self._feature, self._index = files.features[column], files.index
 
     def __len__(self) -> int:
         return self.blocks.rows
 
     def __call__(self, block: int) -> list[ImageFile]:
         import datasets
-        import pyarrow.parquet as pq
 
         shard, group = self.blocks.shards[self.blocks.shard[block]], int(self.blocks.group[block])
         rows = int(self.blocks.starts[block + 1] - self.blocks.starts[block])
         first = int(self.blocks.first_in_shard[block])
-        with open_shard(shard) as file:
-            parquet = pq.ParquetFile(file, metadata=_footer(shard), pre_buffer=True)
-            table = parquet.read_row_group(group, columns=[self.column], use_threads=False)
+        table = format_of(shard).read(shard, self._index(shard), group, self.column)
         if len(table) < rows:
             raise UserError(
-                f"the shard {shard.address} is damaged: row group {group} has {len(table)} rows, and its footer says {rows}\n"
+                f"the shard {shard.address} is damaged: group {group} has {len(table)} rows, and the index says {rows}\n"
                 "make the file again"
             )
         features = datasets.Features({self.column: self._feature})

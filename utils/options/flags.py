@@ -32,7 +32,7 @@ class DataOptions(Options):
     cache_images: Literal["yes", "no"] = flag(
         "yes", "yes: decode once into a packed uint8 file; no: decode during the training (yes)", free=True
     )
-    streaming: bool = flag(False, "read parquet files block by block: for data that is larger than the disk")
+    streaming: bool = flag(False, "read parquet, tar or arrow files block by block: for data that is larger than the disk")
     shuffle_window: int = flag(10_000, "streaming: images are shuffled in windows of about this many (10000)", at_least=1)
     cache_limit: str = flag(
         "50GB",
