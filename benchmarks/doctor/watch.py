@@ -28,6 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.doctor.foreign.images import shapes
+from benchmarks.doctor.more_watch_faults import CONTROL, LOGSNR, WAVE
 from benchmarks.doctor.trials import Edit, apply, findings_of, keep_run, problems, run_cases, run_in, share, told, words_of
 from benchmarks.doctor.watch_faults import (
     AMP,
@@ -37,13 +38,14 @@ from benchmarks.doctor.watch_faults import (
     LATENTS,
     MODULE,
     PUBLIC,
-    SCRIPTS,
     UNCONDITIONAL,
     WATCH_FAULTS,
 )
+from benchmarks.doctor.watch_faults import SCRIPTS as FIRST_SCRIPTS
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = Path(__file__).parent / "foreign"
+SCRIPTS = (*FIRST_SCRIPTS, CONTROL, WAVE, LOGSNR)
 BASES = {  # what each script is run with
     HAND: {"steps": 48, "sample_every": 20},
     UNCONDITIONAL: {"steps": 48, "preview_steps": 20, "use_ema": True},
@@ -52,6 +54,9 @@ BASES = {  # what each script is run with
     LATENTS: {"steps": 48, "validation_steps": 20, "use_ema": True},
     MODULE: {"steps": 48},
     AMP: {"steps": 48, "evaluate_every": 20},
+    CONTROL: {"steps": 48},
+    WAVE: {"steps": 48},
+    LOGSNR: {"steps": 48},
     PUBLIC: {"resolution": 16, "train_batch_size": 16, "num_epochs": 3, "lr_warmup_steps": 5, "use_ema": True},
 }
 BASES[PUBLIC] |= {"random_flip": True, "ddpm_num_inference_steps": 3, "eval_batch_size": 2, "learning_rate": 1e-3}
@@ -89,6 +94,12 @@ HEALTHY = (  # script, flags over its usual ones, processes
     (AMP, {"dtype": "fp16", "steps": 16}, 1),
     (AMP, {"compile": "aot_eager"}, 1),
     (AMP, {"dtype": "bf16"}, 2),
+    (CONTROL, {}, 1),
+    (CONTROL, {"snr_gamma": 5.0, "gradient_accumulation_steps": 2}, 1),
+    (WAVE, {}, 1),
+    (WAVE, {"accumulate": 2}, 1),
+    (LOGSNR, {}, 1),
+    (LOGSNR, {"micro": 2}, 1),
     (PUBLIC, {}, 1),
     (PUBLIC, {"prediction_type": "sample", "ddpm_beta_schedule": "squaredcos_cap_v2"}, 1),
     (PUBLIC, {"mixed_precision": "bf16"}, 1),

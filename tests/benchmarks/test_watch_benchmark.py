@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.doctor import watch
 from benchmarks.doctor.trials import Edit, problems
-from benchmarks.doctor.watch_faults import AMP, HAND, PUBLIC, SCRIPTS, WATCH_FAULTS
+from benchmarks.doctor.watch import SCRIPTS
+from benchmarks.doctor.watch_faults import AMP, HAND, PUBLIC, WATCH_FAULTS
 from utils.diagnostics.audit.verdict import STAGES
 
 SHIPPED = [script for script in SCRIPTS if script != PUBLIC]
