@@ -7,7 +7,7 @@ import torch
 
 from utils.diagnostics.watching import facts
 from utils.diagnostics.watching.facts import Average, Facts, schedule_length
-from utils.diagnostics.watching.images import check_range
+from utils.diagnostics.watching.images import check_range, check_spread
 from utils.diagnostics.watching.inputs import check_mixture
 from utils.diagnostics.watching.levels import Levels, Look, tables
 from utils.diagnostics.watching.mixture import Mixture, strength
@@ -15,6 +15,7 @@ from utils.diagnostics.watching.options import Schedule
 from utils.diagnostics.watching.probes import CopyProbe, Probe
 from utils.diagnostics.watching.seen import Recorder
 from utils.diagnostics.watching.targets import check_target, identify_target
+from utils.diagnostics.watching.updating import _kind_of
 from utils.diagnostics.watching.weights import identify_weights
 
 B, SHAPE = 8, (8, 3, 8, 8)
@@ -122,9 +123,39 @@ def test_weights_of_sigmas(weight, healthy):
 
 
 def test_latents_and_sequences_are_no_images():
-    assert check_range(torch.randn(2, 4, 8, 8) * 9).healthy is None
+    assert check_range(torch.randn(2, 4, 8, 8)).healthy is None
+    assert check_range(torch.randn(2, 4, 8, 8) * 9).severity == "info"
     assert check_range(torch.randn(2, 3, 64) * 9).healthy is None
     assert check_range(torch.rand(2, 3, 8, 8) * 255).code == "data-range"
+
+
+def test_signals_that_were_not_scaled_or_twice():
+    whole = (torch.randn(2, 64) * 9000).round()
+    assert [check_range(signals).healthy for signals in (whole, whole / 32768, whole / 32768**2)] == [False, None, False]
+
+
+@pytest.mark.parametrize(
+    ("spread", "severity"), [(1.0, None), (5.5, "warning"), (0.18, "warning"), (0.9, None), (60.0, "info"), (2.0, None)]
+)
+def test_latents_that_were_made_earlier(spread, severity):
+    check = check_spread(torch.randn(4, 4, 32, 32) * spread, {"scaling_factor": 0.18215})
+    assert (None if check.healthy else check.severity) == severity
+
+
+def test_a_missing_gradient_is_said_of_what_it_belongs_to():
+    network = torch.nn.Module()
+    network.embed, network.second = torch.nn.Embedding(3, 4), torch.nn.Linear(2, 2)
+    names = ("embed.weight", "time_embed.0.weight", "y_embedder.table", "second.weight", "0.label_proj.bias")
+    assert [_kind_of(name, network) for name in names] == ["condition", "timestep", "condition", "", "condition"]
+
+
+def test_bytes_that_overflow_are_seen():
+    for image, overflowed in ((torch.full((1, 3, 2, 2), 200, dtype=torch.uint8), True), (torch.ones(1, 3, 2, 2).byte(), False)):
+        recorder = Recorder()
+        recorder.start()
+        image + 90
+        seen = recorder.stop()
+        assert (seen.bytes_seen, seen.overflowed) == (True, overflowed)
 
 
 @pytest.mark.parametrize(("images", "healthy"), [(1.0, True), (0.2, True), (2 / 255, False)])

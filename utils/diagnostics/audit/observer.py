@@ -50,6 +50,7 @@ class Observer:
         averages: name -> {parameter's name: averaged tensor}, such as an EMA's.
         eager: whether the network runs eagerly in what is watched, for which the caller cares; where it runs compiled, its
             passes are not observed.
+        trained: the module whose parameters are trained, where it is not the network.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class Observer:
         modules: Mapping[str, nn.Module],
         averages: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
         eager: bool = True,
+        trained: nn.Module | None = None,
     ):
         self.modules, self.eager = dict(modules), eager
         self.averages = dict(averages or {})
-        network = self.modules["network"]
-        self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        self.trained = self.modules["network"] if trained is None else trained
+        self.parameters = {name: p for name, p in self.trained.named_parameters() if p.requires_grad}
         self.frozen = self._frozen()
         self.sample = ElementSample(self.parameters)
         self.device = next(iter(self.parameters.values())).device

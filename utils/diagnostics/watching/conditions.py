@@ -1,6 +1,8 @@
 """Whether what the network is told beside the noise level differs between images, where it should."""
 
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -27,12 +29,14 @@ class Conditions:
                 continue
             batch = len(call.inputs[0])
             labels = [tokens for tokens in seen.labels_of(batch) if not _alike(tokens)]
-            for place, value in enumerate(call.inputs[2:]):
-                if isinstance(value, torch.Tensor) and value.ndim and len(value) == batch:
-                    rows = value.detach().reshape(batch, -1)
-                    self._shared[place].append(rows[:1] if _alike(rows) else None)
-                    if _alike(rows) and any(_belongs(tokens, rows) for tokens in labels):
-                        self._varied.add(place)
+            beside = step.batch.get("beside") or ()  # what a control network gets, which is trained beside the network
+            beside = conditions_of(beside if begins_alike(beside, call.inputs) else (None, *beside), batch)
+            for place, value in enumerate((*conditions_of(call.inputs, batch), *beside)):
+                rows = value.detach().reshape(batch, -1)
+                self._shared[place].append(rows[:1] if _alike(rows) else None)
+                same_kind = (other for other in seen.conditions.values() if other.shape == value.shape)
+                if _alike(rows) and (any(_belongs(t, rows) for t in labels) or not all(map(_alike, same_kind))):
+                    self._varied.add(place)
         return [check for place in sorted(self._shared) if (check := self._judged(place)) is not None]
 
     def _judged(self, place: int) -> Check | None:
@@ -58,13 +62,35 @@ class Conditions:
         )
 
 
+def conditions_of(inputs: Sequence[Any], batch: int) -> list[torch.Tensor]:
+    """What a network gets for each image beside the noised image and the noise level."""
+    told = place_of_told(inputs, batch)
+    values = [value for place, value in enumerate(inputs) if place not in (0, told)]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.ndim and len(value) == batch]
+
+
+def begins_alike(beside: Sequence[Any], inputs: Sequence[Any]) -> bool:
+    """Whether a network beside another gets the same image."""
+    both = (*beside[:1], *inputs[:1])
+    return all(isinstance(value, torch.Tensor) for value in both) and both[0].shape == both[-1].shape
+
+
+def place_of_told(inputs: Sequence[Any], batch: int) -> int | None:
+    """Of the number for each image, or for all, that a network gets as its noise level."""
+    for place, value in enumerate(inputs):
+        one = isinstance(value, torch.Tensor) and value.numel() in (1, batch) and value.dtype != torch.bool
+        if place and (one or (isinstance(value, (int, float)) and not isinstance(value, bool))):
+            return place
+    return None
+
+
 def _alike(rows: torch.Tensor) -> bool:
     return bool((rows == rows[:1]).all())
 
 
 def _belongs(tokens: torch.Tensor, rows: torch.Tensor) -> bool:
     """Whether these may be the labels, or the texts, from which the network's input was made: of labels the one that stands
-    for none is the highest, and a text has many tokens."""
+    for none is the highest or 0, and a text has many tokens."""
     if tokens.ndim == 1:
-        return rows.shape[1] == 1 and float(tokens.max()) <= float(rows.max())
+        return rows.shape[1] == 1 and (float(tokens.max()) <= float(rows.max()) or not rows.any())
     return rows.shape[1] > 1

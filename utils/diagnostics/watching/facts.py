@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
@@ -150,7 +151,9 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
         elif word == "copy" and thing is not network:
             networks.append(thing)
     own |= {p.data_ptr() for o in optimizers for group in getattr(o, "param_groups", ()) for p in group["params"]}
-    names = _names({id(thing) for thing in (*networks, *lists)})
+    names = _names({id(thing) for thing in (network, *networks, *lists)})
+    if _says_average(last := names.get(id(network), "").rsplit(".", 1)[-1]):
+        facts.shared = last
     _add_copies(facts, networks, parameters, own, names)
     _add_lists(facts, lists, parameters, _storages(facts, own, parameters, optimizer), names)
     for average in facts.averages:
@@ -249,8 +252,8 @@ def _names(wanted: Collection[int]) -> dict[int, str]:
     for _ in range(DEEP):
         following: list[tuple[str, Any]] = []
         for name, value in layer:
-            if id(value) in wanted:
-                found.setdefault(id(value), name)
+            if id(value) in wanted and (id(value) not in found or _is_called_average(name, found[id(value)])):
+                found[id(value)] = name
             if id(value) not in visited and not isinstance(value, (type, ModuleType, torch.Tensor)):
                 visited.add(id(value))
                 following += [(f"{name}.{inner}", part) for inner, part in _parts(value)]
@@ -300,8 +303,13 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
     return parts
 
 
+def _is_called_average(name: str, other: str) -> bool:
+    """By its own name, and not by the other one."""
+    return _says_average(name.rsplit(".", 1)[-1]) and not _says_average(other.rsplit(".", 1)[-1])
+
+
 def _says_average(name: str) -> bool:
-    return any(word in name.lower() for word in ("ema", "avg", "average", "shadow"))
+    return bool(re.search(r"(?<![a-z])ema|(?<![A-Z])EMA", name)) or any(w in name.lower() for w in ("avg", "average", "shadow"))
 
 
 def schedule_length(schedule: Any) -> int | None:

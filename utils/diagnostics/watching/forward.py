@@ -1,5 +1,6 @@
 """What a forward pass and its loss show: image and noise, the noise level, the target, what errors count."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,8 +13,9 @@ from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.audit.verdict import Check, not_observed
+from utils.diagnostics.watching.conditions import begins_alike, place_of_told
 from utils.diagnostics.watching.facts import Facts
-from utils.diagnostics.watching.images import check_latents, check_range
+from utils.diagnostics.watching.images import check_latents, check_range, check_spread
 from utils.diagnostics.watching.inputs import check_mixture, check_noised_once, check_told, check_unexplained, images_in
 from utils.diagnostics.watching.levels import Levels, Look, Table, anywhere, matching, said, tables
 from utils.diagnostics.watching.mixture import Mixture, find, strength
@@ -45,7 +47,7 @@ class ForwardJudge:
         """`encoded`: an autoencoder made the clean images from others."""
         looks = _looks(update, loss_scale)
         if not looks:
-            return [check_unexplained(update)]
+            return [check_unexplained(update), *_told_beside(update)]
         self.mixed = True
         levels = Levels(looks)
         checks: list[Check] = []
@@ -63,6 +65,8 @@ class ForwardJudge:
         wrapped, kind = _raw_network(update, levels)
         return [
             *checks,
+            *_told_beside(update),
+            *_wrapped_around(update),
             *self._loss(levels, table, prediction, micro_steps, kind),
             *wrapped,
             *self._noise(looks),
@@ -191,9 +195,11 @@ class ForwardJudge:
     def _noise(self, looks: list[Look]) -> list[Check]:
         for one in looks:
             noise = one.mixture.noise_tensor
+            if one.mixture.offset:
+                noise = noise - noise.flatten(2).mean(2)[:, :, None, None]
+            if noise.ndim < 4:  # signals: [B, T], [B, C, T]
+                noise = noise.reshape(len(noise), -1, 1, noise.shape[-1])
             if noise.ndim == 4:
-                if one.mixture.offset:
-                    noise = noise - noise.flatten(2).mean(2)[:, :, None, None]
                 self._noise_pool.add_noise(noise)
         checks = self._noise_pool.checks()
         if checks and any(one.mixture.offset for one in looks):
@@ -238,7 +244,8 @@ def _looks(update: Update, loss_scale: float) -> list[Look]:
         gradient, told = call.gradients.get(0), _told(call, len(x))
         gradient = gradient / loss_scale if gradient is not None else None
         used = noising.timesteps.reshape(-1).double().expand(len(x)) if noising is not None else None
-        found.append(Look(x, told, call.outputs[0], gradient, mixture, _times(seen, told, len(x)), used))
+        moments = [t.double().reshape(-1) for t in (*seen.moments, *(d.tensor for d in seen.draws)) if t.numel() == len(x)]
+        found.append(Look(x, told, call.outputs[0], gradient, mixture, _times(seen, told, len(x)), used, moments))
     return found
 
 
@@ -250,6 +257,15 @@ def _repeated(images: list[torch.Tensor]) -> list[Check]:
     text = "micro steps of an update see the same images: its batch is smaller than it should be"
     found = "the same" if same else "others"
     return [Check("data", "images of the micro steps", "other ones in each", found, not same, text, "warning")]
+
+
+def _wrapped_around(update: Update) -> list[Check]:
+    """Of images that are kept in bytes."""
+    overflowed = any((step.batch.get("seen") or Seen()).overflowed for step in update.micro_steps)
+    text = "arithmetic of uint8 images leaves 0 to 255 and begins anew at the other end: dark pixels become bright ones"
+    found = "beyond it" if overflowed else "within it"
+    known = any((step.batch.get("seen") or Seen()).bytes_seen for step in update.micro_steps)
+    return [Check("data", "arithmetic of uint8 images", "within 0 to 255", found, not overflowed, text)] if known else []
 
 
 def _scheduler(update: Update, facts: Facts) -> Any:
@@ -265,8 +281,7 @@ def _data(look: Look, update: Update, facts: Facts, encoded: bool) -> Check:
     if encoded and facts.autoencoder is not None:
         return check_latents(images, update.micro_steps[0].batch.get("seen") or Seen(), facts.autoencoder.config)
     if facts.autoencoder is not None:
-        name, wanted = "scale of the latents", "that of the autoencoder"
-        return not_observed("data", name, wanted, "the autoencoder made them before this update, or in another process")
+        return check_spread(images, facts.autoencoder.config)
     return check_range(images)
 
 
@@ -293,12 +308,30 @@ def _whole(told: torch.Tensor | None) -> bool:
 
 def _told(call: Call, batch: int) -> torch.Tensor | None:
     """The number for each image that the network gets beside it."""
-    for value in call.inputs[1:]:
-        if isinstance(value, torch.Tensor) and value.numel() in (1, batch) and value.dtype != torch.bool:
-            return value.detach().double().reshape(-1).expand(batch)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return torch.full((batch,), float(value), dtype=torch.float64)
-    return None
+    return _number(call.inputs, batch)
+
+
+def _number(inputs: Sequence[Any], batch: int) -> torch.Tensor | None:
+    if (place := place_of_told(inputs, batch)) is None:
+        return None
+    return torch.as_tensor(inputs[place]).detach().double().reshape(-1).expand(batch)
+
+
+def _told_beside(update: Update) -> list[Check]:
+    """Whether a network that is trained beside another gets the noise level that the other gets."""
+    checks = []
+    for step in update.micro_steps:
+        call, beside = step.calls.get("network"), step.batch.get("beside") or ()
+        if call is None or not beside or not begins_alike(beside, call.inputs):
+            continue
+        batch = len(call.inputs[0])
+        told, other = _number(call.inputs, batch), _number(beside, batch)
+        if told is not None and other is not None:
+            same = torch.equal(told, other)
+            text = "the network that is trained gets other noise levels than the one that it is beside"
+            name, wanted = "noise level that the network beside gets", "that of the network"
+            checks.append(Check("timestep", name, wanted, "the same" if same else "others", same, text))
+    return checks[:1]
 
 
 def _times(seen: Seen, told: torch.Tensor | None, batch: int) -> Times | None:

@@ -1,5 +1,6 @@
 """Whether the images that the noise is added to are from -1 to 1, or latents as the autoencoder's config says."""
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from utils.diagnostics.watching.seen import Seen
 
 FAR = 1.2  # beyond the range of images
 NARROW = 0.1  # between the darkest and the brightest value of a batch of images, which no photographs have
+WHOLE, FAINT = 100, 1e-3  # signals of whole numbers up to that were not scaled; those with less spread hold nothing
+WIDE = 0.25, 4.0  # between these the spread of latents may be
 SMALL = 1e-4  # of what a straight line leaves
 
 
@@ -17,6 +20,15 @@ def check_range(images: torch.Tensor) -> Check:
     low, high = float(values.min()), float(values.max())
     name, wanted = "range of the clean images", "-1 to 1"
     observed = f"{low:.3g} to {high:.3g}, standard deviation {float(values.std()):.3g}"
+    if values.ndim < 4 and bool((images == images.round()).all()) and max(high, -low) > WHOLE:
+        text = f"the signals that the noise is added to are whole numbers from {low:.5g} to {high:.5g}: they were not scaled"
+        return Check("data", name, wanted, observed, False, text, code="data-range")
+    if values.ndim < 4 and float(values.std()) < FAINT:
+        text = f"the signals that the noise is added to are nearly 0 (standard deviation {float(values.std()):.3g})"
+        return Check("data", name, wanted, observed, False, f"{text}: divided twice?", "warning", "data-range")
+    if values.ndim == 4 and values.shape[1] not in (1, 3) and not WIDE[0] < (spread := float(values.std())) < WIDE[1]:
+        text = f"the noise, of 1, is added to tensors with a standard deviation of {spread:.3g}: latents that were not scaled?"
+        return Check("data", "spread of the latents", "near 1", observed, False, text, "info")
     if values.ndim != 4 or values.shape[1] not in (1, 3):
         return not_observed("data", name, wanted, f"tensors of shape {tuple(values.shape[1:])} are no images; {observed}")
     told = f"the images that the noise is added to reach from {low:.3g} to {high:.3g}"
@@ -29,6 +41,27 @@ def check_range(images: torch.Tensor) -> Check:
         return Check("data", name, wanted, observed, False, f"{told}: [0, 1], not [-1, 1]", "warning", "data-range")
     text = f"{told}, not from -1 to 1"
     return Check("data", name, wanted, observed, max(high, -low) <= FAR, text, "warning", "data-range")
+
+
+def check_spread(clean: torch.Tensor, config: Any) -> Check:
+    """Of latents that an autoencoder of that config made earlier."""
+    spread, scale = float(clean.detach().double().std()), config.get("scaling_factor")
+    name, wanted, observed = "spread of the latents", "near 1", f"standard deviation {spread:.3g}"
+    if clean.ndim != 4 or clean.shape[1] in (1, 3):
+        return not_observed("data", name, wanted, f"the autoencoder made them before this update; {observed}")
+    text = f"the latents have a standard deviation of {spread:.3g}; the noise has 1"
+    if scale and abs(scale - 1) > 0.2 and _off(spread) > 2 * _off(spread * scale):
+        text += f". Times the autoencoder's scaling_factor {scale:.4g} it would be {spread * scale:.3g}: were they not scaled?"
+        return Check("data", name, wanted, observed, False, text, "warning")
+    if scale and abs(scale - 1) > 0.2 and _off(spread) > 2 * _off(spread / scale):
+        text += f". Without one scaling_factor of {scale:.4g} it would be {spread / scale:.3g}: were they scaled twice?"
+        return Check("data", name, wanted, observed, False, text, "warning")
+    return Check("data", name, wanted, observed, WIDE[0] < spread < WIDE[1], text, "info")
+
+
+def _off(spread: float) -> float:
+    """How far from 1, in powers of e, and 0.25 where that is nearly nothing."""
+    return max(abs(math.log(max(spread, 1e-9))), 0.25)
 
 
 def check_latents(clean: torch.Tensor, seen: Seen, config: Any) -> Check:

@@ -19,6 +19,10 @@ MOST_RATES = 4096  # learning rates that are kept
 MOST_SKIPPED = 12  # steps that a GradScaler leaves out in a row, until its scale has come down
 
 
+def _said(trained: nn.Module) -> str:
+    return "parameters" if isinstance(trained, nn.ParameterList) else type(trained).__name__
+
+
 @dataclass
 class Judge:
     history: list[dict] = field(default_factory=list)  # as in a run's history
@@ -35,8 +39,10 @@ class Judge:
         """Whether the network was seen to get a mixture of image and noise."""
         return self._forward.mixed
 
-    def begin(self, network: nn.Module) -> None:
-        self.words["network"] = type(network).__name__
+    def begin(self, network: nn.Module, trained: nn.Module | None) -> None:
+        """`trained`: what the optimizer trains, where it is not the network."""
+        beside = "" if trained is None else f" by {_said(trained)} beside it"
+        self.words["network"] = type(network).__name__ + beside
 
     def rate(self, update: int, rates: list[float]) -> None:
         if not self.rates or self.rates[-1][1] != rates:

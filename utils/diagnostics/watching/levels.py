@@ -22,6 +22,7 @@ class Look:
     mixture: Mixture
     times: Times | None = None  # whole numbers that were drawn, [B]
     noised_with: torch.Tensor | None = None  # timesteps that `add_noise` got
+    moments: list[torch.Tensor] = field(default_factory=list)  # numbers drawn, one for each image, float64 [B]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,17 @@ class Levels:
     @property
     def noise_alone(self) -> bool:
         return worst(self.a) < 1e-3 and worst(self.residual) < 1e-3
+
+    @property
+    def drawn_rises(self) -> bool | None:
+        """Whether the noise rises with the time that the script draws; None where no such time was seen."""
+        for look in self.looks:
+            levels = look.mixture.of_noise
+            for moments in look.moments if len(levels) > 3 else ():
+                steps = levels[moments.to(levels).argsort()].diff()
+                if bool((steps >= 0).all()) or bool((steps <= 0).all()):
+                    return float(steps.sum()) > 0
+        return None
 
     @property
     def kind(self) -> str:

@@ -123,7 +123,7 @@ def _noises(x: torch.Tensor, seen: Seen) -> list[torch.Tensor]:
     found = []
     for draw in reversed(seen.draws):
         tensor = draw.tensor
-        per_channel = x.shape[0] * x.shape[1]
+        per_channel = x.shape[0] * (x.shape[1] if x.ndim > 2 else 1)
         if tensor.numel() > max(per_channel, 16) and tensor.device == x.device:
             if tensor.shape == x.shape:
                 found.append(tensor)

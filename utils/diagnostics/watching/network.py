@@ -18,9 +18,10 @@ def check_network(update: Update, observer: Observer, asked: str | None) -> tupl
     calls = [s.calls["network"] for s in update.micro_steps if "network" in s.calls]
     if not calls:
         return [], ""
-    training = all(call.training for call in calls)
+    beside = observer.trained is not observer.modules["network"]  # then the network itself may be frozen
+    training = observer.trained.training if beside else all(call.training for call in calls)
     text = "the network is in evaluation mode while it trains: dropout and batch normalization are off"
-    severity = "warning" if any(map(_acts_otherwise, observer.modules["network"].modules())) else "info"
+    severity = "warning" if any(map(_acts_otherwise, observer.trained.modules())) else "info"
     checks = [Check("network", "mode", "training", "training" if training else "evaluation", training, text, severity)]
     broken = sum(not bool(torch.isfinite(output).all()) for call in calls for output in call.outputs[:1])
     text = "the network's output has values that are not finite (NaN or infinite)"
@@ -31,7 +32,8 @@ def check_network(update: Update, observer: Observer, asked: str | None) -> tupl
     if asked in _ASKED:
         text = f"layers compute in {seen}, Accelerate was asked for {asked}"
         checks.append(Check("network", "precision of the layers", str(asked), seen, seen == asked, text, "warning"))
-    checks.append(_frozen(observer))
+    if not beside:
+        checks.append(_frozen(observer))
     found = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in observer.parameters.values()}))
     text = f"weights are kept in {found}: updates below its rounding are lost"
     checks.append(Check("network", "precision of the weights", "float32", found, found == "float32", text, "warning"))

@@ -11,12 +11,21 @@ from utils.diagnostics.audit.elements import ElementSample
 from utils.diagnostics.audit.observer import Observer, safely
 from utils.diagnostics.audit.seen import Update
 
+SIGNAL = 64  # values of a signal, at least
+
+
+def is_image(shape: torch.Size) -> bool:
+    """Of a batch of images, or of signals that have no channel."""
+    return len(shape) > 2 or (len(shape) == 2 and shape[1] >= SIGNAL)
+
 
 def is_like(value: Any, shape: torch.Size) -> bool:
     """Whether it is a tensor of images of that shape, with as many channels as it likes."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim != len(shape):
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False
-    return value.shape[0] == shape[0] and value.shape[2:] == shape[2:]
+    if value.ndim == 2:  # signals without a channel, of which the network may make one
+        return is_image(value.shape) and tuple(shape) in (tuple(value.shape), (len(value), 1, value.shape[1]))
+    return value.ndim == len(shape) and value.shape[0] == shape[0] and value.shape[2:] == shape[2:]
 
 
 class ForeignObserver(Observer):
@@ -25,11 +34,19 @@ class ForeignObserver(Observer):
     Args:
         stepped: ids of the parameters that the optimizer has.
         others: ids of those that another optimizer has, which are left out.
+        trained: the module whose parameters the optimizer has, where it is not the network.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], stepped: Collection[int], others: Collection[int]):
-        super().__init__(modules)
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        stepped: Collection[int],
+        others: Collection[int],
+        trained: nn.Module | None = None,
+    ):
+        super().__init__(modules, trained=trained)
         self._stepped, self._closes = stepped, False
+        others = {*others, *(set() if trained is None else {id(p) for p in modules["network"].parameters()} - set(stepped))}
         self.parameters = {name: p for name, p in self.parameters.items() if id(p) not in others}
         self.sample = ElementSample(self.parameters)
         self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}

@@ -16,6 +16,7 @@ TOKENS = 4  # of a text, at least
 _DRAWS = {"randn", "randn_like", "normal_", "normal", "normal_functional", "rand", "rand_like", "uniform_"}
 _NORMAL = {"randn", "randn_like", "normal_", "normal", "normal_functional"}
 _INTEGERS = {"randint", "randint_like", "random_", "multinomial", "randperm"}
+_WHOLE: dict[str, Any] = {"add": torch.add, "sub": torch.sub, "mul": torch.mul}
 _SCALINGS = {"mul", "mul_", "div", "div_"}
 
 
@@ -54,6 +55,10 @@ class Seen:
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)  # floating, [B, C, ...]
     scaled: set[int] = field(default_factory=set)  # ids of those that are another one times a number of each sample
     labels: dict[int, torch.Tensor] = field(default_factory=dict)  # whole numbers, [B] or [B, tokens]
+    moments: list[torch.Tensor] = field(default_factory=list)  # drawn, floating [B]
+    conditions: dict[int, torch.Tensor] = field(default_factory=dict)  # of the shape of what the network gets beside
+    bytes_seen: bool = False  # arithmetic of uint8 images
+    overflowed: bool = False  # which left 0 to 255
 
     def labels_of(self, batch: int) -> list[torch.Tensor]:
         """Those of a batch, and not what was drawn at random."""
@@ -68,6 +73,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.shape: torch.Size | None = None  # of the network's input; None: any
+        self.conditions: set[torch.Size] = set()  # shapes of what the network gets beside
         self.seen = Seen()
         self.running = self._entered = False
         self._process = os.getpid()
@@ -99,7 +105,10 @@ class Recorder(TorchDispatchMode):
     def _see(self, name: str, args: Any, kwargs: dict, result: Any) -> None:
         seen = self.seen
         if isinstance(result, torch.Tensor):
-            if name in _DRAWS and result.ndim > 1:
+            if name in _DRAWS and result.ndim == 1:
+                if len(seen.moments) < FEWEST:
+                    seen.moments.append(result.clone())
+            elif name in _DRAWS and result.ndim > 1:
                 if len(seen.draws) < MOST:
                     seen.draws.append(Draw(result, name in _NORMAL))
             elif name == "_to_copy" and result.ndim > 1:  # to another device or precision
@@ -111,10 +120,19 @@ class Recorder(TorchDispatchMode):
                 seen.times.append(Times(result, bounds[0] if len(bounds) > 1 else 0, bounds[-1] if bounds else 0))
             if name in _SCALINGS and self._fits(result) and self._is_scaling(args):
                 seen.scaled.add(id(result))
+            if result.dtype is torch.uint8 and result.ndim > 2 and name.rstrip("_") in _WHOLE:
+                self._see_bytes(name, args)
             self._keep(result)
         for value in args:
             if isinstance(value, torch.Tensor):
                 self._keep(value)
+
+    def _see_bytes(self, name: str, args: Any) -> None:
+        """Before an operation in place the values are no longer known."""
+        self.seen.bytes_seen = True
+        if not name.endswith("_"):
+            exact = _WHOLE[name](*(a.int() if isinstance(a, torch.Tensor) else a for a in args[:2]))
+            self.seen.overflowed |= bool(((exact < 0) | (exact > 255)).any())
 
     def _is_scaling(self, args: Any) -> bool:
         """By a number for each sample."""
@@ -123,7 +141,7 @@ class Recorder(TorchDispatchMode):
         return len(sizes) == 2 and min(sizes) < max(sizes)
 
     def _fits(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_floating_point() and tensor.ndim >= 3 and (self.shape is None or tensor.shape == self.shape)
+        return tensor.is_floating_point() and (tensor.ndim >= 3 if self.shape is None else tensor.shape == self.shape)
 
     def _keep(self, tensor: torch.Tensor) -> None:
         if self._fits(tensor):
@@ -131,6 +149,8 @@ class Recorder(TorchDispatchMode):
             _keep_newest(self.seen.tensors, tensor, most)
         elif tensor.dtype is torch.int64 and (tensor.ndim == 1 or (tensor.ndim == 2 and tensor.shape[1] >= TOKENS)):
             _keep_newest(self.seen.labels, tensor, MOST)
+        if tensor.shape in self.conditions and tensor.is_floating_point():
+            _keep_newest(self.seen.conditions, tensor, FEWEST)
 
 
 def _in_compiled() -> bool:

@@ -231,6 +231,10 @@ def _velocity(target: Target, levels: Levels, wanted: str, observed: str) -> Che
         rises = float(((levels.told - levels.told.mean()) * (levels.b - levels.b.mean())).sum())
         if rises and (rises > 0) != forward:
             way = "rises" if rises > 0 else "falls"
+            if levels.drawn_rises is forward:
+                text = f"the network gets 1 - t, which {way} with the noise; t is the time that is drawn, and the velocity's"
+                told = "noise level that the network gets"
+                return Check("timestep", told, "the time that was drawn", "1 minus it", False, text)
             text = (
                 f"the loss compares the output with {SAID[target.name]}, but the time that the network gets {way} with the "
                 "noise: the velocity points against the path"

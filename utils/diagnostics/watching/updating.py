@@ -1,6 +1,9 @@
 """What an update does: its gradients, the optimizer's step, the averages, and what else changes the weights."""
 
+import re
 from dataclasses import dataclass, field, replace
+
+from torch import nn
 
 from utils.diagnostics.audit.fitting import SMALL, slope
 from utils.diagnostics.audit.gradients import check_gradients
@@ -104,10 +107,15 @@ class UpdateJudge:
         missing = [name for name in owned if name not in self._reached]
         if self._looks < FEWEST_LOOKS or not self._reached:
             return []
+        kinds = {name: _kind_of(name, look.observer.trained) for name in missing}
+        checks = [_of_embedding(kind, [name for name in missing if kinds[name] == kind]) for kind in _SAID]
+        missing = [name for name in missing if not kinds[name]]
         text = f"{len(missing)} of {len(owned)} parameters never get a gradient"
         text += f", such as {missing[0]}" if missing else ""
         found = str(len(missing)) if missing else "none"
-        return [Check("gradient", "parameters without a gradient", "none", found, not missing, text, "warning", "no-gradient")]
+        name = "parameters without a gradient"
+        checks.append(Check("gradient", name, "none", found, not missing, text, "warning", "no-gradient"))
+        return [check for check in checks if check is not None]
 
     def _say(self, look: LastLook, micro_steps: int, limit: float) -> None:
         step = look.update.optimizer_step
@@ -126,6 +134,32 @@ class UpdateJudge:
         for average in look.facts.averages:
             if average.is_average:
                 self._words.setdefault("ema", average.name)
+
+
+_SAID = {"timestep": "the noise level", "condition": "labels or texts"}
+_WORDS = {
+    "timestep": r"t|temb|times?|timesteps?|time\w*|sigmas?|logsnr|level",
+    "condition": r"y|cond|class\w*|labels?|captions?|prompts?|text\w*|context\w*|condition\w*",
+}
+
+
+def _kind_of(name: str, network: nn.Module) -> str:
+    """The stage to which a parameter belongs by its name or its layer: of an embedding of the noise level, or of labels."""
+    for kind, words in _WORDS.items():
+        if any(re.fullmatch(words, part) for part in re.split(r"[._]", name.lower())):
+            return kind
+    return "condition" if isinstance(network.get_submodule(name.rpartition(".")[0]), nn.Embedding) else ""
+
+
+def _of_embedding(kind: str, missing: list[str]) -> Check | None:
+    if not missing:
+        return None
+    text = (
+        f"{len(missing)} parameters of the network's embedding of {_SAID[kind]} never get a gradient, such as {missing[0]}: "
+        f"is the network never given {_SAID[kind]}, or does it not use them?"
+    )
+    name = f"parameters of the embedding of {_SAID[kind]} without a gradient"
+    return Check(kind, name, "none", str(len(missing)), False, text, "warning")
 
 
 def _clipping(clips: list[Clip], passes: int) -> list[Check]:

@@ -1,9 +1,11 @@
 """Watches the training loop of a script that tells nothing: finds its network, and looks at some of its updates."""
 
+import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from utils.diagnostics.audit.seen import tensors_in
 from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching.facts import Facts, find_facts
 from utils.diagnostics.watching.judging import Judge
-from utils.diagnostics.watching.observing import ForeignObserver, is_like
+from utils.diagnostics.watching.observing import ForeignObserver, is_image, is_like
 from utils.diagnostics.watching.probes import CopyProbe, Probe
 from utils.diagnostics.watching.seen import Noising, Recorder, Seen
 from utils.diagnostics.watching.updating import Clip, LastLook
@@ -23,6 +25,7 @@ from utils.diagnostics.watching.updating import Clip, LastLook
 SEARCHES = {1, 20, 609, 10945}  # finished updates after which all objects may be looked through
 PATIENCE = 20  # optimizer steps after which no network is looked for any more
 IDLE = 3  # steps of an optimizer, of whose parameters none ever had a gradient
+MOST_OUTER = 3  # networks that no optimizer trains, which are tried
 SHARE = 0.3  # of an optimizer's parameters, that a network has at least
 
 
@@ -35,6 +38,17 @@ class Candidate:
 
     def __init__(self, module: nn.Module, shape: torch.Size, depth: int):
         self.module, self.shape, self.depth = module, shape, depth
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A network that may be the denoiser."""
+
+    called: nn.Module  # as the script calls it
+    inside: list[nn.Module]  # modules in it that may be a raw network
+    optimizer: Optimizer
+    shape: torch.Size  # of the input
+    trained: nn.Module | None = None  # what the optimizer trains, where that is not the network
 
 
 class Watcher:
@@ -56,10 +70,12 @@ class Watcher:
         self._optimizers: dict[int, Any] = {}
         self._optimizer: Optimizer | None = None
         self._others: set[int] = set()  # ids of parameters of the network that another optimizer has
-        self._called: nn.Module | None = None  # the network, as the script calls it
-        self._inside: list[nn.Module] = []  # modules in it that may be a raw network
+        self._choice: Choice | None = None  # the network that is watched
+        self._choices: list[Choice] = []  # those that come after it
+        self._outer: list[Candidate] = []  # which no optimizer trains
         self._hooks: list[Any] = []
-        self._stepped = self._auditing = self._busy = False
+        self._beside: tuple = ()  # what a trained network beside the one that is watched was called with
+        self._stepped = self._auditing = self._busy = self._searched = False
         self.armed = False  # the network's forward passes are hooked: before, in and after an update that is looked at
         self._in_step = self._closes = False  # `_closes`: the optimizer makes the forward passes, by a closure
         self.steps = 0  # of all optimizers
@@ -77,8 +93,6 @@ class Watcher:
         self._encoded = False
         self._discovering = True
         self._told = Facts()
-        # Networks that may be the denoiser: (what is called, modules in it, optimizer, shape of the input).
-        self._choices: list[tuple[nn.Module, list[nn.Module], Optimizer, torch.Size]] = []
 
     # ---- guards
 
@@ -123,12 +137,13 @@ class Watcher:
         if depth > 4 or any(c.module is module for c in self._candidates):
             return
         made = next(iter(tensors_in(output)), None)
-        if made is None or made.ndim < 3 or not made.requires_grad:
+        if made is None or made.ndim < 2 or not made.requires_grad:
             return
         given = next((v for v in inputs if is_like(v, made.shape)), None)
         if given is not None:
             # More channels than it makes: a condition is joined to the image. Fewer: it makes variances too.
-            shape = given.shape if made.shape[1] in (given.shape[1], 2 * given.shape[1]) else made.shape
+            whole = given.ndim == 2 or made.shape[1] in (given.shape[1], 2 * given.shape[1])
+            shape = given.shape if whole else made.shape
             if shape[1] <= given.shape[1]:
                 self._candidates.append(Candidate(module, shape, depth))
 
@@ -150,13 +165,18 @@ class Watcher:
             self._reached = self._observer.reached()
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
-        """After its first step, whose forward pass is then over in all cases."""
+        """After its first step, whose forward pass is then over in all cases. An optimizer whose network was not found gets one
+        at its second step, when all others have made a step."""
         if id(optimizer) in self._optimizers:
+            if self.network is None and self._idle.get(id(optimizer), 0) < 0:
+                self._optimizer, self.updates = optimizer, 1
+                self._choose_untrained()
             return
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
-        owned = {id(p): p.numel() for group in optimizer.param_groups for p in group["params"]}
+        owned = {id(p): p.numel() for p in _parameters_of(optimizer)}
         count = sum(owned.values())
         mine = [c for c in self._candidates if sum(owned.get(id(p), 0) for p in c.module.parameters()) > SHARE * count]
+        self._outer = [c for c in self._candidates if c not in mine and not any(_contains(m.module, c.module) for m in mine)]
         outermost = min(mine, key=lambda c: c.depth) if mine else None
         name = type(unwrapped(outermost.module)).__name__ if outermost else "another network"
         self.networks.append((name, type(optimizer).__name__, count))
@@ -164,7 +184,7 @@ class Watcher:
             self._others |= owned.keys()
             self._install()
         elif outermost is not None and self._discovering:
-            self._choices.append((outermost.module, [c.module for c in mine], optimizer, outermost.shape))
+            self._choices.append(Choice(outermost.module, [c.module for c in mine], optimizer, outermost.shape))
             if self._optimizer is None:
                 self._choose()
 
@@ -179,31 +199,53 @@ class Watcher:
 
     def _choose(self) -> None:
         """Watches the next of the networks that may be the denoiser."""
-        self._called, self._inside, self._optimizer, self._recorder.shape = self._choices.pop(0)
-        self._others = set()
+        choice = self._choice = self._choices.pop(0)
+        self._optimizer, self._recorder.shape, self._others = choice.optimizer, choice.shape, set()
+        self._next, self._searched = min(self._next, self.updates + 2), False
         self._install()
 
-    def _install(self) -> None:
-        called, optimizer = self._called, self._optimizer
-        if called is None or optimizer is None:
+    def _choose_untrained(self) -> None:
+        """Watches one of the networks that the optimizer does not train, and the loss is computed with: what is trained acts on
+        them from beside, as adapters and control networks do."""
+        optimizer, first, outer = self._optimizer, self._choice, self._untrained()
+        self._outer = []
+        if optimizer is None or not outer:
             return
-        network = self.network = unwrapped(called)
+        trained = holder_of(_parameters_of(optimizer))
+        self._choices = [Choice(c.module, [], optimizer, c.shape, trained) for c in sorted(outer, key=_rank)[:MOST_OUTER]]
+        self._choices += [] if first is None else [first]  # where none of them is the denoiser
+        self._choose()
+
+    def _untrained(self) -> list[Candidate]:
+        """Networks with an output that the loss may depend on, of which no optimizer has a parameter."""
+        known = {id(p) for of in self._optimizers.values() if of() is not None for p in _parameters_of(of())}
+        outer = [c for c in self._outer if not any(id(p) in known for p in c.module.parameters())]
+        return [c for c in outer if not any(o is not c and _contains(o.module, c.module) for o in outer)]
+
+    def _install(self) -> None:
+        choice = self._choice
+        if choice is None:
+            return
+        optimizer, network = choice.optimizer, unwrapped(choice.called)
+        self.network = network
         inside = set(network.modules()) - {network}
         total = sum(p.numel() for p in network.parameters())
-        inner = [m for m in self._inside if m in inside and sum(p.numel() for p in m.parameters()) >= 0.9 * total]
+        inner = [m for m in choice.inside if m in inside and sum(p.numel() for p in m.parameters()) >= 0.9 * total]
         modules = {"network": network} | ({"raw": inner[-1]} if inner else {})
-        stepped = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
-        self._observer = ForeignObserver(modules, stepped, self._others - stepped)
+        stepped = frozenset(id(p) for p in _parameters_of(optimizer))
+        self._observer = ForeignObserver(modules, stepped, self._others - stepped, choice.trained)
         self._probe = Probe(max(self._observer.parameters.values(), key=torch.Tensor.numel))
         self._disarm()
         self._arm()
-        self.judge.begin(network)
+        self.judge.begin(network, choice.trained)
 
     def _arm(self) -> None:
         """Hooks on the module that is called: a compiled one does not call the hooks of what is inside. Between the updates
         that are looked at there are none, which would cost something in each update and are seen by the compiler."""
-        if not self.armed and self._called is not None:
-            self._hooks = [self._called.register_forward_pre_hook(self._before_network, with_kwargs=True)]
+        if not self.armed and self._choice is not None:
+            self._hooks = [self._choice.called.register_forward_pre_hook(self._before_network, with_kwargs=True)]
+            if self._choice.trained is not None:
+                self._hooks.append(self._choice.trained.register_forward_pre_hook(self._see_beside, with_kwargs=True))
             encoder = getattr(self._facts.autoencoder, "encoder", None)
             if isinstance(encoder, nn.Module):
                 self._hooks.append(encoder.register_forward_hook(self._see_encoder))
@@ -213,8 +255,14 @@ class Watcher:
     def _disarm(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self.armed, self._noising = [], False, []
+        self._hooks, self.armed, self._noising, self._beside = [], False, [], ()
         run_eagerly(False)
+
+    def _see_beside(self, module: nn.Module, inputs: tuple, options: dict) -> None:
+        """What is trained beside the network is called with."""
+        if torch.is_grad_enabled():
+            values = (*inputs, *options.values())
+            self._beside = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in values)
 
     def _see_encoder(self, *arguments: Any) -> None:
         """Images are encoded in this update."""
@@ -223,9 +271,9 @@ class Watcher:
     def told(self, network: nn.Module, optimizer: Optimizer, facts: Facts) -> None:
         """By `watch`: nothing is searched for that it names."""
         self._optimizer, self._told = getattr(optimizer, "optimizer", optimizer), facts
+        self._choice = Choice(network, [], self._optimizer, torch.Size())
         self.networks.append((type(unwrapped(network)).__name__, type(self._optimizer).__name__, 0))
         self._optimizers[id(self._optimizer)] = weakref.ref(self._optimizer)
-        self._called, self._inside = network, []
         self._install()
         self._end_discovery()
 
@@ -249,7 +297,7 @@ class Watcher:
             return
         if self._recorder.shape is None:  # of a loop that told its network
             given = (v for v in (*inputs, *options.values()) if isinstance(v, torch.Tensor))
-            self._recorder.shape = next((v.shape for v in given if v.ndim > 2 and v.is_floating_point()), None)
+            self._recorder.shape = next((v.shape for v in given if is_image(v.shape) and v.is_floating_point()), None)
         seen = self._recorder.stop() if self._recorder.running else None
         begins = False
         if self._stepped:
@@ -268,7 +316,9 @@ class Watcher:
         if not self._auditing:
             self._disarm()
             return
-        facts = {"seen": seen or Seen(), "noising": list(self._noising[-3:])}
+        given = [v for v in (*inputs, *options.values(), *self._beside) if isinstance(v, torch.Tensor) and v.ndim > 1]
+        self._recorder.conditions = {v.shape for v in given} - {self._recorder.shape}
+        facts = {"seen": seen or Seen(), "noising": list(self._noising[-3:]), "beside": self._beside}
         observer.begin_micro_step(**facts) if not begins else observer.tell(**facts)
         self._noising = []
 
@@ -300,12 +350,14 @@ class Watcher:
         about = (self._observer, self._facts, list(self._clips), self._probe.moved(), self._reached, known, self._scale)
         self._busy = True  # the judge makes optimizer steps of its own
         try:
-            self.judge.look(LastLook(update, *about), self._encoded, bool(self._choices))
+            self.judge.look(LastLook(update, *about), self._encoded, bool(self._choices or self._untrained()))
         finally:
             self._busy = False
         self._report(self)
         if not self.judge.mixed and self._choices:
             self._choose()
+        elif not self.judge.mixed:
+            self._choose_untrained()
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._see_optimizer(optimizer)
@@ -323,8 +375,10 @@ class Watcher:
             return
         self._stepped = True
         self.updates += 1
-        if self.updates in SEARCHES and (self.updates != 20 or not any(a.is_average for a in self._facts.averages)):
-            self._facts = find_facts(self.network, optimizer)  # type: ignore[arg-type]
+        again = self.updates in SEARCHES and (self.updates != 20 or not any(a.is_average for a in self._facts.averages))
+        if again or not self._searched:
+            self._searched = True
+            self._facts = find_facts(self._observer.trained, optimizer)  # type: ignore[union-attr]
             self._facts.add(self._told)
             self._probe_copies()
             self._disarm()  # there may be an autoencoder to be watched too
@@ -401,6 +455,32 @@ def run_eagerly(eagerly: bool) -> None:
     """Compiled networks: hooks are called in what runs eagerly."""
     if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the import would take a second
         torch.compiler.set_stance("force_eager" if eagerly else "default")
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _contains(outer: nn.Module, inner: nn.Module) -> bool:
+    return any(module is inner for module in outer.modules())
+
+
+def _rank(candidate: Candidate) -> tuple[int, int]:
+    """Outer networks first, of them the largest."""
+    return candidate.depth, -sum(p.numel() for p in candidate.module.parameters())
+
+
+def holder_of(parameters: Sequence[torch.Tensor]) -> nn.Module:
+    """The smallest module that has all of them; where there is none, a list of them. It looks through all objects."""
+    wanted = {id(p) for p in parameters}
+    found: list[tuple[int, nn.Module]] = []
+    for module in [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]:
+        own = {id(p) for p in module.parameters()}
+        if wanted <= own:
+            found.append((len(own), module))
+    if found:
+        return min(found, key=lambda one: one[0])[1]
+    return nn.ParameterList([p for p in parameters if isinstance(p, nn.Parameter)])
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
