@@ -11,6 +11,7 @@ from utils.diagnostics.audit.elements import ElementSample
 from utils.diagnostics.audit.observer import Observer, safely
 from utils.diagnostics.audit.seen import Update
 
+ROWS = 4096  # of an embedding of labels; larger ones are of words
 SIGNAL = 64  # values of a signal, at least
 
 
@@ -50,12 +51,19 @@ class ForeignObserver(Observer):
         self.parameters = {name: p for name, p in self.parameters.items() if id(p) not in others}
         self.sample = ElementSample(self.parameters)
         self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}
+        tables = {id(m.weight) for m in self.trained.modules() if isinstance(m, nn.Embedding) and m.num_embeddings <= ROWS}
+        self._tables = {name: p for name, p in self.parameters.items() if id(p) in tables}
 
     def reached(self) -> set[str]:
         """Names of the parameters whose gradient is not 0."""
         found = [(name, p.grad) for name, p in self.parameters.items() if p.grad is not None]
         sizes = torch.stack([size.float().cpu() for size in torch._foreach_norm([g for _, g in found])]) if found else ()
         return {name for (name, _), size in zip(found, sizes) if size != 0}
+
+    def rows_reached(self) -> dict[str, torch.Tensor]:
+        """Of each embedding of labels, which rows have a gradient that is not 0, bool [rows]; by the parameter's name."""
+        known = {name: p.grad for name, p in self._tables.items() if p.grad is not None and not p.grad.is_sparse}
+        return {name: gradient.ne(0).any(1).cpu() for name, gradient in known.items()}
 
     def _before_forward(self, name: str, module: nn.Module, inputs: tuple, options: dict | None = None) -> None:
         if options is not None:  # a hook that was taken away in this pass comes once more, without them

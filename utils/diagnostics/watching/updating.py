@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from utils.diagnostics.audit.fitting import SMALL, slope
@@ -12,12 +13,14 @@ from utils.diagnostics.audit.seen import Update
 from utils.diagnostics.audit.state import check_state
 from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching.averages import STILL, First, check_average
+from utils.diagnostics.watching.conditions import conditions_of
 from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.forward import declared_step
 from utils.diagnostics.watching.optimizing import check_step
 from utils.diagnostics.watching.options import check_options
 from utils.diagnostics.watching.ranks import Everyone
 
+FEWEST_LABELED = 4  # passes before a label's embedding is judged
 FEWEST_LOOKS = 3  # before a parameter is said to get no gradient
 NORMALIZED = 0.05  # how far rows of weights are from one size where each update normalizes them
 
@@ -43,6 +46,7 @@ class LastLook:
     clips: list[Clip]
     moved: bool  # whether the weights changed between updates since the look before
     reached: set[str]  # names of the parameters that got a gradient other than 0
+    rows: dict[str, torch.Tensor]  # of embeddings, which rows of theirs did, bool [rows]
     known_optimizer: bool  # torch's own, and no other one of its name
     loss_scale: float = 1.0
     everyone: Everyone = field(default_factory=Everyone)  # what all processes saw
@@ -59,7 +63,8 @@ class UpdateJudge:
         self._words = words
         self._firsts: dict[str, First] = {}
         self._reached: set[str] = set()  # parameters that ever got a gradient
-        self._looks = 0
+        self._looks = self._labeled = 0  # `_labeled`: forward passes with labels that differ
+        self._rows: dict[str, torch.Tensor] = {}  # of embeddings, that ever did
         self._standing: dict[str, Check] = {}  # averages that have not moved, as far as was seen
 
     def look(self, look: LastLook) -> list[Check]:
@@ -74,6 +79,7 @@ class UpdateJudge:
             checks += found if limit else [_clipped_by_hand(check, _of_each_layer(look)) for check in found]
         checks += _clipping(look.clips, passes)
         checks += self._without_gradient(look)
+        checks += self._of_one_row(look)
         checks += check_step(update, observer, look.known_optimizer)
         checks += _weights_left_alone(look, check_state(update, declared, observer))
         for average in look.facts.averages:
@@ -95,6 +101,26 @@ class UpdateJudge:
         """When the script has come to its own end, so that nothing begins later."""
         text = "{} has not moved in the whole run"
         return [replace(c, severity="critical", message=text.format(c.name)) for c in self._standing.values()]
+
+    def _of_one_row(self, look: LastLook) -> list[Check]:
+        """Embeddings that give the same row to all images in all looks, though the network gets labels that differ."""
+        for step in look.update.micro_steps:
+            inputs = step.calls["network"].inputs if "network" in step.calls else ()
+            image = inputs[0] if inputs and isinstance(inputs[0], torch.Tensor) else torch.zeros(1)
+            labels = [v for v in conditions_of(inputs, len(image)) if v.dtype is torch.int64 and v.ndim == 1]
+            self._labeled += any(bool((v != v[0]).any()) for v in labels)
+        for name, rows in look.rows.items():
+            self._rows[name] = self._rows.get(name, torch.zeros_like(rows)) | rows
+        if self._labeled < FEWEST_LABELED:
+            return []
+        checks = []
+        for name, rows in self._rows.items():
+            used = int(rows.sum())
+            text = (
+                f"the network gets labels that differ, and looks up one row of {name} alone, number {int(rows.int().argmax())}"
+            )
+            checks.append(Check("condition", f"rows of {name} that are used", "several", str(used), used != 1, text, "warning"))
+        return checks
 
     def _without_gradient(self, look: LastLook) -> list[Check]:
         """Parameters that the optimizer was given, and that never got a gradient in any look."""

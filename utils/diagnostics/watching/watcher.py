@@ -85,6 +85,7 @@ class Watcher:
         self._next, self._following = 2, 3  # updates that are looked at
         self._noising: list[Noising] = []
         self._reached: set[str] = set()  # by the gradient of the update under way
+        self._rows: dict[str, torch.Tensor] = {}  # of embeddings, which it reached
         self._clips: list[Clip] = []
         self._scaler: Any = None
         self._scale = 1.0
@@ -162,7 +163,7 @@ class Watcher:
 
     def _see_reached(self) -> None:
         if self._auditing and self._observer is not None:
-            self._reached = self._observer.reached()
+            self._reached, self._rows = self._observer.reached(), self._observer.rows_reached()
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
         """After its first step, whose forward pass is then over in all cases. An optimizer whose network was not found gets one
@@ -347,10 +348,10 @@ class Watcher:
         if self._closes and len(update.micro_steps) > 1:  # a closure that is called several times: what for is not known
             return
         known = type(self._optimizer).__module__.startswith("torch.optim")
-        about = (self._observer, self._facts, list(self._clips), self._probe.moved(), self._reached, known, self._scale)
+        about = (self._observer, self._facts, list(self._clips), self._probe.moved(), self._reached, self._rows, known)
         self._busy = True  # the judge makes optimizer steps of its own
         try:
-            self.judge.look(LastLook(update, *about), self._encoded, bool(self._choices or self._untrained()))
+            self.judge.look(LastLook(update, *about, self._scale), self._encoded, bool(self._choices or self._untrained()))
         finally:
             self._busy = False
         self._report(self)
