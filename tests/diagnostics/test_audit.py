@@ -195,6 +195,36 @@ def test_without_hooks_of_the_forward_pass_gradients_and_averages_are_still_obse
     assert {check.name for check in wrong(loop.update(2))} == {"gradients before the first backward pass", "EMA"}
 
 
+OPTIMIZERS = {  # (name, momentum) as declared, and torch's of these settings
+    ("adamw", 0.9): lambda loop: loop.make_optimizer(),
+    ("rmsprop", 0.9): lambda loop: torch.optim.RMSprop(loop.groups, lr=RATE, momentum=0.9, eps=1e-8),
+    ("rmsprop", 0.0): lambda loop: torch.optim.RMSprop(loop.groups, lr=RATE, eps=1e-8),
+    ("sgd", 0.9): lambda loop: torch.optim.SGD(loop.groups, lr=RATE, momentum=0.9),
+    ("sgd", 0.0): lambda loop: torch.optim.SGD(loop.groups, lr=RATE),
+}
+OTHERS = {
+    ("adamw", 0.9): lambda loop: torch.optim.AdamW(loop.groups, lr=RATE, amsgrad=True),
+    ("rmsprop", 0.9): OPTIMIZERS["rmsprop", 0.0],
+    ("rmsprop", 0.0): lambda loop: torch.optim.RMSprop(loop.groups, lr=RATE, eps=1e-8, centered=True),
+    ("sgd", 0.9): OPTIMIZERS["sgd", 0.0],
+    ("sgd", 0.0): OPTIMIZERS["sgd", 0.9],
+}
+
+
+@pytest.mark.parametrize(("name", "momentum"), OPTIMIZERS)
+def test_the_optimizer_keeps_what_the_declared_one_keeps(name, momentum):
+    settings = replace(declared().optimizer, name=name, momentum=momentum)
+    for make in (OPTIMIZERS[name, momentum], OTHERS[name, momentum]):
+        loop = Loop(replace(declared(), optimizer=settings))
+        loop.optimizer = make(loop)
+        found = [check for number in range(3) for check in wrong(loop.update(number))]
+        if make is OPTIMIZERS[name, momentum]:
+            assert found == []
+        else:
+            assert {check.stage for check in found} == {"optimizer"}
+            assert "keeps" in found[0].message and found[0].declared != found[0].observed
+
+
 def set_(**methods):
     def change(loop):
         for name, method in methods.items():

@@ -166,6 +166,9 @@ CASES = {
             run(quartile_losses(1.0, 1.0, 1.0, 1.0)),
             run(lambda n: quartile_losses(1, 1, 1, 1)(n) | {"layers": layers(update=6e-5)}),
         ),
+        # stuck near a constant, or just come there; and below it and still learning, from a network that began far off
+        (run(quartile_losses(0.92, 0.92, 0.92, 0.92)), run(lambda n: quartile_losses(*[0.85 + 1.6 / n] * 4)(n))),
+        (run(lambda n: quartile_losses(*[0.9 + 1.6 / n] * 4)(n)), run(lambda n: quartile_losses(*[0.86 + 1.6 / n] * 4)(n))),
         # V is 0.8^2 x 0.7^2 = 0.31; where the SNR is above 1, in the first quartile, the loss is weighted
         (
             run(quartile_losses(99, 0.3, 0.3, 0.3), options={"prediction_type": "sample"}),
@@ -508,6 +511,15 @@ def test_the_first_bad_update_is_named_and_overflow_is_advice_for_fp16_alone(pre
     for line in record.history:
         line.pop("train/first_skipped_update", None)  # an earlier version's
     assert diagnose(record)[0].evidence.endswith(f"the first by update {2 * EVERY}")
+
+
+@pytest.mark.parametrize(
+    ("options", "severity"),
+    [({}, "warning"), ({"max_train_images": 99}, "info"), ({"max_train_images": 99, "class_conditional": True}, "warning")],
+)
+def test_classes_that_the_first_images_leave_out_matter_to_a_network_with_classes(options, severity):
+    record = run(data={"classes": {"number": 2, "empty": 1, "counts": {"a": 9, "b": 0}}}, options=options)
+    assert [finding.severity for finding in diagnose(record) if finding.code == "class-empty"] == [severity]
 
 
 def test_what_a_whole_run_records_is_enough_to_judge_everything():

@@ -83,6 +83,18 @@ def test_a_resumed_run_is_compared_with_its_checkpoint(train_script, script_flag
     assert not found_in(tmp_path)
 
 
+def test_weights_of_a_resumed_run_are_not_taken_for_first_ones_where_its_count_is_lost(
+    train, tiny_flags, tmp_path, monkeypatch
+):
+    fresh, begin, built = [], StepAudit.begin, step_audit.check_built
+    monkeypatch.setattr(step_audit, "check_built", lambda *given: fresh.append(given[-1]) or built(*given))
+    flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "2", "--lr_scheduler", "constant"]
+    assert train([*flags, "--max_train_steps", "2"]) == 0
+    monkeypatch.setattr(StepAudit, "begin", lambda self, step, reported: begin(self, 0, reported))
+    assert train([*flags, "--max_train_steps", "4", "--resume_from_checkpoint", "latest"]) == 0
+    assert fresh == [True, False]
+
+
 def test_the_same_bits_with_and_without_it(train_script, script_flags, tmp_path, monkeypatch):
     flags = [*script_flags, "--checkpointing_steps", "8", "--dropout", "0.1"]
     assert train_script([*flags, "--output_dir", tmp_path / "with"]) == 0
@@ -96,7 +108,7 @@ def test_the_same_bits_with_and_without_it(train_script, script_flags, tmp_path,
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_an_audit_that_fails_does_not_end_the_run(train_script, script_flags, tmp_path, monkeypatch):
+def test_a_check_that_fails_ends_neither_the_run_nor_the_other_checks(train_script, script_flags, tmp_path, monkeypatch):
     def broken(*arguments):
         raise ZeroDivisionError("an audit with a mistake")
 
@@ -104,6 +116,10 @@ def test_an_audit_that_fails_does_not_end_the_run(train_script, script_flags, tm
     assert train_script([*script_flags, "--output_dir", tmp_path]) == 0
     findings = json.loads((tmp_path / "diagnosis.json").read_text())
     assert [f["severity"] for f in findings if f["code"] == "rule-failed"] == ["info"]
+    lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    checks = [check for line in lines for check in line.get("audit", {}).get("checks", ())]
+    seen = {check["stage"] for check in checks if check["healthy"]}
+    assert {"input", "target", "weight", "optimizer", "ema", "state"} <= seen
 
 
 def test_weights_that_a_validation_leaves_behind_are_named(train_script, script_flags, tmp_path, monkeypatch, capsys):

@@ -104,7 +104,7 @@ class StepAudit:
         self._scheduled = wanted
         if wanted and not self._built:
             self._built = True
-            self._record(self._guarded(self._look_at_network, step == 0))
+            self._record(self._guarded(self._look_at_network, step == 0 and self._run.resumed_from is None))
         if wanted:
             scaler = self._run.accelerator.scaler
             self._loss_scale = 1.0 if scaler is None else scaler.get_scale()
@@ -307,21 +307,22 @@ class StepAudit:
         checks, declared = self._clipped(update)
         numbers = [step.batch.get("sample_numbers") for step in update.micro_steps]
         images = [step.batch.get("clean_images") for step in update.micro_steps]
-        checks += self._guarded(self._data.checks, update.step, numbers, images)  # images fail in many ways
-        checks += check_network(update, self._observer, declared)
+        # One check that fails must not hide what the others find.
+        checks += self._guarded(self._data.checks, update.step, numbers, images)
+        checks += self._guarded(check_network, update, self._observer, declared)
         if declared.dropout:
             self._pool.add_passes([step.calls["network"].randomness for step in update.micro_steps if "network" in step.calls])
         if self._observer.eager:
             look = check_noising if declared.noising is not None else check_denoising
-            checks += look(update.micro_steps, declared, scale)
-        checks += check_gradients(update, declared, scale, gradient)
-        slopes = check_slopes(update, declared, self._observer, scale)
+            checks += self._guarded(look, update.micro_steps, declared, scale)
+        checks += self._guarded(check_gradients, update, declared, scale, gradient)
+        slopes = self._guarded(check_slopes, update, declared, self._observer, scale)
         self._followed = not any(check.healthy is False for check in slopes)  # once said, it is not looked into again
         checks += slopes
-        checks += check_optimizer(update, declared, self._observer, skipped)
-        checks += self._remembered(update, skipped)
-        checks += check_state(update, declared, self._observer)
-        checks += check_averages(update, declared, self._observer, skipped)
+        checks += self._guarded(check_optimizer, update, declared, self._observer, skipped)
+        checks += self._guarded(self._remembered, update, skipped)
+        checks += self._guarded(check_state, update, declared, self._observer)
+        checks += self._guarded(check_averages, update, declared, self._observer, skipped)
         return [*checks, *self._pool.checks(), *self._pool.independence()]
 
     def _remembered(self, update: Update, skipped: bool) -> list[Check]:

@@ -69,21 +69,36 @@ def check_learning_rate(rates: list[float], wanted: DeclaredOptimizer, finished:
     return Check("learning_rate", name, f"{rate:.6g}", found, False, text)
 
 
+def _torchs(wanted: DeclaredOptimizer, parameters: list[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    """Of matrices and of biases and norms, in this order."""
+    groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(parameters, (wanted.weight_decay, 0.0))]
+    if wanted.name in ("adamw", "adam"):
+        kind = torch.optim.AdamW if wanted.name == "adamw" else torch.optim.Adam
+        return kind(groups, lr=rate, betas=(wanted.beta1, wanted.beta2), eps=wanted.epsilon, foreach=False)
+    if wanted.name == "rmsprop":
+        return torch.optim.RMSprop(groups, lr=rate, momentum=wanted.momentum, eps=wanted.epsilon, foreach=False)
+    return torch.optim.SGD(groups, lr=rate, momentum=wanted.momentum, foreach=False)
+
+
+def _kept(wanted: DeclaredOptimizer) -> list[str]:
+    """Names of the tensors that the declared optimizer keeps of each weight."""
+    one = torch.nn.Parameter(torch.ones(1))
+    one.grad = torch.ones(1)
+    judge = _torchs(wanted, [one], 0.0)
+    judge.step()
+    return [name for name, value in judge.state[one].items() if isinstance(value, torch.Tensor) and name != "step"]
+
+
 def _by_torch(step: Step, wanted: DeclaredOptimizer, decayed: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(weights, {state's name: value}) after the step that torch's own optimizer makes of the same state, float64 [n]."""
     parts = [which.nonzero()[:, 0] for which in (decayed, ~decayed)]
     parameters = [torch.nn.Parameter(step.before[part].double()) for part in parts]
-    groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(parameters, (wanted.weight_decay, 0.0))]
-    if wanted.name in ("adamw", "adam"):
-        kind = torch.optim.AdamW if wanted.name == "adamw" else torch.optim.Adam
-        judge = kind(groups, lr=step.rate, betas=(wanted.beta1, wanted.beta2), eps=wanted.epsilon, foreach=False)
-    elif wanted.name == "rmsprop":
-        judge = torch.optim.RMSprop(groups, lr=step.rate, momentum=wanted.momentum, eps=wanted.epsilon, foreach=False)
-    else:
-        judge = torch.optim.SGD(groups, lr=step.rate, momentum=wanted.momentum, foreach=False)
+    judge = _torchs(wanted, parameters, step.rate)
+    kept = dict.fromkeys(_kept(wanted), torch.zeros_like(step.before))
     for parameter, part in zip(parameters, parts):
         parameter.grad = step.gradient[part].double()
-        state = {name: value[part].double() for name, value in step.state_before.items() if name != "step"}
+        known = {name: value for name, value in step.state_before.items() if name != "step"}
+        state = {name: value[part].double() for name, value in (kept | known).items()} if known else {}
         if state and len(part):
             counted = step.state_before.get("step")
             if counted is not None:
@@ -101,7 +116,10 @@ def _by_torch(step: Step, wanted: DeclaredOptimizer, decayed: torch.Tensor) -> t
 
 
 def _state(step: Step, wanted: DeclaredOptimizer, expected: dict[str, torch.Tensor]) -> list[Check]:
-    checks = []
+    kept, found = (sorted(set(names) - {"step"}) for names in (_kept(wanted), step.state_after))
+    declared, said = (", ".join(names) or "nothing" for names in (kept, found))
+    text = f"the optimizer keeps {said} of each weight, and {NAMES[wanted.name]} with the declared settings {declared}"
+    checks = [Check("optimizer", "what is kept of each weight", declared, said, kept == found, text)]
     for name in [name for name in expected if name in step.state_after]:
         seen, value = (state[name].double()[step.inside] for state in (step.state_after, expected))
         off = float((seen - value).norm()) / (float(value.norm()) or 1.0)

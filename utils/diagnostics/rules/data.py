@@ -97,7 +97,9 @@ def class_empty(record: RunRecord) -> Found:
         if empty:
             names = [name for name, count in counts.items() if count == 0]
             what = f"{empty} of {classes.get('number')}{_listed(', such as', names)}"
-            yield Finding("class-empty", "warning", what, step)
+            # The first N images may be of some classes alone, which matters to a network that is told the classes.
+            chosen = record.options.get("max_train_images") and not record.options.get("class_conditional")
+            yield Finding("class-empty", "info" if chosen else "warning", what, step)
             continue
         usual = median(counts.values()) if counts else 0
         few = [f"{name} ({count})" for name, count in counts.items() if count < 0.03 * usual]

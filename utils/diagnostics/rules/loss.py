@@ -2,6 +2,7 @@
 
 import math
 from statistics import median
+from typing import Any
 
 from utils.diagnostics.finding import Finding, Found
 from utils.diagnostics.rules.optimizer import typical_update
@@ -58,18 +59,27 @@ def not_learning(record: RunRecord) -> Found:
     # 400 are a hundred samples in each quartile.
     if not has_had_a_chance(record) or seen < 400 or reports[-1]["step"] < warmup + 100:
         return
+    ratios, before = _shares_of_a_constant(record, reports), _shares_of_a_constant(record, known[-2 * count : -count])
+    if ratios:
+        yield "not-learning"
+    quartile = min(ratios, key=lambda quartile: ratios[quartile], default=0)
+    both = ratios.keys() & before.keys()
+    # It began far from a constant, is below one now and still falls: it learns, and later than others.
+    falls = both and sum(before[q] - ratios[q] for q in both) > 0.015 * len(both) and ratios[quartile] < 0.97
+    if ratios and ratios[quartile] > 0.85 and not falls:
+        what = f"at best, in quartile {quartile}, the loss is {ratios[quartile]:.2f} of that of a constant prediction"
+        yield Finding("not-learning", "critical", what, reports[-1]["step"])
+
+
+def _shares_of_a_constant(record: RunRecord, reports: list[dict[str, Any]]) -> dict[int, float]:
+    """Quartile of the timesteps -> mean loss over that of the best constant prediction."""
     ratios = {}
     for quartile, constant in errors_of_a_constant(record).items():
         losses = [r.get(f"train/loss_timestep_quartile_{quartile}") for r in reports]
         losses = [loss for loss in losses if loss is not None and math.isfinite(loss)]
         if losses and constant > 0:
             ratios[quartile] = sum(losses) / len(losses) / constant
-    if ratios:
-        yield "not-learning"
-    if ratios and min(ratios.values()) > 0.85:
-        quartile = min(ratios, key=lambda quartile: ratios[quartile])
-        what = f"at best, in quartile {quartile}, the loss is {ratios[quartile]:.2f} of that of a constant prediction"
-        yield Finding("not-learning", "critical", what, reports[-1]["step"])
+    return ratios
 
 
 def has_had_a_chance(record: RunRecord) -> bool:
