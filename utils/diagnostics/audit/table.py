@@ -20,7 +20,7 @@ from utils.diagnostics.audit.archives import images_at, names_in
 from utils.options.flags import DataOptions
 
 _IMAGES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp")  # usual names of columns
-_LABELS = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "target", "category")
+_LABELS = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "cls", "target", "category")
 _ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".lz4"}
 _DOUBTFUL = {".bufr", ".emf", ".eps", ".grib", ".h5", ".hdf", ".heic", ".heif", ".mpeg", ".mpg", ".pdf", ".ps", ".wmf"}
 _SPLITS = {"train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"}  # folders
