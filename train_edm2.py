@@ -169,4 +169,4 @@ def main(options: EDM2Options) -> int:
 
 
 if __name__ == "__main__":
-    run_script(train_or_push(main), lambda: OPTIONS)
+    run_script(train_or_push(main), lambda: OPTIONS, outlives_output=True)

@@ -30,7 +30,7 @@ def said_by(
 
 
 def test_a_large_network_on_a_cpu_is_warned_of_at_once_and_with_the_time_when_that_is_known(monkeypatch):
-    advice = "Try: --model_preset small64 has 3.8 M parameters, and is quicker"
+    advice = "Try: --model_preset small64, which has 3.8 M parameters and is faster"
     size = "warning: this network has 113.7 M parameters, and an update takes many seconds on a CPU. "
     time = "warning: an update takes 24 s on this CPU, so the 198 updates to come take about 1.3 hours. "
     assert said_by(monkeypatch, 24.0) == [size + advice, time + advice]

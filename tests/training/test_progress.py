@@ -89,15 +89,28 @@ def test_without_a_terminal_each_report_is_one_plain_line_with_the_time_left(mon
     monkeypatch.setattr("time.monotonic", lambda: now)
     progress = ProgressBar(True, first_step=10, total_steps=40)  # resumed
     for _ in range(10):
-        now += 2.0
+        now += 1.0
         progress.update()
     progress.show(REPORT)
     now += 100.0
-    progress.update()  # a minute without a line
+    progress.update()  # long without a line
+    now += 9.0
+    progress.update()
+    now += 2.0
+    progress.update()  # ten seconds without a line, in the first ten minutes
+    now += 600.0
+    progress.update()
+    now += 59.0
+    progress.update()
+    now += 2.0
+    progress.update()
     progress.close()
     assert capsys.readouterr().err.splitlines() == [
-        "update 20 of 40: loss 0.2500, lr 1.00e-03, 40 images/s, 0:40 left",
-        "update 21 of 40: 3:27 left",
+        "update 20 of 40: loss 0.2500, lr 1.00e-03, 40 images/s, 0:20 left",
+        "update 21 of 40: 3:10 left",
+        "update 23 of 40: 2:38 left",
+        "update 24 of 40: 13:44 left",
+        "update 26 of 40: 11:24 left",
     ]
 
 

@@ -22,13 +22,19 @@ _at_end: list[Callable[[], None]] = []
 _imports = contextlib.ExitStack()  # says that they take long
 
 
-def run_script(main: Callable[[Any], int | None], parse_args: Callable[[], Any], crash_status: int = 1) -> None:
+def run_script(
+    main: Callable[[Any], int | None], parse_args: Callable[[], Any], crash_status: int = 1, *, outlives_output: bool = False
+) -> None:
     """Calls `main(parse_args())` and ends the process with its status.
+
+    `outlives_output`: what cannot be printed is lost and ends nothing, for work that is kept in files.
 
     A UserError becomes one line on stderr and status 2. Any other exception ends with `crash_status`: memory that ran out with
     one message of the first rank that met it, the rest with their traceback.
     """
     _imports.close()
+    if outlives_output:
+        sys.stdout, sys.stderr = LossyOutput(sys.stdout), LossyOutput(sys.stderr)
     try:
         options = parse_args()
         leave_progress_to_us(options)
@@ -47,6 +53,25 @@ def run_script(main: Callable[[Any], int | None], parse_args: Callable[[], Any],
         elif not _was_said(OUT_OF_MEMORY):  # else that is why this rank lost its peer
             traceback.print_exc()
     _leave(status)
+
+
+class LossyOutput:
+    """A text stream that loses what nobody takes: the reader of a pipe is gone, such as `tee` after Ctrl-C, or a disk is full."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def at_end(function: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ from utils.diffusion.hub import push_to_hub
 from utils.diffusion.sampling import full_precision
 from utils.runs.checkpoints import save_checkpoint
 from utils.runs.ema_snapshots import Snapshots
+from utils.training.doctor import REPORT
 from utils.training.evaluation import SampleEvaluation
 from utils.training.export import Export
 from utils.training.forecast import Forecast
@@ -93,6 +94,8 @@ class Periodic:
             if self._is_due(options.save_images_steps, options.save_images_epochs):
                 self._show()
                 self._write_report()  # what stays of the run if it is killed
+            elif self._monitor.due and not (run.output_dir / REPORT).exists():
+                self._write_report()
             if self._is_due(options.save_model_steps, options.save_model_epochs):
                 self._make_pipeline()
             if self._snapshots.due(state.step):

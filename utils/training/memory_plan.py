@@ -262,9 +262,13 @@ class MemoryPlan:
         """Prints the table of the options, and what the doctor says of them (`schedule` as in the run's record). Returns the
         exit status."""
         options = self._options
+        batch = options.micro_batch_size, options.gradient_accumulation_steps
+        with Bar("predicting the memory of an update", shown=self._accelerator.is_main_process and not options.quiet):
+            fits = self.fits(self.estimate(*batch))
+            table = self.table(*batch)
 
         def write() -> None:
-            print(self.table(options.micro_batch_size, options.gradient_accumulation_steps))
+            print(table)
             with FakeTensorMode():
                 network = self._parts.make_network()
                 optimizer = self._parts.make_optimizer(network)
@@ -281,7 +285,6 @@ class MemoryPlan:
             print(*foretold(vars(options), facts, schedule), sep="\n")
 
         on_main_process(self._accelerator, write)
-        fits = self.fits(self.estimate(options.micro_batch_size, options.gradient_accumulation_steps))
         return 0 if from_main_process(fits) else EXIT_DOES_NOT_FIT
 
     def asked(self, micro_batch_size: int, accumulation: int) -> str:

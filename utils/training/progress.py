@@ -12,12 +12,13 @@ from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from tqdm import tqdm
 
-from utils.core.bars import Bar, duration, on_terminal, print_progress
+from utils.core.bars import LINE_SECONDS, Bar, duration, on_terminal, print_progress
 from utils.core.errors import UserError
 from utils.optim.clipping import Gradients
 
 QUARTILES = 4
-MINUTE = 60.0  # without a terminal, the longest time without a line
+# Without a terminal, the longest time in seconds without a line, and of the run's first minutes, which people watch.
+MINUTE, FIRST_MINUTES = 60.0, 600.0
 
 
 class StepStatistics:
@@ -141,7 +142,8 @@ class ProgressBar:
     def update(self) -> None:
         self._step += 1
         self._bar.update()
-        if time.monotonic() - self._last_line > MINUTE:  # a report is far away
+        now = time.monotonic()
+        if now - self._last_line > (MINUTE if now - self._start > FIRST_MINUTES else LINE_SECONDS):  # a report is far away
             self._line("")
 
     def show(self, report: dict[str, float]) -> None:

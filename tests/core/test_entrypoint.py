@@ -1,0 +1,39 @@
+"""How a process ends whose output nobody takes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+from utils.core.entrypoint import run_script
+
+def main(options):
+    for _ in range(100):
+        print("x" * 1000)
+        print("y", file=sys.stderr, flush=True)
+    return 75
+
+run_script(main, dict, outlives_output={outlives})
+"""
+
+
+def nobody() -> int:
+    """A pipe whose reader is gone, as `tee` after Ctrl-C."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("output", [nobody, lambda: os.open("/dev/full", os.O_WRONLY)], ids=["pipe", "disk"])
+@pytest.mark.parametrize("outlives", [True, False])
+def test_a_run_outlives_those_who_read_what_it_prints(output, outlives):
+    descriptor = output()
+    program = [sys.executable, "-c", PROGRAM.format(outlives=outlives)]
+    ended = subprocess.run(program, stdout=descriptor, stderr=descriptor, cwd=ROOT, timeout=60, check=False)
+    os.close(descriptor)
+    assert (ended.returncode == 75) is outlives
