@@ -210,11 +210,11 @@ def test_every_refused_value_names_its_flag_and_what_is_allowed(name):
         bad = ["nonsense", "nan", "inf"] if action.type.type in (int, float) else ["nonsense"] if action.type.choices else []
         outside = {"at least": -1, "above": 0, "below": 0}
         bad += [str(limit + outside[word]) for word, limit in action.type.limits]
-        for value in bad:
+        for value in ["", *bad]:
             tried += 1
             with pytest.raises(UserError) as error:
                 script.parse_args([flag, value])
-            assert str(error.value) == f"{flag} must be {action.type.allowed()}; got {value}"
+            assert str(error.value) == f"{flag} must be {action.type.allowed()}; got {value or 'nothing'}"
     assert tried >= 10
 
 

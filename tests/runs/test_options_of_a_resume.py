@@ -37,7 +37,14 @@ def test_what_an_older_checkpoint_does_not_know_is_compared_by_its_name():
         check_options(saved, saved | {"train_data_dir": "elsewhere"}, [])
     with pytest.raises(UserError, match="seed: 0 in the checkpoint, 1 now"):
         check_options(SAVED, SAVED | {"seed": 1}, [])
-    assert check_options(SAVED, SAVED | {"seed": 1}, ["seed"]) == []
+    allowed = check_options(SAVED, SAVED | {"seed": 1}, ["seed"])
+    assert allowed == ["seed was 0 and is now 1: --allow_option_change allows it"]
+
+
+def test_a_name_that_no_option_has_cannot_be_allowed():
+    with pytest.raises(UserError, match=r"--allow_option_change sed: no option has this name\nnearest: seed"):
+        check_options(SAVED, SAVED, ["sed"])
+    assert check_options(SAVED, SAVED, ["seed"]) == []
 
 
 def test_a_flag_that_an_earlier_version_did_not_have_was_at_its_default():

@@ -56,7 +56,7 @@ def run_script(
 
 
 class LossyOutput:
-    """A text stream that loses what nobody takes: the reader of a pipe is gone, such as `tee` after Ctrl-C, or a disk is full."""
+    """A text stream that loses what nobody takes: the reader of a pipe is gone (`tee` after Ctrl-C), or a disk is full."""
 
     def __init__(self, stream: Any):
         self._stream = stream

@@ -57,7 +57,7 @@ class Values:
             value = TRUTH[text.lower()] if self.type is bool else (self.reads or self.type)(text)
         except (ValueError, KeyError):
             value = None
-        if value is None or not self._allows(value):
+        if value is None or not text.strip() or not self._allows(value):
             raise ValueError(f"must be {self.allowed()}; got {text or 'nothing'}")
         return value
 

@@ -1,6 +1,7 @@
 """The folder of a run: who may write into it, what it records of its options, and what may change when it is resumed."""
 
 import contextlib
+import difflib
 import json
 import platform
 import shlex
@@ -169,11 +170,15 @@ def check_options(saved: dict, current: dict, allowed: list[str], misfit: str | 
 
     Where the data or the network come from may differ, as long as they are the same. `misfit` says where the checkpoint's
     weights do not fit the network of the current options: then none can be allowed. Raises UserError with a diff when other
-    options differ and are not `allowed`.
+    options differ and are not `allowed`, and for a name in `allowed` that no option has.
     """
     absent = "(absent)"
     saved = {n: value for n, value in WITHOUT.items() if n in current} | saved
     names = sorted(saved.keys() | current.keys())
+    if unknown := sorted(set(allowed) - set(names)):
+        near = difflib.get_close_matches(unknown[0], names, n=3)
+        advice = f"nearest: {', '.join(near)}" if near else "leave it out, or take a name of options.json"
+        raise UserError(f"--allow_option_change {unknown[0]}: no option has this name\n{advice}")
     differing = [n for n in names if saved.get(n) != current.get(n)]  # a flag that is new since is None there
     fixed = [n for n in differing if n in OF_THE_AVERAGES and saved.get("use_ema") and current.get("use_ema")]
     changed = [n for n in differing if misfit or n in fixed or n not in allowed]
@@ -189,7 +194,8 @@ def check_options(saved: dict, current: dict, allowed: list[str], misfit: str | 
         else:
             advice = f"use the checkpoint's values, or add: --allow_option_change {' '.join(changed)}"
         raise UserError("\n".join(["these options would change the run that is resumed:", *lines, advice]))
-    return [f"{n} was {saved.get(n)} and is now {current.get(n)}: the content is the same" for n in moved]
+    why = dict.fromkeys(differing, "--allow_option_change allows it") | dict.fromkeys(moved, "the content is the same")
+    return [f"{n} was {saved.get(n, absent)} and is now {current.get(n, absent)}: {reason}" for n, reason in why.items()]
 
 
 def _same_sources(saved: dict, current: dict) -> set[str]:

@@ -151,7 +151,8 @@ def begin_run(
     )
     attach_state_hooks(accelerator, ema, state)
     asked_epsilon = optimizer.param_groups[0].get("eps")
-    resumed, allowed = options.resume_from_checkpoint, options.allow_option_change
+    free = vars(options).keys() - options.shaping().keys()  # may change in any case
+    resumed, allowed = options.resume_from_checkpoint, [name for name in options.allow_option_change if name not in free]
     with Bar("reading the checkpoint", shown=shown):
         checkpoint, notes = resume(accelerator, folder.path, resumed, state, allowed)
     notes = [*data.images.notes, *objective.notes, *notes]
