@@ -434,10 +434,10 @@ def test_conversions_are_told_and_done(load, tmp_path):
     images = load(train_data_dir=str(folder), resolution=20)
     counts = {note.split(":")[0] for note in images.notes[:-1]}
     assert counts == {
-        "1 images with several frames (animated or paged)",
+        "1 image with several frames (animated or paged)",
         "3 images with more than 8 bits per channel",
         "3 images with transparency",
-        "1 images turned upright by their EXIF orientation",
+        "1 image turned upright by their EXIF orientation",
     }
     names = sorted(path.name for path in folder.iterdir())
     with Image.open(folder / "animated.png") as animation:

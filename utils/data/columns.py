@@ -1,5 +1,7 @@
 """Finds the image and the label column of a `datasets.Dataset` from its features, and reads them without decoding."""
 
+import contextlib
+import hashlib
 import os
 import posixpath
 from collections.abc import Iterable
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 _IMAGE_NAMES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp", "image_path", "image_url", "url")
 LABEL_NAMES = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "cls", "target", "category")
+
+_ROWS = 1024  # read at a time
 
 
 def describe_columns(dataset: "Dataset") -> str:
@@ -177,6 +181,20 @@ class EncodedImages:
 
     def __len__(self) -> int:
         return len(self.table)
+
+    def files_key(self) -> str:
+        """Returns what changes with the size or the time of change of any file on this machine that the column names; "" where
+        the first value is no such name."""
+        first = self.between(0, 1)[0]
+        if first.path is None or first.data is not None or is_address(first.path):
+            return ""
+        digest = hashlib.sha256()
+        for start in range(0, len(self), _ROWS):
+            for file in self.between(start, min(start + _ROWS, len(self))):
+                with contextlib.suppress(OSError):  # what is not there shows when it is decoded
+                    status = os.stat(file.path or "")
+                    digest.update(f"{file.path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        return digest.hexdigest()
 
     def between(self, start: int, stop: int) -> list[ImageFile]:
         """Returns the files of rows [start, stop)."""

@@ -25,7 +25,7 @@ from utils.data.columns import EncodedImages, find_image_column, find_labels
 from utils.data.decode import ImagePreparation, Range, crop_offsets, describe_remarks, size_from_header
 from utils.data.packed_caches import STREAMED_BLOCKS, describe_size, mark_used, size_of
 from utils.data.sources import contents_key, open_dataset
-from utils.data.stored_files import forget_archives
+from utils.data.stored_files import forget_archives, is_address
 from utils.data.stream import BlockReader, StreamedImages, describe, empty_table, index_shards, refuse_arrays
 from utils.options.flags import DataOptions
 
@@ -366,7 +366,10 @@ def _open_table(options: DataOptions) -> _Source:
         data_range = range_of(files, options)
     elif options.data_range is not None:
         raise UserError("--data_range is for arrays, and these are image files\nleave out --data_range")
-    about = (opened.key, opened.description, column, [*opened.notes, *notes, *label_notes])
+    key = opened.key
+    if opened.base is not None and not is_address(opened.base) and (named := files.files_key()):
+        key = f"{key} {named}"
+    about = (key, opened.description, column, [*opened.notes, *notes, *label_notes])
     return _Source(files, labels, class_names, *about, opened.dataset, data_range)
 
 

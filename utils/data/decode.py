@@ -21,12 +21,12 @@ from utils.data.bad_images import UndecodableImage
 from utils.data.color_modes import background_color, hide, is_deep, stack_planes, to_planes
 from utils.data.stored_files import is_address, read_address
 
-# What is worth telling once about a dataset; {n} is the number of images.
+# What is worth telling once about a dataset; {n} is "1 image" or "3 images".
 REMARKS = {
-    "frames": "{n} images with several frames (animated or paged): the first frame is used",
-    "deep": "{n} images with more than 8 bits per channel: scaled to 8 bits (--preserve_input_precision keeps 16)",
-    "transparent": "{n} images with transparency: composited on the background color",
-    "rotated": "{n} images turned upright by their EXIF orientation",
+    "frames": "{n} with several frames (animated or paged): the first frame is used",
+    "deep": "{n} with more than 8 bits per channel: scaled to 8 bits (--preserve_input_precision keeps 16)",
+    "transparent": "{n} with transparency: composited on the background color",
+    "rotated": "{n} turned upright by their EXIF orientation",
 }
 _EXIF_ORIENTATION = 0x0112
 
@@ -198,4 +198,6 @@ def crop_offsets(heights: np.ndarray, widths: np.ndarray, size: Size, crop: np.n
 
 def describe_remarks(counts: dict[str, int]) -> list[str]:
     """Returns one sentence per remark that was made, in the order of `REMARKS`."""
-    return [text.format(n=counts[key]) for key, text in REMARKS.items() if counts.get(key)]
+    return [
+        text.format(n=f"{counts[key]:,} image{'s' * (counts[key] != 1)}") for key, text in REMARKS.items() if counts.get(key)
+    ]
