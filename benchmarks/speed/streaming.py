@@ -35,6 +35,7 @@ from utils.data.loader import BatchSplit, SampleOrder, WindowedOrder, training_b
 from utils.options.flags import DataOptions
 
 POOL = 2000  # different images
+PASSES = 4  # in which images are read from the disk, so that a loader's start counts little
 
 
 def write_shards(folder: Path, images: int, shards: int, side: int, rows: int) -> None:
@@ -146,8 +147,8 @@ def main() -> None:
         packed = load_images(DataOptions(dataset_name=str(folder), **how))
         speeds: dict[str, list[float]] = {"streamed again": [], "packed": []}
         for _ in range(args.rounds):
-            speeds["streamed again"].append(read(streamed, order, 0, updates, args.batch)[0])
-            speeds["packed"].append(read(packed, SampleOrder(len(packed), 0), 0, updates, args.batch)[0])
+            speeds["streamed again"].append(read(streamed, order, 0, PASSES * updates, args.batch)[0])
+            speeds["packed"].append(read(packed, SampleOrder(len(packed), 0), 0, PASSES * updates, args.batch)[0])
         for words, found in speeds.items():
             print(f"{words}: {statistics.median(found):,.0f} images/s")
         middle, low, high = ratio(speeds["streamed again"], speeds["packed"])
