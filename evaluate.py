@@ -226,6 +226,9 @@ def load_reference(args: EvaluateOptions, shape: tuple[int, int, int], shown: bo
     from utils.data.dataset import cache_root, load_images
 
     size: dict[str, Any] = {"resolution": Size(*shape[1:]).resolution, "image_channels": shape[0]}
+    for name, value in size.items():
+        if name in args.given and getattr(args, name) != value:
+            raise UserError(f"--{name} {getattr(args, name)}: the images that are evaluated have {value}\nleave --{name} out")
     with Bar("reading the real images", shown=shown) as bar:
         images = load_images(replace(args, **size), bar.set)
     return images, cache_root(args.cache_dir) / "steady_diffusion"

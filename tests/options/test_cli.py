@@ -200,6 +200,11 @@ def test_words_that_mean_nothing_are_told_apart(flags, message):
         train_ddpm.parse_args(flags.split())
 
 
+def test_the_value_of_a_mistyped_flag_is_not_what_is_told():
+    with pytest.raises(UserError, match=r"^unknown flag --image_dir\nnearest: --images"):
+        importlib.import_module("evaluate").parse_args(["--image_dir", "photos", "--dataset_name", "digits"])
+
+
 @pytest.mark.parametrize("name", LINES)
 def test_every_refused_value_names_its_flag_and_what_is_allowed(name):
     script = importlib.import_module(name)

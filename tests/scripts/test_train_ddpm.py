@@ -271,7 +271,10 @@ def test_its_test_suite_s_command_lines(train, tiny_flags, tmp_path):
         (["--resume_from_checkpoint", "checkpoint-7"], "has no such checkpoint"),
         (["--dataset_name", "/no/such/data"], "/no/such/data"),
         (["--mixed_precision", "fp16"], "fp16 needs a GPU"),
-        (["--ddpm_num_inference_steps", "5000"], "5000 sampling steps are not possible"),
+        (["--ddpm_num_inference_steps", "5000"], "--ddpm_num_inference_steps: 5000 sampling steps are not possible"),
+        (["--eval_steps", "2", "--eval_images", "3"], "use at least 10 --eval_images"),
+        (["--background", "fog"], "--background must be an opaque color, such as white, #808080 or rgb(0,0,0); got fog"),
+        (["--dataset_name", "data/train.parquet"], "--dataset_name data/train.parquet: no such file or folder"),
         (["--optimizer", "adamw8bit"], "bitsandbytes"),
         (["--logger", "wandbb"], "unknown --logger 'wandbb'"),
         (["--logger", "aim"], "pip install aim"),
@@ -283,6 +286,7 @@ def test_bad_input_is_named(train, tiny_flags, tmp_path, flags, message):
         train([*tiny_flags, "--output_dir", tmp_path / "run", *flags])
     assert message in str(error.value)
     assert "Traceback" not in str(error.value) and len(str(error.value)) < 600
+    assert not (tmp_path / "run" / "options.json").exists()  # nor was an earlier run deleted
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 

@@ -260,8 +260,10 @@ def load_images(options: DataOptions, progress: Callable[[int, int], None] | Non
     shape, size = options.image_shape, Size.of(options.resolution)
     try:
         color = background_color(options.background)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    except ValueError:
+        raise UserError(
+            f"--background must be an opaque color, such as white, #808080 or rgb(0,0,0); got {options.background}"
+        ) from None
     allowed = options.max_bad_images if options.on_bad_image == "replace" else 0
     if options.streaming:
         source = _open_stream(options, progress)

@@ -61,7 +61,11 @@ class FileTree:
         names = {entry.name for entry in entries}
         for entry in entries:
             stem = archive_stem(entry.name)
-            if entry.is_dir():
+            try:
+                is_folder = entry.is_dir()
+            except OSError as error:
+                raise UserError(f"cannot read {entry.path}: {error.strerror or error}\ncheck its permissions") from None
+            if is_folder:
                 if not entry.name.startswith((".", "__")):
                     self.add_folder(entry.path, f"{prefix}{entry.name}/", (*above, itself))
             elif not entry.is_file():
@@ -104,10 +108,12 @@ def scan(source: str) -> FileTree:
     if os.path.isdir(place):
         tree.add_folder(place)
     elif not os.path.exists(place):
-        raise UserError(f"{source}: no such folder or file\ncheck the path")
+        raise UserError(f"--train_data_dir {source}: no such folder or file\ncheck the path")
     elif archive_stem(place) is not None:
         tree.add_archive(place)
     else:
         kinds = " or ".join(f".{kind}" for kind in ARCHIVES)
-        raise UserError(f"{source} is neither a folder of images nor a {kinds} file of images\nunpack it, or give a folder")
+        raise UserError(
+            f"--train_data_dir {source} is neither a folder of images nor a {kinds} file of images\nunpack it, or give a folder"
+        )
     return tree

@@ -103,6 +103,8 @@ def find_builder(options: DataOptions) -> tuple["datasets.DatasetBuilder", list[
     elif path.is_dir():
         source = {"path": options.dataset_name, "name": options.dataset_config_name}
         files = _files_below(path)
+    elif _only_a_path(str(options.dataset_name)):
+        raise UserError(f"--dataset_name {options.dataset_name}: no such file or folder\ncheck the path")
     else:
         source = {"path": options.dataset_name, "name": options.dataset_config_name, "revision": options.dataset_revision}
     source["cache_dir"] = options.cache_dir
@@ -111,6 +113,12 @@ def find_builder(options: DataOptions) -> tuple["datasets.DatasetBuilder", list[
     details = {"config": options.dataset_config_name, "split": split, "revision": options.dataset_revision}
     words = ", ".join(f"{name} {value}" for name, value in details.items() if value is not None)
     return builder, files, f"{options.dataset_name} ({words})"
+
+
+def _only_a_path(name: str) -> bool:
+    """Whether this cannot be meant as a name on the Hub, which is `name` or `owner/name`."""
+    files = {*_BUILDER_OF_SUFFIX, ".zip", ".npy", ".npz", ".h5", ".hdf5"} - {".json", ".csv"}  # these two end names of the Hub
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix.lower() in files
 
 
 def _base(builder: "datasets.DatasetBuilder", split: str) -> str | None:

@@ -215,16 +215,21 @@ def sample(
     return torch.cat(images) if record_timesteps is None else (torch.cat(images), torch.cat(paths))
 
 
-def sampling_steps(sampler: str, requested: int | None, noise_scheduler: Scheduler) -> int:
+def sampling_steps(
+    sampler: str, requested: int | None, noise_scheduler: Scheduler, *, flag: str = "--num_inference_steps"
+) -> int:
     """Steps to sample with: `requested`, else 50, which DDIM needs for good images, or all of them for the full DDPM chain; 32
     with EDM (Karras et al. 2024).
 
-    Raises UserError for a number that `sampler` cannot do on this schedule.
+    Raises UserError for a number that `sampler` cannot do on this schedule, which names the `flag`.
     """
     num_train_timesteps = noise_scheduler.config.num_train_timesteps
     usual = num_train_timesteps if sampler == "ddpm" else min(50, num_train_timesteps)
     steps = requested or (32 if is_edm(noise_scheduler.config) else usual)
-    set_timesteps(make_sampler(sampler, noise_scheduler), steps)
+    try:
+        set_timesteps(make_sampler(sampler, noise_scheduler), steps)
+    except UserError as error:
+        raise UserError(f"{flag}: {error}") from None
     return steps
 
 

@@ -28,7 +28,7 @@ def exponent_of_width(width: float) -> float:
     """
     if not 0.0 < width < WIDEST:
         raise UserError(
-            f"an EMA of width {width} is not possible\nset a width between 0 and {WIDEST:.4f} (the mean of all updates)"
+            f"an EMA of width {width:g} is not possible\nset a width between 0 and {WIDEST:.4f} (the mean of all updates)"
         )
     inverse = float(width) ** -2
     roots = np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse])

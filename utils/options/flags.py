@@ -145,7 +145,11 @@ class TrainingOptions(Options):
         free=True,
     )
     cpu_threads: int | None = flag(
-        None, "threads per process on a CPU (OMP_NUM_THREADS if you set it, else cores / processes)", at_least=1, free=True
+        None,
+        "threads per process on a CPU (OMP_NUM_THREADS if you set it, else cores / processes)",
+        at_least=1,
+        below=1025,
+        free=True,
     )
 
 
@@ -321,6 +325,7 @@ class RunOptions(
     """What the training scripts have in common."""
 
     script: ClassVar[str]
+    sampling_flag: ClassVar[str]
     if TYPE_CHECKING:  # a flag of each script, with its own choices
         sampler: Any = None
     usual_preset: ClassVar[str | None] = None  # where data is named, and neither a preset nor a config
@@ -466,6 +471,8 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
 
     presets, script = FLAGS, "train_ddpm"
 
+    sampling_flag: ClassVar[str] = "--ddpm_num_inference_steps"
+
     @property
     def sampling_steps(self) -> int | None:
         return self.ddpm_num_inference_steps
@@ -517,6 +524,8 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOpt
 
     presets, about_presets, usual_preset = EDM2_FLAGS, EDM2_ABOUT, "XS"
     script = "train_edm2"
+
+    sampling_flag: ClassVar[str] = "--num_inference_steps"
 
     @property
     def sampling_steps(self) -> int | None:
@@ -579,7 +588,7 @@ class GenerateOptions(Options):
     )
     mixed_precision: Literal["no", "bf16", "fp16"] = flag("no", "precision of the network (default: no)")
     compile: bool = flag(False, "torch.compile the network: takes a minute, useful for thousands of images")
-    cpu_threads: int = flag(1, "on a CPU, threads per process (default: 1)", at_least=1)
+    cpu_threads: int = flag(1, "on a CPU, threads per process (default: 1)", at_least=1, below=1025)
     quiet: bool = flag(False, "show no progress")
 
 

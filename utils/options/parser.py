@@ -96,7 +96,13 @@ def parse_options(cls: type[T], description: str, argv: list[str] | None = None)
     """
     parser, values = make_parser(cls, description), values_of(cls)
     words = [spelled(word, parser) for word in (sys.argv[1:] if argv is None else argv)]
-    namespace, unknown = parser.parse_known_args(words)
+    try:
+        namespace, unknown = parser.parse_known_args(words)
+    except UserError:
+        for word in words:  # the value of a mistyped flag looks like a wrong word
+            if word.startswith("--") and word.split("=")[0] not in parser._option_string_actions:
+                refuse(word, words, parser)
+        raise
     if unknown:
         refuse(unknown[0], words, parser)
     given = {name: value for name, value in vars(namespace).items() if value is not None}

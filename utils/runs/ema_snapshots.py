@@ -97,6 +97,8 @@ def list_snapshots(run: Path) -> list[Snapshot]:
             raise UserError(
                 f"{path} is damaged, or it is not a snapshot: {error}\nremove this file to continue without it"
             ) from None
+    if not run.is_dir():
+        raise UserError(f"{run}: no such folder\ngive the folder of a run")
     if not found:
         raise UserError(f"{run} has no EMA snapshots\ntrain with --ema_type power, which saves them")
     if len({snapshot.fingerprint for snapshot in found}) > 1:

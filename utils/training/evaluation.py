@@ -17,7 +17,6 @@ from utils.evaluation.evaluator import Evaluation
 from utils.evaluation.extractors import make_extractor
 from utils.evaluation.feature_sets import REFERENCE_ROWS, FeatureSet, evenly, reference_features
 from utils.evaluation.memorization import MAX_IMAGES, Originals
-from utils.evaluation.quality import MIN_IMAGES
 from utils.training.run import Run
 
 FEATURES = "randconv"  # needs no labels, no file and no training
@@ -27,19 +26,11 @@ LOGGED = ("precision", "recall", "density", "coverage", "variance_ratio", "dista
 
 
 class SampleEvaluation:
-    """Figures of the samples against the training images, up to 50,000 of them; their features are computed once and cached.
-
-    Raises UserError for fewer images than figures can be made of.
-    """
+    """Figures of the samples against the training images, up to 50,000 of them; their features are computed once and cached."""
 
     def __init__(self, run: Run):
         self._run = run
-        options, training, noise_scheduler = run.options, run.data.training, run.objective.noise_scheduler
-        if options.eval_steps and (options.eval_images < MIN_IMAGES or len(training) < 2 * MIN_IMAGES):
-            raise UserError(
-                f"--eval_steps: {options.eval_images} samples and {len(training)} training images are too few\n"
-                f"use at least {MIN_IMAGES} --eval_images and {2 * MIN_IMAGES} training images, or leave --eval_steps out"
-            )
+        options, noise_scheduler = run.options, run.objective.noise_scheduler
         self._plan = SamplePlan(
             make_sampler(options.sampler, noise_scheduler),
             sampling_steps(options.sampler, options.sampling_steps, noise_scheduler),

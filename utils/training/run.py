@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from utils.core.bars import Bar
 from utils.core.distributed import make_accelerator, on_main_process
+from utils.core.errors import UserError
 from utils.core.signals import StopSignal, leave_on_signal
 from utils.data.autoencoder import Autoencoder
 from utils.data.dataset import content_fingerprint
@@ -23,7 +24,9 @@ from utils.diagnostics.network_check import examine
 from utils.diffusion.export import check_export
 from utils.diffusion.hub import check_hub
 from utils.diffusion.objective import Objective
+from utils.diffusion.sampling import sampling_steps
 from utils.diffusion.unet import network_options
+from utils.evaluation.quality import MIN_IMAGES
 from utils.optim.clipping import AdaptiveLimit, FixedLimit
 from utils.optim.ema import EMA
 from utils.optim.power_ema import make_ema
@@ -176,6 +179,7 @@ def begin_run(
         "classes": objective.classes,
         **kept,
     }
+    _check_samples(options, len(data.training), objective)
     if state.step < length.max_train_steps:
         on_main_process(accelerator, _check_disk, folder, data, objective, state, length, options)
     if resumed:
@@ -217,6 +221,16 @@ def begin_run(
         *(options, accelerator, folder, data, objective, ema, ema_decay, clipping),
         *(state, length, facts, progress, trackers, doctor, stop, checkpoint),
     )
+
+
+def _check_samples(options: RunOptions, training_images: int, objective: Objective) -> None:
+    """Raises UserError for samples that cannot be made or evaluated, before an earlier run in the folder is deleted."""
+    if options.eval_steps and (options.eval_images < MIN_IMAGES or training_images < 2 * MIN_IMAGES):
+        raise UserError(
+            f"--eval_steps: {options.eval_images} samples and {training_images} training images are too few\n"
+            f"use at least {MIN_IMAGES} --eval_images and {2 * MIN_IMAGES} training images, or leave --eval_steps out"
+        )
+    sampling_steps(options.sampler, options.sampling_steps, objective.noise_scheduler, flag=options.sampling_flag)
 
 
 def _check_disk(
