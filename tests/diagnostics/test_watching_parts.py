@@ -48,6 +48,7 @@ OTHER = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
         (lambda o, x, n: o - n, "epsilon", True),
         (lambda o, x, n: (o - n) * MASK, "epsilon", True),
         (lambda o, x, n: (o - n).sign(), "epsilon", True),
+        (lambda o, x, n: (o - n.roll(1, 0)).sign(), "the noise of the image before", False),
         (lambda o, x, n: (o - n) * (0.2 + MASK * o.abs()), "epsilon", None),  # weights of pixels
         (lambda o, x, n: o - n + 0.2 * o.sign(), "", None),  # one more term
         (lambda o, x, n: o - 0.9 * n - 0.3 * OTHER, "", None),  # a teacher

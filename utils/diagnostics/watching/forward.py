@@ -16,7 +16,14 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.conditions import begins_alike, place_of_told
 from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.images import check_latents, check_range, check_spread
-from utils.diagnostics.watching.inputs import check_mixture, check_noised_once, check_told, check_unexplained, images_in
+from utils.diagnostics.watching.inputs import (
+    check_mixture,
+    check_noised_once,
+    check_told,
+    check_unexplained,
+    images_in,
+    told_as_edm,
+)
 from utils.diagnostics.watching.levels import Levels, Look, Table, anywhere, matching, said, tables
 from utils.diagnostics.watching.mixture import Mixture, find, strength
 from utils.diagnostics.watching.options import declared_prediction
@@ -349,6 +356,8 @@ def _order(declared: str | None, levels: Levels) -> list[str]:
         names = ["velocity", "backward", *names[:3]]
     if levels.kind == "preconditioned":
         names = ["raw", *names]
+    if levels.kind == "variance-preserving" and not told_as_edm(levels):
+        names.remove("raw")  # with a sigma_data of 1 it is v of the other sign
     return list(dict.fromkeys([declared, *names] if declared else names))
 
 

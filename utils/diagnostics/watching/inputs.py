@@ -63,6 +63,10 @@ def check_told(levels: Levels) -> tuple[Check, str]:
     return Check("timestep", name, wanted, "no function of it", False, message), ""
 
 
+def told_as_edm(levels: Levels) -> bool:
+    return levels.told is not None and _alike(levels.told, levels.sigma.log() / 4)
+
+
 def _alike(told: torch.Tensor, values: torch.Tensor) -> bool:
     return worst(told - values) <= 2e-3 * max(worst(values), 1e-3)
 

@@ -150,7 +150,9 @@ class Recorder(TorchDispatchMode):
         elif tensor.dtype is torch.int64 and (tensor.ndim == 1 or (tensor.ndim == 2 and tensor.shape[1] >= TOKENS)):
             _keep_newest(self.seen.labels, tensor, MOST)
         if tensor.shape in self.conditions and tensor.is_floating_point():
-            _keep_newest(self.seen.conditions, tensor, FEWEST)
+            kept = self.seen.conditions
+            if sum(other.shape == tensor.shape for other in kept.values()) < FEWEST:  # the first, before layers make others
+                kept[id(tensor)] = tensor
 
 
 def _in_compiled() -> bool:

@@ -20,6 +20,7 @@ class Target:
 
 NOTHING = "nothing"
 EDM = "EDM's target"
+OWN_V = "v of the image's own coefficients, as if they were on a circle"
 GOOD = ("epsilon", "sample", "v_prediction", "velocity", "raw", "score")
 SAID = {
     "epsilon": "the noise (epsilon)",
@@ -78,6 +79,8 @@ def identify_target(levels: Levels, order: list[str], table: Any = None) -> Targ
         return Target(NOTHING, False, None)
     error = _Error(gradient[used], output[used], levels.clean[used], levels.noise[used], looks[0].output.dtype)
     parts = {name: tuple(_of_used(of, used) for of in both) for name, both in _parts(levels, table).items()}
+    if "raw" not in order:
+        parts.pop("raw", None)
     known = sorted(parts, key=lambda name: order.index(name) if name in order else len(order))
     candidates = {name: error.made(*parts[name]) for name in known}
     candidates |= {
@@ -95,9 +98,13 @@ def identify_target(levels: Levels, order: list[str], table: Any = None) -> Targ
             c = torch.zeros(len(gradient), dtype=gradient.dtype, device=gradient.device)
             c[used] = scale
             return Target(name, name in (*GOOD, "backward"), c, error.called)
-    best = max(order[:6], key=lambda name: error.agreement(candidates[name]) if name in candidates else -1.0)
-    if best in candidates and error.agreement(candidates[best]) > 0.99:
+    agreements = {name: error.agreement(values) for name, values in candidates.items()}
+    best = max((name for name in order[:6] if name in candidates), key=lambda name: agreements[name])
+    if agreements[best] > 0.99:
         return Target(best, True, None, error.other_kind())
+    wrong = max(agreements, key=lambda name: agreements[name])
+    if agreements[wrong] > 0.99 and error.other_kind() != "other error":
+        return Target(wrong, wrong in (*GOOD, "backward"), None, error.other_kind())
     return _of_other_parts(error, levels, used)
 
 
@@ -153,6 +160,8 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
     if worst(residual) <= error.precision:
         if _is_tangent(levels.a[used], levels.b[used], of_clean, of_noise):
             return Target("velocity of its path", True, c if bool(used.all()) else None)
+        if _of_v(levels.a[used], levels.b[used], of_clean, of_noise):
+            return Target(OWN_V, False, None)
         if (sigma_data := _of_edm(levels.sigma[used], of_clean, of_noise)) is not None:
             return Target(f"{EDM} of sigma_data {sigma_data:.3g}", False, None)
         return Target(f"{middle(of_clean):.2g} x_0 + {middle(of_noise):.2g} noise", False, None)
@@ -172,6 +181,13 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
         if 0.9 < spread < 1.1 and own < 0.2 and abs(level) < 0.05 and middle(left) > 0.3 and error.share > 0.99:
             return Target("other noise than that of the image", False, None)
     return Target("", False, None, "error of another kind")
+
+
+def _of_v(a: torch.Tensor, b: torch.Tensor, of_clean: torch.Tensor, of_noise: torch.Tensor) -> bool:
+    """a noise - b x_0, or (noise - b x) / a, which is the same where a^2 + b^2 = 1."""
+    if worst(of_clean + b) > 1e-2:
+        return False
+    return any(worst(of_noise / wanted - 1) < 1e-2 for wanted in (a, (1 - b**2) / a))
 
 
 def _of_edm(sigma: torch.Tensor, of_clean: torch.Tensor, of_noise: torch.Tensor) -> float | None:
@@ -211,6 +227,10 @@ def check_target(target: Target, declared: str | None, levels: Levels) -> Check:
     if target.name.startswith(EDM):
         text = f"the loss compares the output with {target.name}, and the input is not c_in (x_0 + sigma noise)"
         return Check("input", "coefficients of image and noise", "EDM's c_in", f"a {span(levels.a)}", False, text)
+    if target.name == OWN_V:
+        text = "the loss asks for v, but a^2 + b^2 is not 1 for the coefficients of image and noise: is a square root missing?"
+        observed = f"a {span(levels.a)}, b {span(levels.b)}"
+        return Check("input", "coefficients of image and noise", "a^2 + b^2 = 1, for v", observed, False, text)
     if target.name in ("velocity", "backward"):
         return _velocity(target, levels, wanted, observed)
     text = "" if target.healthy else f"the loss compares the output with {target.name}: a sampler cannot use this target"

@@ -173,6 +173,8 @@ class Watcher:
                 self._optimizer, self.updates = optimizer, 1
                 self._choose_untrained()
             return
+        if self._idle.get(id(optimizer), 0) > 0:  # none of its parameters has a gradient
+            return
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         owned = {id(p): p.numel() for p in _parameters_of(optimizer)}
         count = sum(owned.values())
@@ -194,7 +196,10 @@ class Watcher:
         self._idle[id(optimizer)] = self._idle.get(id(optimizer), 0) + 1 if idle else -PATIENCE
         if self._idle[id(optimizer)] == IDLE:
             kind = type(optimizer).__name__
-            text = f"no parameter of {kind} has a gradient: are they of a copy of the network, or is the loss cut off?"
+            self.networks.append(("nothing", kind, sum(p.numel() for p in _parameters_of(optimizer))))
+            text = (
+                f"no parameter of {kind} has a gradient: are they of a copy of the network or frozen, or is the loss cut off?"
+            )
             name, wanted = "parameters in the optimizer", "all that get gradients"
             self.judge.record(self.steps, [Check("optimizer", name, wanted, "none that gets one", False, text)])
 

@@ -60,11 +60,10 @@ def identify_weights(weights: torch.Tensor, levels: Levels, target: str, micro_s
             text = f"all images count {best.factor:.4g}, the mean of {mean_of}: weights [B, 1] times errors [B] make [B, B]?"
             return Weighting("1", None, best.factor, False, text)
         return _judged(best, familiar_one, target, micro_steps, levels.pixels, batch)
-    for shift in (1, -1) if len(weights) > 3 else ():
-        for name in familiar:
-            for gamma in _gammas(weights, snr.roll(shift), name):
-                if constant(weights / _FUNCTIONS[name](snr.roll(shift), gamma or 0.0)) is not None:
-                    return Weighting(name, gamma, 1.0, False, "errors are weighed by the weight of another image of the batch")
+    for name in familiar if len(weights) > 3 else ():
+        for gamma in _GAMMAS if "gamma" in name else (None,):
+            if constant(weights.sort().values / _FUNCTIONS[name](snr, gamma or 0.0).sort().values) is not None:
+                return Weighting(name, gamma, 1.0, False, "errors are weighed by the weight of another image of the batch")
     if (of_levels := _of_levels(weights, levels)) is not None:
         return of_levels
     counted = int((weights.abs() > 1e-9).sum())
