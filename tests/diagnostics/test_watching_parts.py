@@ -69,6 +69,22 @@ def test_targets(gradient, name, healthy):
     assert check_target(target, None, levels).healthy is healthy
 
 
+def test_v_of_the_wrong_sign_is_not_taken_for_the_target_of_edm():
+    a, b = on_circle()
+    of_image = [v.float()[:, None, None, None] for v in (a, b)]
+    levels = levels_of(a, b, lambda o, x, n: o - (of_image[1] * x - of_image[0] * n))
+    assert identify_target(levels, [name for name in ORDER if name != "raw"]).name == "v of the wrong sign"
+
+
+def test_v_of_coefficients_that_are_not_on_a_circle():
+    a = torch.linspace(0.1, 0.9, B, dtype=torch.float64)
+    share, noise_share = a.float()[:, None, None, None], 1 - a.float()[:, None, None, None]
+    for v in (lambda x, n: share * n - noise_share * x, lambda x, n: (n - noise_share * (share * x + noise_share * n)) / share):
+        levels = levels_of(a, 1 - a, lambda o, x, n, v=v: o - v(x, n))
+        check = check_target(identify_target(levels, ORDER), None, levels)
+        assert (check.stage, check.healthy) == ("input", False)
+
+
 def test_noise_of_another_strength():
     a, b = on_circle()
     s = torch.linspace(0.1, 0.9, B, dtype=torch.float64)
@@ -92,11 +108,14 @@ def snr_of(levels: Levels) -> torch.Tensor:
     ("weights", "target", "severity"),
     [
         (lambda snr: snr.clamp(max=5) / snr, "epsilon", None),
+        (lambda snr: (snr.clamp(max=5) / snr).flip(0), "epsilon", "critical"),  # of other images
         (lambda snr: 1 / (snr + 1), "epsilon", None),  # P2
         (lambda snr: (snr + 1) ** -0.5, "epsilon", None),
         (lambda snr: snr**-0.5, "epsilon", None),
         (lambda snr: snr.clamp(min=5) / snr, "epsilon", "critical"),
         (lambda snr: 1 / snr, "sample", "critical"),
+        (lambda snr: snr**2 / (snr + 1), "v_prediction", "critical"),  # SNR, where the loss asks for the noise
+        (lambda snr: snr.clamp(min=1) / (snr + 1), "v_prediction", None),  # max(SNR, 1), where it asks for the image
         (lambda snr: torch.where(snr > 1, 1.0, -1.0), "epsilon", "info"),  # preferences
         (lambda snr: (snr.clamp(max=5) / snr).mean().expand(B), "epsilon", "critical"),  # [B, 1] times [B]
         (lambda snr: torch.full((B,), 0.37, dtype=torch.float64), "epsilon", None),
@@ -146,8 +165,22 @@ def test_latents_that_were_made_earlier(spread, severity):
 def test_a_missing_gradient_is_said_of_what_it_belongs_to():
     network = torch.nn.Module()
     network.embed, network.second = torch.nn.Embedding(3, 4), torch.nn.Linear(2, 2)
-    names = ("embed.weight", "time_embed.0.weight", "y_embedder.table", "second.weight", "0.label_proj.bias")
-    assert [_kind_of(name, network) for name in names] == ["condition", "timestep", "condition", "", "condition"]
+    names = (
+        "embed.weight",
+        "time_embed.0.weight",
+        "y_embedder.table",
+        "second.weight",
+        "0.label_proj.bias",
+        "embedding.0.bias",
+    )
+    assert [_kind_of(name, network) for name in names] == ["condition", "timestep", "condition", "", "condition", "network"]
+
+
+def test_noise_that_was_changed_is_noise_that_was_drawn():
+    recorder = Recorder()
+    recorder.start()
+    noise = torch.randn(2, 1, 4, 4).clamp(-1, 1)
+    assert any(torch.equal(draw.tensor, noise) for draw in recorder.stop().draws)
 
 
 def test_bytes_that_overflow_are_seen():

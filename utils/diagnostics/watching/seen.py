@@ -16,6 +16,7 @@ TOKENS = 4  # of a text, at least
 _DRAWS = {"randn", "randn_like", "normal_", "normal", "normal_functional", "rand", "rand_like", "uniform_"}
 _NORMAL = {"randn", "randn_like", "normal_", "normal", "normal_functional"}
 _INTEGERS = {"randint", "randint_like", "random_", "multinomial", "randperm"}
+_CHANGES = {"_to_copy", "clamp", "clamp_min", "clamp_max", "hardtanh", "tanh", "round", "sign"}  # of what was drawn
 _WHOLE: dict[str, Any] = {"add": torch.add, "sub": torch.sub, "mul": torch.mul}
 _SCALINGS = {"mul", "mul_", "div", "div_"}
 
@@ -111,8 +112,8 @@ class Recorder(TorchDispatchMode):
             elif name in _DRAWS and result.ndim > 1:
                 if len(seen.draws) < MOST:
                     seen.draws.append(Draw(result, name in _NORMAL))
-            elif name == "_to_copy" and result.ndim > 1:  # to another device or precision
-                drawn = next((draw for draw in seen.draws if draw.tensor is args[0]), None)
+            elif name.rstrip("_") in _CHANGES and result.ndim > 1:
+                drawn = next((draw for draw in seen.draws if draw.tensor.data_ptr() == args[0].data_ptr()), None)
                 if drawn is not None and len(seen.draws) < MOST:
                     seen.draws.append(Draw(result, drawn.normal))
             elif name in _INTEGERS and result.ndim == 1 and len(seen.times) < MOST:

@@ -162,7 +162,7 @@ class UpdateJudge:
                 self._words.setdefault("ema", average.name)
 
 
-_SAID = {"timestep": "the noise level", "condition": "labels or texts"}
+_SAID = {"timestep": "the noise level", "condition": "labels or texts", "network": "the noise level or of labels"}
 _WORDS = {
     "timestep": r"t|temb|times?|timesteps?|time\w*|sigmas?|logsnr|level",
     "condition": r"y|cond|class\w*|labels?|captions?|prompts?|text\w*|context\w*|condition\w*",
@@ -174,7 +174,9 @@ def _kind_of(name: str, network: nn.Module) -> str:
     for kind, words in _WORDS.items():
         if any(re.fullmatch(words, part) for part in re.split(r"[._]", name.lower())):
             return kind
-    return "condition" if isinstance(network.get_submodule(name.rpartition(".")[0]), nn.Embedding) else ""
+    if isinstance(dict(network.named_modules()).get(name.rpartition(".")[0]), nn.Embedding):
+        return "condition"
+    return "network" if any(part.startswith("emb") for part in re.split(r"[._]", name.lower())) else ""
 
 
 def _of_embedding(kind: str, missing: list[str]) -> Check | None:

@@ -14,14 +14,20 @@ _GAMMAS = (5.0, 1.0, 2.0, 3.0, 4.0, 7.0, 10.0, 20.0)
 _FAMILIAR = {  # what scripts weigh errors by on purpose
     "epsilon": ("1", "min(SNR, gamma) / SNR", "(SNR + 1) / SNR", "1 / (SNR + 1)"),
     "sample": ("1", "SNR", "max(SNR, 1)", "min(SNR, gamma)", "SNR + 1", "1 / (SNR + 1)", "SNR / (SNR + 1)"),
-    "v_prediction": ("1", "SNR / (SNR + 1)", "min(SNR, gamma) / (SNR + 1)", "1 / (SNR + 1)"),
+    "v_prediction": ("1", "SNR / (SNR + 1)", "min(SNR, gamma) / (SNR + 1)", "1 / (SNR + 1)", "max(SNR, 1) / (SNR + 1)"),
     "score": ("1", "1 / SNR", "1 / (SNR + 1)"),
 }
 _FUNCTIONS = WEIGHTINGS | {
     "SNR / (SNR + 1)": lambda snr, gamma: snr / (snr + 1),
     "1 / (SNR + 1)": lambda snr, gamma: 1 / (snr + 1),
     "(SNR + 1) / SNR": lambda snr, gamma: (snr + 1) / snr,
+    "max(SNR, 1) / (SNR + 1)": lambda snr, gamma: snr.clamp(min=1) / (snr + 1),
     "SNR + 1": lambda snr, gamma: snr + 1,
+}
+
+_THROUGH = {  # what an error of v counts where the loss compares the noise, or the image, that follows from v
+    "epsilon": lambda snr: snr / (snr + 1),
+    "sample": lambda snr: 1 / (snr + 1),
 }
 
 
@@ -45,21 +51,15 @@ def identify_weights(weights: torch.Tensor, levels: Levels, target: str, micro_s
         return Weighting("", None, 1.0, False, text, "info")
     snr = (levels.a / levels.b.clamp(min=1e-12)) ** 2
     familiar = _FAMILIAR.get(target, ("1",))
-    found: list[tuple[bool, bool, Weighting]] = []
-    for name in (*familiar, *_FUNCTIONS):
-        for gamma in _gammas(weights, snr, name):
-            factor = constant(weights / _FUNCTIONS[name](snr, gamma or 0.0))
-            exact = factor is not None and abs(abs(factor) - 1) < SMALL
-            if factor is not None and (exact or gamma in (None, *_GAMMAS)) and (exact or name in familiar or len(weights) > 3):
-                found.append((name in familiar, exact, Weighting(name, gamma, factor, True)))
-        if found and found[-1][:2] == (True, True):
-            break
-    if found:
-        familiar_one, _, best = max(found, key=lambda one: one[:2])
+    if found := _known(weights, snr, familiar):
+        familiar_one, best = found
         if best.name == "1" and (mean_of := _mean_of(best.factor, snr, familiar)):
             text = f"all images count {best.factor:.4g}, the mean of {mean_of}: weights [B, 1] times errors [B] make [B, B]?"
             return Weighting("1", None, best.factor, False, text)
         return _judged(best, familiar_one, target, micro_steps, levels.pixels, batch)
+    for of, share in _THROUGH.items() if target == "v_prediction" and len(weights) > 3 else ():
+        if (found := _known(weights / share(snr), snr, _FAMILIAR[of])) and abs(abs(found[1].factor) - 1) < SMALL:
+            return _judged(found[1], found[0], of, micro_steps, levels.pixels, batch)
     for name in familiar if len(weights) > 3 else ():
         for gamma in _GAMMAS if "gamma" in name else (None,):
             if constant(weights.sort().values / _FUNCTIONS[name](snr, gamma or 0.0).sort().values) is not None:
@@ -70,6 +70,23 @@ def identify_weights(weights: torch.Tensor, levels: Levels, target: str, micro_s
     if counted < len(weights):
         return Weighting("", None, 1.0, False, f"only {counted} of {len(weights)} images count in the loss", "warning")
     return Weighting("", None, 1.0, True)
+
+
+def _known(weights: torch.Tensor, snr: torch.Tensor, familiar: tuple[str, ...]) -> tuple[bool, Weighting] | None:
+    """(whether it is a familiar one, the known function that the weights are proportional to)."""
+    found: list[tuple[bool, bool, Weighting]] = []
+    for name in (*familiar, *_FUNCTIONS):
+        for gamma in _gammas(weights, snr, name):
+            factor = constant(weights / _FUNCTIONS[name](snr, gamma or 0.0))
+            exact = factor is not None and abs(abs(factor) - 1) < SMALL
+            if factor is not None and (exact or gamma in (None, *_GAMMAS)) and (exact or name in familiar or len(weights) > 3):
+                found.append((name in familiar, exact, Weighting(name, gamma, factor, True)))
+        if found and found[-1][:2] == (True, True):
+            break
+    if not found:
+        return None
+    familiar_one, _, best = max(found, key=lambda one: one[:2])
+    return familiar_one, best
 
 
 def _mean_of(factor: float, snr: torch.Tensor, names: tuple[str, ...]) -> str | None:
