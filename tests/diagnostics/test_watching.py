@@ -132,6 +132,12 @@ def test_a_script_that_never_trains(server, tmp_path):
     assert "no optimizer step was seen" in text
 
 
+def test_of_networks_that_are_no_denoisers_nothing_is_judged(server, tmp_path):
+    status, text, findings = watch(server, tmp_path, LOOPS / "autoencoder.py", 9)
+    assert (status, findings) == (0, {})
+    assert "optimizer steps (AdamW of 2,055 parameters), but no network" in text and text.count("0x") == 9
+
+
 def test_it_ends_after_the_updates_asked_for(server, tmp_path):
     status, text, _ = watch(server, tmp_path, LOOPS / "misbehaving.py", "exit", 50, updates=4)
     assert status == 0 and "4 updates" in text and text.count("0x") == 4

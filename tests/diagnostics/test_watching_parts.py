@@ -11,6 +11,7 @@ from utils.diagnostics.watching.images import check_range, check_spread
 from utils.diagnostics.watching.inputs import check_mixture
 from utils.diagnostics.watching.levels import Levels, Look, tables
 from utils.diagnostics.watching.mixture import Mixture, strength
+from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.options import Schedule
 from utils.diagnostics.watching.probes import CopyProbe, Probe
 from utils.diagnostics.watching.seen import Recorder
@@ -181,6 +182,12 @@ def test_noise_that_was_changed_is_noise_that_was_drawn():
     recorder.start()
     noise = torch.randn(2, 1, 4, 4).clamp(-1, 1)
     assert any(torch.equal(draw.tensor, noise) for draw in recorder.stop().draws)
+
+
+def test_words_that_are_put_back_are_those_of_an_embedding_alone():
+    network, text = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Embedding(3, 4), torch.nn.Linear(4, 4))
+    assert not ForeignObserver({"network": network}, (), (), text).embeds_alone
+    assert ForeignObserver({"network": network}, (), (), text[0]).embeds_alone
 
 
 def test_bytes_that_overflow_are_seen():

@@ -51,6 +51,8 @@ class ForeignObserver(Observer):
         self.parameters = {name: p for name, p in self.parameters.items() if id(p) not in others}
         self.sample = ElementSample(self.parameters)
         self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}
+        embeddings = {id(m.weight) for m in self.trained.modules() if isinstance(m, nn.Embedding)}
+        self.embeds_alone = all(id(p) in embeddings for p in self.parameters.values())  # as in textual inversion
         tables = {id(m.weight) for m in self.trained.modules() if isinstance(m, nn.Embedding) and m.num_embeddings <= ROWS}
         self._tables = {name: p for name, p in self.parameters.items() if id(p) in tables}
 

@@ -8,7 +8,6 @@ from torch import nn
 
 from utils.diagnostics.audit.fitting import SMALL, slope
 from utils.diagnostics.audit.gradients import check_gradients
-from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.audit.seen import Update
 from utils.diagnostics.audit.state import check_state
 from utils.diagnostics.audit.verdict import Check
@@ -16,6 +15,7 @@ from utils.diagnostics.watching.averages import STILL, First, check_average
 from utils.diagnostics.watching.conditions import conditions_of
 from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.forward import declared_step
+from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import check_step
 from utils.diagnostics.watching.options import check_options
 from utils.diagnostics.watching.ranks import Everyone
@@ -41,7 +41,7 @@ class LastLook:
     """One update as it was seen."""
 
     update: Update
-    observer: Observer
+    observer: ForeignObserver
     facts: Facts
     clips: list[Clip]
     moved: bool  # whether the weights changed between updates since the look before
@@ -234,6 +234,8 @@ def _weights_left_alone(look: LastLook, checks: list[Check]) -> list[Check]:
     )
     wanted, found = "those that the step left", "others" if look.moved else "the same"
     checks = [*checks, Check("state", "weights at the next update", wanted, found, not look.moved, text)]
+    if look.observer.embeds_alone:  # of a text encoder, whose words that are not trained are put back
+        checks = [replace(check, severity="info") for check in checks]
     sizes = look.update.row_sizes
     if sizes is not None and float(((sizes - 1).abs() < NORMALIZED).double().mean()) > 0.8:  # as EDM2 does in its forward pass
         why = "rows of weights have the size 1: each update normalizes them"

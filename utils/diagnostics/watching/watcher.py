@@ -138,9 +138,11 @@ class Watcher:
         if depth > 4 or any(c.module is module for c in self._candidates):
             return
         made = next(iter(tensors_in(output)), None)
-        if made is None or made.ndim < 2 or not made.requires_grad:
+        if made is None or made.ndim < 2 or not made.requires_grad or next(module.parameters(), None) is None:
             return
         given = next((v for v in inputs if is_like(v, made.shape)), None)
+        if given is not None and given.ndim == 2 and sum(isinstance(v, torch.Tensor) for v in inputs) < 2:
+            return  # a layer: a denoiser of signals gets a noise level, too
         if given is not None:
             # More channels than it makes: a condition is joined to the image. Fewer: it makes variances too.
             whole = given.ndim == 2 or made.shape[1] in (given.shape[1], 2 * given.shape[1])
@@ -170,8 +172,8 @@ class Watcher:
         at its second step, when all others have made a step."""
         if id(optimizer) in self._optimizers:
             if self.network is None and self._idle.get(id(optimizer), 0) < 0:
-                self._optimizer, self.updates = optimizer, 1
-                self._choose_untrained()
+                self._choose_untrained(optimizer)
+                self.updates = 0 if self.network is None else 1
             return
         if self._idle.get(id(optimizer), 0) > 0:  # none of its parameters has a gradient
             return
@@ -210,10 +212,10 @@ class Watcher:
         self._next, self._searched = min(self._next, self.updates + 2), False
         self._install()
 
-    def _choose_untrained(self) -> None:
+    def _choose_untrained(self, optimizer: Optimizer | None) -> None:
         """Watches one of the networks that the optimizer does not train, and the loss is computed with: what is trained acts on
         them from beside, as adapters and control networks do."""
-        optimizer, first, outer = self._optimizer, self._choice, self._untrained()
+        first, outer = self._choice, self._untrained()
         self._outer = []
         if optimizer is None or not outer:
             return
@@ -221,6 +223,12 @@ class Watcher:
         self._choices = [Choice(c.module, [], optimizer, c.shape, trained) for c in sorted(outer, key=_rank)[:MOST_OUTER]]
         self._choices += [] if first is None else [first]  # where none of them is the denoiser
         self._choose()
+
+    def _give_up(self) -> None:
+        """None of the networks is a denoiser."""
+        self.rest()
+        self._choice = self._optimizer = self._observer = self.network = None
+        self.updates = 0
 
     def _untrained(self) -> list[Candidate]:
         """Networks with an output that the loss may depend on, of which no optimizer has a parameter."""
@@ -356,14 +364,17 @@ class Watcher:
         about = (self._observer, self._facts, list(self._clips), self._probe.moved(), self._reached, self._rows, known)
         self._busy = True  # the judge makes optimizer steps of its own
         try:
-            self.judge.look(LastLook(update, *about, self._scale), self._encoded, bool(self._choices or self._untrained()))
+            others = self._choice.trained is not None or bool(self._choices or self._untrained())  # type: ignore[union-attr]
+            self.judge.look(LastLook(update, *about, self._scale), self._encoded, others)
         finally:
             self._busy = False
         self._report(self)
         if not self.judge.mixed and self._choices:
             self._choose()
+        elif not self.judge.mixed and self._choice.trained is not None:  # type: ignore[union-attr]
+            self._give_up()
         elif not self.judge.mixed:
-            self._choose_untrained()
+            self._choose_untrained(self._optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._see_optimizer(optimizer)
