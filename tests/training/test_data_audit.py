@@ -8,6 +8,7 @@ import re
 import tarfile
 import zipfile
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import datasets
@@ -17,7 +18,7 @@ import torch
 from conftest import slow_turns
 from PIL import Image
 
-from utils.data import columns, dataset, loader, training_data
+from utils.data import columns, dataset, loader, stream, training_data
 from utils.data.dataset import ImageSet
 from utils.data.loader import SampleOrder
 from utils.data.training_data import TrainingData
@@ -61,7 +62,7 @@ def make_table(path, labels=KINDS, feature=None, save="parquet"):
     features = {"other": datasets.Value("int64"), "image": datasets.Image(), "kind": feature}
     values = {"other": range(120), "image": [{"bytes": png(p), "path": None} for p in PIXELS], "kind": labels}
     made = datasets.Dataset.from_dict(values, features=datasets.Features(features))
-    path.mkdir(exist_ok=True)
+    path.mkdir(exist_ok=True, parents=True)
     if save == "parquet":
         made.to_parquet(path / "train.parquet")
         return {"dataset_name": str(path / "train.parquet")}
@@ -69,6 +70,19 @@ def make_table(path, labels=KINDS, feature=None, save="parquet"):
         made = made.select(range(0, 120, 2))  # the folder has these rows alone
     made.save_to_disk(path)
     return {"dataset_name": str(path)}
+
+
+def make_shards(path):
+    (name,) = make_table(path / "whole").values()
+    whole = datasets.Dataset.from_parquet(name, cache_dir=str(path / "whole"))
+    (path / "shards").mkdir()
+    for number in range(2):
+        whole.shard(2, number, contiguous=True).to_parquet(path / "shards" / f"train-{number}.parquet", batch_size=10)
+    return {"dataset_name": str(path / "shards"), "streaming": True, "shuffle_window": 40}
+
+
+def make_saved_shards(path):
+    return make_table(path, save="arrow") | {"streaming": True, "shuffle_window": 1000}
 
 
 def strings(path):
@@ -93,7 +107,11 @@ SOURCES = {
     "zip": lambda path: make_archive(path, "zip"),
     "tar": lambda path: make_archive(path, "tar"),
     "on the fly": lambda path: make_folder(path) | {"cache_images": "no"},
+    "streamed": make_shards,
+    "streamed, saved": make_saved_shards,
 }
+
+QUICK_SOURCES = ("folder", "parquet", "streamed")
 
 
 def look(tmp_path, updates=24, change=lambda data: None, **given):
@@ -123,7 +141,7 @@ def messages(checks) -> list[str]:
     return [f"{check.stage}: {check.message}" for check in checks if check.healthy is False]
 
 
-@pytest.mark.parametrize("source", ["folder", "parquet", *slow_turns(*(s for s in SOURCES if s not in ("folder", "parquet")))])
+@pytest.mark.parametrize("source", [*QUICK_SOURCES, *slow_turns(*(s for s in SOURCES if s not in QUICK_SOURCES))])
 def test_healthy_data_of_any_source_has_no_deviation(tmp_path, source):
     checks = look(tmp_path, **SOURCES[source](tmp_path / "data"))
     assert messages(checks) == []
@@ -137,7 +155,7 @@ def test_the_files_rows_are_counted(tmp_path, source):
     given = SOURCES[source](tmp_path / "data")
     options = EDM2Options(cache_dir=str(tmp_path / "cache"), **given)
     table = Table(dataset.open_dataset(options).dataset, options)
-    assert table.stored == {"digits": 1797, "saved": 60}.get(source, 120)
+    assert table.stored == {"digits": 1797, "saved": 60, "streamed, saved": 60}.get(source, 120)
     if "train_data_dir" in given:  # not known of a part of the files
         assert Table(table._dataset, EDM2Options(dataset_split="train[:5]", **given)).stored is None
     assert len(table) == (50 if source == "the first" else table.stored)
@@ -217,6 +235,26 @@ def other_column(patch):
     patch.setattr(dataset, "find_labels", lambda table, asked: columns.find_labels(table, "other"))
 
 
+def block_read(change):
+    """Changes which images a block of a stream has: (the reader, its number, all) -> images."""
+
+    def fault(patch):
+        read = stream.BlockReader.__call__
+        patch.setattr(stream.BlockReader, "__call__", lambda self, block: change(self, block, partial(read, self)))
+
+    return fault
+
+
+def streamed_labels_shifted(patch):
+    find = stream.find_labels
+
+    def shifted(*arguments):
+        labels, *others = find(*arguments)
+        return np.roll(labels, 1), *others
+
+    patch.setattr(stream, "find_labels", shifted)
+
+
 def by_name(labels, names):
     order = np.argsort(names)
     return np.argsort(order)[labels], [names[k] for k in order]
@@ -264,6 +302,9 @@ FAULTS = {
     ),
     "replaced needlessly": ("bad images", "though it can be decoded", replaced_needlessly),
     "validation of training images": ("folder", "in the validation", validation_of_training_images),
+    "another block of the stream": ("streamed", "data: ", block_read(lambda r, b, read: read((b + 1) % len(r.blocks)))),
+    "a block of the stream reversed": ("streamed", "data: ", block_read(lambda r, b, read: read(b)[::-1])),
+    "labels of the stream shifted": ("streamed", "condition: ", streamed_labels_shifted),
 }
 SOURCES_OF_FAULTS = SOURCES | {"bad images": lambda path: make_folder(path) | {"on_bad_image": "replace"}}
 

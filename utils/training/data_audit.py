@@ -11,6 +11,7 @@ from utils.diagnostics.audit.array_table import ArrayTable
 from utils.diagnostics.audit.files import DeclaredImages, DecodedFile
 from utils.diagnostics.audit.images import Draws, check_images
 from utils.diagnostics.audit.latents import LatentFiles
+from utils.diagnostics.audit.local_shards import open_local_shards
 from utils.diagnostics.audit.passes import Passes
 from utils.diagnostics.audit.rows import check_balance, check_labels, check_pass, check_rows, check_split, check_stand_ins
 from utils.diagnostics.audit.table import Table
@@ -55,10 +56,11 @@ class DataAudit:
 
     @cached_property
     def _table(self) -> Table | ArrayTable | None:
-        opened = self._run.data.images.opened
+        options = self._run.options
+        opened = open_local_shards(options) if options.streaming else self._run.data.images.opened
         if opened is not None:
-            return Table(opened, self._run.options)
-        return ArrayTable(self._run.options) if ArrayTable.reads(self._run.options) else None
+            return Table(opened, options)
+        return ArrayTable(options) if ArrayTable.reads(options) else None
 
     def begin_micro_step(self, batch: dict[str, Any]) -> None:
         self._pending = batch["sample_numbers"]
