@@ -42,8 +42,9 @@ def loss_plots(record: RunRecord, findings: list) -> str:
         "Training and validation loss",
         [*curves, _curve(record, "validation/loss", "validation (EMA weights)", 2)],
         unit="loss per sample",
-        reading="Healthy: a fast fall, then a slow one, and validation that falls along. Validation that turns up while "
-        "training falls means memorizing; a smoothed line that turns up, a learning rate that is too high.",
+        reading="Healthy: the loss falls fast at first, then slowly, and the validation loss falls with it. If "
+        "the validation loss rises while the training loss falls, the network memorizes the images. If "
+        "the smoothed line rises, the learning rate is too high.",
         marks=marks,
         note="Upright lines mark the updates that findings name." if marks else "",
     )
@@ -59,7 +60,8 @@ def loss_plots(record: RunRecord, findings: list) -> str:
             for i in (1, 2, 3, 4)
         ],
         unit="loss per sample, smoothed",
-        reading="Healthy: four levels, each falling or flat. One that rises alone names the noise level that is in trouble.",
+        reading="Healthy: four lines that fall or stay level. If only one of them rises, the training has a "
+        "problem at these noise levels.",
     )
     return loss + quartiles
 
@@ -75,8 +77,9 @@ def gradient_plots(record: RunRecord) -> str:
             [norm, *smoothed, clip],
             unit="L2 norm of the gradient",
             scale="log",
-            reading="Healthy: high at first, then level within a factor of ten and mostly below the clip. Always above it, "
-            "clipping sets the step size; spikes or a slow climb ask for a lower learning rate.",
+            reading="Healthy: high at first, then level within a factor of ten, and mostly below the limit. If the "
+            "norm is always above the limit, the clipping decides the step size. If there are spikes, or the "
+            "norm rises slowly, try a lower learning rate.",
         ),
         plot(
             "Learning rate",
@@ -90,7 +93,7 @@ def gradient_plots(record: RunRecord) -> str:
             [_curve(record, "train/loss_scale", "loss scale")],
             unit="factor on the loss",
             scale="log",
-            reading="Healthy: it settles within the first thousand updates. One that keeps halving: gradients overflow.",
+            reading="Healthy: level after the first thousand updates. If it is halved again and again, the gradients overflow.",
         ),
     )
 
@@ -106,16 +109,16 @@ def ema_plots(record: RunRecord) -> str:
             [_curve(record, "train/ema_distance", "distance")],
             unit="norm of the difference / norm of the EMA weights",
             scale="zero",
-            reading="Healthy: it rises at first and shrinks as the learning rate falls. One that keeps growing means that "
-            "the weights run away from their average: samples of raw and EMA will differ.",
+            reading="Healthy: the distance rises at first, and falls when the learning rate falls. If it rises all "
+            "the time, the samples of the raw weights and of the EMA will differ.",
         ),
         plot(
             "EMA decay",
             [_curve(record, "train/ema_decay", "1 / (1 − decay)", 1, updates_averaged)],
             unit="updates averaged over, 1 / (1 − decay)",
             scale="log",
-            reading="Healthy: it grows with the run and stays well below its length; averaging over more updates than the "
-            "run has keeps the first, bad weights.",
+            reading="Healthy: the number grows with the run and stays well below the number of updates. If it is "
+            "larger than that, the average still contains the first, bad weights.",
             note=f"The newest decay is {decays[-1]:.6g}." if decays else "",
         ),
     )
@@ -128,22 +131,24 @@ def speed_plots(record: RunRecord) -> str:
             [_curve(record, "perf/images_per_second", "images/s")],
             unit="images per second, all processes",
             scale="zero",
-            reading="Healthy: level. A slow fall means a machine that is shared, hot or short of memory.",
+            reading="Healthy: level. If the speed falls slowly, the machine may be shared, hot or short of memory.",
         ),
         plot(
             "Waiting for data",
             [_curve(record, "perf/data_wait", "waiting", 1, lambda share: 100 * share)],
             unit="% of the time of an update",
             scale="zero",
-            reading="Healthy: below 5 %. Above, the device is idle: more --dataloader_num_workers, or leave --cache_images on.",
+            reading="Healthy: below 5 %. If it is more, the device waits for data: use more "
+            "--dataloader_num_workers, or leave --cache_images on.",
         ),
         plot(
             "Use of the device",
             [_curve(record, "perf/mfu", "MFU", 1, lambda share: 100 * share)],
             unit="% of the device's peak (MFU)",
             scale="zero",
-            reading="The arithmetic of the network, forward and backward, over what the device can do. A small network or "
-            "batch leaves most of a GPU idle: a larger --train_batch_size, --mixed_precision bf16, --compile.",
+            reading="The arithmetic of the network (forward and backward pass), compared with what the device can "
+            "do. A small network or batch uses only a part of a GPU. Try a larger --train_batch_size, "
+            "--mixed_precision bf16 or --compile.",
         ),
     )
 
@@ -155,22 +160,23 @@ LAYER_KINDS = {
     "activation": (
         "Activations",
         "root mean square of the layer's output",
-        "Healthy: level after the first tenth of the run. A climb without end overflows in fp16 sooner or later.",
+        "Healthy: level after the first tenth of the run. Activations that rise without end will overflow in fp16.",
     ),
     "weight": (
         "Weights",
         "root mean square of the weights",
-        "Healthy: slow growth that levels off. One layer that leaves the others has a gradient of its own.",
+        "Healthy: slow growth that becomes level. If one layer grows differently from the others, look at its gradient.",
     ),
     "gradient": (
         "Gradients",
         "root mean square of the gradient",
-        "Healthy: the layers stay within a few powers of ten and move together. A layer at zero learns nothing.",
+        "Healthy: all layers are within a few powers of ten and change together. A layer with a gradient of 0 learns nothing.",
     ),
     "update": (
         "Updates",
         "change per update / weight, root mean squares",
-        "Healthy: around 1e-4 to 1e-2, falling with the learning rate. Above 1e-2 a layer is shaken, below 1e-6 it rests.",
+        "Healthy: around 1e-4 to 1e-2, and falling with the learning rate. Above 1e-2, a layer changes "
+        "too fast. Below 1e-6, it hardly learns.",
     ),
 }
 
@@ -276,15 +282,15 @@ def probe_plots(records: list[tuple[int, dict]]) -> list[str]:
             curve(newest, "linear_error", "the best that only scales its input", "limit"),
         ],
         unit="mean squared error",
-        reading="Healthy: the newest line lies below the first, in time also below the dotted one, and that of held-out images "
-        "beside it.",
+        reading="Healthy: the newest line is below the first one, and later also below the dotted one. The line "
+        "of the held-out images is close to it.",
         x_label="timestep",
     )
     sizes = plot(
         "Size of the prediction",
         [curve(newest, "output_std", now, 1), curve(newest, "target_std", "what is to be predicted", "limit")],
         unit="standard deviation",
-        reading="Healthy: at or below the dotted line, nearer to it where the prediction is easy.",
+        reading="Healthy: at or below the dotted line, and closer to it at timesteps where the prediction is easy.",
         scale="linear",
         x_label="timestep",
     )
@@ -292,7 +298,7 @@ def probe_plots(records: list[tuple[int, dict]]) -> list[str]:
         "Gap to the ideal denoiser",
         both("ideal_denoiser_gap"),
         unit="loss above that of the ideal denoiser",
-        reading="Healthy: the newest line lies below the first at every timestep, and near zero where noise is strong.",
+        reading="Healthy: the newest line is below the first one at every timestep, and near zero where there is much noise.",
         scale="zero",
         x_label="timestep",
     )
@@ -306,5 +312,6 @@ def data_plot(record: RunRecord) -> str:
         [_curve(record, f"data/{key}", label, style) for style, (key, label) in enumerate(names.items(), start=1)],
         unit="pixel value after scaling to [-1, 1]",
         scale="linear",
-        reading="Healthy: smallest and largest near -1 and 1, mean and standard deviation level. A step: the data changed.",
+        reading="Healthy: the smallest and largest values are near -1 and 1, the mean and the standard deviation "
+        "are level. If a line jumps, the data has changed.",
     )

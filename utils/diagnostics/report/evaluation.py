@@ -35,7 +35,7 @@ def evaluation_section(record: RunRecord) -> str:
         + table(f"Figures ({what})", reading, ["", "samples", "real images"], evaluation_rows(figures))
         + card(
             "Closest pairs",
-            "The samples that are nearest to a training image, and those images. Healthy: alike in kind, not in detail.",
+            "The samples that are nearest to a training image, and these images. Healthy: similar subjects, but other details.",
             sheet,
         )
     )
@@ -88,8 +88,8 @@ def evaluation_plots(record: RunRecord, figures: dict) -> str:
             title,
             curves(kind),
             unit=unit,
-            reading="Healthy: falling towards the floor that real images have among themselves; a rise means that training "
-            "has gone too far or wrong.",
+            reading="Healthy: the distance falls towards that of real images among themselves. If it rises, the "
+            "training went on too long, or something is wrong.",
         )
         for kind, title, unit in (
             ("fd", "Fréchet distance of the samples", "squared distance, EMA weights"),
@@ -105,8 +105,8 @@ def evaluation_plots(record: RunRecord, figures: dict) -> str:
             ],
             unit="share of the images",
             scale="zero",
-            reading="Healthy: all three near those of real images (0.95 or so). Recall or coverage that falls while precision "
-            "rises: variety is lost.",
+            reading="Healthy: all three are near those of real images (about 0.95). If recall or coverage falls "
+            "while precision rises, the samples lose variety.",
         )
     ]
     return columns(*distances) + columns(
@@ -128,7 +128,7 @@ def _coverage(kind: str, bins: dict) -> str:
     if left_out > 0:
         ratios = sorted(ratios, key=lambda pair: pair[1])[:MAX_BARS]
     what = {"classes": "class, as a classifier of the labels sees them", "modes": "cluster of the real images"}[kind]
-    reading = "Healthy: near 100 %, within chance. 0: never generated." + (
+    reading = "Healthy: near 100 %, except for chance. 0: never generated." + (
         f" The {MAX_BARS} least covered; {left_out} more are not shown." if left_out > 0 else ""
     )
     return bars(

@@ -30,23 +30,26 @@ def samples_section(record: RunRecord) -> str:
         strip += f"<figure>{image}<figcaption>update {step:,}</figcaption></figure>" if image else ""
     path = folder / f"{grids[newest].stem}-path.png"
     sides = (
-        "Left raw, right EMA weights, from the same noise. Healthy: both alike, EMA the cleaner; good raw beside gray or "
-        "blurred EMA: the average is too long."
+        "Left: raw weights. Right: EMA weights. Both start from the same noise. Healthy: they are "
+        "similar, and the EMA is cleaner. If the raw side is good and the EMA side is gray or blurred, "
+        "the average is too long."
     )
     if record.options.get("use_ema") is False:
-        sides = "The raw weights, on both sides. Healthy: varied, without grain and without color casts."
+        sides = "Both sides show the raw weights. Healthy: varied images, without grain and without color casts."
     return (
         card(f"After {newest:,} updates", sides, picture(grids[newest], f"samples after {newest:,} updates", LARGE))
         + card(
             "Over time",
-            "The same noise every time. Healthy: shapes settle early, details later, and places keep their image.",
+            "The noise is the same every time. Healthy: first the shapes become clear, then the details. "
+            "Each place keeps its image.",
             strip and f'<div class="strip">{strip}</div>',
         )
         + columns(
             card(
                 "From noise to image",
-                "Timesteps of the newest sampling, left to right. Healthy: large shapes at high timesteps, details at low "
-                "ones; noise that stays to the end means a schedule or a prediction type that does not fit.",
+                "The newest samples at different timesteps, from left to right. Healthy: large shapes at high "
+                "timesteps, details at low ones. If the last image still has noise, the schedule or the "
+                "prediction type does not fit.",
                 picture(path, "from noise to image", LARGE) if path.exists() else "",
             ),
             _sample_figures(record),
@@ -91,7 +94,7 @@ def _sample_figures(record: RunRecord) -> str:
     names = list(dict.fromkeys(name for kind in kinds for name in newest[kind]))
     rows = [[name.replace("_", " "), *(cell(newest[kind].get(name)) for kind in kinds)] for name in names]
     titles = {"raw": "raw", "ema": "EMA", "data": "training data"}
-    reading = "Healthy: samples close to the data in every row; less spread than the data means too little variety."
+    reading = "Healthy: close to the data in every row. If the spread of the samples is smaller, they have too little variety."
     return table(f"Figures of the samples after {step:,} updates", reading, ["", *(titles[kind] for kind in kinds)], rows)
 
 
