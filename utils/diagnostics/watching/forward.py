@@ -1,5 +1,6 @@
 """What a forward pass and its loss show: image and noise, the noise level, the target, what errors count."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -363,7 +364,9 @@ def _order(declared: str | None, levels: Levels) -> list[str]:
 
 def _own_table(scheduler: Any) -> torch.Tensor | None:
     """Of a scheduler that noises by steps, as one made anew of the same config has it."""
-    fresh = type(scheduler).from_config(scheduler.config)
+    kind = type(scheduler)  # its `from_config` would import all schedulers of diffusers, which takes most of a second
+    known = inspect.signature(kind.__init__).parameters
+    fresh = kind(**{name: value for name, value in scheduler.config.items() if name in known})
     table = getattr(fresh, "alphas_cumprod", None)
     if table is None:
         return None

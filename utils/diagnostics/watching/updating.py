@@ -63,7 +63,7 @@ class UpdateJudge:
         self._words = words
         self._firsts: dict[str, First] = {}
         self._reached: set[str] = set()  # parameters that ever got a gradient
-        self._looks = self._labeled = 0  # `_labeled`: forward passes with labels that differ
+        self._looks = self._labeled = self._highest = 0  # `_labeled`: passes with labels that differ; `_highest` of them
         self._rows: dict[str, torch.Tensor] = {}  # of embeddings, that ever did
         self._standing: dict[str, Check] = {}  # averages that have not moved, as far as was seen
 
@@ -109,12 +109,15 @@ class UpdateJudge:
             image = inputs[0] if inputs and isinstance(inputs[0], torch.Tensor) else torch.zeros(1)
             labels = [v for v in conditions_of(inputs, len(image)) if v.dtype is torch.int64 and v.ndim == 1]
             self._labeled += any(bool((v != v[0]).any()) for v in labels)
+            self._highest = max([self._highest, *(int(v.max()) for v in labels)])
         for name, rows in look.rows.items():
             self._rows[name] = self._rows.get(name, torch.zeros_like(rows)) | rows
         if self._labeled < FEWEST_LABELED:
             return []
         checks = []
         for name, rows in self._rows.items():
+            if not max(2, self._highest) < len(rows) <= 1.2 * self._highest + 10:  # of something else than those labels
+                continue
             used = int(rows.sum())
             text = (
                 f"the network gets labels that differ, and looks up one row of {name} alone, number {int(rows.int().argmax())}"
