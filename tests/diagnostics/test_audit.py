@@ -26,9 +26,10 @@ RATE, DECAY, STEPS = 1e-3, 0.9, 1000
 LABELS = torch.tensor([0, 2, 1, 5])
 
 
-def network() -> UNet2DModel:
+def network(classes: int | None = None) -> UNet2DModel:
     torch.manual_seed(0)
     return UNet2DModel(
+        num_class_embeds=classes,
         sample_size=8,
         in_channels=3,
         out_channels=3,
@@ -62,7 +63,7 @@ class Loop:
 
     def __init__(self, wanted: Declared, batch=16):
         self.declared, self.batch = wanted, batch
-        self.network = network().train()
+        self.network = self.make_network().train()
         groups = [[p for p in self.network.parameters() if (p.ndim > 1) is many] for many in (True, False)]
         self.matrices, self.others = groups
         self.optimizer = self.make_optimizer()
@@ -76,6 +77,12 @@ class Loop:
     @property
     def groups(self):
         return [{"params": self.matrices, "weight_decay": 0.01}, {"params": self.others, "weight_decay": 0.0}]
+
+    def make_network(self):
+        return network()
+
+    def call(self, x, t):
+        return self.network(x, t).sample
 
     def make_optimizer(self):
         return torch.optim.AdamW(self.groups, lr=RATE, betas=(0.9, 0.999))
@@ -138,7 +145,7 @@ class Loop:
             noise = self.noise(x0)
             self.observer.begin_micro_step()
             with torch.autocast("cpu", cast) if cast else nullcontext():
-                output = self.network(self.noisy(x0, noise, t), self.tell(t)).sample
+                output = self.call(self.noisy(x0, noise, t), self.tell(t))
             self.observer.tell(clean_images=x0, noise=noise, timesteps=t)
             self.pool.add_levels(t)
             self.pool.add_noise(noise)
@@ -193,6 +200,49 @@ def test_without_hooks_of_the_forward_pass_gradients_and_averages_are_still_obse
     loop.update_average = lambda number: None
     loop.update(1)
     assert {check.name for check in wrong(loop.update(2))} == {"gradients before the first backward pass", "EMA"}
+
+
+class LabeledLoop(Loop):
+    """Its class embedding begins at zero, as some do."""
+
+    def make_network(self):
+        made = network(6)
+        torch.nn.init.zeros_(made.class_embedding.weight)
+        return made
+
+    def call(self, x, t):
+        return self.network(x, t, torch.arange(len(x)) % 6).sample
+
+
+def without_classes(loop):
+    forward = loop.network.class_embedding.forward
+    loop.network.class_embedding.forward = lambda labels: forward(labels) * 0.0
+
+
+def classes_without_gradients(loop):
+    forward = loop.network.class_embedding.forward
+    loop.network.class_embedding.forward = lambda labels: forward(labels).detach()
+
+
+def without_any_gradient(loop):
+    loop.clip = loop.clear
+
+
+@pytest.mark.parametrize(
+    ("change", "stages"),
+    [
+        (lambda loop: None, set()),
+        (without_classes, {"condition"}),
+        (classes_without_gradients, {"gradient"}),  # which is why labels change nothing
+        (without_any_gradient, {"gradient"}),
+    ],
+)
+def test_labels_that_change_nothing_are_named_where_gradients_reach_them(change, stages):
+    loop = LabeledLoop(declared())
+    change(loop)
+    loop.update(0)
+    found = {check.stage for check in wrong(loop.update(5, asks=True))}
+    assert found - {"optimizer", "ema"} == stages  # no gradient, no step
 
 
 OPTIMIZERS = {  # (name, momentum) as declared, and torch's of these settings

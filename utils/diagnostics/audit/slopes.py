@@ -162,8 +162,10 @@ def check_slopes(update: Update, declared: Declared, observer: Observer, loss_sc
         return [not_observed("gradient", NAME, WANTED, "the network gives something else when it is asked again")]
     fine = off <= quotients.tolerance
     checks = [Check("gradient", NAME, WANTED, f"off by {off:.1e}", fine, "" if fine else _explain(quotients))]
-    # A fresh network's embeddings may be scaled by zero, until some updates have moved that.
-    if declared.class_conditional and update.step >= LEARNED and (used := quotients.of_other_labels()) is not None:
+    # A fresh network's embeddings may be scaled by zero, until some updates have moved that: if they reach it.
+    learns = fine and update.optimizer_step is not None and bool(update.optimizer_step.gradient.any())
+    asks = declared.class_conditional and update.step >= LEARNED and learns
+    if asks and (used := quotients.of_other_labels()) is not None:
         text = "the network's output does not depend on the label"
         found = "others" if used else "the same"
         checks.append(Check("condition", "output for another label", "another one", found, used, text))
