@@ -17,6 +17,9 @@ FLAGS = {flag: about for script in SCRIPTS.values() for flag, about in script["f
 OTHERS = {  # of launchers and tools
     *(
         "--max_restarts",
+        "--nnodes",
+        "--rdzv_backend",
+        "--rdzv_endpoint",
         "--config_file",
         "--num_processes",
         "--machine_rank",

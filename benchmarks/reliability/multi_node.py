@@ -1,11 +1,11 @@
 """DDP over two hosts, tried on one machine: two network namespaces joined by a cable, gloo on the CPU.
 
-    python benchmarks/reliability/multi_node.py            # as root, on Linux with iproute2; about three minutes
+    python benchmarks/reliability/multi_node.py            # as root, on Linux with iproute2; about four minutes
 
 Each host runs `accelerate launch --config_file accelerate_configs/multi_node.yaml ... train_ddpm.py` with one process, its own
 host name and its own network stack; the file system is shared. It compares the losses with one process of the same global
-batch, stops one host with SIGTERM and resumes, kills one host, and pulls the cable. `--collective_timeout` is how long the
-survivors may wait. Whatever happens, namespaces and processes are gone at the end.
+batch, stops one host with SIGTERM and resumes, has torchrun restart killed processes, kills one host, and pulls the cable.
+`--collective_timeout` is how long the survivors may wait. Whatever happens, namespaces and processes are gone at the end.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(1, str(Path(__file__).parents[2] / "tests"))
 
-from conftest import TINY_NETWORK, logged_scalars
+from conftest import TINY_NETWORK, logged_scalars, same_bytes
 
 from benchmarks.shared.real_script import ROOT
 
@@ -79,15 +79,24 @@ def training_process(host: int) -> int:
 class TwoHosts:
     """One training run on both hosts; `output[rank]` is what its launcher printed."""
 
-    def __init__(self, flags: list[str], folder: Path):
+    def __init__(self, flags: list[str], folder: Path, restarts: int = 0):
+        """`restarts`: of all processes by torchrun, which starts them then."""
         self.logs = [folder / f"host-{rank}.log" for rank in (0, 1)]
         self.launchers = []
         for rank, log in enumerate(self.logs):
             command = f"""ip netns exec {NAMES[rank]} unshare --uts sh -c 'hostname host-{rank} && exec "$@"' launch
-                {sys.executable} -m accelerate.commands.launch --config_file {ROOT}/accelerate_configs/multi_node.yaml
+                {sys.executable} """
+            command += (
+                f"""-m torch.distributed.run --nnodes 2 --nproc_per_node 1 --max_restarts {restarts} --rdzv_backend c10d
+                --rdzv_id steady --rdzv_endpoint {ADDRESSES[0]}:29400 --rdzv_conf is_host={1 - rank}
+                --local_addr {ADDRESSES[rank]}"""
+                if restarts
+                else f"""-m accelerate.commands.launch --config_file {ROOT}/accelerate_configs/multi_node.yaml
                 --num_machines 2 --num_processes 2 --machine_rank {rank} --main_process_ip {ADDRESSES[0]}"""
+            )
             # gloo takes its address from the host name, which here (as on many machines) is not the one of the cable.
             environment = os.environ | {"GLOO_SOCKET_IFNAME": f"cable-{rank}", "ACCELERATE_USE_CPU": "true"}
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see docs/reliability.md
             with open(log, "w") as file:
                 words = [*shlex.split(command), str(ROOT / "train_ddpm.py"), *flags]
                 self.launchers.append(subprocess.Popen(words, env=environment, stdout=file, stderr=subprocess.STDOUT))
@@ -170,6 +179,21 @@ def trial(folder: Path, collective_timeout: int) -> list[tuple[str, str, bool]]:
     resumed = re.search(r"resumed from checkpoint-\d+", run.logs[0].read_text())
     seen = f"{resumed and resumed[0]}, then the losses of the unbroken run within {difference:.1e}"
     row("resumed on two hosts", seen, resumed is not None and difference < 1e-5)
+
+    run = TwoHosts(
+        [*tiny, "--train_batch_size", "4", "--output_dir", str(folder / "again"), "--resume_from_checkpoint", "latest"],
+        folder,
+        restarts=3,
+    )
+    for host, checkpoint in ((1, 40), (0, 120)):
+        run.wait_for(folder / "again" / f"checkpoint-{checkpoint}")
+        os.kill(training_process(host), signal.SIGKILL)
+    run.finish(300)
+    statuses = [launcher.returncode for launcher in run.launchers]
+    weights = [folder / name / f"checkpoint-{UPDATES}" / "model.safetensors" for name in ("two", "again")]
+    same = all(path.exists() for path in weights) and same_bytes(*weights)
+    seen = f"the launchers ended with {statuses}, weights {'equal' if same else 'not equal'} those of the unbroken run"
+    row("training processes of host 1, then of host 0 killed, torchrun --max_restarts 3", seen, statuses == [0, 0] and same)
 
     for what, name in (("kill -9 of every process of host 1", "killed"), ("cable pulled", "cut")):
         run = start(name, "--max_train_steps", "1000000")
