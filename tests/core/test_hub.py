@@ -122,3 +122,17 @@ def test_a_connection_that_ends_in_the_middle(offline, message, monkeypatch):
     error = OSError("reading failed")
     error.__cause__ = ConnectionResetError("reset by peer")
     assert message in told(error, "some/thing", "dataset")
+
+
+@pytest.mark.parametrize("name", ["/no/where", "./runs", "../data", "runs/a/b", "~/photos"])
+def test_what_can_only_be_a_path_is_no_matter_of_the_hub(name):
+    assert told(ConnectionError("no route"), name, "model") == "no such file or folder\ncheck the path"
+
+
+def test_a_mistyped_folder_may_look_like_a_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    told_of = told(ConnectionError("no route"), "runs/digits", "model")
+    assert told_of.startswith("no folder here has this name, and the Hub could not be reached, or the connection broke (")
+    (tmp_path / "runs" / "digits").mkdir(parents=True)
+    assert told(ConnectionError("no route"), "runs/digits", "model").startswith("the Hub could not be reached")

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -33,6 +34,8 @@ def run_script(
     one message of the first rank that met it, the rest with their traceback.
     """
     _imports.close()
+    # diffusers passes this argument, and huggingface_hub complains about it: nothing that a user can change
+    warnings.filterwarnings("ignore", message="The `local_dir_use_symlinks` argument")
     if outlives_output:
         sys.stdout, sys.stderr = LossyOutput(sys.stdout), LossyOutput(sys.stderr)
     try:

@@ -14,14 +14,17 @@ def told(error: BaseException, name: str, kind: str) -> str:
 
     Known causes are told with what to do; of the rest, its own words and its last cause.
     """
+    if is_only_a_path(name) and not os.path.exists(name):
+        return "no such file or folder\ncheck the path"
     errors = list(_chain(error))
     classes = {each.__name__ for found in errors for each in type(found).__mro__}
     text = " ".join(" ".join(str(found).split()) for found in errors)
+    here = "" if os.path.exists(name) else "no folder here has this name, and "
     page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
     if "GatedRepoError" in classes or f"is a gated {kind}" in text:
         return f"it is gated\nask for access at {page}, then {LOG_IN}"
     if classes & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
-        return f"it doesn't exist on the Hub, or it is private\ncheck the name, or {LOG_IN}"
+        return f"{here}it doesn't exist on the Hub, or it is private\ncheck the name, or {LOG_IN}"
     if found := re.search(r"available configs: \[(.*?)\]", text):
         return f"it has several configs\nset --dataset_config_name to one of {_plain(found[1])}"
     if found := re.search(r"BuilderConfig (\S+) not found. Available: \[(.*?)\]", text):
@@ -32,9 +35,17 @@ def told(error: BaseException, name: str, kind: str) -> str:
         return f"its text is not UTF-8 ({in_full(error)})\nsave the file as UTF-8"
     if classes & {"ConnectionError", "LocalEntryNotFoundError", "TransportError", "OfflineModeIsEnabled"}:
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-            return "it is not in the cache, and HF_HUB_OFFLINE does not allow a download\nunset HF_HUB_OFFLINE for one run"
-        return f"the Hub could not be reached, or the connection broke ({in_full(error)})\ncheck the network, and start again"
+            return (
+                f"{here}it is not in the cache, and HF_HUB_OFFLINE does not allow a download\nunset HF_HUB_OFFLINE for one run"
+            )
+        why = f"the Hub could not be reached, or the connection broke ({in_full(error)})"
+        return f"{here}{why}\ncheck the {'name and the ' if here else ''}network, and start again"
     return f"{in_full(error)}\ncheck its name or path, and its files"
+
+
+def is_only_a_path(name: str) -> bool:
+    """Returns whether this cannot be a name on the Hub, which is `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image
 
 from utils.core.errors import UserError
-from utils.core.hub import told
+from utils.core.hub import is_only_a_path, told
 from utils.data.file_tree import FileTree, archive_stem, scan, suffix_of
 from utils.data.image_folder import ImageFolder
 from utils.options.flags import DataOptions
@@ -116,9 +116,9 @@ def find_builder(options: DataOptions) -> tuple["datasets.DatasetBuilder", list[
 
 
 def _only_a_path(name: str) -> bool:
-    """Whether this cannot be meant as a name on the Hub, which is `name` or `owner/name`."""
+    """Whether this cannot be meant as a name on the Hub."""
     files = {*_BUILDER_OF_SUFFIX, ".zip", ".npy", ".npz", ".h5", ".hdf5"} - {".json", ".csv"}  # these two end names of the Hub
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix.lower() in files
+    return is_only_a_path(name) or Path(name).suffix.lower() in files
 
 
 def _base(builder: "datasets.DatasetBuilder", split: str) -> str | None:
