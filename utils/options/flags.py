@@ -190,6 +190,8 @@ class EMAOptions(Options):
         [0.05, 0.1],
         "power: lengths relative to the training; the first one is validated, sampled and exported (0.05 0.10)",
         metavar="WIDTH",
+        above=0,
+        below=0.2886,  # the mean of all updates
     )
     ema_snapshot_steps: int | None = flag(None, "power: updates between two snapshots (1/40 of the run)", at_least=1, free=True)
     ema_snapshot_dtype: Literal["fp16", "fp32"] = flag(
