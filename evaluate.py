@@ -15,6 +15,7 @@ If it was stopped, run the same command again: it starts again, but the features
 evaluated, also if there are findings; 2 a mistake in the command or the data.
 """
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -27,7 +28,7 @@ from utils.core.files import whole_file
 from utils.core.size import Size
 from utils.options.flags import DataOptions, EvaluateOptions
 from utils.options.parser import parse_options
-from utils.runs.folder import WITHOUT
+from utils.runs.folder import DATA_SOURCES, WITHOUT
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -293,8 +294,8 @@ def originals_of(images: "ImageSet", stored: "FeatureSet", split: tuple[int, int
 def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple[int, int] | None:
     """(held-out images, seed) of the run that `source` is, or a checkpoint of; None where it is none, or of other images.
 
-    The same images are those of all the same options of the data: the split is a choice of row numbers. --validation_images
-    says it for what is no run.
+    The same images are those of all the same options of the data, or with the same content by another path: the split is a
+    choice of row numbers. --validation_images says it for what is no run.
     """
     size: dict[str, Any] = {"resolution": Size(*images.shape[1:]).resolution, "image_channels": images.shape[0]}
     given = replace(args, **size)
@@ -306,8 +307,20 @@ def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple
             split = (options["validation_images"], options["seed"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no run, or not one of this version
             continue
-        return split if all(getattr(trained_on, name) == getattr(given, name) for name in names) else None
+        differing = {name for name in names if getattr(trained_on, name) != getattr(given, name)}
+        return split if not differing or (differing <= set(DATA_SOURCES) and _same_content(folder, images)) else None
     return (args.validation_images, 0) if args.validation_images else None
+
+
+def _same_content(run: Path, images: "ImageSet") -> bool:
+    from utils.data.dataset import content_fingerprint
+    from utils.runs.checkpoints import list_checkpoints
+    from utils.runs.state import read_state
+
+    for checkpoint in list_checkpoints(run)[-1:]:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # damaged
+            return read_state(checkpoint).options.get("data_fingerprint") == content_fingerprint(images)
+    return False
 
 
 def folder_of(args: EvaluateOptions, result: dict) -> Path | None:

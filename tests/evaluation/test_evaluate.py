@@ -18,7 +18,7 @@ import evaluate
 from models.edm_heun import EDMHeunScheduler
 from utils.core.errors import UserError
 from utils.core.images import save_png, to_pil
-from utils.data.dataset import load_images
+from utils.data.dataset import content_fingerprint, load_images
 from utils.diffusion.export import export_pipeline
 from utils.evaluation.evaluator import Evaluation, metric_name
 from utils.evaluation.image_folder import ImageFolder
@@ -123,22 +123,30 @@ def test_a_pipeline_a_checkpoint_and_generated_files_are_the_same_images(folder,
 
 def test_the_split_is_the_run_s_own_or_unknown(folder, call, tmp_path):
     runs = {"plain": (), "first": ("--max_train_images", 900), "cropped": ("--center_crop",), "seeded": ("--seed", 4)}
+    runs |= {"elsewhere": ("--dataset_name", "another/path"), "others": ("--dataset_name", "another/path")}
     for name, flags in runs.items():
         shutil.copytree(folder / "run", tmp_path / name)
         write_options(tmp_path / name, *flags)
+    digits = DataOptions(dataset_name="digits", resolution=8, image_channels=1, cache_dir=str(folder / "cache"))
+    for name, content in (("elsewhere", content_fingerprint(load_images(digits))), ("others", "0")):
+        state = {"options": {"data_fingerprint": content}, "max_train_steps": 5}
+        (tmp_path / name / "checkpoint-5" / "state.json").write_text(json.dumps(state))
     pipelines = [tmp_path / name for name in runs]
     flags = ["--pipeline", *pipelines, "--dataset_name", "digits", *SAMPLING, "--no_classes", "--output_dir", tmp_path / "out"]
     output = call(*flags)
     found = {Path(result["name"]).name: result for result in read_results(tmp_path / "out" / "evaluation.json")}
     splits = {name: result["validation_split"] for name, result in found.items()}
-    assert splits == {"plain": [50, 3], "first": "unknown", "cropped": "unknown", "seeded": [50, 4]}
+    assert splits == {"plain": [50, 3], "first": "unknown", "cropped": "unknown", "seeded": [50, 4]} | {
+        "elsewhere": [50, 3],  # by the content, which a checkpoint tells
+        "others": "unknown",
+    }
     copies = {name: result["figures"]["memorisation"] for name, result in found.items()}
-    assert [copies[name]["training_images"] for name in runs] == [1747, 1797, 1797, 1747]
+    assert [copies[name]["training_images"] for name in runs] == [1747, 1797, 1797, 1747, 1747, 1797]
     assert copies["plain"]["features_compared_with"] == "held-out images"
     assert copies["first"]["features_compared_with"] == copies["first"]["compared_with"] == "other training images"
     assert copies["plain"]["pixel_distance_real"] != copies["seeded"]["pixel_distance_real"]  # of other held-out images
     assert copies["plain"]["feature_distance_real"] != copies["seeded"]["feature_distance_real"]
-    assert output.count(": unknown split") == 2
+    assert output.count(": unknown split") == 3
 
 
 @pytest.mark.slow
