@@ -33,6 +33,8 @@ _SLOW = 10.0  # seconds of waiting for a shard after which it is named
 _SAID = 60.0  # seconds in which all processes of a machine say one thing about shards
 _ABANDONED = 3600.0  # seconds after which an unfinished file is nobody's
 
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError)  # or missing
+
 Make = Callable[[], list[ImageFile]]
 
 
@@ -41,6 +43,7 @@ class StoredBlock:
 
     Attributes:
         images: each [channels, height, width].
+        size: bytes.
         sizes: int32 [images, 2], height and width.
         uniform: whether all images have one size, and all could be decoded.
         bad: number of an image in the block that cannot be decoded -> its name, file, and the reason.
@@ -49,10 +52,11 @@ class StoredBlock:
     images: np.ndarray | list[np.ndarray]
 
     def __init__(self, path: Path):
-        """Raises OSError, ValueError or KeyError where it is missing or damaged."""
+        """Raises one of `_DAMAGED` where it is missing or damaged."""
         with open(path, "rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        text = len(data) - 8
+        self.size = len(data)  # bytes
+        text = self.size - 8
         start = text - int.from_bytes(data[text:], "little")
         about = json.loads(data[max(start, 0) : text])
         dtype, channels = np.dtype(about["dtype"]), int(about["channels"])
@@ -95,7 +99,7 @@ class BlockCache:
         start = time.monotonic()
         path = self._path(block)
         while True:
-            with contextlib.suppress(OSError, ValueError, KeyError):
+            with contextlib.suppress(*_DAMAGED):
                 stored = StoredBlock(path)
                 with contextlib.suppress(OSError):  # removed meanwhile
                     os.utime(path)
@@ -136,13 +140,14 @@ class BlockCache:
         try:
             StoredBlock(path)
             return True
-        except (OSError, ValueError, KeyError):
+        except _DAMAGED:
             return False
 
     def _write(self, path: Path, files: list[ImageFile]) -> None:
         sizes, bad = np.empty((len(files), 2), np.int32), {}
         blank = self._prepare.blank()
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)  # where it was pruned meanwhile
             with whole_file(path, shared=True, durable=True) as draft, open(draft, "wb") as file:
                 for number, each in enumerate(files):
                     try:

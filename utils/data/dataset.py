@@ -26,7 +26,7 @@ from utils.data.decode import ImagePreparation, Range, crop_offsets, describe_re
 from utils.data.packed_caches import STREAMED_BLOCKS, describe_size, mark_used, size_of
 from utils.data.sources import contents_key, open_dataset
 from utils.data.stored_files import forget_archives, is_address
-from utils.data.stream import BlockReader, StreamedImages, describe, empty_table, index_shards, refuse_arrays
+from utils.data.stream import BlockReader, StreamedImages, describe, empty_table, index_shards, refuse_column
 from utils.options.flags import DataOptions
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ def _open_stream(options: DataOptions, progress: Callable[[int, int], None] | No
     found = index_shards(options, cache_folder(options.cache_dir) / "streams" / "index", progress)
     table = empty_table(found)
     column, notes = find_image_column(table, options.image_column)
-    refuse_arrays(table.features[column], column)
+    refuse_column(found, column)
     files = BlockReader(found, column)
     about = (found.key, str(options.dataset_name), column, [*notes, *found.notes])
     return _Source(files, found.labels, found.class_names, *about)

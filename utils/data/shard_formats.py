@@ -6,13 +6,16 @@ A shard consists of groups, the least that is read at once: row groups of parque
 import base64
 import functools
 import io
+import itertools
 import json
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from utils.core.errors import UserError
 from utils.data.shards import Shard, open_shard
+from utils.data.stored_files import is_address
 
 if TYPE_CHECKING:
     import datasets
@@ -22,8 +25,13 @@ _FOOTERS = 512  # kept in memory
 _SAMPLES = 100  # of a tar in a group
 _BUFFER = 8 * 2**20  # bytes of a tar that are read at once for its index
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm", ".pgm")
-_OFFSET, _SIZE, _NAME = "offset of ", "size of ", "name of "  # a file in a tar, in the index
-_ARROW_MAGIC = b"ARROW1"
+_FILES = "files of the sample"  # in the index of a tar
+_FIRST = 100  # samples that tell the columns of a tar
+_BLOCK = 512  # bytes: a tar consists of such blocks
+VERSION = 1  # of what follows from a shard: raise it when the same shard gives other rows
+_ARROW_MAGIC, _ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
+_LINKS = 10_000  # images that a hard link may lead to, the newest
+_Place = tuple[int, int, str]  # of an image in a tar: offset, size, name
 _ROWS, _PLACES, _SCHEMA = b"rows", b"places", b"schema"  # metadata of an index
 
 
@@ -40,10 +48,10 @@ class Format(Protocol):
 
 def format_of(shard: Shard) -> Format:
     """Raises UserError for a compressed tar file."""
-    name = shard.name.lower()
+    name = shard.name.lower().partition("?")[0]
     if name.endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
         raise UserError(f"--streaming cannot read parts of the compressed file {shard.address}\nuncompress it to .tar")
-    return _Tar() if name.endswith(".tar") else _Arrow() if name.endswith(".arrow") else _Parquet()
+    return Tar() if name.endswith(".tar") else _Arrow() if name.endswith(".arrow") else _Parquet()
 
 
 def counts(index: "pa.Table") -> list[int]:
@@ -104,7 +112,7 @@ class _Arrow:
     def index(self, shard: Shard, columns: list[str]) -> "pa.Table":
         import pyarrow as pa
 
-        places, batches = [], []
+        places, parts, rows = [], [], []
         with open_shard(shard) as file:
             schema = self._schema(file)
             while True:
@@ -112,14 +120,18 @@ class _Arrow:
                 try:
                     message = pa.ipc.read_message(file)
                 except EOFError:
+                    file.seek(place)
+                    if file.read(8) not in (_ARROW_END, _ARROW_END[4:]):
+                        raise pa.ArrowInvalid("the file ends too early") from None
                     break
                 if message.type == "dictionary":
                     raise UserError(f"--streaming cannot read the dictionaries in {shard.address}\nsave it as parquet")
+                batch = pa.ipc.read_record_batch(message, schema)
                 places.append(place)
-                batches.append(pa.ipc.read_record_batch(message, schema).select(columns))
-        rows = [batch.num_rows for batch in batches]
+                rows.append(batch.num_rows)
+                parts.append(batch.select(columns).take(pa.array(range(batch.num_rows))))  # a copy: the images can go
         chosen = pa.schema([schema.field(name) for name in columns])
-        return _with(pa.Table.from_batches(batches, chosen), rows, schema, places)
+        return _with(pa.Table.from_batches(parts, chosen), rows, schema, places)
 
     def read(self, shard: Shard, index: "pa.Table", group: int, column: str) -> "pa.Table":
         import pyarrow as pa
@@ -140,93 +152,109 @@ class _Arrow:
         return pa.ipc.read_schema(pa.ipc.read_message(file))
 
 
-class _Tar:
+class Tar:
     """Files whose names are the same up to the first dot are one sample, and what follows the dot names the column.
 
-    `.cls` holds a whole number, `.txt` a text, and the fields of `.json` become columns. The columns are those of the first
-    sample. A sample that lacks the file of an image column has another image in its place, the first one.
+    `.cls` holds a whole number or a name, `.txt` a text, and the fields of `.json` become columns. The first samples tell the
+    columns. A sample that lacks the `jpg` which is asked for has its `png` in that place, where that is its only one. Samples without any image, and
+    without a label, are none.
     """
 
     def features(self, shard: Shard) -> "datasets.Features":
         import datasets
 
         with open_shard(shard) as file:
-            members, values = next(self._samples(file), ({}, {}))
-        kinds: dict[str, Any] = {name: datasets.Image() for name in members}
-        for name, value in values.items():
-            kinds[name] = datasets.Value("int64" if isinstance(value, int) else "string")
-        return datasets.Features(kinds)
+            first = list(itertools.islice(self._samples(file, shard), _FIRST))
+        kinds: dict[str, Any] = {}
+        for _, values in first:
+            for name, value in values.items():
+                whole = isinstance(value, int) and kinds.get(name) != datasets.Value("string")
+                kinds[name] = datasets.Value("int64" if whole else "string")
+        usual = Counter(column for files, _ in first for column in files)
+        # jpg before seg.png, then the more frequent one
+        images = {column: datasets.Image() for column in sorted(usual, key=lambda name: ("." in name, -usual[name]))}
+        return datasets.Features(images | {name: kind for name, kind in kinds.items() if name not in images})
 
     def index(self, shard: Shard, columns: list[str]) -> "pa.Table":
         import pyarrow as pa
 
-        table: dict[str, list] = {}
-        samples, images, texts = 0, None, None
+        table: dict[str, list] = {name: [] for name in (_FILES, *columns)}
         with open_shard(shard) as file:
-            for members, values in self._samples(file):
-                if images is None:
-                    images, texts = list(members), list(values)
-                    titles = [title + name for name in images for title in (_OFFSET, _SIZE, _NAME)]
-                    table = {title: [] for title in [*titles, *columns]}
-                samples += 1
-                for name in images:
-                    found = members.get(name) or next(iter(members.values()), None)
-                    for title, value in zip((_OFFSET, _SIZE, _NAME), found or (None, None, None)):
-                        table[title + name].append(value)
+            for files, values in self._samples(file, shard):
+                table[_FILES].append([{"column": c, "offset": o, "size": s, "name": n} for c, (o, s, n) in files.items()])
                 for name in columns:
                     table[name].append(values.get(name))
+        for name in columns:
+            if any(isinstance(value, str) for value in table[name]):
+                table[name] = [None if value is None else str(value) for value in table[name]]
+        samples = len(table[_FILES])
         rows = [min(_SAMPLES, samples - first) for first in range(0, samples, _SAMPLES)]
-        schema = pa.schema([(name, pa.binary()) for name in [*(images or []), *sorted(texts or [])]])
-        return _with(pa.table(table), rows, schema)
+        place = {"column": pa.string(), "offset": pa.int64(), "size": pa.int64(), "name": pa.string()}
+        arrays = {_FILES: pa.array(table.pop(_FILES), pa.list_(pa.struct(place)))}
+        return _with(pa.table(arrays | table), rows, pa.schema([]))
 
     def read(self, shard: Shard, index: "pa.Table", group: int, column: str) -> "pa.Table":
         import pyarrow as pa
 
-        part = index.slice(group * _SAMPLES, _SAMPLES)
-        offsets, sizes, names = (part.column(title + column).to_pylist() for title in (_OFFSET, _SIZE, _NAME))
-        there = [(offset, offset + size) for offset, size in zip(offsets, sizes) if offset is not None]
-        first, last = min((start for start, _ in there), default=0), max((stop for _, stop in there), default=0)
-        with open_shard(shard) as file:
-            file.seek(first)
-            data = _exactly(file, last - first)
-        images = [
-            {"bytes": None if offset is None else data[offset - first : offset - first + size], "path": name}
-            for offset, size, name in zip(offsets, sizes, names)
-        ]
+        chosen = []
+        for files in index.column(_FILES).slice(group * _SAMPLES, _SAMPLES).to_pylist():
+            plain = [file for file in files if "." not in column and "." not in file["column"]]  # jpg and png, not seg.png
+            own = [file for file in files if file["column"] == column] or (plain if len(plain) == 1 else [])
+            chosen.append(own[0] if own else None)
+        there = [file for file in chosen if file is not None]
+        first = min((file["offset"] for file in there), default=0)
+        last = max((file["offset"] + file["size"] for file in there), default=0)
+        with open_shard(shard) as opened:
+            opened.seek(first)
+            data = _exactly(opened, last - first)
+        images = []
+        for file in chosen:
+            start = 0 if file is None else file["offset"] - first
+            content = None if file is None else data[start : start + file["size"]]
+            images.append({"bytes": content, "path": file and file["name"]})
         return pa.table({column: pa.array(images, pa.struct({"bytes": pa.binary(), "path": pa.string()}))})
 
-    def _samples(self, file: Any) -> Iterator[tuple[dict[str, tuple[int, int, str]], dict[str, Any]]]:
-        """(its images: column -> offset, size and name; its values: column -> number or text) of each sample."""
-        key, members, values = "", dict[str, tuple[int, int, str]](), dict[str, Any]()
-        buffered = io.BufferedReader(file, _BUFFER) if isinstance(file, io.RawIOBase) else file
-        with tarfile.open(fileobj=buffered, mode="r:") as archive:
+    def _samples(self, file: Any, shard: Shard) -> Iterator[tuple[dict[str, _Place], dict[str, Any]]]:
+        """(its images: column -> place; its values: column -> number or text) of each sample. Raises ReadError at its end where
+        it is damaged."""
+        key, files, values = "", dict[str, _Place](), dict[str, Any]()
+        places: dict[str, tuple[int, int]] = {}  # of the newest images, for hard links
+        source = io.BufferedReader(file, _BUFFER) if is_address(shard.address) else file
+        with tarfile.open(fileobj=source, mode="r:") as archive:
             for member in archive:
+                archive.members.clear()  # type: ignore[attr-defined]  # its memory
                 folder, _, name = member.name.rpartition("/")
                 stem, dot, ending = name.partition(".")
-                if not member.isfile() or not dot or not stem:  # or a hidden file
+                if not (member.isreg() or member.islnk()) or not dot or not stem:  # or a hidden file
                     continue
-                if f"{folder}/{stem}" != key and (members or values):
-                    yield members, values
-                    members, values = {}, {}
-                key, column = f"{folder}/{stem}", ending.lower()
+                if f"{folder}/{stem}" != key:
+                    if files or values:
+                        yield files, values
+                    key, files, values = f"{folder}/{stem}", {}, {}
+                column = ending.lower()
                 if f".{column}".endswith(_IMAGES):
-                    members[column] = (member.offset_data, member.size, member.name)
-                elif column in ("cls", "txt", "json"):
+                    place = places.get(member.linkname) if member.islnk() else (member.offset_data, member.size)
+                    if place is not None:
+                        files[column] = (*place, member.name)
+                        places[member.name] = place
+                        while len(places) > _LINKS:
+                            places.pop(next(iter(places)))
+                elif column in ("cls", "txt", "json") and member.isreg():
                     values |= self._values(column, archive.extractfile(member).read())  # type: ignore[union-attr]
-                archive.members.clear()  # type: ignore[attr-defined]  # its memory
-        if members or values:
-            yield members, values
+            if files or values:
+                yield files, values
+            source.seek(archive.offset)
+            if source.read(_BLOCK) != bytes(_BLOCK):  # tarfile takes this for its end
+                raise tarfile.ReadError("it is cut short or damaged")
 
     def _values(self, column: str, data: bytes) -> dict[str, Any]:
         text = data.decode("utf-8", "replace").strip()
-        try:
-            if column == "cls":
-                return {column: int(text)}
-            if column == "json":
+        if column == "json":
+            try:
                 return {name: value for name, value in json.loads(text).items() if isinstance(value, int | str)}
-        except (ValueError, AttributeError):
-            return {}
-        return {column: text}
+            except (ValueError, AttributeError):
+                return {}
+        return {column: int(text) if column == "cls" and text.lstrip("-").isdecimal() else text}
 
 
 def _exactly(file: Any, size: int) -> bytes:

@@ -68,10 +68,11 @@ def find_shards(options: DataOptions) -> tuple[list[Shard], "datasets.Features |
     if name is None:
         raise UserError(f"--streaming reads {KINDS}, and --train_data_dir names images\nset --dataset_name")
     declared = None
-    if is_address(name):
+    saved = _saved(name, options.dataset_split)
+    if saved is not None:
+        addresses = saved
+    elif is_address(name):
         addresses = _behind(name)
-    elif (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
-        addresses = _saved(Path(name), options.dataset_split)
     else:
         addresses, declared = _of_builder(options)
     if not addresses:
@@ -88,24 +89,46 @@ def in_parallel(work: Callable[[Any], T], items: list[Any]) -> Iterator[T]:
             pool.shutdown(cancel_futures=True)
 
 
-def _saved(folder: Path, split: str) -> list[str]:
-    """The files of a folder that `save_to_disk` wrote."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+def _saved(name: str, split: str) -> list[str] | None:
+    """The files of a folder that `save_to_disk` wrote; None for anything else."""
+    if _is_web(name) or "{" in name or glob.has_magic(name) or not (is_address(name) or os.path.isdir(name)):
+        return None
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    try:
+        files, path = url_to_fs(name)
+        found = [file for file in ("dataset_dict.json", "state.json") if files.isfile(f"{path}/{file}")]
+        if not found:
+            return None
+        if found[0] == "dataset_dict.json":
+            splits = json.loads(files.cat_file(f"{path}/dataset_dict.json"))["splits"]
+            path = f"{path}/{split}"
+            state = json.loads(files.cat_file(f"{path}/state.json")) if split in splits else {}
+        else:
+            state = json.loads(files.cat_file(f"{path}/state.json"))
+            splits = [state.get("_split") or "train"]
         if split not in splits:
-            raise _no_such_split(split, folder, splits)
-        folder = folder / split
-    return [str(folder / file["filename"]) for file in json.loads((folder / "state.json").read_text())["_data_files"]]
+            raise _no_such_split(split, name, splits)
+        shards = [f"{path}/{file['filename']}" for file in state["_data_files"]]
+    except UserError:
+        raise
+    except Exception as error:  # each file system has its own
+        raise _cannot_list(name, error) from error
+    return [files.unstrip_protocol(shard) for shard in shards] if is_address(name) else shards
+
+
+def _cannot_list(name: str, error: Exception) -> UserError:
+    return UserError(f"cannot list --dataset_name {name}: {one_line(error)}\ncheck the address and the network")
 
 
 def _no_such_split(split: str, name: object, splits: Iterable[str]) -> UserError:
-    hint = f"choose from {', '.join(map(repr, splits))}" if splits else "connect to the Hub: a stream needs it"
+    hint = f"choose from {', '.join(repr(str(each)) for each in splits)}" if splits else "connect to the Hub: a stream needs it"
     return UserError(f"--dataset_split {split}: {name} has no such split (--streaming takes whole splits)\n{hint}")
 
 
 def _of_builder(options: DataOptions) -> tuple[list[str], "datasets.Features | None"]:
     name, split = options.dataset_name, options.dataset_split
-    if Path(str(name)).is_dir() and not any(path.suffix in ENDINGS for path in Path(str(name)).rglob("*")):
+    if Path(str(name)).is_dir() and not any(path.suffix.lower() in ENDINGS for path in Path(str(name)).rglob("*")):
         raise UserError(f"--streaming reads {KINDS}, and {name} has none\nleave --streaming out")
     builder, _, _ = find_builder(options)
     if builder.name not in _BUILDERS:
@@ -125,22 +148,20 @@ def _behind(address: str) -> list[str]:
         return [more for number in numbers for more in _behind(address[: found.start()] + number + address[found.end() :])]
     if _is_web(address):
         return [address]
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+    from fsspec.core import url_to_fs
 
     try:
         files, path = url_to_fs(address)
         if glob.has_magic(path):
             paths = sorted(files.glob(path))
         elif files.isdir(path):
-            paths = sorted(files.find(path))
-            endings = [ending for ending in ENDINGS if any(found.endswith(ending) for found in paths)]
-            paths = [found for found in paths if found.endswith(tuple(endings[:1]))]
+            paths = [found for found in sorted(files.find(path)) if not found.rpartition("/")[2].startswith("cache-")]
+            endings = [ending for ending in ENDINGS if any(found.lower().endswith(ending) for found in paths)]
+            paths = [found for found in paths if found.lower().endswith(tuple(endings[:1]))]
         else:
             paths = [path]
     except Exception as error:  # each file system has its own
-        raise UserError(
-            f"cannot list --dataset_name {address}: {one_line(error)}\ncheck the address and the network"
-        ) from error
+        raise _cannot_list(address, error) from error
     return [files.unstrip_protocol(path) for path in paths]
 
 
@@ -230,7 +251,7 @@ def patiently(work: Callable[[], T], address: str, say: Callable[[str], None] | 
     for number, wait in enumerate((*WAITS, None)):
         try:
             return work()
-        except (UserError, MemoryError, ImportError):
+        except (UserError, MemoryError, ImportError, KeyError, TypeError):
             raise
         except Exception as error:  # each file system has its own
             final = isinstance(error, FileNotFoundError) or (type(error).__name__ in _DAMAGED and not is_address(address))

@@ -9,22 +9,23 @@ import functools
 import hashlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from filelock import FileLock
 
-from utils.core.errors import UserError
+from utils.core.errors import UserError, one_line
 from utils.core.files import whole_file
 from utils.data.bad_images import BadImage, BadImages
 from utils.data.block_cache import BlockCache, StoredBlock
 from utils.data.columns import LABEL_NAMES, EncodedImages, find_labels, holds_arrays
 from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
-from utils.data.shard_formats import columns_of, counts, format_of
+from utils.data.shard_formats import VERSION, Tar, columns_of, counts, format_of
 from utils.data.shards import Shard, find_shards, in_parallel, patiently
 from utils.options.flags import DataOptions
 
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 _INDEXES = 64  # of shards, kept in memory
 _READERS = 2  # threads of a process that read ahead
-_OPEN = 256  # files of blocks that a process keeps open
+_OPEN_SECONDS = 60.0  # for which a block stays mapped
+_OPEN_SHARE = 64  # the blocks that a process maps are this part of the cache's limit, at most: no room is free before they go
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def index_shards(options: DataOptions, folder: Path, progress: Callable[[int, in
         raise UserError(f"the dataset {options.dataset_name} has no images\ncheck its name and --dataset_split")
     blocks = Blocks.of(shards, rows, options.max_train_images)
     labels, class_names, notes = _labels(tables, features, columns, options.label_column, blocks.rows)
-    key = hashlib.sha256(repr(shards).encode()).hexdigest()
+    key = hashlib.sha256(repr((VERSION, shards)).encode()).hexdigest()
     read_index = functools.partial(_indexed, columns=tuple(columns), folder=folder)
     return StreamedFiles(blocks, features, labels, class_names, notes, key, read_index)
 
@@ -141,12 +143,14 @@ def _labels(
     if not columns:
         return (None, None, []) if requested is None else find_labels(_empty(features), requested)
     kinds = datasets.Features({name: features[name] for name in columns})
-    table = (
-        pa.concat_tables(table.select(columns) for table in tables)
-        .slice(0, rows)
-        .replace_schema_metadata(None)
-        .cast(kinds.arrow_schema)
-    )
+    try:
+        parts = [table.select(columns).replace_schema_metadata(None).cast(kinds.arrow_schema) for table in tables]
+    except pa.ArrowInvalid as error:
+        raise UserError(
+            f"the labels in {', '.join(columns)} are not of one type in all shards: {one_line(error)}\n"
+            "make them alike, or choose another column with --label_column"
+        ) from None
+    table = pa.concat_tables(parts).slice(0, rows)
     return find_labels(datasets.Dataset(table, info=datasets.DatasetInfo(features=kinds), fingerprint="labels"), requested)
 
 
@@ -167,7 +171,7 @@ def _indexed(shard: Shard, columns: tuple[str, ...], folder: Path) -> "pa.Table"
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = folder / f"{hashlib.sha256(repr((shard, list(columns))).encode()).hexdigest()[:32]}.parquet"
+    path = folder / f"{hashlib.sha256(repr((VERSION, shard, columns)).encode()).hexdigest()[:32]}.parquet"
     try:
         return pq.read_table(path)
     except (OSError, pa.ArrowInvalid):  # none yet, or damaged
@@ -224,7 +228,7 @@ class StreamedImages:
         self.uniform = prepare.center_crop
         self.bad_images = BadImages(max_bad_images)
         self._ahead: ReadAhead | None = None
-        self._open: dict[int, StoredBlock] = {}  # the newest ones
+        self._open: dict[int, tuple[StoredBlock, float]] = {}  # until when they stay, the one used last at the end
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -267,13 +271,15 @@ class StreamedImages:
 
     def block(self, block: int) -> StoredBlock:
         """Returns a decoded block from the disk, read first where it is not there. Raises UserError, see `fetch`."""
-        if block not in self._open:
-            while len(self._open) >= _OPEN:
-                self._open.pop(next(iter(self._open)))
+        stored, until = self._open.pop(block, (None, 0.0))
+        if stored is None or time.monotonic() > until:  # then it counts as used once more, or was removed
             shard = self._read.address(block)
             make = functools.partial(patiently, functools.partial(self._read, block), shard, self.cache.say)
-            self._open[block] = self.cache.open(block, make, shard)
-        return self._open[block]
+            stored, until = self.cache.open(block, make, shard), time.monotonic() + _OPEN_SECONDS
+        self._open[block] = stored, until  # the newest is the last
+        while len(self._open) > 1 and sum(each.size for each, _ in self._open.values()) > self.cache.limit // _OPEN_SHARE:
+            self._open.pop(next(iter(self._open)))
+        return stored
 
     def read_ahead(self, rows: np.ndarray) -> None:
         """Begins to read the blocks of `rows` in the background, in their order; what was asked for before does not count."""
@@ -312,6 +318,12 @@ def describe(blocks: Blocks) -> str:
     return f"{len(blocks.shards):,} shards, {len(blocks):,} blocks of up to {int(sizes.max()):,} images"
 
 
-def refuse_arrays(feature: Any, column: str) -> None:
+def refuse_column(files: StreamedFiles, column: str) -> None:
+    """Raises UserError for a column of arrays, and in tar files for one of texts."""
+    import datasets
+
+    feature = files.features[column]
     if holds_arrays(feature):
         raise UserError(f"--streaming reads encoded images, and the column {column!r} has arrays\nleave --streaming out")
+    if isinstance(format_of(files.blocks.shards[0]), Tar) and not isinstance(feature, datasets.Image):
+        raise UserError(f"--image_column {column}: in the tar files, this column has no images\nleave --image_column out")

@@ -3,6 +3,7 @@
 `datasets` says which files a split consists of, and pyarrow reads them.
 """
 
+import copy
 import os
 from bisect import bisect_right
 from itertools import accumulate
@@ -28,7 +29,8 @@ def open_local_shards(options: DataOptions) -> Any:
         return datasets.load_from_disk(name)
     if not os.path.exists(name):
         return None
-    files = [name] if os.path.isfile(name) else datasets.load_dataset_builder(name).config.data_files[split]
+    config = options.dataset_config_name
+    files = [name] if os.path.isfile(name) else datasets.load_dataset_builder(name, config).config.data_files[split]
     if not all(str(file).endswith(".parquet") and os.path.isfile(file) for file in files):
         return None
     found = _Parquet([str(file) for file in files])
@@ -38,10 +40,10 @@ def open_local_shards(options: DataOptions) -> Any:
 class _Parquet:
     """As much of a `datasets.Dataset` in arrow's format as `Table` needs."""
 
-    def __init__(self, files: list[str], columns: list[str] | None = None):
+    def __init__(self, files: list[str]):
         import datasets
 
-        self._files, self._columns = files, columns
+        self._files, self._columns = files, list[str]()
         footers = [pq.read_metadata(file) for file in files]
         self._groups = [
             (file, group, footer.row_group(group))
@@ -60,7 +62,9 @@ class _Parquet:
         return self
 
     def select_columns(self, columns: list[str]) -> "_Parquet":
-        return _Parquet(self._files, columns)
+        chosen = copy.copy(self)
+        chosen._columns = columns
+        return chosen
 
     def __getitem__(self, rows: slice | list[int]) -> pa.Table:
         if isinstance(rows, slice):
