@@ -37,3 +37,8 @@ def test_a_run_outlives_those_who_read_what_it_prints(output, outlives):
     ended = subprocess.run(program, stdout=descriptor, stderr=descriptor, cwd=ROOT, timeout=60, check=False)
     os.close(descriptor)
     assert (ended.returncode == 75) is outlives
+
+
+def test_a_run_whose_output_is_closed_from_the_start():
+    program = f"{sys.executable} -c '{PROGRAM.format(outlives=True)}' >&- 2>&-"
+    assert subprocess.run(program, shell=True, cwd=ROOT, timeout=60, check=False).returncode == 75

@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 from utils.core.bars import Bar
@@ -37,7 +37,8 @@ def run_script(
     # diffusers passes this argument, and huggingface_hub complains about it: nothing that a user can change
     warnings.filterwarnings("ignore", message="The `local_dir_use_symlinks` argument")
     if outlives_output:
-        sys.stdout, sys.stderr = LossyOutput(sys.stdout), LossyOutput(sys.stderr)
+        nowhere = open(os.devnull, "w")  # noqa: SIM115 - for a stream that was closed from the start
+        sys.stdout, sys.stderr = LossyOutput(sys.stdout or nowhere), LossyOutput(sys.stderr or nowhere)
     try:
         options = parse_args()
         leave_progress_to_us(options)
@@ -69,11 +70,16 @@ class LossyOutput:
             self._stream.write(text)
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
     def flush(self) -> None:
         with contextlib.suppress(OSError):
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_stream":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._stream, name)
 
 

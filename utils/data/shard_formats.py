@@ -156,8 +156,8 @@ class Tar:
     """Files whose names are the same up to the first dot are one sample, and what follows the dot names the column.
 
     `.cls` holds a whole number or a name, `.txt` a text, and the fields of `.json` become columns. The first samples tell the
-    columns. A sample that lacks the `jpg` which is asked for has its `png` in that place, where that is its only one. Samples without any image, and
-    without a label, are none.
+    columns. A sample that lacks the `jpg` which is asked for has its `png` in that place, where that is its only one. Samples
+    without any image and without a label are none.
     """
 
     def features(self, shard: Shard) -> "datasets.Features":

@@ -60,8 +60,8 @@ class Ledger:
         own = [seen.get(name, self._number(0)) for name in OF_THE_UPDATE]
         for kind in OF_THE_STATE:
             tensors = tensors_of(self._run, kind).values()
-            here = [tensor for tensor in tensors if tensor.device == self._device]
-            on_host = [tensor for tensor in tensors if tensor.device != self._device]  # mere counters
+            here = [tensor for tensor in tensors if tensor.device.type == self._device.type]
+            on_host = [tensor for tensor in tensors if tensor.device.type != self._device.type]  # mere counters; cuda is cuda:0
             own.append((digest(joined(here)) if here else 0) + self._number(int(digest(joined(on_host)))))
         return self._run.accelerator.gather(torch.stack(own))
 
