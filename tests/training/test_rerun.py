@@ -1,9 +1,14 @@
 """Updates that are made again: the same bits, or it is said where a device has erred; the training goes on as if it had not."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import logged_scalars, same_bytes, slow_turns
+
+from utils.diagnostics.audit.elements import digest
+from utils.training.rerun import Rerun
 
 INJECT = "tests/faults/inject.py"
 WEIGHTS = "checkpoint-8/model.safetensors"
@@ -16,6 +21,32 @@ def outcomes(run) -> list[dict]:
 
 def findings(run) -> list[dict]:
     return [each for each in json.loads((run / "diagnosis.json").read_text()) if each["code"] == "device-errs"]
+
+
+def test_a_digest_is_that_of_the_numbers_wherever_they_lie():
+    numbers = torch.randn(9001)
+    for view in (numbers[1:], numbers[1:-1], numbers[2:], numbers[::2], numbers[1:].view(-1, 9)[:, 1:]):
+        assert digest([view]) == digest([view.clone()])
+    assert digest([numbers[1:]]) == 3 * numbers[1:].clone().view(torch.int64).sum()  # what earlier ledgers hold
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "made_again"), [(1, "cuda", True), (2, "cuda", True), (3, "cuda", False), (3, "cpu", True)]
+)
+def test_sums_that_ddp_makes_in_another_order_are_not_compared(monkeypatch, ranks, device, made_again):
+    """Its buckets are sorted after the first update of a process."""
+    monkeypatch.setattr("utils.training.rerun.State", lambda run: None)
+    run = SimpleNamespace(
+        accelerator=SimpleNamespace(num_processes=ranks, device=torch.device(device)),
+        state=SimpleNamespace(step=4),
+        options=SimpleNamespace(rerun_steps=1),
+        objective=SimpleNamespace(network=torch.nn.Linear(2, 1)),
+    )
+    rerun, due = Rerun(run), []
+    for step in (4, 5):
+        rerun.begin(step)
+        due.append(rerun.due)
+    assert due == [made_again, True]
 
 
 @pytest.mark.slow

@@ -50,11 +50,15 @@ class Rerun:
         self._executions: list[Execution] = []
         self._before: Any = None  # a State
         self._hooks: list[RemovableHandle] = []
+        # After the first update of a process DDP sorts its buckets; of 3 numbers or more the sum then comes in another order.
+        # On CPUs they are sorted before (see `fix_bucket_order`).
+        sorts = run.accelerator.num_processes > 2 and run.accelerator.device.type != "cpu"
+        self._unsorted = run.state.step if sorts else None
 
     def begin(self, step: int) -> None:
         """Before the update that follows `step` finished ones, unless it is repeated."""
         every = self._run.options.rerun_steps
-        self.due = every is not None and (step + 1) % every == 0
+        self.due = every is not None and (step + 1) % every == 0 and step != self._unsorted
         self._seen, self._kept, self._executions = {}, [], []
         if self.due:
             self._before = State(self._run)

@@ -61,9 +61,11 @@ def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:
-    """The bits of fp32 numbers two by two, where they are even in number: half as many to add up, and none to convert."""
-    paired = flat.element_size() == 4 and flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
-    return flat.view(torch.int64) if paired else _bits(flat)
+    """The bits of fp32 numbers two by two, where they are even in number: half as many to add up, and none to convert. The same
+    wherever they lie in memory: from an odd place no pairs are read, so they are copied (gradients of DDP lie in buckets)."""
+    if flat.element_size() != 4 or flat.numel() % 2:
+        return _bits(flat)
+    return (flat.clone() if flat.storage_offset() % 2 else flat.contiguous()).view(torch.int64)
 
 
 def fingerprint(rows: torch.Tensor) -> torch.Tensor:
