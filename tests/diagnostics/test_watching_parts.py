@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 
+from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.watching import facts
+from utils.diagnostics.watching.conditions import Conditions
 from utils.diagnostics.watching.facts import Average, Facts, schedule_length
+from utils.diagnostics.watching.forward import _told_beside
 from utils.diagnostics.watching.images import check_range, check_spread
 from utils.diagnostics.watching.inputs import check_mixture
 from utils.diagnostics.watching.levels import Levels, Look, tables
@@ -14,7 +17,7 @@ from utils.diagnostics.watching.mixture import Mixture, strength
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.options import Schedule
 from utils.diagnostics.watching.probes import CopyProbe, Probe
-from utils.diagnostics.watching.seen import Recorder
+from utils.diagnostics.watching.seen import Recorder, Seen
 from utils.diagnostics.watching.targets import check_target, identify_target
 from utils.diagnostics.watching.updating import _kind_of
 from utils.diagnostics.watching.weights import identify_weights
@@ -190,13 +193,21 @@ def test_words_that_are_put_back_are_those_of_an_embedding_alone():
     assert ForeignObserver({"network": network}, (), (), text[0]).embeds_alone
 
 
-def test_bytes_that_overflow_are_seen():
-    for image, overflowed in ((torch.full((1, 3, 2, 2), 200, dtype=torch.uint8), True), (torch.ones(1, 3, 2, 2).byte(), False)):
-        recorder = Recorder()
-        recorder.start()
-        image + 90
-        seen = recorder.stop()
-        assert (seen.bytes_seen, seen.overflowed) == (True, overflowed)
+@pytest.mark.parametrize(
+    ("change", "bytes_seen", "overflowed"),
+    [
+        (lambda image: image + 90, True, True),
+        (lambda image: image + 20, True, False),
+        (lambda image: torch.add(image, 20, alpha=4), True, True),
+        (lambda image: (image > 90).byte() - 1, False, False),  # a mask of bits
+    ],
+)
+def test_bytes_that_overflow_are_seen(change, bytes_seen, overflowed):
+    recorder, image = Recorder(), torch.tensor([0, 200]).byte().expand(1, 3, 2, 2)
+    recorder.start()
+    change(image)
+    seen = recorder.stop()
+    assert (seen.bytes_seen, seen.overflowed) == (bytes_seen, overflowed)
 
 
 @pytest.mark.parametrize(("images", "healthy"), [(1.0, True), (0.2, True), (2 / 255, False)])
@@ -317,6 +328,73 @@ def test_labels_are_not_what_was_drawn():
     found = recorder.stop().labels_of(4)
     assert any(torch.equal(labels, one) for one in found)
     assert not any(torch.equal(moved, one) for one in found)
+
+
+ZEROS, VARIED, STEPS = torch.zeros(4).long(), torch.tensor([0, 1, 2, 1]), torch.tensor([7, 2, 5, 3])
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "table", "severity"),
+    [
+        ([VARIED], (STEPS, ZEROS), 3, "warning"),
+        ([VARIED], (STEPS, ZEROS), 2, "info"),  # numbers that the embedding has no row for
+        ([VARIED], (STEPS, ZEROS, VARIED), 3, "info"),  # they are the labels of another place
+        ([STEPS], (STEPS, ZEROS), 9, "info"),  # the timesteps
+        ([VARIED], (STEPS, ZEROS + 2), 0, "warning"),
+        (
+            [STEPS.repeat(2).reshape(2, 4).repeat(2, 1) * torch.arange(4)[:, None]],
+            (STEPS, torch.full((4, 8), 0.3)),
+            0,
+            "warning",
+        ),
+        (
+            [STEPS.repeat(2).reshape(2, 4).repeat(2, 1) * torch.arange(4)[:, None]],
+            (STEPS, torch.ones(4, 4)),
+            0,
+            "info",
+        ),  # a mask
+        ([torch.arange(32).reshape(4, 8)], (STEPS, torch.tensor([[512.0, 512, 0, 0]]).repeat(4, 1)), 0, "info"),  # sizes
+    ],
+)
+def test_labels_that_are_one_for_all(script, given, table, severity):
+    seen = Seen(labels=dict(enumerate(script)))
+    call = Call((torch.zeros(SHAPE)[:4], *given))
+    conditions = Conditions()
+    for _ in range(4):
+        checks = conditions.look(Update(1, [MicroStep({"network": call}, {"seen": seen})]), [table])
+    assert next((check.healthy, check.severity) for check in checks) == (False, severity)
+
+
+def test_a_network_beside_that_gets_another_image_has_its_own_noise_level():
+    image, steps = torch.randn(4, 3, 8, 8), torch.arange(4)
+
+    def told(*beside) -> list:
+        step = MicroStep({"network": Call((image, steps))}, {"beside": beside})
+        return [check.healthy for check in _told_beside(Update(1, [step]))]
+
+    assert [told(image, steps), told(image, steps.flip(0)), told(image.flip(0), 0 * steps)] == [[True], [False], []]
+
+
+def test_a_name_alone_makes_no_average(monkeypatch):
+    network = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+
+    def shared(**names) -> str:
+        monkeypatch.setattr(facts, "_scopes", lambda: [names])
+        return facts.find_facts(network, optimizer).shared
+
+    assert shared(shadow_net=network) == ""
+    assert shared(model=network, ema_model=network) == "ema_model"
+
+
+def test_weights_that_are_changed_in_place_are_seen():
+    weights = [torch.ones(2), torch.ones(3)]
+    for change in (lambda: weights[1].lerp_(weights[1], 0.1), lambda: torch._foreach_mul_(weights, 0.9)):
+        recorder = Recorder()
+        recorder.start()
+        weights[0] * 2
+        change()
+        assert weights[1].data_ptr() in recorder.stop().changed
 
 
 def test_large_images_are_not_kept_for_long(monkeypatch):

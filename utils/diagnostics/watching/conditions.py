@@ -1,7 +1,7 @@
 """Whether what the network is told beside the noise level differs between images, where it should."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,20 +22,26 @@ class Conditions:
         )  # the row that all images share; None: they differ
         self._varied: set[int] = set()  # places for which the script had labels or tokens that differ between images
 
-    def look(self, update: Update) -> list[Check]:
+    def look(self, update: Update, tables: Collection[int]) -> list[Check]:
+        """`tables`: rows of the embeddings that are trained."""
         for step in update.micro_steps:
             call, seen = step.calls.get("network"), step.batch.get("seen") or Seen()
             if call is None or not isinstance(call.inputs[0], torch.Tensor) or len(call.inputs[0]) < 2:
                 continue
             batch = len(call.inputs[0])
             labels = [tokens for tokens in seen.labels_of(batch) if not _alike(tokens)]
+            given = [
+                value for value in (*call.inputs[1:], *(step.batch.get("beside") or ())) if isinstance(value, torch.Tensor)
+            ]
+            free = [tokens for tokens in labels if not any(_same(tokens, value) for value in given)]  # no timesteps
             beside = step.batch.get("beside") or ()  # what a control network gets, which is trained beside the network
             beside = conditions_of(beside if begins_alike(beside, call.inputs) else (None, *beside), batch)
             for place, value in enumerate((*conditions_of(call.inputs, batch), *beside)):
                 rows = value.detach().reshape(batch, -1)
                 self._shared[place].append(rows[:1] if _alike(rows) else None)
                 same_kind = (other for other in seen.conditions.values() if other.shape == value.shape)
-                if _alike(rows) and (any(_belongs(t, rows) for t in labels) or not all(map(_alike, same_kind))):
+                labeled = any(_belongs(tokens, rows, tables) for tokens in free)
+                if _alike(rows) and (labeled or not all(map(_alike, same_kind))):
                     self._varied.add(place)
         return [check for place in sorted(self._shared) if (check := self._judged(place)) is not None]
 
@@ -88,9 +94,16 @@ def _alike(rows: torch.Tensor) -> bool:
     return bool((rows == rows[:1]).all())
 
 
-def _belongs(tokens: torch.Tensor, rows: torch.Tensor) -> bool:
+def _same(tokens: torch.Tensor, value: torch.Tensor) -> bool:
+    return tokens.numel() == value.numel() and bool((tokens.reshape(-1) == value.reshape(-1).to(tokens.device)).all())
+
+
+def _belongs(tokens: torch.Tensor, rows: torch.Tensor, tables: Collection[int]) -> bool:
     """Whether these may be the labels, or the texts, from which the network's input was made: of labels the one that stands
-    for none is the highest or 0, and a text has many tokens."""
+    for none is the highest or 0, and a text has many tokens. A mask is not made of them."""
     if tokens.ndim == 1:
-        return rows.shape[1] == 1 and (float(tokens.max()) <= float(rows.max()) or not rows.any())
-    return rows.shape[1] > 1
+        highest = float(tokens.max())
+        looked_up = not rows.any() and any(highest < count for count in tables)
+        return rows.shape[1] == 1 and (looked_up or highest <= float(rows.max()))
+    is_mask = bool(rows.any()) and bool(((rows == 0) | (rows == 1)).all())
+    return rows.shape[1] > 1 and rows.shape[1] >= tokens.shape[1] and not is_mask

@@ -81,7 +81,7 @@ class Facts:
     loaders: list[Any] = field(default_factory=list)
     noise_schedulers: list[Any] = field(default_factory=list)
     autoencoder: Any = None
-    shared: str = ""  # the name of an average that holds the network's own weights
+    shared: str = ""  # the name of an average that holds the network's own weights, which have another name too
     options: dict[str, Any] = field(default_factory=dict)  # of the script's command line, as argparse gave them
 
     def add(self, told: "Facts") -> None:
@@ -152,10 +152,12 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
             networks.append(thing)
     own |= {p.data_ptr() for o in optimizers for group in getattr(o, "param_groups", ()) for p in group["params"]}
     names = _names({id(thing) for thing in (network, *networks, *lists)})
-    if _says_average(last := names.get(id(network), "").rsplit(".", 1)[-1]):
-        facts.shared = last
-    _add_copies(facts, networks, parameters, own, names)
-    _add_lists(facts, lists, parameters, _storages(facts, own, parameters, optimizer), names)
+    called = [name.rsplit(".", 1)[-1] for name in names.get(id(network), ())]
+    if not all(map(_says_average, called)):
+        facts.shared = next(filter(_says_average, called), "")
+    first = {place: next(filter(_ends_as_average, found), found[0]) for place, found in names.items()}
+    _add_copies(facts, networks, parameters, own, first)
+    _add_lists(facts, lists, parameters, _storages(facts, own, parameters, optimizer), first)
     for average in facts.averages:
         average.begins = _beginning(average.name, facts.options)
     return facts
@@ -244,16 +246,16 @@ def _add_lists(
         taken |= pointers
 
 
-def _names(wanted: Collection[int]) -> dict[int, str]:
-    """Under which name the script has the objects of these ids: variables of its functions, attributes of its objects."""
+def _names(wanted: Collection[int]) -> dict[int, list[str]]:
+    """Under which names the script has the objects of these ids: variables of its functions, attributes of its objects."""
     layer = [variable for scope in _scopes() for variable in scope.items()]
-    found: dict[int, str] = {}
+    found: dict[int, list[str]] = {}
     visited: set[int] = set()
     for _ in range(DEEP):
         following: list[tuple[str, Any]] = []
         for name, value in layer:
-            if id(value) in wanted and (id(value) not in found or _is_called_average(name, found[id(value)])):
-                found[id(value)] = name
+            if id(value) in wanted:
+                found.setdefault(id(value), []).append(name)
             if id(value) not in visited and not isinstance(value, (type, ModuleType, torch.Tensor)):
                 visited.add(id(value))
                 following += [(f"{name}.{inner}", part) for inner, part in _parts(value)]
@@ -303,9 +305,8 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
     return parts
 
 
-def _is_called_average(name: str, other: str) -> bool:
-    """By its own name, and not by the other one."""
-    return _says_average(name.rsplit(".", 1)[-1]) and not _says_average(other.rsplit(".", 1)[-1])
+def _ends_as_average(name: str) -> bool:
+    return _says_average(name.rsplit(".", 1)[-1])
 
 
 def _says_average(name: str) -> bool:

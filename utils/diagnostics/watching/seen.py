@@ -60,6 +60,7 @@ class Seen:
     conditions: dict[int, torch.Tensor] = field(default_factory=dict)  # of the shape of what the network gets beside
     bytes_seen: bool = False  # arithmetic of uint8 images
     overflowed: bool = False  # which left 0 to 255
+    changed: set[int] = field(default_factory=set)  # where tensors lie that were changed in place
 
     def labels_of(self, batch: int) -> list[torch.Tensor]:
         """Those of a batch, and not what was drawn at random."""
@@ -105,6 +106,9 @@ class Recorder(TorchDispatchMode):
 
     def _see(self, name: str, args: Any, kwargs: dict, result: Any) -> None:
         seen = self.seen
+        if name.endswith("_") and args:
+            changed = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            seen.changed |= {tensor.data_ptr() for tensor in changed if isinstance(tensor, torch.Tensor)}
         if isinstance(result, torch.Tensor):
             if name in _DRAWS and result.ndim == 1:
                 if len(seen.moments) < FEWEST:
@@ -122,17 +126,20 @@ class Recorder(TorchDispatchMode):
             if name in _SCALINGS and self._fits(result) and self._is_scaling(args):
                 seen.scaled.add(id(result))
             if result.dtype is torch.uint8 and result.ndim > 2 and name.rstrip("_") in _WHOLE:
-                self._see_bytes(name, args)
+                self._see_bytes(name, args, kwargs)
             self._keep(result)
         for value in args:
             if isinstance(value, torch.Tensor):
                 self._keep(value)
 
-    def _see_bytes(self, name: str, args: Any) -> None:
-        """Before an operation in place the values are no longer known."""
-        self.seen.bytes_seen = True
-        if not name.endswith("_"):
-            exact = _WHOLE[name](*(a.int() if isinstance(a, torch.Tensor) else a for a in args[:2]))
+    def _see_bytes(self, name: str, args: Any, options: dict) -> None:
+        """Before an operation in place the values are no longer known. Tensors of 0 and 1 are masks, and no images."""
+        if name.endswith("_"):
+            self.seen.bytes_seen = True
+        elif any(isinstance(a, torch.Tensor) and a.numel() and int(a.max()) > 1 for a in args[:2]):
+            self.seen.bytes_seen = True
+            whole = (a.int() if isinstance(a, torch.Tensor) else a for a in args[:2])
+            exact = _WHOLE[name](*whole, **{key: value for key, value in options.items() if key == "alpha"})
             self.seen.overflowed |= bool(((exact < 0) | (exact > 255)).any())
 
     def _is_scaling(self, args: Any) -> bool:

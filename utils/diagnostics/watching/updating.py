@@ -19,6 +19,7 @@ from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import check_step
 from utils.diagnostics.watching.options import check_options
 from utils.diagnostics.watching.ranks import Everyone
+from utils.diagnostics.watching.seen import Seen
 
 FEWEST_LABELED = 4  # passes before a label's embedding is judged
 FEWEST_LOOKS = 3  # before a parameter is said to get no gradient
@@ -244,6 +245,11 @@ def _weights_left_alone(look: LastLook, checks: list[Check]) -> list[Check]:
         why = "rows of weights have the size 1: each update normalizes them"
         checks = [replace(c, healthy=None, observed=why) if c.healthy is False else c for c in checks]
     if look.facts.shared:
+        seen = [step.batch.get("seen") or Seen() for step in look.update.micro_steps]
+        own = {p.data_ptr() for p in look.observer.parameters.values()}
+        updated = any(own & one.changed for one in seen)  # else it may be a second name alone, of a loop without averages
         text = f"{look.facts.shared} holds the network's own weights, not copies of them: it moves as they do"
-        checks.append(Check("ema", look.facts.shared, "copies of the weights", "the weights themselves", False, text))
+        severity = "critical" if updated else "info"
+        found = "the weights themselves"
+        checks.append(Check("ema", look.facts.shared, "copies of the weights", found, False, text, severity))
     return checks
