@@ -8,7 +8,7 @@ import torch
 from conftest import logged_scalars, same_bytes, slow_turns
 
 from utils.diagnostics.audit.elements import digest
-from utils.training.rerun import Rerun
+from utils.training.rerun import STAGES, Execution, Rerun
 
 INJECT = "tests/faults/inject.py"
 WEIGHTS = "checkpoint-8/model.safetensors"
@@ -47,6 +47,42 @@ def test_sums_that_ddp_makes_in_another_order_are_not_compared(monkeypatch, rank
         rerun.begin(step)
         due.append(rerun.due)
     assert due == [made_again, True]
+
+
+@pytest.mark.parametrize(
+    ("errors", "repeats", "outcome", "first", "kept"),
+    [
+        ([5.0, 0, 0, 0], False, "wrong", True, (1, 2, 3)),
+        ([0, 5.0, 0, 0], False, "wrong", False, (0, 2, 3)),
+        ([0, 0, 0, 5.0], False, "wrong", False, (0, 1, 2)),
+        ([torch.nan, 0, 0, 0], False, "wrong", True, (1, 2, 3)),
+        ([0, torch.nan, 0, 0], False, "wrong", False, (0, 2, 3)),
+        ([torch.inf, torch.nan, 0, 0], False, "wrong", True, (2, 3)),
+        ([0, 0, 0, 0], False, "not repeatable", True, (0,)),
+        ([1.0, 0, 0, 0], True, "wrong", True, (1,)),
+        ([0, 1.0, 0, 0], True, "wrong", False, (0,)),
+        ([1.0, 0, 2.0, 0], True, "wrong", True, (1,)),  # two errors
+        ([0, 1.0, 0, 1.0], True, "wrong", False, (0,)),
+        ([9.0, 0, 1.0, 1.001], True, "wrong", True, (2, 3)),  # all differ: one of those that are nearest to each other
+    ],
+)
+def test_an_execution_that_errs_is_not_the_one_to_go_on_from(errors, repeats, outcome, first, kept):
+    """`repeats`: whether the device makes the same bits each time."""
+    torch.manual_seed(0)
+    restored: list[int] = []
+
+    def execution(place: int, error: float) -> Execution:
+        weights = torch.linspace(-1, 1, 1000) + (0 if repeats else 1e-6 * torch.randn(1000))
+        weights[3] += error
+        after = SimpleNamespace(weights=lambda: [weights], restore=lambda: restored.append(place))
+        return Execution([[int(digest([weights]))] * len(STAGES)], after)
+
+    accelerator = SimpleNamespace(num_processes=1, device=torch.device("cpu"), gather=lambda tensor: tensor)
+    rerun = Rerun(SimpleNamespace(accelerator=accelerator, state=SimpleNamespace(step=0)))
+    rerun._repeats, rerun._executions = repeats, [execution(*each) for each in enumerate(errors)]
+    found = rerun._compare()
+    assert (found["outcome"], found["first"], found["ranks"]) == (outcome, first, [0])
+    assert len(restored) == 1 and restored[0] in kept
 
 
 @pytest.mark.slow

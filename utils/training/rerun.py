@@ -25,7 +25,7 @@ STAGES = (
     "ema",
 )  # in the order in which one follows from the other
 MOST = 4  # times that an update is made, where the first two differ
-FAR = 8.0  # times the distance of repetitions from each other, beyond which the first result is not one of them
+FAR = 8.0  # times the distance of the others from each other, beyond which a result is not one of them
 
 
 class Execution(NamedTuple):
@@ -42,6 +42,7 @@ class Rerun:
 
     def __init__(self, run: Run):
         self._run = run
+        self._repeats = run.accelerator.device.type == "cpu"  # the same bits each time, unless something errs
         self.repeating = False  # whether the update under way was made before
         self.due = False  # whether the update under way is made again
         self._kept: list[dict] = []  # the batches of the update
@@ -125,19 +126,29 @@ class Rerun:
 
     def _compare(self) -> dict[str, Any]:
         """Of an update whose second execution differs from the first."""
-        made = self._executions
-        usual = max(made, key=lambda one: sum(one.digests == other.digests for other in made))
-        odd = [one for one in made if one.digests != usual.digests]
-        if 2 * len(odd) < len(made):
-            usual.after.restore()
-            return {"outcome": "wrong", "first": odd[0] is made[0]} | _where(odd[0].digests, usual.digests)
-        made[0].after.restore()
-        first, *others = (execution.after.weights() for execution in made)
-        spread = max(_distance(a, b) for a, b in zip(others, (*others[1:], others[0])))
-        ratio = min(_distance(first, other) for other in others) / max(spread, 1e-300)
-        ratio = float(self._run.accelerator.gather(torch.tensor([ratio], device=self._run.accelerator.device)).max())
-        outcome = "wrong" if ratio > FAR else "not repeatable"
-        return {"outcome": outcome, "first": True, "ratio": ratio} | _where(made[0].digests, made[1].digests)
+        made, apart = self._executions, self._distances()
+        places = range(len(made))
+        alike = [sum(one.digests == other.digests for other in made) for one in made]
+        usual = max(places, key=lambda place: (alike[place], -_nearest(apart, place)))
+        if 2 * alike[usual] > len(made) or self._repeats:
+            odd = next(place for place in places if made[place].digests != made[usual].digests)
+        else:
+            ratios = [_ratio(apart, place) for place in places]
+            odd = max(places, key=ratios.__getitem__)
+            if ratios[odd] <= FAR:
+                made[0].after.restore()
+                found = {"outcome": "not repeatable", "first": True, "ratio": ratios[odd]}
+                return found | _where(made[0].digests, made[1].digests)
+        made[usual].after.restore()
+        return {"outcome": "wrong", "first": odd == 0} | _where(made[odd].digests, made[usual].digests)
+
+    def _distances(self) -> list[list[float]]:
+        """Of the weights after each execution from those after each other one, on the rank where they are largest; inf where
+        they are not finite."""
+        weights = [execution.after.weights() for execution in self._executions]
+        own = torch.tensor([[0.0 if a is b else _distance(a, b) for b in weights] for a in weights])
+        own = own.nan_to_num(torch.inf, posinf=torch.inf).to(self._run.accelerator.device)
+        return self._run.accelerator.gather(own[None]).amax(0).tolist()
 
     def _compare_ranks(self) -> dict[str, Any]:
         """Of an update that is the same twice: a device that errs alike each time is found by another device."""
@@ -247,3 +258,15 @@ def _where(found: list[list[int]], usual: list[list[int]]) -> dict[str, Any]:
 def _distance(a: list[Tensor], b: list[Tensor]) -> float:
     """The L2 norm of the difference."""
     return sum(float((x.double() - y.double()).square().sum()) for x, y in zip(a, b)) ** 0.5
+
+
+def _nearest(apart: list[list[float]], place: int) -> float:
+    return min(apart[place][other] for other in range(len(apart)) if other != place)
+
+
+def _ratio(apart: list[list[float]], place: int) -> float:
+    """The distance of that one from the nearest other, over the largest of the others from each other."""
+    others = [other for other in range(len(apart)) if other != place]
+    spread = max(apart[a][b] for a in others for b in others)
+    nearest = _nearest(apart, place)
+    return nearest / max(spread, 1e-300) if nearest < torch.inf else torch.inf
