@@ -275,6 +275,16 @@ def test_the_optimizer_keeps_what_the_declared_one_keeps(name, momentum):
             assert "keeps" in found[0].message and found[0].declared != found[0].observed
 
 
+def test_a_momentum_that_a_resume_set_to_0_may_stay():
+    settings = replace(declared().optimizer, name="sgd", momentum=0.0)
+    loop = Loop(replace(declared(), optimizer=settings))
+    loop.optimizer = torch.optim.SGD(loop.groups, lr=RATE)
+    for group in loop.groups:
+        for parameter in group["params"]:
+            loop.optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    assert [check for number in range(2) for check in wrong(loop.update(number))] == []
+
+
 def set_(**methods):
     def change(loop):
         for name, method in methods.items():

@@ -41,6 +41,9 @@ class News(NamedTuple):
         return cls(int(tick), kind, int(step), float(seconds))
 
 
+_UNUSUAL = 2  # updates that may take any time: they compile, try kernels and start workers
+
+
 class HangWatch:
     """Of runs with several ranks; else its methods do nothing. `now` is told by the main thread where it is."""
 
@@ -67,8 +70,9 @@ class HangWatch:
         self._place = Place(kind, self._step, self._place.changes + 1)
 
     def end(self) -> None:
-        self._longest = max(self._longest, time.monotonic() - self._began)
         self._updates += 1
+        if self._updates > _UNUSUAL:
+            self._longest = max(self._longest, time.monotonic() - self._began)
 
     def close(self) -> None:
         self._closed.set()
@@ -76,8 +80,8 @@ class HangWatch:
     # ---- in the thread
 
     def _limit(self) -> float | None:
-        """Seconds; None while updates may take any time: the first one compiles, tries kernels and starts workers."""
-        if self._updates < 2:
+        """Seconds; None while updates may take any time."""
+        if self._updates < _UNUSUAL + (self._timeout is None):
             return None
         return self._timeout if self._timeout is not None else max(self._least, FACTOR * self._longest)
 

@@ -119,8 +119,9 @@ def _state(step: Step, wanted: DeclaredOptimizer, expected: dict[str, torch.Tens
     kept, found = (sorted(set(names) - {"step"}) for names in (_kept(wanted), step.state_after))
     declared, said = (", ".join(names) or "nothing" for names in (kept, found))
     text = f"the optimizer keeps {said} of each weight, and {NAMES[wanted.name]} with the declared settings {declared}"
-    left_over = {"momentum_buffer"}  # of a resume that set --momentum to 0: nothing uses it
-    healthy = {*kept} <= {*found} and {*found} - {*kept} <= left_over
+    # A resume that sets --momentum to 0 leaves a buffer that nothing moves.
+    unused = {name for name, value in step.state_before.items() if torch.equal(value, step.state_after.get(name, value[:0]))}
+    healthy = {*kept} <= {*found} and {*found} - {*kept} <= unused
     checks = [Check("optimizer", "what is kept of each weight", declared, said, healthy, text)]
     for name in [name for name in expected if name in step.state_after]:
         seen, value = (state[name].double()[step.inside] for state in (step.state_after, expected))
