@@ -286,8 +286,8 @@ def test_a_mask_does_not_stand_for_an_image_nor_a_text_for_a_sample(load, tmp_pa
         masked = {"seg.png": png(100 + number), "cls": b"cow" if number % 2 else b"ant"}
         return {"txt": b"read me"} if number == 99 else masked if number == 3 else masked | jpg(number)
 
-    images = load(write_tars(tmp_path / "tars", [*range(8)], files), on_bad_image="replace", max_bad_images=1)
-    assert (images.fetch([4]) == shown(4)).all() and images.class_names == ["ant", "cow"]
+    images = load(write_tars(tmp_path / "tars", [*range(8), 99], files), on_bad_image="replace", max_bad_images=1)
+    assert (images.fetch([4]) == shown(4)).all() and images.class_names == ["ant", "cow"] and len(images) == 8
     images.fetch([3])
     assert len(images.bad_images) == 1
     with pytest.raises(UserError, match="this column has no images"):

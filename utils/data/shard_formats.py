@@ -156,8 +156,8 @@ class Tar:
     """Files whose names are the same up to the first dot are one sample, and what follows the dot names the column.
 
     `.cls` holds a whole number or a name, `.txt` a text, and the fields of `.json` become columns. The first samples tell the
-    columns. A sample that lacks the `jpg` which is asked for has its `png` in that place, where that is its only one. Samples
-    without any image and without a label are none.
+    columns. A sample that lacks the `jpg` which is asked for has its `png` in that place, where that is its only one. A text
+    alone is no sample.
     """
 
     def features(self, shard: Shard) -> "datasets.Features":
@@ -228,7 +228,7 @@ class Tar:
                 if not (member.isreg() or member.islnk()) or not dot or not stem:  # or a hidden file
                     continue
                 if f"{folder}/{stem}" != key:
-                    if files or values:
+                    if files or values.keys() - {"txt"}:
                         yield files, values
                     key, files, values = f"{folder}/{stem}", {}, {}
                 column = ending.lower()
@@ -241,7 +241,7 @@ class Tar:
                             places.pop(next(iter(places)))
                 elif column in ("cls", "txt", "json") and member.isreg():
                     values |= self._values(column, archive.extractfile(member).read())  # type: ignore[union-attr]
-            if files or values:
+            if files or values.keys() - {"txt"}:
                 yield files, values
             source.seek(archive.offset)
             if source.read(_BLOCK) != bytes(_BLOCK):  # tarfile takes this for its end
