@@ -9,7 +9,7 @@ from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.watching import facts
 from utils.diagnostics.watching.conditions import Conditions
 from utils.diagnostics.watching.facts import Average, Facts, schedule_length
-from utils.diagnostics.watching.forward import _told_beside
+from utils.diagnostics.watching.forward import _data, _told_beside
 from utils.diagnostics.watching.images import check_range, check_spread
 from utils.diagnostics.watching.inputs import check_mixture
 from utils.diagnostics.watching.levels import Levels, Look, tables
@@ -20,6 +20,7 @@ from utils.diagnostics.watching.probes import CopyProbe, Probe
 from utils.diagnostics.watching.seen import Recorder, Seen
 from utils.diagnostics.watching.targets import check_target, identify_target
 from utils.diagnostics.watching.updating import _kind_of
+from utils.diagnostics.watching.watcher import holder_of
 from utils.diagnostics.watching.weights import identify_weights
 
 B, SHAPE = 8, (8, 3, 8, 8)
@@ -133,6 +134,22 @@ def test_weights(weights, target, severity):
 
 
 @pytest.mark.parametrize(
+    ("weights", "name", "healthy"),
+    [
+        (lambda snr: snr.clamp(max=5) / (snr + 1), "min(SNR, gamma) / (SNR + 1)", True),
+        (lambda snr: (snr > 0) * torch.linspace(0.5, 2, B).double().sin(), "", True),
+        (lambda snr: (snr < snr.max()).double(), "", False),
+    ],
+)
+def test_an_image_that_counts_nothing(weights, name, healthy):
+    a, b = on_circle()
+    a[-1], b[-1] = 0, 1  # the last step of a schedule that ends in noise alone
+    levels = levels_of(a, b)
+    found = identify_weights(weights(snr_of(levels)), levels, "v_prediction", 1)
+    assert (found.name, found.healthy) == (name, healthy), found
+
+
+@pytest.mark.parametrize(
     ("weight", "healthy"),
     [
         (lambda s: (s**2 + 0.25) / (s * 0.5) ** 2, True),
@@ -164,6 +181,24 @@ def test_signals_that_were_not_scaled_or_twice():
 def test_latents_that_were_made_earlier(spread, severity):
     check = check_spread(torch.randn(4, 4, 32, 32) * spread, {"scaling_factor": 0.18215})
     assert (None if check.healthy else check.severity) == severity
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+@pytest.mark.parametrize("config", [None, "a path", {"scaling_factor": 0.18}])
+def test_an_autoencoder_that_says_nothing_of_its_scale(config, encoded):
+    autoencoder = torch.nn.Module()
+    if config is not None:
+        autoencoder.config = config
+    update = Update(1, [MicroStep()])
+    [look] = levels_of(*on_circle()).looks
+    assert _data(look, update, Facts(autoencoder=autoencoder), encoded).stage == "data"
+
+
+def test_what_holds_the_parameters():
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    around, half_made = torch.nn.DataParallel(network), torch.nn.Module.__new__(torch.nn.Module)
+    assert holder_of(list(network.parameters())) is network and around is not half_made
+    assert list(holder_of([torch.ones(2, requires_grad=True)]).parameters()) == []
 
 
 def test_a_missing_gradient_is_said_of_what_it_belongs_to():

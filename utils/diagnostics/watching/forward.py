@@ -1,7 +1,7 @@
 """What a forward pass and its loss show: image and noise, the noise level, the target, what errors count."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -287,10 +287,12 @@ def _scheduler(update: Update, facts: Facts) -> Any:
 
 def _data(look: Look, update: Update, facts: Facts, encoded: bool) -> Check:
     images = look.mixture.clean_tensor
+    config = getattr(facts.autoencoder, "config", None)
+    config = config if isinstance(config, Mapping) else {}  # else the network is one of the script's own
     if encoded and facts.autoencoder is not None:
-        return check_latents(images, update.micro_steps[0].batch.get("seen") or Seen(), facts.autoencoder.config)
+        return check_latents(images, update.micro_steps[0].batch.get("seen") or Seen(), config)
     if facts.autoencoder is not None:
-        return check_spread(images, facts.autoencoder.config)
+        return check_spread(images, config)
     return check_range(images)
 
 

@@ -1,5 +1,6 @@
 """Watches the training loop of a script that tells nothing: finds its network, and looks at some of its updates."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -220,6 +221,8 @@ class Watcher:
         if optimizer is None or not outer:
             return
         trained = holder_of(_parameters_of(optimizer))
+        if not any(p.requires_grad for p in trained.parameters()):  # of plain tensors nothing can be watched
+            return
         self._choices = [Choice(c.module, [], optimizer, c.shape, trained) for c in sorted(outer, key=_rank)[:MOST_OUTER]]
         self._choices += [] if first is None else [first]  # where none of them is the denoiser
         self._choose()
@@ -492,11 +495,12 @@ def holder_of(parameters: Sequence[torch.Tensor]) -> nn.Module:
     wanted = {id(p) for p in parameters}
     found: list[tuple[int, nn.Module]] = []
     for module in [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]:
-        own = {id(p) for p in module.parameters()}
-        if wanted <= own:
-            found.append((len(own), module))
+        with contextlib.suppress(Exception):  # of a module that was not made to the end
+            own = {id(p) for p in module.parameters()}
+            if wanted <= own:
+                found.append((len(own), module))
     if found:
-        return min(found, key=lambda one: one[0])[1]
+        return unwrapped(min(found, key=lambda one: one[0])[1])
     return nn.ParameterList([p for p in parameters if isinstance(p, nn.Parameter)])
 
 

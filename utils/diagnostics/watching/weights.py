@@ -10,6 +10,7 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.levels import Levels
 
 _LAMBDA = "(sigma^2 + sigma_data^2) / (sigma sigma_data)^2"
+NOTHING = 1e-9  # a weight, or an SNR, that is 0
 _GAMMAS = (5.0, 1.0, 2.0, 3.0, 4.0, 7.0, 10.0, 20.0)
 _FAMILIAR = {  # what scripts weigh errors by on purpose
     "epsilon": ("1", "min(SNR, gamma) / SNR", "(SNR + 1) / SNR", "1 / (SNR + 1)"),
@@ -50,6 +51,12 @@ def identify_weights(weights: torch.Tensor, levels: Levels, target: str, micro_s
         text = "errors of some images are made larger: their weight is negative (a loss that compares images?)"
         return Weighting("", None, 1.0, False, text, "info")
     snr = (levels.a / levels.b.clamp(min=1e-12)) ** 2
+    if bool(
+        (ended := (weights.abs() <= NOTHING) & (snr <= NOTHING)).any()
+    ):  # of noise alone, which has no SNR to be weighed by
+        weights, snr = weights[~ended], snr[~ended]
+    if not len(weights):
+        return Weighting("", None, 1.0, True)
     familiar = _FAMILIAR.get(target, ("1",))
     if found := _known(weights, snr, familiar):
         familiar_one, best = found
@@ -64,11 +71,11 @@ def identify_weights(weights: torch.Tensor, levels: Levels, target: str, micro_s
         for gamma in _GAMMAS if "gamma" in name else (None,):
             if constant(weights.sort().values / _FUNCTIONS[name](snr, gamma or 0.0).sort().values) is not None:
                 return Weighting(name, gamma, 1.0, False, "errors are weighed by the weight of another image of the batch")
-    if (of_levels := _of_levels(weights, levels)) is not None:
-        return of_levels
-    counted = int((weights.abs() > 1e-9).sum())
+    counted = int((weights.abs() > NOTHING).sum())
     if counted < len(weights):
         return Weighting("", None, 1.0, False, f"only {counted} of {len(weights)} images count in the loss", "warning")
+    if len(weights) == len(levels.a) and (of_levels := _of_levels(weights, levels)) is not None:
+        return of_levels
     return Weighting("", None, 1.0, True)
 
 
