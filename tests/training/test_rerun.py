@@ -85,6 +85,34 @@ def test_an_execution_that_errs_is_not_the_one_to_go_on_from(errors, repeats, ou
     assert len(restored) == 1 and restored[0] in kept
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_an_update_that_ran_eagerly_is_repeated_eagerly(monkeypatch, eager):
+    monkeypatch.setattr("utils.training.rerun.State", lambda run: SimpleNamespace(restore=lambda: None))
+    monkeypatch.setattr(Rerun, "_digests", lambda rerun: [[0] * len(STAGES)])
+    run = SimpleNamespace(
+        accelerator=SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu")),
+        state=SimpleNamespace(step=1),
+        options=SimpleNamespace(rerun_steps=1),
+        objective=SimpleNamespace(network=torch.nn.Linear(2, 1)),
+        doctor=SimpleNamespace(record=lambda step, record: None),
+    )
+    compiled = torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")
+    rerun = Rerun(run)
+    rerun.begin(0, eager)
+    assert compiled(torch.zeros(())) == 1 and rerun.again()
+    assert compiled(torch.zeros(())) == (0 if eager else 1) and not rerun.again()
+    assert compiled(torch.zeros(())) == 1
+
+
+@pytest.mark.slow
+def test_reported_updates_of_a_compiled_network_are_the_same_again(server, script, script_flags, tmp_path):
+    """They run eagerly; the compiled code has other bits."""
+    inject = [INJECT, script, "wrong-compiler", "--value", "1.000001", "--"]
+    flags = [*script_flags, "--compile", "--max_train_steps", 3, "--logging_steps", 2, "--rerun_steps", 1]
+    server.run([*inject, *flags, "--output_dir", tmp_path])
+    assert outcomes(tmp_path) == [{"outcome": "same"}] * 3
+
+
 @pytest.mark.slow
 def test_updates_made_again_leave_the_training_as_it_was(server, script, script_flags, tmp_path):
     flags = [*script_flags, "--gradient_accumulation_steps", 2, "--train_batch_size", 4, "--max_train_steps", 8]

@@ -74,7 +74,7 @@ class Monitor:
         self._dynamics.begin(self.due)
         self.audit.begin(step, self.due)
         self.ledger.begin(step, self.due)
-        self.rerun.begin(step)
+        self.rerun.begin(step, self.due and self._dynamics.eager)
 
     def wait_for(self, batches: Iterator[dict]) -> dict:
         """The next of the loader's batches, for which the loop waits."""

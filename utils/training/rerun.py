@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,13 +51,16 @@ class Rerun:
         self._executions: list[Execution] = []
         self._before: Any = None  # a State
         self._hooks: list[RemovableHandle] = []
+        self._eager, self._stance = False, ExitStack()
         # After the first update of a process DDP sorts its buckets; of 3 numbers or more the sum then comes in another order.
         # On CPUs they are sorted before (see `fix_bucket_order`).
         sorts = run.accelerator.num_processes > 2 and run.accelerator.device.type != "cpu"
         self._unsorted = run.state.step if sorts else None
 
-    def begin(self, step: int) -> None:
-        """Before the update that follows `step` finished ones, unless it is repeated."""
+    def begin(self, step: int, eager: bool = False) -> None:
+        """Before the update that follows `step` finished ones, unless it is repeated. `eager`: whether it runs eagerly where
+        the network is compiled; then so do its repetitions, for compiled code rounds otherwise."""
+        self._eager = eager
         every = self._run.options.rerun_steps
         self.due = every is not None and (step + 1) % every == 0 and step != self._unsorted
         self._seen, self._kept, self._executions = {}, [], []
@@ -99,6 +102,8 @@ class Rerun:
         made = self._executions
         made.append(Execution(self._digests(), State(self._run)))
         if len(made) == 1 or ((made[0].digests != made[-1].digests or len(made) > 2) and len(made) < MOST):
+            if len(made) == 1 and self._eager:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
             self._before.restore()
             self._run.state.step -= 1
             self.repeating, self._left, self._seen = True, iter(self._kept), {}
@@ -107,6 +112,7 @@ class Rerun:
         for hook in self._hooks:
             hook.remove()
         outcome = self._compare() if len(made) > 2 else self._compare_ranks()
+        self._stance.close()
         self._run.doctor.record(self._run.state.step, {"rerun": outcome})
         if outcome["outcome"] != "same":
             self._run.doctor.look()
