@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 import diagnose
 from utils.core.errors import UserError
 from utils.diagnostics.compare import DIFFERENT, NOT_COMPARABLE, SAME, compare
+from utils.diffusion.objective import Losses
 from utils.runs.checkpoints import list_checkpoints
 from utils.runs.ledger import HASHES, LEDGER, read_ledger
+from utils.training.ledger import Ledger
 
 INJECT = "tests/faults/inject.py"
 
@@ -124,3 +126,18 @@ def test_the_same_samples_are_the_same_hashes_however_ranks_and_micro_steps_shar
     one, two = read_ledger(tmp_path / "one"), read_ledger(tmp_path / "two")
     assert one[0] == two[0]
     assert all(one[step][name] == two[step][name] for step in (1, 2) for name in ("samples", "batch"))
+
+
+@pytest.mark.parametrize("parts", [[1] * 6, [3, 3], [1, 5]])
+def test_a_batch_has_the_same_hash_however_micro_steps_share_it(parts):
+    drawn = {"clean_images": torch.randn(6, 1, 3, 3), "sigmas": torch.rand(6), "timesteps": torch.randint(9, (6,))}
+    losses = torch.rand(6)
+
+    def seen(sizes: list[int]) -> dict[str, int]:
+        ledger = Ledger.__new__(Ledger)
+        ledger.due, ledger._seen = True, {}
+        for micro in zip(losses.split(sizes), *(tensor.split(sizes) for tensor in drawn.values())):
+            ledger.add(Losses(micro[0], micro[0]), dict(zip(drawn, micro[1:])))
+        return {name: int(value) for name, value in ledger._seen.items()}
+
+    assert seen(parts) == seen([6]) and len(set(seen([6]).values())) == 2
