@@ -1,13 +1,14 @@
 """What is concluded from one look at a script: targets, weights, schedules, averages. Tensors are made up."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.watching import facts
-from utils.diagnostics.watching.conditions import Conditions
+from utils.diagnostics.watching.conditions import Conditions, place_of_told
 from utils.diagnostics.watching.facts import Average, Facts, schedule_length
 from utils.diagnostics.watching.forward import _data, _told_beside
 from utils.diagnostics.watching.images import check_range, check_spread
@@ -17,9 +18,9 @@ from utils.diagnostics.watching.mixture import Mixture, strength
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.options import Schedule
 from utils.diagnostics.watching.probes import CopyProbe, Probe
-from utils.diagnostics.watching.seen import Recorder, Seen
+from utils.diagnostics.watching.seen import Recorder, Seen, Times
 from utils.diagnostics.watching.targets import check_target, identify_target
-from utils.diagnostics.watching.updating import _kind_of
+from utils.diagnostics.watching.updating import UpdateJudge, _kind_of
 from utils.diagnostics.watching.watcher import holder_of
 from utils.diagnostics.watching.weights import identify_weights
 
@@ -173,6 +174,7 @@ def test_latents_and_sequences_are_no_images():
 def test_signals_that_were_not_scaled_or_twice():
     whole = (torch.randn(2, 64) * 9000).round()
     assert [check_range(signals).healthy for signals in (whole, whole / 32768, whole / 32768**2)] == [False, None, False]
+    assert check_range(torch.zeros(1, 1, 64)).healthy is None  # one clip of silence
 
 
 @pytest.mark.parametrize(
@@ -432,12 +434,43 @@ def test_weights_that_are_changed_in_place_are_seen():
         assert weights[1].data_ptr() in recorder.stop().changed
 
 
+def test_the_noise_level_may_come_after_the_labels():
+    drawn = [Times(VARIED, highest=3), Times(STEPS, highest=1000)]
+    inputs = (torch.zeros(4, 3, 8, 8), VARIED, STEPS)
+    assert place_of_told(inputs, 4, drawn) == 2
+    assert place_of_told((inputs[0], STEPS.flip(0), VARIED), 4, drawn) == 1
+    assert place_of_told((inputs[0], STEPS, STEPS + 1), 4, [Times(STEPS + 1, highest=9), Times(STEPS, highest=9)]) == 1
+
+
+def test_a_table_of_one_row_beside_that_of_the_labels():
+    call, one, several = Call((torch.zeros(4, 3, 8, 8), STEPS, VARIED)), torch.arange(5) == 3, torch.arange(5) < 3
+
+    def of_tables(**rows) -> list:
+        judge = UpdateJudge({})
+        for _ in range(4):
+            checks = judge._of_one_row(SimpleNamespace(update=Update(1, [MicroStep({"network": call})]), rows=rows))
+        return [check.healthy for check in checks]
+
+    assert [of_tables(y=one), of_tables(y=several, season=one)] == [[False], [True]]
+
+
 def test_large_images_are_not_kept_for_long(monkeypatch):
     monkeypatch.setattr("utils.diagnostics.watching.seen.MOST_BYTES", 1)
     recorder = Recorder()
     recorder.start()
     images = [torch.ones(2, 3, 4, 4) + number for number in range(20)]
     assert len(images) == 20 and len(recorder.stop().tensors) == 8
+
+
+def test_large_conditions_are_not_kept_for_long(monkeypatch):
+    monkeypatch.setattr("utils.diagnostics.watching.seen.MOST_BYTES", 1)
+    recorder = Recorder()
+    recorder.shape, recorder.conditions = torch.Size(SHAPE), {torch.Size((2, 9))}
+    recorder.start()
+    texts, others = [torch.ones(2, 9) + number for number in range(20)], torch.rand(5)
+    drawn, seen = torch.rand(B), recorder.stop()
+    assert len(texts) == 20 and len(others) == 5 and len(seen.conditions) == 2
+    assert [len(moments) for moments in seen.moments] == [len(drawn)]
 
 
 @pytest.mark.parametrize("zero_snr", [False, True])

@@ -1,14 +1,15 @@
 """Whether what the network is told beside the noise level differs between images, where it should."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from utils.diagnostics.audit.seen import Update
+from utils.diagnostics.audit.seen import MicroStep, Update
 from utils.diagnostics.audit.verdict import Check
-from utils.diagnostics.watching.seen import Seen
+from utils.diagnostics.watching.seen import Seen, Times
 
 ENOUGH = 4  # looks before labels that are all alike are judged
 
@@ -29,14 +30,15 @@ class Conditions:
             if call is None or not isinstance(call.inputs[0], torch.Tensor) or len(call.inputs[0]) < 2:
                 continue
             batch = len(call.inputs[0])
+            drawn = drawn_steps(step)
             labels = [tokens for tokens in seen.labels_of(batch) if not _alike(tokens)]
             given = [
                 value for value in (*call.inputs[1:], *(step.batch.get("beside") or ())) if isinstance(value, torch.Tensor)
             ]
             free = [tokens for tokens in labels if not any(_same(tokens, value) for value in given)]  # no timesteps
             beside = step.batch.get("beside") or ()  # what a control network gets, which is trained beside the network
-            beside = conditions_of(beside if begins_alike(beside, call.inputs) else (None, *beside), batch)
-            for place, value in enumerate((*conditions_of(call.inputs, batch), *beside)):
+            beside = conditions_of(beside if begins_alike(beside, call.inputs) else (None, *beside), batch, drawn)
+            for place, value in enumerate((*conditions_of(call.inputs, batch, drawn), *beside)):
                 rows = value.detach().reshape(batch, -1)
                 self._shared[place].append(rows[:1] if _alike(rows) else None)
                 same_kind = (other for other in seen.conditions.values() if other.shape == value.shape)
@@ -68,9 +70,15 @@ class Conditions:
         )
 
 
-def conditions_of(inputs: Sequence[Any], batch: int) -> list[torch.Tensor]:
+def drawn_steps(step: MicroStep) -> list[Times]:
+    """The whole numbers that were drawn, and before them what `add_noise` got."""
+    noised = [Times(noising.timesteps, highest=sys.maxsize) for noising in step.batch.get("noising") or []]
+    return noised + (step.batch.get("seen") or Seen()).times
+
+
+def conditions_of(inputs: Sequence[Any], batch: int, drawn: Sequence[Times] = ()) -> list[torch.Tensor]:
     """What a network gets for each image beside the noised image and the noise level."""
-    told = place_of_told(inputs, batch)
+    told = place_of_told(inputs, batch, drawn)
     values = [value for place, value in enumerate(inputs) if place not in (0, told)]
     return [value for value in values if isinstance(value, torch.Tensor) and value.ndim and len(value) == batch]
 
@@ -81,13 +89,26 @@ def begins_alike(beside: Sequence[Any], inputs: Sequence[Any]) -> bool:
     return all(isinstance(value, torch.Tensor) for value in both) and both[0].shape == both[-1].shape
 
 
-def place_of_told(inputs: Sequence[Any], batch: int) -> int | None:
-    """Of the number for each image, or for all, that a network gets as its noise level."""
+def place_of_told(inputs: Sequence[Any], batch: int, drawn: Sequence[Times] = ()) -> int | None:
+    """Of the number for each image, or for all, that a network gets as its noise level: the first one, or, where that is of
+    labels, the one that was drawn from more numbers."""
+    places = []
     for place, value in enumerate(inputs):
         one = isinstance(value, torch.Tensor) and value.numel() in (1, batch) and value.dtype != torch.bool
         if place and (one or (isinstance(value, (int, float)) and not isinstance(value, bool))):
-            return place
-    return None
+            places.append(place)
+    if not places:
+        return None
+    first = inputs[places[0]]
+    if not isinstance(first, torch.Tensor) or first.is_floating_point():
+        return places[0]
+    widest = max(places, key=lambda place: _range_of(inputs[place], drawn))
+    return widest if float(torch.as_tensor(inputs[widest]).max()) > float(first.max()) else places[0]
+
+
+def _range_of(value: Any, drawn: Sequence[Times]) -> int:
+    found = (times.highest for times in drawn if isinstance(value, torch.Tensor) and _same(times.values, value))
+    return max(found, default=0)
 
 
 def _alike(rows: torch.Tensor) -> bool:

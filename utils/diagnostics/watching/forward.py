@@ -14,7 +14,7 @@ from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.audit.verdict import Check, not_observed
-from utils.diagnostics.watching.conditions import begins_alike, place_of_told
+from utils.diagnostics.watching.conditions import begins_alike, drawn_steps, place_of_told
 from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.images import check_latents, check_range, check_spread
 from utils.diagnostics.watching.inputs import (
@@ -249,7 +249,7 @@ def _looks(update: Update, loss_scale: float) -> list[Look]:
         if mixture is None:
             continue
         step.batch |= {"noise": mixture.noise_tensor, "sample_numbers": mixture.clean_tensor}
-        gradient, told = call.gradients.get(0), _told(call, len(x))
+        gradient, told = call.gradients.get(0), _number(call.inputs, len(x), drawn_steps(step))
         gradient = gradient / loss_scale if gradient is not None else None
         used = noising.timesteps.reshape(-1).double().expand(len(x)) if noising is not None else None
         moments = [t.double().reshape(-1) for t in (*seen.moments, *(d.tensor for d in seen.draws)) if t.numel() == len(x)]
@@ -317,13 +317,9 @@ def _whole(told: torch.Tensor | None) -> bool:
     return told is not None and bool((told == told.round()).all()) and float(told.max()) > 1
 
 
-def _told(call: Call, batch: int) -> torch.Tensor | None:
+def _number(inputs: Sequence[Any], batch: int, drawn: Sequence[Times]) -> torch.Tensor | None:
     """The number for each image that the network gets beside it."""
-    return _number(call.inputs, batch)
-
-
-def _number(inputs: Sequence[Any], batch: int) -> torch.Tensor | None:
-    if (place := place_of_told(inputs, batch)) is None:
+    if (place := place_of_told(inputs, batch, drawn)) is None:
         return None
     return torch.as_tensor(inputs[place]).detach().double().reshape(-1).expand(batch)
 
@@ -339,7 +335,8 @@ def _told_beside(update: Update) -> list[Check]:
         if not torch.equal(image, given.to(image)):
             continue
         batch = len(call.inputs[0])
-        told, other = _number(call.inputs, batch), _number(beside, batch)
+        drawn = drawn_steps(step)
+        told, other = _number(call.inputs, batch, drawn), _number(beside, batch, drawn)
         if told is not None and other is not None:
             same = torch.equal(told, other)
             text = "the network that is trained gets other noise levels than the one that it is beside"

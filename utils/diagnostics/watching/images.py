@@ -23,7 +23,7 @@ def check_range(images: torch.Tensor) -> Check:
     if values.ndim < 4 and bool((images == images.round()).all()) and max(high, -low) > WHOLE:
         text = f"the signals that the noise is added to are whole numbers from {low:.5g} to {high:.5g}: they were not scaled"
         return Check("data", name, wanted, observed, False, text, code="data-range")
-    if values.ndim < 4 and float(values.std()) < FAINT:
+    if values.ndim < 4 and len(values) > 1 and float(values.std()) < FAINT:
         text = f"the signals that the noise is added to are nearly 0 (standard deviation {float(values.std()):.3g})"
         return Check("data", name, wanted, observed, False, f"{text}: divided twice?", "warning", "data-range")
     if values.ndim == 4 and values.shape[1] not in (1, 3) and not WIDE[0] < (spread := float(values.std())) < WIDE[1]:

@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
             seen.changed |= {tensor.data_ptr() for tensor in changed if isinstance(tensor, torch.Tensor)}
         if isinstance(result, torch.Tensor):
             if name in _DRAWS and result.ndim == 1:
-                if len(seen.moments) < FEWEST:
+                if len(seen.moments) < FEWEST and (self.shape is None or len(result) == self.shape[0]):
                     seen.moments.append(result.clone())
             elif name in _DRAWS and result.ndim > 1:
                 if len(seen.draws) < MOST:
@@ -159,7 +159,8 @@ class Recorder(TorchDispatchMode):
             _keep_newest(self.seen.labels, tensor, MOST)
         if tensor.shape in self.conditions and tensor.is_floating_point():
             kept = self.seen.conditions
-            if sum(other.shape == tensor.shape for other in kept.values()) < FEWEST:  # the first, before layers make others
+            most = max(2, min(FEWEST, MOST_BYTES // max(tensor.nbytes, 1)))
+            if sum(other.shape == tensor.shape for other in kept.values()) < most:  # the first, before layers make others
                 kept[id(tensor)] = tensor
 
 

@@ -12,7 +12,7 @@ from utils.diagnostics.audit.seen import Update
 from utils.diagnostics.audit.state import check_state
 from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching.averages import STILL, First, check_average
-from utils.diagnostics.watching.conditions import conditions_of
+from utils.diagnostics.watching.conditions import conditions_of, drawn_steps
 from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.forward import declared_step
 from utils.diagnostics.watching.observing import ForeignObserver
@@ -108,7 +108,7 @@ class UpdateJudge:
         for step in look.update.micro_steps:
             inputs = step.calls["network"].inputs if "network" in step.calls else ()
             image = inputs[0] if inputs and isinstance(inputs[0], torch.Tensor) else torch.zeros(1)
-            labels = [v for v in conditions_of(inputs, len(image)) if v.dtype is torch.int64 and v.ndim == 1]
+            labels = [v for v in conditions_of(inputs, len(image), drawn_steps(step)) if v.dtype is torch.int64 and v.ndim == 1]
             self._labeled += any(bool((v != v[0]).any()) for v in labels)
             self._highest = max([self._highest, *(int(v.max()) for v in labels)])
         for name, rows in look.rows.items():
@@ -116,10 +116,13 @@ class UpdateJudge:
         if self._labeled < FEWEST_LABELED:
             return []
         checks = []
-        for name, rows in self._rows.items():
-            if not max(2, self._highest) < len(rows) <= 1.2 * self._highest + 10:  # of something else than those labels
-                continue
+        sized = range(max(2, self._highest) + 1, int(1.2 * self._highest) + 11)  # else of something else than those labels
+        tables = {name: rows for name, rows in self._rows.items() if len(rows) in sized}
+        several = any(int(rows.sum()) > 1 for rows in tables.values())  # which the labels are looked up in
+        for name, rows in tables.items():
             used = int(rows.sum())
+            if used == 1 and several:
+                continue
             text = (
                 f"the network gets labels that differ, and looks up one row of {name} alone, number {int(rows.int().argmax())}"
             )

@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -262,10 +263,12 @@ class Watcher:
         if not self.armed and self._choice is not None:
             self._hooks = [self._choice.called.register_forward_pre_hook(self._before_network, with_kwargs=True)]
             if self._choice.trained is not None:
-                self._hooks.append(self._choice.trained.register_forward_pre_hook(self._see_beside, with_kwargs=True))
+                self._hooks.append(
+                    self._choice.trained.register_forward_pre_hook(partial(self.safely, self._see_beside), with_kwargs=True)
+                )
             encoder = getattr(self._facts.autoencoder, "encoder", None)
             if isinstance(encoder, nn.Module):
-                self._hooks.append(encoder.register_forward_hook(self._see_encoder))
+                self._hooks.append(encoder.register_forward_hook(partial(self.safely, self._see_encoder)))
             self.armed = True
             run_eagerly(True)
 
