@@ -5,9 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import logged_scalars, same_bytes, slow_turns
 
+from utils.diagnostics.audit.continuity import Continuity
 from utils.diagnostics.audit.elements import digest
+from utils.optim.clipping import clip_gradients
+from utils.optim.nonfinite import BadUpdates
 from utils.training.rerun import STAGES, Execution, Rerun
 
 INJECT = "tests/faults/inject.py"
@@ -104,6 +108,26 @@ def test_an_update_that_ran_eagerly_is_repeated_eagerly(monkeypatch, eager):
     assert compiled(torch.zeros(())) == 1
 
 
+def test_what_was_seen_of_an_update_that_was_replaced_is_forgotten():
+    weight = torch.nn.Parameter(torch.zeros(9))
+    weight.grad = torch.ones(9)
+    followed = Continuity({"weight": weight}, {}, {})
+    bad_updates = BadUpdates(Accelerator(cpu=True), num_parameters=1)
+    before = bad_updates.counts()
+    for replaced in (True, False):
+        followed.begin()
+        followed.stepped()
+        followed.end(1, torch.tensor(True))
+        bad_updates.add_losses(torch.zeros(3))
+        bad_updates.add(1, clip_gradients(Accelerator(cpu=True), [weight], 1.0)._replace(finite=torch.tensor(not replaced)))
+        if replaced:
+            weight.data += 1
+            followed.restart()
+            bad_updates.restore(before)
+    assert all(check.healthy for check in followed.checks())
+    assert bad_updates.totals() == (0, 0, 0) and "train/first_skipped_update" not in bad_updates.report()
+
+
 @pytest.mark.slow
 def test_reported_updates_of_a_compiled_network_are_the_same_again(server, script, script_flags, tmp_path):
     """They run eagerly; the compiled code has other bits."""
@@ -130,7 +154,11 @@ def test_updates_made_again_leave_the_training_as_it_was(server, script, script_
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "stage"),
-    [("gradient:3", "gradient"), *slow_turns(("weights:5", "own gradient"), ("activation:12", "loss"), ("batch:20", "batch"))],
+    [
+        ("gradient:3", "gradient"),
+        ("gradient:30", "gradient"),
+        *slow_turns(("weights:5", "own gradient"), ("activation:12", "loss"), ("batch:20", "batch")),
+    ],
 )
 def test_a_bit_that_flips_is_named_and_changes_nothing(server, script, script_flags, tmp_path, where, stage):
     flags = [*script_flags, "--max_train_steps", 8, "--checkpointing_steps", 8]
@@ -140,8 +168,8 @@ def test_a_bit_that_flips_is_named_and_changes_nothing(server, script, script_fl
     expected = [{"outcome": "same"}] * 4
     expected[1] = {"outcome": "wrong", "first": True, "stage": stage, "ranks": [0]}
     assert outcomes(tmp_path / "flipped") == expected
-    [found] = findings(tmp_path / "flipped")
-    assert found["severity"] == "critical" and found["step"] == 4
+    found = json.loads((tmp_path / "flipped" / "diagnosis.json").read_text())
+    assert [(each["code"], each["step"]) for each in found if each["severity"] == "critical"] == [("device-errs", 4)]
     assert same_bytes(tmp_path / "plain" / WEIGHTS, tmp_path / "flipped" / WEIGHTS)
 
 

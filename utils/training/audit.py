@@ -167,6 +167,11 @@ class StepAudit:
         if between or update is not None:
             self._left = self._digest(None if update is None else update.digest_last)
 
+    def forget_update(self) -> None:
+        """What was seen of the newest update is no longer true: its weights and averages were replaced."""
+        self._continuity.restart()
+        self._checks, self._pending, self._left, self._counted = [], None, None, None
+
     def check_sampler(self) -> None:
         """Asks the sampler of the run's pictures what it makes of a network that knows the answer. On the main process."""
         if self._run.accelerator.is_main_process:

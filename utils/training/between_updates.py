@@ -119,6 +119,8 @@ class Periodic:
             self._repetitions.enter_context(self._monitor.paused())
         if rerun.again():
             return True
+        if rerun.replaced:
+            self._monitor.forget_update()
         self._repetitions.close()
         return False
 

@@ -58,6 +58,7 @@ class Monitor:
         )
         self._bad_images.update()
         self.due = False  # whether the update under way is reported
+        self._counts_before = self._bad_updates.counts()  # before the newest update that is made again
 
     def measure_eagerly(self) -> None:
         """From here on the updates of reports run eagerly, as all others do once compiling is given up."""
@@ -117,6 +118,8 @@ class Monitor:
         if self.rerun.repeating:
             yield
             return
+        if self.rerun.due:
+            self._counts_before = self._bad_updates.counts()
         self._bad_updates.add(self._run.state.step, gradients)
         self._dynamics.before_step()
         yield
@@ -131,6 +134,12 @@ class Monitor:
         self._rank_times.now(None)  # the audit compares ranks, and waits for them
         self._hang.end()
         self.audit.end_update(between or self.rerun.due, self.due)
+
+    def forget_update(self) -> None:
+        """The newest update erred, and has been replaced by a repetition: what was seen of it is of something else."""
+        self.audit.forget_update()
+        self._bad_updates.restore(self._counts_before)
+        self.ledger.begin(self._run.state.step - 1, self.due)  # its line holds the state alone
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:

@@ -45,6 +45,7 @@ class Rerun:
         self._repeats = run.accelerator.device.type == "cpu"  # the same bits each time, unless something errs
         self.repeating = False  # whether the update under way was made before
         self.due = False  # whether the update under way is made again
+        self.replaced = False  # whether the newest update is no longer what the first execution made of it
         self._kept: list[dict] = []  # the batches of the update
         self._left: Iterator[dict] = iter(())
         self._seen: dict[str, Tensor] = {}
@@ -63,7 +64,7 @@ class Rerun:
         self._eager = eager
         every = self._run.options.rerun_steps
         self.due = every is not None and (step + 1) % every == 0 and step != self._unsorted
-        self._seen, self._kept, self._executions = {}, [], []
+        self._seen, self._kept, self._executions, self.replaced = {}, [], [], False
         if self.due:
             self._before = State(self._run)
             parameters = [p for p in self._run.objective.network.parameters() if p.requires_grad]
@@ -146,6 +147,7 @@ class Rerun:
                 found = {"outcome": "not repeatable", "first": True, "ratio": ratios[odd]}
                 return found | _where(made[0].digests, made[1].digests)
         made[usual].after.restore()
+        self.replaced = made[usual].digests != made[0].digests
         return {"outcome": "wrong", "first": odd == 0} | _where(made[odd].digests, made[usual].digests)
 
     def _distances(self) -> list[list[float]]:

@@ -33,6 +33,10 @@ class Continuity:
         self._weights = None if chosen is None else _Few(parameters[chosen])
         self._averages = {key: _Few(average[chosen]) for key, average in averages.items() if key in decays and chosen}
         self._decays = decays
+        self.restart()
+
+    def restart(self) -> None:
+        """Follows weights and averages from the next update on, as they are then."""
         self._left: torch.Tensor | None = None  # the weights that the newest step left
         self._changed: int | torch.Tensor = 0  # how often they were others at a later look
         self._expected: dict[str, torch.Tensor] = {}
