@@ -10,7 +10,7 @@ from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.watching import facts
 from utils.diagnostics.watching.conditions import Conditions, place_of_told
 from utils.diagnostics.watching.facts import Average, Facts, schedule_length
-from utils.diagnostics.watching.forward import _data, _told_beside
+from utils.diagnostics.watching.forward import _data, _told_beside, _without_silence
 from utils.diagnostics.watching.images import check_range, check_spread
 from utils.diagnostics.watching.inputs import check_mixture
 from utils.diagnostics.watching.levels import Levels, Look, tables
@@ -452,6 +452,18 @@ def test_a_table_of_one_row_beside_that_of_the_labels():
         return [check.healthy for check in checks]
 
     assert [of_tables(y=one), of_tables(y=several, season=one)] == [[False], [True]]
+
+
+def test_the_level_of_a_silent_clip_is_not_asked_for():
+    [look] = levels_of(*on_circle()).looks
+    assert _without_silence([look]) == [look]
+    look.mixture.clean[2] = 0
+    look.told, look.times = torch.arange(B), Times(torch.arange(B))
+    [left] = _without_silence([look])
+    assert left.told.tolist() == left.times.values.tolist() == [0, 1, 3, 4, 5, 6, 7]
+    assert {len(left.x), len(left.output), len(left.mixture.of_clean), len(left.mixture.clean_tensor)} == {B - 1}
+    look.mixture.clean[:] = 0
+    assert _without_silence([look]) == []
 
 
 def test_large_images_are_not_kept_for_long(monkeypatch):

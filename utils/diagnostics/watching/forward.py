@@ -67,7 +67,8 @@ class ForwardJudge:
         if levels.noise_alone:
             return [check_mixture(levels), *self._noise(looks)]
         micro_steps = facts.micro_steps or max(1, sum(step.finished for step in update.micro_steps))
-        checks, table, prediction = self._levels(levels, looks, facts, _scheduler(update, facts))
+        shown = _without_silence(looks) or looks
+        checks, table, prediction = self._levels(Levels(shown), shown, facts, _scheduler(update, facts))
         if table is not None:
             self._add_levels(table, looks)
         wrapped, kind = _raw_network(update, levels)
@@ -254,6 +255,24 @@ def _looks(update: Update, loss_scale: float) -> list[Look]:
         used = noising.timesteps.reshape(-1).double().expand(len(x)) if noising is not None else None
         moments = [t.double().reshape(-1) for t in (*seen.moments, *(d.tensor for d in seen.draws)) if t.numel() == len(x)]
         found.append(Look(x, told, call.outputs[0], gradient, mixture, _times(seen, told, len(x)), used, moments))
+    return found
+
+
+def _without_silence(looks: list[Look]) -> list[Look]:
+    """Without the images that are 0 everywhere: how much of them an input holds cannot be known."""
+    found = []
+    for one in looks:
+        kept, mixture = one.mixture.clean.norm(dim=1) > 0, one.mixture
+        if bool(kept.all()):
+            found.append(one)
+        if bool(kept.all()) or not bool(kept.any()):
+            continue
+        names = ("clean", "noise", "of_clean", "of_noise", "residual", "clean_tensor", "noise_tensor")
+        mixture = replace(mixture, **{name: getattr(mixture, name)[kept] for name in names})
+        whole = {"x": one.x, "told": one.told, "output": one.output, "noised_with": one.noised_with}
+        parts: dict[str, Any] = {name: None if value is None else value[kept.to(value.device)] for name, value in whole.items()}
+        times = one.times and replace(one.times, values=one.times.values.reshape(-1)[kept.to(one.times.values.device)])
+        found.append(replace(one, mixture=mixture, times=times, **parts))
     return found
 
 
