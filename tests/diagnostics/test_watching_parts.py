@@ -8,17 +8,18 @@ import torch
 
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.watching import facts
-from utils.diagnostics.watching.conditions import Conditions, place_of_told
+from utils.diagnostics.watching.conditions import Conditions
 from utils.diagnostics.watching.facts import Average, Facts, schedule_length
-from utils.diagnostics.watching.forward import _data, _told_beside, _without_silence
+from utils.diagnostics.watching.forward import ForwardJudge, _data, _told_beside, _without_silence
 from utils.diagnostics.watching.images import check_range, check_spread
 from utils.diagnostics.watching.inputs import check_mixture
 from utils.diagnostics.watching.levels import Levels, Look, tables
 from utils.diagnostics.watching.mixture import Mixture, strength
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.options import Schedule
+from utils.diagnostics.watching.places import place_of_told
 from utils.diagnostics.watching.probes import CopyProbe, Probe
-from utils.diagnostics.watching.seen import Recorder, Seen, Times
+from utils.diagnostics.watching.seen import Draw, Recorder, Seen, Times
 from utils.diagnostics.watching.targets import check_target, identify_target
 from utils.diagnostics.watching.updating import UpdateJudge, _kind_of
 from utils.diagnostics.watching.watcher import holder_of
@@ -398,8 +399,71 @@ def test_labels_that_are_one_for_all(script, given, table, severity):
     call = Call((torch.zeros(SHAPE)[:4], *given))
     conditions = Conditions()
     for _ in range(4):
-        checks = conditions.look(Update(1, [MicroStep({"network": call}, {"seen": seen})]), [table])
+        checks = conditions.look(Update(1, [MicroStep({"network": call}, {"seen": seen})]), {"labels": torch.zeros(table) > 0})
     assert next((check.healthy, check.severity) for check in checks) == (False, severity)
+
+
+TEXT, SIZES = torch.full((4, 8, 8), 0.3), torch.tensor([[64, 64, 0, n, 64, 64] for n in range(4)])
+
+
+@pytest.mark.parametrize("given", [[SIZES], [SIZES.float() / 9], [{"time_ids": SIZES, "text_embeds": TEXT[:, 0]}]])
+def test_sizes_that_differ_say_nothing_of_a_text_that_does_not(given):
+    def severities(*tokens) -> list[str]:
+        step = step_of(STEPS, TEXT, *given, seen=Seen(labels=dict(enumerate((SIZES, *tokens)))))
+        conditions = Conditions()
+        return [check.severity for _ in range(4) for check in conditions.look(Update(1, [step]), {}) if check.healthy is False]
+
+    assert set(severities()) == {"info"}
+    assert "warning" in severities(torch.arange(32).reshape(4, 8))  # a text that the network does not get
+
+
+def shares(step: MicroStep, rows: dict, looks: int = 40) -> list[bool]:
+    conditions = Conditions()
+    for _ in range(looks):
+        checks = conditions.look(Update(1, [step]), rows)
+    return [check.healthy for check in checks if check.name.startswith("share")]
+
+
+def test_labels_that_are_mostly_dropped():
+    labels, texts = torch.tensor([1, 0, 4, 2, 3]), torch.arange(40.0).reshape(5, 8)
+    few, many = torch.arange(5) < 1, torch.arange(5) < 4
+    for drop, healthy in ((few, [True]), (many, [False])):
+        recorder = Recorder()
+        recorder.conditions = {texts.shape}
+        recorder.start()
+        given = torch.where(drop, 5, labels)
+        in_place = labels.clone()
+        in_place[drop] = 5
+        without_text = texts * ~drop[:, None]
+        seen = recorder.stop()
+        assert shares(step_of(labels / 5, given, seen=Seen(labels={0: labels})), {}) == healthy
+        assert shares(step_of(labels / 5, in_place, seen=seen), {}) == healthy
+        assert shares(step_of(labels / 5, without_text, seen=seen), {}) == healthy
+        reached = torch.zeros(6, dtype=torch.bool)
+        reached[given] = True
+        assert shares(step_of(labels / 5, labels), {"table": reached}) == healthy  # dropped by the network itself
+        assert shares(step_of(labels / 5, labels), {"of other labels": torch.arange(9) > 5}) == [True]
+    assert shares(step_of(labels / 5, labels, seen=Seen(labels={0: labels})), {}) == []
+    assert shares(step_of(labels / 5, in_place, seen=seen), {}, looks=1) == [True]  # too few to say so
+
+
+@pytest.mark.parametrize("change", [lambda v: v.roll(1, 0), lambda v: v.flip(0), lambda v: v[torch.tensor([0, 2, 1, 3])]])
+def test_labels_of_other_images(change):
+    labels, texts = torch.tensor([1, 0, 4, 2]), torch.arange(32.0).reshape(4, 8)
+    images = torch.rand(4, 3, 8, 8)
+
+    def exchanged(given, images_seen=images, **seen) -> bool | None:
+        known = Seen(tensors={0: images_seen}, **seen)
+        step = step_of(torch.rand(4), given, seen=known, sample_numbers=images)
+        checks = Conditions().look(Update(1, [step]), {})
+        return next(check.healthy for check in checks if check.name.endswith("of a batch"))
+
+    assert exchanged(change(labels), labels={0: labels}) is exchanged(change(texts), conditions={0: texts}) is False
+    assert exchanged(torch.where(STEPS > 6, 9, change(labels)), labels={0: labels, 1: change(labels)}) is False  # and dropped
+    assert exchanged(change(labels), images_seen=change(images), labels={0: labels}) is True  # both are shuffled
+    assert exchanged(labels, labels={0: labels, 1: labels.clone()}) is exchanged(texts, conditions={0: texts + 1}) is True
+    places = torch.arange(4)
+    assert exchanged(labels, labels={0: labels, 1: places, 2: change(places)}) is True  # an order, as of a transport
 
 
 def test_a_network_beside_that_gets_another_image_has_its_own_noise_level():
@@ -434,12 +498,25 @@ def test_weights_that_are_changed_in_place_are_seen():
         assert weights[1].data_ptr() in recorder.stop().changed
 
 
+def step_of(*inputs, **batch) -> MicroStep:
+    return MicroStep({"network": Call((torch.zeros(len(inputs[0]), 3, 8, 8), *inputs))}, batch)
+
+
 def test_the_noise_level_may_come_after_the_labels():
     drawn = [Times(VARIED, highest=3), Times(STEPS, highest=1000)]
-    inputs = (torch.zeros(4, 3, 8, 8), VARIED, STEPS)
-    assert place_of_told(inputs, 4, drawn) == 2
-    assert place_of_told((inputs[0], STEPS.flip(0), VARIED), 4, drawn) == 1
-    assert place_of_told((inputs[0], STEPS, STEPS + 1), 4, [Times(STEPS + 1, highest=9), Times(STEPS, highest=9)]) == 1
+    noise, floats = STEPS / 9.0, torch.tensor([0.3, 0.9, 0.1, 0.4])
+
+    def place(*inputs, **batch) -> int | None:
+        step = step_of(*inputs, **batch)
+        return place_of_told(step.calls["network"].inputs, step)
+
+    assert place(VARIED, STEPS, seen=Seen(times=drawn)) == 2
+    assert place(STEPS.flip(0), VARIED, seen=Seen(times=drawn)) == 1
+    assert place(STEPS, STEPS + 1, seen=Seen(times=[Times(STEPS + 1, highest=9), Times(STEPS, highest=9)])) == 1
+    assert place(VARIED, noise, floats, noise_levels=noise) == place(VARIED, 1 - noise, noise_levels=noise) == 2
+    assert place(VARIED, floats, noise_levels=noise) == place(VARIED, floats) == 2  # which is wrong, and yet no label
+    assert place(STEPS, floats, seen=Seen(times=drawn)) == place(VARIED) == 1
+    assert place(torch.zeros(4, 9)) is None
 
 
 def test_a_table_of_one_row_beside_that_of_the_labels():
@@ -464,6 +541,20 @@ def test_the_level_of_a_silent_clip_is_not_asked_for():
     assert {len(left.x), len(left.output), len(left.mixture.of_clean), len(left.mixture.clean_tensor)} == {B - 1}
     look.mixture.clean[:] = 0
     assert _without_silence([look]) == []
+
+
+def test_of_a_silent_batch_nothing_is_said():
+    _a, b = (of.float()[:, None, None, None] for of in on_circle())
+    noise = torch.randn(SHAPE)
+
+    def found(x, *images) -> list[str]:
+        seen = Seen(draws=[Draw(noise, True)], tensors={n: image for n, image in enumerate((*images, noise))})
+        step = MicroStep({"network": Call((x, torch.arange(B)), (noise,), {0: noise})}, {"seen": seen})
+        return [c.message for c in ForwardJudge({}).look(Update(1, [step]), Facts(), 1.0, False) if c.healthy is False]
+
+    assert found(b * noise, torch.zeros(SHAPE)) == []
+    alone = ["the network sees noise alone, without the image"]
+    assert found(b * noise, torch.rand(SHAPE)) == found(noise, torch.zeros(SHAPE)) == alone
 
 
 def test_large_images_are_not_kept_for_long(monkeypatch):

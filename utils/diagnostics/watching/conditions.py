@@ -1,17 +1,19 @@
-"""Whether what the network is told beside the noise level differs between images, where it should."""
+"""Whether what the network is told beside the noise level differs between images, where it should, and is that of its image."""
 
-import sys
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
 from utils.diagnostics.audit.seen import MicroStep, Update
 from utils.diagnostics.audit.verdict import Check
-from utils.diagnostics.watching.seen import Seen, Times
+from utils.diagnostics.watching.places import begins_alike, conditions_of, number_told, same, tensors_within
+from utils.diagnostics.watching.seen import Seen
 
 ENOUGH = 4  # looks before labels that are all alike are judged
+MOST_DROPPED = 0.5  # of the labels: classifier-free guidance is trained with 0.1 or 0.2, and seldom with as much
+MANY = 1 << 16  # labels that were not dropped, of a table that is not theirs
+SIGMAS = 4  # that a share is beyond it, to be no chance
 
 
 class Conditions:
@@ -22,30 +24,78 @@ class Conditions:
             list
         )  # the row that all images share; None: they differ
         self._varied: set[int] = set()  # places for which the script had labels or tokens that differ between images
+        self._dropped: dict[str, list[bool]] = defaultdict(list)  # of each label that the script had, by where that was seen
 
-    def look(self, update: Update, tables: Collection[int]) -> list[Check]:
-        """`tables`: rows of the embeddings that are trained."""
+    def look(self, update: Update, rows: Mapping[str, torch.Tensor]) -> list[Check]:
+        """`rows`: of the embeddings that are trained, which were reached by the gradient."""
+        moved, labels_given = False, defaultdict(list)
         for step in update.micro_steps:
-            call, seen = step.calls.get("network"), step.batch.get("seen") or Seen()
+            call = step.calls.get("network")
             if call is None or not isinstance(call.inputs[0], torch.Tensor) or len(call.inputs[0]) < 2:
                 continue
-            batch = len(call.inputs[0])
-            drawn = drawn_steps(step)
-            labels = [tokens for tokens in seen.labels_of(batch) if not _alike(tokens)]
-            given = [
-                value for value in (*call.inputs[1:], *(step.batch.get("beside") or ())) if isinstance(value, torch.Tensor)
-            ]
-            free = [tokens for tokens in labels if not any(_same(tokens, value) for value in given)]  # no timesteps
+            batch, seen = len(call.inputs[0]), step.batch.get("seen") or Seen()
             beside = step.batch.get("beside") or ()  # what a control network gets, which is trained beside the network
-            beside = conditions_of(beside if begins_alike(beside, call.inputs) else (None, *beside), batch, drawn)
-            for place, value in enumerate((*conditions_of(call.inputs, batch, drawn), *beside)):
-                rows = value.detach().reshape(batch, -1)
-                self._shared[place].append(rows[:1] if _alike(rows) else None)
-                same_kind = (other for other in seen.conditions.values() if other.shape == value.shape)
-                labeled = any(_belongs(tokens, rows, tables) for tokens in free)
-                if _alike(rows) and (labeled or not all(map(_alike, same_kind))):
+            beside_it = conditions_of(beside if begins_alike(beside, call.inputs) else (None, *beside), step)
+            values = [*conditions_of(call.inputs, step), *beside_it]
+            given = tensors_within((*call.inputs[1:], *beside))
+            labels = seen.labels_of(batch)
+            free = _free(labels, given, values)
+            self._see_dropped(labels, values, seen)
+            moved |= _are_of_other_images(labels, values, seen, step)
+            for place, value in enumerate(values):
+                of_each = value.reshape(batch, -1)
+                if value.dtype is torch.int64 and value.ndim == 1:
+                    labels_given[place].append(value.cpu())
+                self._shared[place].append(of_each[:1] if _alike(of_each) else None)
+                same_kind = [other for other in seen.conditions.values() if other.shape == value.shape]
+                others = (other for other in same_kind if not any(same(other, one) for one in given))
+                labeled = any(_belongs(tokens, of_each, [len(table) for table in rows.values()]) for tokens in free)
+                if _alike(of_each) and (labeled or not all(map(_alike, others))):
                     self._varied.add(place)
-        return [check for place in sorted(self._shared) if (check := self._judged(place)) is not None]
+        for place, given_to in labels_given.items():
+            self._see_dropped_within(str(place), torch.cat(given_to), rows)
+        checks = [check for place in sorted(self._shared) if (check := self._judged(place)) is not None]
+        if self._shared:
+            text = (
+                "the network gets the labels or texts of other images of the batch: they are exchanged, and the images are not"
+            )
+            name, wanted = "labels or texts of a batch", "in the order of the images"
+            checks.append(
+                Check("condition", name, wanted, "exchanged" if moved else "not exchanged", not moved, text, "warning")
+            )
+        return [*checks, *self._share()]
+
+    def _see_dropped(self, labels: list[torch.Tensor], values: list[torch.Tensor], seen: Seen) -> None:
+        """Of labels or texts of which the script had others: one of them stands where they differ."""
+        for place, value in enumerate(values):
+            for other in (*labels, *seen.conditions.values()):
+                if other.shape == value.shape and not same(other, value):
+                    differs = (other.to(value.device) != value).reshape(len(value), -1).any(1)
+                    if _alike(value[differs]) and not _alike(value):
+                        self._dropped[f"{place}"] += differs.tolist()
+                        return
+
+    def _see_dropped_within(self, place: str, labels: torch.Tensor, rows: Mapping[str, torch.Tensor]) -> None:
+        """Of labels that the network drops by itself: the gradient does not reach their rows. `labels`: of an update."""
+        numbers, counts = labels.unique(return_counts=True)
+        for name, reached in rows.items():
+            if len(reached) <= int(numbers[-1]) or not reached.any():
+                continue
+            others = reached.clone()
+            others[numbers] = False
+            if int(others.sum()) > 1:  # more than the one that stands for none: it is not the table of these labels
+                self._dropped[f"{place} {name}"] = [False] * MANY
+            else:
+                self._dropped[f"{place} {name}"] += (~reached[numbers[counts == 1]]).tolist()
+
+    def _share(self) -> list[Check]:
+        shares = [(sum(dropped) / len(dropped), len(dropped)) for dropped in self._dropped.values() if dropped]
+        if not shares:
+            return []
+        share, count = max(shares)
+        text = f"{share:.0%} of the labels or texts are dropped: the network hardly learns them (10 to 20 % are usual)"
+        fine = share - SIGMAS * (0.25 / count) ** 0.5 <= MOST_DROPPED
+        return [Check("condition", "share of the labels that is dropped", "a small one", f"{share:.0%}", fine, text, "warning")]
 
     def _judged(self, place: int) -> Check | None:
         rows = self._shared[place]
@@ -70,56 +120,64 @@ class Conditions:
         )
 
 
-def drawn_steps(step: MicroStep) -> list[Times]:
-    """The whole numbers that were drawn, and before them what `add_noise` got."""
-    noised = [Times(noising.timesteps, highest=sys.maxsize) for noising in step.batch.get("noising") or []]
-    return noised + (step.batch.get("seen") or Seen()).times
-
-
-def conditions_of(inputs: Sequence[Any], batch: int, drawn: Sequence[Times] = ()) -> list[torch.Tensor]:
-    """What a network gets for each image beside the noised image and the noise level."""
-    told = place_of_told(inputs, batch, drawn)
-    values = [value for place, value in enumerate(inputs) if place not in (0, told)]
-    return [value for value in values if isinstance(value, torch.Tensor) and value.ndim and len(value) == batch]
-
-
-def begins_alike(beside: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """Whether a network beside another gets the same image."""
-    both = (*beside[:1], *inputs[:1])
-    return all(isinstance(value, torch.Tensor) for value in both) and both[0].shape == both[-1].shape
-
-
-def place_of_told(inputs: Sequence[Any], batch: int, drawn: Sequence[Times] = ()) -> int | None:
-    """Of the number for each image, or for all, that a network gets as its noise level: the first one, or, where that is of
-    labels, the one that was drawn from more numbers."""
-    places = []
-    for place, value in enumerate(inputs):
-        one = isinstance(value, torch.Tensor) and value.numel() in (1, batch) and value.dtype != torch.bool
-        if place and (one or (isinstance(value, (int, float)) and not isinstance(value, bool))):
-            places.append(place)
-    if not places:
-        return None
-    first = inputs[places[0]]
-    if not isinstance(first, torch.Tensor) or first.is_floating_point():
-        return places[0]
-    widest = max(places, key=lambda place: _range_of(inputs[place], drawn))
-    return widest if float(torch.as_tensor(inputs[widest]).max()) > float(first.max()) else places[0]
-
-
-def _range_of(value: Any, drawn: Sequence[Times]) -> int:
-    found = (times.highest for times in drawn if isinstance(value, torch.Tensor) and _same(times.values, value))
-    return max(found, default=0)
-
-
 def _alike(rows: torch.Tensor) -> bool:
     return bool((rows == rows[:1]).all())
 
 
-def _same(tokens: torch.Tensor, value: torch.Tensor) -> bool:
-    return tokens.numel() == value.numel() and bool((tokens.reshape(-1) == value.reshape(-1).to(tokens.device)).all())
+def _free(labels: list[torch.Tensor], given: list[torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Labels and tokens that differ between images, and of which no input was made, as far as can be known: each input that
+    differs is made of one of them, if it differs between the same images."""
+    free: list[torch.Tensor] = []
+    for tokens in labels:
+        if not _alike(tokens) and not any(same(tokens, other) for other in (*given, *free)):
+            free.append(tokens)
+    for value in values:
+        rows = value.reshape(len(value), -1)
+        if not _alike(rows) and not any(same(tokens, value) for tokens in labels):
+            place = next((n for n, tokens in enumerate(free) if torch.equal(_groups(tokens), _groups(rows))), None)
+            free = [tokens for n, tokens in enumerate(free) if n != place]
+    return free
 
 
-def _belongs(tokens: torch.Tensor, rows: torch.Tensor, tables: Collection[int]) -> bool:
+def _groups(rows: torch.Tensor) -> torch.Tensor:
+    """Which rows are equal, bool [B, B]."""
+    number = torch.unique(rows, dim=0, return_inverse=True)[1]
+    return number[:, None] == number
+
+
+def _are_of_other_images(labels: list[torch.Tensor], values: list[torch.Tensor], seen: Seen, step: MicroStep) -> bool:
+    """Whether they are in another order than the script had them, and the images are not."""
+    clean = step.batch.get("sample_numbers")
+    if clean is None or any(_is_reordered(clean, other) for other in seen.tensors.values()):
+        return False
+    told = number_told(step.calls["network"].inputs, step)
+    labels = [tokens for tokens in labels if not _is_order(tokens) and not (told is not None and _same_numbers(tokens, told))]
+    pairs = [(one, other) for place, one in enumerate(labels) for other in labels[place + 1 :]]
+    pairs += [(value, other) for value in values for other in (*seen.conditions.values(), *labels)]
+    return any(_is_reordered(one, other) for one, other in pairs)
+
+
+def _is_order(tokens: torch.Tensor) -> bool:
+    """Of the places of the images in the batch."""
+    return _same_numbers(tokens, torch.arange(len(tokens)))
+
+
+def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and same(one.double().sort(0)[0], other.double().sort(0)[0])
+
+
+def _is_reordered(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the rows are the same in another order."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device or torch.equal(one, other):
+        return False
+    rows, others = (tensor.detach().reshape(len(tensor), -1) for tensor in (one, other))
+    sums, sums_of_other = (values.double().sum(1).sort()[0] for values in (rows, others))
+    if not torch.equal(sums, sums_of_other):  # which is quick
+        return False
+    return torch.equal(torch.unique(rows, dim=0), torch.unique(others, dim=0))
+
+
+def _belongs(tokens: torch.Tensor, rows: torch.Tensor, tables: list[int]) -> bool:
     """Whether these may be the labels, or the texts, from which the network's input was made: of labels the one that stands
     for none is the highest or 0, and a text has many tokens. A mask is not made of them."""
     if tokens.ndim == 1:

@@ -1,7 +1,7 @@
 """What a forward pass and its loss show: image and noise, the noise level, the target, what errors count."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from utils.diagnostics.audit.declared import Declared, DeclaredOptimizer
-from utils.diagnostics.audit.fitting import flat
+from utils.diagnostics.audit.fitting import constant, flat
 from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.audit.verdict import Check, not_observed
-from utils.diagnostics.watching.conditions import begins_alike, drawn_steps, place_of_told
 from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.images import check_latents, check_range, check_spread
 from utils.diagnostics.watching.inputs import (
@@ -28,6 +27,7 @@ from utils.diagnostics.watching.inputs import (
 from utils.diagnostics.watching.levels import Levels, Look, Table, anywhere, matching, said, tables
 from utils.diagnostics.watching.mixture import Mixture, find, strength
 from utils.diagnostics.watching.options import declared_prediction
+from utils.diagnostics.watching.places import begins_alike, number_told
 from utils.diagnostics.watching.preconditioning import check_preconditioning
 from utils.diagnostics.watching.seen import Seen, Times
 from utils.diagnostics.watching.targets import check_target, identify_target
@@ -65,10 +65,13 @@ class ForwardJudge:
         if (twice := check_noised_once(update)) is not None:
             return [twice, *self._noise(looks)]
         if levels.noise_alone:
-            return [check_mixture(levels), *self._noise(looks)]
+            silent = any(one.silent for one in looks) and constant(levels.b) is None
+            alone = [] if silent else [check_mixture(levels)]
+            return [*alone, *self._noise(looks)]
         micro_steps = facts.micro_steps or max(1, sum(step.finished for step in update.micro_steps))
         shown = _without_silence(looks) or looks
-        checks, table, prediction = self._levels(Levels(shown), shown, facts, _scheduler(update, facts))
+        heard = Levels(shown)
+        checks, table, prediction = self._levels(heard, shown, facts, _scheduler(update, facts))
         if table is not None:
             self._add_levels(table, looks)
         wrapped, kind = _raw_network(update, levels)
@@ -76,7 +79,7 @@ class ForwardJudge:
             *checks,
             *_told_beside(update),
             *_wrapped_around(update),
-            *self._loss(levels, table, prediction, micro_steps, kind),
+            *self._loss(heard, table, prediction, micro_steps, kind),
             *wrapped,
             *self._noise(looks),
             *([] if levels.constant else [_data(looks[0], update, facts, encoded)]),
@@ -249,12 +252,15 @@ def _looks(update: Update, loss_scale: float) -> list[Look]:
                 break
         if mixture is None:
             continue
-        step.batch |= {"noise": mixture.noise_tensor, "sample_numbers": mixture.clean_tensor}
-        gradient, told = call.gradients.get(0), _number(call.inputs, len(x), drawn_steps(step))
+        levels = mixture.of_noise / mixture.of_clean.clamp(min=1e-12)
+        step.batch |= {"noise": mixture.noise_tensor, "sample_numbers": mixture.clean_tensor, "noise_levels": levels}
+        gradient, told = call.gradients.get(0), number_told(call.inputs, step)
         gradient = gradient / loss_scale if gradient is not None else None
         used = noising.timesteps.reshape(-1).double().expand(len(x)) if noising is not None else None
         moments = [t.double().reshape(-1) for t in (*seen.moments, *(d.tensor for d in seen.draws)) if t.numel() == len(x)]
-        found.append(Look(x, told, call.outputs[0], gradient, mixture, _times(seen, told, len(x)), used, moments))
+        silent = any(tensor.shape == x.shape and not tensor.any() for tensor in seen.tensors.values())
+        times = _times(seen, told, len(x))
+        found.append(Look(x, told, call.outputs[0], gradient, mixture, times, used, moments, len(x), silent))
     return found
 
 
@@ -269,7 +275,7 @@ def _without_silence(looks: list[Look]) -> list[Look]:
             continue
         names = ("clean", "noise", "of_clean", "of_noise", "residual", "clean_tensor", "noise_tensor")
         mixture = replace(mixture, **{name: getattr(mixture, name)[kept] for name in names})
-        whole = {"x": one.x, "told": one.told, "output": one.output, "noised_with": one.noised_with}
+        whole = {name: getattr(one, name) for name in ("x", "told", "output", "gradient", "noised_with")}
         parts: dict[str, Any] = {name: None if value is None else value[kept.to(value.device)] for name, value in whole.items()}
         times = one.times and replace(one.times, values=one.times.values.reshape(-1)[kept.to(one.times.values.device)])
         found.append(replace(one, mixture=mixture, times=times, **parts))
@@ -336,13 +342,6 @@ def _whole(told: torch.Tensor | None) -> bool:
     return told is not None and bool((told == told.round()).all()) and float(told.max()) > 1
 
 
-def _number(inputs: Sequence[Any], batch: int, drawn: Sequence[Times]) -> torch.Tensor | None:
-    """The number for each image that the network gets beside it."""
-    if (place := place_of_told(inputs, batch, drawn)) is None:
-        return None
-    return torch.as_tensor(inputs[place]).detach().double().reshape(-1).expand(batch)
-
-
 def _told_beside(update: Update) -> list[Check]:
     """Whether a network that is trained beside another gets the noise level that the other gets."""
     checks = []
@@ -353,9 +352,7 @@ def _told_beside(update: Update) -> list[Check]:
         image, given = call.inputs[0], beside[0]  # a reference network gets another image
         if not torch.equal(image, given.to(image)):
             continue
-        batch = len(call.inputs[0])
-        drawn = drawn_steps(step)
-        told, other = _number(call.inputs, batch, drawn), _number(beside, batch, drawn)
+        told, other = number_told(call.inputs, step), number_told(beside, step)
         if told is not None and other is not None:
             same = torch.equal(told, other)
             text = "the network that is trained gets other noise levels than the one that it is beside"

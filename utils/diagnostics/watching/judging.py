@@ -65,7 +65,7 @@ class Judge:
         if precision:
             self.words["precision"] = precision
         checks += of_network
-        checks += self._conditions.look(look.update, [len(rows) for rows in look.rows.values()])
+        checks += self._conditions.look(look.update, look.rows)
         checks += self._update.look(look)
         checks += look.everyone.checks
         self._schedule.look(look.facts, look.update.step + 1)

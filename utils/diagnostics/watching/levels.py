@@ -23,6 +23,8 @@ class Look:
     times: Times | None = None  # whole numbers that were drawn, [B]
     noised_with: torch.Tensor | None = None  # timesteps that `add_noise` got
     moments: list[torch.Tensor] = field(default_factory=list)  # numbers drawn, one for each image, float64 [B]
+    batch: int = 0  # images of the loss's mean, where it is not over those here alone
+    silent: bool = False  # the script has a batch of images that are 0 everywhere
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Levels:
         self.x = torch.cat([flat(look.x) for look in looks])
         told = [look.told for look in looks if look.told is not None]
         self.told = torch.cat(told) if len(told) == len(looks) else None
-        self.sizes = torch.cat([torch.full((len(look.x),), float(len(look.x))) for look in looks]).to(self.a)
+        self.sizes = torch.cat([torch.full((len(look.x),), float(look.batch or len(look.x))) for look in looks]).to(self.a)
         images = [look.mixture.clean_tensor for look in looks]
         self.pixels = images[0][0].numel()
 

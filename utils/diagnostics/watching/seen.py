@@ -96,10 +96,13 @@ class Recorder(TorchDispatchMode):
         return seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__
+        if self.running and name.endswith("_") and name not in _INTEGERS and args and isinstance(args[0], torch.Tensor):
+            self._keep_labels(args[0], before=True)
         result = func(*args, **(kwargs or {}))
         if self.running and os.getpid() == self._process:
             try:
-                self._see(func._overloadpacket.__name__, args, kwargs or {}, result)
+                self._see(name, args, kwargs or {}, result)
             except Exception:  # what it cannot read it does not know
                 self.running = False
         return result
@@ -155,13 +158,17 @@ class Recorder(TorchDispatchMode):
         if self._fits(tensor):
             most = max(FEWEST, min(MOST, MOST_BYTES // max(tensor.nbytes, 1)))
             _keep_newest(self.seen.tensors, tensor, most)
-        elif tensor.dtype is torch.int64 and (tensor.ndim == 1 or (tensor.ndim == 2 and tensor.shape[1] >= TOKENS)):
-            _keep_newest(self.seen.labels, tensor, MOST)
+        self._keep_labels(tensor)
         if tensor.shape in self.conditions and tensor.is_floating_point():
             kept = self.seen.conditions
             most = max(2, min(FEWEST, MOST_BYTES // max(tensor.nbytes, 1)))
             if sum(other.shape == tensor.shape for other in kept.values()) < most:  # the first, before layers make others
                 kept[id(tensor)] = tensor
+
+    def _keep_labels(self, tensor: torch.Tensor, before: bool = False) -> None:
+        """`before`: they are about to be changed in place, so that a copy is kept."""
+        if tensor.dtype is torch.int64 and (tensor.ndim == 1 or (tensor.ndim == 2 and tensor.shape[1] >= TOKENS)):
+            _keep_newest(self.seen.labels, tensor.clone() if before else tensor, MOST)
 
 
 def _in_compiled() -> bool:

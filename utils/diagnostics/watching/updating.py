@@ -12,12 +12,12 @@ from utils.diagnostics.audit.seen import Update
 from utils.diagnostics.audit.state import check_state
 from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching.averages import STILL, First, check_average
-from utils.diagnostics.watching.conditions import conditions_of, drawn_steps
 from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.forward import declared_step
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import check_step
 from utils.diagnostics.watching.options import check_options
+from utils.diagnostics.watching.places import conditions_of
 from utils.diagnostics.watching.ranks import Everyone
 from utils.diagnostics.watching.seen import Seen
 
@@ -107,8 +107,8 @@ class UpdateJudge:
         """Embeddings that give the same row to all images in all looks, though the network gets labels that differ."""
         for step in look.update.micro_steps:
             inputs = step.calls["network"].inputs if "network" in step.calls else ()
-            image = inputs[0] if inputs and isinstance(inputs[0], torch.Tensor) else torch.zeros(1)
-            labels = [v for v in conditions_of(inputs, len(image), drawn_steps(step)) if v.dtype is torch.int64 and v.ndim == 1]
+            given = conditions_of(inputs, step) if inputs and isinstance(inputs[0], torch.Tensor) else []
+            labels = [value for value in given if value.dtype is torch.int64 and value.ndim == 1]
             self._labeled += any(bool((v != v[0]).any()) for v in labels)
             self._highest = max([self._highest, *(int(v.max()) for v in labels)])
         for name, rows in look.rows.items():
