@@ -117,7 +117,7 @@ def main(options: DDPMOptions) -> int:
     # ---- processes, a batch that fits, the run's folder
     accelerator = start_processes(options, broadcast_buffers=options.spectral_norm)  # its power iteration moves them
     start = start_from_pipeline(options, accelerator)  # None without --pretrained
-    autoencoder = start_autoencoder(options, accelerator)  # None without --vae
+    autoencoder = start_autoencoder(options, accelerator, start)  # None without --vae
     shape = autoencoder.latent_shape if autoencoder else options.image_shape  # of what the network sees
     config = start.config if start else None
     make_network = partial(make_unet, device_type=accelerator.device.type, config=config, shape=shape)

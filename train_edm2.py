@@ -107,7 +107,7 @@ def main(options: EDM2Options) -> int:
     # ---- processes, a batch that fits, the run's folder
     accelerator = start_processes(options)
     start = start_from_pipeline(options, accelerator)  # None without --pretrained
-    autoencoder = start_autoencoder(options, accelerator)  # None without --vae
+    autoencoder = start_autoencoder(options, accelerator, start)  # None without --vae
     shape = autoencoder.latent_shape if autoencoder else options.image_shape  # of what the network sees
     config = start.config if start else None
     make_network = partial(make_edm2_unet, device_type=accelerator.device.type, config=config, shape=shape)

@@ -162,7 +162,7 @@ def test_each_script_takes_its_own_kind(train, flags, pipeline, tmp_path):
 
 
 def started(weights: dict, class_names: list[str]) -> Pretrained:
-    return Pretrained("it", {}, {}, dict(weights), class_names)
+    return Pretrained("it", {}, {}, (1, 16, 16), dict(weights), class_names)
 
 
 def test_classes_are_matched_by_name_and_new_ones_start_as_no_class():

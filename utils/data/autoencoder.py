@@ -77,6 +77,17 @@ class Autoencoder:
         """Of its weights."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.network.state_dict().values())
 
+    def facts(self) -> dict[str, Any]:
+        """What a run keeps of it, by names in its options.json and its checkpoints; JSON. The scale has to be known."""
+        mean, std = self._known_scale()
+        shape = list(self.latent_shape)
+        return {
+            "vae.weights": self.fingerprint(),
+            "vae.latent_mean": mean,
+            "vae.latent_std": std,
+            "vae.latent_shape": shape,
+        }
+
     def fingerprint(self) -> str:
         """Hex string that changes with its class, its config or its weights."""
         digest = hashlib.sha256(type(self.network).__name__.encode())
@@ -119,10 +130,14 @@ class Autoencoder:
             parts = [self.network.decode(part).sample for part in (normalized.float() * std + mean).split(self.at_once)]
         return torch.cat(parts).clamp_(-1.0, 1.0)
 
-    def _scale_on(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _known_scale(self) -> Scale:
         if self.scale is None:
             raise ValueError("the scale of the latents is not known yet")
-        mean, std = (torch.tensor(values, dtype=torch.float32, device=like.device)[:, None, None] for values in self.scale)
+        return self.scale
+
+    def _scale_on(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = self._known_scale()
+        mean, std = (torch.tensor(values, dtype=torch.float32, device=like.device)[:, None, None] for values in scale)
         return mean, std
 
 

@@ -156,6 +156,7 @@ def ema_short(run: Facts) -> tuple[float, str]:
 
 
 def latent_scale(run: Facts) -> tuple[float, str]:
+    run.require(not run.pretrained)  # whose network knows its own scale
     goal = run.sigma_data if run.is_edm2 else 1.0
     worst = max(run.latent_spread, key=lambda spread: max(spread / goal, goal / spread))
     said = f"a channel of the latents has a standard deviation of {worst:.3g}; best is {goal:g}"

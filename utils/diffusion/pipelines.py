@@ -106,15 +106,15 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
     """
     path = Path(pipeline)
     is_checkpoint = (path / "state.json").is_file()
-    exported = _exported(pipeline)
+    folder = exported(pipeline)
     if is_checkpoint and not (path.parent / "model_index.json").is_file():
         raise UserError(
             f"cannot load the checkpoint {path}: {path.parent} has no exported pipeline yet\n"
             "a run exports one every --save_model_steps updates, and at the end"
         )
-    kind = _kind(exported)
+    kind = _kind(folder)
     load = _load_edm2 if kind == EDM2 else _load_parts if kind in OURS else load_unconditional
-    unet, scheduler_config = load(exported)
+    unet, scheduler_config = load(folder)
     if is_checkpoint:
         from safetensors.torch import load_file
 
@@ -137,15 +137,10 @@ def load_decoder(pipeline: str, unet: "UNet2DModel | EDM2UNet") -> "Autoencoder 
     index = _index_if_any(pipeline)
     if "latent_std" not in index:
         return None
-    return autoencoder_of(_exported(pipeline), image_shape(unet), Scale(index["latent_mean"], index["latent_std"]))
+    return autoencoder_of(exported(pipeline), image_shape(unet), Scale(index["latent_mean"], index["latent_std"]))
 
 
-def makes_latents(pipeline: str) -> bool:
-    """Whether a pipeline of ours, or a checkpoint of its run, needs an autoencoder."""
-    return "latent_std" in _index_if_any(pipeline)
-
-
-def _exported(pipeline: str) -> str:
+def exported(pipeline: str) -> str:
     """The pipeline of a checkpoint's run, or that pipeline itself."""
     path = Path(pipeline)
     return str(path.parent) if (path / "state.json").is_file() else pipeline
@@ -156,7 +151,7 @@ def _index(pipeline: str) -> dict:
     from diffusers import DiffusionPipeline
 
     try:
-        return DiffusionPipeline.load_config(_exported(pipeline))
+        return DiffusionPipeline.load_config(exported(pipeline))
     except Exception as error:  # each library raises its own kind
         raise UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}") from error
 

@@ -364,9 +364,7 @@ class RunOptions(
                 "no data was given\n"
                 "set --dataset_name NAME or --train_data_dir FOLDER (for digits, give neither a model nor data)"
             )
-        for name in ("balanced_sampling", "vae"):
-            if self.streaming and getattr(self, name):
-                raise UserError(f"--{name} and --streaming: a stream is read in blocks of any images\nleave one of the two out")
+        self._check_stream("balanced_sampling")
         if os.path.isabs(self.logging_dir) or ".." in self.logging_dir.split(os.sep):
             raise UserError(
                 f"--logging_dir {self.logging_dir} is not inside --output_dir\nset a relative path, for example logs"
@@ -382,22 +380,27 @@ class RunOptions(
             raise UserError(
                 f"--color_jitter needs gray or RGB, and --image_channels is {self.image_channels}\nleave out --color_jitter"
             )
-        self._check_latents()
+        self.check_latents()
         if self.best_metric != "loss" and not self.eval_steps:
             raise UserError(f"--best_metric {self.best_metric} is measured on samples, and --eval_steps is 0\nset --eval_steps")
         if self.early_stopping_patience and self.best_metric == "loss" and not self.validation_images:
             raise UserError("--early_stopping_patience needs a validation loss\nset --validation_images (or --best_metric fd)")
 
-    def _check_latents(self) -> None:
+    def check_latents(self) -> None:
         """Raises UserError where flags do not go together with latents, or need them."""
+        if self.latent_scale is not None and self.pretrained is not None:
+            raise UserError("--latent_scale and --pretrained: the pipeline has its own scale\nleave --latent_scale out")
         if self.vae is None:
             if self.latent_scale is not None:
                 raise UserError("--latent_scale is for latents\nset --vae, or leave --latent_scale out")
             return
+        self._check_stream("vae")
         if self.color_jitter:
             raise UserError("--color_jitter and --vae: images are encoded once, before the training\nleave out --color_jitter")
-        if self.pretrained is not None:
-            raise UserError("--pretrained and --vae do not go together\nleave one of the two out")
+
+    def _check_stream(self, name: str) -> None:
+        if self.streaming and getattr(self, name):
+            raise UserError(f"--{name} and --streaming: a stream is read in blocks of any images\nleave one of the two out")
 
 
 _NETWORK = ("model_preset", "model_config_name_or_path")
@@ -554,6 +557,9 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOpt
         super().check()
         self.check_classes()
         self.check_start(_NETWORK)
+
+    def check_latents(self) -> None:
+        super().check_latents()
         if self.vae is not None:  # Karras et al. 2024, for ImageNet-512
             usual = {"P_mean": -0.4, "P_std": 1.0, "sigma_data": 0.5}
             for name in usual.keys() - self.given:

@@ -51,8 +51,9 @@ class DataAudit:
         self._latents: LatentFiles | None = None
         if run.options.vae is not None:
             facts, factor = run.facts, getattr(run.options, "sigma_data", 1.0)  # only EDM2 has another spread than 1
+            measured = run.options.latent_scale == "auto" or run.options.pretrained is not None  # here, or in an earlier run
             scale = (facts["vae.latent_mean"], facts["vae.latent_std"])
-            self._latents = LatentFiles(run.options.vae, scale, None if run.options.latent_scale == "auto" else factor)
+            self._latents = LatentFiles(run.options.vae, scale, None if measured else factor)
 
     @cached_property
     def _table(self) -> Table | ArrayTable | None:

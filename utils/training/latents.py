@@ -1,22 +1,22 @@
 """The autoencoder of a run with --vae: loaded once, and the scale of its latents, which a checkpoint keeps."""
 
-from typing import Any
-
 from accelerate import Accelerator
 
 from utils.core.bars import Bar
 from utils.core.distributed import from_main_process, on_main_process
+from utils.core.errors import UserError
 from utils.data.autoencoder import Autoencoder, Scale, load_autoencoder
 from utils.data.latents import PackedLatents
 from utils.options.flags import EDM2Options, RunOptions
 from utils.runs.state import read_state
-from utils.training.pretrained import checkpoint_to_resume
+from utils.training.pretrained import Pretrained, checkpoint_to_resume
 
 
-def start_autoencoder(options: RunOptions, accelerator: Accelerator) -> Autoencoder | None:
-    """What --vae names, on every process; None where it is not given. A resumed run has its scale from the checkpoint.
+def start_autoencoder(options: RunOptions, accelerator: Accelerator, start: Pretrained | None = None) -> Autoencoder | None:
+    """What --vae names, on every process; None where it is not given. A resumed run has its scale from the checkpoint, and one
+    that starts from a pipeline that pipeline's.
 
-    Raises UserError where it cannot be loaded or does not fit the images.
+    Raises UserError where it cannot be loaded, does not fit the images, or is not that of the pipeline.
     """
     if options.vae is None:
         return None
@@ -25,10 +25,18 @@ def start_autoencoder(options: RunOptions, accelerator: Accelerator) -> Autoenco
     with Bar("loading the autoencoder", shown=accelerator.is_main_process and not options.quiet):
         on_main_process(accelerator, lambda: first.append(load_autoencoder(name, shape)))
         autoencoder = first[0] if first else load_autoencoder(name, shape)
-    checkpoint = checkpoint_to_resume(options, accelerator)
-    saved = {} if checkpoint is None else read_state(checkpoint).options
-    if "vae.latent_mean" in saved and saved.get("latent_scale") == options.latent_scale:
-        autoencoder.scale = Scale(saved["vae.latent_mean"], saved["vae.latent_std"])
+    if start is not None:
+        known = start.autoencoder
+        if autoencoder.fingerprint() != known["vae.weights"]:
+            raise UserError(
+                f"--vae {name} is another autoencoder than that of {start.pipeline}, on whose latents its network was trained\n"
+                "leave --vae out"
+            )
+    else:
+        checkpoint = checkpoint_to_resume(options, accelerator)
+        known = {} if checkpoint is None else read_state(checkpoint).options
+    if "vae.latent_mean" in known and known.get("latent_scale") == options.latent_scale:
+        autoencoder.scale = Scale(known["vae.latent_mean"], known["vae.latent_std"])
     return autoencoder
 
 
@@ -49,16 +57,3 @@ def spread(autoencoder: Autoencoder, latents: PackedLatents) -> list[float]:
     """The standard deviation of what the network is trained on, by channel."""
     assert autoencoder.scale is not None
     return [seen / used for seen, used in zip(latents.measured.std, autoencoder.scale.std)]
-
-
-def kept_of(autoencoder: Autoencoder) -> dict[str, Any]:
-    """What a checkpoint keeps of it; JSON."""
-    assert autoencoder.scale is not None
-    mean, std = autoencoder.scale
-    shape = list(autoencoder.latent_shape)
-    return {
-        "vae.weights": autoencoder.fingerprint(),
-        "vae.latent_mean": mean,
-        "vae.latent_std": std,
-        "vae.latent_shape": shape,
-    }

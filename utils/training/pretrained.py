@@ -15,7 +15,8 @@ from diffusers import ModelMixin
 from utils.core.distributed import from_main_process, on_main_process
 from utils.core.errors import UserError, in_full
 from utils.core.size import Size
-from utils.diffusion.pipelines import image_shape, load_network, makes_latents, names_of_classes, training_scheduler
+from utils.data.autoencoder import Autoencoder
+from utils.diffusion.pipelines import exported, image_shape, load_decoder, load_network, names_of_classes, training_scheduler
 from utils.diffusion.sampling import Scheduler, is_edm
 from utils.options.flags import DDPMOptions, EDM2Options, RunOptions
 from utils.runs.checkpoints import find_checkpoint
@@ -29,13 +30,16 @@ _NAMED = 8  # classes that a note lists
 
 @dataclass
 class Pretrained:
-    """`config` and `scheduler` are those of the network and of the scheduler, JSON; `weights` are None in a resumed run."""
+    """`config` and `scheduler` are those of the network and of the scheduler, JSON; `image_shape` is that of the images:
+    channels, height, width; `weights` are None in a resumed run."""
 
     pipeline: str
     config: dict[str, Any]
     scheduler: dict[str, Any]
+    image_shape: tuple[int, int, int]
     weights: dict[str, torch.Tensor] | None = None
     class_names: list[str] = field(default_factory=list)
+    autoencoder: dict[str, Any] = field(default_factory=dict)  # its facts, where the network makes latents
     notes: list[str] = field(default_factory=list)  # for the user
 
     @property
@@ -61,16 +65,13 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
         if SCHEDULER not in saved:
             raise UserError(f"{checkpoint} is of a run without --pretrained\nleave it out, or choose another --output_dir")
         config = {name.removeprefix("network."): value for name, value in saved.items() if name.startswith("network.")}
-        start = Pretrained(options.pretrained, config, saved[SCHEDULER])
+        shape = (saved["image_channels"], *Size.of(saved["resolution"]))
+        start = Pretrained(options.pretrained, config, saved[SCHEDULER], shape)
+        start.autoencoder = {name: value for name, value in saved.items() if name.startswith("vae.")}
     else:
         first: list = []  # one download, and one message where it fails
-        on_main_process(accelerator, lambda: first.append(load_network(str(options.pretrained))))
-        unet, scheduler = first[0] if first else load_network(options.pretrained)
-        image_shape(unet)
-        if makes_latents(options.pretrained):
-            raise UserError(
-                f"--pretrained {options.pretrained} makes latents, and those cannot be fine-tuned yet\nuse a pipeline of pixels"
-            )
+        on_main_process(accelerator, lambda: first.append(_loaded(str(options.pretrained))))
+        unet, scheduler, decoder = first[0] if first else _loaded(options.pretrained)
         edm, wants_edm = is_edm(scheduler), isinstance(options, EDM2Options)
         if edm != wants_edm:
             script = "train_edm2.py" if edm else "train_ddpm.py"
@@ -78,9 +79,18 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
         config = {name: value for name, value in unet.config.items() if not name.startswith("_")}
         public = scheduler if edm else training_scheduler(scheduler).config
         scheduler = {name: value for name, value in public.items() if not name.startswith("_")}
-        start = Pretrained(options.pretrained, config, scheduler, unet.state_dict(), names_of_classes(options.pretrained))
+        shape = decoder.image_shape if decoder else image_shape(unet)
+        start = Pretrained(options.pretrained, config, scheduler, shape, unet.state_dict())
+        start.class_names = names_of_classes(options.pretrained)
+        start.autoencoder = decoder.facts() if decoder else {}
     _take_over(options, start)
     return start
+
+
+def _loaded(pipeline: str) -> tuple[ModelMixin, dict[str, Any], Autoencoder | None]:
+    unet, scheduler = load_network(pipeline)
+    image_shape(unet)
+    return unet, scheduler, load_decoder(pipeline, unet)
 
 
 def checkpoint_to_resume(options: RunOptions, accelerator: Accelerator) -> Path | None:
@@ -99,6 +109,11 @@ def checkpoint_to_resume(options: RunOptions, accelerator: Accelerator) -> Path 
 
 def _take_over(options: DDPMOptions | EDM2Options, start: Pretrained) -> None:
     config, scheduler, wants = start.config, start.scheduler, options.class_conditional
+    if start.autoencoder:
+        options.vae = options.vae or exported(start.pipeline)
+    elif options.vae is not None:
+        raise UserError(f"--vae {options.vae}: the network of {start.pipeline} makes images, and no latents\nleave --vae out")
+    options.check_latents()
     if isinstance(options, EDM2Options):
         process = {"sigma_data": scheduler["sigma_data"]}
     else:
@@ -108,15 +123,14 @@ def _take_over(options: DDPMOptions | EDM2Options, start: Pretrained) -> None:
             "ddpm_beta_schedule": scheduler["beta_schedule"],
             "rescale_betas_zero_snr": scheduler["rescale_betas_zero_snr"],
         }
-    for name, value in (process | {"image_channels": config["in_channels"]}).items():
+    for name, value in (process | {"image_channels": start.image_shape[0]}).items():
         if name in options.given and getattr(options, name) != value:
             raise UserError(
                 f"--{name} {getattr(options, name)}: {start.pipeline} was trained with {value}, and its weights do not fit "
                 "another value\nleave the flag out, or train without --pretrained"
             )
         setattr(options, name, value)
-    size = config["sample_size"]
-    trained = (Size(size, size) if isinstance(size, int) else Size(*size)).resolution
+    trained = Size(*start.image_shape[1:]).resolution
     if "resolution" not in options.given:
         options.resolution = trained
     elif options.resolution != trained and isinstance(options, EDM2Options):

@@ -37,7 +37,7 @@ from utils.runs.folder import RunFolder
 from utils.runs.state import TrainState
 from utils.training.disk_plan import DiskPlan
 from utils.training.doctor import Doctor
-from utils.training.latents import kept_of, settle_scale, spread
+from utils.training.latents import settle_scale, spread
 from utils.training.length import RunLength
 from utils.training.progress import ProgressBar
 from utils.training.trackers import Trackers, start_trackers
@@ -120,7 +120,7 @@ def load_data(options: RunOptions, accelerator: Accelerator, autoencoder: Autoen
         with Bar("encoding the images", shown=shown) as bar:
             latents = data.encode(options, accelerator, autoencoder, bar.set)
         data.images.notes.extend(settle_scale(options, autoencoder, latents))
-        data.kept = kept_of(autoencoder)
+        data.kept = autoencoder.facts()
     return data
 
 

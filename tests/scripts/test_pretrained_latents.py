@@ -1,0 +1,148 @@
+"""--pretrained of a pipeline that makes latents: its autoencoder and their scale are taken, and nothing else decodes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, same_bytes, slow_turns
+from diffusers import AutoencoderKL, UNet2DModel
+from test_latents import IN_A_FRESH_PROCESS, checks_of, small_kl
+from test_pretrained import without
+
+import train_ddpm
+import train_edm2
+from models.edm2_unet import EDM2UNet
+from models.edm_heun import EDMHeunScheduler
+from utils.core.errors import UserError
+from utils.data.autoencoder import Autoencoder, Scale
+from utils.diffusion.ddpm import make_noise_scheduler
+from utils.diffusion.export import export_pipeline
+from utils.diffusion.pipelines import load_decoder, load_network
+
+MEAN, STD = [0.5, -0.25, 0.0], [2.0, 3.0, 4.0]
+LATENTS = {"sample_size": 8, "in_channels": 3, "out_channels": 3}
+
+
+def export(folder: Path, script=train_ddpm) -> Path:
+    """A pipeline for digits of 16x16: latents of 3x8x8, of a scale that no data measures."""
+    autoencoder = Autoencoder(small_kl(), (1, 16, 16), 2, 3)
+    autoencoder.scale = Scale(MEAN, STD)
+    torch.manual_seed(1)
+    if script is train_edm2:
+        unet = EDM2UNet(**TINY_EDM2_NETWORK | LATENTS | {"num_class_embeds": 10})
+        scheduler = EDMHeunScheduler(sigma_data=0.7)
+    else:
+        unet = UNet2DModel(**TINY_NETWORK | LATENTS)
+        scheduler = make_noise_scheduler(beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction", clips=False)
+    export_pipeline(unet, scheduler, folder, "", autoencoder=autoencoder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory) -> Path:
+    return export(tmp_path_factory.mktemp("pipeline"))
+
+
+def flags_of(folder: Path, script=train_ddpm) -> list[str]:
+    """Of a run that starts from a pipeline, without what the pipeline says."""
+    taken = ("--model_config_name_or_path", "--learning_rate", "--resolution", "--image_channels")
+    return [*without(make_tiny_flags(folder, f"{script.__name__}.py"), *taken), "--max_train_images", "120"]
+
+
+def test_the_autoencoder_and_its_scale_are_taken_and_exported(train, pipeline, tmp_path):
+    flags = [*flags_of(tmp_path), "--pretrained", pipeline, "--lr_warmup_steps", "0", "--random_flip"]
+    assert train([*flags, "--output_dir", tmp_path / "run"]) == 0
+    recorded = json.loads((tmp_path / "run/options.json").read_text())
+    assert recorded["options"].items() >= {"vae": str(pipeline), "resolution": 16, "image_channels": 1}.items()
+    assert [recorded["resolved"][f"vae.latent_{name}"] for name in ("mean", "std")] == [MEAN, STD]
+    assert [check for check in checks_of(tmp_path / "run") if check["healthy"] is False] == []
+    assert {check["name"] for check in checks_of(tmp_path / "run") if check["healthy"]} >= {"latents"}
+    assert (tmp_path / "run/samples/0000000.png").exists()
+    (before, _), (unet, scheduler) = load_network(str(pipeline)), load_network(str(tmp_path / "run"))
+    # Eight updates of 1e-5 each move a weight by 1e-4 at most.
+    moved = [float((tensor - before.state_dict()[name]).abs().max()) for name, tensor in unet.state_dict().items()]
+    assert 0 < max(moved) < 1.2e-4 and scheduler["clip_sample"] is False
+    first, again = load_decoder(str(pipeline), before), load_decoder(str(tmp_path / "run"), unet)
+    assert again.scale == first.scale == Scale(MEAN, STD) and again.fingerprint() == first.fingerprint()
+    latents = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
+    with torch.no_grad():
+        expected = AutoencoderKL.from_pretrained(pipeline, subfolder="vae").decode(latents * std + mean).sample.clamp(-1, 1)
+    torch.testing.assert_close(again.decode(latents), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [train_ddpm, *slow_turns(train_edm2)])
+def test_resumed_equals_uninterrupted_and_a_fresh_process_decodes(train, tmp_path, script):
+    export(tmp_path / "p", script)
+    flags = [*flags_of(tmp_path, script), "--pretrained", tmp_path / "p", "--checkpointing_steps", "4"]
+    flags += ["--lr_scheduler", "constant"]
+    assert train([*flags, "--output_dir", tmp_path / "whole"], script) == 0
+    assert train([*flags, "--output_dir", tmp_path / "run", "--max_train_steps", "4"], script) == 0
+    (tmp_path / "p").rename(tmp_path / "moved")
+    resume = [*flags, "--output_dir", tmp_path / "run", "--resume_from_checkpoint", "latest"]
+    with pytest.raises(UserError, match=r"cannot load --vae .*p: no such file or folder"):
+        train(resume, script)
+    assert train([*resume, "--vae", tmp_path / "moved"], script) == 0  # of the pipeline, the autoencoder alone is needed
+    for name in ("model.safetensors", "optimizer.bin"):
+        assert same_bytes(tmp_path / "run/checkpoint-8" / name, tmp_path / "whole/checkpoint-8" / name)
+    recorded = json.loads((tmp_path / "run/options.json").read_text())
+    assert [recorded["resolved"][f"vae.latent_{name}"] for name in ("mean", "std")] == [MEAN, STD]
+    if script is train_edm2:
+        assert recorded["options"].items() >= {"P_mean": -0.4, "P_std": 1.0, "sigma_data": 0.7}.items()
+    for folder in ("whole", "run"):
+        assert [check for check in checks_of(tmp_path / folder) if check["healthy"] is False] == []
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HOME": str(tmp_path / "hf")}
+    command = [sys.executable, "-c", IN_A_FRESH_PROCESS, str(tmp_path / "run")]
+    result = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
+def test_it_goes_on_at_another_resolution(train, pipeline, tmp_path):
+    flags = [*flags_of(tmp_path), "--pretrained", pipeline, "--resolution", "24x16", "--max_train_steps", "2"]
+    assert train([*flags, "--output_dir", tmp_path / "run"]) == 0
+    unet, _ = load_network(str(tmp_path / "run"))
+    assert load_decoder(str(tmp_path / "run"), unet).image_shape == (1, 24, 16)
+
+
+def other_autoencoder(folder: Path, pipeline: Path) -> list:
+    small_kl(layers_per_block=2).save_pretrained(folder / "vae")
+    return ["--pretrained", pipeline, "--vae", folder / "vae"]
+
+
+def no_autoencoder(folder: Path, pipeline: Path) -> list:
+    shutil.copytree(pipeline, folder / "p")
+    shutil.rmtree(folder / "p/vae")
+    return ["--pretrained", folder / "p"]
+
+
+def pixels(folder: Path, pipeline: Path) -> list:
+    export_pipeline(UNet2DModel(**TINY_NETWORK), make_noise_scheduler(), folder / "p", "")
+    return ["--pretrained", folder / "p", "--vae", pipeline]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (other_autoencoder, r"--vae .*vae is another autoencoder than that of .*\nleave --vae out"),
+        (no_autoencoder, r"cannot load the autoencoder of .*p: "),
+        (pixels, r"--vae .*: the network of .*p makes images, and no latents\nleave --vae out"),
+        (["--latent_scale", "auto"], r"--latent_scale and --pretrained: the pipeline has its own scale"),
+        (["--image_channels", "3"], r"--image_channels 3: .* was trained with 1"),
+        (["--prediction_type", "epsilon"], r"--prediction_type epsilon: .* was trained with v_prediction"),
+        (["--resolution", "17"], r"--resolution 17 does not divide by 2, as --vae .* needs it"),
+        (["--color_jitter", "0.1"], r"--color_jitter and --vae: images are encoded once"),
+        (["--streaming"], r"--vae and --streaming: a stream is read"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_two_lines(train, pipeline, tmp_path, asked, message):
+    words = ["--pretrained", pipeline, *asked] if isinstance(asked, list) else asked(tmp_path, pipeline)
+    with pytest.raises(UserError, match=message) as caught:
+        train([*flags_of(tmp_path), *words, "--output_dir", tmp_path / "run"])
+    assert len(str(caught.value).splitlines()) == 2
+    assert not (tmp_path / "run/options.json").exists()
