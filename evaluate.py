@@ -52,6 +52,7 @@ def main(args: EvaluateOptions) -> None:
     with loading_libraries(args):
         from utils.core.bars import Bar
         from utils.core.distributed import make_accelerator, on_main_process
+        from utils.data.arrays import is_array_file
         from utils.diagnostics.finding import Finding, described
         from utils.diffusion.guidance import class_numbers, make_guided_prediction
         from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes
@@ -92,6 +93,8 @@ def main(args: EvaluateOptions) -> None:
     facts: Any = None
     images: Any = None  # none beside stored statistics
     folder_cache = None
+    if args.reference and is_array_file(str(args.reference)):
+        args.dataset_name, args.reference = str(args.reference), None
     if args.reference and args.reference.is_file():
         stored, facts, _ = load_features(args.reference)
     else:

@@ -207,6 +207,24 @@ def test_stored_reference_statistics_serve_like_the_images(folder, call, tmp_pat
         call("--images", folder / "first", "--reference", path, "--features", "pixels")
 
 
+@pytest.mark.parametrize(("suffix", "flag"), [(".npy", "--reference"), (".npz", "--reference"), (".npz", "--dataset_name")])
+def test_arrays_are_the_real_images_that_they_hold(folder, call, tmp_path, suffix, flag):
+    files = sorted((folder / "first").glob("*.png"))
+    levels = np.stack([np.asarray(Image.open(path)) for path in files])
+    values, path = (levels / 255 * 5 - 2).astype(np.float32), tmp_path / f"first{suffix}"
+    np.save(path, values) if suffix == ".npy" else np.savez(path, images=values)
+    asked = ["--images", folder / "second", "--no_classes", "--json"]
+    expected, found = (
+        results(call(*asked, *real))[0]["figures"]
+        for real in (["--reference", folder / "first"], [flag, path, "--data_range", "-2", "3"])
+    )
+    for name in ("fd", "kd", "precision", "coverage"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    if flag == "--reference":
+        with pytest.raises(UserError, match=r"holds float32, whose range is not known .*\nset --data_range LOW HIGH"):
+            call(*asked, flag, path)
+
+
 @pytest.mark.slow
 def test_only_what_was_made_alike_is_compared(folder, call, tmp_path, monkeypatch):
     flags = ["--images", folder / "first", "--dataset_name", "digits", "--no_classes"]

@@ -629,7 +629,7 @@ class EvaluatedOptions(Options):
 class FeatureOptions(Options):
     """what it is measured with"""
 
-    reference: Path | None = flag(None, "real images: a folder, or a file of make-reference")
+    reference: Path | None = flag(None, "real images: a folder, arrays (.npy, .npz, HDF5), or a file of make-reference")
     features: Literal["randconv", "classifier", "pixels", "inception", "dinov2"] = flag(
         "randconv", "features for the distances (randconv)"
     )
@@ -659,7 +659,7 @@ class EvaluateOptions(EvaluatedOptions, FeatureOptions, EvaluationOutputOptions,
         if not named and not self.reference:
             raise UserError(
                 "there are no real images to compare with\n"
-                "set --dataset_name, --train_data_dir or --reference (a folder, or a file of make-reference)"
+                "set --dataset_name, --train_data_dir or --reference (a folder, arrays, or a file of make-reference)"
             )
         if self.command == "make-reference":
             if self.output is None or self.pipeline or self.images:
