@@ -103,6 +103,17 @@ def make_tiny_flags(folder: Path, script: str = "train_ddpm.py") -> list[str]:
     return flags.split()
 
 
+def small_kl(**others):
+    """An AutoencoderKL of random weights, the same ones each time: 1 channel to 3, and half the sides."""
+    import torch
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(3)
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    sizes = {"block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 3}
+    return AutoencoderKL(**{"in_channels": 1, "out_channels": 1} | blocks | sizes | others)
+
+
 @pytest.fixture(scope="session", params=[SCRIPTS[0], *slow_turns(SCRIPTS[1])])
 def script(request) -> str:
     """Each of the SCRIPTS. Most of what they promise together is the same code: the second one's turn is a thorough test."""

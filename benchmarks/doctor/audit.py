@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.doctor.faults import FAULTS
 from benchmarks.doctor.later_faults import LATER_FAULTS
 from benchmarks.doctor.more_step_faults import STEP_FAULTS
-from benchmarks.doctor.step_data import CHANNELS, flags_of, make_dataset
+from benchmarks.doctor.step_data import CHANNELS, OF_OTHER_KINDS, flags_of, make_dataset
 from benchmarks.doctor.step_faults import DDPM
 from benchmarks.doctor.step_kinds import (
     BASES,
@@ -60,6 +60,9 @@ DIFFUSION_FLAGS = {"prediction_type", "ddpm_beta_schedule", "snr_gamma"}
 LEAVES_OUT = ("checkpoint-*", "*.safetensors", "cache", "ema_snapshots")  # of the runs' folders that --keep keeps
 ENDED = (0, 3)  # well, or diverged
 TEXT = ("digits", "letters")  # of which mirrored images are a fault
+AUTOENCODER, LATENT_CHANNELS, AUTOENCODER_UPDATES = "autoencoder", 2, 200
+OF_FINE_TUNING = ("pretrained", "train_only", "learning_rate")
+OF_PIPELINES = ("model_config_name_or_path", "vae", "latent_scale")  # which --pretrained brings
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,16 @@ def healthy_case(name: str, number: int, dataset: str) -> Case:
     return Case(name, "healthy", dataset, number, run.script, flags, processes=run.processes, resumed=run.resumed)
 
 
-def cases(faults: list[str], healthy: int, seeds: list[int], datasets: list[str], every_dataset: bool = False) -> list[Case]:
-    """Each fault with each seed on one data set, the next one for the next seed, or on every one of them."""
+def cases(
+    faults: list[str],
+    healthy: int,
+    seeds: list[int],
+    datasets: list[str],
+    every_dataset: bool = False,
+    named: list[str] | None = None,
+) -> list[Case]:
+    """Each fault with each seed on one data set, the next one for the next seed, or on every one of them. `named`: the healthy
+    runs of these names."""
     chosen = []
     for number, name in enumerate(faults):
         make, possible = older_case, datasets
@@ -149,8 +160,9 @@ def cases(faults: list[str], healthy: int, seeds: list[int], datasets: list[str]
         number = position * len(names) // count
         flips = healthy_runs()[names[number]].flags.get("random_flip")
         possible = [name for name in datasets if name not in TEXT] if flips else datasets
-        if possible:
-            dataset = possible[(number + number // len(possible)) % len(possible)]
+        alone = healthy_runs()[names[number]].dataset
+        if (alone or possible) and (named is None or names[number] in named):
+            dataset = alone or possible[(number + number // len(possible)) % len(possible)]
             chosen.append(healthy_case(names[number], number, dataset))
     return chosen
 
@@ -178,10 +190,15 @@ def command(case: Case, work: Path, output_dir: Path, more: dict) -> list[str]:
     data = work / f"{case.dataset}{'-imbalanced' if case.imbalanced else ''}"
     # Packed images depend on the data and the flags; here they depend on the code too.
     places = {"model_config_name_or_path": network, "cache_dir": output_dir / "cache", "output_dir": output_dir}
-    channels = flags.get("image_channels", CHANNELS[case.dataset])
+    channels = flags.get("image_channels") or (CHANNELS | OF_OTHER_KINDS)[case.dataset]
     flags = flags_of(case.dataset, data) | {"image_channels": channels} | flags | places | {"seed": case.seed} | more
+    if flags.get("vae"):
+        flags["vae"], channels = work / AUTOENCODER, LATENT_CHANNELS
     write_config(network, case.script, channels, flags["resolution"])
     flags["model_config_name_or_path"] = network / f"{channels}-{flags['resolution']}"
+    if flags.get("pretrained"):
+        flags["pretrained"] = first_of(output_dir)
+        flags = {name: value for name, value in flags.items() if name not in OF_PIPELINES}
     words = words_of(flags)
     if case.kind == "older":
         return [sys.executable, "benchmarks/doctor/faulty_run.py", case.name, str(case.seed), "--", *words]
@@ -189,6 +206,20 @@ def command(case: Case, work: Path, output_dir: Path, more: dict) -> list[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.processes}"]
         return [*launcher, case.script, *words]
     return [sys.executable, case.script, *words]
+
+
+def first_of(output_dir: Path) -> Path:
+    """Where the pipeline is trained that a run starts from."""
+    return output_dir.with_name(f"{output_dir.name}-first")
+
+
+def train_autoencoder(folder: Path) -> None:
+    """A small one of the digits, in a process of its own: torch is not needed else."""
+    code = (
+        "import sys; from benchmarks.quality.latents import digits, train_autoencoder;"
+        f"train_autoencoder(digits(), {AUTOENCODER_UPDATES}).save_pretrained(sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def write_config(folder: Path, script: str, channels: int, resolution: int) -> None:
@@ -210,6 +241,10 @@ def run_case(case: Case, number: int, work: Path, keep: Path | None) -> Result:
             shutil.copytree(work / "repository", tree)
             apply(case.edits, tree)
         status, resume = 0, {}
+        if case.flags.get("pretrained"):
+            plain = {name: value for name, value in case.flags.items() if name not in OF_FINE_TUNING}
+            first = replace(case, flags=BASES[case.script] | plain | {"max_train_steps": 100})
+            status = run_in(work / "repository", command(first, work, first_of(output_dir), {}), log)
         if case.resumed:
             status = run_in(work / "repository", command(case, work, output_dir, FIRST_HALF), log)
             resume = {"resume_from_checkpoint": "latest"}
@@ -222,7 +257,8 @@ def run_case(case: Case, number: int, work: Path, keep: Path | None) -> Result:
             keep_run(output_dir, log, keep / case.folder, LEAVES_OUT)
         return result
     finally:
-        shutil.rmtree(output_dir, ignore_errors=True)
+        for folder in (output_dir, first_of(output_dir)):
+            shutil.rmtree(folder, ignore_errors=True)
         if case.edits:
             shutil.rmtree(tree, ignore_errors=True)
 
@@ -232,6 +268,8 @@ def run_all(chosen: list[Case], jobs: int = 2, keep: Path | None = None, json_fi
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         copy_repository(work / "repository")
+        if any(case.flags.get("vae") for case in chosen):
+            train_autoencoder(work / AUTOENCODER)
         for dataset, imbalanced in {(case.dataset, case.imbalanced) for case in chosen}:
             make_dataset(dataset, work / f"{dataset}{'-imbalanced' if imbalanced else ''}", imbalanced)
         return run_cases(chosen, lambda case, number: run_case(case, number, work, keep), line, jobs, json_file)
@@ -294,6 +332,7 @@ def main() -> int:
     parser.add_argument("--stages", nargs="+", choices=stages, metavar="STAGE", help=f"of {', '.join(stages)} (all)")
     parser.add_argument("--scripts", nargs="+", choices=list(BASES), default=list(BASES), help="(both)")
     parser.add_argument("--healthy", type=int, default=1000, metavar="N", help="as many healthy runs, over the table (all)")
+    parser.add_argument("--named", nargs="+", choices=list(healthy_runs()), metavar="NAME", help="of the healthy runs (all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--datasets", nargs="+", default=list(CHANNELS), choices=list(CHANNELS))
     parser.add_argument("--every_dataset", action="store_true", help="each fault on each data set, not on one for each seed")
@@ -309,7 +348,7 @@ def main() -> int:
     faults = [name for name in args.faults if args.group == "all" or (name in STEP_FAULTS) == (args.group == "new")]
     if args.stages:
         faults = [name for name in faults if everything[name].stages[0] in args.stages]
-    chosen = cases(faults, args.healthy, args.seeds, args.datasets, args.every_dataset)
+    chosen = cases(faults, args.healthy, args.seeds, args.datasets, args.every_dataset, args.named)
     chosen = [case for case in chosen if case.script in args.scripts]
     print(summary(run_all(chosen, args.jobs, args.keep, args.json)))
     return 0

@@ -7,17 +7,25 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 CHANNELS = {"digits": 1, "shapes": 3, "textures": 3, "letters": 3}
-FOLDERS = ("shapes", "textures")  # folders of images, with one folder for each class; the others are saved by `datasets`
+OF_OTHER_KINDS = {"stickers": 4, "waves": 5}  # channels of data that only some healthy runs have
+FOLDERS = ("shapes", "textures", "stickers")  # of images, with one folder for each class; the others are saved by `datasets`
+ARRAYS = "arrays.npz"
 TURNED = 6  # the EXIF orientation of a camera held upright
 
 
 def flags_of(name: str, folder: Path) -> dict:
     """The flags that name the data set `name` in `folder`."""
-    return {"train_data_dir" if name in FOLDERS else "dataset_name": folder, "image_channels": CHANNELS[name]}
+    if name == "waves":
+        return {"dataset_name": folder / ARRAYS, "data_range": [-1, 1]}
+    return {"train_data_dir" if name in FOLDERS else "dataset_name": folder}
 
 
 def make_dataset(name: str, folder: Path, imbalanced: bool = False) -> None:
     """Labeled images; of the imbalanced ones 95 % are of one class."""
+    if name == "waves":
+        folder.mkdir()
+        np.savez(folder / ARRAYS, **waves())
+        return
     images, labels = MAKERS[name]()
     if imbalanced:
         most, rest = np.flatnonzero(labels == 1), np.flatnonzero(labels != 1)
@@ -106,4 +114,26 @@ def letters() -> tuple[list[Image.Image], np.ndarray]:
     return images, labels
 
 
-MAKERS: dict[str, Callable] = {"digits": digits, "shapes": shapes, "textures": textures, "letters": letters}
+def stickers() -> tuple[list[Image.Image], np.ndarray]:
+    """The shapes, 16x16, on a transparent ground."""
+    images, labels = shapes()
+    cut = []
+    for pixels in map(np.asarray, images):
+        inside = (pixels != pixels[0, 0]).any(-1)
+        cut.append(Image.fromarray(np.dstack([pixels, np.where(inside, 255, 0).astype(np.uint8)])))
+    return cut, labels
+
+
+def waves() -> dict[str, np.ndarray]:
+    """Arrays of floats, 18x18 in five channels: a wave that moves on from channel to channel, slow or fast."""
+    chance, labels = np.random.default_rng(3), np.arange(480) % 2
+    y, x = np.mgrid[0:18, 0:18]
+    angle, phase, length, height = (chance.uniform(*of, (480, 1, 1, 1)) for of in ((0, np.pi), (0, 6.3), (8, 18), (0.4, 0.9)))
+    along = (np.cos(angle) * x[..., None] + np.sin(angle) * y[..., None]) * 2 * np.pi / length
+    moved = np.arange(5) * np.array([0.4, 1.1])[labels][:, None, None, None]
+    return {"images": (height * np.sin(along + phase + moved)).astype(np.float32), "labels": labels}
+
+
+MAKERS: dict[str, Callable] = {
+    **{"digits": digits, "shapes": shapes, "textures": textures, "letters": letters, "stickers": stickers}
+}

@@ -33,6 +33,10 @@ SAMPLE_LINEAR = {"prediction_type": "sample", "ddpm_beta_schedule": "linear"}
 V_ZERO_SNR = {"prediction_type": "v_prediction", "ddpm_beta_schedule": "linear", "rescale_betas_zero_snr": True}
 DIFFUSIONS = {"epsilon": EPSILON_LINEAR, "v cosine": V_COSINE, "sample": SAMPLE_LINEAR, "v zero SNR": V_ZERO_SNR}
 
+# Runs that need more than data: audit.py trains an autoencoder, or a pipeline, before.
+LATENTS = {"vae": True, "latent_scale": "auto"}
+FINE_TUNED = {"pretrained": True, "learning_rate": 1e-4}
+
 # One for each seed, in turn. "network" is a name of NETWORKS.
 KINDS = {
     DDPM: (
@@ -66,6 +70,7 @@ class Healthy:
     flags: dict = field(default_factory=dict)
     processes: int = 1
     resumed: bool = False
+    dataset: str | None = None  # where it is one alone
 
 
 def healthy_runs() -> dict[str, Healthy]:
@@ -104,6 +109,14 @@ def healthy_runs() -> dict[str, Healthy]:
     ddpm("classes, v, two processes", V_COSINE, {"class_conditional": True, "label_dropout": 0.3}, processes=2)
     ddpm("decoded by a worker", FLIPPED, {"cache_images": "no", "dataloader_num_workers": 1})
     ddpm("16 bits", {"preserve_input_precision": True})
+    ddpm("not square, classes", {"resolution": "16x24", "class_conditional": True})
+    ddpm("four channels", V_COSINE, {"image_channels": 4}, dataset="stickers")
+    ddpm("arrays", {"image_channels": 5, "preserve_input_precision": True}, dataset="waves")
+    ddpm("latents", LATENTS, dataset="digits")
+    ddpm("latents, v, flips, resumed", V_COSINE, LATENTS, FLIPPED, {"image_channels": 1}, dataset="shapes", resumed=True)
+    ddpm("fine-tuned", FINE_TUNED)
+    ddpm("fine-tuned, one half of the layers", FINE_TUNED, {"train_only": ["up_blocks.*", "conv_*out*"]})
+    ddpm("fine-tuned latents", FINE_TUNED, LATENTS, dataset="digits")
     ddpm("gray", {"image_channels": 1})
     ddpm("200 images", {"max_train_images": 232})
     ddpm("learning rate 5e-5", {"learning_rate": 5e-5})
@@ -138,6 +151,11 @@ def healthy_runs() -> dict[str, Healthy]:
     ddpm("compiled", {"compile": True, "max_train_steps": 120})
 
     edm2("plain")
+    edm2("not square", {"resolution": "24x16"})
+    edm2("four channels", dataset="stickers")
+    edm2("arrays", {"image_channels": 5}, dataset="waves")
+    edm2("latents", LATENTS, dataset="digits")
+    edm2("fine-tuned", FINE_TUNED, {"learning_rate": 1e-3})
     edm2("small network, other noise levels", KINDS[EDM2][1])
     edm2("label dropout 0.2, cosine", KINDS[EDM2][2])
     edm2("no label dropout", {"label_dropout": 0.0})

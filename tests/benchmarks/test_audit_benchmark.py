@@ -52,7 +52,7 @@ def test_every_command_is_understood(script, tmp_path, monkeypatch):
         while not words[first].startswith("--"):
             first += 1
         options = parse_args(words[first:])
-        assert options.resolution in (8, 16) and options.output_dir == str(tmp_path / "run")
+        assert options.resolution in (8, 16, "16x24", "24x16") and options.output_dir == str(tmp_path / "run")
 
 
 def test_answers_are_judged(tmp_path):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, run_script, same_bytes, slow_turns
+from conftest import TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, run_script, same_bytes, slow_turns, small_kl
 from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderTiny, DDPMScheduler
 from safetensors.torch import load_file
 
@@ -40,13 +40,6 @@ made = pipeline(2, num_inference_steps=3, output_type="np", generator=torch.Gene
 assert made.shape == (2, 16, 16, 1) and numpy.isfinite(made).all() and made.std() > 0
 assert not any(name.split(".")[0] in ("models", "utils") for name in sys.modules), "the repository was found"
 """
-
-
-def small_kl(**others) -> AutoencoderKL:
-    torch.manual_seed(3)
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    sizes = {"block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 3}
-    return AutoencoderKL(**{"in_channels": 1, "out_channels": 1} | blocks | sizes | others)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, same_bytes, slow_turns
+from conftest import TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, same_bytes, slow_turns, small_kl
 from diffusers import AutoencoderKL, UNet2DModel
-from test_latents import IN_A_FRESH_PROCESS, checks_of, small_kl
+from test_latents import IN_A_FRESH_PROCESS, checks_of
 from test_pretrained import without
 
 import train_ddpm
