@@ -42,7 +42,7 @@ from sklearn.svm import SVC
 
 from benchmarks.shared.real_script import ROOT, train_once
 from utils.diffusion.guidance import make_guided_prediction
-from utils.diffusion.pipelines import image_shape, load_network
+from utils.diffusion.pipelines import image_shape, load_decoder, load_network
 from utils.diffusion.sampling import SamplePlan, is_edm, make_sampler, sample, to_uint8
 from utils.runs.record import RunRecord
 
@@ -133,7 +133,7 @@ def judge_classes(args: argparse.Namespace) -> None:
         with torch.no_grad():
             images = sample(
                 unet,
-                SamplePlan(sampler, steps, image_shape(unet), 0, 100, "cpu"),
+                SamplePlan(sampler, steps, image_shape(unet), 0, 100, "cpu", load_decoder(args.pipeline, unet)),
                 torch.arange(args.num_images),
                 predict=make_guided_prediction(unet, config, None, guidance, guide if guidance != 1.0 else None, guide_config),
             )

@@ -3,10 +3,11 @@
     python benchmarks/quality/latents.py --output_dir runs/latents
 
 It trains a small AutoencoderKL on the built-in digits (16x16 -> 2x8x8) by a squared error and a small weight of the KL
-divergence, and prints how far its reconstructions are from digits that it did not see. Then it trains train_ddpm.py for as
-many updates on the latents (--vae, --latent_scale auto) and on the images, with all other flags alike, and evaluate.py
-measures both. Beside them it measures what the autoencoder makes of the real digits: samples of latents cannot be expected to
-be better. What is already there is not trained again.
+divergence, and prints how far its reconstructions are from digits that it did not see. Then it trains train_ddpm.py by class
+on the latents (--vae, --latent_scale auto), and on the images for as many updates as fit into the same time, with all other
+flags alike. evaluate.py measures both, and `digits.py classes` asks an SVM for the class of each sample. Beside them it
+measures what the autoencoder makes of the real digits: samples of latents cannot be expected to be better. What is already
+there is not trained again.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from utils.runs.record import RunRecord
 
 DIGITS = {"dataset_name": "digits", "resolution": 16, "image_channels": 1}
 HELD_OUT = 200  # digits
+TIMED = 60  # updates
 BATCH = 64
 KL_WEIGHT = 1e-3  # beside a squared error per pixel; the latents keep a spread that is far below that of their means
 
@@ -97,13 +99,22 @@ def main() -> None:
     for number, pixels in enumerate(to_uint8(made[: args.num_images]).numpy()):
         Image.fromarray(pixels[0]).save(shown / f"{number:06d}.png")
 
-    flags = ["--max_train_steps", args.updates, "--train_batch_size", 32, "--cpu_threads", args.cpu_threads]
+    flags = ["--class_conditional", "--train_batch_size", 32, "--cpu_threads", args.cpu_threads]
     flags += ["--save_images_steps", 10**6, "--save_model_steps", 10**6, "--checkpointing_steps", 10**6]
-    runs = {"pixels": [], "latents": ["--vae", folder, "--latent_scale", "auto"]}
-    for name, own in runs.items():
-        run: RunRecord = train_once("train_ddpm.py", [*flags, *own], args.output_dir / name)
-        speeds = run.series("perf/images_per_second")[1]
-        print(f"{name}: {args.updates} updates in {args.updates * 32 / (sum(speeds) / len(speeds)):.0f} s", flush=True)
+    runs = {"latents": ["--vae", folder, "--latent_scale", "auto"], "pixels": []}
+
+    def trained(name: str, run: str, updates: int, logged: int) -> float:
+        """Images per second of the updates alone."""
+        more = ["--max_train_steps", updates, "--logging_steps", logged]
+        record: RunRecord = train_once("train_ddpm.py", [*flags, *runs[name], *more], args.output_dir / run)
+        speeds = record.series("perf/images_per_second")[1]
+        return len(speeds) / sum(1 / speed for speed in speeds)
+
+    timed = {name: trained(name, f"{name}-timed", TIMED, TIMED // 3) for name in runs}
+    for name in runs:
+        updates = round(args.updates * timed[name] / timed["latents"])
+        speed = trained(name, name, updates, 36)
+        print(f"{name}: {updates} updates in {updates * 32 / speed:.0f} s", flush=True)
     command = [sys.executable, ROOT / "evaluate.py", "--pipeline", *(args.output_dir / name for name in runs)]
     command += ["--images", shown, "--dataset_name", "digits", "--resolution", 16, "--image_channels", 1]
     command += ["--num_images", args.num_images, "--sampler", "ddpm", "--num_inference_steps", 50, "--json"]
@@ -112,7 +123,11 @@ def main() -> None:
     for found in json.loads(result.stdout)["results"]:
         figures = found["figures"]
         name, floor = Path(found["name"]).name, figures["floor"]["fd"]
-        print(f"{name}: fd {figures['fd']:.4g}, kd {figures['kd']:.4g} (real/real fd {floor:.4g})")
+        print(f"{name}: fd {figures['fd']:.4g}, kd {figures['kd']:.4g} (real/real fd {floor:.4g})", flush=True)
+    for name in runs:
+        asked = [ROOT / "benchmarks/quality/digits.py", "classes", args.output_dir / name, "--guidance", 1, 2]
+        print(name, flush=True)
+        subprocess.run(list(map(str, [sys.executable, *asked, "--num_images", args.num_images])), check=True)
 
 
 if __name__ == "__main__":

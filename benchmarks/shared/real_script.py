@@ -38,11 +38,14 @@ def small_network(side: int, channels: int, widths: Iterable[int] = (8, 16), gro
 
 
 def train_once(script: str, flags: list, folder: Path) -> RunRecord:
-    """Trains into `folder` in a process of its own, unless that was done before. What it prints goes to a log beside it."""
-    if not (folder / "exit_status").exists():
+    """Trains into `folder` in a process of its own, unless that was done before; a run that was stopped goes on. What it
+    prints goes to a log beside it."""
+    status = folder / "exit_status"
+    if not status.exists() or status.read_text().strip() != "0":
         folder.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, ROOT / script, *flags, "--output_dir", folder, "--overwrite_output_dir"]
-        with open(folder.with_name(f"{folder.name}.log"), "w") as log:
+        how = ["--resume_from_checkpoint", "latest"] if list(folder.glob("checkpoint-*")) else ["--overwrite_output_dir"]
+        command = [sys.executable, ROOT / script, *flags, "--output_dir", folder, *how]
+        with open(folder.with_name(f"{folder.name}.log"), "a") as log:
             subprocess.run(list(map(str, command)), check=True, stdout=log, stderr=subprocess.STDOUT)
     return RunRecord.read(folder)
 
