@@ -1,7 +1,9 @@
-"""--pretrained of a pipeline that makes latents: its autoencoder and their scale are taken, and nothing else decodes."""
+"""--pretrained of a pipeline that makes latents: its autoencoder and their scale are taken; and of pipelines with code."""
 
+import contextlib
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -146,3 +148,69 @@ def test_what_does_not_fit_is_refused_in_two_lines(train, pipeline, tmp_path, as
         train([*flags_of(tmp_path), *words, "--output_dir", tmp_path / "run"])
     assert len(str(caught.value).splitlines()) == 2
     assert not (tmp_path / "run/options.json").exists()
+
+
+def code_in_the_index(folder: Path, planted: str) -> None:
+    (folder / "evil.py").write_text(planted)
+    edit(folder / "model_index.json", _class_name=["evil", "Evil"])
+
+
+def code_of_a_part(folder: Path, planted: str) -> None:
+    (folder / "unet/evil.py").write_text(planted)
+    edit(folder / "model_index.json", unet=["evil", "Evil"])
+
+
+def code_in_the_weights(folder: Path, planted: str, part: str = "unet") -> None:
+    (folder / part / "diffusion_pytorch_model.safetensors").unlink()
+    (folder / part / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(Planted(planted)))
+
+
+def code_in_the_autoencoder(folder: Path, planted: str) -> None:
+    code_in_the_weights(folder, planted, "vae")
+
+
+def code_beside_the_autoencoder(folder: Path, planted: str) -> None:
+    (folder / "vae/evil.py").write_text(planted)
+    edit(folder / "vae/config.json", _class_name="Evil", auto_map={"AutoModel": "evil.Evil"})
+
+
+class Planted:
+    def __init__(self, code: str):
+        self.code = code
+
+    def __reduce__(self):
+        return exec, (self.code,)
+
+
+def edit(path: Path, **values) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    "plant", [code_in_the_index, code_of_a_part, code_in_the_weights, code_in_the_autoencoder, code_beside_the_autoencoder]
+)
+@pytest.mark.parametrize("latents", [True, False], ids=["latents", "pixels"])
+def test_code_of_a_pipeline_is_not_run(train, pipeline, tmp_path, plant, latents):
+    folder, planted = tmp_path / "p", f"open({str(tmp_path / 'executed')!r}, 'w').close()\n"
+    if latents:
+        shutil.copytree(pipeline, folder)
+    elif "autoencoder" in plant.__name__:
+        pytest.skip("a pipeline of pixels has none")
+    else:
+        export_pipeline(UNet2DModel(**TINY_NETWORK), make_noise_scheduler(), folder, "")
+    plant(folder, planted)
+    with contextlib.suppress(UserError):  # where the rest is not enough for a run
+        train([*flags_of(tmp_path), "--pretrained", folder, "--max_train_steps", "1", "--output_dir", tmp_path / "run"])
+    assert not (tmp_path / "executed").exists()
+    exec(planted)  # it would have been seen
+    assert (tmp_path / "executed").exists()
+
+
+def test_code_that_our_pipelines_carry_is_not_run(train, pipeline, tmp_path):
+    shutil.copytree(pipeline, tmp_path / "p")
+    carried = tmp_path / "p/guided_pipeline.py"
+    assert carried.exists()
+    carried.write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()\n")
+    flags = [*flags_of(tmp_path), "--pretrained", tmp_path / "p", "--max_train_steps", "1"]
+    assert train([*flags, "--output_dir", tmp_path / "run"]) == 0
+    assert not (tmp_path / "executed").exists()
