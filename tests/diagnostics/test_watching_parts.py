@@ -16,6 +16,7 @@ from utils.diagnostics.watching.inputs import check_mixture
 from utils.diagnostics.watching.levels import Levels, Look, tables
 from utils.diagnostics.watching.mixture import Mixture, strength
 from utils.diagnostics.watching.observing import ForeignObserver
+from utils.diagnostics.watching.optimizing import _groups, _size_of_step
 from utils.diagnostics.watching.options import Schedule
 from utils.diagnostics.watching.places import place_of_told
 from utils.diagnostics.watching.probes import CopyProbe, Probe
@@ -520,15 +521,10 @@ def test_the_noise_level_may_come_after_the_labels():
 
 
 def test_a_table_of_one_row_beside_that_of_the_labels():
-    call, one, several = Call((torch.zeros(4, 3, 8, 8), STEPS, VARIED)), torch.arange(5) == 3, torch.arange(5) < 3
-
-    def of_tables(**rows) -> list:
-        judge = UpdateJudge({})
-        for _ in range(4):
-            checks = judge._of_one_row(SimpleNamespace(update=Update(1, [MicroStep({"network": call})]), rows=rows))
-        return [check.healthy for check in checks]
-
-    assert [of_tables(y=one), of_tables(y=several, season=one)] == [[False], [True]]
+    one, several = torch.arange(5) == 3, torch.arange(5) < 3
+    assert shares(step_of(STEPS, VARIED), {"y": one}) == [False]
+    assert shares(step_of(STEPS, VARIED), {"y": several, "season": one}) == [True]
+    assert shares(step_of(STEPS, VARIED), {"words": torch.arange(500) == 3}) == []
 
 
 def test_the_level_of_a_silent_clip_is_not_asked_for():
@@ -593,3 +589,67 @@ def test_a_scheduler_that_noises_by_sigmas_has_no_table():
 
     assert _own_table(DDPMScheduler(num_train_timesteps=50)).shape == (50,)
     assert _own_table(EulerDiscreteScheduler()) is None
+
+
+def wrong(checks: list) -> set[str]:
+    return {check.name for check in checks if check.healthy is False}
+
+
+def test_a_batch_that_is_repeated_within_or_between_updates():
+    images, levels = torch.rand(3, B, 9), torch.rand(3, B)
+
+    def found(images, levels) -> set[str]:
+        judge = ForwardJudge({})
+        return set.union(*(wrong(judge._one_batch(*both)) for both in zip(images, levels)))
+
+    assert found(images, levels) == set()
+    assert found(images[:1].expand_as(images), levels) == {"batches of different updates"}
+    assert found(images, levels[:1].expand_as(levels)) == {"noise levels of different updates"}
+    assert found(images[:, :1].expand_as(images), levels) == {"images of a batch"}
+    assert found(images[:, :1], levels[:, :1]) == set()
+
+
+@pytest.mark.parametrize(("dtype", "scale", "found"), [("float16", 1, 1), ("float16", 8, 0), ("bfloat16", 1, 0)])
+def test_a_loss_in_fp16_that_is_not_scaled(dtype, scale, found):
+    factor = 2 / torch.zeros(SHAPE).numel()
+    levels = levels_of(*on_circle(), lambda output, clean, noise: (output.to(getattr(torch, dtype)) - noise) * factor)
+    levels.looks[0].output = levels.looks[0].output.to(getattr(torch, dtype))
+    checks = ForwardJudge({})._loss(levels, None, None, 1, "", scale)
+    assert len(wrong(checks) & {"scale of the loss"}) == found
+
+
+def test_settings_of_an_optimizer_that_nobody_wants():
+    assert wrong(_groups([{"lr": 1.0, "betas": (0.9, 0.999)}, {"lr": 0.1}])) == set()
+    assert wrong(_groups([{"lr": 0.0}, {"lr": 0.0}])) == set()  # a warm-up
+    assert wrong(_groups([{"lr": 1.0}, {"lr": 0.0}])) == {"groups with a rate of 0"}
+    assert wrong(_groups([{"lr": 1.0, "betas": (0.999, 0.9)}])) == {"betas"}
+
+
+@pytest.mark.parametrize(
+    ("init", "change", "healthy"), [(0.06, 1e-3, True), (0.0, 1e-3, True), (0.06, 0.1, False), (1.0, 0.1, True)]
+)
+def test_an_update_as_large_as_the_weights(init, change, healthy):
+    network = torch.nn.Linear(64, 64)
+    torch.nn.init.normal_(network.weight, std=init)
+    observer = ForeignObserver({"network": network}, set(), set())
+    before = observer.sample.take(network.parameters())
+    update = Update(1, optimizer_step=SimpleNamespace(before=before, after=before + change))
+    assert _size_of_step(update, observer).healthy is healthy
+
+
+def test_a_gradient_of_which_clipping_leaves_nothing():
+    def found(factor: float, scale: float = 1.0) -> list:
+        judge, whole = UpdateJudge({}), torch.ones(4)
+        update = Update(1, [MicroStep(gradient_after=whole * scale)], optimizer_step=SimpleNamespace(gradient=whole * factor))
+        look = SimpleNamespace(update=update, loss_scale=scale)
+        return [check.healthy for _ in range(4) for check in judge._far_clipped(look)]
+
+    assert [found(1.0), found(0.05), found(1.0, 2.0**16), found(0.001)] == [[True], [True], [True], [False]]
+
+
+@pytest.mark.parametrize(("rates", "found"), [([1.0, 0.5, 0.0], True), ([1.0, 0.5, 0.01], False), ([0.0, 0.5, 1.0], False)])
+def test_a_rate_that_is_over_long_before_the_run(rates, found):
+    seen = [(1 + 20 * number, [rate]) for number, rate in enumerate(rates)]
+    checks = Schedule().end(Facts(), seen, 100, True)
+    assert any("trains nothing" in check.message for check in checks) is found
+    assert Schedule().end(Facts(), [(1, [1.0]), (98, [0.0])], 100, True) == []

@@ -24,7 +24,8 @@ class Conditions:
             list
         )  # the row that all images share; None: they differ
         self._varied: set[int] = set()  # places for which the script had labels or tokens that differ between images
-        self._dropped: dict[str, list[bool]] = defaultdict(list)  # of each label that the script had, by where that was seen
+        # Of each label that the script had, by its place, and by the embedding where the network drops it.
+        self._dropped: dict[int, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
 
     def look(self, update: Update, rows: Mapping[str, torch.Tensor]) -> list[Check]:
         """`rows`: of the embeddings that are trained, which were reached by the gradient."""
@@ -53,7 +54,7 @@ class Conditions:
                 if _alike(of_each) and (labeled or not all(map(_alike, others))):
                     self._varied.add(place)
         for place, given_to in labels_given.items():
-            self._see_dropped_within(str(place), torch.cat(given_to), rows)
+            self._see_dropped_within(place, torch.cat(given_to), rows)
         checks = [check for place in sorted(self._shared) if (check := self._judged(place)) is not None]
         if self._shared:
             text = (
@@ -72,27 +73,32 @@ class Conditions:
                 if other.shape == value.shape and not same(other, value):
                     differs = (other.to(value.device) != value).reshape(len(value), -1).any(1)
                     if _alike(value[differs]) and not _alike(value):
-                        self._dropped[f"{place}"] += differs.tolist()
+                        self._dropped[place][""] += differs.tolist()
                         return
 
-    def _see_dropped_within(self, place: str, labels: torch.Tensor, rows: Mapping[str, torch.Tensor]) -> None:
+    def _see_dropped_within(self, place: int, labels: torch.Tensor, rows: Mapping[str, torch.Tensor]) -> None:
         """Of labels that the network drops by itself: the gradient does not reach their rows. `labels`: of an update."""
         numbers, counts = labels.unique(return_counts=True)
-        for name, reached in rows.items():
-            if len(reached) <= int(numbers[-1]) or not reached.any():
+        highest = max(2, int(numbers[-1]))
+        for name, reached in rows.items() if len(numbers) > 1 else ():
+            if not highest < len(reached) < 1.2 * highest + 11 or not reached.any():  # a table of something else
                 continue
             others = reached.clone()
             others[numbers] = False
-            if int(others.sum()) > 1:  # more than the one that stands for none: it is not the table of these labels
-                self._dropped[f"{place} {name}"] = [False] * MANY
+            if int(others.sum()) > 1:  # more than the one that stands for none
+                self._dropped[place][name] = [False] * MANY
             else:
-                self._dropped[f"{place} {name}"] += (~reached[numbers[counts == 1]]).tolist()
+                self._dropped[place][name] += (~reached[numbers]).repeat_interleave(counts).tolist()
 
     def _share(self) -> list[Check]:
-        shares = [(sum(dropped) / len(dropped), len(dropped)) for dropped in self._dropped.values() if dropped]
-        if not shares:
+        found = []
+        for dropped in self._dropped.values():
+            shares = {name: (sum(those) / len(those), len(those)) for name, those in dropped.items()}
+            found += [shares.pop("")] if "" in shares else []
+            found += [min(shares.values())] if shares else []  # of several tables it is that of the labels
+        if not found:
             return []
-        share, count = max(shares)
+        share, count = max(found)
         text = f"{share:.0%} of the labels or texts are dropped: the network hardly learns them (10 to 20 % are usual)"
         fine = share - SIGMAS * (0.25 / count) ** 0.5 <= MOST_DROPPED
         return [Check("condition", "share of the labels that is dropped", "a small one", f"{share:.0%}", fine, text, "warning")]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from utils.diagnostics.audit.declared import Declared, DeclaredOptimizer
-from utils.diagnostics.audit.fitting import constant, flat
+from utils.diagnostics.audit.fitting import SMALL, constant, flat
 from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
@@ -49,7 +49,7 @@ class ForwardJudge:
         self._noise_pool = Pool(declared_step(1))
         self._level_pool: Pool | None = None
         self._num_steps = 0  # of the noise schedule
-        self._clean: list[torch.Tensor] = []  # images of the first looks
+        self._batches: list[tuple[torch.Tensor, ...]] = []  # images and noise levels of the first looks
 
     def look(self, update: Update, facts: Facts, loss_scale: float, encoded: bool) -> list[Check]:
         """`encoded`: an autoencoder made the clean images from others."""
@@ -79,28 +79,36 @@ class ForwardJudge:
             *checks,
             *_told_beside(update),
             *_wrapped_around(update),
-            *self._loss(heard, table, prediction, micro_steps, kind),
+            *self._loss(heard, table, prediction, micro_steps, kind, loss_scale),
             *wrapped,
             *self._noise(looks),
             *([] if levels.constant else [_data(looks[0], update, facts, encoded)]),
             *_repeated([one.mixture.clean for one in looks]),
-            *self._one_batch(looks[0].mixture.clean),
+            *self._one_batch(looks[0].mixture.clean, looks[0].mixture.of_noise),
         ]
 
-    def _one_batch(self, clean: torch.Tensor) -> list[Check]:
+    def _one_batch(self, *parts: torch.Tensor) -> list[Check]:
         """Of the first three looks, at updates 2, 3 and 5: a shuffled set of one batch has another order each time."""
-        if len(self._clean) == BATCHES:
-            return []
-        self._clean.append(clean.detach().to("cpu", copy=True))
-        if len(self._clean) < BATCHES:
-            return []
-        same = all(torch.equal(one, self._clean[0]) for one in self._clean)
+        checks = []
+        if len(parts[0]) > 1:
+            one = bool((parts[0] == parts[0][:1]).all()) and bool(parts[0].any())
+            name, text = "images of a batch", "all images of the batch are one and the same"
+            checks = [Check("data", name, "different ones", "the same" if one else "others", not one, text, "warning")]
+        if len(self._batches) == BATCHES:
+            return checks
+        self._batches.append(tuple(part.detach().to("cpu", copy=True) for part in parts))
+        if len(self._batches) < BATCHES:
+            return checks
+        images, levels = (all(torch.equal(one, of[0]) for one in of) for of in zip(*self._batches))
         text = f"{BATCHES} updates had the same images in the same order: is one batch used again and again?"
-        found = "the same" if same else "others"
-        return [Check("data", "batches of different updates", "different images", found, not same, text, "warning")]
+        found = "the same" if images else "others"
+        checks.append(Check("data", "batches of different updates", "different images", found, not images, text, "warning"))
+        text = f"{BATCHES} updates had the same noise levels in the same order: are they drawn once, or with one seed?"
+        found = "the same" if levels else "others"
+        return [*checks, Check("timestep", "noise levels of different updates", "others", found, not levels, text, "warning")]
 
     def _loss(
-        self, levels: Levels, table: torch.Tensor | None, prediction: str | None, micro_steps: int, kind: str
+        self, levels: Levels, table: torch.Tensor | None, prediction: str | None, micro_steps: int, kind: str, loss_scale: float
     ) -> list[Check]:
         """`kind`: of the preconditioning, where there is one."""
         coefficients = None
@@ -124,6 +132,9 @@ class ForwardJudge:
                 f"weight 1 on the denoised image: the network is preconditioned as {kind}, so that errors of the raw network "
                 "count c_out^2, almost nothing at low noise; EDM's weight is 1 / c_out^2"
             )
+        if loss_scale == 1 and abs(weighting.factor - 1) < SMALL and levels.looks[0].output.dtype is torch.float16:
+            text = "the loss of an fp16 network is not scaled: gradients below 6e-8 become 0 (torch has a GradScaler for it)"
+            checks.append(Check("gradient", "scale of the loss", "above 1, in fp16", "1", False, text, "warning"))
         gamma = f" with gamma {weighting.gamma:g}" if weighting.gamma else ""
         if gamma or "gamma" not in self._words.get("weight", ""):  # a batch without high SNRs shows none
             self._words["weight"] = (weighting.name or "a function of their own") + gamma

@@ -11,6 +11,7 @@ from utils.diagnostics.audit.seen import Update
 from utils.diagnostics.audit.verdict import Check, not_observed
 
 SMALL = 1e-3
+MOST_CHANGE = 0.5  # of the size of the weights, in one update
 KNOWN = ("AdamW", "Adam", "SGD", "RMSprop", "RAdam", "Adamax", "Adagrad")
 
 
@@ -21,7 +22,7 @@ def check_step(update: Update, observer: Observer, known: bool) -> list[Check]:
         return [not_observed("optimizer", "step", "one per update", "no step was seen")]
     text = f"the optimizer steps {step.steps} times in one update"
     checks = [Check("optimizer", "steps per update", "1", str(step.steps), step.steps == 1, text)]
-    checks.append(_members(update, observer))
+    checks += [_members(update, observer), _size_of_step(update, observer), *_groups(step.groups)]
     if step.optimizer not in KNOWN or not known:
         why = f"torch has no optimizer {step.optimizer} to compare with"
         return [*checks, not_observed("optimizer", "change of the weights", step.optimizer, why)]
@@ -43,6 +44,36 @@ def _members(update: Update, observer: Observer) -> Check:
     text += f", such as {missing[0]}" if missing else ""
     name, wanted = "parameters in the optimizer", "all that get gradients"
     return Check("optimizer", name, wanted, f"{total - len(missing)} of {total}", not missing, text)
+
+
+def _size_of_step(update: Update, observer: Observer) -> Check:
+    """Beside the weights that torch's layers begin with, uniform to 1 / sqrt(fan-in), or their own where these are larger."""
+    step, sample, sizes = update.optimizer_step, observer.sample, []
+    pieces = zip(sample.shapes, *(v.double().split(sample.counts) for v in (step.before, step.after)))  # type: ignore[union-attr]
+    for shape, before, after in pieces:
+        if len(shape) > 1 and not torch.equal(before, after):
+            own = max(float(before.square().mean()), 1 / (3 * math.prod(shape[1:])))
+            sizes.append((float((after - before).square().mean()) / own) ** 0.5)
+    size = sorted(sizes)[len(sizes) // 2] if sizes else 0.0
+    text = f"one update changes most weights by {size:.0%} of their size: is the learning rate far too high?"
+    name = "size of an update beside the weights"
+    return Check("learning_rate", name, "a few percent", f"{size:.2g}", size <= MOST_CHANGE, text, "warning")
+
+
+def _groups(groups: list[dict]) -> list[Check]:
+    """Settings that nobody wants."""
+    checks = []
+    rates = [float(group["lr"]) for group in groups]
+    if max(rates) > 0:
+        text = f"{rates.count(0.0)} of {len(rates)} parameter groups have a learning rate of 0: they are not trained"
+        checks.append(
+            Check("learning_rate", "groups with a rate of 0", "none", str(rates.count(0.0)), 0.0 not in rates, text, "warning")
+        )
+    if betas := [group["betas"] for group in groups if "betas" in group]:
+        fine, found = all(first <= second for first, second in betas), ", ".join(f"{beta:g}" for beta in betas[0])
+        text = f"the betas are {found}: the mean of squares forgets sooner than that of gradients; are they exchanged?"
+        checks.append(Check("optimizer", "betas", "the second is the longer one", found, fine, text, "warning"))
+    return checks
 
 
 def _recursions(update: Update, observer: Observer) -> list[Check]:

@@ -7,6 +7,7 @@ from typing import Any
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.facts import Facts, schedule_length
 
+NOTHING = 1e-4  # of the highest learning rate
 TYPES = ("epsilon", "sample", "v_prediction")
 
 
@@ -72,6 +73,11 @@ class Schedule:
         if ended and updates >= 20 and rises and peaks[-1][1] > 1.5 * peaks[0][1] and peaks[-1][0] > 0.95 * updates:
             text = f"the learning rate still rises when the script ends, after {updates} updates: a warm-up without an end"
             return [Check("learning_rate", name, wanted, f"{peaks[-1][1]:.3g}, and rising", False, text, "warning")]
+        top = max(rate for _, rate in peaks)
+        over = next((update for update, rate in reversed(peaks) if rate > NOTHING * top), 0)
+        if ended and peaks[-1][1] <= NOTHING * top and (begun := next(u for u, _ in peaks if u > over)) < 0.9 * updates:
+            text = f"the learning rate is {peaks[-1][1]:.2g} from update {begun} of {updates} on: the rest trains nothing"
+            return [Check("learning_rate", name, wanted, f"{peaks[-1][1]:.2g} since {begun}", False, text, "warning")]
         schedule = _main_schedule(facts)
         length = schedule_length(schedule) if schedule is not None else None
         if not length or schedule is None:

@@ -17,12 +17,11 @@ from utils.diagnostics.watching.forward import declared_step
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import check_step
 from utils.diagnostics.watching.options import check_options
-from utils.diagnostics.watching.places import conditions_of
 from utils.diagnostics.watching.ranks import Everyone
 from utils.diagnostics.watching.seen import Seen
 
-FEWEST_LABELED = 4  # passes before a label's embedding is judged
 FEWEST_LOOKS = 3  # before a parameter is said to get no gradient
+FAR_CLIPPED = 0.01  # of the gradient
 NORMALIZED = 0.05  # how far rows of weights are from one size where each update normalizes them
 
 
@@ -64,8 +63,8 @@ class UpdateJudge:
         self._words = words
         self._firsts: dict[str, First] = {}
         self._reached: set[str] = set()  # parameters that ever got a gradient
-        self._looks = self._labeled = self._highest = 0  # `_labeled`: passes with labels that differ; `_highest` of them
-        self._rows: dict[str, torch.Tensor] = {}  # of embeddings, that ever did
+        self._looks = 0
+        self._clipped: list[float] = []  # norm of the gradient at the step over that before it was clipped
         self._standing: dict[str, Check] = {}  # averages that have not moved, as far as was seen
 
     def look(self, look: LastLook) -> list[Check]:
@@ -78,9 +77,8 @@ class UpdateJudge:
         if not any(clip.kind == "value" for clip in look.clips) and (look.everyone.alone or look.everyone.mean is not None):
             found = check_gradients(update, declared, look.loss_scale, look.everyone.mean)
             checks += found if limit else [_clipped_by_hand(check, _of_each_layer(look)) for check in found]
-        checks += _clipping(look.clips, passes)
+        checks += [*_clipping(look.clips, passes), *(self._far_clipped(look) if limit else ())]
         checks += self._without_gradient(look)
-        checks += self._of_one_row(look)
         checks += check_step(update, observer, look.known_optimizer)
         checks += _weights_left_alone(look, check_state(update, declared, observer))
         for average in look.facts.averages:
@@ -103,31 +101,18 @@ class UpdateJudge:
         text = "{} has not moved in the whole run"
         return [replace(c, severity="critical", message=text.format(c.name)) for c in self._standing.values()]
 
-    def _of_one_row(self, look: LastLook) -> list[Check]:
-        """Embeddings that give the same row to all images in all looks, though the network gets labels that differ."""
-        for step in look.update.micro_steps:
-            inputs = step.calls["network"].inputs if "network" in step.calls else ()
-            given = conditions_of(inputs, step) if inputs and isinstance(inputs[0], torch.Tensor) else []
-            labels = [value for value in given if value.dtype is torch.int64 and value.ndim == 1]
-            self._labeled += any(bool((v != v[0]).any()) for v in labels)
-            self._highest = max([self._highest, *(int(v.max()) for v in labels)])
-        for name, rows in look.rows.items():
-            self._rows[name] = self._rows.get(name, torch.zeros_like(rows)) | rows
-        if self._labeled < FEWEST_LABELED:
+    def _far_clipped(self, look: LastLook) -> list[Check]:
+        """Of gradients of which every look shows almost nothing left."""
+        step, whole = look.update.optimizer_step, look.update.micro_steps[-1].gradient_after
+        if step is None or whole is None or not whole.any():
             return []
-        checks = []
-        sized = range(max(2, self._highest) + 1, int(1.2 * self._highest) + 11)  # else of something else than those labels
-        tables = {name: rows for name, rows in self._rows.items() if len(rows) in sized}
-        several = any(int(rows.sum()) > 1 for rows in tables.values())  # which the labels are looked up in
-        for name, rows in tables.items():
-            used = int(rows.sum())
-            if used == 1 and several:
-                continue
-            text = (
-                f"the network gets labels that differ, and looks up one row of {name} alone, number {int(rows.int().argmax())}"
-            )
-            checks.append(Check("condition", f"rows of {name} that are used", "several", str(used), used != 1, text, "warning"))
-        return checks
+        self._clipped.append(look.loss_scale * float(step.gradient.norm() / whole.norm()))
+        most = max(self._clipped)
+        if len(self._clipped) <= FEWEST_LOOKS:
+            return []
+        text = f"in all looks clipping has left at most {most:.1g} of the gradient: is its limit far too low?"
+        name, wanted = "what clipping leaves of the gradient", "most of it, after the first updates"
+        return [Check("gradient", name, wanted, f"up to {most:.2g}", most >= FAR_CLIPPED, text, "warning")]
 
     def _without_gradient(self, look: LastLook) -> list[Check]:
         """Parameters that the optimizer was given, and that never got a gradient in any look."""
