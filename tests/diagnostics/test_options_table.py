@@ -7,7 +7,7 @@ from conftest import ROOT
 
 from benchmarks.doctor.option_faults import FAULTS, RECIPES
 from benchmarks.doctor.options import above_info, record_of
-from utils.diagnostics.options_table import ROWS, Facts, table
+from utils.diagnostics.options_table import ROWS, Facts, UnknownFact, table
 from utils.training.doctor import foretold
 
 FAST = 6  # one in so many is asked in the fast tests
@@ -41,6 +41,9 @@ def test_each_row_can_speak():
     assert row.figure(Facts(healthy))[0] <= row.info
     healthy.history[0]["data"] = {"latent_spread": [1.0, 0.18]}
     assert row.figure(Facts(healthy))[0] > row.warning
+    healthy.options["pretrained"] = "p"
+    with pytest.raises(UnknownFact):
+        row.figure(Facts(healthy))
 
 
 def test_the_pages_hold_the_table():

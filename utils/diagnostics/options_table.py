@@ -62,6 +62,10 @@ class Facts:
         return bool(self._values.get("vae"))
 
     @property
+    def fine_tuned(self) -> bool:
+        return bool(self._values.get("pretrained"))
+
+    @property
     def gradient_norm(self) -> float:
         """The largest that an optimizer sees, as far as the options say: 1 where nothing is clipped."""
         return self.max_grad_norm if self._values.get("max_grad_norm") and not self.adaptive_clipping else 1.0
@@ -156,7 +160,7 @@ def ema_short(run: Facts) -> tuple[float, str]:
 
 
 def latent_scale(run: Facts) -> tuple[float, str]:
-    run.require(not run.pretrained)  # whose network knows its own scale
+    run.require(not run.fine_tuned)  # whose network knows its own scale
     goal = run.sigma_data if run.is_edm2 else 1.0
     worst = max(run.latent_spread, key=lambda spread: max(spread / goal, goal / spread))
     said = f"a channel of the latents has a standard deviation of {worst:.3g}; best is {goal:g}"
