@@ -1,5 +1,6 @@
 """Trackers are started by their names, told what the run is, and given up where they fail."""
 
+import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from utils.core.errors import UserError
 from utils.options.flags import DDPMOptions
+from utils.runs.folder import TRACKED
 from utils.training.trackers import LAYOUT, Trackers, start_trackers
 
 
@@ -29,6 +31,9 @@ class Server:
     def start(self):
         if self.project == "refused":
             raise PermissionError("api_key not configured\n(no-tty)")
+        if self.about.get("id") == "gone":
+            raise LookupError("no run has this id")
+        self.run = SimpleNamespace(id=self.about.get("id", "new"))
 
     def store_init_configuration(self, values):
         self.values = values
@@ -46,7 +51,7 @@ def server(monkeypatch):
 
 
 def options(**given) -> DDPMOptions:
-    return DDPMOptions(**{"output_dir": "runs/cats", "logger": "wandb", **given})
+    return DDPMOptions(**{"output_dir": "/nowhere/cats", "logger": "wandb", **given})
 
 
 @pytest.mark.parametrize(
@@ -63,6 +68,31 @@ def test_names_of_project_and_run(server, monkeypatch, given, variables, project
     start_trackers(server, options(**given))
     [tracker] = server.trackers
     assert (tracker.project, tracker.about) == (project, {"name": run})
+
+
+@pytest.mark.parametrize(
+    ("resumed", "recorded", "variable", "about"),
+    [
+        ("latest", '{"wandb": "a1"}', None, {"id": "a1", "resume": "allow"}),
+        ("latest", '{"wandb": "a1"}', "mine", {}),  # which wandb reads itself
+        ("latest", '{"wandb": "gone"}', None, {}),  # deleted, or on another server
+        ("latest", "{", None, {}),
+        (None, '{"wandb": "a1"}', None, {}),
+    ],
+    ids=["resumed", "by the user's variable", "gone", "damaged", "a new run"],
+)
+def test_a_resumed_run_goes_on_in_its_run_of_the_tracker(server, monkeypatch, tmp_path, resumed, recorded, variable, about):
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("WANDB_RUN_ID", variable)
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / TRACKED).write_text(recorded)
+    of_the_run = options(output_dir=str(tmp_path), resume_from_checkpoint=resumed)
+    start_trackers(server, of_the_run)
+    [tracker] = server.trackers
+    assert tracker.about == {"name": tmp_path.name, **about}
+    Trackers(server, of_the_run, first_step=5, print_line=print)
+    assert json.loads((tmp_path / TRACKED).read_text()) == {"wandb": about.get("id", "new")}
 
 
 def test_one_that_cannot_start_is_one_line(server):

@@ -32,9 +32,11 @@ WITHOUT: dict[str, Any] = {
     **{"vae": None, "latent_scale": None},
 }
 EXIT_STATUS = "exit_status"  # there only once a run has ended by itself or by a signal: not while it goes on, nor after a crash
+TRACKED = "trackers.json"  # the run that each tracker has of it
 RUN_FILES = (
     "options.json",
     EXIT_STATUS,
+    TRACKED,
     "model_index.json",
     "guided_pipeline.py",
     "edm2_pipeline.py",  # of earlier versions

@@ -1,5 +1,7 @@
 """Where figures and pictures go: the trackers of Accelerate, started before a run has a folder where they need none."""
 
+import contextlib
+import json
 import os
 import re
 import time
@@ -13,7 +15,10 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from PIL import Image
 
 from utils.core.errors import UserError, one_line
+from utils.core.files import whole_file
 from utils.options.flags import RunOptions
+from utils.runs.checkpoints import list_checkpoints
+from utils.runs.folder import TRACKED
 
 # Trackers that take names: the variables that name project and run for them, and what `init` calls the name of a run.
 NAMES = {
@@ -22,6 +27,17 @@ NAMES = {
     "trackio": (None, None, "name"),
     "swanlab": ("SWANLAB_PROJ_NAME", "SWANLAB_EXP_NAME", "experiment_name"),
     "comet_ml": ("COMET_PROJECT_NAME", None, None),
+}
+# What they call the run that they log to, and what they are given to log to an earlier one.
+IDENTITY: dict[str, Callable[[Any], str]] = {
+    "wandb": lambda tracker: tracker.run.id,
+    "mlflow": lambda tracker: tracker.active_run.info.run_id,
+    "trackio": lambda tracker: tracker.run.name,
+}
+CONTINUE: dict[str, Callable[[str], dict[str, str]]] = {
+    "wandb": lambda identity: {} if "WANDB_RUN_ID" in os.environ else {"id": identity, "resume": "allow"},
+    "mlflow": lambda identity: {"run_id": identity},
+    "trackio": lambda identity: {"name": identity, "resume": "allow"},
 }
 FIRST_GROUPS = ("train/", "validation/")
 LAYOUT = {  # of TensorBoard's custom scalars; regular expressions of tags
@@ -43,10 +59,12 @@ LAYOUT = {  # of TensorBoard's custom scalars; regular expressions of tags
 
 
 def start_trackers(accelerator: Accelerator, options: RunOptions) -> None:
-    """Starts the trackers that write no files in the run's folder, on the main process, which is to call it.
+    """Starts the trackers that write no files in the run's folder, on the main process, which is to call it. A resumed run goes
+    on in the run that it had in the tracker, where there still is one.
 
     Raises UserError for one that cannot start: without an account or a server, say.
     """
+    earlier = _earlier(options)
     for name in options.trackers:
         tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
         if tracker_class.requires_logging_directory:
@@ -55,17 +73,36 @@ def start_trackers(accelerator: Accelerator, options: RunOptions) -> None:
         project = options.project_name or os.environ.get(project_variable or "") or options.script
         named = os.environ.get(run_variable) if run_variable else None
         run_name = named or Path(options.output_dir).resolve().name
-        try:
-            tracker = tracker_class(project, **({run_keyword: run_name} if run_keyword else {}))
+        fresh = {run_keyword: run_name} if run_keyword else {}
+
+        def start(about: dict[str, str], name: str = name, tracker_class: Any = tracker_class, project: str = project) -> Any:
+            tracker = tracker_class(project, **about)
             if options.project_name and name == "mlflow":  # which takes its variable before what it is told
                 tracker.experiment_name = project
             tracker.start()
+            return tracker
+
+        tracker = None
+        if name in earlier:
+            with contextlib.suppress(Exception):  # it is gone, or on another server
+                tracker = start(fresh | CONTINUE[name](earlier[name]))
+        try:
+            tracker = tracker or start(fresh)
         except Exception as error:  # each tracker has its own
             raise UserError(
                 f"--logger {name} cannot start: {one_line(error)[:500]}\n"
                 "check its login and its settings, or use another --logger"
             ) from error
         accelerator.trackers.append(tracker)
+
+
+def _earlier(options: RunOptions) -> dict[str, str]:
+    """The runs that an earlier start of a resumed run had, by the names of the trackers."""
+    folder = Path(options.output_dir)
+    with contextlib.suppress(OSError, ValueError):
+        if options.resume_from_checkpoint and list_checkpoints(folder):
+            return {name: run for name, run in json.loads((folder / TRACKED).read_text()).items() if name in CONTINUE}
+    return {}
 
 
 class Trackers:
@@ -80,6 +117,9 @@ class Trackers:
         TensorBoard hides what a killed run had logged after `first_step` updates: one value per tag and step.
         """
         self._accelerator, self._print_line = accelerator, print_line
+        self._continued = _earlier(options)
+        if accelerator.is_main_process:
+            self._remember(Path(options.output_dir))
         for name in options.trackers if accelerator.is_main_process else ():
             tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
             if tracker_class.requires_logging_directory:
@@ -91,11 +131,24 @@ class Trackers:
                 tracker.start()
                 accelerator.trackers.append(tracker)
 
+    def _remember(self, folder: Path) -> None:
+        """Which runs a resume goes on in."""
+        runs: dict[str, str] = {}
+        for tracker in self._accelerator.trackers:
+            with contextlib.suppress(Exception):  # another version of the tracker
+                runs[tracker.name] = IDENTITY[tracker.name](tracker)
+        if runs:
+            with contextlib.suppress(OSError), whole_file(folder / TRACKED) as draft:
+                draft.write_text(json.dumps(self._continued | runs, indent=2) + "\n")
+        self._continued = {name: run for name, run in runs.items() if self._continued.get(name) == run}
+
     def describe(self, settings: dict[str, Any]) -> None:
         """Logs hyperparameters."""
         values = {name: _plain(value) for name, value in settings.items() if value is not None}
 
         def store(tracker: Any) -> None:
+            if tracker.name == "mlflow" and "mlflow" in self._continued:
+                return  # which allows no other values, and has those of the first start
             if tracker.name != "tensorboard":
                 tracker.store_init_configuration(values)
                 return
