@@ -1,9 +1,12 @@
+import gc
 import math
+import threading
 from types import SimpleNamespace
 
 import torch
 
 from utils.optim.clipping import Gradients
+from utils.training import progress as progress_module
 from utils.training.progress import QUARTILES, ProgressBar, StepStatistics, Stopwatch, read_together
 
 ALONE = SimpleNamespace(reduce=lambda tensor, reduction: tensor)
@@ -112,6 +115,52 @@ def test_without_a_terminal_each_report_is_one_plain_line_with_the_time_left(mon
         "update 24 of 40: 13:44 left",
         "update 26 of 40: 11:24 left",
     ]
+
+
+def test_an_update_that_takes_long_shows_that_it_goes_on(monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    progress = ProgressBar(True, first_step=0, total_steps=5)
+    now = 5.0
+    progress.look()
+    now = 10.0
+    progress.look()
+    now = 12.0
+    progress.look()
+    now = 24.0
+    progress.update()
+    now = 26.0
+    with progress.part("sampling"):
+        now = 60.0
+        progress.look()  # which has its own lines
+    now = 66.0
+    progress.look()
+    now = 70.0
+    progress.look()
+    progress.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "update 1 of 5: 0:10 so far",
+        "update 1 of 5: 1:36 left",
+        "update 2 of 5: 0:46 so far, 4:40 left",
+    ]
+
+
+def test_somebody_looks_while_an_update_goes_on(monkeypatch):
+    looked = threading.Event()
+    monkeypatch.setattr(progress_module, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(ProgressBar, "look", lambda self: looked.set())
+    progress = ProgressBar(True, first_step=0, total_steps=5)
+    progress.begin()
+    assert looked.wait(10)
+    watch = progress._watch
+    del progress  # of a run that failed
+    gc.collect()
+    watch.join(10)
+    assert not watch.is_alive()
+    quiet = ProgressBar(True, first_step=0, total_steps=5, quiet=True)
+    quiet.begin()
+    assert quiet._watch is None
+    quiet.close()
 
 
 def test_quiet_prints_lines_for_the_user_and_no_progress(capsys):

@@ -40,6 +40,8 @@ class Bar:
         afterwards: the name of the work that goes on when all are done.
     """
 
+    active = 0  # of this process
+
     def __init__(
         self,
         what: str,
@@ -67,12 +69,14 @@ class Bar:
 
     def __enter__(self) -> "Bar":
         self._start = time.time()
+        Bar.active += 1
         if self._shown:
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        Bar.active -= 1
         self._finished.set()
         if self._thread is not None:
             self._thread.join()

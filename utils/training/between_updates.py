@@ -36,7 +36,6 @@ class Periodic:
         every, dtype = options.ema_snapshot_steps, options.ema_snapshot_dtype
         self._snapshots = Snapshots(accelerator, run.ema, run.output_dir, run.state, every=every, dtype=dtype)
         self._exit_status, self._forecast, self._profile = 0, Forecast(run), Profile(run)
-        self._first_update = ExitStack()  # the bar of the slowest update, which that of the run does not show
         self._repetitions = ExitStack()  # of an update that is made again
 
     def catch_up(self) -> None:
@@ -47,7 +46,7 @@ class Periodic:
             with self._monitor.paused():
                 self._show()
         self._forecast.begin()
-        self._first_update.enter_context(self._run.progress.part("the first update"))
+        self._run.progress.begin()
 
     def _evaluate_late(self) -> None:
         with self._monitor.paused(), self._judged_weights():
@@ -69,7 +68,6 @@ class Periodic:
     def after_update(self, learning_rate: float) -> None:
         """What is due after `state.step` updates, the last of which was made with that learning rate."""
         run, state, options = self._run, self._run.state, self._run.options
-        self._first_update.close()
         self._monitor.end_update(self._anything_due())
         if self._again():
             return
@@ -128,7 +126,6 @@ class Periodic:
         """The pipeline and the last pictures of a run that has come to its end, in this order: no picture may cost it the
         pipeline. Closes all that is open. Returns the exit status."""
         run = self._run
-        self._first_update.close()
         self._monitor.close()
         self._profile.close()
         if self._exit_status == 0:

@@ -3,7 +3,9 @@
 import math
 import resource
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,6 +21,7 @@ from utils.optim.clipping import Gradients
 QUARTILES = 4
 # Without a terminal, the longest time in seconds without a line, and of the run's first minutes, which people watch.
 MINUTE, FIRST_MINUTES = 60.0, 600.0
+WATCH_SECONDS = 1.0  # between two looks at how long the update at hand takes
 
 
 class StepStatistics:
@@ -121,7 +124,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 class ProgressBar:
     """The updates of a run, on the main process: on a terminal tqdm's bar with speed and time left, elsewhere a plain line for
-    each report. `part` gives the bars of what happens between updates.
+    each report. An update that takes long shows that it goes on. `part` gives the bars of what happens between updates.
     """
 
     def __init__(self, enabled: bool, first_step: int, total_steps: int, *, quiet: bool = False):
@@ -129,7 +132,9 @@ class ProgressBar:
         self._enabled, self._shown = enabled, enabled and not quiet
         self._step = self._first_step = first_step
         self._total_steps = total_steps
-        self._start = self._last_line = time.monotonic()
+        self._start = self._last_line = self._last_update = time.monotonic()
+        self._closed = threading.Event()
+        self._watch: threading.Thread | None = None
         self._bar = tqdm(
             initial=first_step,
             total=total_steps,
@@ -139,12 +144,30 @@ class ProgressBar:
             smoothing=0.05,
         )
 
+    def begin(self) -> None:
+        """The updates begin."""
+        self._last_update = time.monotonic()
+        if self._shown:
+            self._watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), daemon=True)
+            self._watch.start()
+
     def update(self) -> None:
         self._step += 1
         self._bar.update()
-        now = time.monotonic()
-        if now - self._last_line > (MINUTE if now - self._start > FIRST_MINUTES else LINE_SECONDS):  # a report is far away
+        self._last_update = time.monotonic()
+        if self._is_silent(self._last_update):  # a report is far away
             self._line("")
+
+    def look(self) -> None:
+        """Shows that the update at hand goes on, where nothing was shown for long."""
+        now = time.monotonic()
+        if Bar.active:  # which shows itself
+            self._last_line = now
+        elif self._is_silent(now + WATCH_SECONDS):
+            self._line(f"{duration(now - self._last_update)} so far", self._step + 1)
+
+    def _is_silent(self, now: float) -> bool:
+        return now - self._last_line > (MINUTE if now - self._start > FIRST_MINUTES else LINE_SECONDS)
 
     def show(self, report: dict[str, float]) -> None:
         """The newest figures of the run."""
@@ -154,14 +177,19 @@ class ProgressBar:
         self._bar.set_postfix_str(figures, refresh=False)
         self._line(figures)
 
-    def _line(self, figures: str) -> None:
-        """One line about the updates, where there is no bar."""
-        if not self._shown or not self._bar.disable:
+    def _line(self, figures: str, step: int | None = None) -> None:
+        """One line about the updates, the newest of which is `step` (None: the last one that ended), where there is no bar."""
+        if not self._shown:
             return
         self._last_line = time.monotonic()
-        each = (self._last_line - self._start) / max(1, self._step - self._first_step)
-        left = f"{duration(each * (self._total_steps - self._step))} left"
-        print_progress(f"update {self._step} of {self._total_steps}: " + ", ".join(filter(None, [figures, left])))
+        self._bar.refresh()
+        if not self._bar.disable:
+            return
+        done, left = self._step - self._first_step, ""
+        if done:
+            each = (self._last_line - self._start) / done
+            left = f"{duration(each * (self._total_steps - self._step))} left"
+        print_progress(f"update {step or self._step} of {self._total_steps}: " + ", ".join(filter(None, [figures, left])))
 
     def part(self, what: str, total: int | None = None, unit: str = "images", *, afterwards: str | None = None) -> Bar:
         """A bar for what is made between two updates; see `Bar`."""
@@ -186,4 +214,16 @@ class ProgressBar:
         return False
 
     def close(self) -> None:
+        self._closed.set()
+        if self._watch is not None:
+            self._watch.join()
         self._bar.close()
+
+
+def _watch(progress: "weakref.ref[ProgressBar]", closed: threading.Event) -> None:
+    """Until it is closed, or gone with a run that failed."""
+    while not closed.wait(WATCH_SECONDS):
+        if (watched := progress()) is None:
+            return
+        watched.look()
+        del watched
