@@ -48,6 +48,7 @@ def parse_args(argv: list[str] | None = None) -> EvaluateOptions:
 
 
 def main(args: EvaluateOptions) -> None:
+    check_paths(args)
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
     with loading_libraries(args):
         from utils.core.bars import Bar
@@ -57,7 +58,7 @@ def main(args: EvaluateOptions) -> None:
         from utils.diffusion.guidance import class_numbers, make_guided_prediction
         from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes
         from utils.diffusion.sampling import SamplePlan, full_precision, is_edm, make_sampler, sampling_steps
-        from utils.evaluation.evaluator import ClassJudge, Evaluation, pipeline_images
+        from utils.evaluation.evaluator import ClassJudge, Evaluation, pipeline_images, refuse_too_few
         from utils.evaluation.extractors import make_extractor
         from utils.evaluation.feature_sets import load_features, reference_features, save_features, sync_weights
         from utils.evaluation.image_folder import ImageFolder
@@ -75,16 +76,24 @@ def main(args: EvaluateOptions) -> None:
     earlier = [result for path in args.compare for result in read_results(path)]
     asked_channels = args.image_channels if "image_channels" in args.given else None
     folders = [ImageFolder(folder, asked_channels) for folder in args.images]
+    with accelerator.main_process_first():  # one download, not one per process
+        guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     networks = []
     for pipeline in args.pipeline:
-        with accelerator.main_process_first():  # one download, not one per process
+        with accelerator.main_process_first():
             unet, scheduler_config = load_network(pipeline)
-            networks.append((pipeline, unet, scheduler_config, load_decoder(pipeline, unet)))
-    with accelerator.main_process_first():
-        guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
+            autoencoder = load_decoder(pipeline, unet)
+        sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
+        scheduler = make_sampler(sampler, scheduler_config)
+        steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
+        class_labels = class_numbers(args.class_labels, names_of_classes(pipeline))
+        predict = make_guided_prediction(unet, scheduler_config, class_labels, args.guidance, guide, guide_config)
+        made: dict[str, Any] = {"sampler": sampler, "num_inference_steps": steps, "mixed_precision": args.mixed_precision}
+        made |= {"class_labels": class_labels, "guidance": args.guidance, "guide_pipeline": args.guide_pipeline}
+        networks.append((pipeline, unet, autoencoder, scheduler, predict, made))
     shapes = {str(folder.folder): folder.shape for folder in folders}
     shapes |= {
-        pipeline: autoencoder.image_shape if autoencoder else image_shape(unet) for pipeline, unet, _, autoencoder in networks
+        pipeline: autoencoder.image_shape if autoencoder else image_shape(unet) for pipeline, unet, autoencoder, *_ in networks
     }
     shape = same_shape(shapes) if shapes else args.image_shape
 
@@ -101,6 +110,11 @@ def main(args: EvaluateOptions) -> None:
         if args.reference:
             args.train_data_dir = str(args.reference)
         images, folder_cache = load_reference(args, shape, shown)
+    references = len(stored if stored is not None else images)
+    count = args.num_images or min(10_000, references)
+    sizes = [(str(folder.folder), len(folder)) for folder in folders] + [(pipeline, count) for pipeline in args.pipeline]
+    for _, size in sizes:
+        refuse_too_few(size, references)
     # A classifier is trained once.
     with Bar("preparing the extractors", shown=shown), accelerator.main_process_first():
         extractor = make_extractor(
@@ -146,8 +160,6 @@ def main(args: EvaluateOptions) -> None:
         "reference_images": len(stored),
         "image_shape": list(shape),
     }
-    count = args.num_images or min(10_000, len(stored))
-    sizes = [(str(folder.folder), len(folder)) for folder in folders] + [(pipeline, count) for pipeline in args.pipeline]
     asked = [{"name": name, **common, "images": size} for name, size in sizes]
     for result in [*asked, *earlier]:  # before hours of sampling, not after them
         refuse_to_compare(asked[0], result)
@@ -171,19 +183,12 @@ def main(args: EvaluateOptions) -> None:
         add(
             str(folder.folder), source, len(folder), folder.settings.get("pipeline"), seed=None, made_by=folder.settings or None
         )
-    for pipeline, unet, scheduler_config, autoencoder in networks:
-        sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
-        scheduler = make_sampler(sampler, scheduler_config)
-        steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
-        class_labels = class_numbers(args.class_labels, names_of_classes(pipeline))
-        predict = make_guided_prediction(unet, scheduler_config, class_labels, args.guidance, guide, guide_config)
-        made: dict[str, Any] = {"sampler": sampler, "num_inference_steps": steps, "mixed_precision": args.mixed_precision}
-        made |= {"class_labels": class_labels, "guidance": args.guidance, "guide_pipeline": args.guide_pipeline}
+    for pipeline, unet, autoencoder, scheduler, predict, made in networks:
         for network in (unet, guide) if guide is not None else (unet,):
             network.to(accelerator.device)
         for seed in args.seeds:
             made_by = (seed, args.batch_size, accelerator.device, autoencoder)
-            plan = SamplePlan(scheduler, steps, image_shape(unet), *made_by)
+            plan = SamplePlan(scheduler, made["num_inference_steps"], image_shape(unet), *made_by)
             with full_precision(unet):
                 source = pipeline_images(accelerator, unet, plan, name=pipeline, predict=predict)
                 add(pipeline, source, count, seed=seed, **made)
@@ -211,6 +216,18 @@ def main(args: EvaluateOptions) -> None:
         print(f"\n{result['name']}: {'nothing found that looks like a collapse' if not found else ''}".rstrip())
         for finding in found:
             print("\n".join(described(finding)))
+
+
+def check_paths(args: EvaluateOptions) -> None:
+    """Raises UserError where there is no such file or folder, before the libraries load."""
+    weights = [args.feature_weights] if args.feature_weights else []
+    data = [Path(args.train_data_dir)] if args.train_data_dir and not args.dataset_name else []
+    named = {"images": args.images, "compare": args.compare, "feature_weights": weights, "train_data_dir": data}
+    named["reference"] = [args.reference] if args.reference else []
+    for flag, paths in named.items():
+        for path in paths:
+            if not path.exists():
+                raise UserError(f"--{flag} {path}: no such file or folder\ncheck the path")
 
 
 def same_shape(shapes: dict[str, tuple[int, int, int]]) -> tuple[int, int, int]:

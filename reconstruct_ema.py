@@ -10,7 +10,7 @@ train_edm2.py. It reads one snapshot at a time, so memory for a few networks is 
 """
 
 from utils.core.entrypoint import loading_libraries, run_script
-from utils.options.flags import ReconstructionOptions
+from utils.options.flags import ReconstructionOptions, read_widths
 from utils.options.parser import parse_options
 
 
@@ -25,10 +25,10 @@ def main(args: ReconstructionOptions) -> None:
         from utils.diffusion.export import export_pipeline, model_card
         from utils.diffusion.pipelines import load_decoder, names_of_classes
         from utils.evaluation.ema_reconstruction import check_output, describe, load_run, load_weights
-        from utils.evaluation.ema_sweep import make_judge, parse_widths, write_sweep
+        from utils.evaluation.ema_sweep import make_judge, write_sweep
         from utils.runs.ema_snapshots import fp16_error, list_snapshots, recipe, reconstruct
 
-    widths = [args.width] if args.width is not None else parse_widths(args.widths or "")
+    widths = [args.width] if args.width is not None else read_widths(args.widths or "")
     snapshots = list_snapshots(args.run)
     step = args.step or snapshots[-1].step
     recipes = {width: recipe(snapshots, width, step) for width in widths}  # refuses what cannot be made

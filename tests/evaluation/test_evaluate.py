@@ -23,8 +23,9 @@ from utils.diffusion.export import export_pipeline
 from utils.evaluation.evaluator import Evaluation, metric_name
 from utils.evaluation.image_folder import ImageFolder
 from utils.evaluation.pretrained import INCEPTION_SHA256
+from utils.evaluation.quality import MIN_IMAGES
 from utils.evaluation.table import read_results
-from utils.options.flags import DataOptions
+from utils.options.flags import FEWEST_IMAGES, DataOptions
 
 SAMPLING = ["--num_images", "37", "--batch_size", "8", "--num_inference_steps", "3"]
 
@@ -291,7 +292,7 @@ def test_bad_input_is_one_line(folder, call, tmp_path):
         (tmp_path / "noise" / f"{number}.png").write_bytes(b"no image")
     digits = ["--dataset_name", "digits"]
     cases = [
-        (["--images", tmp_path / "missing", *digits], "no such folder"),
+        (["--images", tmp_path / "missing", *digits], "--images .*missing: no such file or folder"),
         (["--images", tmp_path / "nothing", *digits], "has no images"),
         (["--images", tmp_path / "mixed", *digits], r"different sizes: 0.png 8x8, 2.png 9x9"),
         (["--images", tmp_path / "broken", *digits], "9.png cannot be decoded"),
@@ -301,10 +302,15 @@ def test_bad_input_is_one_line(folder, call, tmp_path):
         (["--images", folder / "first", "--reference", folder / "second", "--features", "classifier"], "--label_column"),
         (
             ["--images", folder / "first", *digits, "--features", "inception"],
-            "needs a file of weights\nset --feature_weights weights-inception",
+            "needs weights\nset --feature_weights to weights-inception",
         ),
         (["--images", folder / "first", *digits, "--features", "dinov2"], "needs weights\nset --feature_weights to a folder"),
-        (["--images", folder / "first", "--reference", tmp_path / "absent"], "no such folder"),
+        (["--images", folder / "first", "--reference", tmp_path / "absent"], "--reference .*absent: no such file or folder"),
+        (["--images", folder / "first", "--train_data_dir", tmp_path / "absent"], "--train_data_dir .*absent: no such file"),
+        (["--images", folder / "first", *digits, "--compare", tmp_path / "absent"], "--compare .*absent: no such file"),
+        (["--images", folder / "first", *digits, "--feature_weights", "w"], "--feature_weights is not for --features randconv"),
+        (["--images", folder / "first", *digits, "--output", "w"], "--output is for make-reference"),
+        (["--pipeline", folder / "run", *digits, "--num_images", 9], "--num_images must be a whole number of at least 10"),
         (["--pipeline", tmp_path, *digits], "cannot load a pipeline"),
         (["--pipeline", folder / "run", *digits, "--num_inference_steps", 21], "from 1 to 20"),
         ([*digits], "nothing to evaluate"),
@@ -315,11 +321,38 @@ def test_bad_input_is_one_line(folder, call, tmp_path):
     for flags, message in cases:
         with pytest.raises(UserError, match=message) as error:
             call(*flags)
-        assert str(error.value).count("\n") == 1, message
+        assert str(error.value).count("\n") <= 1, message
     wrong = tmp_path / "weights.pth"
     wrong.write_bytes(b"others")
     with pytest.raises(UserError, match="has the SHA-256"):
         call("--images", folder / "first", *digits, "--features", "inception", "--feature_weights", wrong)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--sampler", "heun"], "--sampler heun does not work"),
+        (["--num_inference_steps", 21], "from 1 to 20"),
+        (["--class_labels", 3], "--class_labels 3: the pipeline has no such class"),
+        (["--guidance", 2], "--guidance: the pipeline has no classes"),
+    ],
+)
+def test_flags_of_the_samples_are_checked_before_the_real_images_are_read(folder, call, monkeypatch, flags, message):
+    monkeypatch.setattr("evaluate.load_reference", lambda *_: pytest.fail("the real images are read"))
+    with pytest.raises(UserError, match=message):
+        call("--pipeline", folder / "run", "--dataset_name", "digits", *flags)
+
+
+def test_paths_are_checked_before_the_libraries_load(call, monkeypatch):
+    monkeypatch.setattr("evaluate.loading_libraries", lambda _: pytest.fail("the libraries load"))
+    for flag in ("--images", "--compare", "--reference", "--train_data_dir"):
+        named = [flag, "absent"] + (["--dataset_name", "digits"] if flag in ("--images", "--compare") else [])
+        with pytest.raises(UserError, match=f"{flag} absent: no such file or folder"):
+            call("--pipeline", "run", *named)
+
+
+def test_the_fewest_images_that_flags_allow_are_those_that_figures_need():
+    assert FEWEST_IMAGES == MIN_IMAGES
 
 
 def test_a_checkpoint_needs_what_an_export_leaves(folder, call, tmp_path):

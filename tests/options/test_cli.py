@@ -18,6 +18,7 @@ import train_ddpm
 import train_edm2
 from utils.core.errors import UserError
 from utils.diffusion.edm2_unet import make_edm2_unet
+from utils.options.flags import read_widths
 from utils.options.parser import make_parser, spelled
 from utils.options.values import Values
 
@@ -221,6 +222,21 @@ def test_every_refused_value_names_its_flag_and_what_is_allowed(name):
                 script.parse_args([flag, value])
             assert str(error.value) == f"{flag} must be {action.type.allowed()}; got {value or 'nothing'}"
     assert tried >= 10
+
+
+@pytest.mark.parametrize(
+    ("text", "widths"),
+    [("0.1", [0.1]), ("0.02:0.05:0.01", [0.02, 0.03, 0.04, 0.05]), ("0.1:0.18:0.05", [0.1, 0.15])]
+    + [(text, None) for text in ("0.1-0.2", "0.2:0.1:0.05", "0.1:0.2:0", "0:0.2:0.1", "0.1:0.3:0.1", "0.1:0.2", "nan")],
+)
+def test_widths_to_try_are_a_range_of_possible_ones(text, widths):
+    words = ["run", "--output_dir", "out", "--widths", text]
+    script = importlib.import_module("reconstruct_ema")
+    if widths is not None:
+        assert read_widths(script.parse_args(words).widths) == widths
+        return
+    with pytest.raises(UserError, match=f"^--widths must be FIRST:LAST:STEP, such as 0.02:0.25:0.01.*; got {text}$"):
+        script.parse_args(words)
 
 
 @pytest.mark.parametrize("name", LINES)

@@ -272,7 +272,7 @@ def test_its_test_suite_s_command_lines(train, tiny_flags, tmp_path):
         (["--dataset_name", "/no/such/data"], "/no/such/data"),
         (["--mixed_precision", "fp16"], "fp16 needs a GPU"),
         (["--ddpm_num_inference_steps", "5000"], "--ddpm_num_inference_steps: 5000 sampling steps are not possible"),
-        (["--eval_steps", "2", "--eval_images", "3"], "use at least 10 --eval_images"),
+        (["--eval_steps", "2", "--eval_images", "3"], "--eval_images must be a whole number of at least 10"),
         (["--background", "fog"], "--background must be an opaque color, such as white, #808080 or rgb(0,0,0); got fog"),
         (["--dataset_name", "data/train.parquet"], "--dataset_name data/train.parquet: no such file or folder"),
         (["--optimizer", "adamw8bit"], "bitsandbytes"),

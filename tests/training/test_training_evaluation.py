@@ -71,7 +71,7 @@ def test_two_processes_log_the_figures_of_one_and_the_training_is_as_without(ser
 def test_mistakes_are_told_before_the_first_update(train, tiny_flags, tmp_path):
     for flags, message in (
         (["--best_metric", "fd"], "set --eval_steps"),
-        (["--eval_steps", "4", "--eval_images", "9"], "use at least 10 --eval_images"),
+        (["--eval_steps", "4", "--eval_images", "9"], "--eval_images must be a whole number of at least 10; got 9"),
         (["--eval_steps", "0"], "--eval_steps must be a whole number of at least 1"),
     ):
         with pytest.raises(UserError, match=message):

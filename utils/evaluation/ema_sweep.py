@@ -29,20 +29,6 @@ from utils.runs.record import RunRecord
 METRICS = ("fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels")
 
 
-def parse_widths(text: str) -> list[float]:
-    """0.02:0.25:0.01 -> 0.02, 0.03 ... 0.25; without colons the one width. Raises UserError."""
-    try:
-        numbers = [float(part) for part in text.split(":")]
-        if len(numbers) == 1:
-            return numbers
-        first, last, step = numbers
-    except ValueError:
-        raise UserError(f"--widths {text} is not FIRST:LAST:STEP\nset for example --widths 0.02:0.25:0.01") from None
-    if not (step > 0 and first <= last):
-        raise UserError(f"--widths {text} has no widths\nset a positive STEP, and a FIRST that is not above LAST")
-    return [round(first + i * step, 10) for i in range(int((last - first) / step + 1e-6) + 1)]
-
-
 def make_judge(
     accelerator: Accelerator, run: Path, scheduler: Scheduler, metric: str, *, num_images: int, batch_size: int, seed: int
 ) -> Callable[[nn.Module], float]:
@@ -56,10 +42,8 @@ def make_judge(
     options = record.options
     images = load_images(DataOptions.from_record(WITHOUT | options))
     images, _ = split_validation(images, options["validation_images"], options["seed"])
-    if min(num_images, len(images)) < MIN_IMAGES:
-        raise UserError(
-            f"--num_images {num_images} and {len(images)} training images are too few\nat least {MIN_IMAGES} of each are needed"
-        )
+    if len(images) < MIN_IMAGES:
+        raise UserError(f"{len(images)} training images are too few\nat least {MIN_IMAGES} are needed")
     extractor = make_extractor(features, images).to(accelerator.device)
     cache = cache_root(options["cache_dir"]) / "steady_diffusion"
     with Bar("features of the real images", len(images)) as bar:

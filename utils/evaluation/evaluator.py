@@ -114,11 +114,7 @@ class Evaluation:
         fewer than 10 samples or 20 reference images, and
         for whatever fails on any process, on every process.
         """
-        if count < MIN_IMAGES or len(self.reference) < 2 * MIN_IMAGES:
-            raise UserError(
-                f"{count} samples and {len(self.reference)} reference images are too few\n"
-                f"use at least {MIN_IMAGES} samples and {2 * MIN_IMAGES} reference images"
-            )
+        refuse_too_few(count, len(self.reference))
         kept = 0
         if self.originals is not None:
             kept = kept_for_memorization(count, math.prod(self.originals.training.shape))
@@ -200,6 +196,15 @@ def _visible(regions: dict | None) -> str:
         return f"fewer than {MIN_REGION_IMAGES} images show none"
     share = f"{regions['visible']:.0%} of the data" if regions["visible"] else "some 30 % of the data"
     return f"with these images, a part that looks alike and is smaller than {share} is not seen"
+
+
+def refuse_too_few(samples: int, references: int) -> None:
+    """Raises UserError where figures of so many samples and reference images would mean nothing."""
+    if samples < MIN_IMAGES or references < 2 * MIN_IMAGES:
+        raise UserError(
+            f"{samples} samples and {references} reference images are too few\n"
+            f"use at least {MIN_IMAGES} samples and {2 * MIN_IMAGES} reference images"
+        )
 
 
 def pipeline_images(

@@ -133,7 +133,7 @@ def make_extractor(
     Args:
         images: the reference images, which `classifier` and `pixels` are fitted to. None where there are only
             stored statistics; then `channels` says what images will come.
-        weights: local file of `inception`, local folder of `dinov2`.
+        weights: local file of `inception`, local folder of `dinov2`; these two need it.
         weights_sha256: what the hash of that file must begin with.
         cache_dir: where a trained classifier is kept.
 
@@ -160,7 +160,7 @@ def make_extractor(
         count = images.shape[0] if images is not None else channels
         if count not in (None, 1, 3):
             raise UserError(f"--features {name} needs 1 or 3 channels, and these images have {count}\nset --features randconv")
-        extractor = {"inception": Inception, "dinov2": DINOv2}[name](weights, weights_sha256)
+        extractor = {"inception": Inception, "dinov2": DINOv2}[name](cast(Path, weights), weights_sha256)
     else:
         raise UserError(f"unknown --features {name!r}\nchoose from {', '.join(EXTRACTORS)}")
     return extractor.eval().requires_grad_(False)

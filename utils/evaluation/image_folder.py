@@ -29,14 +29,14 @@ class ImageFolder:
 
     def __init__(self, folder: Path, channels: int | None = None):
         if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder\ncheck the path")
+            raise UserError(f"--images {folder}: no such folder\ncheck the path")
         Image.init()
         files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in Image.EXTENSION and path.is_file())
         self.settings = _settings(folder)  # how generate.py made them; empty for other folders
         if self.settings:
             files = sorted(path for path in folder.iterdir() if re.fullmatch(r"\d{6,}\.(png|npy)", path.name))
         if not files:
-            raise UserError(f"{folder} has no images\ncheck the path")
+            raise UserError(f"--images {folder} has no images\ncheck the path")
         self.folder, self.files, modes = folder, files, set()
         sizes: dict[tuple[int, ...], Path] = {}
         for path in files:

@@ -40,14 +40,9 @@ class Inception(Extractor):
     resize = "TensorFlow 1 bilinear to 299"
     standardized = False
 
-    def __init__(self, weights: Path | None, expected_sha256: str | None = None):
+    def __init__(self, weights: Path, expected_sha256: str | None = None):
         """Raises UserError for a file that is missing, has another hash or holds other weights, or without torch-fidelity."""
         super().__init__()
-        if weights is None:
-            raise UserError(
-                "--features inception needs a file of weights\n"
-                f"set --feature_weights {INCEPTION_FILE} (a release file of torch-fidelity)"
-            )
         self.sha256 = _check_file(weights, expected_sha256 or INCEPTION_SHA256)
         try:
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -82,13 +77,13 @@ class DINOv2(Extractor):
     std: torch.Tensor
     standardized = False
 
-    def __init__(self, weights: Path | None, expected_sha256: str | None = None):
+    def __init__(self, weights: Path, expected_sha256: str | None = None):
         """`weights`: a folder with config.json and model.safetensors. Raises UserError for a missing one, or without
         transformers."""
         super().__init__()
-        if weights is None or not (weights / "config.json").is_file():
+        if not (weights / "config.json").is_file():
             raise UserError(
-                "--features dinov2 needs weights" + (f": {weights} has no config.json" if weights else "") + "\n"
+                f"--features dinov2 needs weights: {weights} has no config.json\n"
                 "set --feature_weights to a folder with the config.json and model.safetensors of a DINOv2 model"
             )
         _check_file(weights / "model.safetensors", expected_sha256)

@@ -14,6 +14,9 @@ from utils.core.size import Size, read_resolution, size_text
 from utils.options.parser import Options, changed, flag
 from utils.options.presets import EDM2_ABOUT, EDM2_FLAGS, FLAGS
 
+FEWEST_IMAGES = 10  # whose figures mean anything
+WIDEST = 0.2886  # of the averages: the mean of all updates
+
 
 @dataclass(kw_only=True)
 class DataOptions(Options):
@@ -191,7 +194,7 @@ class EMAOptions(Options):
         "power: lengths relative to the training; the first one is validated, sampled and exported (0.05 0.10)",
         metavar="WIDTH",
         above=0,
-        below=0.2886,  # the mean of all updates
+        below=WIDEST,
     )
     ema_snapshot_steps: int | None = flag(None, "power: updates between two snapshots (1/40 of the run)", at_least=1, free=True)
     ema_snapshot_dtype: Literal["fp16", "fp32"] = flag(
@@ -244,7 +247,7 @@ class ReportOptions(Options):
         0, "stop after this many validations without a better result (0: off)", at_least=0, free=True
     )
     eval_steps: int | None = flag(None, "updates between two evaluations of the samples (off)", at_least=1, free=True)
-    eval_images: int = flag(5000, "samples per evaluation (5000)", at_least=1, free=True)
+    eval_images: int = flag(5000, "samples per evaluation (5000)", at_least=FEWEST_IMAGES, free=True)
     best_metric: Literal["loss", "fd", "kd"] = flag(
         "loss",
         "figure that decides which checkpoint is best: validation loss, or distance of samples and data (loss)",
@@ -590,7 +593,7 @@ class GenerateOptions(Options):
     bits: Literal[8, 16] | None = flag(
         None, "bits of each value in the files (default: 16 for a run with --preserve_input_precision, else 8)"
     )
-    guidance: float = flag(1.0, "strength of the guidance; 1: off (default: 1)")
+    guidance: float = flag(1.0, "strength of the guidance; 1: off (default: 1)", at_least=0)
     guide_pipeline: str | None = flag(
         None, "autoguidance: a smaller or less trained pipeline of the same data (default: the model without classes)"
     )
@@ -608,14 +611,16 @@ class EvaluatedOptions(Options):
     pipeline: list[str] = flag([], "diffusers pipelines: folders, Hub names, checkpoints of a run")
     images: list[Path] = flag([], "folders of finished images, all of one size")
     compare: list[Path] = flag([], "add the results of these earlier evaluation.json files to the table")
-    num_images: int | None = flag(None, "images per pipeline and seed (as many as the reference, up to 10,000)", at_least=1)
+    num_images: int | None = flag(
+        None, "images per pipeline and seed (as many as the reference, up to 10,000)", at_least=FEWEST_IMAGES
+    )
     seeds: list[int] = flag([0], "make one set of images for each of these seeds (0)")
     sampler: Literal["ddim", "ddpm", "dpmsolver++", "heun"] | None = flag(None, "(ddim; heun for EDM2, or dpmsolver++)")
     num_inference_steps: int | None = flag(
         None, "denoising steps (50; with ddpm all that were trained; 32 for EDM2)", at_least=1
     )
     class_labels: list[str] | None = flag(None, "make images of these classes in turn: names or numbers (all)")
-    guidance: float = flag(1.0, "strength of the guidance; 1: off (1)")
+    guidance: float = flag(1.0, "strength of the guidance; 1: off (1)", at_least=0)
     guide_pipeline: str | None = flag(None, "autoguidance: a smaller or less trained pipeline (the model without classes)")
     validation_images: int = flag(
         0, "number of validation images of the training, if --pipeline is not a run of these scripts (0)", at_least=0
@@ -623,6 +628,12 @@ class EvaluatedOptions(Options):
     batch_size: int = flag(64, "images at once per process (64)", at_least=1)
     mixed_precision: Literal["no", "bf16", "fp16"] = flag("no", "precision of the network (no)")
     cpu_threads: int = flag(1, "on a CPU, threads per process (1)", at_least=1)
+
+
+PRETRAINED_FEATURES = {  # and the weights that they need
+    "inception": "weights-inception-2015-12-05-6726825d.pth (a release file of torch-fidelity)",
+    "dinov2": "a folder with the config.json and model.safetensors of a DINOv2 model",
+}
 
 
 @dataclass(kw_only=True)
@@ -669,6 +680,16 @@ class EvaluateOptions(EvaluatedOptions, FeatureOptions, EvaluationOutputOptions,
                 )
         elif not self.pipeline and not self.images:
             raise UserError("there is nothing to evaluate\nset --pipeline or --images")
+        elif self.output is not None:
+            raise UserError("--output is for make-reference\nset --output_dir, or evaluate.py make-reference --output FILE")
+        weights = PRETRAINED_FEATURES.get(self.features)
+        if weights is not None and self.feature_weights is None:
+            raise UserError(f"--features {self.features} needs weights\nset --feature_weights to {weights}")
+        if weights is None and self.feature_weights is not None:
+            raise UserError(
+                f"--feature_weights is not for --features {self.features}\n"
+                f"set --features to {' or '.join(PRETRAINED_FEATURES)}, or leave --feature_weights out"
+            )
 
 
 @dataclass(kw_only=True)
@@ -726,17 +747,39 @@ class DiagnoseOptions(DiagnosedOptions, DataOptions):
             )
 
 
+def read_widths(text: str) -> list[float]:
+    """0.02:0.25:0.01 -> 0.02, 0.03 ... 0.25; without colons the one width. Raises ValueError."""
+    first, last, step = [float(part) for part in text.split(":")] if ":" in text else [float(text), float(text), 1.0]
+    if not (0 < first <= last < WIDEST and step > 0):
+        raise ValueError(f"{text} has no widths, or impossible ones")
+    return [round(first + i * step, 10) for i in range(int((last - first) / step + 1e-6) + 1)]
+
+
+def widths_text(text: str) -> str:
+    """Returns `text` where `read_widths` knows what it means. Raises ValueError."""
+    read_widths(text)
+    return text
+
+
 @dataclass(kw_only=True)
 class ReconstructionOptions(Options):
     """options"""
 
     run: Path = flag(MISSING, "folder of the run, with its exported pipeline and ema_snapshots/", positional=True)
-    width: float | None = flag(None, "relative width; usually 0.05 to 0.15; 0.02 to 0.25 works with 40 snapshots")
-    widths: str | None = flag(None, "try these widths and keep the best one", metavar="FIRST:LAST:STEP")
+    width: float | None = flag(
+        None, "relative width; usually 0.05 to 0.15; 0.02 to 0.25 works with 40 snapshots", above=0, below=WIDEST
+    )
+    widths: str | None = flag(
+        None,
+        "try these widths and keep the best one",
+        metavar="FIRST:LAST:STEP",
+        reads=widths_text,
+        words=f"FIRST:LAST:STEP, such as 0.02:0.25:0.01, with widths above 0 and below {WIDEST}",
+    )
     metric: Literal["fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels"] = flag(
         "fd_randconv", "figure that decides which width is best: Frechet or kernel distance of features (fd_randconv)"
     )
-    num_images: int = flag(1000, "samples for each width (1000)", at_least=1)
+    num_images: int = flag(1000, "samples for each width (1000)", at_least=FEWEST_IMAGES)
     batch_size: int = flag(64, "images at once (64)", at_least=1)
     seed: int = flag(0, "seed of the samples; each width gets the same noise (0)")
     cpu_threads: int | None = flag(None, "threads on a CPU (all cores)", at_least=1)

@@ -33,7 +33,7 @@ class Values:
         if get_origin(kind) is Literal:
             choices, kind = get_args(kind), type(get_args(kind)[0])
         if "reads" in about:
-            return cls(str, reads=about["reads"], words=about["words"])
+            return cls(str, optional=len(kinds) < len(parts), reads=about["reads"], words=about["words"])
         word = get_args(kinds[1])[0] if len(kinds) > 1 else None
         limits = tuple((words, about[key]) for key, words in LIMITS.items() if about.get(key) is not None)
         return cls(kind, choices, word, is_list, len(kinds) < len(parts), limits)

@@ -225,10 +225,10 @@ def begin_run(
 
 def _check_samples(options: RunOptions, training_images: int, objective: Objective) -> None:
     """Raises UserError for samples that cannot be made or evaluated, before an earlier run in the folder is deleted."""
-    if options.eval_steps and (options.eval_images < MIN_IMAGES or training_images < 2 * MIN_IMAGES):
+    if options.eval_steps and training_images < 2 * MIN_IMAGES:
         raise UserError(
-            f"--eval_steps: {options.eval_images} samples and {training_images} training images are too few\n"
-            f"use at least {MIN_IMAGES} --eval_images and {2 * MIN_IMAGES} training images, or leave --eval_steps out"
+            f"--eval_steps: {training_images} training images are too few\n"
+            f"use at least {2 * MIN_IMAGES} training images, or leave --eval_steps out"
         )
     sampling_steps(options.sampler, options.sampling_steps, objective.noise_scheduler, flag=options.sampling_flag)
 
