@@ -1,11 +1,16 @@
-"""How a process ends whose output nobody takes."""
+"""How a process ends whose output nobody takes, or whose peers do not answer."""
 
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+
+from utils.core import entrypoint
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -42,3 +47,13 @@ def test_a_run_outlives_those_who_read_what_it_prints(output, outlives):
 def test_a_run_whose_output_is_closed_from_the_start():
     program = f"{sys.executable} -c '{PROGRAM.format(outlives=True)}' >&- 2>&-"
     assert subprocess.run(program, shell=True, cwd=ROOT, timeout=60, check=False).returncode == 75
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_count_of_what_was_said_that_never_comes_is_not_waited_for(monkeypatch, kept):
+    """Of a store in a process that is stopped."""
+    store = SimpleNamespace(add=lambda name, adding: threading.Event().wait() if not kept else 3)
+    monkeypatch.setattr(entrypoint, "PATIENCE", 0.05)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    assert entrypoint._times_said("out of memory", 1) == (3 if kept else 0)

@@ -80,11 +80,11 @@ class ForkServer:
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return json.loads(self._process.stdout.readline())
 
-    def start(self, command: list, num_processes: int = 1) -> list[Run]:
-        """Starts `command` (a script and its flags) once per rank."""
-        runs = []
+    def start(self, command: list, num_processes: int = 1, own_store: bool = False) -> list[Run]:
+        """Starts `command` (a script and its flags) once per rank. `own_store`: rank 0 holds the store, not the test."""
+        runs, port = [], self._new_store(own_store) if num_processes > 1 else 0
         for rank in range(num_processes):
-            environment = self._rank_environment(rank, num_processes) if num_processes > 1 else {}
+            environment = rank_environment(rank, num_processes, port, own_store) if num_processes > 1 else {}
             output = Path(self._outputs.name, f"{len(self._runs)}.txt")
             request = {"argv": [str(word) for word in command], "environment": environment, "output": str(output)}
             runs.append(Run(self, self.ask(request), output))
@@ -98,19 +98,14 @@ class ForkServer:
         assert statuses == [0] * num_processes, printed[-3000:]
         return printed
 
-    def _rank_environment(self, rank: int, num_processes: int) -> dict[str, str]:
+    def _new_store(self, own: bool) -> int:
+        """The port of one that outlives every rank, as torchrun's does; else a free one."""
         from torch.distributed import TCPStore
 
-        if rank == 0:  # a free port, and a store that outlives every rank, as torchrun's does
-            self._stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-        values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
-        values |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": self._stores[-1].port,
-            "TORCHELASTIC_USE_AGENT_STORE": True,
-            "TORCHELASTIC_RESTART_COUNT": 0,
-        }
-        return {name: str(value) for name, value in values.items()} | {"ACCELERATE_USE_CPU": "true"}
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if not own:
+            self._stores.append(store)
+        return store.port
 
     def __enter__(self) -> "ForkServer":
         return self
@@ -123,6 +118,13 @@ class ForkServer:
         self._process.wait()
         self._process.stdout.close()
         self._outputs.cleanup()
+
+
+def rank_environment(rank: int, num_processes: int, port: int, own_store: bool) -> dict[str, str]:
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
+    values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": 0}
+    values |= {} if own_store else {"TORCHELASTIC_USE_AGENT_STORE": True}
+    return {name: str(value) for name, value in values.items()} | {"ACCELERATE_USE_CPU": "true"}
 
 
 def serve() -> dict | None:

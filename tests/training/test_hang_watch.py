@@ -3,12 +3,15 @@ goes on."""
 
 import os
 import signal
+import threading
 import time
 
 import pytest
+import torch.distributed as dist
 from conftest import slow_turns
 
-from utils.training.hang_watch import News, verdict
+from utils.training import hang_watch
+from utils.training.hang_watch import HangWatch, News, verdict
 
 INJECT = "tests/faults/inject.py"
 TIMEOUT = 6  # seconds
@@ -20,7 +23,46 @@ def test_the_ranks_that_are_missing_are_named(tmp_path):
     assert said.startswith("hang: rank 1 has been waiting for data for 32 s, in update 7; ranks 0, 2 wait in a collective")
     assert "rank 1 does not answer; rank 0 waits" in verdict({0: waits, 1: None}, tmp_path)
     assert verdict({0: waits, 1: waits}, tmp_path).startswith("all ranks have waited in collectives since update 7")
-    assert News.read(b"3 between 12 40") == News(3, "between", 12, 40.0)
+    news = News(3, "between", 12, 40.0)
+    assert News.read(news.text().encode()) == news
+
+
+def test_a_store_that_does_not_answer_is_said(tmp_path, monkeypatch, capsys):
+    """It lies in rank 0: that one is stopped, and each call to it takes for ever."""
+    ended = threading.Event()
+
+    class Store:
+        set = check = get = lambda *arguments: threading.Event().wait()
+
+    def leave(status):
+        assert status == 1
+        ended.set()
+        watch.close()
+
+    monkeypatch.setattr(hang_watch, "PERIOD", 0.01)
+    monkeypatch.setattr(hang_watch, "leave_now", leave)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Store)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    watch = HangWatch(tmp_path, 1, 2, hang_timeout=0.02, collective_timeout=600.0)
+    for step in range(3):
+        watch.begin(step)
+        watch.now("collectives")
+        watch.end()
+    assert ended.wait(30)
+    said = "hang: rank 0 does not answer; rank 1 has been waiting in a collective for 0 s, in update 3. Nothing is known"
+    assert said in capsys.readouterr().err
+    assert "test_hang_watch.py" in (tmp_path / "hang/rank-1.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("collective_timeout", "longest", "limit"),
+    [(600, 1.0, 30.0), (600, 10.0, 100.0), (600, 100.0, 490.0), (40, 1.0, 29.0), (20, 1.0, 10.0), (600, 400.0, 800.0)],
+)
+def test_the_stacks_are_written_before_the_collectives_give_up(tmp_path, collective_timeout, longest, limit):
+    """Unless updates take so long that a limit below would end healthy ones."""
+    watch = HangWatch(tmp_path, 0, 1, None, collective_timeout)
+    watch._updates, watch._longest = 9, longest
+    assert watch._limit() == limit
 
 
 @pytest.mark.slow
@@ -57,6 +99,22 @@ def test_a_rank_that_is_stopped_for_a_while(server, tiny_flags, tmp_path, second
         if not ends:
             runs[0].send_signal(signal.SIGTERM)
     assert [run.wait() for run in runs] == ([1, 1] if ends else [75, 75]), runs[1].text()
+
+
+@pytest.mark.slow
+def test_rank_0_is_stopped_and_the_store_with_it(server, tiny_flags, tmp_path):
+    flags = ["--train_batch_size", 4, "--max_train_steps", 100_000, "--hang_timeout", TIMEOUT, "--logger", "none"]
+    command = ["train_ddpm.py", *tiny_flags, *flags, "--checkpointing_steps", 2, "--output_dir", tmp_path]
+    runs = server.start(command, 2, own_store=True)
+    try:
+        wait_for(tmp_path / "checkpoint-4")
+        os.kill(runs[0].pid, signal.SIGSTOP)
+        assert runs[1].wait(120) == 1
+        assert "hang: rank 0 does not answer; rank 1 has been waiting in a collective for" in runs[1].text()
+        assert "backward" in (tmp_path / "hang/rank-1.txt").read_text()
+    finally:
+        os.kill(runs[0].pid, signal.SIGCONT)
+    assert runs[0].wait() == 1, runs[0].text()
 
 
 def wait_for(path) -> None:

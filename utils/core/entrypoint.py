@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 from utils.core.bars import Bar
+from utils.core.deadline import within
 from utils.core.errors import OUT_OF_MEMORY, UserError, memory_advice, out_of_memory
 from utils.core.launcher import launcher_reports, launcher_words
 
@@ -19,6 +20,7 @@ if sys.platform == "win32":  # which lacks SIGUSR1 and the module `resource`, an
 T = TypeVar("T")
 LAUNCHER_NEXT = "(the text below is from the launcher: you can ignore it)"
 WAIT_FOR_FIRST = 5.0  # seconds, in which a launcher ends the other ranks
+PATIENCE = 5.0  # seconds, in which whoever counts what the ranks say answers, unless it hangs
 _at_end: list[Callable[[], None]] = []
 _imports = contextlib.ExitStack()  # says that they take long
 
@@ -164,12 +166,12 @@ def _was_said(message: str) -> bool:
 
 
 def _times_said(message: str, adding: int) -> int | None:
-    """By all ranks together; None where they are not connected, 0 where whoever kept the count is gone."""
+    """By all ranks together; None where they are not connected, 0 where whoever kept the count is gone or hangs."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
     try:
-        return dist.distributed_c10d._get_default_store().add(f"said: {message}", adding)
+        return within(PATIENCE, lambda: dist.distributed_c10d._get_default_store().add(f"said: {message}", adding))
     except Exception:
         return 0
 

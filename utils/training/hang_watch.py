@@ -2,6 +2,8 @@
 
 import contextlib
 import faulthandler
+import math
+import os
 import sys
 import threading
 import time
@@ -40,6 +42,9 @@ class News(NamedTuple):
         tick, kind, step, seconds = text.decode().split()
         return cls(int(tick), kind, int(step), float(seconds))
 
+    def text(self) -> str:
+        return f"{self.tick} {self.kind} {self.step} {self.seconds:.0f}"
+
 
 _UNUSUAL = 2  # updates that may take any time: they compile, try kernels and start workers
 
@@ -48,18 +53,28 @@ class HangWatch:
     """Of runs with several ranks; else its methods do nothing. `now` is told by the main thread where it is."""
 
     def __init__(
-        self, output_dir: Path, hang_timeout: float | None, process_index: int, num_processes: int, least: float = LEAST
+        self,
+        output_dir: Path,
+        rank: int,
+        num_processes: int,
+        hang_timeout: float | None,
+        collective_timeout: float,
+        least: float = LEAST,
     ):
-        """`hang_timeout`: in seconds; None: learned from the updates, and not below `least`; 0: nothing is watched."""
+        """`hang_timeout`: in seconds; None: learned from the updates, and not below `least`, but so far below
+        `collective_timeout` that the stacks are written before the collectives give up; 0: nothing is watched."""
         self._folder, self._timeout, self._least = output_dir / "hang", hang_timeout, least
-        self._rank, self._ranks = process_index, range(num_processes)
+        self._rank, self._ranks, self._most = rank, range(num_processes), collective_timeout
         self._place, self._step, self._began, self._longest, self._updates = Place(None, 0, 0), 0, 0.0, 0.0, 0
+        self._waited = self._place, 0.0  # where the main thread was at the newest tick, and the seconds since it moved there
+        self._silent = 0  # ticks since the store answered
         self._closed = threading.Event()
         self._on = num_processes > 1 and hang_timeout != 0
         if self._on:
             store = dist.distributed_c10d._get_default_store()
             self._store: Any = store.clone() if hasattr(store, "clone") else store
-            threading.Thread(target=self._watch, name="hang watch", daemon=True).start()
+            for task in (self._count, self._exchange):
+                threading.Thread(target=task, name="hang watch", daemon=True).start()
 
     def begin(self, step: int) -> None:
         """Before the update that follows `step` finished ones."""
@@ -77,67 +92,100 @@ class HangWatch:
     def close(self) -> None:
         self._closed.set()
 
-    # ---- in the thread
+    # ---- in a thread that waits for nobody
 
-    def _limit(self) -> float | None:
-        """Seconds; None while updates may take any time."""
+    def _limit(self) -> float:
+        """Seconds; inf while updates may take any time."""
         if self._updates < _UNUSUAL + (self._timeout is None):
-            return None
-        return self._timeout if self._timeout is not None else max(self._least, FACTOR * self._longest)
+            return math.inf
+        if self._timeout is not None:
+            return self._timeout
+        in_time = self._most - self._longest - 2 * (SILENT + 1) * PERIOD  # a collective may have begun an update ago
+        return min(max(self._least, FACTOR * self._longest), max(in_time, self._most / 2, 2 * self._longest))
 
-    def _watch(self) -> None:
+    def _count(self) -> None:
+        before = time.monotonic()
+        while not self._closed.wait(PERIOD):
+            (place, seconds), now = self._waited, time.monotonic()
+            # A process that was suspended, and so are all of a job, has not waited meanwhile.
+            self._waited = self._place, seconds + min(now - before, 2 * PERIOD) if place == self._place else 0.0
+            before, self._silent = now, self._silent + 1
+            if self._silent > SILENT and self._too_long():
+                self._end_alone()
+
+    def _too_long(self) -> bool:
+        place, seconds = self._waited
+        return place.kind is not None and seconds > self._limit()
+
+    def _end_alone(self) -> None:
+        """The ranks cannot talk: their store lies in a process that hangs, or that no network leads to."""
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        silent = "the launcher of the first host, through which the ranks talk," if agents else "rank 0"
+        own = where(self._rank, self._own_news(0))
+        self._say(f"hang: {silent} does not answer; {own}. Nothing is known of the other ranks. {stacks_in(self._folder)}")
+        self._write_stacks()
+        leave_now(1)
+
+    # ---- in a thread that asks the store, which may take for ever
+
+    def _exchange(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: so is the run, and whoever holds it says why
             self._look_until_closed()
 
     def _look_until_closed(self) -> None:
-        place, seconds, tick, before = self._place, 0.0, 0, time.monotonic()
+        tick, asked = 0, 0
         earlier: dict[int, News] = {}  # what the ranks told when this one first had waited for too long
-        asked = 0
         while not self._closed.wait(PERIOD):
-            tick, now = tick + 1, time.monotonic()
-            # A process that was suspended, and so are all of a job, has not waited meanwhile.
-            seconds = seconds + min(now - before, 2 * PERIOD) if place == self._place else 0.0
-            before, place = now, self._place
-            self._store.set(f"hang/{self._rank}", f"{tick} {place.kind or 'between'} {place.step} {seconds:.0f}")
+            tick += 1
+            self._store.set(f"hang/{self._rank}", self._own_news(tick).text())
             if self._store.check(["hang/verdict"]):
                 self._leave()
-            limit = self._limit()
-            if limit is None or place.kind is None or seconds <= limit:
+            if not self._too_long():
                 earlier = {}
             elif not earlier:
                 earlier, asked = self._news(), tick
             elif tick >= asked + SILENT:
-                self._judge(earlier, self._news(), limit)
+                self._judge(earlier, self._news())
                 earlier = {}
+            self._silent = 0
+
+    def _own_news(self, tick: int) -> News:
+        place, seconds = self._waited
+        return News(tick, place.kind or "between", place.step, seconds)
 
     def _news(self) -> dict[int, News]:
         keys = {rank: f"hang/{rank}" for rank in self._ranks}
         return {rank: News.read(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
-    def _judge(self, earlier: dict[int, News], newest: dict[int, News], limit: float) -> None:
+    def _judge(self, earlier: dict[int, News], newest: dict[int, News]) -> None:
         alive = {rank: news for rank, news in newest.items() if rank not in earlier or news.tick > earlier[rank].tick}
-        moves = any(news.kind == "between" or news.seconds <= limit / 2 for news in alive.values())
+        moves = any(news.kind == "between" or news.seconds <= self._limit() / 2 for news in alive.values())
         if moves or self._rank != min(alive, default=self._rank):  # the first of those that are there speaks
             return
         said = verdict({rank: alive.get(rank) for rank in self._ranks}, self._folder)
         self._store.set("hang/verdict", said)
-        print(f"\nerror: {said}", file=sys.stderr, flush=True)
+        self._say(said)
         self._write_stacks()
+        self._store.set(f"hang/left/{self._rank}", "1")
         deadline = time.monotonic() + 5 * PERIOD  # the store may end with this process: until the others have read it
         while time.monotonic() < deadline and not all(self._store.check([f"hang/left/{rank}"]) for rank in alive):
+            self._silent = 0
             time.sleep(PERIOD / 10)
         leave_now(1)
 
     def _leave(self) -> None:
         self._write_stacks()
+        self._store.set(f"hang/left/{self._rank}", "1")
         leave_now(1)
+
+    def _say(self, what: str) -> None:
+        print(f"\nerror: {what}", file=sys.stderr, flush=True)
 
     def _write_stacks(self) -> None:
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             with open(self._folder / f"rank-{self._rank}.txt", "w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-        self._store.set(f"hang/left/{self._rank}", "1")
 
 
 def verdict(places: dict[int, News | None], folder: Path) -> str:
@@ -149,15 +197,20 @@ def verdict(places: dict[int, News | None], folder: Path) -> str:
         first = next(news for news in places.values() if news is not None)
         return (
             f"all ranks have waited in collectives since update {first.step}, for {first.seconds:.0f} s: the network between "
-            f"them may be down. The Python stacks of the ranks are in {folder}"
+            f"them may be down. {stacks_in(folder)}"
         )
-    where = "; ".join(
-        f"rank {rank} does not answer"
-        if news is None
-        else f"rank {rank} has been {PLACES[news.kind]} for {news.seconds:.0f} s, in update {news.step}"
-        for rank, news in missing.items()
-    )
-    return f"hang: {where}; {waiting if there else 'no rank waits'}. The Python stacks of the ranks are in {folder}"
+    each = "; ".join(where(rank, news) for rank, news in missing.items())
+    return f"hang: {each}; {waiting if there else 'no rank waits'}. {stacks_in(folder)}"
+
+
+def where(rank: int, news: News | None) -> str:
+    if news is None:
+        return f"rank {rank} does not answer"
+    return f"rank {rank} has been {PLACES[news.kind]} for {news.seconds:.0f} s, in update {news.step}"
+
+
+def stacks_in(folder: Path) -> str:
+    return f"The Python stacks of the ranks are in {folder}"
 
 
 def _ranks(ranks: list[int]) -> str:

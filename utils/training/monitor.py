@@ -35,11 +35,9 @@ class Monitor:
         device = run.accelerator.device
         self._arithmetic = arithmetic
         self._stopwatch = Stopwatch(state.step)
-        accelerator = run.accelerator
+        accelerator, limits = run.accelerator, (options.hang_timeout, options.collective_timeout)
         least = LEAST_STREAMING if options.streaming else LEAST
-        self._hang = HangWatch(
-            run.output_dir, options.hang_timeout, accelerator.process_index, accelerator.num_processes, least
-        )
+        self._hang = HangWatch(run.output_dir, accelerator.process_index, accelerator.num_processes, *limits, least)
         self._rank_times = RankTimes(accelerator, self._hang.now)
         self._statistics = StepStatistics(device, objective.num_ranks)
         self._dynamics = Dynamics(objective.network, measures_eagerly)
