@@ -1,18 +1,20 @@
 """Updates that are made again: the same bits, or it is said where a device has erred; the training goes on as if it had not."""
 
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import logged_scalars, same_bytes, slow_turns
 
+import train_ddpm
 from utils.diagnostics.audit.continuity import Continuity
 from utils.diagnostics.audit.elements import digest
-from utils.optim.clipping import clip_gradients
-from utils.optim.nonfinite import BadUpdates
-from utils.training.rerun import STAGES, Execution, Rerun
+from utils.optim.clipping import Limit
+from utils.runs.ledger import read_ledger
+from utils.training.monitor import Monitor
+from utils.training.rerun import STAGES, Execution, Rerun, State, compare_neighbors
 
 INJECT = "tests/faults/inject.py"
 WEIGHTS = "checkpoint-8/model.safetensors"
@@ -39,7 +41,7 @@ def test_a_digest_is_that_of_the_numbers_wherever_they_lie():
 )
 def test_sums_that_ddp_makes_in_another_order_are_not_compared(monkeypatch, ranks, device, made_again):
     """Its buckets are sorted after the first update of a process."""
-    monkeypatch.setattr("utils.training.rerun.State", lambda run: None)
+    monkeypatch.setattr("utils.training.rerun.State", lambda *arguments: None)
     run = SimpleNamespace(
         accelerator=SimpleNamespace(num_processes=ranks, device=torch.device(device)),
         state=SimpleNamespace(step=4),
@@ -91,7 +93,9 @@ def test_an_execution_that_errs_is_not_the_one_to_go_on_from(errors, repeats, ou
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_an_update_that_ran_eagerly_is_repeated_eagerly(monkeypatch, eager):
-    monkeypatch.setattr("utils.training.rerun.State", lambda run: SimpleNamespace(restore=lambda: None))
+    monkeypatch.setattr(
+        "utils.training.rerun.State", lambda *arguments: SimpleNamespace(restore=lambda: None, restore_counters=lambda: None)
+    )
     monkeypatch.setattr(Rerun, "_digests", lambda rerun: [[0] * len(STAGES)])
     run = SimpleNamespace(
         accelerator=SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu")),
@@ -108,24 +112,88 @@ def test_an_update_that_ran_eagerly_is_repeated_eagerly(monkeypatch, eager):
     assert compiled(torch.zeros(())) == 1
 
 
-def test_what_was_seen_of_an_update_that_was_replaced_is_forgotten():
+def test_weights_that_were_replaced_are_followed_anew():
     weight = torch.nn.Parameter(torch.zeros(9))
-    weight.grad = torch.ones(9)
     followed = Continuity({"weight": weight}, {}, {})
-    bad_updates = BadUpdates(Accelerator(cpu=True), num_parameters=1)
-    before = bad_updates.counts()
     for replaced in (True, False):
         followed.begin()
         followed.stepped()
         followed.end(1, torch.tensor(True))
-        bad_updates.add_losses(torch.zeros(3))
-        bad_updates.add(1, clip_gradients(Accelerator(cpu=True), [weight], 1.0)._replace(finite=torch.tensor(not replaced)))
         if replaced:
             weight.data += 1
             followed.restart()
-            bad_updates.restore(before)
     assert all(check.healthy for check in followed.checks())
-    assert bad_updates.totals() == (0, 0, 0) and "train/first_skipped_update" not in bad_updates.report()
+
+
+def test_equal_states_are_kept_once(train, tiny_flags, tmp_path, monkeypatch):
+    kept, made = [], []
+    init = State.__init__
+    monkeypatch.setattr(
+        State, "__init__", lambda state, *arguments: (kept.append(weakref.ref(state)), init(state, *arguments))[1]
+    )
+    again = Rerun.again
+    monkeypatch.setattr(Rerun, "again", lambda rerun: (again(rerun), made.append(sum(s() is not None for s in kept)))[0])
+    flags = ["--max_train_steps", 2, "--rerun_steps", 2, "--logger", "none", "--save_images_epochs", 999]
+    assert train([*tiny_flags, *flags, "--output_dir", tmp_path]) == 0
+    assert outcomes(tmp_path) == [{"outcome": "same"}] and made == [0, 2, 0]
+
+
+def test_what_is_counted_of_an_update_that_erred_is_that_of_a_good_one(train, tiny_flags, tmp_path, monkeypatch):
+    """Loss, norms, bad updates, the mean that gradients are clipped by, magnitudes by layer, hashes; what the audit pools."""
+    runs = {}
+    clip = Limit.clip
+
+    def erring(limit, *arguments):
+        gradients = clip(limit, *arguments)
+        if armed and monitor._run.state.step == 1 and not monitor.rerun.repeating:
+            vars(limit)["_mean"] += 1e9
+            for parameter in arguments[1]:
+                parameter.grad += 1e9
+            gradients = gradients._replace(norm=gradients.norm + 1e9, norms=gradients.norms + 1e9)
+        return gradients
+
+    class Noted(Monitor):
+        def __init__(self, *arguments):
+            nonlocal monitor
+            monitor = self
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(Limit, "clip", erring)
+    monkeypatch.setattr(train_ddpm, "Monitor", Noted)
+    flags = ["--max_train_steps", 4, "--rerun_steps", 2, "--logging_steps", 1, "--save_images_epochs", 999, "--logger", "none"]
+    for name in ("plain", "erred"):
+        armed, monitor = name == "erred", None
+        assert train([*tiny_flags, *flags, "--adaptive_clipping", "--output_dir", tmp_path / name]) == 0
+        lines = [json.loads(line) for line in (tmp_path / name / "history.jsonl").read_text().splitlines()]
+        reports = [line for line in lines if "train/loss" in line]
+        runs[name] = (
+            [{key: value for key, value in line.items() if key != "time" and not key.startswith("perf/")} for line in reports],
+            read_ledger(tmp_path / name),
+            (monitor.audit._clipping.mean(), float(monitor._run.clipping._mean), monitor.audit._pool._kept),
+        )
+    assert [each["outcome"] for each in outcomes(tmp_path / "erred")] == ["wrong", "same"]
+    (plain, hashes, (*means, levels)), (erred, erred_hashes, (*erred_means, erred_levels)) = runs.values()
+    assert (plain, hashes, means) == (erred, erred_hashes, erred_means)
+    assert (levels, erred_levels) == (4 * 8, 3 * 8)  # the noise levels of an update that erred are not judged
+
+
+@pytest.mark.parametrize(
+    ("bits", "sizes", "exact", "found"),
+    [
+        ((1, 1), (1.0, 1.0), True, "same"),
+        ((1, 1), (1.0, 1.0), False, "same"),
+        ((1, 2), (1.0, 1.0), True, "ranks differ"),
+        ((1, 2), (1.0, 1.001), False, "not comparable"),
+        ((1, 2), (1.0, 1.5), False, "ranks differ"),
+        ((1, 2), (1.0, torch.nan), False, "ranks differ"),
+        ((1, 2), (torch.inf, 1.0), False, "ranks differ"),
+    ],
+)
+def test_devices_with_other_kernels_are_accused_of_large_differences_alone(bits, sizes, exact, found):
+    """Rank 1 of 3 is the odd one, in what it makes of any batch."""
+    of = lambda rank, pair: [[pair[rank == 1]] * 2] * 2  # noqa: E731 - own batches and the other's; loss and gradient
+    outcome = compare_neighbors([of(rank, bits) for rank in range(3)], [of(rank, sizes) for rank in range(3)], exact)
+    assert outcome == {"outcome": found} | ({"stage": "loss", "ranks": [1]} if found == "ranks differ" else {})
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Returns `call()`, or raises what it raises. Raises TimeoutError once it has taken so long: it is left behind, in a thread.
+    """Returns `call()`, or raises what it raises. Raises TimeoutError once it has taken so long; a thread of it stays behind.
 
     torch's store waits for ever for one whose process is stopped, whatever its own timeout is.
     """

@@ -104,11 +104,6 @@ class BadUpdates:
         """Returns what a report is made of, on the device."""
         return torch.stack([self._first_step, *self._counts, self._most_in_a_row, self._in_a_row])
 
-    def restore(self, counts: torch.Tensor) -> None:
-        """Takes back what was added since `counts` were those."""
-        self._first_step, self._counts = counts[0].clone(), counts[1:3].clone()
-        self._most_in_a_row, self._in_a_row = counts[3].clone(), counts[4].clone()
-
     def report(self, values: list[int] | None = None) -> dict[str, float]:
         """Counts since the run began, the longest row since the last report, and the number of the first bad update since then,
         where there was one; sets `first`. `values` are those of `counts`, where they were read along with others; else the

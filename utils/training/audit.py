@@ -142,11 +142,18 @@ class StepAudit:
         """When the weights are those of the next update; `gradients`: those of this one, before they were clipped."""
         self._finite, self._norm = gradients.finite, gradients.norm
         self._continuity.stepped()
-        if self._clipping is not None:
-            if self._scheduled:
-                self._limit = self._clipping.limit()
-            self._clipping.count(gradients.norm)
+        if self._clipping is not None and self._scheduled:
+            self._limit = self._clipping.limit()
         self._observer.end_step()
+
+    def count(self, gradients: Gradients) -> None:
+        """After `end_step`, and when an update is made again."""
+        if self._clipping is not None:
+            self._clipping.count(gradients.norm)
+
+    def counters(self) -> list[object]:
+        """What gathers something of each update."""
+        return [self._pool, *self._data.counters(), *([] if self._clipping is None else [self._clipping])]
 
     def end_update(self, between: bool, reported: bool) -> None:
         """After all of an update; `between`: whether anything is made before the next one that may touch the weights."""
@@ -168,7 +175,7 @@ class StepAudit:
             self._left = self._digest(None if update is None else update.digest_last)
 
     def forget_update(self) -> None:
-        """What was seen of the newest update is no longer true: its weights and averages were replaced."""
+        """The newest update erred, and was replaced: what was seen of its weights and averages is no longer true."""
         self._continuity.restart()
         self._checks, self._pending, self._left, self._counted = [], None, None, None
 

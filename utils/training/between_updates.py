@@ -118,7 +118,7 @@ class Periodic:
         if rerun.again():
             return True
         if rerun.replaced:
-            self._monitor.forget_update()
+            self._monitor.audit.forget_update()  # its first time erred
         self._repetitions.close()
         return False
 

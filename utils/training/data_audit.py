@@ -63,6 +63,10 @@ class DataAudit:
             return Table(opened, options)
         return ArrayTable(options) if ArrayTable.reads(options) else None
 
+    def counters(self) -> list[object]:
+        """What gathers something of each update."""
+        return [self, self._passes]
+
     def begin_micro_step(self, batch: dict[str, Any]) -> None:
         self._pending = batch["sample_numbers"]
 

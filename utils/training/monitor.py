@@ -46,7 +46,9 @@ class Monitor:
         self._bad_updates = BadUpdates(run.accelerator, num_parameters, *counts)
         self._nan_reports = NanReports(run)
         self.audit = StepAudit(run, measures_eagerly, lambda: sum(self._bad_updates.totals()[:2]))
-        self.ledger, self.rerun = Ledger(run), Rerun(run)
+        self.ledger = Ledger(run)
+        counters = run.clipping, self._statistics, self._bad_updates, self._dynamics, self.ledger, *self.audit.counters()
+        self.rerun = Rerun(run, counters)
         self._bad_images = BadImageReport(
             run.accelerator,
             run.output_dir / "bad_images.json",
@@ -56,7 +58,6 @@ class Monitor:
         )
         self._bad_images.update()
         self.due = False  # whether the update under way is reported
-        self._counts_before = self._bad_updates.counts()  # before the newest update that is made again
 
     def measure_eagerly(self) -> None:
         """From here on the updates of reports run eagerly, as all others do once compiling is given up."""
@@ -64,9 +65,10 @@ class Monitor:
         self.audit.measure_eagerly()
 
     def begin(self, step: int) -> None:
-        """Before the update that follows `step` finished ones. Of one that is made again, all but `rerun` look at the first
-        time alone."""
+        """Before the update that follows `step` finished ones. When one is made again, what is counted of it is counted anew;
+        the audit and the times are of the first time alone."""
         if self.rerun.repeating:
+            self._dynamics.begin(self.due)
             return
         self.due = (step + 1) % self._run.options.logging_steps == 0 or step + 1 == self._run.length.max_train_steps
         self._hang.begin(step)
@@ -78,7 +80,9 @@ class Monitor:
     def wait_for(self, batches: Iterator[dict]) -> dict:
         """The next of the loader's batches, for which the loop waits."""
         if self.rerun.repeating:
-            return self.rerun.next_batch()
+            batch = self.rerun.next_batch()
+            self.ledger.add_batch(batch)
+            return batch
         self._rank_times.now("data")
         with self._stopwatch.waiting_for_data():
             batch = next(batches)
@@ -90,8 +94,7 @@ class Monitor:
 
     def add_images(self, clean_images: torch.Tensor) -> None:
         """What the network is about to be trained on, [B, C, H, W]."""
-        if not self.rerun.repeating:
-            self._dynamics.see_images(clean_images)
+        self._dynamics.see_images(clean_images)
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """With what the gradient of a micro step is about to be taken of."""
@@ -100,28 +103,24 @@ class Monitor:
 
     def add(self, losses: Losses, drawn: dict[str, torch.Tensor]) -> None:
         """Those of a micro step, and what they are of."""
-        self.rerun.add(losses, drawn)
-        if self.rerun.repeating:
-            return
-        self._rank_times.now("compute")
         self._statistics.add_losses(losses.shown, self._run.objective.ranks(**drawn))
         self._bad_updates.add_losses(losses.trained)
-        self.audit.add(drawn)
         self.ledger.add(losses, drawn)
+        self.rerun.add(losses, drawn)
+        if not self.rerun.repeating:
+            self._rank_times.now("compute")
+            self.audit.add(drawn)
 
     @contextmanager
     def optimizer_step(self, gradients: Gradients) -> Iterator[None]:
         """Around what makes the weights those of the next update; before the gradients are cleared."""
         self.rerun.see_gradients()
-        if self.rerun.repeating:
-            yield
-            return
-        if self.rerun.due:
-            self._counts_before = self._bad_updates.counts()
         self._bad_updates.add(self._run.state.step, gradients)
         self._dynamics.before_step()
         yield
-        self.audit.end_step(gradients)
+        if not self.rerun.repeating:
+            self.audit.end_step(gradients)
+        self.audit.count(gradients)
         self._dynamics.end(gradients)
         self._statistics.add_update(gradients)
 
@@ -132,12 +131,6 @@ class Monitor:
         self._rank_times.now(None)  # the audit compares ranks, and waits for them
         self._hang.end()
         self.audit.end_update(between or self.rerun.due, self.due)
-
-    def forget_update(self) -> None:
-        """The newest update erred, and has been replaced by a repetition: what was seen of it is of something else."""
-        self.audit.forget_update()
-        self._bad_updates.restore(self._counts_before)
-        self.ledger.begin(self._run.state.step - 1, self.due)  # its line holds the state alone
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:

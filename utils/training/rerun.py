@@ -1,9 +1,12 @@
 """Finished updates are made once more from the state before them, and their bits compared: memory and arithmetic that err."""
 
+import contextlib
 import copy
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +29,7 @@ STAGES = (
 )  # in the order in which one follows from the other
 MOST = 4  # times that an update is made, where the first two differ
 FAR = 8.0  # times the distance of the others from each other, beyond which a result is not one of them
+FAR_OF_RANKS = 0.1  # of a loss or of a gradient's norm, by which no other kernel's rounding moves it
 
 
 class Execution(NamedTuple):
@@ -40,8 +44,9 @@ class Rerun:
     same lines. Its methods are to be called on every process. The copies of the state lie on the host.
     """
 
-    def __init__(self, run: Run):
-        self._run = run
+    def __init__(self, run: Run, counters: Sequence[object] = ()):
+        """`counters`: see `State`."""
+        self._run, self._counters = run, counters
         self._repeats = run.accelerator.device.type == "cpu"  # the same bits each time, unless something errs
         self.repeating = False  # whether the update under way was made before
         self.due = False  # whether the update under way is made again
@@ -66,7 +71,7 @@ class Rerun:
         self.due = every is not None and (step + 1) % every == 0 and step != self._unsorted
         self._seen, self._kept, self._executions, self.replaced = {}, [], [], False
         if self.due:
-            self._before = State(self._run)
+            self._before = State(self._run, self._counters)
             parameters = [p for p in self._run.objective.network.parameters() if p.requires_grad]
             self._hooks = [p.register_hook(partial(self._add_own, 2 * n + 1)) for n, p in enumerate(parameters)]
 
@@ -100,8 +105,9 @@ class Rerun:
         """Whether the loop is to make the newest update once more: then all is as it was before it."""
         if not self.due:
             return False
-        made = self._executions
-        made.append(Execution(self._digests(), State(self._run)))
+        made, digests = self._executions, self._digests()
+        alike = [one.after for one in made if one.digests == digests]  # one copy of them is enough
+        made.append(Execution(digests, alike[0] if alike else State(self._run, self._counters)))
         if len(made) == 1 or ((made[0].digests != made[-1].digests or len(made) > 2) and len(made) < MOST):
             if len(made) == 1 and self._eager:
                 self._stance.enter_context(torch.compiler.set_stance("force_eager"))
@@ -113,6 +119,8 @@ class Rerun:
         for hook in self._hooks:
             hook.remove()
         outcome = self._compare() if len(made) > 2 else self._compare_ranks()
+        if not self.replaced:
+            made[0].after.restore_counters()  # what looks at the first time alone has counted then
         self._stance.close()
         self._run.doctor.record(self._run.state.step, {"rerun": outcome})
         if outcome["outcome"] != "same":
@@ -165,25 +173,21 @@ class Rerun:
         if ranks == 1:
             return {"outcome": "same"}
         everyone: list[Any] = [None] * ranks
-        torch.distributed.all_gather_object(everyone, [_on_host(batch) for batch in self._kept])
+        own = model_of(run.accelerator.device), [_on_host(batch) for batch in self._kept]
+        torch.distributed.all_gather_object(everyone, own)
         found = []
         for other in (rank, (rank - 1) % ranks):
             self._before.restore()
-            found += self._local(everyone[other], other)
+            found.append(self._local(everyone[other][1], other))
         after.restore()
-        rows = run.accelerator.gather(
-            torch.stack(found)[None]
-        ).tolist()  # of each rank: its own digests, then those of the other
-        differ = [other for other in range(ranks) if rows[other][:2] != rows[(other + 1) % ranks][2:]]
-        if not differ:
-            return {"outcome": "same"}
-        pairs = [{other, (other + 1) % ranks} for other in differ]
-        suspects = set.intersection(*pairs) or set.union(*pairs)
-        stage = "loss" if any(rows[other][0] != rows[(other + 1) % ranks][2] for other in differ) else "gradient"
-        return {"outcome": "ranks differ", "stage": stage, "ranks": sorted(suspects)}
+        # Of each rank: of its own batches, then of those of the other; of each of both: of the loss, then of the gradient.
+        bits, sizes = (run.accelerator.gather(torch.stack(each)[None]).tolist() for each in zip(*found))
+        exact = len({model for model, _ in everyone}) == 1 and (self._repeats or torch.are_deterministic_algorithms_enabled())
+        found = compare_neighbors(bits, sizes, exact)
+        return found if found["outcome"] != "not comparable" else found | {"devices": sorted({m for m, _ in everyone})}
 
-    def _local(self, batches: list[dict], rank: int) -> list[Tensor]:
-        """Digests of loss and gradient of these batches of that rank, which no other rank adds to."""
+    def _local(self, batches: list[dict], rank: int) -> tuple[Tensor, Tensor]:
+        """Digests and sizes (sum, norm) of loss and gradient of these batches of that rank, which no other rank adds to."""
         run, accelerator = self._run, self._run.accelerator
         [model] = accelerator._models
         losses = []
@@ -194,15 +198,61 @@ class Rerun:
                 losses.append(run.objective.losses(model, **drawn).trained)
                 accelerator.backward(losses[-1].mean())
         gradients = [p.grad for p in run.objective.network.parameters() if p.grad is not None]
-        found = [digest([loss.detach() for loss in losses]), digest(joined(gradients))]
+        losses = [loss.detach() for loss in losses]
+        found = torch.stack([digest(losses), digest(joined(gradients))])
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        sizes = torch.stack([torch.cat(losses).sum().float(), norm.float()])
         model.zero_grad()
-        return found
+        return found, sizes
+
+
+def compare_neighbors(bits: list, sizes: list, exact: bool) -> dict[str, Any]:
+    """What ranks made of their own batches beside what their neighbors made of the same.
+
+    Args:
+        bits: [processes x 2 x 2]: of each rank, of its own batches and of those of the rank before it: digests of the loss and
+            of the gradient.
+        sizes: alike, the loss and the norm of the gradient.
+        exact: whether equal batches must have equal bits. Else kernels may be others on another device (of another model, or
+            as cuDNN chooses), and only a difference that no rounding makes is one.
+    """
+    ranks, unlike = len(bits), False
+    suspects: dict[str, list[set[int]]] = {"loss": [], "gradient": []}
+    for rank in range(ranks):
+        neighbor = (rank + 1) % ranks
+        for place, pairs in enumerate(suspects.values()):
+            differs = bits[rank][0][place] != bits[neighbor][1][place]
+            unlike |= differs
+            if differs and (exact or _far(sizes[rank][0][place], sizes[neighbor][1][place])):
+                pairs.append({rank, neighbor})
+    pairs = suspects["loss"] + suspects["gradient"]
+    if not pairs:
+        return {"outcome": "not comparable" if unlike else "same"}
+    named = set.intersection(*pairs) or set.union(*pairs)
+    return {"outcome": "ranks differ", "stage": next(s for s, found in suspects.items() if found), "ranks": sorted(named)}
+
+
+def _far(a: float, b: float) -> bool:
+    return not abs(a - b) <= FAR_OF_RANKS * min(abs(a), abs(b))  # also of NaN and infinity
+
+
+def model_of(device: torch.device) -> str:
+    """What two devices must share for their kernels to be the same."""
+    if device.type != "cpu":
+        module = getattr(torch, device.type)
+        return f"{module.get_device_name(device)} {getattr(module, 'get_device_capability', lambda _: '')(device)}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} {torch.get_num_threads()} threads"
+    return f"{platform.processor()} {torch.get_num_threads()} threads"
 
 
 class State:
-    """A copy on the host of all that an update moves."""
+    """A copy of all that an update changes, but `run.state.step`: on the host, the weights, the averages and the state of the
+    optimizer and of the scaler; and `counters`, the attributes of all other objects that an update leaves changed."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, counters: Sequence[object]):
         self._run = run
         self._tensors = {
             kind: {name: _copy(tensor) for name, tensor in tensors_of(run, kind, all_of_them=True).items()}
@@ -214,7 +264,7 @@ class State:
         ]
         scaler = run.accelerator.scaler
         self._scaler = None if scaler is None else copy.deepcopy(scaler.state_dict())
-        self._clipping = dict(vars(run.clipping))  # its tensors are replaced, and not written to
+        self._counters = [(each, {name: _held(value) for name, value in vars(each).items()}) for each in counters]
 
     def weights(self) -> list[Tensor]:
         return list(self._tensors["weights"].values())
@@ -232,7 +282,18 @@ class State:
                 _restore(optimizer.state[parameter], state, parameter.device)
         if self._scaler is not None:
             run.accelerator.scaler.load_state_dict(self._scaler)
-        vars(run.clipping).update(self._clipping)
+        self.restore_counters()
+
+    def restore_counters(self) -> None:
+        for each, values in self._counters:
+            vars(each).update({name: _held(value) for name, value in values.items()})
+
+
+def _held(value: Any) -> Any:
+    """As it is now, whatever is done to it later; what belongs to others is not copied."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return copy.copy(value) if isinstance(value, (list, dict, set)) else value
 
 
 def _copy(value: Any) -> Any:
