@@ -4,9 +4,11 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 import diagnose
@@ -102,6 +104,46 @@ def test_a_resumed_run_has_the_ledger_of_an_uninterrupted_one_and_a_changed_chec
     found = compare(whole, resumed)
     assert (found.status, found.first_different, found.what) == (DIFFERENT, 0, "weights")
     assert found.options["seed"] == [0, 1]
+
+
+def test_a_resume_that_adds_momentum_is_not_said_to_have_other_bits(train, tiny_flags, tmp_path, capsys):
+    """RMSprop keeps a tensor more for each parameter then."""
+    flags = [*tiny_flags, "--save_images_epochs", 999, "--logger", "none", "--optimizer", "rmsprop", "--output_dir", tmp_path]
+    assert train([*flags, "--checkpointing_steps", 2, "--max_train_steps", 2, "--momentum", 0]) == 0
+    resume = ["--resume_from_checkpoint", "latest", "--momentum", 0.5, "--allow_option_change", "momentum"]
+    assert train([*flags, *resume, "--max_train_steps", 3]) == 0
+    assert "other bits" not in capsys.readouterr().out
+    found = json.loads((tmp_path / "diagnosis.json").read_text())
+    assert not [each for each in found if each["code"].startswith("step-")]
+
+
+def test_a_hash_does_not_depend_on_where_the_counters_lie():
+    """RMSprop's counts and the widths of EDM2's averages stay on the host, where the others are on a GPU."""
+
+    class OnHost(torch.Tensor):  # beside a device that is another one
+        device = torch.device("cuda")
+        __torch_function__ = torch._C._disabled_torch_function_impl  # what is made of it is a plain tensor
+
+        def to(self, *place, **options):
+            return self.as_subclass(torch.Tensor)
+
+    def hashes(place) -> list[int]:
+        torch.manual_seed(0)
+        network, accelerator = torch.nn.Linear(8, 8), Accelerator(cpu=True)
+        optimizer = accelerator.prepare(torch.optim.RMSprop(network.parameters()))
+        network(torch.rand(2, 8)).sum().backward()
+        optimizer.step()
+        for state in optimizer.state.values():
+            state["step"] = place(state["step"])
+        widths = {"weight": torch.rand(8, 8), "power/widths": place(torch.tensor([0.05, 0.1], dtype=torch.float64))}
+        run = SimpleNamespace(
+            accelerator=accelerator, objective=SimpleNamespace(network=network), ema=SimpleNamespace(state_dict=lambda: widths)
+        )
+        ledger = Ledger.__new__(Ledger)
+        ledger._run, ledger._device, ledger._samples, ledger._seen = run, torch.device("cpu"), 0, {}
+        return ledger.measure().tolist()
+
+    assert hashes(lambda tensor: tensor) == hashes(lambda tensor: tensor.as_subclass(OnHost))
 
 
 def test_weights_that_differ_between_ranks_end_the_run(server, tiny_flags, tmp_path):

@@ -61,10 +61,9 @@ class Ledger:
         seen = {"samples": self._number(self._samples), **self._seen}
         own = [seen.get(name, self._number(0)) for name in OF_THE_UPDATE]
         for kind in OF_THE_STATE:
-            tensors = tensors_of(self._run, kind).values()
-            here = [tensor for tensor in tensors if tensor.device.type == self._device.type]
-            on_host = [tensor for tensor in tensors if tensor.device.type != self._device.type]  # mere counters; cuda is cuda:0
-            own.append((digest(joined(here)) if here else 0) + self._number(int(digest(joined(on_host)))))
+            # Mere counters lie on the host; each tensor's place in the list decides on its weight, on any device.
+            tensors = [t.to(self._device, non_blocking=True) for t in tensors_of(self._run, kind).values()]
+            own.append(digest(joined(tensors)).to(self._device))
         return self._run.accelerator.gather(torch.stack(own))
 
     def _number(self, value: int) -> Tensor:
@@ -115,8 +114,9 @@ class Ledger:
         """What was loaded beside the line that was written when it was saved; what the user lets change is left out."""
         run = self._run
         values = dict(zip(HASHES, self.measure().tolist()))
-        allowed = {"optimizer"} & set(run.options.allow_option_change)
-        names = [name for name in OF_THE_STATE if name in line and tensors_of(self._run, name) and name not in allowed]
+        changed = {"optimizer", "momentum"} & set(run.options.allow_option_change)  # momentum: RMSprop keeps more with it
+        kinds = {"weights", "ema"} if changed else set(OF_THE_STATE)
+        names = [name for name in OF_THE_STATE if name in line and tensors_of(self._run, name) and name in kinds]
         differ = [HASHES[name] for name in names if f"{values[name] % 2**64:016x}" != line[name]]
         if differ:
             run.print_line(
