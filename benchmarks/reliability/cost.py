@@ -3,6 +3,7 @@
     python benchmarks/reliability/cost.py updates                                    # digits16, on this machine's device
     ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node=2 benchmarks/reliability/cost.py updates
     python benchmarks/reliability/cost.py checkpoints --presets digits16 cifar10
+    python benchmarks/reliability/cost.py repetitions --every 100                    # --rerun_steps, in pairs of runs
 
 `updates` runs the real `train_ddpm.py` and times, inside it, what asks whether the update may be made and whether to stop
 ("together"), the EMA, and the sums for the next report: on a CPU that is all of their cost; on a GPU it is the host's part,
@@ -12,6 +13,9 @@ doctor's look at all that was recorded, without the line of the ledger, which is
 times" is what measures each of them in each update. An audit is what the step audit adds to an update that it looks at.
 On a machine with other work, `--own_time` with `--cpu_threads 1` counts the main thread's time on its processor, whose
 ratios are steadier than those of the clock.
+
+`repetitions` makes pairs of runs, one with --rerun_steps and one without, each first in turn, and tells the ratio of their
+times from the fifth update on.
 
 `checkpoints` publishes checkpoints of a preset's network, EMA and AdamW state and, in
 turns, writes the same tensors with safetensors, with and without waiting for the disk.
@@ -31,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
 
 import train_ddpm
@@ -83,15 +88,7 @@ def time_updates(updates: int, flags: list[str], clock: Callable[[], float]) -> 
         timed(RankTimes, name)
     update = utils.training.progress.ProgressBar.update
     utils.training.progress.ProgressBar.update = lambda bar: (ends.append(clock()), update(bar))
-    with tempfile.TemporaryDirectory() as folder:
-        shared = Path(tempfile.gettempdir(), f"reliability-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}")
-        never = str(updates + 1)
-        quiet = ["--max_train_steps", str(updates), "--validation_images", "0", "--save_images_steps", never]
-        quiet += ["--save_model_steps", never, "--checkpointing_steps", never, "--ddpm_num_inference_steps", "2"]
-        quiet += ["--logging_steps", str(REPORT_EVERY)]
-        args = train_ddpm.parse_args([*flags, *quiet, "--output_dir", f"{shared if 'RANK' in os.environ else folder}/run"])
-        args.overwrite_output_dir = True
-        train_ddpm.main(args)
+    train(updates, ["--logging_steps", str(REPORT_EVERY), *flags])
     if os.environ.get("RANK", "0") != "0":
         return
     update_ms = 1e3 * statistics.median(b - a for a, b in pairwise(ends[5:]))
@@ -126,6 +123,45 @@ def time_updates(updates: int, flags: list[str], clock: Callable[[], float]) -> 
     each = ", ".join(f"{n}: {cost:.0f}" for n, cost in zip(audits, costs))
     print(f"{'an audit':24} {audit:8.3f} ms  {audit / plain:.2f} updates ({each}); {share:.2f} % of a run of {total} updates")
     print(f"{'a report':24} {extra:8.3f} ms  {100 * extra / (50 * plain):.2f} % of 50 updates")
+
+
+def train(updates: int, flags: list[str]) -> None:
+    """Runs train_ddpm.py, without what comes between updates but reports."""
+    with tempfile.TemporaryDirectory() as folder:
+        shared = Path(tempfile.gettempdir(), f"reliability-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}")
+        never = str(updates + 1)
+        quiet = ["--max_train_steps", str(updates), "--validation_images", "0", "--save_images_steps", never]
+        quiet += ["--save_model_steps", never, "--checkpointing_steps", never, "--ddpm_num_inference_steps", "2"]
+        args = train_ddpm.parse_args([*quiet, *flags, "--output_dir", f"{shared if 'RANK' in os.environ else folder}/run"])
+        args.overwrite_output_dir = True
+        train_ddpm.main(args)
+
+
+def time_repetitions(pairs: int, updates: int, every: int, flags: list[str], clock: Callable[[], float]) -> None:
+    ends: list[float] = []
+    update = utils.training.progress.ProgressBar.update
+    utils.training.progress.ProgressBar.update = lambda bar: (ends.append(clock()), update(bar))
+
+    def seconds(more: list[str]) -> float:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        ends.clear()
+        train(updates, [*flags, *more])
+        return ends[-1] - ends[4]
+
+    ratios, count = [], updates // every - 4 // every
+    for pair in range(pairs):
+        both = {}
+        for repeats in (True, False) if pair % 2 else (False, True):
+            both[repeats] = seconds(["--rerun_steps", str(every)] if repeats else [])
+        ratios.append(both[True] / both[False])
+        each = (both[True] - both[False]) / count / (both[False] / (updates - 5))
+        print(
+            f"pair {pair + 1}: {both[False]:.2f} s, with {count} repetitions {both[True]:.2f} s: {each:.2f} updates each",
+            flush=True,
+        )
+    print(f"{describe(default_device())}")
+    share = f"{100 * (statistics.median(ratios) - 1):.2f} % ({100 * (min(ratios) - 1):.2f} to {100 * (max(ratios) - 1):.2f})"
+    print(f"--rerun_steps {every}: {share} of {updates} updates, median of {pairs} pairs")
 
 
 def time_checkpoints(presets: list[str], repeats: int) -> None:
@@ -171,16 +207,21 @@ def time_checkpoints(presets: list[str], repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("updates", "checkpoints"))
+    parser.add_argument("what", choices=("updates", "checkpoints", "repetitions"))
     parser.add_argument("--updates", type=int, default=150, help="at least 51 (150)")
+    parser.add_argument("--pairs", type=int, default=5, help="of runs (5)")
+    parser.add_argument("--every", type=int, default=100, help="updates between two that are made again (100)")
     parser.add_argument("--own_time", action="store_true")
     parser.add_argument("--presets", nargs="+", default=["digits16", "cifar10"])
     parser.add_argument("--repeats", type=int, default=7)
     options, flags = parser.parse_known_args()
-    if options.updates < 3 * REPORT_EVERY:
+    clock = time.thread_time if options.own_time else time.perf_counter
+    if options.what == "updates" and options.updates < 3 * REPORT_EVERY:
         parser.error(f"--updates {options.updates}: at least {3 * REPORT_EVERY}, since the first reports are left out")
     if options.what == "updates":
-        time_updates(options.updates, flags, time.thread_time if options.own_time else time.perf_counter)
+        time_updates(options.updates, flags, clock)
+    elif options.what == "repetitions":
+        time_repetitions(options.pairs, options.updates, options.every, flags, clock)
     else:
         time_checkpoints(options.presets, options.repeats)
 
