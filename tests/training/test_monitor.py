@@ -41,7 +41,7 @@ def test_the_loss_to_show_and_the_loss_that_is_trained(tmp_path, monkeypatch):
         doctor=SimpleNamespace(record_report=lambda *arguments: False),
         print_line=print,
     )
-    monkeypatch.setattr("utils.training.monitor.StepAudit", lambda *arguments: mock.Mock())
+    monkeypatch.setattr("utils.training.monitor.StepAudit", lambda *arguments: mock.MagicMock())
     monkeypatch.setattr("utils.training.monitor.Ledger", lambda run: mock.Mock(due=False, parted=False))
     monitor = Monitor(run, measures_eagerly=True)
     monitor._nan_reports = SimpleNamespace(write=lambda bad, *rest: shown.update(losses=bad.losses.tolist()))
