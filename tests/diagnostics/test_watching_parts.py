@@ -13,7 +13,7 @@ from utils.diagnostics.watching.facts import Average, Facts, schedule_length
 from utils.diagnostics.watching.forward import ForwardJudge, _data, _told_beside, _without_silence
 from utils.diagnostics.watching.images import check_range, check_spread
 from utils.diagnostics.watching.inputs import check_mixture
-from utils.diagnostics.watching.levels import Levels, Look, tables
+from utils.diagnostics.watching.levels import Levels, Look, matching, tables
 from utils.diagnostics.watching.mixture import Mixture, strength
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import _groups, _size_of_step
@@ -570,6 +570,17 @@ def test_large_conditions_are_not_kept_for_long(monkeypatch):
     drawn, seen = torch.rand(B), recorder.stop()
     assert len(texts) == 20 and len(others) == 5 and len(seen.conditions) == 2
     assert [len(moments) for moments in seen.moments] == [len(drawn)]
+
+
+@pytest.mark.parametrize(("dtype", "known"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_a_schedule_that_is_almost_a_known_one_is_another(dtype, known):
+    places = torch.linspace(120, 700, B).long()
+    table = tables(1000)["squaredcos_cap_v2"][places]
+    exact, near = (levels_of(values.sqrt(), (1 - values).sqrt()) for values in (table, table + 3e-5))
+    for levels in (exact, near):
+        levels.looks[0].x = levels.looks[0].x.to(dtype)
+    assert matching(exact, places, 1000)[0] == "squaredcos_cap_v2"
+    assert (matching(near, places, 1000) is not None) is known  # bf16 leaves as much
 
 
 @pytest.mark.parametrize("zero_snr", [False, True])

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from utils.diagnostics.audit.declared import DeclaredNoising
-from utils.diagnostics.audit.fitting import constant, flat, worst
+from utils.diagnostics.audit.fitting import TOLERANCE, constant, flat, worst
 from utils.diagnostics.watching.mixture import Mixture, family
 from utils.diagnostics.watching.seen import Times
 
@@ -126,11 +126,12 @@ def said(schedule: str) -> str:
 def matching(levels: Levels, places: torch.Tensor, steps: int) -> tuple[str, torch.Tensor] | None:
     """The known schedule that has the coefficients of the samples at `places` [B]."""
     places = places.long()
+    room = TOLERANCE if levels.looks[0].x.dtype.itemsize >= 4 else 1e-4  # as much as the audit's check allows, or bf16 leaves
     if bool(((places < 0) | (places >= steps)).any()):
         return None
     for name, table in tables(steps).items():
         values = table.to(levels.a)[places]
-        if worst(levels.a - values.sqrt()) < 1e-4 and worst(levels.b - (1 - values).sqrt()) < 1e-4:
+        if worst(levels.a - values.sqrt()) < room and worst(levels.b - (1 - values).sqrt()) < room:
             return name, table
     return None
 
