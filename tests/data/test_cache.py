@@ -150,8 +150,7 @@ from test_cache import PREPARE, reader
 from utils.data.cache import pack_once
 folder = Path(sys.argv[2])
 def progress(done, count):
-    if done == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 pack_once(folder, 5, reader(Path(sys.argv[1])), PREPARE, progress)
 """
 
@@ -223,15 +222,84 @@ def test_the_lock_is_held_while_packing_and_free_afterwards(tmp_path):
         held.append(done)
 
     pack_once(tmp_path / "abc", 5, reader(write_images(tmp_path / "images")), PREPARE, progress)
-    assert held == [1, 2, 3, 4, 5]
+    assert held == [5]
     FileLock(tmp_path / "abc.lock").acquire(timeout=0).lock.release()
 
 
 def test_progress_counts_every_image(tmp_path):
     seen = []
-    images = write_images(tmp_path / "images")
-    pack_once(tmp_path / "abc", 5, reader(images), PREPARE, lambda done, count: seen.append((done, count)))
-    assert seen == [(done, 5) for done in range(1, 6)]
+    images = write_images(tmp_path / "images", count=20)
+    pack_once(tmp_path / "abc", 20, reader(images), PREPARE, lambda done, count: seen.append((done, count)))
+    assert seen == [(16, 20), (20, 20)]  # chunk by chunk
+
+
+def in_processes(monkeypatch) -> list[int]:
+    """Has the next images decoded by processes, whatever their number; the processes' ids come into the list."""
+    monkeypatch.setattr(packing, "_WORTH_PROCESSES", 0)
+    ids, forked = [], os.fork
+    monkeypatch.setattr(os, "fork", lambda: [child := forked(), ids.append(child)][0])
+    return ids
+
+
+def test_processes_give_the_same_files_as_threads(tmp_path, monkeypatch):
+    images = write_images(tmp_path / "images", count=40)  # of different sizes, one of them bad, and some remarked on
+    (images / "17.png").write_bytes(b"no image")
+    Image.new("RGBA", (9, 5), (255, 0, 0, 100)).save(images / "18.png")
+    pack_once(tmp_path / "threads", 40, reader(images), PREPARE, max_bad_images=1)
+    ids = in_processes(monkeypatch)
+    packed = pack_once(tmp_path / "processes", 40, reader(images), PREPARE, max_bad_images=1)
+    assert ids and packed.remarks == {"transparent": 1} and len(packed.bad_images) == 1
+    for path in (tmp_path / "threads").iterdir():
+        assert path.read_bytes() == (tmp_path / "processes" / path.name).read_bytes()
+
+
+def test_a_process_names_the_image_that_cannot_be_decoded_and_all_end(tmp_path, monkeypatch):
+    images = write_images(tmp_path / "images", count=40)
+    (images / "7.png").write_bytes(b"no image")
+    ids = in_processes(monkeypatch)
+    with pytest.raises(UserError, match=r"7\.png: not an image"):
+        pack_once(tmp_path / "abc", 40, reader(images), PREPARE)
+    for child in ids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+
+def test_a_process_that_the_system_ends_is_a_clear_line(tmp_path, monkeypatch):
+    in_processes(monkeypatch)
+    monkeypatch.setattr(packing, "_prepare_chunk", _end)
+    with pytest.raises(UserError, match="the system ended a process that decodes images"):
+        pack_once(tmp_path / "abc", 40, reader(write_images(tmp_path / "images", count=40)), PREPARE)
+
+
+def _end(prepare: ImagePreparation, files: list[ImageFile]) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+ORPHANS_CODE = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = ["tests", "tests/data"]
+from test_cache import PREPARE, reader
+from utils.data import cache as packing
+packing._WORTH_PROCESSES = 0
+fork = os.fork
+def told():
+    child = fork()
+    if child:
+        print(child, flush=True)
+    return child
+os.fork = told
+packing.pack_once(Path(sys.argv[2]), 40, reader(Path(sys.argv[1])), PREPARE, lambda *done: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+def test_the_processes_of_a_killed_packer_end_and_free_the_lock(tmp_path):
+    images = write_images(tmp_path / "images", count=40)
+    command = [sys.executable, "-c", ORPHANS_CODE, images, tmp_path / "abc"]
+    killed = subprocess.run(command, cwd=REPOSITORY, timeout=120, stdout=subprocess.PIPE)
+    assert killed.returncode == -signal.SIGKILL and killed.stdout.split()
+    # They hold the other end of the pipe, so `run` has returned after the last of them, and their lock is free.
+    FileLock(tmp_path / "abc.lock").acquire(timeout=0).lock.release()
 
 
 def test_order_is_kept_over_many_chunks(tmp_path):
@@ -288,7 +356,7 @@ def test_packing_memory_does_not_grow_with_the_number_of_images(tmp_path):
     Image.new("RGB", (64, 64), "red").save(file, "PNG")
     prepare = ImagePreparation(Size(64, 64), 3, False, "white", 255)
     peaks = []
-    for count in (200, 2000):
+    for count in (2000, 6000):
         tracemalloc.start()
         packed = pack_once(
             tmp_path / str(count),
@@ -299,4 +367,4 @@ def test_packing_memory_does_not_grow_with_the_number_of_images(tmp_path):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert len(packed) == count
-    assert peaks[1] < 1.5 * peaks[0] and peaks[1] < 2000 * 64 * 64 * 3 / 2
+    assert peaks[1] < 1.5 * peaks[0] and peaks[1] < 6000 * 64 * 64 * 3 / 2

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +18,7 @@ from PIL import Image
 from utils.core.errors import UserError
 from utils.data.bad_images import UndecodableImage
 from utils.data.dataset import content_fingerprint, load_images
+from utils.data.sources import open_dataset
 from utils.options.flags import DataOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -537,3 +539,21 @@ def test_more_bad_images_than_allowed_and_nothing_else_are_one_clear_line(cache_
         with pytest.raises(UserError, match=message) as caught:
             load(path, max_bad_images=limit, **options).fetch(range(6))
         assert str(caught.value).count("\n") <= 1
+
+
+def test_a_parquet_file_is_opened_in_little_memory_and_as_before(tmp_path):
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    group = pa.table({"image": [os.urandom(2**12) for _ in range(2**8)]})  # 1 MiB
+    with pq.ParquetWriter(tmp_path / "noise.parquet", group.schema, compression="none") as writer:
+        for _ in range(48):
+            writer.write_table(group)
+    tracemalloc.start()  # sees what is read, since `datasets` hands pyarrow a file of Python's
+    opened = open_dataset(DataOptions(dataset_name=str(tmp_path / "noise.parquet"), cache_dir=str(tmp_path / "ours")))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 24 * 2**20  # of 48; with pyarrow's usual settings more than all of them
+    of_datasets = datasets.load_dataset("parquet", data_files=str(tmp_path / "noise.parquet"), cache_dir=str(tmp_path / "ours"))
+    assert opened.dataset._fingerprint == of_datasets["train"]._fingerprint and opened.dataset[:] == of_datasets["train"][:]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from datetime import timedelta
 from types import FrameType
 
@@ -32,6 +33,19 @@ def _tell(message: str) -> None:
     """Prints a line on stderr at once, from a signal handler: a stream may be in the middle of another line."""
     with contextlib.suppress(OSError):  # a terminal that is gone
         os.write(2, f"\n{message}\n".encode())
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Delays signals until the block ends; processes started in it begin with them blocked, so that no gap is left."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class StopSignal:

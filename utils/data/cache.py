@@ -7,25 +7,28 @@
 
 The folder appears under its name complete or not at all (written aside, then renamed), and one whose files do not
 have the sizes that meta.json states is made again. A file lock, which the system frees when its holder dies, lets one
-process pack while the others wait. While packing, memory holds a few images per core, however many there are.
+process pack while the others wait. While packing, memory holds a few MB per core, however many images there are.
 """
 
 import collections
 import contextlib
 import dataclasses
 import json
-import math
 import mmap
+import multiprocessing
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from utils.core.errors import UserError
+from utils.core.signals import signals_held
 from utils.core.size import Size
 from utils.data.bad_images import BadImage, BadImages, UndecodableImage
 from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
@@ -33,7 +36,9 @@ from utils.data.stored_files import is_remote
 
 PACKING_VERSION = 1  # part of a cache's fingerprint: raise it when the same options give other files
 _KEEP_MAPPED_BYTES = 256 * 2**20  # resident memory of a larger file stays that of one batch
-_CHUNK = 16  # images per task of the thread pool
+_FIRST_CHUNK, _LARGEST_CHUNK = 16, 256  # images of a task
+_CHUNK_BYTES = 2**20  # of a task's images, about
+_WORTH_PROCESSES = 2000  # images: fewer are decoded in threads
 _REMOTE_WORKERS = 16  # threads that wait for a network
 
 ReadFiles = Callable[[int, int], list[ImageFile]]  # start, stop -> the files of rows [start, stop)
@@ -132,7 +137,7 @@ def pack_once(
         folder: final place of the cache; its name must determine data and options.
         count: number of images.
         read_files: gives the files of rows [start, stop).
-        prepare: turns a file into pixels; called in threads (Pillow frees Python's lock while it decodes).
+        prepare: turns a file into pixels; called in threads or, where the images are many, in processes.
         progress: called with (done, count) while packing.
         max_bad_images: how many images may be impossible to decode. A cache without such images serves any limit.
 
@@ -188,22 +193,23 @@ def free_for(folder: Path, needed: int) -> None:
 def _write(
     folder: Path, count: int, read_files: ReadFiles, prepare: ImagePreparation, progress: Progress | None, max_bad_images: int
 ) -> None:
-    free_for(folder, count * prepare.channels * math.prod(prepare.size) * (1 if prepare.max_value == 255 else 2))
-    values, uniform, bad_images = 0, True, BadImages(max_bad_images)
+    free_for(folder, count * prepare.blank().nbytes)
+    done, values, uniform, bad_images = 0, 0, True, BadImages(max_bad_images)
     remarks: collections.Counter[str] = collections.Counter()
     names = ("pixels.bin", "offsets.bin", "sizes.bin")
     with contextlib.ExitStack() as stack:
         pixels_file, offsets_file, sizes_file = (stack.enter_context(open(folder / name, "wb")) for name in names)
-        for done, (pixels, found, error) in enumerate(_prepared_in_order(count, read_files, prepare), start=1):
-            if error is not None:
-                bad_images.learn([BadImage(done - 1, *error.args)])
-            height, width = pixels.shape[1:]
-            uniform &= (height, width) == prepare.size
-            pixels_file.write(pixels.data)
-            offsets_file.write(np.int64(values).tobytes())
-            sizes_file.write(np.array([height, width], np.int32).tobytes())
-            values += math.prod(pixels.shape)
-            remarks.update(found)
+        for chunk in _prepared_in_order(count, read_files, prepare):
+            for number, error in chunk.errors:
+                bad_images.learn([BadImage(done + number, *error)])
+            uniform &= bool((chunk.sizes == prepare.size).all())
+            lengths = chunk.sizes.astype(np.int64).prod(axis=1) * prepare.channels
+            pixels_file.write(chunk.pixels)
+            offsets_file.write((values + np.cumsum(lengths) - lengths).tobytes())
+            sizes_file.write(chunk.sizes.tobytes())
+            values += int(lengths.sum())
+            remarks.update(chunk.remarks)
+            done += len(chunk.sizes)
             if progress is not None:
                 progress(done, count)
         for file in (pixels_file, offsets_file, sizes_file):
@@ -214,7 +220,7 @@ def _write(
         "resolution": prepare.size.resolution,
         "channels": prepare.channels,
         "max_value": prepare.max_value,
-        "uniform": bool(uniform),
+        "uniform": uniform,
         "remarks": remarks,
         "bad_images": [dataclasses.asdict(bad) for bad in bad_images.values()],
         "file_sizes": {name: (folder / name).stat().st_size for name in names},
@@ -222,29 +228,87 @@ def _write(
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def _prepared_in_order(
-    count: int, read_files: ReadFiles, prepare: ImagePreparation
-) -> Iterator[tuple[np.ndarray, list[str], UndecodableImage | None]]:
-    """Results of `prepare`, or a blank image and the error, in the order of the rows; the chunks under way are few."""
+class _Chunk(NamedTuple):
+    """Prepared images: their values one after the other, int32 [images, 2] heights and widths, what `prepare` remarked, and
+    (number in the chunk, what `BadImage` says of it) of those that are blank because they cannot be decoded."""
 
-    def attempt(file: ImageFile) -> tuple[np.ndarray, list[str], UndecodableImage | None]:
+    pixels: bytes
+    sizes: np.ndarray
+    remarks: list[str]
+    errors: list[tuple[int, tuple]]
+
+
+def _prepare_chunk(prepare: ImagePreparation, files: list[ImageFile]) -> _Chunk:
+    images, remarks, errors = [], [], []
+    for number, file in enumerate(files):
         try:
-            return *prepare(file), None
+            pixels, found = prepare(file)
+            remarks += found
         except UndecodableImage as error:
-            return prepare.blank(), [], error
+            pixels = prepare.blank()
+            errors.append((number, error.args))
+        images.append(pixels)
+    sizes = np.array([pixels.shape[1:] for pixels in images], np.int32)
+    return _Chunk(b"".join(pixels.data for pixels in images), sizes, remarks, errors)
 
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if any(file.path and file.data is None and is_remote(file.path) for file in read_files(0, min(_CHUNK, count))):
-        workers = max(workers, _REMOTE_WORKERS)
-    with ThreadPoolExecutor(workers) as pool:
-        chunks = (read_files(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK))
-        running: collections.deque[Future] = collections.deque()
+
+def _prepared_in_order(count: int, read_files: ReadFiles, prepare: ImagePreparation) -> Iterator[_Chunk]:
+    """All images in the order of the rows. The chunks under way are few."""
+    first = read_files(0, min(_FIRST_CHUNK, count))
+    remote = any(file.path and file.data is None and is_remote(file.path) for file in first)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = max(cores, _REMOTE_WORKERS) if remote else cores
+    # Threads wait for each other where images are small, since most of the work is then Python's.
+    in_processes = count >= _WORTH_PROCESSES and not remote and "fork" in multiprocessing.get_all_start_methods()
+    running: collections.deque[Future[_Chunk]] = collections.deque()
+    with _processes(workers) if in_processes else ThreadPoolExecutor(workers) as pool:
         try:
-            for chunk in chunks:
-                running.append(pool.submit(lambda files: [attempt(file) for file in files], chunk))
+            for files in _chunks(count, read_files, prepare, first):
+                running.append(pool.submit(_prepare_chunk, prepare, files))
                 if len(running) > 2 * workers:
-                    yield from running.popleft().result()
-            for future in running:
-                yield from future.result()
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        except BrokenProcessPool:
+            raise UserError(
+                "the system ended a process that decodes images, probably for lack of memory\n"
+                "close other programs, and start again"
+            ) from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _chunks(count: int, read_files: ReadFiles, prepare: ImagePreparation, first: list[ImageFile]) -> Iterator[list[ImageFile]]:
+    """The files of all rows, begun with those of `first`, about `_CHUNK_BYTES` at a time, encoded or decoded."""
+    files, start = first, 0
+    while files:
+        yield files
+        start += len(files)
+        encoded = sum(len(file.data or b"") + getattr(file.array, "nbytes", 0) for file in files) // len(files)
+        rows = min(max(_CHUNK_BYTES // max(encoded, prepare.blank().nbytes), 1), _LARGEST_CHUNK)
+        files = read_files(start, min(start + rows, count)) if start < count else []
+
+
+@contextlib.contextmanager
+def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that end with this one, however it ends: what they inherit includes the lock on the cache."""
+    reading, writing = os.pipe()
+    context = multiprocessing.get_context("fork")
+    try:
+        with ProcessPoolExecutor(workers, context, _end_with_parent, (reading, writing)) as pool:
+            with signals_held():  # which launchers send to the whole process group: this process decides when to stop
+                pool.submit(os.getpid).result()  # starts them all
+            yield pool
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def _end_with_parent(reading: int, writing: int) -> None:
+    os.close(writing)
+
+    def wait() -> None:
+        os.read(reading, 1)  # nothing is ever written: this returns when the last writer, the parent, is gone
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

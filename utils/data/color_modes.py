@@ -17,12 +17,14 @@ Two channels are gray and alpha, four RGB and alpha; nothing is composited then.
 where alpha is 0 the color is that of the background, as nobody sees what a file has there.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageColor
 
 
+@functools.cache
 def background_color(background: str) -> tuple[int, int, int]:
     """RGB of a Pillow color ("white", "#808080", "rgb(0,0,0)", ...).
 
@@ -128,4 +130,4 @@ def stack_planes(planes: list[Image.Image], channels: int, max_value: int) -> np
     else:
         # Bilinear resizing stays within the range of its inputs up to float rounding, which the clip removes.
         pixels = np.rint(np.stack([np.asarray(plane) for plane in planes])).clip(0, max_value).astype(np.uint16)
-    return np.ascontiguousarray(np.broadcast_to(pixels, (channels, *pixels.shape[1:])))
+    return np.ascontiguousarray(pixels) if len(pixels) == channels else np.repeat(pixels, channels, axis=0)

@@ -38,7 +38,8 @@ def _readable_formats() -> tuple[str, ...]:
         from pillow_heif import register_heif_opener  # type: ignore[import-not-found]
 
         register_heif_opener()
-    return tuple(name for name in Image.ID if name != "EPS")  # EPS is a program that Ghostscript would run
+    usual = ("JPEG", "PNG")  # tried first
+    return (*usual, *(name for name in Image.ID if name not in (*usual, "EPS")))  # EPS: Ghostscript would run the program
 
 
 @functools.cache
@@ -148,11 +149,13 @@ class ImagePreparation:
 
     def _resized(self, planes: list[Image.Image]) -> list[Image.Image]:
         height, width = resized_size(planes[0].height, planes[0].width, self.size)
+        if planes[0].size == (width, height):
+            return planes
         return [plane.resize((width, height), Image.Resampling.BILINEAR) for plane in planes]
 
     def _cut(self, pixels: np.ndarray) -> np.ndarray:
         """At the center where that is asked for."""
-        if self.center_crop:
+        if self.center_crop and pixels.shape[1:] != self.size:
             (top,), (left,) = crop_offsets(np.array([pixels.shape[1]]), np.array([pixels.shape[2]]), self.size, None)
             pixels = pixels[:, top : top + self.size.height, left : left + self.size.width]
         return np.ascontiguousarray(pixels)

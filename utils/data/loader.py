@@ -7,7 +7,6 @@ without reading what came before.
 """
 
 import atexit
-import contextlib
 import functools
 import multiprocessing
 import os
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from utils.core import randomness
 from utils.core.errors import UserError
-from utils.core.signals import STOP_SIGNALS
+from utils.core.signals import STOP_SIGNALS, signals_held
 from utils.data.dataset import ImageSet
 from utils.data.latents import PackedLatents
 
@@ -262,7 +261,7 @@ def training_batches(
 
 def _iterate(loader: DataLoader, images: ImageSet) -> Iterator[dict]:
     others = set(multiprocessing.active_children())
-    with _stop_signals_held():
+    with signals_held():
         iterator = iter(loader)
     workers = [weakref.ref(child) for child in multiprocessing.active_children() if child not in others]
     if workers:
@@ -292,19 +291,6 @@ def _start_worker(worker_id: int, main_process: int) -> None:
     # whose main process was killed while it started would wait for ever. (A fork server's children have another parent.)
     if multiprocessing.get_start_method() != "forkserver" and os.getppid() != main_process:
         os._exit(1)
-
-
-@contextlib.contextmanager
-def _stop_signals_held() -> Iterator[None]:
-    """Delays signals until the block ends; processes started in it begin with them blocked, so that no gap is left."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kill(workers: list[weakref.ref]) -> None:

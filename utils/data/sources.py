@@ -110,6 +110,10 @@ def find_builder(options: DataOptions) -> tuple["datasets.DatasetBuilder", list[
     source["cache_dir"] = options.cache_dir
     with _one_line(options.dataset_name):
         builder = _builder(source, is_local=path.exists())
+    if builder.name == "parquet":  # which else keeps in memory what it has read of a file, to its end
+        from pyarrow.dataset import ParquetFragmentScanOptions
+
+        builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
     details = {"config": options.dataset_config_name, "split": split, "revision": options.dataset_revision}
     words = ", ".join(f"{name} {value}" for name, value in details.items() if value is not None)
     return builder, files, f"{options.dataset_name} ({words})"
