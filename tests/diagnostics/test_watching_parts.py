@@ -1,5 +1,6 @@
 """What is concluded from one look at a script: targets, weights, schedules, averages. Tensors are made up."""
 
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from utils.diagnostics.watching.optimizing import _groups, _size_of_step
 from utils.diagnostics.watching.options import Schedule
 from utils.diagnostics.watching.places import place_of_told
 from utils.diagnostics.watching.probes import CopyProbe, Probe
+from utils.diagnostics.watching.result import SETTLING, Result
 from utils.diagnostics.watching.seen import Draw, Recorder, Seen, Times
 from utils.diagnostics.watching.targets import check_target, identify_target
 from utils.diagnostics.watching.updating import UpdateJudge, _kind_of
@@ -664,3 +666,13 @@ def test_a_rate_that_is_over_long_before_the_run(rates, found):
     checks = Schedule().end(Facts(), seen, 100, True)
     assert any("trains nothing" in check.message for check in checks) is found
     assert Schedule().end(Facts(), [(1, [1.0]), (98, [0.0])], 100, True) == []
+
+
+def test_threads_of_process_groups_get_time_at_the_end(monkeypatch, tmp_path):
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setenv("RANK", "1")
+    for size in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        Result(tmp_path).finish(SimpleNamespace(end=lambda ended: None), contextlib.ExitStack(), True)
+    assert waited == [SETTLING]

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from utils.diagnostics.watching.watcher import Watcher
 from utils.runs.record import RunRecord
 
 DIAGNOSIS, REPORT = "diagnosis.json", "report.html"
+SETTLING = 0.2  # seconds in which threads of gloo forget the tensors of their last work
 
 
 class Result:
@@ -46,6 +48,9 @@ class Result:
 
     def finish(self, watcher: Watcher, hooks: ExitStack, ended: bool) -> None:
         """When the script is over; `ended`: by itself. What goes wrong here is one line too."""
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            # Process groups go with the last reference to DDP, and wait for their threads, while these wait for Python.
+            time.sleep(SETTLING)
         watcher.end(ended)
         hooks.close()
         if self.main and os.getpid() == watcher.process:
