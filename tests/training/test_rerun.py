@@ -1,5 +1,6 @@
 """Updates that are made again: the same bits, or it is said where a device has erred; the training goes on as if it had not."""
 
+import itertools
 import json
 import weakref
 from types import SimpleNamespace
@@ -89,6 +90,30 @@ def test_an_execution_that_errs_is_not_the_one_to_go_on_from(errors, repeats, ou
     found = rerun._compare()
     assert (found["outcome"], found["first"], found["ranks"]) == (outcome, first, [0])
     assert len(restored) == 1 and restored[0] in kept
+
+
+@pytest.mark.parametrize("neighbors", ["same", "not comparable", "ranks differ"])
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_neighbors_are_compared_where_kernels_do_not_repeat_too(monkeypatch, neighbors, repeatable):
+    state = SimpleNamespace(restore=lambda: None, restore_counters=lambda: None)
+    monkeypatch.setattr("utils.training.rerun.State", lambda *arguments: state)
+    digests, recorded, asked = itertools.count(), [], []
+    monkeypatch.setattr(Rerun, "_digests", lambda rerun: [[0 if repeatable else next(digests)] * len(STAGES)])
+    monkeypatch.setattr(Rerun, "_distances", lambda rerun: (1 - torch.eye(4)).tolist())
+    monkeypatch.setattr(Rerun, "_compare_ranks", lambda rerun, exact: (asked.append(exact), {"outcome": neighbors})[1])
+    run = SimpleNamespace(
+        accelerator=SimpleNamespace(num_processes=2, device=torch.device("cuda")),
+        state=SimpleNamespace(step=1),
+        options=SimpleNamespace(rerun_steps=1),
+        objective=SimpleNamespace(network=torch.nn.Linear(2, 1)),
+        doctor=SimpleNamespace(record=lambda step, record: recorded.append(record["rerun"]["outcome"]), look=lambda: None),
+    )
+    rerun = Rerun(run)
+    rerun.begin(0)
+    while rerun.again():
+        pass
+    alone = "same" if repeatable else "not repeatable"
+    assert asked == [repeatable] and recorded == [neighbors if repeatable or neighbors == "ranks differ" else alone]
 
 
 @pytest.mark.parametrize("eager", [True, False])

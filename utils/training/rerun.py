@@ -118,7 +118,11 @@ class Rerun:
         self.repeating = self.due = False
         for hook in self._hooks:
             hook.remove()
-        outcome = self._compare() if len(made) > 2 else self._compare_ranks()
+        outcome = self._compare() if len(made) > 2 else {"outcome": "same"}
+        if outcome["outcome"] != "wrong":
+            same = outcome["outcome"] == "same"
+            neighbors = self._compare_ranks(exact=same)
+            outcome = neighbors if same or neighbors["outcome"] == "ranks differ" else outcome
         if not self.replaced:
             made[0].after.restore_counters()  # what looks at the first time alone has counted then
         self._stance.close()
@@ -166,8 +170,8 @@ class Rerun:
         own = own.nan_to_num(torch.inf, posinf=torch.inf).to(self._run.accelerator.device)
         return self._run.accelerator.gather(own[None]).amax(0).tolist()
 
-    def _compare_ranks(self) -> dict[str, Any]:
-        """Of an update that is the same twice: a device that errs alike each time is found by another device."""
+    def _compare_ranks(self, exact: bool) -> dict[str, Any]:
+        """A device that errs alike each time is found by another device. `exact`: whether the update is the same each time."""
         run, after = self._run, self._executions[0].after
         ranks, rank = run.accelerator.num_processes, run.accelerator.process_index
         if ranks == 1:
@@ -182,7 +186,7 @@ class Rerun:
         after.restore()
         # Of each rank: of its own batches, then of those of the other; of each of both: of the loss, then of the gradient.
         bits, sizes = (run.accelerator.gather(torch.stack(each)[None]).tolist() for each in zip(*found))
-        exact = len({model for model, _ in everyone}) == 1 and (self._repeats or torch.are_deterministic_algorithms_enabled())
+        exact &= len({model for model, _ in everyone}) == 1 and (self._repeats or torch.are_deterministic_algorithms_enabled())
         found = compare_neighbors(bits, sizes, exact)
         return found if found["outcome"] != "not comparable" else found | {"devices": sorted({m for m, _ in everyone})}
 
