@@ -28,6 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.doctor.foreign.images import shapes
+from benchmarks.doctor.later_watch_faults import FILMS, GUIDED, INPAINT, SCORE
 from benchmarks.doctor.more_watch_faults import CONTROL, LOGSNR, WAVE
 from benchmarks.doctor.trials import Edit, apply, findings_of, keep_run, problems, run_cases, run_in, share, told, words_of
 from benchmarks.doctor.watch_faults import (
@@ -45,7 +46,7 @@ from benchmarks.doctor.watch_faults import SCRIPTS as FIRST_SCRIPTS
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = Path(__file__).parent / "foreign"
-SCRIPTS = (*FIRST_SCRIPTS, CONTROL, WAVE, LOGSNR)
+SCRIPTS = (*FIRST_SCRIPTS, CONTROL, WAVE, LOGSNR, GUIDED, INPAINT, SCORE, FILMS)
 BASES = {  # what each script is run with
     HAND: {"steps": 48, "sample_every": 20},
     UNCONDITIONAL: {"steps": 48, "preview_steps": 20, "use_ema": True},
@@ -57,6 +58,10 @@ BASES = {  # what each script is run with
     CONTROL: {"steps": 48},
     WAVE: {"steps": 48},
     LOGSNR: {"steps": 48},
+    GUIDED: {"steps": 48},
+    INPAINT: {"steps": 48},
+    SCORE: {"steps": 48},
+    FILMS: {"steps": 48},
     PUBLIC: {"resolution": 16, "train_batch_size": 16, "num_epochs": 3, "lr_warmup_steps": 5, "use_ema": True},
 }
 BASES[PUBLIC] |= {"random_flip": True, "ddpm_num_inference_steps": 3, "eval_batch_size": 2, "learning_rate": 1e-3}
@@ -100,6 +105,22 @@ HEALTHY = (  # script, flags over its usual ones, processes
     (WAVE, {"accumulate": 2}, 1),
     (LOGSNR, {}, 1),
     (LOGSNR, {"micro": 2}, 1),
+    (GUIDED, {}, 1),
+    (GUIDED, {"use_bf16": True, "microbatch": 8, "lr_anneal_steps": 48}, 1),  # flat float32 copy; falls to 0 at the end
+    (GUIDED, {"schedule_sampler": "importance", "class_drop": 0.1}, 1),  # early steps more often, with smaller weights
+    (GUIDED, {"diffusion_steps": 250, "clip": 1.0, "weight_decay": 0.05, "ema_rate": "0.5,0.9,0.95"}, 1),  # times 0 to 996
+    (INPAINT, {}, 1),
+    (INPAINT, {"offset_noise": 0.1, "precision": "bf16"}, 1),
+    (INPAINT, {"accumulate_grad_batches": 2, "masked_loss": True}, 1),  # the hole counts ten times as much, mean weight 1
+    (INPAINT, {"gradient_clip_val": 0.0, "warm_up_steps": 20, "seed": 3}, 1),
+    (SCORE, {}, 1),  # images from 0 to 1, as the authors have them for this process
+    (SCORE, {"likelihood_weighting": True, "grad_clip": -1}, 1),  # the weights are one number here; -1: no clipping
+    (SCORE, {"functional": True}, 1),  # gradients by torch.func, put into .grad by hand
+    (SCORE, {"sde": "vp", "ema_rate": 0.999, "warmup": 30}, 1),
+    (FILMS, {}, 1),
+    (FILMS, {"bf16": True, "noise_scale": 2.0}, 1),  # stronger noise on purpose, as for larger pictures
+    (FILMS, {"accum_iter": 2, "checkpointing": True, "num_workers": 2, "steps": 32}, 1),
+    (FILMS, {"P_mean": 0.0, "P_std": 1.0, "label_drop_prob": 0.0, "weight_decay": 0.1, "clip_grad": 0.0}, 1),
     (PUBLIC, {}, 1),
     (PUBLIC, {"prediction_type": "sample", "ddpm_beta_schedule": "squaredcos_cap_v2"}, 1),
     (PUBLIC, {"mixed_precision": "bf16"}, 1),
