@@ -12,7 +12,7 @@ from utils.diagnostics.watching import facts
 from utils.diagnostics.watching.conditions import Conditions
 from utils.diagnostics.watching.facts import Average, Facts, schedule_length
 from utils.diagnostics.watching.forward import ForwardJudge, _data, _told_beside, _without_silence
-from utils.diagnostics.watching.images import check_range, check_spread
+from utils.diagnostics.watching.images import check_latents, check_range, check_spread
 from utils.diagnostics.watching.inputs import check_mixture
 from utils.diagnostics.watching.levels import Levels, Look, matching, tables
 from utils.diagnostics.watching.mixture import Mixture, strength
@@ -198,6 +198,18 @@ def test_an_autoencoder_that_says_nothing_of_its_scale(config, encoded):
     update = Update(1, [MicroStep()])
     [look] = levels_of(*on_circle()).looks
     assert _data(look, update, Facts(autoencoder=autoencoder), encoded).stage == "data"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latents_are_scaled_in_any_precision(dtype):
+    latents = torch.randn(4, 4, 8, 8).to(dtype)
+    scaled = latents * 1.7
+
+    def healthy(clean, *before) -> bool | None:
+        return check_latents(clean, Seen(tensors=dict(enumerate((*before, clean)))), {"scaling_factor": 1.7}).healthy
+
+    assert healthy(scaled, latents) is True
+    assert healthy(scaled * 1.7, latents, scaled) is healthy(latents, latents / 1.7 + 9) is False
 
 
 def test_what_holds_the_parameters():

@@ -99,7 +99,9 @@ class ForwardJudge:
         self._batches.append(tuple(part.detach().to("cpu", copy=True) for part in parts))
         if len(self._batches) < BATCHES:
             return checks
-        images, levels = (all(torch.equal(one, of[0]) for one in of) for of in zip(*self._batches))
+        images, levels = (
+            all(one.shape == of[0].shape and torch.allclose(one, of[0], 0, 1e-6) for one in of) for of in zip(*self._batches)
+        )
         text = f"{BATCHES} updates had the same images in the same order: is one batch used again and again?"
         found = "the same" if images else "others"
         checks.append(Check("data", "batches of different updates", "different images", found, not images, text, "warning"))

@@ -12,7 +12,7 @@ FAR = 1.2  # beyond the range of images
 NARROW = 0.1  # between the darkest and the brightest value of a batch of images, which no photographs have
 WHOLE, FAINT = 100, 1e-3  # signals of whole numbers up to that were not scaled; those with less spread hold nothing
 WIDE = 0.25, 4.0  # between these the spread of latents may be
-SMALL = 1e-4  # of what a straight line leaves
+SMALL, ROUNDED = 1e-4, 1e-2  # of what a straight line leaves, in full and in half precision
 
 
 def check_range(images: torch.Tensor) -> Check:
@@ -95,4 +95,5 @@ def _line(clean: torch.Tensor, tensor: torch.Tensor) -> tuple[float, float] | No
     gain = float((centered * (y - y.mean())).sum()) / size
     offset = float(y.mean()) - gain * float(x.mean())
     left = float((gain * x + offset - y).norm()) / max(float(y.norm()), 1e-30)
-    return (gain, offset) if left < SMALL else None
+    half = min(tensor.dtype.itemsize, clean.dtype.itemsize) < 4
+    return (gain, offset) if left < (ROUNDED if half else SMALL) else None
