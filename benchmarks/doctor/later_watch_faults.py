@@ -265,7 +265,7 @@ fault(
 
 # ---- score_sde.py
 
-# The process is centred and ends at variance 1, the images are from 0 to 1: gray samples of half the contrast.
+# The process is centered and ends at variance 1, the images are from 0 to 1: gray samples of half the contrast.
 fault(
     "the scaler of the other process",
     SCORE,
