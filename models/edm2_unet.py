@@ -40,6 +40,21 @@ PRESETS: dict[str, dict[str, Any]] = {
         "attention_resolutions": (4,),
         "attention_head_dim": 32,
     },
+    # Small folders of images on a CPU.
+    "small32": {
+        "model_channels": 16,
+        "channel_multipliers": (1, 2, 4, 8),
+        "layers_per_block": 1,
+        "attention_resolutions": (8, 4),
+        "attention_head_dim": 32,
+    },
+    "small64": {
+        "model_channels": 16,
+        "channel_multipliers": (1, 2, 4, 6, 8),
+        "layers_per_block": 1,
+        "attention_resolutions": (8, 4),
+        "attention_head_dim": 32,
+    },
 }
 
 

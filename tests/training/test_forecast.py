@@ -3,18 +3,25 @@ from types import SimpleNamespace
 import pytest
 from diffusers import UNet2DModel
 
+from models.edm2_unet import PRESETS, EDM2UNet
 from utils.options.presets import NETWORKS, smaller_preset
 from utils.training.forecast import Forecast
 
 
 def said_by(
-    monkeypatch, seconds_per_update: float, *, device: str = "cpu", resolution: int = 64, parameters: int = 113_700_000
+    monkeypatch,
+    seconds_per_update: float,
+    *,
+    device: str = "cpu",
+    resolution: int = 64,
+    parameters: int = 113_700_000,
+    script: str = "train_ddpm",
 ):
     now, said = 0.0, []
     monkeypatch.setattr("time.monotonic", lambda: now)
     run = SimpleNamespace(
         accelerator=SimpleNamespace(device=SimpleNamespace(type=device)),
-        options=SimpleNamespace(script="train_ddpm", resolution=resolution),
+        options=SimpleNamespace(script=script, resolution=resolution),
         length=SimpleNamespace(max_train_steps=200),
         state=SimpleNamespace(step=0),
         facts={"parameters": parameters},
@@ -36,6 +43,7 @@ def test_a_large_network_on_a_cpu_is_warned_of_at_once_and_with_the_time_when_th
     assert said_by(monkeypatch, 24.0) == [size + advice, time + advice]
     assert said_by(monkeypatch, 1.0) == [size + advice]
     assert said_by(monkeypatch, 24.0, parameters=19_000_000) == [time + advice]
+    assert "--model_preset small64, which has 4.4 M parameters" in said_by(monkeypatch, 1.0, script="train_edm2")[0]
 
 
 @pytest.mark.parametrize(
@@ -54,9 +62,10 @@ def test_a_network_that_is_small_already_has_other_advice(monkeypatch):
 
 @pytest.mark.parametrize(("resolution", "name"), [(32, "small32"), (64, "small64"), (256, "small64"), (50, None)])
 def test_the_preset_that_is_named_has_the_size_that_is_told(resolution, name):
-    smaller = smaller_preset(resolution, 35_700_000)
-    if name is None:
-        assert smaller is None
-        return
-    network = UNet2DModel(sample_size=resolution, in_channels=3, out_channels=3, **NETWORKS[name])
-    assert smaller == (name, sum(parameter.numel() for parameter in network.parameters()))
+    for script, network_class, presets in (("train_ddpm", UNet2DModel, NETWORKS), ("train_edm2", EDM2UNet, PRESETS)):
+        smaller = smaller_preset(script, resolution, 35_700_000)
+        if name is None:
+            assert smaller is None
+            continue
+        network = network_class(sample_size=int(name[5:]), in_channels=3, out_channels=3, **presets[name])
+        assert smaller == (name, sum(parameter.numel() for parameter in network.parameters()))

@@ -37,5 +37,7 @@ def test_fewer_images_than_a_batch_says_both_numbers():
         check_global_batch(3, 8)
     with pytest.raises(UserError, match=r"3 training images are .* of 2048\nset --global_batch_size to 3 or less"):
         check_global_batch(3, 2048, asked=2048)
+    with pytest.raises(UserError, match=r"to 3 or less, or --model_preset small64, which is for small sets$"):
+        check_global_batch(3, 2048, asked=2048, small="small64")
     with pytest.raises(UserError, match="no training images"):
         check_global_batch(0, 8)

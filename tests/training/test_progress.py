@@ -92,28 +92,28 @@ def test_without_a_terminal_each_report_is_one_plain_line_with_the_time_left(mon
     monkeypatch.setattr("time.monotonic", lambda: now)
     progress = ProgressBar(True, first_step=10, total_steps=40)  # resumed
     for _ in range(10):
-        now += 1.0
+        now += 0.5
         progress.update()
     progress.show(REPORT)
     now += 100.0
     progress.update()  # long without a line
-    now += 9.0
+    now += 6.0
     progress.update()
-    now += 2.0
+    now += 5.0
     progress.update()  # ten seconds without a line, in the first ten minutes
     now += 600.0
     progress.update()
-    now += 59.0
+    now += 56.0
     progress.update()
-    now += 2.0
+    now += 5.0
     progress.update()
     progress.close()
     assert capsys.readouterr().err.splitlines() == [
-        "update 20 of 40: loss 0.2500, lr 1.00e-03, 40 images/s, 0:20 left",
-        "update 21 of 40: 3:10 left",
-        "update 23 of 40: 2:38 left",
-        "update 24 of 40: 13:44 left",
-        "update 26 of 40: 11:24 left",
+        "update 20 of 40: loss 0.2500, lr 1.00e-03, 40 images/s, 0:10 left",
+        "update 21 of 40: 3:01 left",
+        "update 23 of 40: 2:32 left",
+        "update 24 of 40: 13:38 left",
+        "update 26 of 40: 11:20 left",
     ]
 
 
@@ -137,11 +137,18 @@ def test_an_update_that_takes_long_shows_that_it_goes_on(monkeypatch, capsys):
     progress.look()
     now = 70.0
     progress.look()
+    now = 76.0
+    progress.update()
+    now = 78.0
+    progress.update()  # a line is due soon
+    now = 80.0
+    progress.look()
     progress.close()
     assert capsys.readouterr().err.splitlines() == [
         "update 1 of 5: 0:10 so far",
         "update 1 of 5: 1:36 left",
         "update 2 of 5: 0:46 so far, 4:40 left",
+        "update 3 of 5: 0:52 left",
     ]
 
 

@@ -257,7 +257,7 @@ class ReportOptions(Options):
         64, "evaluation: samples that each process makes at once, in fp32 (64)", at_least=1, free=True
     )
     eval_batch_size: int = flag(16, "images in a sample grid, made in fp32 (16)", at_least=1, free=True)
-    save_images_epochs: int = flag(10, "epochs between two sample grids (10)", at_least=1, free=True)
+    save_images_epochs: int = flag(10, "epochs between two sample grids (10, and at least 100 updates)", at_least=1, free=True)
     save_images_steps: int | None = flag(
         None, "updates between two sample grids; overrides --save_images_epochs", at_least=1, free=True
     )
@@ -331,8 +331,9 @@ class RunOptions(
 
     script: ClassVar[str]
     sampling_flag: ClassVar[str]
-    if TYPE_CHECKING:  # a flag of each script, with its own choices
+    if TYPE_CHECKING:  # flags of each script, with its own choices
         sampler: Any = None
+        model_preset: str | None = None
     usual_preset: ClassVar[str | None] = None  # where data is named, and neither a preset nor a config
     excludes: ClassVar[dict[str, tuple[str, ...]]] = {
         "train_data_dir": ("dataset_name",),
@@ -503,7 +504,9 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
 class EDM2NetworkOptions(Options):
     """network"""
 
-    model_preset: str | None = flag(None, "digits16, or XXS, XS, S, M, L, XL, XXL (XS; digits16 for the digits)")
+    model_preset: str | None = flag(
+        None, "digits16, small32, small64, or XXS, XS, S, M, L, XL, XXL (XS; digits16 for the digits)"
+    )
     model_config_name_or_path: str | None = flag(None, "config of an EDM2UNet: Hub name, folder or file", free=True)
     dropout: float | None = flag(None, "(the network's own)", at_least=0, below=1)
     force_weight_norm: bool = flag(True, "scale each weight vector to unit variance after each update (yes)")

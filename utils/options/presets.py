@@ -171,11 +171,24 @@ _EDM2 = {
     "save_model_steps": 65_536,
     "checkpoints_total_limit": 3,
 }
+_EDM2_SMALL = {  # digits16's settings, for the smaller batches of small folders
+    "train_batch_size": 16,
+    "max_train_steps": 10_000,
+    "learning_rate": 0.01,
+    "max_grad_norm": 1.0,
+    "lr_warmup_steps": 100,
+    "lr_decay_steps": 1600,
+    "save_images_steps": 1000,
+    "save_model_steps": 5000,
+    "checkpointing_steps": 1000,
+    "checkpoints_total_limit": 3,
+}
 # train_edm2.py's. The paper's sizes with its settings (Karras et al. 2024); small sets need smaller learning rates.
 EDM2_ABOUT = """\
+  small32 and small64 are for small sets on a CPU.
   XXS to XXL have the paper's settings for pixels (ImageNet-64). XXS and XXL, which it trained on latents alone, have the
   lengths of that. For latents (ImageNet-512) set --vae, --lr_decay_steps 70000 and the length.
-  All counts are updates of 2048 images and do not follow another --global_batch_size: set --max_train_steps,
+  All their counts are updates of 2048 images and do not follow another --global_batch_size: set --max_train_steps,
   --lr_warmup_steps and --ema_snapshot_steps with it."""
 EDM2_FLAGS: dict[str, dict[str, Any]] = {
     "digits16": {
@@ -201,6 +214,8 @@ EDM2_FLAGS: dict[str, dict[str, Any]] = {
         "validation_steps": 240,
         "logging_steps": 24,
     },
+    "small32": {"resolution": 32, **_EDM2_SMALL},
+    "small64": {"resolution": 64, **_EDM2_SMALL},
     "XXS": {**_EDM2, "max_train_steps": 1_048_576, "learning_rate": 0.0170},  # 2048 x 2^20 images
     "XS": {**_EDM2, "max_train_steps": 524_288, "learning_rate": 0.0120},  # 1024 x 2^20 images
     "S": {**_EDM2, "max_train_steps": 524_288, "learning_rate": 0.0100},  # 1024 x 2^20 images
@@ -211,11 +226,23 @@ EDM2_FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-def smaller_preset(resolution: int | str, parameters: int) -> tuple[str, int] | None:
-    """Returns (name, parameters) of the preset for a CPU that suits images of this size, for a network of so many; None where
-    it is no smaller."""
-    name, size = ("small64", 3_809_955) if max(Size.of(resolution)) >= 48 else ("small32", 2_801_667)
-    return (name, size) if _fits(name, resolution) and size < parameters else None
+# Parameters of the presets for a CPU, with 3 channels and without classes.
+SMALL = {
+    "train_ddpm": {"small32": 2_801_667, "small64": 3_809_955},
+    "train_edm2": {"small32": 3_166_725, "small64": 4_352_522},
+}
+
+
+def small_preset(resolution: int | str) -> str | None:
+    """Returns the preset for a CPU that suits images of this size, the same name in both scripts; None where none does."""
+    name = "small64" if max(Size.of(resolution)) >= 48 else "small32"
+    return name if _fits(name, resolution) else None
+
+
+def smaller_preset(script: str, resolution: int | str, parameters: int) -> tuple[str, int] | None:
+    """Returns `small_preset` and its parameters, for a network of so many; None where it is no smaller."""
+    name = small_preset(resolution)
+    return (name, SMALL[script][name]) if name and SMALL[script][name] < parameters else None
 
 
 def network_for_resolution(resolution: int | str) -> str | None:

@@ -24,6 +24,8 @@ from utils.training.run import Run
 from utils.training.samples import SampleGrids
 from utils.training.validation import Validation
 
+FEWEST_UPDATES = 100  # between two sample grids, by default
+
 
 class Periodic:
     """Its methods are to be called on every process."""
@@ -89,7 +91,7 @@ class Periodic:
             if self._evaluation.due():
                 with self._judged_weights():
                     improved |= self._evaluation.make()
-            if self._is_due(options.save_images_steps, options.save_images_epochs):
+            if self._previews():
                 self._show()
                 self._write_report()  # what stays of the run if it is killed
             elif self._monitor.due and not (run.output_dir / REPORT).exists():
@@ -170,7 +172,8 @@ class Periodic:
             with self._run.progress.part("checking the sampler"):
                 self._run.progress.try_or_warn(self._monitor.audit.check_sampler)
         self._run.progress.try_or_warn(self._grids.make)
-        self._run.progress.try_or_warn(self._grids.probe)
+        if not self._grids.stopped:
+            self._run.progress.try_or_warn(self._grids.probe)
 
     def _write_report(self) -> None:
         with self._run.progress.part("writing report.html"):
@@ -205,10 +208,18 @@ class Periodic:
         return (
             self._validation.due()
             or self._evaluation.due()
-            or self._is_due(options.save_images_steps, options.save_images_epochs)
+            or self._previews()
             or self._is_due(options.save_model_steps, options.save_model_epochs)
             or self._run.state.step % options.checkpointing_steps == 0
         )
+
+    def _previews(self) -> bool:
+        """Whether sample grids are due. Where nobody has set how often, they are some updates apart: their cost is that of many
+        updates, and an epoch of a small set may be one or two."""
+        options, of_an_epoch = self._run.options, self._run.length.updates_per_epoch
+        asked = options.save_images_steps is not None or "save_images_epochs" in options.given
+        steps = FEWEST_UPDATES if not asked and options.save_images_epochs * of_an_epoch < FEWEST_UPDATES else None
+        return self._is_due(options.save_images_steps or steps, options.save_images_epochs)
 
     def _is_due(self, steps: int | None, epochs: int) -> bool:
         length = self._run.length

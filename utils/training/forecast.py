@@ -28,7 +28,7 @@ class Forecast:
     def _smaller(self) -> str | None:
         """Advice; None where no preset is smaller."""
         run, options = self._run, self._run.options
-        found = smaller_preset(options.resolution, run.facts["parameters"]) if options.script == "train_ddpm" else None
+        found = smaller_preset(options.script, options.resolution, run.facts["parameters"])
         return found and f"--model_preset {found[0]}, which has {found[1] / 1e6:.1f} M parameters and is faster"
 
     def after_update(self) -> None:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from utils.core.errors import UserError
 from utils.options.flags import RunOptions
+from utils.options.presets import small_preset
 
 
 class RunLength(NamedTuple):
@@ -17,7 +18,8 @@ class RunLength(NamedTuple):
         """Raises UserError where there are fewer images than one update takes."""
         micro_batch, accumulation = options.micro_batch_size, options.gradient_accumulation_steps
         global_batch_size = num_processes * micro_batch * accumulation
-        check_global_batch(num_images, global_batch_size, options.global_batch_size)
+        small = small_preset(options.resolution) if options.model_preset == options.usual_preset else None
+        check_global_batch(num_images, global_batch_size, options.global_batch_size, small)
         of_an_epoch = updates_per_epoch(num_images, micro_batch, num_processes, accumulation)
         return cls(global_batch_size, of_an_epoch, options.max_train_steps or options.num_epochs * of_an_epoch)
 
@@ -29,13 +31,15 @@ def updates_per_epoch(num_images: int, train_batch_size: int, num_processes: int
     return math.ceil(math.ceil(batches / num_processes) / accumulation)
 
 
-def check_global_batch(num_images: int, global_batch_size: int, asked: int | None = None) -> None:
-    """`asked`: --global_batch_size, of the command line or a preset. Raises UserError where the images are too few."""
+def check_global_batch(num_images: int, global_batch_size: int, asked: int | None = None, small: str | None = None) -> None:
+    """`asked`: --global_batch_size, of the command line or a preset. `small`: a preset for small sets. Raises UserError
+    where the images are too few."""
     if num_images == 0:
         raise UserError("there are no training images\ncheck the data and --validation_images")
     if num_images < global_batch_size:
         product = "smaller --train_batch_size (global batch = processes x --train_batch_size x --gradient_accumulation_steps)"
         advice = f"set --global_batch_size to {num_images} or less" if asked else f"use a {product}"
+        advice += f", or --model_preset {small}, which is for small sets" if asked and small else ""
         raise UserError(f"{num_images} training images are fewer than one global batch of {global_batch_size}\n{advice}")
 
 

@@ -22,6 +22,7 @@ QUARTILES = 4
 # Without a terminal, the longest time in seconds without a line, and of the run's first minutes, which people watch.
 MINUTE, FIRST_MINUTES = 60.0, 600.0
 WATCH_SECONDS = 1.0  # between two looks at how long the update at hand takes
+SOON = 3.0  # an update that ends so long before a line is due has it
 
 
 class StepStatistics:
@@ -155,7 +156,7 @@ class ProgressBar:
         self._step += 1
         self._bar.update()
         self._last_update = time.monotonic()
-        if self._is_silent(self._last_update):  # a report is far away
+        if self._is_silent(self._last_update + SOON):  # a report is far away
             self._line("")
 
     def look(self) -> None:
@@ -163,7 +164,7 @@ class ProgressBar:
         now = time.monotonic()
         if Bar.active:  # which shows itself
             self._last_line = now
-        elif self._is_silent(now + WATCH_SECONDS):
+        elif self._is_silent(now + WATCH_SECONDS) and now - self._last_update > SOON - WATCH_SECONDS:
             self._line(f"{duration(now - self._last_update)} so far", self._step + 1)
 
     def _is_silent(self, now: float) -> bool:

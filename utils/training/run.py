@@ -136,11 +136,11 @@ def begin_run(
 
     Raises UserError where the checkpoint does not fit the options, or the folder cannot be written.
     """
+    length = RunLength.of(options, len(data.training), accelerator.num_processes)
     shown = accelerator.is_main_process and not options.quiet
     with Bar("testing the export of the network", shown=shown):
         on_main_process(accelerator, check_export, objective.exported, objective.noise_scheduler, folder.path)
     kept = {**objective.kept, **data.kept}
-    length = RunLength.of(options, len(data.training), accelerator.num_processes)
     ema, ema_decay = make_ema(objective.exported, options)
     state = TrainState(
         options=options.shaping(

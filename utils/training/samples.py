@@ -32,6 +32,7 @@ class SampleGrids:
     Attributes:
         newest: path of the newest grid, None before the first.
         newest_step: the updates it was made after.
+        stopped: whether the last one was left out because the run was told to stop, on every process alike.
     """
 
     def __init__(self, run: Run):
@@ -48,6 +49,7 @@ class SampleGrids:
         )
         self.newest: Path | None = None
         self.newest_step: int | None = None
+        self.stopped = False
 
     def make(self) -> None:
         """Writes samples/<step>.png (raw | EMA from the same noise) and samples/<step>-path.png, and logs both.
@@ -65,7 +67,8 @@ class SampleGrids:
                 return run.stopping()
 
             results = [self._sample(weights, should_stop) for weights in kinds]
-        if None not in results:  # else told to stop
+        self.stopped = None in results
+        if not self.stopped:
             path = run.output_dir / "samples" / f"{step:07d}.png"
             on_main_process(run.accelerator, self._write, path, step, raw=results[0], ema=results[-1])
             self.newest, self.newest_step = path, step
