@@ -218,7 +218,7 @@ def test_splits_of_a_batch_train_alike(train_edm, flags, tmp_path):
         (["--ema_widths", "0.05", "0.4"], "--ema_widths must be a number above 0 and below"),
         (["--label_dropout", "1.5"], "--label_dropout must be a number of at least 0 and below 1; got 1.5"),
         (["--sigma_data", "0"], "--sigma_data must be a number above 0; got 0"),
-        (["--model_preset", "XXXL"], "unknown --model_preset 'XXXL'\nchoose from digits16, XXS"),
+        (["--model_preset", "XXXL"], "unknown --model_preset 'XXXL'\nchoose from digits16, small32, small64, XXS"),
     ],
 )
 def test_bad_input_is_named(train_edm, flags, tmp_path, options, message):
