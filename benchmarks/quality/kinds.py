@@ -94,7 +94,7 @@ def judge(kind: str, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=SIZES)
-    parser.add_argument("--updates", type=int, default=1500, help="of 32 images")
+    parser.add_argument("--updates", type=int, default=1000, help="of 32 images")
     parser.add_argument("--num_images", type=int, default=300)
     parser.add_argument("--guidance", type=float, nargs="+", default=[2.0])
     parser.add_argument("--output_dir", type=Path, required=True)
