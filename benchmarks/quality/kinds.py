@@ -112,17 +112,8 @@ def main() -> None:
     for guidance in args.guidance:
         samples = args.output_dir / f"{args.kind}-samples-{guidance:g}"
         command = [sys.executable, ROOT / "generate.py", "--pipeline", run, "--num_images", args.num_images]
-        command += [
-            "--sampler",
-            "ddpm",
-            "--num_inference_steps",
-            50,
-            "--guidance",
-            guidance,
-            "--output_dir",
-            samples,
-            "--quiet",
-        ]
+        command += ["--sampler", "ddpm", "--num_inference_steps", 50, "--guidance", guidance]
+        command += ["--output_dir", samples, "--quiet"]
         subprocess.run(list(map(str, command)), check=True)
         print(f"guidance {guidance:g}: ", end="")
         judge(args.kind, samples)

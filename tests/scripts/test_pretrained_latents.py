@@ -123,6 +123,12 @@ def no_autoencoder(folder: Path, pipeline: Path) -> list:
     return ["--pretrained", folder / "p"]
 
 
+def autoencoder_of_other_latents(folder: Path, pipeline: Path) -> list:
+    asked = no_autoencoder(folder, pipeline)
+    small_kl(latent_channels=2).save_pretrained(folder / "p/vae")
+    return asked
+
+
 def pixels(folder: Path, pipeline: Path) -> list:
     export_pipeline(UNet2DModel(**TINY_NETWORK), make_noise_scheduler(), folder / "p", "")
     return ["--pretrained", folder / "p", "--vae", pipeline]
@@ -133,6 +139,7 @@ def pixels(folder: Path, pipeline: Path) -> list:
     [
         (other_autoencoder, r"--vae .*vae is another autoencoder than that of .*\nleave --vae out"),
         (no_autoencoder, r"cannot load the autoencoder of .*p: "),
+        (autoencoder_of_other_latents, r"the autoencoder of .*p has 2 channels, and its unet has 3\nuse another pipeline"),
         (pixels, r"--vae .*: the network of .*p makes images, and no latents\nleave --vae out"),
         (["--latent_scale", "auto"], r"--latent_scale and --pretrained: the pipeline has its own scale"),
         (["--image_channels", "3"], r"--image_channels 3: .* was trained with 1"),
