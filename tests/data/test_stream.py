@@ -64,6 +64,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def load(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(shards, "RANGE_WAITS", ())
 
     def load_with_cache(name, **options):
         options = {"resolution": 8, "cache_dir": str(tmp_path / "cache"), "streaming": True, **options}
@@ -181,6 +182,28 @@ def test_images_that_cannot_be_decoded(tmp_path, load):
     assert packed.replacements() == streamed.replacements() == {12: 14, 13: 14, 30: 31}
     with pytest.raises(UserError, match=r"at row 12, column 'image' of train-00000.parquet"):
         load(folder).fetch([12])
+
+
+@pytest.mark.parametrize("kind", ["texts", "structs"])
+def test_images_that_a_column_names_begin_at_its_file_and_are_read_again_when_they_change(kind, tmp_path, load):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "shards" / "photos").mkdir(parents=True)
+    names = [f"photos/{number}.png" for number in range(12)]
+    for number, name in enumerate(names):
+        (tmp_path / "shards" / name).write_bytes(png(number))
+    column = names if kind == "texts" else [{"bytes": None, "path": name} for name in names]
+    pq.write_table(pa.table({"image": column}), tmp_path / "shards" / "train.parquet", row_group_size=5)
+    how = {} if kind == "texts" else {"image_column": "image"}
+    before = load(tmp_path / "shards" / "train.parquet", **how)
+    pixels = before.fetch(np.arange(12))
+    assert (pixels == load(tmp_path / "shards" / "train.parquet", streaming=False, **how).fetch(np.arange(12))).all()
+    assert load(tmp_path / "shards" / "train.parquet", **how).fingerprint == before.fingerprint
+    (tmp_path / "shards" / names[7]).write_bytes(png(99))
+    os.utime(tmp_path / "shards" / names[7], (1, 1))
+    changed = load(tmp_path / "shards" / "train.parquet", **how).fetch(np.arange(12))
+    assert (changed != pixels).any(axis=(1, 2, 3)).nonzero()[0].tolist() == [7]
 
 
 @pytest.mark.parametrize(
@@ -535,6 +558,21 @@ def test_a_fault_that_ends_costs_nothing_but_time(fault, folder, load, monkeypat
         assert not faults
     said = capfd.readouterr().err.splitlines()
     assert sum("trying again" in line for line in said) == 1
+
+
+def test_a_part_that_fails_is_asked_for_again_alone(tmp_path, load, monkeypatch, capfd):
+    monkeypatch.setattr(shards, "RANGE_WAITS", (0.01, 0.01))
+    monkeypatch.setattr(shard_formats, "_BUFFER", 4096)
+    folder = write_tars(tmp_path / "tars", range(40))
+    with web_server(folder) as (address, faults, asked):
+        load(f"{address}/train-00000.tar", cache_dir=str(tmp_path / "undisturbed"))
+        usual = len(asked)
+        asked.clear()
+        faults[:] = [None] * (usual // 2) + [500, "reset", None, "short"]
+        images = load(f"{address}/train-00000.tar")
+        assert not faults and len(asked) == usual + 3
+        assert (images.fetch([3]) == load(folder / "train-00000.tar", streaming=False).fetch([3])).all()
+    assert "trying again" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import os
 import posixpath
 from collections.abc import Iterable
@@ -183,18 +184,9 @@ class EncodedImages:
         return len(self.table)
 
     def files_key(self) -> str:
-        """Returns what changes with the size or the time of change of any file on this machine that the column names; "" where
-        the first value is no such name."""
-        first = self.between(0, 1)[0]
-        if first.path is None or first.data is not None or is_address(first.path):
-            return ""
-        digest = hashlib.sha256()
-        for start in range(0, len(self), _ROWS):
-            for file in self.between(start, min(start + _ROWS, len(self))):
-                with contextlib.suppress(OSError):  # what is not there shows when it is decoded
-                    status = os.stat(file.path or "")
-                    digest.update(f"{file.path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-        return digest.hexdigest()
+        """See `files_key`."""
+        edges = [0, *range(1, len(self), _ROWS), len(self)]  # the first row alone: others may hold large images
+        return files_key(self.between(start, stop) for start, stop in itertools.pairwise(edges))
 
     def between(self, start: int, stop: int) -> list[ImageFile]:
         """Returns the files of rows [start, stop)."""
@@ -223,6 +215,21 @@ class EncodedImages:
             place = f"row {row}, column {self.column!r}"
             files.append(ImageFile(value["bytes"], path, f"{path} ({place})" if path else f"at {place}"))
         return files
+
+
+def files_key(parts: Iterable[list[ImageFile]]) -> str:
+    """Returns what changes with the size or the time of change of any file on this machine that the rows name; "" where the
+    first row names none."""
+    digest = hashlib.sha256()
+    for number, files in enumerate(parts):
+        first = files[0]
+        if number == 0 and (first.path is None or first.data is not None or is_address(first.path)):
+            return ""
+        for file in files:
+            with contextlib.suppress(OSError):  # what is not there shows when it is decoded
+                status = os.stat(file.path or "")
+                digest.update(f"{file.path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
 
 
 def _below(base: str, path: str) -> str:

@@ -337,7 +337,8 @@ def _open_stream(options: DataOptions, progress: Callable[[int, int], None] | No
     column, notes = find_image_column(table, options.image_column)
     refuse_column(found, column)
     files = BlockReader(found, column)
-    about = (found.key, str(options.dataset_name), column, [*notes, *found.notes])
+    key = " ".join(filter(None, (found.key, files.files_key())))
+    about = (key, str(options.dataset_name), column, [*notes, *found.notes])
     return _Source(files, found.labels, found.class_names, *about)
 
 

@@ -4,6 +4,7 @@ A shard is a file on this machine, or lies behind an address that fsspec reads (
 """
 
 import glob
+import http.client
 import io
 import json
 import os
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 WAITS = (1.0, 5.0, 15.0, 30.0)  # seconds before a shard is tried again
+RANGE_WAITS = (0.5, 2.0)  # seconds before a part of a web server's file is tried again, which nobody is told
 TIMEOUT = 30  # seconds without a byte of a web server
 KINDS = "parquet, tar or arrow files"
 ENDINGS = (".parquet", ".tar", ".arrow")  # of a folder with several kinds, the first one counts
@@ -216,12 +218,25 @@ class _WebFile(io.RawIOBase):
         count = min(len(buffer), self._shard.size - self._at)
         if count <= 0:
             return 0
-        data, size, stamp = _get(self._shard.address, self._at, self._at + count - 1)
+        data, size, stamp = self._part(self._at, self._at + count - 1)
         if (size, stamp) != (self._shard.size, self._shard.stamp):
             raise ShardChanged(self._shard.address)
         buffer[:count] = data
         self._at += count
         return count
+
+    def _part(self, first: int, last: int) -> tuple[bytes, int, str]:
+        """As `_get`, which is tried again where it fails at once: what was read of the file before is not lost with it."""
+        for wait in RANGE_WAITS:
+            try:
+                return _get(self._shard.address, first, last)
+            except (OSError, http.client.HTTPException) as error:
+                if isinstance(error, (FileNotFoundError, TimeoutError)) or isinstance(
+                    getattr(error, "reason", None), TimeoutError
+                ):
+                    raise
+            time.sleep(wait)
+        return _get(self._shard.address, first, last)
 
 
 def _get(address: str, first: int, last: int) -> tuple[bytes, int, str]:

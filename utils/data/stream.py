@@ -23,10 +23,11 @@ from utils.core.errors import UserError, one_line
 from utils.core.files import whole_file
 from utils.data.bad_images import BadImage, BadImages
 from utils.data.block_cache import BlockCache, StoredBlock
-from utils.data.columns import LABEL_NAMES, EncodedImages, find_labels, holds_arrays
+from utils.data.columns import LABEL_NAMES, EncodedImages, files_key, find_labels, holds_arrays
 from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
 from utils.data.shard_formats import VERSION, Tar, columns_of, counts, format_of
 from utils.data.shards import Shard, find_shards, in_parallel, patiently
+from utils.data.stored_files import is_address
 from utils.options.flags import DataOptions
 
 if TYPE_CHECKING:
@@ -209,6 +210,13 @@ class BlockReader:
         base = shard.address.rpartition("/")[0]
         files = EncodedImages(dataset, self.column, base, first).between(0, rows)
         return [replace(file, name=f"{file.name} of {shard.name}") for file in files]
+
+    def files_key(self) -> str:
+        """See `columns.files_key`. Shards that are elsewhere name no files of this machine, and are not read."""
+        if is_address(self.address(0)):
+            return ""
+        reads = (functools.partial(self, block) for block in range(len(self.blocks)))
+        return files_key(patiently(read, self.address(block)) for block, read in enumerate(reads))
 
     def address(self, block: int) -> str:
         return self.blocks.shards[self.blocks.shard[block]].address
