@@ -3,9 +3,13 @@
     python benchmarks/speed/streaming.py
     python benchmarks/speed/streaming.py --images 2000000 --shards 400 --server --first 100000 --rounds 0
 
+    python benchmarks/speed/streaming.py --server --rounds 0 --train 400          # share of waiting in a real run
+
 A pool of different JPEGs is written again and again into parquet shards. The loader's batches alone are timed, nothing is
 trained. After the first pass, or the `--first` images of it, the same images are read in turn from the decoded blocks and
-from packed images. With `--server` the shards are read from a web server, which is another process.
+from packed images. With `--train`, train_ddpm.py first trains for so many updates in its first pass, with the preset
+digits16 and batches of 32, and tells the share of time that it waited for data. With `--server` the shards are read from a
+web server, which is another process.
 """
 
 import argparse
@@ -30,6 +34,7 @@ from PIL import Image
 
 from benchmarks.shared.images import shapes
 from benchmarks.shared.measuring import default_device, describe, ratio
+from benchmarks.shared.real_script import train_once
 from utils.data.dataset import ImageSet, load_images
 from utils.data.loader import BatchSplit, SampleOrder, WindowedOrder, training_batches
 from utils.options.flags import DataOptions
@@ -114,6 +119,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--first", type=int, help="images of the first pass that are read (all)")
     parser.add_argument("--rounds", type=int, default=5, help="times that streamed and packed images are read in turn")
+    parser.add_argument("--train", type=int, default=0, help="updates of a real run, before all else")
     parser.add_argument("--server", action="store_true", help="shards of a web server")
     return parser.parse_args(argv)
 
@@ -130,6 +136,12 @@ def main() -> None:
         if args.server:
             last = f"{args.shards - 1:05}"
             name = f"{stack.enter_context(web_server(folder))}/train-{{00000..{last}}}.parquet"
+        if args.train:
+            flags = ["--dataset_name", name, "--streaming", "--model_preset", "digits16", "--resolution", args.side]
+            flags += ["--image_channels", 3, "--cache_dir", Path(temporary) / "other", "--max_train_steps", args.train]
+            flags += ["--validation_images", 0, "--cpu_threads", 1, "--dataloader_num_workers", 1, "--logging_steps", 50]
+            _, waits = train_once("train_ddpm.py", flags, Path(temporary) / "run").series("perf/data_wait")
+            print("perf/data_wait of every 50 updates: " + " ".join(f"{wait:.4f}" for wait in waits), flush=True)
         how = {"resolution": args.side, "center_crop": True, "cache_dir": str(cache)}
         for words in ("without an index", "with the index"):
             start = time.perf_counter()
