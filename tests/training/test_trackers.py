@@ -150,9 +150,10 @@ def test_a_clock_that_was_set_back_between_two_starts(tmp_path, monkeypatch):
     assert values == pytest.approx({1: 0.1, 2: 0.2, 3: 2.3, 4: 3.4, 5: 3.5})
 
 
-def test_tensorboard_shows_training_and_validation_first_and_one_run(tmp_path):
+@pytest.mark.parametrize("evaluated", [4, None])
+def test_tensorboard_shows_training_and_validation_first_and_one_run(tmp_path, evaluated):
     trackers = tensorboard(tmp_path, 0)
-    trackers.describe({"learning_rate": 0.1, "dataset_name": "digits"})
+    trackers.describe({"learning_rate": 0.1, "dataset_name": "digits", "eval_steps": evaluated})
     trackers.log({"train/loss": 1.0, "validation/loss": 2.0, "eval/fd_randconv": 3.0, "perf/data_wait": 0.5}, step=1)
     trackers.close()
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -168,7 +169,7 @@ def test_tensorboard_shows_training_and_validation_first_and_one_run(tmp_path):
     assert values["learning_rate"].number_value == 0.1 and values["dataset_name"].string_value == "digits"
     [layout] = events.Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(layout.tensor_proto.string_val[0])
-    assert [category.title for category in layout.category] == list(LAYOUT)
+    assert [category.title for category in layout.category] == (list(LAYOUT) if evaluated else ["training", "speed"])
 
 
 def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on():

@@ -156,7 +156,8 @@ class Trackers:
 
             for summary in hparams(values, {"train/loss": 0.0, "validation/loss": 0.0}):  # in this run, not in one of its own
                 tracker.writer.file_writer.add_summary(summary)
-            tracker.writer.add_custom_scalars(LAYOUT)
+            evaluated = settings.get("eval_steps") is not None
+            tracker.writer.add_custom_scalars({k: charts for k, charts in LAYOUT.items() if evaluated or k != "samples"})
 
         self._each(store, gives_up=False)
 
