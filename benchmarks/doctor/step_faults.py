@@ -1046,7 +1046,7 @@ fault(
 # ---- EMA
 
 MADE = "ema, ema_decay = make_ema(objective.exported, options)"
-LERP = "torch._foreach_lerp_(averages, weights, 1.0 - decay)"
+LERP = "torch._foreach_lerp_(self._moved, weights, rates * len(self._weights))"
 
 fault(
     "EMA not updated on several processes",
@@ -1092,12 +1092,12 @@ fault("EMA decay squared", "ema", (DDPM, EMA_UPDATE, EMA_UPDATE.replace("(step +
 fault("EMA updated twice", "ema", (DDPM, EMA_UPDATE, EMA_UPDATE + EMA_UPDATE))
 fault("EMA every tenth update", "ema", (DDPM, IF_EMA, "        if run.ema is not None and step % 10 == 0:\n"))
 fault("EMA decay of the first update for ever", "ema", (DDPM, EMA_UPDATE, EMA_UPDATE.replace("step + 1", "1")))
-fault("EMA decay exchanged with its rest", "ema", (EMA, LERP, "torch._foreach_lerp_(averages, weights, decay)"))
+fault("EMA decay exchanged with its rest", "ema", (EMA, "return [1.0 - decay]", "return [decay]"))
 fault("EMA decay of 0.9", "ema", (EMA, "return min(max_decay, 1.0 - (1.0 + (step - 1) / inv_gamma) ** -power)", "return 0.9"))
 fault(
     "EMA rounded to bf16",
     "ema",
-    (EMA, LERP, LERP + "\n                [average.copy_(average.bfloat16()) for average in averages]"),
+    (EMA, LERP, LERP + "\n                [average.copy_(average.bfloat16()) for average in self._moved]"),
 )
 fault(
     "EMA of kernels alone",

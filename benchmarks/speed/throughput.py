@@ -281,8 +281,8 @@ def print_additions(race: SideBySide, update: float, report_seconds: float, inte
     """The table of what the script does beside forward, backward and step. `intervals`: updates from one to the next."""
     ema = race.ema.seconds()
     rows = {"report": (report_seconds, intervals["report"])}
-    if ema:  # several averages are several calls
-        rows["EMA"] = (statistics.median(ema) * len(ema) / race.updates, 1)
+    if ema:
+        rows["EMA"] = (statistics.median(ema), 1)
     rows["waiting for data"] = (statistics.median(race.waited), 1)
     for name, seconds in race.apart.items():
         once_prepared = seconds[1:] if name == "evaluation" and len(seconds) > 1 else seconds

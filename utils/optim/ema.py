@@ -38,6 +38,7 @@ class EMA:
         self.shadow = {name: _as_shadow(tensor) for name, tensor in self._tensors.items()}
         averaged = [n for n, t in self._tensors.items() if t.is_floating_point() and not n.endswith(UNIT_VECTORS)]
         self._averages, self._weights = [self.shadow[n] for n in averaged], [self._tensors[n] for n in averaged]
+        self._moved = self._averages  # by `update`: of each tensor one for each of its `_rates`
         self._copied = [(self.shadow[n], self._tensors[n]) for n in self._tensors.keys() - set(averaged)]
 
     @torch.no_grad()
@@ -46,16 +47,21 @@ class EMA:
 
         A skipped update leaves the weights finite, so multiplying by zero is exact; no host sync is needed.
         """
-        averages, weights = self._floating()
+        rates = self._rates(decay)
+        weights = [tensor for tensor in self._floating()[1] for _ in rates]
         if finite.device.type == "cpu":  # the flag is at hand, and one pass over the memory is quicker than three
             if finite:
-                torch._foreach_lerp_(averages, weights, 1.0 - decay)
+                torch._foreach_lerp_(self._moved, weights, rates * len(self._weights))
         else:
-            difference = torch._foreach_sub(weights, averages)
-            torch._foreach_mul_(difference, finite * (1.0 - decay))
-            torch._foreach_add_(averages, difference)
+            difference = torch._foreach_sub(weights, self._moved)
+            for number, rate in enumerate(rates):
+                torch._foreach_mul_(difference[number :: len(rates)], finite * rate)
+            torch._foreach_add_(self._moved, difference)
         for copy, tensor in self._copied:
             copy.copy_(tensor)
+
+    def _rates(self, decay: float) -> list[float]:
+        return [1.0 - decay]
 
     def _floating(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(averages, weights) of what is averaged, both in fp32. Call it without gradients."""

@@ -80,13 +80,13 @@ class PowerEMA(EMA):
         super().__init__(model)
         self._others = [EMA(model) for _ in widths[1:]]
         self.averages = dict(zip(widths, (self, *self._others)))  # width -> EMA
+        groups = zip(*(average._averages for average in self.averages.values()))
+        self._moved = [average for group in groups for average in group]  # so each tensor is read from memory once
+        self._copied = [pair for average in self.averages.values() for pair in average._copied]
 
-    @torch.no_grad()
-    def update(self, decay: float, finite: torch.Tensor) -> None:
-        """As `EMA.update`; `decay` is that of the first width, and gives those of the others: b^((g' + 1) / (g + 1))."""
-        super().update(decay, finite)
-        for average, exponent in zip(self._others, self.exponents[1:]):
-            average.update(decay ** ((exponent + 1.0) / (self.exponents[0] + 1.0)), finite)
+    def _rates(self, decay: float) -> list[float]:
+        """`decay` is that of the first width, and gives those of the others: b^((g' + 1) / (g + 1))."""
+        return [1.0 - decay ** ((exponent + 1.0) / (self.exponents[0] + 1.0)) for exponent in self.exponents]
 
     def restart(self) -> None:
         """Raises UserError: an average that does not reach back to the first update has another profile than its width's."""
