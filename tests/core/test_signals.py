@@ -1,7 +1,10 @@
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
+from conftest import ROOT
 
 from utils.core.signals import STOP_SIGNALS, StopSignal
 
@@ -14,7 +17,7 @@ def handlers():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_answered_at_once_and_remembered(handlers, capfd, number):
     stop = StopSignal(1)
     os.kill(os.getpid(), number)
@@ -22,6 +25,14 @@ def test_a_signal_is_answered_at_once_and_remembered(handlers, capfd, number):
     line += "; a second Ctrl-C ends it now, without saving" if number == signal.SIGINT else ""
     assert capfd.readouterr().err.split("\n") == ["", line, ""]
     assert stop.received == number.name and stop.agreed()
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_is_a_stop_and_nohup_is_not(ignored):
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" if ignored else ""
+    code += "from utils.core.signals import STOP_SIGNALS; print([number.name for number in STOP_SIGNALS])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert ("SIGHUP" in found) is not ignored and "SIGTERM" in found
 
 
 def test_the_other_processes_do_not_repeat_it(handlers, capfd):

@@ -14,7 +14,8 @@ from utils.core.entrypoint import leave_now
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same command again to continue
 EXIT_DIVERGED = 3  # too many updates in a row were not finite
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_OF_TERMINALS = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # nohup ignores it
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *_OF_TERMINALS)
 
 
 def leave_on_signal() -> None:
@@ -49,7 +50,7 @@ def signals_held() -> Iterator[None]:
 
 
 class StopSignal:
-    """Remembers SIGTERM, SIGINT or SIGUSR1; a second SIGINT ends the process at once.
+    """Remembers SIGTERM, SIGINT, SIGUSR1 or SIGHUP (a terminal that was closed); a second SIGINT ends the process at once.
 
     The ranks agree through an all-reduce of one byte over a gloo group of their own: it runs while the next update computes,
     so that it neither waits for the accelerator nor makes it wait. Its answer is one update late, on all ranks alike.
