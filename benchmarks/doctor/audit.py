@@ -60,7 +60,7 @@ DIFFUSION_FLAGS = {"prediction_type", "ddpm_beta_schedule", "snr_gamma"}
 LEAVES_OUT = ("checkpoint-*", "*.safetensors", "cache", "ema_snapshots")  # of the runs' folders that --keep keeps
 ENDED = (0, 3)  # well, or diverged
 TEXT = ("digits", "letters")  # of which mirrored images are a fault
-AUTOENCODER, LATENT_CHANNELS, AUTOENCODER_UPDATES = "autoencoder", 2, 200
+AUTOENCODER, LATENT_CHANNELS, AUTOENCODER_UPDATES = "autoencoder", 2, 100
 OF_FINE_TUNING = ("pretrained", "train_only", "learning_rate")
 OF_PIPELINES = ("model_config_name_or_path", "vae", "latent_scale")  # which --pretrained brings
 

@@ -125,13 +125,13 @@ def stickers() -> tuple[list[Image.Image], np.ndarray]:
 
 
 def waves() -> dict[str, np.ndarray]:
-    """Arrays of floats, 18x18 in five channels: a wave that moves on from channel to channel, slow or fast."""
+    """Arrays of floats, 18x18 in five channels: a long or a short wave that moves on from channel to channel."""
     chance, labels = np.random.default_rng(3), np.arange(480) % 2
-    y, x = np.mgrid[0:18, 0:18]
-    angle, phase, length, height = (chance.uniform(*of, (480, 1, 1, 1)) for of in ((0, np.pi), (0, 6.3), (8, 18), (0.4, 0.9)))
-    along = (np.cos(angle) * x[..., None] + np.sin(angle) * y[..., None]) * 2 * np.pi / length
-    moved = np.arange(5) * np.array([0.4, 1.1])[labels][:, None, None, None]
-    return {"images": (height * np.sin(along + phase + moved)).astype(np.float32), "labels": labels}
+    y, x = np.mgrid[0:18, 0:18, 0:1][:2]
+    angle, phase, height = (chance.uniform(*of, (480, 1, 1, 1)) for of in ((0, np.pi), (0, 2 * np.pi), (0.4, 0.9)))
+    length = chance.uniform(*np.array([(5, 7), (14, 18)])[labels].T)[:, None, None, None]
+    along = (np.cos(angle) * x + np.sin(angle) * y) * 2 * np.pi / length
+    return {"images": (height * np.sin(along + phase + 0.3 * np.arange(5))).astype(np.float32), "labels": labels}
 
 
 MAKERS: dict[str, Callable] = {
