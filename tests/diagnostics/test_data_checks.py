@@ -176,6 +176,9 @@ def test_dark_corners_and_a_few_doubled_images_are_for_information_alone():
 def test_enlargement_by_the_loading_is_left_to_the_figures():
     sizes = np.full((160, 2), 16)
     assert "data-resampled" not in above_info(enlarged(Image.Resampling.BILINEAR), sizes=sizes)
+    wide = enlarged(Image.Resampling.BILINEAR)[:, 6:26]  # 20x32, of files that cover its height but not its width
+    assert "data-resampled" not in above_info(wide, sizes=np.full((160, 2), 22))
+    assert "data-resampled" in above_info(wide, sizes=np.full((160, 2), 32))
 
 
 def test_copies_among_the_held_out_images_are_named():

@@ -53,7 +53,7 @@ def smooth_enlargement(sample: Sample) -> Iterator[Seen]:
     That soft images are not: moved by half a pixel, the grid fits them as well.
     """
     height, width = sample.images.shape[1:3]
-    if min(height, width) < 16 or (sample.sizes is not None and (sample.sizes.min(1) < min(height, width)).mean() > 0.5):
+    if min(height, width) < 16 or (sample.sizes is not None and (sample.sizes < (height, width)).any(1).mean() > 0.5):
         return  # the loading enlarges them, which data-enlarged tells
     rows = sample.gray.reshape(-1, width).astype(np.float64)[:: max(1, len(sample.gray) * height // 60_000)]
     rows = rows - rows.mean(1, keepdims=True)
