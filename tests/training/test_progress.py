@@ -177,3 +177,12 @@ def test_quiet_prints_lines_for_the_user_and_no_progress(capsys):
     progress.print_line("a finding")
     assert progress.part("sampling")._shown is False
     assert capsys.readouterr() == ("a finding\n", "")
+
+
+def test_many_micro_batches_count_as_often_as_few():
+    statistics = StepStatistics(torch.device("cpu"), 1000)
+    for number in range(200):  # more than are summed up together
+        statistics.add_losses(torch.tensor([float(number), 1.0]), torch.tensor([0, 999]))
+    report = statistics.report(ALONE)
+    assert (report["train/loss_timestep_quartile_1"], report["train/loss_timestep_quartile_4"]) == (99.5, 1.0)
+    assert not statistics._waiting

@@ -84,6 +84,9 @@ class BadUpdates:
         """Judges the update that follows `step` finished ones, whose micro steps were noted; before the optimizer's step."""
         losses = torch.cat(self._micro_losses)
         self._micro_losses.clear()
+        if on_cpu(gradients.finite) and gradients.finite:  # the flag is at hand, and what follows would change nothing else
+            self._in_a_row.zero_()
+            return
         bad, overflow = ~gradients.finite, torch.zeros_like(gradients.finite)
         if gradients.loss_scale is not None:
             broken = (~torch.isfinite(losses).all()).float()

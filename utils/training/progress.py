@@ -19,6 +19,7 @@ from utils.core.errors import UserError
 from utils.optim.clipping import Gradients
 
 QUARTILES = 4
+_WAITING = 64  # micro batches whose losses are summed up together
 # Without a terminal, the longest time in seconds without a line, and of the run's first minutes, which people watch.
 MINUTE, FIRST_MINUTES = 60.0, 600.0
 WATCH_SECONDS = 1.0  # between two looks at how long the update at hand takes
@@ -38,13 +39,24 @@ class StepStatistics:
         self._loss_count = torch.zeros(QUARTILES, device=device)
         self._norm_sum = torch.zeros((), device=device)
         self._updates = torch.zeros((), device=device)
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # micro batches that are not in the sums yet
 
-    @torch.no_grad()
     def add_losses(self, losses: torch.Tensor, timesteps: torch.Tensor) -> None:
         """Adds one micro batch: `losses` and `timesteps` are [B]."""
+        self._waiting.append((losses.detach(), timesteps))
+        if len(self._waiting) == _WAITING:
+            self._sum_up()
+
+    @torch.no_grad()
+    def _sum_up(self) -> None:
+        """Many micro batches at once: for each of them alone it takes as long."""
+        if not self._waiting:
+            return
+        losses, timesteps = map(torch.cat, zip(*self._waiting))
+        self._waiting.clear()
         finite = torch.isfinite(losses)
         quartiles = timesteps * QUARTILES // self._num_timesteps
-        self._loss_sum.index_add_(0, quartiles, losses.detach().float().where(finite, 0.0))
+        self._loss_sum.index_add_(0, quartiles, losses.float().where(finite, 0.0))
         self._loss_count.index_add_(0, quartiles, finite.float())
 
     @torch.no_grad()
@@ -55,6 +67,7 @@ class StepStatistics:
 
     def sums(self, accelerator: Accelerator) -> torch.Tensor:
         """Returns what a report is made of, over all processes, on the device."""
+        self._sum_up()
         losses = accelerator.reduce(torch.cat([self._loss_sum, self._loss_count]), "sum")
         return torch.cat([losses, torch.stack([self._norm_sum, self._updates])])
 
