@@ -83,10 +83,9 @@ def test_a_rank_that_hangs_is_named_and_all_end(server, script, script_flags, tm
 
 @pytest.mark.parametrize(("seconds", "ends"), [*slow_turns((TIMEOUT + 30, True)), (2.0, False)])
 def test_a_rank_that_is_stopped_for_a_while(server, tiny_flags, tmp_path, seconds, ends):
-    flags = ["--train_batch_size", 4, "--max_train_steps", 100_000, "--hang_timeout", TIMEOUT, "--logger", "none"]
-    runs = server.start(["train_ddpm.py", *tiny_flags, *flags, "--checkpointing_steps", 2, "--output_dir", tmp_path], 2)
+    runs = server.start(endless(tiny_flags, tmp_path), 2)
     try:
-        wait_for(tmp_path / "checkpoint-4")
+        wait_for_updates(tmp_path, runs)
         os.kill(runs[1].pid, signal.SIGSTOP)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and runs[0].poll() is None:
@@ -103,22 +102,28 @@ def test_a_rank_that_is_stopped_for_a_while(server, tiny_flags, tmp_path, second
 
 @pytest.mark.slow
 def test_rank_0_is_stopped_and_the_store_with_it(server, tiny_flags, tmp_path):
-    flags = ["--train_batch_size", 4, "--max_train_steps", 100_000, "--hang_timeout", TIMEOUT, "--logger", "none"]
-    command = ["train_ddpm.py", *tiny_flags, *flags, "--checkpointing_steps", 2, "--output_dir", tmp_path]
-    runs = server.start(command, 2, own_store=True)
+    runs = server.start(endless(tiny_flags, tmp_path), 2, own_store=True)
     try:
-        wait_for(tmp_path / "checkpoint-4")
+        wait_for_updates(tmp_path, runs)
         os.kill(runs[0].pid, signal.SIGSTOP)
         assert runs[1].wait(120) == 1
         assert "hang: rank 0 does not answer; rank 1 has been waiting in a collective for" in runs[1].text()
-        assert "backward" in (tmp_path / "hang/rank-1.txt").read_text()
+        assert "train_ddpm.py" in (tmp_path / "hang/rank-1.txt").read_text()
     finally:
         os.kill(runs[0].pid, signal.SIGCONT)
     assert runs[0].wait() == 1, runs[0].text()
 
 
-def wait_for(path) -> None:
+def endless(flags: list, folder) -> list:
+    """A run in which updates alone are made: what comes between them has other limits."""
+    never = ["--max_train_steps", 100_000, "--logging_steps", 100_000, "--checkpointing_steps", 100_000]
+    flags = [*flags, *never, "--train_batch_size", 4, "--hang_timeout", TIMEOUT, "--logger", "none", "--output_dir", folder]
+    return [INJECT, "train_ddpm.py", "none", "--record", folder / "record", "--", *flags]
+
+
+def wait_for_updates(folder, runs) -> None:
+    """Until 22 are made: the step audit, for which ranks wait too, looks at number 20 and at number 34."""
     deadline = time.monotonic() + 180
-    while not path.exists():
-        assert time.monotonic() < deadline
+    while not (folder / "record").exists() or (folder / "record").read_text().count("\n") < 2 * 22:
+        assert time.monotonic() < deadline, runs[0].text()
         time.sleep(0.02)
