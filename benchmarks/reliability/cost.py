@@ -15,7 +15,7 @@ On a machine with other work, `--own_time` with `--cpu_threads 1` counts the mai
 ratios are steadier than those of the clock.
 
 `repetitions` makes pairs of runs, one with --rerun_steps and one without, each first in turn, and tells the ratio of their
-times from the fifth update on.
+times from the fifth update on, and the memory that the process has before and after an update is made again.
 
 `checkpoints` publishes checkpoints of a preset's network, EMA and AdamW state and, in
 turns, writes the same tensors with safetensors, with and without waiting for the disk.
@@ -54,6 +54,7 @@ from utils.runs.state import TrainState
 from utils.training.audit import audited_updates
 from utils.training.ledger import Ledger
 from utils.training.rank_times import RankTimes
+from utils.training.rerun import Rerun
 
 CHECKS = ("BadUpdates.add_losses", "BadUpdates.add", "StopSignal.agreed")
 LEDGER = ("begin", "add_batch", "add", "measure", "write")
@@ -141,6 +142,9 @@ def time_repetitions(pairs: int, updates: int, every: int, flags: list[str], clo
     ends: list[float] = []
     update = utils.training.progress.ProgressBar.update
     utils.training.progress.ProgressBar.update = lambda bar: (ends.append(clock()), update(bar))
+    begin, compare, before, after = Rerun.begin, Rerun._compare_ranks, [], []
+    Rerun.begin = lambda rerun, *state: (before.append(resident_mib()), begin(rerun, *state))[1]
+    Rerun._compare_ranks = lambda rerun, **how: (after.append(resident_mib()), compare(rerun, **how))[1]  # all copies are there
 
     def seconds(more: list[str]) -> float:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -162,6 +166,11 @@ def time_repetitions(pairs: int, updates: int, every: int, flags: list[str], clo
     print(f"{describe(default_device())}")
     share = f"{100 * (statistics.median(ratios) - 1):.2f} % ({100 * (min(ratios) - 1):.2f} to {100 * (max(ratios) - 1):.2f})"
     print(f"--rerun_steps {every}: {share} of {updates} updates, median of {pairs} pairs")
+    print(f"resident memory: at most {max(before):.0f} MiB before an update, {max(after):.0f} with the copies of the state")
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def time_checkpoints(presets: list[str], repeats: int) -> None:
