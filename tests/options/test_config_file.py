@@ -147,3 +147,17 @@ def test_what_only_prints_ends_at_once(flag):
         assert f"torch {version('torch')}" in result.stdout and "commit " in result.stdout
     else:
         assert "dataset_name: digits\n" in result.stdout and "learning_rate: 0.002\n" in result.stdout
+
+
+def test_what_the_pipeline_of_the_command_line_decides_is_not_taken_from_a_file(tmp_path):
+    record = {"pretrained": "a", "vae": "a", "image_channels": 1, "prediction_type": "sample", "resolution": 32, "seed": 7}
+    file = written(tmp_path, json.dumps({"options": record | {"dataset_name": "d"}}), "options.json")
+    options = train_ddpm.parse_args(["--config", file, "--pretrained", "b"])
+    assert (options.pretrained, options.vae, options.resolution, options.seed) == ("b", None, 32, 7)
+    assert options.given == {"pretrained", "dataset_name", "resolution", "seed"}
+    assert train_ddpm.parse_args(["--config", file]).vae == "a"
+    assert train_ddpm.parse_args(["--config", file, "--pretrained", "b", "--vae", "c"]).vae == "c"
+    options = train_ddpm.parse_args(
+        ["--config", written(tmp_path, "model_preset: celeba64\ndataset_name: d\n"), "--pretrained", "b"]
+    )
+    assert options.model_preset is None

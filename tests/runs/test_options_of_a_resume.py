@@ -57,3 +57,11 @@ def test_a_flag_that_is_newer_than_the_checkpoint_and_not_set_is_no_change():
     assert check_options({"seed": 0}, {"seed": 0, "newer": None}, []) == []
     with pytest.raises(UserError, match=r"newer: \(absent\) in the checkpoint, 1 now"):
         check_options({"seed": 0}, {"seed": 0, "newer": 1}, [])
+
+
+def test_the_pipeline_that_a_run_started_from_may_be_elsewhere():
+    saved = SAVED | {"pretrained": "p", "pretrained.scheduler": {"beta_schedule": "linear"}}
+    [note] = check_options(saved, saved | {"pretrained": "moved/p"}, [])
+    assert note == "pretrained was p and is now moved/p: the weights are the checkpoint's"
+    with pytest.raises(UserError, match=r"pretrained: p in the checkpoint, None now"):
+        check_options(saved, saved | {"pretrained": None}, [])

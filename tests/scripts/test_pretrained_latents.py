@@ -141,7 +141,10 @@ def pixels(folder: Path, pipeline: Path) -> list:
         (no_autoencoder, r"cannot load the autoencoder of .*p: "),
         (autoencoder_of_other_latents, r"the autoencoder of .*p has 2 channels, and its unet has 3\nuse another pipeline"),
         (pixels, r"--vae .*: the network of .*p makes images, and no latents\nleave --vae out"),
-        (["--latent_scale", "auto"], r"--latent_scale and --pretrained: the pipeline has its own scale"),
+        (
+            ["--latent_scale", "auto"],
+            r"--latent_scale and --pretrained: a pipeline of latents has its own scale",
+        ),
         (["--image_channels", "3"], r"--image_channels 3: .* was trained with 1"),
         (["--prediction_type", "epsilon"], r"--prediction_type epsilon: .* was trained with v_prediction"),
         (["--resolution", "17"], r"--resolution 17 does not divide by 2, as --vae .* needs it"),
@@ -221,3 +224,34 @@ def test_code_that_our_pipelines_carry_is_not_run(train, pipeline, tmp_path):
     flags = [*flags_of(tmp_path), "--pretrained", tmp_path / "p", "--max_train_steps", "1"]
     assert train([*flags, "--output_dir", tmp_path / "run"]) == 0
     assert not (tmp_path / "executed").exists()
+
+
+def test_the_run_that_it_starts_from_is_not_deleted(train, pipeline, tmp_path):
+    """Of these there may be one copy."""
+    run = shutil.copytree(pipeline, tmp_path / "run")
+    (tmp_path / "link").symlink_to(run)
+    flags = [*flags_of(tmp_path), "--output_dir", run, "--overwrite_output_dir"]
+    of_images = ["--resolution", "16", "--image_channels", "1"]
+    for asked in (["--pretrained", tmp_path / "link"], ["--vae", run, *of_images], ["--vae", run / "vae", *of_images]):
+        with pytest.raises(UserError, match=rf"{asked[0]} {asked[1]} is part of the run that --overwrite_output_dir deletes"):
+            train([*flags, *asked])
+    assert sorted(path.name for path in (run / "vae").iterdir()) == sorted(p.name for p in (pipeline / "vae").iterdir())
+
+
+def test_a_resume_needs_neither_the_checkpoint_it_started_from_nor_the_pipeline_at_its_path(train, pipeline, tmp_path):
+    one = shutil.copytree(pipeline, tmp_path / "one")
+    (one / "checkpoint-4").mkdir()
+    (one / "checkpoint-4/state.json").write_text("{}")
+    shutil.copy(one / "unet/diffusion_pytorch_model.safetensors", one / "checkpoint-4/model.safetensors")
+    flags = [*flags_of(tmp_path), "--output_dir", tmp_path / "run", "--checkpointing_steps", "1", "--lr_scheduler", "constant"]
+    assert train([*flags, "--pretrained", one / "checkpoint-4", "--max_train_steps", "1"]) == 0
+    shutil.rmtree(one / "checkpoint-4")
+    resume = [*flags, "--resume_from_checkpoint", "latest"]
+    assert train([*resume, "--pretrained", one / "checkpoint-4", "--max_train_steps", "2"]) == 0
+    one.rename(tmp_path / "moved")
+    assert train([*resume, "--pretrained", tmp_path / "moved", "--max_train_steps", "3"]) == 0
+    recorded = json.loads((tmp_path / "run/options.json").read_text())["options"]
+    assert (recorded["pretrained"], recorded["vae"]) == (str(tmp_path / "moved"), str(tmp_path / "moved"))
+    small_kl(layers_per_block=2).save_pretrained(tmp_path / "other")
+    with pytest.raises(UserError, match=r"another autoencoder than that of .*\nset --vae to a copy of that of the run"):
+        train([*resume, "--pretrained", tmp_path / "moved", "--vae", tmp_path / "other"])

@@ -293,6 +293,14 @@ class OutputOptions(Options):
     hub_private_repo: bool = flag(False, "make a new repository private", free=True)
 
 
+_NETWORK = ("model_preset", "model_config_name_or_path")
+_DDPM_NETWORK = (*_NETWORK, "activation", "initialisation", "zero_init_output", "spectral_norm")
+PIPELINE_DECIDES = (
+    *("vae", "latent_scale", "image_channels", *_DDPM_NETWORK),
+    *("prediction_type", "ddpm_num_steps", "ddpm_beta_schedule", "rescale_betas_zero_snr", "sigma_data"),
+)
+
+
 @dataclass(kw_only=True)
 class PretrainedOptions(Options):
     """network"""
@@ -342,6 +350,7 @@ class RunOptions(
         "save_images_epochs": ("save_images_steps",),
         "save_model_epochs": ("save_model_steps",),
         "rescale_betas_zero_snr": ("snr_gamma",),  # which would not train the last timestep
+        "pretrained": PIPELINE_DECIDES,
     }
 
     @property
@@ -368,7 +377,6 @@ class RunOptions(
                 "no data was given\n"
                 "set --dataset_name NAME or --train_data_dir FOLDER (for digits, give neither a model nor data)"
             )
-        self._check_stream("balanced_sampling")
         if os.path.isabs(self.logging_dir) or ".." in self.logging_dir.split(os.sep):
             raise UserError(
                 f"--logging_dir {self.logging_dir} is not inside --output_dir\nset a relative path, for example logs"
@@ -391,23 +399,21 @@ class RunOptions(
             raise UserError("--early_stopping_patience needs a validation loss\nset --validation_images (or --best_metric fd)")
 
     def check_latents(self) -> None:
-        """Raises UserError where flags do not go together with latents, or need them."""
+        """Raises UserError where flags do not go together with latents, or need them, or with a stream."""
+        for name in ("balanced_sampling", "vae"):
+            if self.streaming and getattr(self, name):
+                raise UserError(f"--{name} and --streaming: a stream is read in blocks of any images\nleave one of the two out")
         if self.latent_scale is not None and self.pretrained is not None:
-            raise UserError("--latent_scale and --pretrained: the pipeline has its own scale\nleave --latent_scale out")
+            raise UserError(
+                "--latent_scale and --pretrained: a pipeline of latents has its own scale, and one of images has no latents\n"
+                "leave --latent_scale out"
+            )
         if self.vae is None:
             if self.latent_scale is not None:
                 raise UserError("--latent_scale is for latents\nset --vae, or leave --latent_scale out")
             return
-        self._check_stream("vae")
         if self.color_jitter:
             raise UserError("--color_jitter and --vae: images are encoded once, before the training\nleave out --color_jitter")
-
-    def _check_stream(self, name: str) -> None:
-        if self.streaming and getattr(self, name):
-            raise UserError(f"--{name} and --streaming: a stream is read in blocks of any images\nleave one of the two out")
-
-
-_NETWORK = ("model_preset", "model_config_name_or_path")
 
 
 @dataclass(kw_only=True)
@@ -493,7 +499,7 @@ class DDPMOptions(DDPMNetworkOptions, DDPMDiffusionOptions, ClassOptions, RunOpt
     def check(self) -> None:
         super().check()
         self.check_classes()
-        self.check_start((*_NETWORK, "activation", "initialisation", "zero_init_output", "spectral_norm"))
+        self.check_start(_DDPM_NETWORK)
         if self.label_dropout != type(self).label_dropout and not self.class_conditional:
             raise UserError("--label_dropout needs a network with classes\nset --class_conditional")
         if self.spectral_norm and self.gradient_checkpointing:

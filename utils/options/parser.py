@@ -138,7 +138,7 @@ def resolve(cls: type[T], filed: dict[str, Any], given: dict[str, Any]) -> T:
     options = cls(**merged(cls.excludes, usual, filed, given))
     plain = {each.name: each.default for each in fields(cls)} | usual
     # What a file only repeats is not given: so the options that --print_config printed mean what they meant.
-    options.given = frozenset(given) | {name for name, value in filed.items() if value != plain[name]}
+    options.given = frozenset(given) | {name for name, value in filed.items() if name in both and value != plain[name]}
     options.check()
     return options
 

@@ -7,8 +7,10 @@ import platform
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -61,12 +63,12 @@ class RunFolder:
         self._lock: FileLock | None = None
         self._made: list[Path] = []  # by `claim`, the innermost first
 
-    def claim(self, *, resuming: bool, overwrite: bool) -> None:
+    def claim(self, *, resuming: bool, overwrite: bool, inputs: Mapping[str, str | None] = MappingProxyType({})) -> None:
         """Makes the folder, proves that it can be written, and keeps other runs out until this process ends, however it does.
 
         The exit status of an earlier start goes. A folder that is made here and gets no run goes at the end. Raises UserError
-        when the folder cannot be written, when another run trains here, and when it holds a run that is neither resumed nor
-        to be overwritten.
+        when the folder cannot be written, when another run trains here, when it holds a run that is neither resumed nor to be
+        overwritten, and when a new run would be made of what `clear` deletes: `inputs` are paths or names, by their flags.
         """
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         at_end(self._remove_if_empty)
@@ -95,6 +97,12 @@ class RunFolder:
                 "continue it with --resume_from_checkpoint latest, "
                 "replace it with --overwrite_output_dir, or choose another --output_dir"
             )
+        for name, value in inputs.items() if found and not resuming else ():
+            path = Path(value or "").resolve()
+            if value and (path == self.path.resolve() or any(item.resolve() in (path, *path.parents) for item in found)):
+                raise UserError(
+                    f"--{name} {value} is part of the run that --overwrite_output_dir deletes\nchoose another --output_dir"
+                )
         (self.path / EXIT_STATUS).unlink(missing_ok=True)
 
     def _remove_if_empty(self) -> None:
@@ -197,6 +205,8 @@ def check_options(saved: dict, current: dict, allowed: list[str], misfit: str | 
             advice = f"use the checkpoint's values, or add: --allow_option_change {' '.join(changed)}"
         raise UserError("\n".join(["these options would change the run that is resumed:", *lines, advice]))
     why = dict.fromkeys(differing, "--allow_option_change allows it") | dict.fromkeys(moved, "the content is the same")
+    if "pretrained" in moved:
+        why["pretrained"] = "the weights are the checkpoint's"
     return [f"{n} was {saved.get(n, absent)} and is now {current.get(n, absent)}: {reason}" for n, reason in why.items()]
 
 
@@ -208,6 +218,8 @@ def _same_sources(saved: dict, current: dict) -> set[str]:
     networks = [{n: value for n, value in options.items() if n.startswith("network.")} for options in (saved, current)]
     if networks[0] and networks[0] == networks[1]:
         names.add("model_preset")
+        if saved.get("pretrained") and current.get("pretrained"):
+            names.add("pretrained")  # only a new run takes anything of it but the autoencoder
     if saved.get("vae.weights") is not None and saved["vae.weights"] == current.get("vae.weights"):
         names.add("vae")
     return names

@@ -30,7 +30,7 @@ def start_autoencoder(options: RunOptions, accelerator: Accelerator, start: Pret
         if autoencoder.fingerprint() != known["vae.weights"]:
             raise UserError(
                 f"--vae {name} is another autoencoder than that of {start.pipeline}, on whose latents its network was trained\n"
-                "leave --vae out"
+                + ("leave --vae out" if start.weights is not None else "set --vae to a copy of that of the run")
             )
     else:
         checkpoint = checkpoint_to_resume(options, accelerator)

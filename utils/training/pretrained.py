@@ -40,6 +40,7 @@ class Pretrained:
     weights: dict[str, torch.Tensor] | None = None
     class_names: list[str] = field(default_factory=list)
     autoencoder: dict[str, Any] = field(default_factory=dict)  # its facts, where the network makes latents
+    vae: str | None = None  # where it is
     notes: list[str] = field(default_factory=list)  # for the user
 
     @property
@@ -68,6 +69,8 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
         shape = (saved["image_channels"], *Size.of(saved["resolution"]))
         start = Pretrained(options.pretrained, config, saved[SCHEDULER], shape)
         start.autoencoder = {name: value for name, value in saved.items() if name.startswith("vae.")}
+        own = exported(options.pretrained)
+        start.vae = own if Path(own, "vae").is_dir() else saved.get("vae")
     else:
         first: list = []  # one download, and one message where it fails
         on_main_process(accelerator, lambda: first.append(_loaded(str(options.pretrained))))
@@ -82,7 +85,7 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
         shape = decoder.image_shape if decoder else image_shape(unet)
         start = Pretrained(options.pretrained, config, scheduler, shape, unet.state_dict())
         start.class_names = names_of_classes(options.pretrained)
-        start.autoencoder = decoder.facts() if decoder else {}
+        start.autoencoder, start.vae = (decoder.facts(), exported(options.pretrained)) if decoder else ({}, None)
     _take_over(options, start)
     return start
 
@@ -110,7 +113,7 @@ def checkpoint_to_resume(options: RunOptions, accelerator: Accelerator) -> Path 
 def _take_over(options: DDPMOptions | EDM2Options, start: Pretrained) -> None:
     config, scheduler, wants = start.config, start.scheduler, options.class_conditional
     if start.autoencoder:
-        options.vae = options.vae or exported(start.pipeline)
+        options.vae = options.vae or start.vae
     elif options.vae is not None:
         raise UserError(f"--vae {options.vae}: the network of {start.pipeline} makes images, and no latents\nleave --vae out")
     options.check_latents()

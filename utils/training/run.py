@@ -42,6 +42,8 @@ from utils.training.length import RunLength
 from utils.training.progress import ProgressBar
 from utils.training.trackers import Trackers, start_trackers
 
+INPUTS = ("pretrained", "vae", "model_config_name_or_path", "dataset_name", "train_data_dir")  # flags that may name a path
+
 
 @dataclass(frozen=True)
 class Run:
@@ -106,7 +108,8 @@ def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder:
         on_main_process(accelerator, _announce_push, options)
     on_main_process(accelerator, start_trackers, accelerator, options)
     folder, resuming = RunFolder(Path(options.output_dir)), bool(options.resume_from_checkpoint)
-    on_main_process(accelerator, folder.claim, resuming=resuming, overwrite=options.overwrite_output_dir)
+    inputs = {name: getattr(options, name) for name in INPUTS}
+    on_main_process(accelerator, folder.claim, resuming=resuming, overwrite=options.overwrite_output_dir, inputs=inputs)
     return folder
 
 
