@@ -12,6 +12,7 @@ from utils.diagnostics.watching.seen import Seen
 
 ENOUGH = 4  # looks before labels that are all alike are judged
 MOST_DROPPED = 0.5  # of the labels: classifier-free guidance is trained with 0.1 or 0.2, and seldom with as much
+FAINT = 0.02  # of an image, whose values are from -1 to 1 or from 0 to 1
 MANY = 1 << 16  # labels that were not dropped, of a table that is not theirs
 SIGMAS = 4  # that a share is beyond it, to be no chance
 
@@ -29,7 +30,8 @@ class Conditions:
 
     def look(self, update: Update, rows: Mapping[str, torch.Tensor]) -> list[Check]:
         """`rows`: of the embeddings that are trained, which were reached by the gradient."""
-        moved, labels_given = False, defaultdict(list)
+        moved, labels_given, shown = False, defaultdict(list), None
+        checks: list[Check] = []
         for step in update.micro_steps:
             call = step.calls.get("network")
             if call is None or not isinstance(call.inputs[0], torch.Tensor) or len(call.inputs[0]) < 2:
@@ -41,6 +43,11 @@ class Conditions:
             given = tensors_within((*call.inputs[1:], *beside))
             labels = seen.labels_of(batch)
             free = _free(labels, given, values)
+            clean = step.batch.get("sample_numbers")
+            if clean is not None:
+                checks += [_beside_the_image(call.inputs[0], values, clean), *_faint(values)]
+                checks += _repeated(shown, (clean, values))
+                shown = clean, values
             self._see_dropped(labels, values, seen)
             moved |= _are_of_other_images(labels, values, seen, step)
             for place, value in enumerate(values):
@@ -55,7 +62,7 @@ class Conditions:
                     self._varied.add(place)
         for place, given_to in labels_given.items():
             self._see_dropped_within(place, torch.cat(given_to), rows)
-        checks = [check for place in sorted(self._shared) if (check := self._judged(place)) is not None]
+        checks += [check for place in sorted(self._shared) if (check := self._judged(place)) is not None]
         if self._shared:
             text = (
                 "the network gets the labels or texts of other images of the batch: they are exchanged, and the images are not"
@@ -128,6 +135,37 @@ class Conditions:
 
 def _alike(rows: torch.Tensor) -> bool:
     return bool((rows == rows[:1]).all())
+
+
+def _beside_the_image(x: torch.Tensor, values: list[torch.Tensor], clean: torch.Tensor) -> Check:
+    """`x`: the noised image, and what is joined to it."""
+    made = clean.shape[1] if clean.ndim > 2 else 0
+    parts = [x[:, n : n + made] for n in range(x.shape[1] - made + 1)] if made and x.ndim == clean.ndim else []
+    leaks = bool(clean.any()) and any(v.shape == clean.shape and same(v, clean) for v in (*values, *parts))
+    text = "the network gets the clean image beside the noised one: what it should find out is told"
+    name, wanted = "image beside the noised one", "not the clean one"
+    return Check("condition", name, wanted, "the clean one" if leaks else "another or none", not leaks, text, "warning")
+
+
+def _faint(values: list[torch.Tensor]) -> list[Check]:
+    """Of conditions that are images."""
+    sizes = [float(value.abs().max()) for value in values if value.ndim > 3 and value.is_floating_point()]
+    faint = [size for size in sizes if 0 < size < FAINT]
+    text = f"an image that is a condition is nearly 0: up to {min(faint, default=0.0):.2g}. Was it divided by 255 (twice)?"
+    found = ", ".join(f"{size:.2g}" for size in sizes)
+    name, wanted = "largest value of an image beside", f"above {FAINT}"
+    return [Check("condition", name, wanted, found, not faint, text, "warning")] if sizes else []
+
+
+def _repeated(before: tuple | None, now: tuple) -> list[Check]:
+    """(clean images, conditions) of two micro steps."""
+    if before is None or before[0].shape != now[0].shape or same(before[0], now[0]):
+        return []
+    pairs = [(one, other) for one, other in zip(before[1], now[1]) if one.shape == other.shape]
+    again = any(same(one, other) and not _alike(one) and len(one) > 3 for one, other in pairs)
+    text = "micro steps of an update have other images and the same labels, texts or hints: those of the first for all?"
+    name, wanted = "conditions of the micro steps", "other ones in each"
+    return [Check("condition", name, wanted, "the same" if again else "others", not again, text, "warning")]
 
 
 def _free(labels: list[torch.Tensor], given: list[torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:

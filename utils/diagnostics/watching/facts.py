@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 DEEP = 5  # attributes of attributes, in which names are looked for
 LATEST = 100_000  # update after which an average may be meant to begin
+MOST_BESIDE = 4  # numbers that a dict of an average has beside its tensors, such as a decay
 MOST_ENTRIES = 64  # of a dict or list that is looked into
 
 
@@ -107,6 +108,7 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
     parameters = dict(network.named_parameters())
     shapes = [p.shape for p in parameters.values()]
     sizes = {len(shapes), len(network.state_dict())} - {0, 1}
+    roomy = range(min(sizes, default=0), max(sizes, default=0) + MOST_BESIDE + 1)
     own = {p.data_ptr() for p in parameters.values()}
     facts = Facts()
     optimizers: list[Optimizer] = []
@@ -116,7 +118,7 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
     for thing in gc.get_objects():
         kind = type(thing)
         if kind is list or kind is dict or kind is tuple or kind is OrderedDict:
-            if len(thing) in sizes:
+            if len(thing) in (sizes if kind is list or kind is tuple else roomy):
                 lists.append(thing)
             continue
         word = kinds.get(kind)
@@ -153,8 +155,8 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
     own |= {p.data_ptr() for o in optimizers for group in getattr(o, "param_groups", ()) for p in group["params"]}
     names = _names({id(thing) for thing in (network, *networks, *lists)})
     called = [name.rsplit(".", 1)[-1] for name in names.get(id(network), ())]
-    if not all(map(_says_average, called)):
-        facts.shared = next(filter(_says_average, called), "")
+    if not all(map(says_average, called)):
+        facts.shared = next(filter(says_average, called), "")
     first = {place: next(filter(_ends_as_average, found), found[0]) for place, found in names.items()}
     _add_copies(facts, networks, parameters, own, first)
     _add_lists(facts, lists, parameters, _storages(facts, own, parameters, optimizer), first)
@@ -212,7 +214,7 @@ def _add_copies(
         if pointers & own or pointers & taken:
             continue
         name = names.get(id(copy), "")
-        facts.averages.append(Average(name or "a copy of the network", theirs, copy, _says_average(name)))
+        facts.averages.append(Average(name or "a copy of the network", theirs, copy, says_average(name)))
 
 
 def _storages(facts: Facts, own: set[int], parameters: Mapping[str, torch.Tensor], optimizer: Optimizer) -> set[int]:
@@ -232,12 +234,12 @@ def _add_lists(
             continue
         pointers = {v.data_ptr() for v in values}
         last = names.get(id(thing), "").rsplit(".", 1)[-1]
-        if [v.data_ptr() for v in values] == [p.data_ptr() for p in parameters.values()] and _says_average(last):
+        if [v.data_ptr() for v in values] == [p.data_ptr() for p in parameters.values()] and says_average(last):
             facts.shared = names[id(thing)]
         if pointers & taken or len(pointers) < len(values) or not all(v.is_floating_point() for v in values):
             continue
         name = names.get(id(thing), "")
-        is_average = _says_average(name)
+        is_average = says_average(name)
         if isinstance(thing, tuple) and not is_average:
             continue
         facts.averages.append(
@@ -291,13 +293,14 @@ def _values_of(thing: Any, names: list[str]) -> list[Any]:
     for prefix in ("", "module."):
         if all(prefix + name in thing for name in names):
             return [thing[prefix + name] for name in names]
-    return list(thing.values())
+    return [value for value in thing.values() if not isinstance(value, torch.Tensor) or value.ndim]
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
     parts = list(getattr(value, "__dict__", {}).items())
     if isinstance(value, nn.Module):
-        return [(name, part) for name, part in parts if not name.startswith("_")] + list(value._modules.items())
+        own = [(name, part) for name, part in parts if not name.startswith("_")]
+        return [*own, ("buffers", value._buffers), *value._modules.items()]
     if isinstance(value, dict) and len(value) <= MOST_ENTRIES:
         return [(str(key), part) for key, part in value.items()]
     if isinstance(value, (list, tuple)) and len(value) <= MOST_ENTRIES:
@@ -306,10 +309,10 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 def _ends_as_average(name: str) -> bool:
-    return _says_average(name.rsplit(".", 1)[-1])
+    return says_average(name.rsplit(".", 1)[-1])
 
 
-def _says_average(name: str) -> bool:
+def says_average(name: str) -> bool:
     return bool(re.search(r"(?<![a-z])ema|(?<![A-Z])EMA", name)) or any(w in name.lower() for w in ("avg", "average", "shadow"))
 
 

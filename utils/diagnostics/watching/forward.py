@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from utils.diagnostics.audit.declared import Declared, DeclaredOptimizer
-from utils.diagnostics.audit.fitting import SMALL, constant, flat
+from utils.diagnostics.audit.fitting import SMALL, constant, flat, span
 from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
@@ -24,7 +24,7 @@ from utils.diagnostics.watching.inputs import (
     images_in,
     told_as_edm,
 )
-from utils.diagnostics.watching.levels import Levels, Look, Table, anywhere, matching, said, tables
+from utils.diagnostics.watching.levels import Levels, Look, Table, anywhere, half_matching, matching, said, tables
 from utils.diagnostics.watching.mixture import Mixture, find, strength
 from utils.diagnostics.watching.options import declared_prediction
 from utils.diagnostics.watching.places import begins_alike, number_told
@@ -33,6 +33,9 @@ from utils.diagnostics.watching.seen import Seen, Times
 from utils.diagnostics.watching.targets import check_target, identify_target
 from utils.diagnostics.watching.weights import check_weights, identify_weights
 
+MOST_OFFSET = 0.5  # of the noise; 0.05 to 0.15 is usual
+MOST_ALIKE = 0.4  # of the images of an update may have one noise level, where there are many levels
+MOST_OTHERS = 24  # tensors of an update that the loss may be made of
 BATCHES = 3  # looks whose images are compared
 
 
@@ -82,7 +85,11 @@ class ForwardJudge:
             *self._loss(heard, table, prediction, micro_steps, kind, loss_scale),
             *wrapped,
             *self._noise(looks),
-            *([] if levels.constant else [_data(looks[0], update, facts, encoded)]),
+            *(
+                []
+                if levels.constant
+                else [_data(looks[0], update, facts, encoded, levels.kind == "variance-exploding" and not kind)]
+            ),
             *_repeated([one.mixture.clean for one in looks]),
             *self._one_batch(looks[0].mixture.clean, looks[0].mixture.of_noise),
         ]
@@ -94,6 +101,11 @@ class ForwardJudge:
             one = bool((parts[0] == parts[0][:1]).all()) and bool(parts[0].any())
             name, text = "images of a batch", "all images of the batch are one and the same"
             checks = [Check("data", name, "different ones", "the same" if one else "others", not one, text, "warning")]
+        if (count := len(parts[1])) >= 8 and constant(parts[1], 1e-5) is None:
+            share = max(int(((parts[1] - level).abs() < 1e-6).sum()) for level in parts[1]) / count
+            text = f"{share:.0%} of the images have the same noise level, the others differ: are the levels cut off at an end?"
+            name, found = "share of images of one noise level", f"{share:.0%}"
+            checks.append(Check("timestep", name, "a small one", found, share <= MOST_ALIKE, text, "warning"))
         if len(self._batches) == BATCHES:
             return checks
         self._batches.append(tuple(part.detach().to("cpu", copy=True) for part in parts))
@@ -122,6 +134,10 @@ class ForwardJudge:
         if target is None:
             return [not_observed("target", "target of the loss", "not declared", "no finite gradient reached the output")]
         checks = [check_target(target, prediction, levels)]
+        if target.name == "epsilon" and table is not None and float(table[-1]) <= 1e-7:
+            text = "the last step of the schedule has no signal, and the loss asks for the noise, which is the input there"
+            wanted = "v or the image, for a schedule of zero terminal SNR"
+            checks.append(Check("target", "target of the last step", wanted, "the noise", False, text, "warning"))
         by = "" if target.loss.startswith("squared error") or not target.name else f" by its {target.loss}"
         self._words["target"] = target.name + by
         if target.scale is None:
@@ -167,6 +183,10 @@ class ForwardJudge:
                 return self._steps(levels, looks, places.double(), name, table), table, prediction
             if broken := self._broken(levels, looks, levels.told if drawn is None else drawn, steps):
                 return broken, None, prediction
+            for places in (levels.told, drawn):
+                if places is not None and len(places) == len(levels.a) and (text := half_matching(levels, places, steps)):
+                    name, observed = "coefficients of image and noise", f"a {span(levels.a)}, b {span(levels.b)}"
+                    return [Check("input", name, "both of one schedule", observed, False, text)], None, prediction
         told, words = check_told(levels)
         known = "process of an unknown kind" if levels.kind == "other" else f"{levels.kind} path"
         self._words["schedule"] = known + (f", told {words}" if words else "")
@@ -224,13 +244,15 @@ class ForwardJudge:
                 noise = noise - noise.flatten(2).mean(2)[:, :, None, None]
             if noise.ndim < 4:  # signals: [B, T], [B, C, T]
                 noise = noise.reshape(len(noise), -1, 1, noise.shape[-1])
-            if noise.ndim == 4:
-                self._noise_pool.add_noise(noise)
+            if noise.ndim > 4:  # films: [B, C, F, H, W]
+                noise = noise.flatten(1, -3)
+            self._noise_pool.add_noise(noise)
         checks = self._noise_pool.checks()
         if checks and any(one.mixture.offset for one in looks):
             text = f"one number for each channel is added to the noise (offset noise of {looks[0].mixture.offset:.3g})"
             fine = replace(checks[0], healthy=None, observed=f"{checks[0].observed}; offset noise")
-            checks = [fine, Check("noise", "offset noise", "none", f"{looks[0].mixture.offset:.3g}", False, text, "info")]
+            severity = "info" if looks[0].mixture.offset < MOST_OFFSET else "warning"
+            checks = [fine, Check("noise", "offset noise", "none", f"{looks[0].mixture.offset:.3g}", False, text, severity)]
             self._words["noise"] = f"offset noise of {looks[0].mixture.offset:.3g}"
         if looks[0].mixture.extra:
             text = f"the network's input has {looks[0].mixture.extra:.3g} times more noise than its target (input perturbation)"
@@ -273,7 +295,8 @@ def _looks(update: Update, loss_scale: float) -> list[Look]:
         moments = [t.double().reshape(-1) for t in (*seen.moments, *(d.tensor for d in seen.draws)) if t.numel() == len(x)]
         silent = any(tensor.shape == x.shape and not tensor.any() for tensor in seen.tensors.values())
         times = _times(seen, told, len(x))
-        found.append(Look(x, told, call.outputs[0], gradient, mixture, times, used, moments, len(x), silent))
+        others = [t for t in list(seen.tensors.values())[:MOST_OTHERS] if t.shape == x.shape and t.device == x.device]
+        found.append(Look(x, told, call.outputs[0], gradient, mixture, times, used, moments, len(x), silent, others))
     return found
 
 
@@ -323,7 +346,8 @@ def _scheduler(update: Update, facts: Facts) -> Any:
     return facts.noise_schedulers[0] if len(facts.noise_schedulers) == 1 else None
 
 
-def _data(look: Look, update: Update, facts: Facts, encoded: bool) -> Check:
+def _data(look: Look, update: Update, facts: Facts, encoded: bool, any_range: bool = False) -> Check:
+    """`any_range`: no process asks for images around 0."""
     images = look.mixture.clean_tensor
     config = getattr(facts.autoencoder, "config", None)
     config = config if isinstance(config, Mapping) else {}  # else the network is one of the script's own
@@ -331,7 +355,8 @@ def _data(look: Look, update: Update, facts: Facts, encoded: bool) -> Check:
         return check_latents(images, update.micro_steps[0].batch.get("seen") or Seen(), config)
     if facts.autoencoder is not None:
         return check_spread(images, config)
-    return check_range(images)
+    check = check_range(images)
+    return replace(check, severity="info") if any_range and check.severity == "warning" else check
 
 
 def _raw_network(update: Update, levels: Levels) -> tuple[list[Check], str]:

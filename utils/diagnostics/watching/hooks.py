@@ -1,6 +1,7 @@
 """Where a script's training loop can be seen: torch's global hooks, and functions of torch and diffusers that are wrapped."""
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -51,19 +52,24 @@ def install(watcher: Watcher) -> ExitStack:
         safely(watcher.after_backward)
         return result
 
-    def clip(kind: str, original: Callable, parameters: Any, limit: Any, *arguments: Any, **options: Any) -> Any:
+    def clip(kind: str, original: Callable, *arguments: Any, **options: Any) -> Any:
+        try:
+            call = inspect.signature(original).bind(*arguments, **options)
+        except TypeError:
+            return original(*arguments, **options)  # which says what is wrong
+        parameters, limit = list(call.arguments.values())[:2]
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        safely(watcher.clipped, kind, float(limit), parameters)
-        return original(parameters, limit, *arguments, **options)
+        safely(watcher.clipped, kind, limit, parameters)
+        return original(parameters, *call.args[1:], **call.kwargs)
 
     def scale(original: Callable, scaler: Any, *arguments: Any, **options: Any) -> Any:
         safely(watcher.scaled, scaler)
         return original(scaler, *arguments, **options)
 
-    def scaler_step(original: Callable, scaler: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+    def scaler_step(original: Callable, scaler: Any, *arguments: Any, **options: Any) -> Any:
         before = watcher.steps
-        result = original(scaler, optimizer, *arguments, **options)
-        safely(watcher.scaler_stepped, optimizer, watcher.steps == before)
+        result = original(scaler, *arguments, **options)
+        safely(watcher.scaler_stepped, next(iter((*arguments, *options.values()))), watcher.steps == before)
         return result
 
     wrap = functools.partial(_wrap, hooks)

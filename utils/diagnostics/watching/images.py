@@ -11,6 +11,7 @@ from utils.diagnostics.watching.seen import Seen
 FAR = 1.2  # beyond the range of images
 NARROW = 0.1  # between the darkest and the brightest value of a batch of images, which no photographs have
 WHOLE, FAINT = 100, 1e-3  # signals of whole numbers up to that were not scaled; those with less spread hold nothing
+MIXED = 0.8  # of the difference of neighbors
 WIDE = 0.25, 4.0  # between these the spread of latents may be
 SMALL, ROUNDED = 1e-4, 1e-2  # of what a straight line leaves, in full and in half precision
 
@@ -29,7 +30,7 @@ def check_range(images: torch.Tensor) -> Check:
     if values.ndim == 4 and values.shape[1] not in (1, 3) and not WIDE[0] < (spread := float(values.std())) < WIDE[1]:
         text = f"the noise, of 1, is added to tensors with a standard deviation of {spread:.3g}: latents that were not scaled?"
         return Check("data", "spread of the latents", "near 1", observed, False, text, "info")
-    if values.ndim != 4 or values.shape[1] not in (1, 3):
+    if values.ndim < 4 or values.shape[1] not in (1, 3):
         return not_observed("data", name, wanted, f"tensors of shape {tuple(values.shape[1:])} are no images; {observed}")
     told = f"the images that the noise is added to reach from {low:.3g} to {high:.3g}"
     if low > -2.0 and high > 20:
@@ -39,8 +40,17 @@ def check_range(images: torch.Tensor) -> Check:
         return Check("data", name, wanted, observed, False, text, code="data-range")
     if low >= -1e-3 and 0.5 < high <= 1 + 1e-3:
         return Check("data", name, wanted, observed, False, f"{told}: [0, 1], not [-1, 1]", "warning", "data-range")
+    if values.shape[1] == 3 and values.shape[-1] > 6 and (ratio := _apart(values)) < MIXED:
+        text = f"pixels that are three apart are more alike than neighbors ({ratio:.2f}): are colors and places mixed up?"
+        return Check("data", "neighboring pixels", "more alike than others", f"{ratio:.2f}", False, text, "warning")
     text = f"{told}, not from -1 to 1"
     return Check("data", name, wanted, observed, max(high, -low) <= FAR, text, "warning", "data-range")
+
+
+def _apart(values: torch.Tensor) -> float:
+    """How much pixels differ that are three apart in a row, over neighbors. In images it is above 1."""
+    near, far = ((values[..., n:] - values[..., :-n]).abs().mean() for n in (1, 3))
+    return float(far / near.clamp(min=1e-12))
 
 
 def check_spread(clean: torch.Tensor, config: Any) -> Check:

@@ -99,6 +99,11 @@ def check_mixture(levels: Levels) -> Check:
             f"{float(levels.b.max()):.3g} of noise: does the schedule lack the cumulative product of its alphas?"
         )
         return Check("input", name, wanted, spread, False, text, "warning")
+    if many and constant(levels.b, 1e-4) is not None and float(levels.a.max() - levels.a.min()) > 0.1:
+        text = (
+            f"the noise is equally strong in all images, while their share differs ({spread}): at no level the image is clean"
+        )
+        return Check("input", name, wanted, spread, False, text)
     formulas = {
         "variance-preserving": "a^2 + b^2 = 1",
         "flow": "a + b = 1",
@@ -147,8 +152,8 @@ def check_unexplained(update: Update) -> Check:
         call, seen = step.calls.get("network"), step.batch.get("seen") or Seen()
         if call is None or not call.outputs or 0 not in call.gradients or not isinstance(call.inputs[0], torch.Tensor):
             continue
-        output, gradient = call.outputs[0], call.gradients[0]
-        x = next((x for x in images_in(call.inputs[0], output.shape[1])), call.inputs[0])
+        x = next((x for x in images_in(call.inputs[0], call.outputs[0].shape[1])), call.inputs[0])
+        output, gradient = (tensor[:, : x.shape[1]] for tensor in (call.outputs[0], call.gradients[0]))  # variances may follow
         for draw in seen.draws:
             if draw.tensor.shape == x.shape == output.shape and draw.normal and torch.isfinite(gradient).all():
                 _, residual = fit(flat(gradient), flat(output) - flat(draw.tensor))

@@ -25,6 +25,7 @@ class Look:
     moments: list[torch.Tensor] = field(default_factory=list)  # numbers drawn, one for each image, float64 [B]
     batch: int = 0  # images of the loss's mean, where it is not over those here alone
     silent: bool = False  # the script has a batch of images that are 0 everywhere
+    others: list[torch.Tensor] = field(default_factory=list)  # [B, C, ...], which may be images, too
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,10 @@ def tables(steps: int) -> dict[str, torch.Tensor]:
         "sigmoid": line(-6, 6).sigmoid() * (0.02 - 1e-4) + 1e-4,
     }
     known = {name: torch.cumprod(1 - of, 0) for name, of in betas.items()}
+    known["scaled_linear (0.00085 to 0.012)"] = torch.cumprod(1 - line(0.00085**0.5, 0.012**0.5) ** 2, 0)  # Stable Diffusion's
     for name, table in list(known.items()):
         roots = table.sqrt()
         known[f"{name} (zero terminal SNR)"] = ((roots - roots[-1]) * roots[0] / (roots[0] - roots[-1])) ** 2
-    known["scaled_linear (0.00085 to 0.012)"] = torch.cumprod(1 - line(0.00085**0.5, 0.012**0.5) ** 2, 0)  # Stable Diffusion's
     if steps != 1000 and steps > 20:
         known["linear (betas scaled by 1000 / T)"] = torch.cumprod(1 - line(0.1, 20) / steps, 0)
     known["cosine (betas up to 0.9999)"] = torch.cumprod(1 - cosine.clamp(0, 0.9999), 0)
@@ -145,3 +146,19 @@ def anywhere(levels: Levels, steps: int) -> tuple[str, torch.Tensor, torch.Tenso
         if worst(distance) < 2e-5:
             return name, table, places
     return None
+
+
+def half_matching(levels: Levels, places: torch.Tensor, steps: int) -> str:
+    """What is wrong where one of the two coefficients is that of a known schedule at `places` [B], and the other is not."""
+    places = places.long()
+    if len(places) < 4 or bool(((places < 0) | (places >= steps)).any()):
+        return ""
+    for name, table in tables(steps).items():
+        values = table.to(levels.a)[places]
+        of_image, of_noise = worst(levels.a - values.sqrt()) < TOLERANCE, worst(levels.b - (1 - values).sqrt()) < TOLERANCE
+        if of_image != of_noise:
+            right, other = ("image", "noise") if of_image else ("noise", "image")
+            return (
+                f"the {right} has the coefficients of the {said(name)} schedule at these timesteps, and the {other} has others"
+            )
+    return ""

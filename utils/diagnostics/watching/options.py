@@ -7,7 +7,6 @@ from typing import Any
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.facts import Facts, schedule_length
 
-NOTHING = 1e-4  # of the highest learning rate
 TYPES = ("epsilon", "sample", "v_prediction")
 
 
@@ -74,10 +73,22 @@ class Schedule:
             text = f"the learning rate still rises when the script ends, after {updates} updates: a warm-up without an end"
             return [Check("learning_rate", name, wanted, f"{peaks[-1][1]:.3g}, and rising", False, text, "warning")]
         top = max(rate for _, rate in peaks)
-        over = next((update for update, rate in reversed(peaks) if rate > NOTHING * top), 0)
-        if ended and peaks[-1][1] <= NOTHING * top and (begun := next(u for u, _ in peaks if u > over)) < 0.9 * updates:
-            text = f"the learning rate is {peaks[-1][1]:.2g} from update {begun} of {updates} on: the rest trains nothing"
-            return [Check("learning_rate", name, wanted, f"{peaks[-1][1]:.2g} since {begun}", False, text, "warning")]
+        for share, part in ((5e-3, 0.5), (1e-4, 0.9)) if ended else ():
+            over = next(update for update, rate in reversed(peaks) if rate > share * top)
+            begun = next((update for update, _ in peaks if update > over), updates)
+            if begun < part * updates:
+                text = (
+                    f"the learning rate is below {top * share:.2g} from update {begun} of {updates} on: the rest trains nothing"
+                )
+                return [Check("learning_rate", name, wanted, f"{peaks[-1][1]:.2g} at the end", False, text, "warning")]
+        if ended and updates >= 20 and (asked := _asked_rate(facts)) and top < 0.5 * asked:
+            text = f"the learning rate never exceeds {top:.2g} in {updates} updates, and {asked:.2g} was asked for"
+            return [Check("learning_rate", "highest learning rate", f"{asked:.2g}", f"{top:.2g}", False, text, "warning")]
+        if (apart := _apart(rates)) > 2:
+            text = (
+                f"the learning rates of the parameter groups do not go together: their ratio changes by a factor of {apart:.3g}"
+            )
+            return [Check("learning_rate", "rates of the groups", "in one ratio", f"{apart:.3g}", False, text, "warning")]
         schedule = _main_schedule(facts)
         length = schedule_length(schedule) if schedule is not None else None
         if not length or schedule is None:
@@ -95,6 +106,19 @@ class Schedule:
             of_update = total / (updates - first)
             at_end = int((made - 1) * of_update), int((made + 1) * of_update)
         return [_judged_end(schedule, length, at_end, max(max(values) for _, values in rates), ended)]
+
+
+def _asked_rate(facts: Facts) -> float | None:
+    """The schedule's own base, or what the command line says."""
+    bases = [float(base) for schedule in facts.schedules for base in getattr(schedule, "base_lrs", ())]
+    return max(bases, default=None) if bases else _number(facts.options, "learning_rate", "lr")
+
+
+def _apart(rates: list[tuple[int, list[float]]]) -> float:
+    """By what factor the ratio of two groups' rates changes over the run, where both have one."""
+    known = [values for _, values in rates if len(values) == len(rates[0][1]) and min(values) > 0]
+    ratios = [[values[place] / values[0] for values in known] for place in range(1, len(rates[0][1]))]
+    return max((max(of) / min(of) for of in ratios if of), default=1.0)
 
 
 def _main_schedule(facts: Facts) -> Any:

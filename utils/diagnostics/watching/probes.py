@@ -6,6 +6,7 @@ from utils.diagnostics.watching.facts import Average
 
 MOST = 256  # that are kept until they are compared
 SOON = 4  # of averages, which are looked at until they are known to be averages
+FEWEST, SELDOM = 20, 0.05  # updates before an average is said to move seldom; some are made in every tenth
 PROBED = 16  # elements that are compared
 
 
@@ -52,23 +53,32 @@ class Probe:
 
 
 class CopyProbe:
-    """An average and its weights between updates, until it has once become something other than a copy of them."""
+    """An average and its weights between updates: whether it becomes something other than a copy, and how often it moves."""
 
     def __init__(self, average: Average, parameter: str, weights: torch.Tensor):
         self.name, self.begins, self.averages = average.name, average.begins, False
         self.copies = 0  # updates in which it became a copy
+        self.moves = self.since = 0  # updates in which it moved after it first did, and all of these
+        self._begun = False
         self._average, self._parameter, self._weights = average, parameter, _View(weights)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def take(self) -> None:
-        if not self.averages:
-            self._kept.append((_View(self._average.now()[self._parameter]).clone(), self._weights.clone()))
-            if len(self._kept) >= SOON:
-                self.compare()
+        self._kept.append((_View(self._average.now()[self._parameter]).clone(), self._weights.clone()))
+        if len(self._kept) >= (MOST if self.averages else SOON):
+            self.compare()
+
+    @property
+    def seldom(self) -> bool:
+        """Whether it moves, and in hardly any update."""
+        return self.since >= FEWEST and self.moves < SELDOM * self.since
 
     def compare(self) -> None:
         for (before, _), (average, weights) in zip(self._kept, self._kept[1:]):
-            if not torch.equal(before, average):
+            moved = not torch.equal(before, average)
+            self.since, self.moves = self.since + self._begun, self.moves + (moved and self._begun)
+            self._begun |= moved
+            if moved:
                 copied = torch.equal(average, weights.to(average))
                 self.copies, self.averages = self.copies + copied, self.averages or not copied
         del self._kept[:-1]

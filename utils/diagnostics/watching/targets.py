@@ -165,6 +165,10 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
         if (sigma_data := _of_edm(levels.sigma[used], of_clean, of_noise)) is not None:
             return Target(f"{EDM} of sigma_data {sigma_data:.3g}", False, None)
         return Target(f"{middle(of_clean):.2g} x_0 + {middle(of_noise):.2g} noise", False, None)
+    if any(
+        worst(error.explained_by(error.output, error.noise, other)[1]) <= error.precision for other in _others(levels, used)
+    ):
+        return Target("an image that is not the one that is noised", False, None)
     shifted = [
         error.explained_by(error.output, error.clean, error.noise, error.clean.roll(k, 0), error.noise.roll(k, 0))[1]
         for k in range(1, min(len(error.output), 64))
@@ -181,6 +185,15 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
         if 0.9 < spread < 1.1 and own < 0.2 and abs(level) < 0.05 and middle(left) > 0.3 and error.share > 0.99:
             return Target("other noise than that of the image", False, None)
     return Target("", False, None, "error of another kind")
+
+
+def _others(levels: Levels, used: torch.Tensor) -> list[torch.Tensor]:
+    """What the script has beside the image that is noised, noise and noised image; of a single micro step."""
+    if len(levels.looks) > 1 or len(levels.looks[0].x) != len(levels.a):
+        return []
+    others = [flat(tensor)[used] for tensor in levels.looks[0].others]
+    parts = levels.clean[used], levels.noise[used]
+    return [other for other in others if torch.isfinite(other).all() and worst(fit(other, *parts)[1]) > 0.05]
 
 
 def _of_v(a: torch.Tensor, b: torch.Tensor, of_clean: torch.Tensor, of_noise: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from utils.diagnostics.audit.seen import Update
 from utils.diagnostics.audit.state import check_state
 from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching.averages import STILL, First, check_average
-from utils.diagnostics.watching.facts import Facts
+from utils.diagnostics.watching.facts import Facts, says_average
 from utils.diagnostics.watching.forward import declared_step
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import check_step
@@ -65,6 +65,7 @@ class UpdateJudge:
         self._reached: set[str] = set()  # parameters that ever got a gradient
         self._looks = 0
         self._clipped: list[float] = []  # norm of the gradient at the step over that before it was clipped
+        self._moving: set[str] = set()  # what holds an average that moves; beside it weights may be kept, to come back
         self._standing: dict[str, Check] = {}  # averages that have not moved, as far as was seen
 
     def look(self, look: LastLook) -> list[Check]:
@@ -77,7 +78,7 @@ class UpdateJudge:
         if not any(clip.kind == "value" for clip in look.clips) and (look.everyone.alone or look.everyone.mean is not None):
             found = check_gradients(update, declared, look.loss_scale, look.everyone.mean)
             checks += found if limit else [_clipped_by_hand(check, _of_each_layer(look)) for check in found]
-        checks += [*_clipping(look.clips, passes), *(self._far_clipped(look) if limit else ())]
+        checks += [*_clipping(look.clips, passes), *(self._far_clipped(look) if look.clips else ())]
         checks += self._without_gradient(look)
         checks += check_step(update, observer, look.known_optimizer)
         checks += _weights_left_alone(look, check_state(update, declared, observer))
@@ -90,6 +91,7 @@ class UpdateJudge:
                 self._standing.pop(average.name, None)
                 self._standing |= {check.name: check for check in found if check.observed == STILL}
                 if any(check.healthy for check in found):
+                    self._moving.add(average.name.rpartition(".")[0])
                     self._words["ema"] = f"{average.name}, {found[0].observed.split(',')[0]}"
         norm = float(update.optimizer_step.gradient_norm) if update.optimizer_step is not None and not look.clips else 0.0
         checks += check_options(look.facts, passes, norm, update.step > 1)
@@ -99,7 +101,13 @@ class UpdateJudge:
     def end(self) -> list[Check]:
         """When the script has come to its own end, so that nothing begins later."""
         text = "{} has not moved in the whole run"
-        return [replace(c, severity="critical", message=text.format(c.name)) for c in self._standing.values()]
+        still = [check for name, check in self._standing.items() if not self.is_beside(name)]
+        return [replace(c, severity="critical", message=text.format(c.name)) for c in still]
+
+    def is_beside(self, name: str) -> bool:
+        """Whether these are weights that an object keeps beside its average, by another name."""
+        holder, _, last = name.rpartition(".")
+        return holder in self._moving and not last.isdigit() and not says_average(last)
 
     def _far_clipped(self, look: LastLook) -> list[Check]:
         """Of gradients of which every look shows almost nothing left."""
@@ -126,6 +134,8 @@ class UpdateJudge:
         if self._looks < FEWEST_LOOKS or not self._reached:
             return []
         kinds = {name: _kind_of(name, look.observer.trained) for name in missing}
+        if {"timestep", "condition"} <= {*kinds.values()}:  # of both at once: they are cut off together
+            kinds = dict.fromkeys(kinds, "")
         checks = [_of_embedding(kind, [name for name in missing if kinds[name] == kind]) for kind in _SAID]
         missing = [name for name in missing if not kinds[name]]
         text = f"{len(missing)} of {len(owned)} parameters never get a gradient"

@@ -187,7 +187,13 @@ class Watcher:
         outermost = min(mine, key=lambda c: c.depth) if mine else None
         name = type(unwrapped(outermost.module)).__name__ if outermost else "another network"
         self.networks.append((name, type(optimizer).__name__, count))
-        if self._observer is not None and any(id(p) in owned for p in self._observer.parameters.values()):
+        if self._optimizer is not None and owned.keys() == {id(p) for p in _parameters_of(self._optimizer)}:
+            kind = type(optimizer).__name__
+            text = f"after {self.updates} updates another {kind} goes on with the same parameters: its state begins anew"
+            check = Check("optimizer", "optimizer of the parameters", "one for the whole run", "another", False, text)
+            self.judge.record(self.updates + 1, [check])
+            self._optimizer = optimizer
+        elif self._observer is not None and any(id(p) in owned for p in self._observer.parameters.values()):
             self._others |= owned.keys()
             self._install()
         elif outermost is not None and self._discovering:
@@ -453,12 +459,12 @@ class Watcher:
         if self.armed:
             self._noising = [*self._noising[-3:], noising]
 
-    def clipped(self, kind: str, limit: float, parameters: list[torch.Tensor]) -> None:
+    def clipped(self, kind: str, limit: Any, parameters: list[torch.Tensor]) -> None:
         if self._auditing and self._observer is not None:
             micro_steps = self._observer.update.micro_steps if self._observer.update is not None else []
             clipped = {id(p) for p in parameters if p.grad is not None}
             whole = clipped == {id(p) for p in self._observer.parameters.values() if p.grad is not None}
-            self._clips.append(Clip(kind, limit, len(micro_steps), self._stepped, whole))
+            self._clips.append(Clip(kind, float(limit), len(micro_steps), self._stepped, whole))
 
     def end(self, ended: bool) -> None:
         """When the script is over; `ended`: by itself, and not by an error, an interruption or `--watch_updates`."""

@@ -111,6 +111,14 @@ def _of_levels(weights: torch.Tensor, levels: Levels) -> Weighting | None:
     sigma, one = levels.sigma.clamp(min=1e-12), torch.ones_like(levels.b)
     if len(weights) < 4:
         return None
+    if levels.kind == "flow":
+        for name, share, fine in (("1 / s^2, the velocity's", levels.b, True), ("1 / (1 - s)^2", levels.a, False)):
+            inside = share > 0.1  # it is cut off below
+            if int(inside.sum()) > 3 and (factor := constant((weights * share**2)[inside])) is not None:
+                found = Weighting(
+                    name, None, factor, fine, f"errors are weighed by {name}; the image and the noise are exchanged?"
+                )
+                return _judged(found, True, "", 1, levels.pixels, float(levels.sizes[0])) if fine else found
     if found := _sum_of(weights, 1 / sigma**2, one):
         factor, level = found
         sigma_data = (factor / level) ** 0.5 if level > 1e-6 * factor else 0.0
