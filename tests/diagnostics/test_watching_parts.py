@@ -12,9 +12,10 @@ from utils.diagnostics.watching import facts
 from utils.diagnostics.watching.conditions import Conditions
 from utils.diagnostics.watching.facts import Average, Facts, schedule_length
 from utils.diagnostics.watching.forward import ForwardJudge, _data, _told_beside, _without_silence
+from utils.diagnostics.watching.hooks import install
 from utils.diagnostics.watching.images import check_latents, check_range, check_spread
 from utils.diagnostics.watching.inputs import check_mixture
-from utils.diagnostics.watching.levels import Levels, Look, matching, tables
+from utils.diagnostics.watching.levels import Levels, Look, half_matching, matching, tables
 from utils.diagnostics.watching.mixture import Mixture, strength
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import _groups, _size_of_step
@@ -25,7 +26,7 @@ from utils.diagnostics.watching.result import SETTLING, Result
 from utils.diagnostics.watching.seen import Draw, Recorder, Seen, Times
 from utils.diagnostics.watching.targets import check_target, identify_target
 from utils.diagnostics.watching.updating import UpdateJudge, _kind_of
-from utils.diagnostics.watching.watcher import holder_of
+from utils.diagnostics.watching.watcher import Watcher, holder_of
 from utils.diagnostics.watching.weights import identify_weights
 
 B, SHAPE = 8, (8, 3, 8, 8)
@@ -688,3 +689,141 @@ def test_threads_of_process_groups_get_time_at_the_end(monkeypatch, tmp_path):
         monkeypatch.setenv("WORLD_SIZE", size)
         Result(tmp_path).finish(SimpleNamespace(end=lambda ended: None), contextlib.ExitStack(), True)
     assert waited == [SETTLING]
+
+
+def test_clipping_is_seen_however_it_is_called():
+    weight = torch.nn.Parameter(torch.ones(3))
+    with install(Watcher(lambda watcher: None)):
+        for call in (
+            lambda: torch.nn.utils.clip_grad_norm_([weight], max_norm=1.0),
+            lambda: torch.nn.utils.clip_grad_norm_(max_norm=1.0, parameters=iter([weight]), foreach=False),
+        ):
+            weight.grad = torch.ones(3)
+            assert float(call()) == pytest.approx(3**0.5) and float(weight.grad.norm()) == pytest.approx(1)
+        with pytest.raises(TypeError):
+            torch.nn.utils.clip_grad_norm_([weight])
+
+
+def test_an_average_in_the_buffers_of_a_module(monkeypatch):
+    network = torch.nn.Linear(2, 2)
+    ema = torch.nn.Module()
+    ema.register_buffer("decay", torch.tensor(0.9))
+    ema.register_buffer("weight_", torch.zeros(2, 2))
+    ema.register_buffer("bias_", torch.zeros(2))
+    monkeypatch.setattr(facts, "_scopes", lambda: [{"model_ema": ema}])
+    [average] = facts.find_facts(network, torch.optim.SGD(network.parameters(), lr=0.1)).averages
+    assert average.is_average and average.name == "model_ema.buffers" and average.tensors["bias"] is ema.bias_
+
+
+def test_weights_that_are_kept_beside_an_average_are_none():
+    judge = UpdateJudge({})
+    judge._moving = {"ema"}
+    kept = ("ema.collected_params", "ema.shadow_params", "ema.1", "other.collected_params")
+    assert [judge.is_beside(name) for name in kept] == [True, False, False, False]
+
+
+def test_films_have_a_range_and_noise_of_each_frame():
+    films = torch.rand(8, 3, 4, 8, 8) * 2 - 1
+    assert [check_range(of).healthy for of in (films, films / 255)] == [True, False]
+    for noise, healthy in ((torch.randn(8, 3, 4, 8, 8), True), (torch.randn(8, 3, 1, 8, 8).expand(8, 3, 4, 8, 8), False)):
+        mixture = Mixture(noise, noise, torch.ones(8), torch.ones(8), torch.zeros(8), films, noise)
+        look = Look(films, None, films, None, mixture)
+        assert (not wrong(ForwardJudge({})._noise([look]))) is healthy
+
+
+def test_images_whose_colors_and_places_are_mixed_up():
+    smooth = torch.linspace(-1, 1, 16).expand(4, 16, 16)
+    images = torch.stack([smooth, -smooth, smooth * 0.5], -1)  # [B, H, W, C]
+    assert check_range(images.permute(0, 3, 1, 2)).healthy and not check_range(images.reshape(4, 3, 16, 16)).healthy
+    assert check_range(torch.rand(4, 3, 16, 16) * 2 - 1).healthy
+
+
+def test_one_coefficient_of_a_schedule():
+    places, (a, b) = torch.arange(0, 800, 100), (lambda table: (table.sqrt(), (1 - table).sqrt()))(tables(1000)["linear"])
+    assert half_matching(levels_of(a[places], b[places]), places, 1000) == ""
+    assert "the image has others" in half_matching(levels_of(a[places] ** 0.01, b[places]), places, 1000)
+    assert half_matching(levels_of(a[places] ** 2, b[places] ** 2), places, 1000) == ""
+    shares = torch.linspace(0.1, 0.9, B).double()
+    assert "equally strong" in check_mixture(levels_of(shares, torch.ones(B).double())).message
+    assert check_mixture(levels_of(torch.ones(B).double(), shares)).healthy
+
+
+def test_a_target_of_another_image():
+    levels = levels_of(*on_circle(), lambda output, clean, noise: output - 2 * noise + 0.5 * OTHER)
+    assert identify_target(levels, ORDER).name == ""
+    levels.looks[0].others = [OTHER, levels.looks[0].mixture.clean_tensor]
+    target = identify_target(levels, ORDER)
+    assert target.name.startswith("an image that is not the one") and not target.healthy
+
+
+@pytest.mark.parametrize(("factor", "healthy"), [(1.0, True), (float(B), False)])
+def test_weights_of_a_velocity(factor, healthy):
+    s = torch.linspace(0.2, 0.9, B).double()
+    levels = levels_of(1 - s, s)
+    assert identify_weights(factor / s**2, levels, "sample", 1).healthy is healthy
+    assert not identify_weights(factor / (1 - s) ** 2, levels, "sample", 1).healthy
+
+
+def test_conditions_that_tell_the_image_or_nothing_or_repeat():
+    images, hints = torch.rand(2, 4, 3, 8, 8), torch.rand(2, 4, 3, 8, 8)
+
+    def found(first, second=None) -> set[str]:
+        pairs = [(image, hint) for image, hint in zip(images, (first, second)) if hint is not None]
+        steps = [step_of(torch.rand(4), hint, sample_numbers=image) for image, hint in pairs]
+        return wrong(Conditions().look(Update(1, steps), {}))
+
+    assert found(*hints) == found(hints[0] * 0) == set()
+    assert found(images[0].clone()) == {"image beside the noised one"}
+    assert found(hints[0] / 255) == {"largest value of an image beside"}
+    assert found(hints[0], hints[0].clone()) == {"conditions of the micro steps"}
+    assert found(hints[0, :1].expand(4, 3, 8, 8), hints[0, :1].expand(4, 3, 8, 8)) == set()
+
+
+def test_a_rate_that_is_never_what_was_asked_for():
+    def found(rates, **asked) -> list[str]:
+        known = Facts(**asked)
+        return [
+            c.name for c in Schedule().end(known, [(1 + n, rate) for n, rate in enumerate(rates)], 40, True) if not c.healthy
+        ]
+
+    asked, by_schedule = (
+        {"options": {"lr": 1.0}},
+        {"schedules": [SimpleNamespace(base_lrs=[1.0], last_epoch=3, optimizer=None)]},
+    )
+    assert found([[0.1]], **asked) == found([[0.1]], **by_schedule) == ["highest learning rate"]
+    assert found([[0.1], [0.9]], **asked) == found([[0.1, 0.2], [0.9, 1.8]]) == []
+    assert found([[0.1, 1.0], [0.9, 1.0]]) == ["rates of the groups"]
+
+
+@pytest.mark.parametrize(("every", "seldom"), [(1, False), (10, False), (25, True)])
+def test_an_average_that_hardly_ever_moves(every, seldom):
+    weights, average = torch.ones(4), torch.zeros(4)
+    probe = CopyProbe(Average("ema", {"w": average}, None), "w", weights)
+    for step in range(1, 61):
+        if step % every == 0:
+            average.lerp_(weights, 0.1)
+        probe.take()
+    probe.compare()
+    assert probe.seldom is seldom
+
+
+def test_embeddings_that_are_cut_off_together():
+    network = torch.nn.ModuleDict(
+        {"time_embed": torch.nn.Linear(2, 2), "label_emb": torch.nn.Embedding(3, 2), "body": torch.nn.Linear(2, 2)}
+    )
+    names = list(dict(network.named_parameters()))
+
+    def stages(*reached) -> set[str]:
+        judge, sample = UpdateJudge({}), SimpleNamespace(names=names, counts=[1] * len(names))
+        step = SimpleNamespace(group_of=torch.zeros(len(names), dtype=torch.long))
+        look = SimpleNamespace(
+            update=SimpleNamespace(optimizer_step=step), observer=SimpleNamespace(sample=sample, trained=network)
+        )
+        look.reached = {name for name in names if name.split(".")[0] in reached}
+        return {c.stage for _ in range(3) for c in judge._without_gradient(look) if c.healthy is False}
+
+    assert [stages("body"), stages("body", "label_emb"), stages("body", "time_embed")] == [
+        {"gradient"},
+        {"timestep"},
+        {"condition"},
+    ]

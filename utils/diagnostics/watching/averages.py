@@ -11,6 +11,7 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.facts import Average
 
 SMALL = 2e-2
+MOST_NEW = 0.75  # of an average, that one update gives: a decay of 0.9 that is exchanged gives 0.9
 STILL = "no change"
 WANTED = "d e + (1 - d) w, with w after the step"
 SETTLED = 13  # updates after which a decay is no longer one of a warm-up's begin
@@ -126,7 +127,7 @@ def _decay(average: Average, slope: float, first: First, update: Update, blur: f
     first.decays.append(decay)
     if settings is None:
         rises = decay > first.decays[0] + 1e-3  # a decay that begins low: a warm-up
-        if 0.5 < slope < 1 - 1e-6 and update.step + 1 >= SETTLED and not rises:
+        if MOST_NEW < slope < 1 - 1e-6 and update.step + 1 >= SETTLED and not rises:
             text = f"{name} forgets nearly all in each update (decay {decay:.4g}): are decay and 1 - decay exchanged?"
             return Check("ema", name, wanted, observed, False, text, "warning")
         return Check("ema", name, wanted, observed, True)

@@ -109,7 +109,8 @@ def find(x: torch.Tensor, seen: Seen, told: Noising | None = None) -> Mixture | 
                     return _with_offset(mixed, seen)
     if rounded:
         return min(rounded, key=lambda mixture: worst(mixture.residual))
-    return _undrawn(values, images, limit)
+    undrawn = _undrawn(values, images, limit)
+    return None if undrawn is None else _with_offset(undrawn, seen)
 
 
 def _mixture(values: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor) -> Mixture:
