@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
+from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching import facts
 from utils.diagnostics.watching.conditions import Conditions
 from utils.diagnostics.watching.facts import Average, Facts, schedule_length
@@ -19,13 +20,13 @@ from utils.diagnostics.watching.levels import Levels, Look, half_matching, match
 from utils.diagnostics.watching.mixture import Mixture, strength
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import _groups, _size_of_step
-from utils.diagnostics.watching.options import Schedule
+from utils.diagnostics.watching.options import Schedule, declared_strength
 from utils.diagnostics.watching.places import place_of_told
 from utils.diagnostics.watching.probes import CopyProbe, Probe
 from utils.diagnostics.watching.result import SETTLING, Result
 from utils.diagnostics.watching.seen import Draw, Recorder, Seen, Times
 from utils.diagnostics.watching.targets import check_target, identify_target
-from utils.diagnostics.watching.updating import UpdateJudge, _kind_of
+from utils.diagnostics.watching.updating import UpdateJudge, _by_function, _kind_of
 from utils.diagnostics.watching.watcher import Watcher, holder_of
 from utils.diagnostics.watching.weights import identify_weights
 
@@ -775,6 +776,7 @@ def test_conditions_that_tell_the_image_or_nothing_or_repeat():
     assert found(*hints) == found(hints[0] * 0) == set()
     assert found(images[0].clone()) == {"image beside the noised one"}
     assert found(hints[0] / 255) == {"largest value of an image beside"}
+    assert found(torch.rand(4, 24, 8, 8) / 255) == set()  # features of a network beside it
     assert found(hints[0], hints[0].clone()) == {"conditions of the micro steps"}
     assert found(hints[0, :1].expand(4, 3, 8, 8), hints[0, :1].expand(4, 3, 8, 8)) == set()
 
@@ -827,3 +829,14 @@ def test_embeddings_that_are_cut_off_together():
         {"timestep"},
         {"condition"},
     ]
+
+
+def test_gradients_that_are_put_there_by_hand():
+    without = Check("gradient", "gradient at the step", "that of the backward passes", "none", False, "no backward pass")
+    for gradient, healthy in ((torch.ones(3), None), (torch.zeros(3), False)):
+        assert _by_function(without, Update(1, optimizer_step=SimpleNamespace(gradient=gradient))).healthy is healthy
+
+
+def test_noise_that_is_stronger_on_purpose():
+    known = Facts(options={"noise_scale": 2.0, "lr": 0.5})
+    assert declared_strength(known, 1.999) and not declared_strength(known, 0.5) and not declared_strength(Facts(), 2.0)

@@ -148,8 +148,9 @@ def _beside_the_image(x: torch.Tensor, values: list[torch.Tensor], clean: torch.
 
 
 def _faint(values: list[torch.Tensor]) -> list[Check]:
-    """Of conditions that are images."""
-    sizes = [float(value.abs().max()) for value in values if value.ndim > 3 and value.is_floating_point()]
+    """Of conditions that are images; more channels are what a network makes of them."""
+    images = (value for value in values if value.ndim > 3 and value.shape[1] <= 4 and value.is_floating_point())
+    sizes = [float(value.abs().max()) for value in images]
     faint = [size for size in sizes if 0 < size < FAINT]
     text = f"an image that is a condition is nearly 0: up to {min(faint, default=0.0):.2g}. Was it divided by 255 (twice)?"
     found = ", ".join(f"{size:.2g}" for size in sizes)

@@ -26,7 +26,7 @@ from utils.diagnostics.watching.inputs import (
 )
 from utils.diagnostics.watching.levels import Levels, Look, Table, anywhere, half_matching, matching, said, tables
 from utils.diagnostics.watching.mixture import Mixture, find, strength
-from utils.diagnostics.watching.options import declared_prediction
+from utils.diagnostics.watching.options import declared_prediction, declared_strength
 from utils.diagnostics.watching.places import begins_alike, number_told
 from utils.diagnostics.watching.preconditioning import check_preconditioning
 from utils.diagnostics.watching.seen import Seen, Times
@@ -62,6 +62,7 @@ class ForwardJudge:
         self.mixed = True
         levels = Levels(looks)
         checks: list[Check] = []
+        drawn = looks
         if (c := strength(levels.a, levels.b)) != 1:  # the noise is judged as it is used
             looks = [replace(one, mixture=one.mixture.of_strength(c)) for one in looks]
             levels = Levels(looks)
@@ -84,7 +85,7 @@ class ForwardJudge:
             *_wrapped_around(update),
             *self._loss(heard, table, prediction, micro_steps, kind, loss_scale),
             *wrapped,
-            *self._noise(looks),
+            *self._noise(drawn if declared_strength(facts, c) else looks),
             *(
                 []
                 if levels.constant

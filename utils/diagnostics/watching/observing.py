@@ -82,6 +82,10 @@ class ForeignObserver(Observer):
     def begin_closure(self, optimizer: Optimizer) -> None:
         """Of an optimizer whose step makes the passes: what it begins with is seen now, and its gradient in the end."""
         self._before_step(optimizer)
+        self.go_on_in_step()
+
+    def go_on_in_step(self) -> None:
+        """A micro step is made by the optimizer's step: the gradient is that which it ends with."""
         self._closes = True
 
     def begin(self, *arguments: Any, **options: Any) -> None:

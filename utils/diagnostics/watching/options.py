@@ -20,6 +20,12 @@ def declared_micro_steps(facts: Facts) -> int | None:
     return int(found) if found and found >= 1 else None
 
 
+def declared_strength(facts: Facts, strength: float) -> bool:
+    """Whether an option such as `noise_scale` says that the noise is so many times as strong."""
+    said = [value for name, value in facts.options.items() if "noise" in name and isinstance(value, float)]
+    return any(abs(value / strength - 1) < 1e-2 for value in said)
+
+
 def declared_prediction(*settings: Mapping[str, Any]) -> str | None:
     """Of the first that says one: the script's options, the noise scheduler's config."""
     found = (each.get("prediction_type") for each in settings)

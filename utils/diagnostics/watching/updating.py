@@ -77,6 +77,7 @@ class UpdateJudge:
         checks = []
         if not any(clip.kind == "value" for clip in look.clips) and (look.everyone.alone or look.everyone.mean is not None):
             found = check_gradients(update, declared, look.loss_scale, look.everyone.mean)
+            found = [_by_function(check, update) for check in found]
             checks += found if limit else [_clipped_by_hand(check, _of_each_layer(look)) for check in found]
         checks += [*_clipping(look.clips, passes), *(self._far_clipped(look) if look.clips else ())]
         checks += self._without_gradient(look)
@@ -203,6 +204,12 @@ def _clipping(clips: list[Clip], passes: int) -> list[Check]:
         found = ", ".join(str(clip.micro_step) for clip in clips)
         checks.append(Check("gradient", "clipped after micro step", str(passes), found, not early, text))
     return checks
+
+
+def _by_function(check: Check, update: Update) -> Check:
+    """Gradients that no backward pass left may be put there by hand, as those of torch.func are."""
+    by_hand = check.observed == "none" and update.optimizer_step is not None and bool(update.optimizer_step.gradient.any())
+    return replace(check, healthy=None, observed="put there without a backward pass") if by_hand else check
 
 
 def _clipped_by_hand(check: Check, of_each_layer: bool) -> Check:

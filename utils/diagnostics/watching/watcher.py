@@ -344,6 +344,8 @@ class Watcher:
             return
         given = [v for v in (*inputs, *options.values(), *self._beside) if isinstance(v, torch.Tensor) and v.ndim > 1]
         self._recorder.conditions = {v.shape for v in given} - {self._recorder.shape}
+        if self._in_step:
+            observer.go_on_in_step()
         facts = {"seen": seen or Seen(), "noising": list(self._noising[-3:]), "beside": self._beside}
         observer.begin_micro_step(**facts) if not begins else observer.tell(**facts)
         self._noising = []
