@@ -8,6 +8,7 @@ Updates are counted from 1 in each process. FAULT is one of
     slow-compute   from forward pass N on, each takes V seconds longer
     slow-data      from the N-th time on that images are fetched, it takes V seconds longer
     hang           in update N, before the backward pass, the process waits for ever
+    stop           in update N, before the backward pass, the process stops (SIGSTOP) once the other ranks know where it is
     hang-data      the N-th time that images are fetched takes for ever
     nudge          after the backward pass of update N, the largest element of parameter V is one ulp larger
     flip           in update N, but not where it is made again, one bit of V = WHERE:BIT flips: WHERE is weights (after the
@@ -52,6 +53,7 @@ from benchmarks.shared.replace import check_fired, fired, replace_everywhere
 from utils.core.entrypoint import run_script
 from utils.optim.ema import EMA
 from utils.training.evaluation import SampleEvaluation
+from utils.training.hang_watch import PERIOD
 from utils.training.monitor import Monitor
 from utils.training.samples import SampleGrids
 
@@ -149,6 +151,14 @@ def slow_data(step: int, seconds: str) -> None:
 
 def hang(step: int, value: str) -> None:
     at_update(step, lambda loss: time.sleep(3600))
+
+
+def stop(step: int, value: str) -> None:
+    def stopped(loss):
+        time.sleep(3 * PERIOD)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    at_update(step, stopped)
 
 
 def hang_data(step: int, value: str) -> None:
@@ -356,6 +366,7 @@ FAULTS = {
     "none": None,
     "nan": nan,
     "hang": hang,
+    "stop": stop,
     "hang-data": hang_data,
     "slow-compute": slow_compute,
     "slow-data": slow_data,

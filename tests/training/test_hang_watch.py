@@ -1,6 +1,7 @@
 """Hangs: which rank is missing and where the others wait is said, the stacks of all are written, and all end. What is only slow
 goes on."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -8,7 +9,6 @@ import time
 
 import pytest
 import torch.distributed as dist
-from conftest import slow_turns
 
 from utils.training import hang_watch
 from utils.training.hang_watch import HangWatch, News, verdict
@@ -54,6 +54,115 @@ def test_a_store_that_does_not_answer_is_said(tmp_path, monkeypatch, capsys):
     assert "test_hang_watch.py" in (tmp_path / "hang/rank-1.txt").read_text()
 
 
+class Left(BaseException):
+    """The process has ended."""
+
+
+class Periods:
+    """Stands for what a thread waits for: so many periods go by at once, before each of which `between` is called."""
+
+    def __init__(self, number: int, between=lambda number: None):
+        self.passed, self._number, self._between = 0, number, between
+
+    def wait(self, seconds: float) -> bool:
+        self._between(self.passed)
+        self.passed += 1
+        return self.passed > self._number
+
+
+@pytest.fixture
+def waiting(tmp_path, monkeypatch):
+    """The watch of rank 1 of 2, whose limit is 10 s, while rank 1 waits in a collective; no thread of it runs."""
+
+    def leave(status):
+        raise Left(status)
+
+    monkeypatch.setattr(hang_watch, "leave_now", leave)
+    watch = HangWatch(tmp_path, 1, 1, hang_timeout=10.0, collective_timeout=600.0)
+    watch._ranks, watch._updates = range(2), 9
+    watch.now("collectives")
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("place", "periods", "silent", "ends"),
+    [
+        ("compute", 100, 12, True),
+        ("compute", 100, 8, False),  # it was silent for a moment
+        ("compute", 8, 8, False),  # and nobody has waited for too long
+        ("between", 500, 500, False),  # it may save a checkpoint
+        ("between", 620, 620, True),
+        ("between", 620, 590, False),
+    ],
+)
+def test_a_store_that_is_silent_ends_nothing_while_rank_0_may_work(waiting, monkeypatch, place, periods, silent, ends):
+    clock = iter(range(10_000))
+    monkeypatch.setattr(hang_watch, "time", type("", (), {"monotonic": lambda: float(next(clock))}))
+    waiting._first = News(9, place, 9, 0.0)
+
+    def answer(passed):
+        waiting._silent = 0 if passed <= periods - silent else waiting._silent
+
+    waiting._closed = Periods(periods, answer)
+    with pytest.raises(Left) if ends else contextlib.nullcontext():
+        waiting._count()
+
+
+def test_a_connection_that_is_lost_is_made_anew(waiting):
+    told = []
+
+    class Store:
+        def __init__(self, breaks):
+            self.breaks = breaks
+
+        def set(self, key, value):
+            if self.breaks and len(told) == 2:
+                raise RuntimeError("Connection reset by peer")
+            told.append(News.read(value.encode()).tick)
+
+        def check(self, keys):
+            return keys == ["hang/0"]
+
+        def get(self, key):
+            return News(5, "between", 9, 0.0).text().encode()
+
+        def clone(self):
+            if len(told) == 2 and waiting._closed.passed < 6:
+                raise RuntimeError("Connection refused")
+            return Store(breaks=False)
+
+    waiting._store, waiting._closed = Store(breaks=True), Periods(8)
+    waiting._exchange()
+    assert told == [1, 2, 6, 7, 8] and waiting._first == News(5, "between", 9, 0.0)
+
+
+@pytest.mark.parametrize("silent", [{}, {0: News(5, "between", 7, 0.0)}, {0: News(5, "compute", 7, 0.0)}])
+def test_a_rank_that_works_between_updates_is_not_accused_because_it_is_out_of_touch(waiting, silent):
+    waiting._store = type("", (), {"set": lambda *arguments: None, "check": lambda *arguments: True})()
+    ends = silent.get(0) is None or silent[0].kind != "between"
+    with pytest.raises(Left) if ends else contextlib.nullcontext():
+        waiting._judge(silent | {1: News(5, "collectives", 7, 11.0)}, silent | {1: News(9, "collectives", 7, 15.0)})
+
+
+def broken(*arguments):
+    raise RuntimeError("Broken pipe")
+
+
+@pytest.mark.parametrize("fault", [broken, lambda *arguments: threading.Event().wait()])
+@pytest.mark.parametrize("speaks", [True, False])
+def test_a_rank_that_is_to_leave_leaves_whatever_fails(waiting, monkeypatch, fault, speaks):
+    """The store ended with the process of the rank that spoke, or hangs; so does what stderr leads to."""
+    monkeypatch.setattr(hang_watch, "PERIOD", 0.01)
+    monkeypatch.setattr("sys.stderr", type("", (), {"write": broken, "flush": broken}))
+    store = {"set": lambda self, key, value: fault() if "left" in key else None, "check": lambda self, keys: True}
+    waiting._store, waiting._closed = type("", (), store)(), Periods(1)
+    with pytest.raises(Left):
+        if speaks:
+            waiting._judge({}, {1: News(9, "collectives", 7, 15.0)})
+        else:
+            waiting._exchange()
+
+
 @pytest.mark.parametrize(
     ("collective_timeout", "longest", "limit"),
     [(600, 1.0, 30.0), (600, 10.0, 100.0), (600, 100.0, 490.0), (40, 1.0, 29.0), (20, 1.0, 10.0), (600, 400.0, 800.0)],
@@ -81,37 +190,31 @@ def test_a_rank_that_hangs_is_named_and_all_end(server, script, script_flags, tm
     assert not (tmp_path / "exit_status").exists()
 
 
-@pytest.mark.parametrize(("seconds", "ends"), [*slow_turns((TIMEOUT + 30, True)), (2.0, False)])
-def test_a_rank_that_is_stopped_for_a_while(server, tiny_flags, tmp_path, seconds, ends):
+def test_a_rank_that_is_stopped_for_a_while_ends_nothing(server, tiny_flags, tmp_path):
     runs = server.start(endless(tiny_flags, tmp_path), 2)
-    try:
-        wait_for_updates(tmp_path, runs)
-        os.kill(runs[1].pid, signal.SIGSTOP)
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and runs[0].poll() is None:
-            time.sleep(0.05)
-        assert (runs[0].poll() == 1) is ends, runs[0].text()
-        if ends:
-            assert "rank 1 does not answer; rank 0 waits in a collective" in runs[0].text()
-    finally:
-        os.kill(runs[1].pid, signal.SIGCONT)
-        if not ends:
-            runs[0].send_signal(signal.SIGTERM)
-    assert [run.wait() for run in runs] == ([1, 1] if ends else [75, 75]), runs[1].text()
+    wait_for_updates(tmp_path, runs)
+    os.kill(runs[1].pid, signal.SIGSTOP)
+    time.sleep(2)
+    assert runs[0].poll() is None, runs[0].text()
+    os.kill(runs[1].pid, signal.SIGCONT)
+    runs[0].send_signal(signal.SIGTERM)
+    assert [run.wait() for run in runs] == [75, 75], runs[1].text()
 
 
 @pytest.mark.slow
-def test_rank_0_is_stopped_and_the_store_with_it(server, tiny_flags, tmp_path):
-    runs = server.start(endless(tiny_flags, tmp_path), 2, own_store=True)
+@pytest.mark.parametrize("rank", [0, 1])  # the store is in rank 0
+def test_a_rank_that_is_stopped_in_an_update_is_named(server, tiny_flags, tmp_path, rank):
+    flags = ["--train_batch_size", 4, "--max_train_steps", 500, "--hang_timeout", TIMEOUT, "--output_dir", tmp_path]
+    command = [INJECT, "train_ddpm.py", "stop", "--rank", rank, "--step", 6, "--", *tiny_flags, *flags]
+    runs = server.start(command, 2, own_store=True)
     try:
-        wait_for_updates(tmp_path, runs)
-        os.kill(runs[0].pid, signal.SIGSTOP)
-        assert runs[1].wait(120) == 1
-        assert "hang: rank 0 does not answer; rank 1 has been waiting in a collective for" in runs[1].text()
-        assert "train_ddpm.py" in (tmp_path / "hang/rank-1.txt").read_text()
+        assert runs[1 - rank].wait(120) == 1
+        said = f"hang: rank {rank} does not answer; rank {1 - rank} "
+        assert said + ("has been waiting in a collective" if rank == 0 else "waits in a collective") in runs[1 - rank].text()
+        assert "backward" in (tmp_path / f"hang/rank-{1 - rank}.txt").read_text()
     finally:
-        os.kill(runs[0].pid, signal.SIGCONT)
-    assert runs[0].wait() == 1, runs[0].text()
+        os.kill(runs[rank].pid, signal.SIGCONT)
+    assert runs[rank].wait() == 1, runs[rank].text()
 
 
 def endless(flags: list, folder) -> list:

@@ -7,11 +7,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from utils.core.deadline import within
 from utils.core.entrypoint import leave_now
 
 LEAST, FACTOR = 30.0, 10.0  # seconds; times the longest update so far
@@ -68,11 +70,11 @@ class HangWatch:
         self._place, self._step, self._began, self._longest, self._updates = Place(None, 0, 0), 0, 0.0, 0.0, 0
         self._waited = self._place, 0.0  # where the main thread was at the newest tick, and the seconds since it moved there
         self._silent = 0  # ticks since the store answered
+        self._first: News | None = None  # the newest of rank 0, which may work alone between two updates
         self._closed = threading.Event()
         self._on = num_processes > 1 and hang_timeout != 0
         if self._on:
-            store = dist.distributed_c10d._get_default_store()
-            self._store: Any = store.clone() if hasattr(store, "clone") else store
+            self._store = _connected_anew(dist.distributed_c10d._get_default_store())
             for task in (self._count, self._exchange):
                 threading.Thread(target=task, name="hang watch", daemon=True).start()
 
@@ -110,82 +112,96 @@ class HangWatch:
             # A process that was suspended, and so are all of a job, has not waited meanwhile.
             self._waited = self._place, seconds + min(now - before, 2 * PERIOD) if place == self._place else 0.0
             before, self._silent = now, self._silent + 1
-            if self._silent > SILENT and self._too_long():
+            works = self._first is not None and self._first.kind == "between"
+            limit = max(self._limit(), self._most) if works else self._limit()
+            if self._silent > max(SILENT, limit / PERIOD) and self._too_long(limit):
                 self._end_alone()
 
-    def _too_long(self) -> bool:
+    def _too_long(self, limit: float) -> bool:
         place, seconds = self._waited
-        return place.kind is not None and seconds > self._limit()
+        return place.kind is not None and seconds > limit
 
     def _end_alone(self) -> None:
         """The ranks cannot talk: their store lies in a process that hangs, or that no network leads to."""
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         silent = "the launcher of the first host, through which the ranks talk," if agents else "rank 0"
         own = where(self._rank, self._own_news(0))
-        self._say(f"hang: {silent} does not answer; {own}. Nothing is known of the other ranks. {stacks_in(self._folder)}")
-        self._write_stacks()
-        leave_now(1)
+        said = f"hang: {silent} does not answer; {own}. Nothing is known of the other ranks. {stacks_in(self._folder)}"
+        self._leave(said, tells=False)
 
     # ---- in a thread that asks the store, which may take for ever
 
     def _exchange(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone: so is the run, and whoever holds it says why
-            self._look_until_closed()
-
-    def _look_until_closed(self) -> None:
-        tick, asked = 0, 0
+        tick, asked, lost = 0, 0, False
         earlier: dict[int, News] = {}  # what the ranks told when this one first had waited for too long
         while not self._closed.wait(PERIOD):
             tick += 1
-            self._store.set(f"hang/{self._rank}", self._own_news(tick).text())
-            if self._store.check(["hang/verdict"]):
-                self._leave()
-            if not self._too_long():
-                earlier = {}
-            elif not earlier:
-                earlier, asked = self._news(), tick
-            elif tick >= asked + SILENT:
-                self._judge(earlier, self._news())
-                earlier = {}
-            self._silent = 0
+            try:
+                self._store = _connected_anew(self._store) if lost else self._store
+                lost = False
+                self._store.set(f"hang/{self._rank}", self._own_news(tick).text())
+                if self._store.check(["hang/verdict"]):
+                    self._leave()
+                self._first = self._news([0]).get(0)
+                if not self._too_long(self._limit()):
+                    earlier = {}
+                elif not earlier:
+                    earlier, asked = self._news(self._ranks), tick
+                elif tick >= asked + SILENT:
+                    self._judge(earlier, self._news(self._ranks))
+                    earlier = {}
+                self._silent = 0
+            except RuntimeError:  # the connection is lost, or the store is gone: then so is the run, and its holder says why
+                lost = True
 
     def _own_news(self, tick: int) -> News:
         place, seconds = self._waited
         return News(tick, place.kind or "between", place.step, seconds)
 
-    def _news(self) -> dict[int, News]:
-        keys = {rank: f"hang/{rank}" for rank in self._ranks}
+    def _news(self, ranks: Iterable[int]) -> dict[int, News]:
+        keys = {rank: f"hang/{rank}" for rank in ranks}
         return {rank: News.read(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
     def _judge(self, earlier: dict[int, News], newest: dict[int, News]) -> None:
         alive = {rank: news for rank, news in newest.items() if rank not in earlier or news.tick > earlier[rank].tick}
-        moves = any(news.kind == "between" or news.seconds <= self._limit() / 2 for news in alive.values())
+        works = any(news.kind == "between" for news in newest.values())  # maybe alone, and out of touch for a while
+        moves = works or any(news.seconds <= self._limit() / 2 for news in alive.values())
         if moves or self._rank != min(alive, default=self._rank):  # the first of those that are there speaks
             return
         said = verdict({rank: alive.get(rank) for rank in self._ranks}, self._folder)
         self._store.set("hang/verdict", said)
-        self._say(said)
-        self._write_stacks()
+        self._leave(said, until=alive)
+
+    def _leave(self, said: str | None = None, tells: bool = True, until: Iterable[int] = ()) -> None:
+        """Whatever fails. `tells`: tells the other ranks, and waits a while until those of `until` have told it."""
+        try:
+            if said is not None:
+                print(f"\nerror: {said}", file=sys.stderr, flush=True)
+        finally:
+            try:
+                self._write_stacks()
+                if tells:
+                    within(6 * PERIOD, lambda: self._tell(until))
+            finally:
+                leave_now(1)
+
+    def _tell(self, until: Iterable[int]) -> None:
+        """The store may end with this process: not before the others have read the verdict."""
         self._store.set(f"hang/left/{self._rank}", "1")
-        deadline = time.monotonic() + 5 * PERIOD  # the store may end with this process: until the others have read it
-        while time.monotonic() < deadline and not all(self._store.check([f"hang/left/{rank}"]) for rank in alive):
+        deadline = time.monotonic() + 5 * PERIOD
+        while time.monotonic() < deadline and not all(self._store.check([f"hang/left/{rank}"]) for rank in until):
             self._silent = 0
             time.sleep(PERIOD / 10)
-        leave_now(1)
-
-    def _leave(self) -> None:
-        self._write_stacks()
-        self._store.set(f"hang/left/{self._rank}", "1")
-        leave_now(1)
-
-    def _say(self, what: str) -> None:
-        print(f"\nerror: {what}", file=sys.stderr, flush=True)
 
     def _write_stacks(self) -> None:
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             with open(self._folder / f"rank-{self._rank}.txt", "w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
+
+
+def _connected_anew(store: Any) -> Any:
+    return store.clone() if hasattr(store, "clone") else store
 
 
 def verdict(places: dict[int, News | None], folder: Path) -> str:
