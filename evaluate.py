@@ -60,7 +60,7 @@ def main(args: EvaluateOptions) -> None:
         from utils.diffusion.sampling import SamplePlan, full_precision, is_edm, make_sampler, sampling_steps
         from utils.evaluation.evaluator import ClassJudge, Evaluation, pipeline_images, refuse_too_few
         from utils.evaluation.extractors import make_extractor
-        from utils.evaluation.feature_sets import load_features, reference_features, save_features, sync_weights
+        from utils.evaluation.feature_sets import is_stored, load_features, reference_features, save_features, sync_weights
         from utils.evaluation.image_folder import ImageFolder
         from utils.evaluation.table import header, lines, read_results, refuse_to_compare, sentences
 
@@ -102,7 +102,7 @@ def main(args: EvaluateOptions) -> None:
     facts: Any = None
     images: Any = None  # none beside stored statistics
     folder_cache = None
-    if args.reference and is_array_file(str(args.reference)):
+    if args.reference and is_array_file(str(args.reference)) and not is_stored(args.reference):
         args.dataset_name, args.reference = str(args.reference), None
     if args.reference and args.reference.is_file():
         stored, facts, _ = load_features(args.reference)
@@ -113,8 +113,8 @@ def main(args: EvaluateOptions) -> None:
     references = len(stored if stored is not None else images)
     count = args.num_images or min(10_000, references)
     sizes = [(str(folder.folder), len(folder)) for folder in folders] + [(pipeline, count) for pipeline in args.pipeline]
-    for _, size in sizes:
-        refuse_too_few(size, references)
+    for name, size in sizes:
+        refuse_too_few(size, references, name)
     # A classifier is trained once.
     with Bar("preparing the extractors", shown=shown), accelerator.main_process_first():
         extractor = make_extractor(
@@ -244,14 +244,23 @@ def load_reference(args: EvaluateOptions, shape: tuple[int, int, int], shown: bo
     """(the real images as an ImageSet of this shape, the folder where what is computed of them is kept). `shown`: whether this
     process shows progress."""
     from utils.core.bars import Bar
+    from utils.data.arrays import OtherChannels
     from utils.data.dataset import cache_root, load_images
 
     size: dict[str, Any] = {"resolution": Size(*shape[1:]).resolution, "image_channels": shape[0]}
     for name, value in size.items():
         if name in args.given and getattr(args, name) != value:
             raise UserError(f"--{name} {getattr(args, name)}: the images that are evaluated have {value}\nleave --{name} out")
-    with Bar("reading the real images", shown=shown) as bar:
-        images = load_images(replace(args, **size), bar.set)
+    try:
+        with Bar("reading the real images", shown=shown) as bar:
+            images = load_images(replace(args, **size), bar.set)
+    except OtherChannels as error:
+        if not (args.pipeline or args.images):
+            raise
+        raise UserError(
+            f"{str(error).partition(', and ')[0]}, and the images that are evaluated have {shape[0]} channels\n"
+            "compare images of the same size and number of channels"
+        ) from None
     return images, cache_root(args.cache_dir) / "steady_diffusion"
 
 

@@ -192,7 +192,7 @@ def test_real_images_against_real_images_find_nothing(folder, call, monkeypatch)
 
 
 def test_stored_reference_statistics_serve_like_the_images(folder, call, tmp_path):
-    path = tmp_path / "digits.safetensors"
+    path = tmp_path / "digits.npz"  # whatever its name
     common = ["--dataset_name", "digits", "--resolution", 8, "--image_channels", 1]
     said = call("make-reference", *common, "--output", path)
     assert "1,797 images, randconv, SHA-256 " in said
@@ -341,6 +341,22 @@ def test_flags_of_the_samples_are_checked_before_the_real_images_are_read(folder
     monkeypatch.setattr("evaluate.load_reference", lambda *_: pytest.fail("the real images are read"))
     with pytest.raises(UserError, match=message):
         call("--pipeline", folder / "run", "--dataset_name", "digits", *flags)
+
+
+def test_arrays_of_other_channels_and_a_folder_of_too_few_images_are_named(folder, call, tmp_path):
+    np.save(tmp_path / "rgb.npy", np.zeros((30, 8, 8, 3), np.uint8))
+    said = r"the images of .*rgb.npy are \[8, 8, 3\], .* 3 channels .*, and the images that are evaluated have 1 channels\n"
+    with pytest.raises(UserError, match=said + "compare images"):
+        call("--images", folder / "first", "--reference", tmp_path / "rgb.npy")
+    make_images(tmp_path / "few", [8] * 3)
+    with pytest.raises(UserError, match=r"^.*few: 3 samples and 400 reference images are too few"):
+        call("--images", tmp_path / "few", "--reference", folder / "second")
+
+
+def test_flags_of_samples_need_a_pipeline():
+    for flag in ("--num_images 20", "--sampler ddim", "--guidance 2", "--class_labels 1", "--seeds 1"):
+        with pytest.raises(UserError, match=f"^{flag.split()[0]} is for --pipeline, and only --images is set\nleave"):
+            evaluate.parse_args(["--images", "a", "--reference", "b", *flag.split()])
 
 
 def test_paths_are_checked_before_the_libraries_load(call, monkeypatch):

@@ -227,7 +227,10 @@ def test_every_refused_value_names_its_flag_and_what_is_allowed(name):
 @pytest.mark.parametrize(
     ("text", "widths"),
     [("0.1", [0.1]), ("0.02:0.05:0.01", [0.02, 0.03, 0.04, 0.05]), ("0.1:0.18:0.05", [0.1, 0.15])]
-    + [(text, None) for text in ("0.1-0.2", "0.2:0.1:0.05", "0.1:0.2:0", "0:0.2:0.1", "0.1:0.3:0.1", "0.1:0.2", "nan")],
+    + [
+        (text, None)
+        for text in ("0.1-0.2", "0.2:0.1:0.05", "0.1:0.2:0", "0:0.2:0.1", "0.1:0.3:0.1", "0.1:0.2", "nan", "0.02:0.2:1e-8")
+    ],
 )
 def test_widths_to_try_are_a_range_of_possible_ones(text, widths):
     words = ["run", "--output_dir", "out", "--widths", text]

@@ -20,6 +20,7 @@ from utils.data.dataset import load_images
 from utils.evaluation.extractors import RandomConvolutions
 from utils.evaluation.feature_sets import evenly
 from utils.options.flags import DataOptions, DDPMOptions
+from utils.options.parser import parse_options
 from utils.runs.checkpoints import list_checkpoints
 from utils.runs.history import HISTORY, read_history
 from utils.runs.state import TrainState, read_state
@@ -77,6 +78,8 @@ def test_mistakes_are_told_before_the_first_update(train, tiny_flags, tmp_path):
         with pytest.raises(UserError, match=message):
             train([*tiny_flags, *flags, "--output_dir", tmp_path / "run"])
     assert not list(tmp_path.glob("run/checkpoint-*"))
+    assert DDPMOptions.eval_steps is None
+    assert parse_options(DDPMOptions, "", ["--eval_images", "5"]).eval_images == 5  # of which nothing is made
 
 
 @pytest.mark.slow

@@ -7,9 +7,12 @@ A `.npy` file is mapped into memory and HDF5 read row by row, so that both may b
 whole.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -27,6 +30,10 @@ def is_array_file(name: str | None) -> bool:
     return name is not None and Path(name).suffix.lower() in SUFFIXES and Path(name).is_file()
 
 
+class OtherChannels(UserError):
+    """Arrays have other channels than `image_channels`."""
+
+
 class ArrayImages:
     """The images of such a file by row, the counterpart of `columns.EncodedImages`; a pickled copy opens the file again.
 
@@ -39,7 +46,8 @@ class ArrayImages:
     def __init__(self, options: DataOptions):
         self._path, self._name = Path(str(options.dataset_name)), options.image_column or "images"
         self._opened: tuple[int, Any] = (-1, None)
-        images, labels = self._open(), self._labels(options.label_column)
+        with self._reading():
+            images, labels = self._open(), self._labels(options.label_column)
         if images.ndim not in (3, 4) or 0 in images.shape:
             raise UserError(f"the images of {self._path} are {list(images.shape)}\nthey must be [N, H, W, C] or [N, H, W]")
         if images.dtype.kind not in "biuf":
@@ -68,21 +76,29 @@ class ArrayImages:
     def at(self, rows: list[int]) -> list[ImageFile]:
         """Returns the images of any rows, in that order."""
         if self._opened[0] != os.getpid():  # an HDF5 file is not shared with a forked process
-            self._opened = os.getpid(), self._open()
+            with self._reading():
+                self._opened = os.getpid(), self._open()
         return [ImageFile(None, None, f"row {row} of {self._path}", np.asarray(self._opened[1][row])) for row in rows]
 
     def _content(self) -> Any:
         """What the file holds, by name; of a .npy file one array."""
+        if self._path.suffix.lower() in (".npy", ".npz"):
+            return np.load(self._path, mmap_mode="r", allow_pickle=False)
         try:
-            if self._path.suffix.lower() in (".npy", ".npz"):
-                return np.load(self._path, mmap_mode="r", allow_pickle=False)
-            try:
-                import h5py  # type: ignore[import-not-found]
-            except ImportError:
-                raise UserError(f"{self._path}: HDF5 needs h5py\npip install h5py, or save the arrays as .npz") from None
-            return h5py.File(self._path, "r")
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot read {self._path}: {one_line(error)}\nmake the file again") from error
+            import h5py  # type: ignore[import-not-found]
+        except ImportError:
+            raise UserError(f"{self._path}: HDF5 needs h5py\npip install h5py, or save the arrays as .npz") from None
+        return h5py.File(self._path, "r")
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, EOFError, BadZipFile) as error:
+            problem = one_line(error)
+            if "pickle" in problem or "Python objects" in problem:  # numpy's advice is to run what is in the file
+                problem = "it is no file of arrays, or its arrays hold objects instead of numbers"
+            raise UserError(f"cannot read {self._path}: {problem}\nmake the file again") from error
 
     def _open(self) -> Any:
         content = self._content()
@@ -125,10 +141,10 @@ def checked_range(data_range: list[float] | None) -> Range | None:
 
 
 def refuse_shape(shape: tuple[int, ...], options: DataOptions) -> None:
-    """Raises UserError where images of `shape`, [H, W, C] or [H, W], have other channels than the options say."""
+    """Raises OtherChannels where images of `shape`, [H, W, C] or [H, W], have other channels than the options say."""
     channels = 1 if len(shape) == 2 else shape[-1]
     if channels != options.image_channels:
-        raise UserError(
+        raise OtherChannels(
             f"the images of {options.dataset_name} are {list(shape)}, which is {channels} channels ([H, W, C]), and "
             f"--image_channels is {options.image_channels}\nset --image_channels {channels}"
         )

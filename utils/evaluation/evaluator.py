@@ -198,11 +198,11 @@ def _visible(regions: dict | None) -> str:
     return f"with these images, a part that looks alike and is smaller than {share} is not seen"
 
 
-def refuse_too_few(samples: int, references: int) -> None:
-    """Raises UserError where figures of so many samples and reference images would mean nothing."""
+def refuse_too_few(samples: int, references: int, name: str = "") -> None:
+    """Raises UserError where figures of so many samples, of `name`, and reference images would mean nothing."""
     if samples < MIN_IMAGES or references < 2 * MIN_IMAGES:
         raise UserError(
-            f"{samples} samples and {references} reference images are too few\n"
+            f"{name}{name and ': '}{samples} samples and {references} reference images are too few\n"
             f"use at least {MIN_IMAGES} samples and {2 * MIN_IMAGES} reference images"
         )
 

@@ -201,6 +201,15 @@ def save_features(path: Path, features: FeatureSet, facts: dict) -> str:
     return digest
 
 
+def is_stored(path: Path) -> bool:
+    """Whether a file is one of `save_features`, whatever its name."""
+    try:
+        with safe_open(path, "pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
+
+
 def load_features(path: Path) -> tuple[FeatureSet, dict, str]:
     """Returns the features, the facts and the SHA-256 of what `save_features` wrote. Raises UserError where it is not as it was
     written."""

@@ -16,6 +16,7 @@ from utils.options.presets import EDM2_ABOUT, EDM2_FLAGS, FLAGS
 
 FEWEST_IMAGES = 10  # whose figures mean anything
 WIDEST = 0.2886  # of the averages: the mean of all updates
+MOST_WIDTHS = 1000
 
 
 @dataclass(kw_only=True)
@@ -247,7 +248,7 @@ class ReportOptions(Options):
         0, "stop after this many validations without a better result (0: off)", at_least=0, free=True
     )
     eval_steps: int | None = flag(None, "updates between two evaluations of the samples (off)", at_least=1, free=True)
-    eval_images: int = flag(5000, "samples per evaluation (5000)", at_least=FEWEST_IMAGES, free=True)
+    eval_images: int = flag(5000, "samples per evaluation (5000)", at_least=1, free=True)
     best_metric: Literal["loss", "fd", "kd"] = flag(
         "loss",
         "figure that decides which checkpoint is best: validation loss, or distance of samples and data (loss)",
@@ -393,6 +394,11 @@ class RunOptions(
                 f"--color_jitter needs gray or RGB, and --image_channels is {self.image_channels}\nleave out --color_jitter"
             )
         self.check_latents()
+        if self.eval_steps and self.eval_images < FEWEST_IMAGES:
+            raise UserError(
+                f"--eval_images must be a whole number of at least {FEWEST_IMAGES}; got {self.eval_images}\n"
+                "set --eval_images, or leave --eval_steps out"
+            )
         if self.best_metric != "loss" and not self.eval_steps:
             raise UserError(f"--best_metric {self.best_metric} is measured on samples, and --eval_steps is 0\nset --eval_steps")
         if self.early_stopping_patience and self.best_metric == "loss" and not self.validation_images:
@@ -668,6 +674,9 @@ class EvaluationOutputOptions(Options):
     quiet: bool = flag(False, "show no progress")
 
 
+_OF_SAMPLES = {"num_images", "seeds", "sampler", "num_inference_steps", "class_labels", "guidance", "guide_pipeline"}
+
+
 @dataclass(kw_only=True)
 class EvaluateOptions(EvaluatedOptions, FeatureOptions, EvaluationOutputOptions, DataOptions):
     """evaluate.py"""
@@ -689,6 +698,8 @@ class EvaluateOptions(EvaluatedOptions, FeatureOptions, EvaluationOutputOptions,
                 )
         elif not self.pipeline and not self.images:
             raise UserError("there is nothing to evaluate\nset --pipeline or --images")
+        elif unused := sorted(self.given & _OF_SAMPLES) if not self.pipeline else []:
+            raise UserError(f"--{unused[0]} is for --pipeline, and only --images is set\nleave --{unused[0]} out")
         elif self.output is not None:
             raise UserError("--output is for make-reference\nset --output_dir, or evaluate.py make-reference --output FILE")
         weights = PRETRAINED_FEATURES.get(self.features)
@@ -761,7 +772,10 @@ def read_widths(text: str) -> list[float]:
     first, last, step = [float(part) for part in text.split(":")] if ":" in text else [float(text), float(text), 1.0]
     if not (0 < first <= last < WIDEST and step > 0):
         raise ValueError(f"{text} has no widths, or impossible ones")
-    return [round(first + i * step, 10) for i in range(int((last - first) / step + 1e-6) + 1)]
+    count = (last - first) / step + 1e-6
+    if not count < MOST_WIDTHS:
+        raise ValueError(f"{text} has more than {MOST_WIDTHS} widths")
+    return [round(first + i * step, 10) for i in range(int(count) + 1)]
 
 
 def widths_text(text: str) -> str:
@@ -783,7 +797,7 @@ class ReconstructionOptions(Options):
         "try these widths and keep the best one",
         metavar="FIRST:LAST:STEP",
         reads=widths_text,
-        words=f"FIRST:LAST:STEP, such as 0.02:0.25:0.01, with widths above 0 and below {WIDEST}",
+        words=f"FIRST:LAST:STEP, such as 0.02:0.25:0.01, with at most {MOST_WIDTHS} widths above 0 and below {WIDEST}",
     )
     metric: Literal["fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels"] = flag(
         "fd_randconv", "figure that decides which width is best: Frechet or kernel distance of features (fd_randconv)"
