@@ -324,6 +324,12 @@ def test_ranks_that_are_slow_in_turn_are_healthy():
     assert "in data" in diagnose(ranks([1.0, 1.0], 0.9))[0].evidence
 
 
+@pytest.mark.parametrize(("compared", "said"), [("bits", "other bits"), ("sizes", "a size that is more than 10 % off")])
+def test_what_was_compared_between_ranks_is_said(compared, said):
+    rerun = SAME | {"outcome": "ranks differ", "compared": compared}
+    assert diagnose(run(lambda n: {"rerun": rerun}))[0].evidence.startswith(f"rank 0 gives {said}, beside its neighbor")
+
+
 @pytest.mark.parametrize(("device", "wait", "found"), [("cpu", 0.4, True), ("cuda:0", 0.7, False), ("cuda:0", 0.9, True)])
 def test_a_host_that_waits_while_a_gpu_works_is_no_starved_device(device, wait, found):
     record = run(lambda n: {"perf/data_wait": wait})

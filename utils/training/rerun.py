@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -191,7 +192,7 @@ class Rerun:
         return found if found["outcome"] != "not comparable" else found | {"devices": sorted({m for m, _ in everyone})}
 
     def _local(self, batches: list[dict], rank: int) -> tuple[Tensor, Tensor]:
-        """Digests and sizes (sum, norm) of loss and gradient of these batches of that rank, which no other rank adds to."""
+        """Digests and norms of loss and gradient of these batches of that rank, which no other rank adds to."""
         run, accelerator = self._run, self._run.accelerator
         [model] = accelerator._models
         losses = []
@@ -204,10 +205,15 @@ class Rerun:
         gradients = [p.grad for p in run.objective.network.parameters() if p.grad is not None]
         losses = [loss.detach() for loss in losses]
         found = torch.stack([digest(losses), digest(joined(gradients))])
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        sizes = torch.stack([torch.cat(losses).sum().float(), norm.float()])
+        # Losses have either sign where their uncertainty is learned, and a sum near 0.
+        sizes = torch.stack([_norm(losses), _norm(gradients)])
         model.zero_grad()
         return found, sizes
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """float32, of all of them as one."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)).float())
 
 
 def compare_neighbors(bits: list, sizes: list, exact: bool) -> dict[str, Any]:
@@ -216,7 +222,7 @@ def compare_neighbors(bits: list, sizes: list, exact: bool) -> dict[str, Any]:
     Args:
         bits: [processes x 2 x 2]: of each rank, of its own batches and of those of the rank before it: digests of the loss and
             of the gradient.
-        sizes: alike, the loss and the norm of the gradient.
+        sizes: alike, the norms of the losses and of the gradient.
         exact: whether equal batches must have equal bits. Else kernels may be others on another device (of another model, or
             as cuDNN chooses), and only a difference that no rounding makes is one.
     """
@@ -233,11 +239,14 @@ def compare_neighbors(bits: list, sizes: list, exact: bool) -> dict[str, Any]:
     if not pairs:
         return {"outcome": "not comparable" if unlike else "same"}
     named = set.intersection(*pairs) or set.union(*pairs)
-    return {"outcome": "ranks differ", "stage": next(s for s, found in suspects.items() if found), "ranks": sorted(named)}
+    stage = next(stage for stage, found in suspects.items() if found)
+    return {"outcome": "ranks differ", "stage": stage, "ranks": sorted(named), "compared": "bits" if exact else "sizes"}
 
 
 def _far(a: float, b: float) -> bool:
-    return not abs(a - b) <= FAR_OF_RANKS * min(abs(a), abs(b))  # also of NaN and infinity
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.isfinite(a) or math.isfinite(b)  # a loss that diverged did so on both
+    return abs(a - b) > FAR_OF_RANKS * min(abs(a), abs(b))
 
 
 def model_of(device: torch.device) -> str:
@@ -340,6 +349,8 @@ def _nearest(apart: list[list[float]], place: int) -> float:
 def _ratio(apart: list[list[float]], place: int) -> float:
     """The distance of that one from the nearest other, over the largest of the others from each other."""
     others = [other for other in range(len(apart)) if other != place]
-    spread = max(apart[a][b] for a in others for b in others)
+    between = [apart[a][b] for a in others for b in others if a != b]
+    if min(between) == torch.inf:
+        return 0.0  # no two are finite: an update that diverged
     nearest = _nearest(apart, place)
-    return nearest / max(spread, 1e-300) if nearest < torch.inf else torch.inf
+    return nearest / max(*between, 1e-300) if nearest < torch.inf else torch.inf

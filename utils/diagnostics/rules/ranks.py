@@ -44,7 +44,8 @@ def device_errs(record: RunRecord) -> Found:
         ranks = " or ".join(f"rank {rank}" for rank in each["ranks"])
         what = f"update {step}, made again from the same weights and batches, has other bits, first in {STAGES[each['stage']]}"
         if each["outcome"] == "ranks differ":
-            what = f"{ranks} gives other bits than its neighbor for the same batch, in {STAGES[each['stage']]} of update {step}"
+            other = "a size that is more than 10 % off" if each.get("compared") == "sizes" else "other bits"
+            what = f"{ranks} gives {other}, beside its neighbor for the same batch, in {STAGES[each['stage']]} of update {step}"
         elif record.resolved.get("num_processes") != 1:
             what += f", on {ranks}"
         yield Finding("device-errs", "critical", f"{what}; {len(wrong)} of {len(made)} updates that were looked at", step)
