@@ -147,9 +147,23 @@ def test_an_update_that_takes_long_shows_that_it_goes_on(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == [
         "update 1 of 5: 0:10 so far",
         "update 1 of 5: 1:36 left",
-        "update 2 of 5: 0:46 so far, 4:40 left",
+        "update 2 of 5: 0:10 so far, 4:40 left",
         "update 3 of 5: 0:52 left",
     ]
+
+
+def test_after_the_last_update_no_other_is_at_hand(monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    progress = ProgressBar(True, first_step=0, total_steps=1)
+    progress.update()
+    now = 30.0
+    progress.look()
+    assert capsys.readouterr().err == ""
+    progress.begin()
+    progress.end()  # of a run that stops before its last update
+    assert not progress._watch.is_alive()
+    progress.close()
 
 
 def test_somebody_looks_while_an_update_goes_on(monkeypatch):

@@ -77,22 +77,59 @@ def test_names_of_project_and_run(server, monkeypatch, given, variables, project
         ("latest", '{"wandb": "a1"}', "mine", {}),  # which wandb reads itself
         ("latest", '{"wandb": "gone"}', None, {}),  # deleted, or on another server
         ("latest", "{", None, {}),
+        ("latest", "[]", None, {}),
+        ("latest", "null", None, {}),
+        ("latest", '{"wandb": 1}', None, {}),
+        ("latest", '{"wandb": "a1", "output_dir": "/elsewhere"}', None, {}),  # this folder is a copy
+        ("checkpoint-5", '{"wandb": "a1"}', None, {"id": "a1", "resume": "allow"}),
+        ("checkpoint-3", '{"wandb": "a1"}', None, {}),
         (None, '{"wandb": "a1"}', None, {}),
     ],
-    ids=["resumed", "by the user's variable", "gone", "damaged", "a new run"],
+    ids=[
+        *("resumed", "by the user's variable", "gone", "damaged", "a list", "null", "a number"),
+        *("a copy", "by name", "an older checkpoint", "a new run"),
+    ],
 )
-def test_a_resumed_run_goes_on_in_its_run_of_the_tracker(server, monkeypatch, tmp_path, resumed, recorded, variable, about):
+def test_a_resumed_run_goes_on_in_its_run_of_the_tracker(
+    server, monkeypatch, tmp_path, capsys, resumed, recorded, variable, about
+):
+    monkeypatch.setattr("utils.runs.checkpoints.verify_checkpoint", lambda path: None)
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     if variable is not None:
         monkeypatch.setenv("WANDB_RUN_ID", variable)
-    (tmp_path / "checkpoint-5").mkdir()
+    for step in (3, 5):
+        (tmp_path / f"checkpoint-{step}").mkdir()
     (tmp_path / TRACKED).write_text(recorded)
     of_the_run = options(output_dir=str(tmp_path), resume_from_checkpoint=resumed)
     start_trackers(server, of_the_run)
     [tracker] = server.trackers
     assert tracker.about == {"name": tmp_path.name, **about}
+    said = {"gone": "no run has this id", "elsewhere": "trackers.json is of /elsewhere", "-3": "checkpoint-5 is newer"}
+    expected = [words for known, words in said.items() if known in f"{recorded} {resumed}"]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(expected)
+    assert all(words in line and line.endswith("; a new run starts there") for words, line in zip(expected, lines))
     Trackers(server, of_the_run, first_step=5, print_line=print)
-    assert json.loads((tmp_path / TRACKED).read_text()) == {"wandb": about.get("id", "new")}
+    assert json.loads((tmp_path / TRACKED).read_text()) == {"wandb": about.get("id", "new"), "output_dir": str(tmp_path)}
+
+
+def test_mlflow_gets_what_is_new_or_changed(monkeypatch, tmp_path):
+    class MLflow(Server):
+        name = "mlflow"
+
+        def start(self):
+            run = SimpleNamespace(info=SimpleNamespace(run_id=self.about.get("run_id", "m1")))
+            run.data = SimpleNamespace(params={"seed": "0", "learning_rate": "0.1", "use_ema": "True"})
+            self.active_run = run
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", MLflow)
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / TRACKED).write_text('{"mlflow": "m1"}')
+    accelerator = SimpleNamespace(is_main_process=True, trackers=[])
+    resumed = options(output_dir=str(tmp_path), logger="mlflow", resume_from_checkpoint="latest")
+    start_trackers(accelerator, resumed)
+    Trackers(accelerator, resumed, 5, print).describe({"seed": 0, "learning_rate": 0.2, "use_ema": True, "dropout": 0.1})
+    assert accelerator.trackers[0].values == {"learning_rate from update 5": 0.2, "dropout": 0.1}
 
 
 def test_one_that_cannot_start_is_one_line(server):

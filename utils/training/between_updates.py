@@ -128,6 +128,7 @@ class Periodic:
         """The pipeline and the last pictures of a run that has come to its end, in this order: no picture may cost it the
         pipeline. Closes all that is open. Returns the exit status."""
         run = self._run
+        run.progress.end()
         self._monitor.close()
         self._profile.close()
         if self._exit_status == 0:

@@ -175,8 +175,10 @@ class ProgressBar:
     def look(self) -> None:
         """Shows that the update at hand goes on, where nothing was shown for long."""
         now = time.monotonic()
-        if Bar.active:  # which shows itself
-            self._last_line = now
+        if Bar.active:  # which shows itself, and is between two updates
+            self._last_line = self._last_update = now
+        elif self._step >= self._total_steps:  # no update is at hand
+            return
         elif self._is_silent(now + WATCH_SECONDS) and now - self._last_update > SOON - WATCH_SECONDS:
             self._line(f"{duration(now - self._last_update)} so far", self._step + 1)
 
@@ -227,10 +229,14 @@ class ProgressBar:
         self.print_line(f"left out: {problem}")
         return False
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """No update follows."""
         self._closed.set()
         if self._watch is not None:
             self._watch.join()
+
+    def close(self) -> None:
+        self.end()
         self._bar.close()
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from PIL import Image
 from utils.core.errors import UserError, one_line
 from utils.core.files import whole_file
 from utils.options.flags import RunOptions
-from utils.runs.checkpoints import list_checkpoints
+from utils.runs.checkpoints import find_checkpoint, list_checkpoints
 from utils.runs.folder import TRACKED
 
 # Trackers that take names: the variables that name project and run for them, and what `init` calls the name of a run.
@@ -39,6 +40,7 @@ CONTINUE: dict[str, Callable[[str], dict[str, str]]] = {
     "mlflow": lambda identity: {"run_id": identity},
     "trackio": lambda identity: {"name": identity, "resume": "allow"},
 }
+FOLDER = "output_dir"  # in TRACKED: of the run that the trackers have
 FIRST_GROUPS = ("train/", "validation/")
 LAYOUT = {  # of TensorBoard's custom scalars; regular expressions of tags
     "training": {
@@ -64,7 +66,7 @@ def start_trackers(accelerator: Accelerator, options: RunOptions) -> None:
 
     Raises UserError for one that cannot start: without an account or a server, say.
     """
-    earlier = _earlier(options)
+    earlier = _earlier(options, partial(print, flush=True))
     for name in options.trackers:
         tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
         if tracker_class.requires_logging_directory:
@@ -84,8 +86,10 @@ def start_trackers(accelerator: Accelerator, options: RunOptions) -> None:
 
         tracker = None
         if name in earlier:
-            with contextlib.suppress(Exception):  # it is gone, or on another server
+            try:
                 tracker = start(fresh | CONTINUE[name](earlier[name]))
+            except Exception as error:  # it is gone, or on another server
+                print(f"{name}: {one_line(error)[:500]}; a new run starts there", flush=True)
         try:
             tracker = tracker or start(fresh)
         except Exception as error:  # each tracker has its own
@@ -96,13 +100,31 @@ def start_trackers(accelerator: Accelerator, options: RunOptions) -> None:
         accelerator.trackers.append(tracker)
 
 
-def _earlier(options: RunOptions) -> dict[str, str]:
-    """The runs that an earlier start of a resumed run had, by the names of the trackers."""
-    folder = Path(options.output_dir)
-    with contextlib.suppress(OSError, ValueError):
-        if options.resume_from_checkpoint and list_checkpoints(folder):
-            return {name: run for name, run in json.loads((folder / TRACKED).read_text()).items() if name in CONTINUE}
-    return {}
+def _earlier(options: RunOptions, tell: Callable[[str], None] = lambda line: None) -> dict[str, str]:
+    """The runs that an earlier start of a resumed run had, by the names of the trackers. `tell` gets a line where this start
+    does not go on in them: they are those of the folder that was copied, or have another continuation of an older checkpoint.
+    """
+    folder, asked = Path(options.output_dir), options.resume_from_checkpoint
+    checkpoints = list_checkpoints(folder)
+    if not asked or not checkpoints:
+        return {}
+    try:
+        content = json.loads((folder / TRACKED).read_text())
+    except (OSError, ValueError):  # there was no such tracker, or the file is damaged
+        return {}
+    known = content.items() if isinstance(content, dict) else ()
+    runs = {name: run for name, run in known if name in CONTINUE and isinstance(run, str)}
+    if not runs:
+        return {}
+    here = str(folder.resolve())
+    if (logged := content.get(FOLDER, here)) != here:
+        tell(f"{', '.join(runs)}: {TRACKED} is of {logged}; a new run starts there")
+        return {}
+    resumed = None if asked == "latest" else find_checkpoint(folder, asked)[0]
+    if resumed is not None and resumed.resolve() != checkpoints[-1].resolve():  # wandb drops steps below its newest
+        tell(f"{', '.join(runs)}: {checkpoints[-1].name} is newer than {resumed.name}; a new run starts there")
+        return {}
+    return runs
 
 
 class Trackers:
@@ -116,8 +138,8 @@ class Trackers:
 
         TensorBoard hides what a killed run had logged after `first_step` updates: one value per tag and step.
         """
-        self._accelerator, self._print_line = accelerator, print_line
-        self._continued = _earlier(options)
+        self._accelerator, self._print_line, self._first_step = accelerator, print_line, first_step
+        self._continued = _earlier(options) if accelerator.is_main_process else {}
         if accelerator.is_main_process:
             self._remember(Path(options.output_dir))
         for name in options.trackers if accelerator.is_main_process else ():
@@ -139,7 +161,8 @@ class Trackers:
                 runs[tracker.name] = IDENTITY[tracker.name](tracker)
         if runs:
             with contextlib.suppress(OSError), whole_file(folder / TRACKED) as draft:
-                draft.write_text(json.dumps(self._continued | runs, indent=2) + "\n")
+                known = self._continued | runs | {FOLDER: str(folder.resolve())}
+                draft.write_text(json.dumps(known, indent=2) + "\n")
         self._continued = {name: run for name, run in runs.items() if self._continued.get(name) == run}
 
     def describe(self, settings: dict[str, Any]) -> None:
@@ -147,8 +170,13 @@ class Trackers:
         values = {name: _plain(value) for name, value in settings.items() if value is not None}
 
         def store(tracker: Any) -> None:
-            if tracker.name == "mlflow" and "mlflow" in self._continued:
-                return  # which allows no other values, and has those of the first start
+            if tracker.name == "mlflow" and "mlflow" in self._continued:  # which never changes a value
+                there, new = tracker.active_run.data.params, {}
+                for name, value in values.items():
+                    if there.get(name) != str(value):
+                        new[f"{name} from update {self._first_step}" if name in there else name] = value
+                tracker.store_init_configuration(new)
+                return
             if tracker.name != "tensorboard":
                 tracker.store_init_configuration(values)
                 return
