@@ -21,6 +21,8 @@ def start_autoencoder(options: RunOptions, accelerator: Accelerator, start: Pret
     if options.vae is None:
         return None
     name, shape = options.vae, options.image_shape
+    if start is not None and start.decoder is not None and (name, shape) == (start.vae, start.decoder.image_shape):
+        return start.decoder
     first: list[Autoencoder] = []  # one download, and one message where it fails
     with Bar("loading the autoencoder", shown=accelerator.is_main_process and not options.quiet):
         on_main_process(accelerator, lambda: first.append(load_autoencoder(name, shape)))

@@ -41,6 +41,7 @@ class Pretrained:
     class_names: list[str] = field(default_factory=list)
     autoencoder: dict[str, Any] = field(default_factory=dict)  # its facts, where the network makes latents
     vae: str | None = None  # where it is
+    decoder: Autoencoder | None = None  # itself, in a new run
     notes: list[str] = field(default_factory=list)  # for the user
 
     @property
@@ -85,7 +86,8 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
         shape = decoder.image_shape if decoder else image_shape(unet)
         start = Pretrained(options.pretrained, config, scheduler, shape, unet.state_dict())
         start.class_names = names_of_classes(options.pretrained)
-        start.autoencoder, start.vae = (decoder.facts(), exported(options.pretrained)) if decoder else ({}, None)
+        if decoder is not None:
+            start.autoencoder, start.vae, start.decoder = decoder.facts(), exported(options.pretrained), decoder
     _take_over(options, start)
     return start
 
