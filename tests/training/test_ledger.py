@@ -16,7 +16,7 @@ from utils.core.errors import UserError
 from utils.diagnostics.compare import DIFFERENT, NOT_COMPARABLE, SAME, compare
 from utils.diffusion.objective import Losses
 from utils.runs.checkpoints import list_checkpoints
-from utils.runs.ledger import HASHES, LEDGER, read_ledger
+from utils.runs.ledger import HASHES, LEDGER, VERSION, read_ledger
 from utils.training.ledger import Ledger
 
 INJECT = "tests/faults/inject.py"
@@ -33,7 +33,7 @@ def recorded_run(folder: Path, lines: list[dict] | None, **options) -> Path:
 
 
 def line(step: int, **changes: str) -> dict:
-    return {"step": step, **dict.fromkeys(HASHES, "0" * 16), **changes}
+    return {"step": step, "version": VERSION, **dict.fromkeys(HASHES, "0" * 16), **changes}
 
 
 def test_the_first_difference_is_named_in_the_order_in_which_one_follows_from_the_other(tmp_path):
@@ -58,6 +58,9 @@ def test_runs_that_cannot_be_compared(tmp_path, capsys):
     assert compare(a, recorded_run(tmp_path / "none", None)).status == NOT_COMPARABLE
     assert compare(a, recorded_run(tmp_path / "other steps", [line(7)])).status == NOT_COMPARABLE
     assert compare(a, recorded_run(tmp_path / "shorter", [line(0)])).status == SAME
+    older = [{name: value for name, value in line(0).items() if name != "version"}, line(10)]
+    assert compare(a, recorded_run(tmp_path / "older", older[:1])).status == NOT_COMPARABLE
+    assert compare(a, recorded_run(tmp_path / "continued", older)).last_same == 10
     other = recorded_run(tmp_path / "larger", [line(0)])
     (other / "options.json").write_text(json.dumps({"resolved": {"parameters": 11}}))
     assert "10 parameters, the other 11" in compare(a, other).verdict
@@ -106,6 +109,23 @@ def test_a_resumed_run_has_the_ledger_of_an_uninterrupted_one_and_a_changed_chec
     assert found.options["seed"] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("version", "said"), [(VERSION, "other bits: the weights"), (None, "another version"), (1, "another version")]
+)
+def test_hashes_of_another_version_accuse_no_checkpoint(tmp_path, version, said):
+    """A checkpoint beside a line that has other hashes of it."""
+    network, lines = torch.nn.Linear(2, 2), []
+    (tmp_path / LEDGER).write_text(json.dumps(line(3) | {"version": version}) + "\n")
+    run = SimpleNamespace(
+        accelerator=Accelerator(cpu=True), objective=SimpleNamespace(network=network), ema=None, output_dir=tmp_path / "new",
+        state=SimpleNamespace(step=3), resumed_from=tmp_path / "checkpoint-3", print_line=lines.append,
+        options=SimpleNamespace(allow_option_change=[]),
+    )  # fmt: skip
+    run.output_dir.mkdir()
+    Ledger(run)
+    assert len(lines) == 1 and said in lines[0]
+
+
 def test_a_resume_that_adds_momentum_is_not_said_to_have_other_bits(train, tiny_flags, tmp_path, capsys):
     """RMSprop keeps a tensor more for each parameter then."""
     flags = [*tiny_flags, "--save_images_epochs", 999, "--logger", "none", "--optimizer", "rmsprop", "--output_dir", tmp_path]
@@ -125,6 +145,8 @@ def test_a_hash_does_not_depend_on_where_the_counters_lie():
         __torch_function__ = torch._C._disabled_torch_function_impl  # what is made of it is a plain tensor
 
         def to(self, *place, **options):
+            if self.dtype == torch.float64:
+                raise TypeError("the MPS framework has no float64")
             return self.as_subclass(torch.Tensor)
 
     def hashes(place) -> list[int]:

@@ -37,7 +37,9 @@ def compare(first: Path, second: Path) -> Comparison:
     options = _differing(*map(_settings, records))
     for record, ledger in zip(records, ledgers):
         if not ledger:
-            return Comparison(NOT_COMPARABLE, f"not comparable: {record.output_dir} has no {LEDGER}", options=options)
+            return Comparison(
+                NOT_COMPARABLE, f"not comparable: {record.output_dir} has no {LEDGER} of this version", options=options
+            )
     sizes = [record.resolved.get("parameters") for record in records]
     if sizes[0] != sizes[1]:
         verdict = f"not comparable: one network has {sizes[0]} parameters, the other {sizes[1]}"

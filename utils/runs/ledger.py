@@ -5,6 +5,7 @@ from pathlib import Path
 from utils.runs.history import read_history
 
 LEDGER = "ledger.jsonl"
+VERSION = 2  # of the hashes, in each line: raise it when the same tensors give others
 # What a line holds, in the order in which one follows from the other, and what it is called.
 OF_THE_UPDATE = {"samples": "the sample numbers", "batch": "the images, noise and noise levels", "loss": "the loss"}
 OF_THE_STATE = {"optimizer": "the optimizer's state", "weights": "the weights", "ema": "the EMA"}
@@ -13,8 +14,8 @@ HASHES = OF_THE_UPDATE | OF_THE_STATE
 
 def read_ledger(run: Path) -> dict[int, dict[str, str]]:
     """Returns hashes by update and by the names of `HASHES`; of an update that was made again, those of the last time. Empty
-    where the run has no ledger."""
-    lines = read_history(run / LEDGER)
+    where the run has no ledger. Lines of another `VERSION` cannot be compared, and are left out."""
+    lines = [line for line in read_history(run / LEDGER) if line.get("version") == VERSION]
     return {line["step"]: {name: line[name] for name in HASHES if isinstance(line.get(name), str)} for line in lines}
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from utils.diagnostics.audit.elements import digest, digests, fingerprint
 from utils.diffusion.objective import Losses
 from utils.optim.ema import UNIT_VECTORS
 from utils.runs.history import History
-from utils.runs.ledger import HASHES, LEDGER, OF_THE_STATE, OF_THE_UPDATE, read_ledger
+from utils.runs.ledger import HASHES, LEDGER, OF_THE_STATE, OF_THE_UPDATE, VERSION, read_ledger
 from utils.training.run import Run
 
 SMALL = 4096  # elements
@@ -31,7 +32,7 @@ class Ledger:
         self._file.records.clear()
         self._written = None if run.resumed_from is None else step  # the newest update with a line
         if run.resumed_from is not None:
-            self._compare_checkpoint(read_ledger(run.resumed_from.parent).get(step, {}))
+            self._compare_checkpoint(run.resumed_from)
         self.write()  # what a new run begins with
 
     def begin(self, step: int, reported: bool) -> None:
@@ -62,8 +63,7 @@ class Ledger:
         own = [seen.get(name, self._number(0)) for name in OF_THE_UPDATE]
         for kind in OF_THE_STATE:
             # Mere counters lie on the host; each tensor's place in the list decides on its weight, on any device.
-            tensors = [t.to(self._device, non_blocking=True) for t in tensors_of(self._run, kind).values()]
-            own.append(digest(joined(tensors)).to(self._device))
+            own.append(digest(joined(moved(tensors_of(self._run, kind), self._device))).to(self._device))
         return self._run.accelerator.gather(torch.stack(own))
 
     def _number(self, value: int) -> Tensor:
@@ -91,13 +91,14 @@ class Ledger:
         # Of an update, the sum over all ranks, which does not depend on how they share it out.
         hashes = {name: sum(columns[name]) for name in OF_THE_UPDATE} if self._seen else {}
         hashes |= {kind: columns[kind][0] for kind in OF_THE_STATE if tensors_of(self._run, kind)}
-        self._file.add(self._run.state.step, {name: f"{value % 2**64:016x}" for name, value in hashes.items()})
+        line = {name: f"{value % 2**64:016x}" for name, value in hashes.items()}
+        self._file.add(self._run.state.step, {"version": VERSION, **line})
         self._file.records.clear()
 
     def _say_parted(self, kind: str) -> None:
         """The first tensor of the first kind that differs, and the ranks that differ from most others."""
         tensors = tensors_of(self._run, kind)
-        each = digests(tensor.to(self._device) for tensor in tensors.values())
+        each = digests(moved(tensors, self._device))
         everyone = self._run.accelerator.gather(each[None]).tolist()
         places = [place for place, column in enumerate(zip(*everyone)) if len(set(column)) > 1]
         usual = Counter(map(tuple, everyone)).most_common(1)[0][0]  # of two ranks, that of rank 0
@@ -110,9 +111,13 @@ class Ledger:
             "with --resume_from_checkpoint latest. If it happens again, test the memory of the device of that rank"
         )
 
-    def _compare_checkpoint(self, line: dict[str, str]) -> None:
+    def _compare_checkpoint(self, checkpoint: Path) -> None:
         """What was loaded beside the line that was written when it was saved; what the user lets change is left out."""
         run = self._run
+        ledger = read_ledger(checkpoint.parent)
+        line = ledger.get(run.state.step, {})
+        if not ledger and (checkpoint.parent / LEDGER).exists():
+            run.print_line(f"{checkpoint} is not compared with {LEDGER}, whose hashes another version has made")
         values = dict(zip(HASHES, self.measure().tolist()))
         changed = {"optimizer", "momentum"} & set(run.options.allow_option_change)  # momentum: RMSprop keeps more with it
         kinds = {"weights", "ema"} if changed else set(OF_THE_STATE)
@@ -120,7 +125,7 @@ class Ledger:
         differ = [HASHES[name] for name in names if f"{values[name] % 2**64:016x}" != line[name]]
         if differ:
             run.print_line(
-                f"{run.resumed_from} is not what the ledger has of update {run.state.step}; other bits: {', '.join(differ)}. "
+                f"{checkpoint} is not what the ledger has of update {run.state.step}; other bits: {', '.join(differ)}. "
                 f"The run continues, but it is not the run that was saved"
             )
 
@@ -144,6 +149,12 @@ def tensors_of(run: Run, kind: str, all_of_them: bool = False) -> dict[str, Tens
     else:
         tensors = dict((*network.named_parameters(), *network.named_buffers()))
     return {name: tensor for name, tensor in tensors.items() if all_of_them or not name.endswith(UNIT_VECTORS)}
+
+
+def moved(tensors: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
+    """Returns all on that device; those of float64 as integers of the same bits, for MPS has no float64."""
+    same = (t.detach().view(torch.int64) if t.dtype == torch.float64 else t for t in tensors.values())
+    return [tensor.to(device, non_blocking=True) for tensor in same]
 
 
 def joined(tensors: list[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from utils.diagnostics.audit.elements import digest
 from utils.diffusion.objective import Losses
-from utils.training.ledger import joined, tensors_of
+from utils.training.ledger import joined, moved, tensors_of
 from utils.training.run import Run
 
 STAGES = (
@@ -138,7 +138,7 @@ class Rerun:
         device = self._run.accelerator.device
         own = [self._seen[stage] for stage in STAGES[:4]]
         for kind in STAGES[4:]:
-            tensors = [tensor.to(device) for tensor in tensors_of(self._run, kind, all_of_them=True).values()]
+            tensors = moved(tensors_of(self._run, kind, all_of_them=True), device)
             own.append(digest(joined(tensors)) if tensors else torch.zeros((), dtype=torch.int64, device=device))
         return self._run.accelerator.gather(torch.stack([value.to(device) for value in own])[None]).tolist()
 
