@@ -1,5 +1,6 @@
 """The packed cache: reused when nothing changed, made again when something did, whole or absent, and small in memory."""
 
+import itertools
 import json
 import os
 import pickle
@@ -271,8 +272,28 @@ def test_a_process_that_the_system_ends_is_a_clear_line(tmp_path, monkeypatch):
         pack_once(tmp_path / "abc", 40, reader(write_images(tmp_path / "images", count=40)), PREPARE)
 
 
-def _end(prepare: ImagePreparation, files: list[ImageFile]) -> None:
+def _end(*arguments) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_processes_that_do_not_start_are_a_clear_line(tmp_path, monkeypatch):
+    ids = in_processes(monkeypatch)
+    monkeypatch.setattr(packing, "_end_with_parent", _end)
+    with pytest.raises(UserError, match="the system ended a process that decodes images"):
+        pack_once(tmp_path / "abc", 40, reader(write_images(tmp_path / "images", count=40)), PREPARE)
+    assert ids and not (tmp_path / "abc").exists() and not (tmp_path / "abc.tmp").exists()
+
+
+@pytest.mark.parametrize(
+    ("platform", "cores", "count", "started"), [("linux", 8, 40, 3), ("linux", 2, 40, 2), ("darwin", 8, 40, 0)]
+)
+def test_few_images_need_few_processes(tmp_path, monkeypatch, platform, cores, count, started):
+    """And none elsewhere than on Linux, where libraries abort after a fork."""
+    ids = in_processes(monkeypatch)
+    monkeypatch.setattr(packing.sys, "platform", platform)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores), raising=False)
+    pack_once(tmp_path / "abc", count, reader(write_images(tmp_path / "images", count=count)), PREPARE)
+    assert len(ids) == started
 
 
 ORPHANS_CODE = """
@@ -348,13 +369,27 @@ def test_fetching_from_a_large_cache_keeps_memory_small(tmp_path):
     assert resident_bytes() - before < 64 * 2**20
 
 
+def test_files_that_grow_are_read_few_at_a_time():
+    """From 1 KB to 4 MB each, and back."""
+    small, large = (ImageFile(bytes(size), None, "x") for size in (2**10, 2**22))
+    files = 500 * [small] + 100 * [large] + 400 * [small]
+    read = lambda start, stop: files[start:stop]  # noqa: E731
+    chunks = list(packing._chunks(1000, read, PREPARE, read(0, 16)))
+    sizes = [len(chunk) for chunk in chunks]
+    assert [file for chunk in chunks for file in chunk] == files and sizes[:4] == [16, 32, 64, 64]
+    assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))
+    with_large = [len(chunk) for chunk in chunks if large in chunk]
+    assert with_large[0] <= 64 and set(with_large[1:-1]) == {1} and with_large[-1] <= 2
+
+
 @pytest.mark.slow
-def test_packing_memory_does_not_grow_with_the_number_of_images(tmp_path):
+def test_packing_memory_does_not_grow_with_the_number_of_images(tmp_path, monkeypatch):
     import io
 
     file = io.BytesIO()
     Image.new("RGB", (64, 64), "red").save(file, "PNG")
     prepare = ImagePreparation(Size(64, 64), 3, False, "white", 255)
+    monkeypatch.setattr(packing, "_WORTH_PROCESSES", 6001)  # what processes hold is not seen here
     peaks = []
     for count in (2000, 6000):
         tracemalloc.start()

@@ -18,6 +18,7 @@ import mmap
 import multiprocessing
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -37,6 +38,7 @@ from utils.data.stored_files import is_remote
 PACKING_VERSION = 1  # part of a cache's fingerprint: raise it when the same options give other files
 _KEEP_MAPPED_BYTES = 256 * 2**20  # resident memory of a larger file stays that of one batch
 _FIRST_CHUNK, _LARGEST_CHUNK = 16, 256  # images of a task
+_LARGEST_READ = 64  # images of a task whose files are read for it: the next ones may be much larger
 _CHUNK_BYTES = 2**20  # of a task's images, about
 _WORTH_PROCESSES = 2000  # images: fewer are decoded in threads
 _REMOTE_WORKERS = 16  # threads that wait for a network
@@ -257,35 +259,38 @@ def _prepared_in_order(count: int, read_files: ReadFiles, prepare: ImagePreparat
     first = read_files(0, min(_FIRST_CHUNK, count))
     remote = any(file.path and file.data is None and is_remote(file.path) for file in first)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = max(cores, _REMOTE_WORKERS) if remote else cores
-    # Threads wait for each other where images are small, since most of the work is then Python's.
-    in_processes = count >= _WORTH_PROCESSES and not remote and "fork" in multiprocessing.get_all_start_methods()
+    workers = min(max(cores, _REMOTE_WORKERS) if remote else cores, -(-count // _FIRST_CHUNK) or 1)
+    # Threads wait for each other where images are small, since most of the work is then Python's. Elsewhere than on Linux,
+    # libraries that have started threads do not survive a fork.
+    in_processes = count >= _WORTH_PROCESSES and not remote and sys.platform == "linux"
     running: collections.deque[Future[_Chunk]] = collections.deque()
-    with _processes(workers) if in_processes else ThreadPoolExecutor(workers) as pool:
-        try:
-            for files in _chunks(count, read_files, prepare, first):
-                running.append(pool.submit(_prepare_chunk, prepare, files))
-                if len(running) > 2 * workers:
+    try:
+        with _processes(workers) if in_processes else ThreadPoolExecutor(workers) as pool:
+            try:
+                for files in _chunks(count, read_files, prepare, first):
+                    running.append(pool.submit(_prepare_chunk, prepare, files))
+                    if len(running) > 2 * workers:
+                        yield running.popleft().result()
+                while running:
                     yield running.popleft().result()
-            while running:
-                yield running.popleft().result()
-        except BrokenProcessPool:
-            raise UserError(
-                "the system ended a process that decodes images, probably for lack of memory\n"
-                "close other programs, and start again"
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+            finally:
+                pool.shutdown(cancel_futures=True)
+    except BrokenProcessPool:
+        raise UserError(
+            "the system ended a process that decodes images, probably for lack of memory\nclose other programs, and start again"
+        ) from None
 
 
 def _chunks(count: int, read_files: ReadFiles, prepare: ImagePreparation, first: list[ImageFile]) -> Iterator[list[ImageFile]]:
-    """The files of all rows, begun with those of `first`, about `_CHUNK_BYTES` at a time, encoded or decoded."""
+    """The files of all rows, begun with those of `first`, about `_CHUNK_BYTES` at a time, encoded or decoded. The sizes of the
+    next files are not known: each chunk has at most twice as many as the one before."""
     files, start = first, 0
     while files:
         yield files
         start += len(files)
         encoded = sum(len(file.data or b"") + getattr(file.array, "nbytes", 0) for file in files) // len(files)
-        rows = min(max(_CHUNK_BYTES // max(encoded, prepare.blank().nbytes), 1), _LARGEST_CHUNK)
+        rows = max(_CHUNK_BYTES // max(encoded, prepare.blank().nbytes), 1)
+        rows = min(rows, 2 * len(files), _LARGEST_READ if encoded else _LARGEST_CHUNK)
         files = read_files(start, min(start + rows, count)) if start < count else []
 
 
