@@ -703,6 +703,8 @@ def test_clipping_is_seen_however_it_is_called():
             assert float(call()) == pytest.approx(3**0.5) and float(weight.grad.norm()) == pytest.approx(1)
         with pytest.raises(TypeError):
             torch.nn.utils.clip_grad_norm_([weight])
+    compiled = torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")
+    assert compiled(torch.zeros(())) == 1  # compiled networks no longer run eagerly
 
 
 def test_an_average_in_the_buffers_of_a_module(monkeypatch):

@@ -5,7 +5,7 @@ A group is a class, and whoever needs some flags takes that group: `load_images(
 """
 
 import os
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -698,9 +698,12 @@ class EvaluateOptions(EvaluatedOptions, FeatureOptions, EvaluationOutputOptions,
                 )
         elif not self.pipeline and not self.images:
             raise UserError("there is nothing to evaluate\nset --pipeline or --images")
-        elif unused := sorted(self.given & _OF_SAMPLES) if not self.pipeline else []:
-            raise UserError(f"--{unused[0]} is for --pipeline, and only --images is set\nleave --{unused[0]} out")
-        elif self.output is not None:
+        if not self.pipeline and not self.command:
+            for each in fields(EvaluatedOptions):
+                default = each.default if each.default_factory is MISSING else each.default_factory()
+                if each.name in _OF_SAMPLES and getattr(self, each.name) != default:
+                    raise UserError(f"--{each.name} is for --pipeline, and only --images is set\nleave --{each.name} out")
+        if self.command != "make-reference" and self.output is not None:
             raise UserError("--output is for make-reference\nset --output_dir, or evaluate.py make-reference --output FILE")
         weights = PRETRAINED_FEATURES.get(self.features)
         if weights is not None and self.feature_weights is None:

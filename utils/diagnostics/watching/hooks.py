@@ -39,6 +39,7 @@ def install(watcher: Watcher) -> ExitStack:
 
     if watcher.discovering:
         run_eagerly(True)  # until the network is found
+        hooks.callback(run_eagerly, False)
         every.callback(register_module_forward_pre_hook(before_forward).remove)
         every.callback(register_module_forward_hook(after_forward, with_kwargs=True).remove)
     hooks.callback(every.close)
