@@ -137,7 +137,7 @@ def test_reconstruction_at_an_earlier_update_and_what_it_refuses(long_run, tmp_p
     expected = load_file(snapshot.path)
     assert (saved["conv_in.weight"] - expected["conv_in.weight"]).norm() < 1e-4 * expected["conv_in.weight"].norm()
     for words, message in (
-        ((long_run, "--width", "0.5", "--output_dir", tmp_path / "out"), "an EMA of width 0.5 is not possible"),
+        ((long_run, "--width", "0.5", "--output_dir", tmp_path / "out"), "--width must be a number above 0 and below 0.2886"),
         ((long_run, "--width", "0.1", "--step", "600", "--output_dir", tmp_path / "out"), "set a step from 12 to 500"),
         (
             (long_run, "--width", "0.1", "--step", "250", "--output_dir", tmp_path / "out"),

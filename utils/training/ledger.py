@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from utils.diagnostics.audit.elements import digest, digests, fingerprint
+from utils.diagnostics.audit.elements import bits_of, digest, digests, fingerprint
 from utils.diffusion.objective import Losses
 from utils.optim.ema import UNIT_VECTORS
 from utils.runs.history import History
@@ -62,9 +62,23 @@ class Ledger:
         seen = {"samples": self._number(self._samples), **self._seen}
         own = [seen.get(name, self._number(0)) for name in OF_THE_UPDATE]
         for kind in OF_THE_STATE:
-            # Mere counters lie on the host; each tensor's place in the list decides on its weight, on any device.
-            own.append(digest(joined(moved(tensors_of(self._run, kind), self._device))).to(self._device))
+            own.append(self._hash(list(tensors_of(self._run, kind).values())))
         return self._run.accelerator.gather(torch.stack(own))
+
+    def _hash(self, tensors: list[Tensor]) -> Tensor:
+        """Of the bits of all, and of the places of the large ones. It is the same wherever they lie: on a GPU, counters stay on
+        the host, and the device gets nothing but their sum."""
+        here = [tensor.device.type == self._device.type for tensor in tensors]  # cuda is cuda:0
+        found = self._part(tensors, here, self._device)
+        if not all(here):
+            found = found + self._number(int(self._part(tensors, [not each for each in here], torch.device("cpu"))))
+        return found
+
+    def _part(self, tensors: list[Tensor], chosen: list[bool], device: torch.device) -> Tensor:
+        nothing = torch.zeros(0, device=device)
+        large = [tensor if one else nothing for tensor, one in zip(tensors, chosen) if not _small(tensor)]
+        small = [tensor.detach().reshape(-1) for tensor, one in zip(tensors, chosen) if one and _small(tensor)]
+        return digest(large).to(device) + bits_of(torch.cat([nothing, *small])).sum(dtype=torch.int64)
 
     def _number(self, value: int) -> Tensor:
         """On the device, modulo 2^64: by a kernel's argument, for which the host does not wait."""
@@ -159,8 +173,12 @@ def moved(tensors: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
 
 def joined(tensors: list[Tensor]) -> list[Tensor]:
     """Returns the same with all small ones as one: hundreds of biases and counters cost as many calls."""
-    small = [tensor for tensor in tensors if tensor.numel() <= SMALL and tensor.dtype == torch.float32]
+    small = [tensor for tensor in tensors if _small(tensor)]
     if len(small) < 2:
         return tensors
-    others = [tensor for tensor in tensors if tensor.numel() > SMALL or tensor.dtype != torch.float32]
+    others = [tensor for tensor in tensors if not _small(tensor)]
     return [*others, torch.cat([tensor.reshape(-1) for tensor in small])]
+
+
+def _small(tensor: Tensor) -> bool:
+    return tensor.numel() <= SMALL and tensor.dtype == torch.float32

@@ -44,7 +44,8 @@ class ElementSample:
         return torch.repeat_interleave(torch.tensor(list(values)), torch.tensor(self.counts)).to(self.device)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bits as integers of their size."""
     return tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
 
 
@@ -64,13 +65,13 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
     """The bits of fp32 numbers two by two, where they are even in number: half as many to add up, and none to convert. The same
     wherever they lie in memory: from an odd place no pairs are read, so they are copied (gradients of DDP lie in buckets)."""
     if flat.element_size() != 4 or flat.numel() % 2:
-        return _bits(flat)
+        return bits_of(flat)
     return (flat.clone() if flat.storage_offset() % 2 else flat.contiguous()).view(torch.int64)
 
 
 def fingerprint(rows: torch.Tensor) -> torch.Tensor:
     """int64 [B] of [B, ...]: of the bits of each row and their places, so that equal ones mean equal rows."""
-    bits = _bits(rows.reshape(len(rows), -1)).long()
+    bits = bits_of(rows.reshape(len(rows), -1)).long()
     places = torch.arange(1, bits.shape[1] + 1, device=bits.device)
     weights = (places * -7046029254386353131) ^ (places << 17)  # wraps around: odd multiples of 2^64 / golden ratio, mixed
     return ((bits * 6364136223846793005 + weights) ^ ((bits + places) << 23)).mul(weights | 1).sum(1)
