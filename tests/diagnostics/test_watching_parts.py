@@ -19,7 +19,7 @@ from utils.diagnostics.watching.inputs import check_mixture
 from utils.diagnostics.watching.levels import Levels, Look, half_matching, matching, tables
 from utils.diagnostics.watching.mixture import Mixture, strength
 from utils.diagnostics.watching.observing import ForeignObserver
-from utils.diagnostics.watching.optimizing import _groups, _size_of_step
+from utils.diagnostics.watching.optimizing import _betas, _size_of_step, rates_of
 from utils.diagnostics.watching.options import Schedule, declared_strength
 from utils.diagnostics.watching.places import place_of_told
 from utils.diagnostics.watching.probes import CopyProbe, Probe
@@ -385,6 +385,34 @@ def test_labels_are_not_what_was_drawn():
     assert not any(torch.equal(moved, one) for one in found)
 
 
+def test_labels_that_are_changed_in_place_are_copied_if_they_may_be_of_the_batch(monkeypatch):
+    recorder, counter = Recorder(), torch.zeros(200_000, dtype=torch.int64)
+    recorder.shape = torch.Size((4, 3, 8, 8))
+    recorder.start()
+    labels, other = torch.tensor([0, 1, 2, 3]), torch.zeros(5, dtype=torch.int64)
+    for changed in (labels, other, counter):
+        changed.add_(1)
+    for _ in range(4):
+        labels.add_(1)
+    seen = recorder.stop()
+    assert {len(one) for one in seen.earlier.values()} == {4} and len(seen.earlier) == 5
+    assert [0, 1, 2, 3] in [one.tolist() for one in seen.labels_of(4)]
+    assert not any(len(one) == len(counter) for one in seen.labels.values())
+
+    recorder.start()
+    monkeypatch.setattr(recorder, "_keep_earlier", lambda tensor: 1 / 0)
+    labels.add_(1)  # the script goes on
+    recorder.stop()
+
+
+def test_large_draws_are_not_kept_for_long(monkeypatch):
+    monkeypatch.setattr("utils.diagnostics.watching.seen.MOST_BYTES", 1)
+    recorder = Recorder()
+    recorder.start()
+    drawn = [torch.randn(2, 3) for _ in range(20)]
+    assert len(drawn) == 20 and len(recorder.stop().draws) == 8
+
+
 ZEROS, VARIED, STEPS = torch.zeros(4).long(), torch.tensor([0, 1, 2, 1]), torch.tensor([7, 2, 5, 3])
 
 
@@ -646,10 +674,25 @@ def test_a_loss_in_fp16_that_is_not_scaled(dtype, scale, found):
 
 
 def test_settings_of_an_optimizer_that_nobody_wants():
-    assert wrong(_groups([{"lr": 1.0, "betas": (0.9, 0.999)}, {"lr": 0.1}])) == set()
-    assert wrong(_groups([{"lr": 0.0}, {"lr": 0.0}])) == set()  # a warm-up
-    assert wrong(_groups([{"lr": 1.0}, {"lr": 0.0}])) == {"groups with a rate of 0"}
-    assert wrong(_groups([{"lr": 1.0, "betas": (0.999, 0.9)}])) == {"betas"}
+    assert wrong(_betas([{"lr": 1.0, "betas": (0.9, 0.999)}, {"lr": 0.1}])) == set()
+    assert wrong(_betas([{"lr": 1.0, "betas": (0.999, 0.9)}])) == {"betas"}
+
+
+def test_optimizers_of_other_settings():
+    assert _betas([{"lr": 1.0, "betas": (0.9, 0.999, 0.9999)}, {"betas": (None, 0.999)}]) == []
+    assert rates_of([{"lr": None}, {"lr": 1.0}]) == rates_of([{}]) == []
+    assert rates_of([{"lr": torch.tensor(0.5)}, {"lr": 1}]) == [0.5, 1.0]
+    judge, step = UpdateJudge({}), SimpleNamespace(optimizer="CAME", groups=[{"lr": None, "betas": (0.9, 0.999, 0.9999)}])
+    judge._say(SimpleNamespace(update=SimpleNamespace(optimizer_step=step), facts=Facts()), 1, 0.0)
+    assert judge._words["optimizer"] == "CAME"
+
+
+def test_groups_that_never_begin():
+    def found(*rates) -> set[str]:
+        return wrong(Schedule().end(Facts(), [(1 + 30 * n, list(each)) for n, each in enumerate(rates)], 40, True))
+
+    assert found((1.0, 0.0), (0.5, 0.0)) == {"groups with a rate of 0"}
+    assert found((1.0, 0.0), (1.0, 1.0)) == found((1.0,), (1.0, 1.0)) == set()  # begins late
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def check_step(update: Update, observer: Observer, known: bool) -> list[Check]:
         return [not_observed("optimizer", "step", "one per update", "no step was seen")]
     text = f"the optimizer steps {step.steps} times in one update"
     checks = [Check("optimizer", "steps per update", "1", str(step.steps), step.steps == 1, text)]
-    checks += [_members(update, observer), _size_of_step(update, observer), *_groups(step.groups)]
+    checks += [_members(update, observer), _size_of_step(update, observer), *_betas(step.groups)]
     if step.optimizer not in KNOWN or not known:
         why = f"torch has no optimizer {step.optimizer} to compare with"
         return [*checks, not_observed("optimizer", "change of the weights", step.optimizer, why)]
@@ -60,20 +60,27 @@ def _size_of_step(update: Update, observer: Observer) -> Check:
     return Check("learning_rate", name, "a few percent", f"{size:.2g}", size <= MOST_CHANGE, text, "warning")
 
 
-def _groups(groups: list[dict]) -> list[Check]:
+def rates_of(groups: list[dict]) -> list[float]:
+    """Learning rates; none where the optimizer finds its own, as Adafactor may."""
+    rates = [group.get("lr") for group in groups]
+    return [] if any(rate is None for rate in rates) else [float(rate) for rate in rates]
+
+
+def betas_of(group: dict) -> tuple[float, float] | None:
+    """Those of Adam's kind; other optimizers have three, or one that is not a number."""
+    betas = group.get("betas")
+    pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(isinstance(beta, (int, float)) for beta in betas)
+    return (betas[0], betas[1]) if pair else None  # type: ignore[index]
+
+
+def _betas(groups: list[dict]) -> list[Check]:
     """Settings that nobody wants."""
-    checks = []
-    rates = [float(group["lr"]) for group in groups]
-    if max(rates) > 0:
-        text = f"{rates.count(0.0)} of {len(rates)} parameter groups have a learning rate of 0: they are not trained"
-        checks.append(
-            Check("learning_rate", "groups with a rate of 0", "none", str(rates.count(0.0)), 0.0 not in rates, text, "warning")
-        )
-    if betas := [group["betas"] for group in groups if "betas" in group]:
-        fine, found = all(first <= second for first, second in betas), ", ".join(f"{beta:g}" for beta in betas[0])
-        text = f"the betas are {found}: the mean of squares forgets sooner than that of gradients; are they exchanged?"
-        checks.append(Check("optimizer", "betas", "the second is the longer one", found, fine, text, "warning"))
-    return checks
+    betas = [pair for group in groups if (pair := betas_of(group)) is not None]
+    if not betas:
+        return []
+    fine, found = all(first <= second for first, second in betas), ", ".join(f"{beta:g}" for beta in betas[0])
+    text = f"the betas are {found}: the mean of squares forgets sooner than that of gradients; are they exchanged?"
+    return [Check("optimizer", "betas", "the second is the longer one", found, fine, text, "warning")]
 
 
 def _recursions(update: Update, observer: Observer) -> list[Check]:

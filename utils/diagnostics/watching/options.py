@@ -90,6 +90,9 @@ class Schedule:
         if ended and updates >= 20 and (asked := _asked_rate(facts)) and top < 0.5 * asked:
             text = f"the learning rate never exceeds {top:.2g} in {updates} updates, and {asked:.2g} was asked for"
             return [Check("learning_rate", "highest learning rate", f"{asked:.2g}", f"{top:.2g}", False, text, "warning")]
+        if ended and (still := _never_moved(rates)):
+            text = f"{still} of {len(rates[-1][1])} parameter groups have a rate of 0 in the whole run: they are not trained"
+            return [Check("learning_rate", "groups with a rate of 0", "none", str(still), False, text, "warning")]
         if (apart := _apart(rates)) > 2:
             text = (
                 f"the learning rates of the parameter groups do not go together: their ratio changes by a factor of {apart:.3g}"
@@ -118,6 +121,12 @@ def _asked_rate(facts: Facts) -> float | None:
     """The schedule's own base, or what the command line says."""
     bases = [float(base) for schedule in facts.schedules for base in getattr(schedule, "base_lrs", ())]
     return max(bases, default=None) if bases else _number(facts.options, "learning_rate", "lr")
+
+
+def _never_moved(rates: list[tuple[int, list[float]]]) -> int:
+    """Groups whose rate is 0 all the time. Some begin late on purpose, and some are added later."""
+    groups = [values for _, values in rates if len(values) == len(rates[-1][1])]
+    return sum(max(of) == 0 for of in zip(*groups))
 
 
 def _apart(rates: list[tuple[int, list[float]]]) -> float:

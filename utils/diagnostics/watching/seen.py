@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 MOST, FEWEST = 96, 8  # tensors that are kept of one kind
 MOST_BYTES = 1 << 28  # of those of the images' size, which would else be free
+MOST_LABELS = 100_000  # numbers in a tensor of labels or texts
 TOKENS = 4  # of a text, at least
 _DRAWS = {"randn", "randn_like", "normal_", "normal", "normal_functional", "rand", "rand_like", "uniform_"}
 _NORMAL = {"randn", "randn_like", "normal_", "normal", "normal_functional"}
@@ -56,6 +58,7 @@ class Seen:
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)  # floating, [B, C, ...]
     scaled: set[int] = field(default_factory=set)  # ids of those that are another one times a number of each sample
     labels: dict[int, torch.Tensor] = field(default_factory=dict)  # whole numbers, [B] or [B, tokens]
+    earlier: dict[int, torch.Tensor] = field(default_factory=dict)  # copies of them, before they were changed in place
     moments: list[torch.Tensor] = field(default_factory=list)  # drawn, floating [B]
     conditions: dict[int, torch.Tensor] = field(default_factory=dict)  # of the shape of what the network gets beside
     bytes_seen: bool = False  # arithmetic of uint8 images
@@ -65,7 +68,7 @@ class Seen:
     def labels_of(self, batch: int) -> list[torch.Tensor]:
         """Those of a batch, and not what was drawn at random."""
         drawn = [times.values for times in self.times]
-        found = [labels for labels in self.labels.values() if len(labels) == batch]
+        found = [labels for labels in (*self.labels.values(), *self.earlier.values()) if len(labels) == batch]
         return [labels for labels in found if not any(labels.shape == d.shape and bool((labels == d).all()) for d in drawn)]
 
 
@@ -97,15 +100,18 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._overloadpacket.__name__
-        if self.running and name.endswith("_") and name not in _INTEGERS and args and isinstance(args[0], torch.Tensor):
-            self._keep_labels(args[0], before=True)
+        if name.endswith("_") and name not in _INTEGERS and args and isinstance(args[0], torch.Tensor):
+            self._safely(self._keep_earlier, args[0])
         result = func(*args, **(kwargs or {}))
+        self._safely(self._see, name, args, kwargs or {}, result)
+        return result
+
+    def _safely(self, look: Callable[..., None], *arguments: Any) -> None:
         if self.running and os.getpid() == self._process:
             try:
-                self._see(name, args, kwargs or {}, result)
+                look(*arguments)
             except Exception:  # what it cannot read it does not know
                 self.running = False
-        return result
 
     def _see(self, name: str, args: Any, kwargs: dict, result: Any) -> None:
         seen = self.seen
@@ -117,11 +123,11 @@ class Recorder(TorchDispatchMode):
                 if len(seen.moments) < FEWEST and (self.shape is None or len(result) == self.shape[0]):
                     seen.moments.append(result.clone())
             elif name in _DRAWS and result.ndim > 1:
-                if len(seen.draws) < MOST:
+                if len(seen.draws) < _most(result):
                     seen.draws.append(Draw(result, name in _NORMAL))
             elif name.rstrip("_") in _CHANGES and result.ndim > 1:
                 drawn = next((draw for draw in seen.draws if draw.tensor.data_ptr() == args[0].data_ptr()), None)
-                if drawn is not None and len(seen.draws) < MOST:
+                if drawn is not None and len(seen.draws) < _most(result):
                     seen.draws.append(Draw(result, drawn.normal))
             elif name in _INTEGERS and result.ndim == 1 and len(seen.times) < MOST:
                 bounds = [a for a in args if isinstance(a, int)] if name == "randint" else []
@@ -156,19 +162,28 @@ class Recorder(TorchDispatchMode):
 
     def _keep(self, tensor: torch.Tensor) -> None:
         if self._fits(tensor):
-            most = max(FEWEST, min(MOST, MOST_BYTES // max(tensor.nbytes, 1)))
-            _keep_newest(self.seen.tensors, tensor, most)
-        self._keep_labels(tensor)
+            _keep_newest(self.seen.tensors, tensor, _most(tensor))
+        if _may_be_labels(tensor):
+            _keep_newest(self.seen.labels, tensor, MOST)
         if tensor.shape in self.conditions and tensor.is_floating_point():
             kept = self.seen.conditions
             most = max(2, min(FEWEST, MOST_BYTES // max(tensor.nbytes, 1)))
             if sum(other.shape == tensor.shape for other in kept.values()) < most:  # the first, before layers make others
                 kept[id(tensor)] = tensor
 
-    def _keep_labels(self, tensor: torch.Tensor, before: bool = False) -> None:
-        """`before`: they are about to be changed in place, so that a copy is kept."""
-        if tensor.dtype is torch.int64 and (tensor.ndim == 1 or (tensor.ndim == 2 and tensor.shape[1] >= TOKENS)):
-            _keep_newest(self.seen.labels, tensor.clone() if before else tensor, MOST)
+    def _keep_earlier(self, tensor: torch.Tensor) -> None:
+        """A copy of what is about to be changed in place."""
+        if _may_be_labels(tensor) and (self.shape is None or len(tensor) == self.shape[0]):
+            _keep_newest(self.seen.earlier, tensor.clone(), FEWEST)
+
+
+def _may_be_labels(tensor: torch.Tensor) -> bool:
+    of_labels = tensor.ndim == 1 or (tensor.ndim == 2 and tensor.shape[1] >= TOKENS)
+    return tensor.dtype is torch.int64 and of_labels and tensor.numel() <= MOST_LABELS
+
+
+def _most(tensor: torch.Tensor) -> int:
+    return max(FEWEST, min(MOST, MOST_BYTES // max(tensor.nbytes, 1)))
 
 
 def _in_compiled() -> bool:

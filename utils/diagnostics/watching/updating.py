@@ -15,7 +15,7 @@ from utils.diagnostics.watching.averages import STILL, First, check_average
 from utils.diagnostics.watching.facts import Facts, says_average
 from utils.diagnostics.watching.forward import declared_step
 from utils.diagnostics.watching.observing import ForeignObserver
-from utils.diagnostics.watching.optimizing import check_step
+from utils.diagnostics.watching.optimizing import betas_of, check_step, rates_of
 from utils.diagnostics.watching.options import check_options
 from utils.diagnostics.watching.ranks import Everyone
 from utils.diagnostics.watching.seen import Seen
@@ -150,9 +150,9 @@ class UpdateJudge:
         step = look.update.optimizer_step
         if step is not None:
             group = step.groups[0]
-            words = f"{step.optimizer}, learning rate {float(group['lr']):.3g}"
-            if "betas" in group:
-                words += f", betas {group['betas'][0]:g} and {group['betas'][1]:g}"
+            words = step.optimizer + "".join(f", learning rate {rate:.3g}" for rate in rates_of([group]))
+            if (betas := betas_of(group)) is not None:
+                words += f", betas {betas[0]:g} and {betas[1]:g}"
             if group.get("weight_decay"):
                 words += f", weight decay {group['weight_decay']:g}"
             self._words["optimizer"] = words

@@ -20,6 +20,7 @@ from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching.facts import Facts, find_facts
 from utils.diagnostics.watching.judging import Judge
 from utils.diagnostics.watching.observing import ForeignObserver, is_image, is_like
+from utils.diagnostics.watching.optimizing import rates_of
 from utils.diagnostics.watching.probes import CopyProbe, Probe
 from utils.diagnostics.watching.seen import Noising, Recorder, Seen
 from utils.diagnostics.watching.updating import Clip, LastLook
@@ -424,7 +425,8 @@ class Watcher:
             self._recorder.start()
         if due or (self._most is not None and self.updates >= self._most):
             self._arm()
-        self.judge.rate(self.updates, [float(group["lr"]) for group in optimizer.param_groups])
+        if rates := rates_of(optimizer.param_groups):
+            self.judge.rate(self.updates, rates)
 
     def _probe_copies(self) -> None:
         parameters = self._observer.parameters if self._observer is not None else {}
