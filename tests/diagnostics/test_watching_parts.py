@@ -800,6 +800,16 @@ def test_a_target_of_another_image():
     levels.looks[0].others = [OTHER, levels.looks[0].mixture.clean_tensor]
     target = identify_target(levels, ORDER)
     assert target.name.startswith("an image that is not the one") and not target.healthy
+    for declared in (None, "epsilon"):  # it may be what a teacher says
+        assert check_target(target, declared, levels).severity == "info"
+
+
+@pytest.mark.parametrize(("name", "found"), [("squaredcos_cap_v2", 0), ("cosine (betas up to 0.9999)", 0), ("linear (zero", 1)])
+def test_the_noise_as_target_of_a_last_step_without_signal(name, found):
+    levels = levels_of(*on_circle(), lambda output, clean, noise: output - noise)
+    table = next(table for known, table in tables(1000).items() if known.startswith(name))
+    checks = ForwardJudge({})._loss(levels, table, "epsilon", 1, "", 1)
+    assert [check.name for check in checks].count("target of the last step") == found
 
 
 @pytest.mark.parametrize(("factor", "healthy"), [(1.0, True), (float(B), False)])

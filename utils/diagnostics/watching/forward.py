@@ -36,6 +36,7 @@ from utils.diagnostics.watching.weights import check_weights, identify_weights
 MOST_OFFSET = 0.5  # of the noise; 0.05 to 0.15 is usual
 MOST_ALIKE = 0.4  # of the images of an update may have one noise level, where there are many levels
 MOST_OTHERS = 24  # tensors of an update that the loss may be made of
+NO_SIGNAL = 1e-12  # alpha_cumprod of zero terminal SNR; the cosine schedule, which is none, ends at 2e-9 or 2e-10
 BATCHES = 3  # looks whose images are compared
 
 
@@ -135,7 +136,7 @@ class ForwardJudge:
         if target is None:
             return [not_observed("target", "target of the loss", "not declared", "no finite gradient reached the output")]
         checks = [check_target(target, prediction, levels)]
-        if target.name == "epsilon" and table is not None and float(table[-1]) <= 1e-7:
+        if target.name == "epsilon" and table is not None and float(table[-1]) <= NO_SIGNAL:
             text = "the last step of the schedule has no signal, and the loss asks for the noise, which is the input there"
             wanted = "v or the image, for a schedule of zero terminal SNR"
             checks.append(Check("target", "target of the last step", wanted, "the noise", False, text, "warning"))

@@ -19,6 +19,7 @@ class Target:
 
 
 NOTHING = "nothing"
+OTHER_IMAGE = "an image that is not the one that is noised"
 EDM = "EDM's target"
 OWN_V = "v of the image's own coefficients, as if they were on a circle"
 GOOD = ("epsilon", "sample", "v_prediction", "velocity", "raw", "score")
@@ -168,7 +169,7 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
     if any(
         worst(error.explained_by(error.output, error.noise, other)[1]) <= error.precision for other in _others(levels, used)
     ):
-        return Target("an image that is not the one that is noised", False, None)
+        return Target(OTHER_IMAGE, False, None)
     shifted = [
         error.explained_by(error.output, error.clean, error.noise, error.clean.roll(k, 0), error.noise.roll(k, 0))[1]
         for k in range(1, min(len(error.output), 64))
@@ -234,6 +235,9 @@ def check_target(target: Target, declared: str | None, levels: Levels) -> Check:
     if not target.name:
         why = "the loss compares the output with something other than image and noise, or has more than one term"
         return not_observed("target", name, wanted, why)
+    if target.name == OTHER_IMAGE:
+        text = f"the loss compares the output with {target.name}: right for what a teacher says, or for pairs of images"
+        return Check("target", name, wanted, observed, False, text, "info")
     if declared is not None and target.name != declared:
         text = f"the loss compares the output with {SAID.get(target.name, target.name)}, not with {wanted}, as was declared"
         return Check("target", name, wanted, observed, False, text)
