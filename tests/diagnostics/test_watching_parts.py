@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.audit.verdict import Check
@@ -16,6 +17,7 @@ from utils.diagnostics.watching.forward import ForwardJudge, _data, _told_beside
 from utils.diagnostics.watching.hooks import install
 from utils.diagnostics.watching.images import check_latents, check_range, check_spread
 from utils.diagnostics.watching.inputs import check_mixture
+from utils.diagnostics.watching.judging import Judge
 from utils.diagnostics.watching.levels import Levels, Look, half_matching, matching, tables
 from utils.diagnostics.watching.mixture import Mixture, strength
 from utils.diagnostics.watching.observing import ForeignObserver
@@ -708,13 +710,14 @@ def test_an_update_as_large_as_the_weights(init, change, healthy):
 
 
 def test_a_gradient_of_which_clipping_leaves_nothing():
-    def found(factor: float, scale: float = 1.0) -> list:
+    def found(factor: float, scale: float = 1.0, limit: float = 1e-3) -> list:
         judge, whole = UpdateJudge({}), torch.ones(4)
         update = Update(1, [MicroStep(gradient_after=whole * scale)], optimizer_step=SimpleNamespace(gradient=whole * factor))
-        look = SimpleNamespace(update=update, loss_scale=scale)
-        return [check.healthy for _ in range(4) for check in judge._far_clipped(look)]
+        look = SimpleNamespace(update=update, loss_scale=scale, clips=[SimpleNamespace(limit=limit)])
+        return [check.healthy or check.severity for _ in range(4) for check in judge._far_clipped(look)]
 
-    assert [found(1.0), found(0.05), found(1.0, 2.0**16), found(0.001)] == [[True], [True], [True], [False]]
+    assert [found(1.0), found(0.05), found(1.0, 2.0**16), found(0.001)] == [[True], [True], [True], ["warning"]]
+    assert found(0.001, limit=1.0) == ["info"]  # the gradient of a summed loss
 
 
 @pytest.mark.parametrize(("rates", "found"), [([1.0, 0.5, 0.0], True), ([1.0, 0.5, 0.01], False), ([0.0, 0.5, 1.0], False)])
@@ -837,19 +840,30 @@ def test_conditions_that_tell_the_image_or_nothing_or_repeat():
 
 
 def test_a_rate_that_is_never_what_was_asked_for():
-    def found(rates, **asked) -> list[str]:
-        known = Facts(**asked)
-        return [
-            c.name for c in Schedule().end(known, [(1 + n, rate) for n, rate in enumerate(rates)], 40, True) if not c.healthy
-        ]
+    def found(*rates, made: int = 2, base: float = 1.0, kind=SimpleNamespace, **options) -> list[str]:
+        schedule = kind(base_lrs=[base], last_epoch=made, optimizer=None)
+        known, judge = Facts(options=options, schedules=[] if options else [schedule]), Schedule()
+        judge.look(known, 2)
+        checks = judge.end(known, [(1 + n, rate) for n, rate in enumerate(rates)], 40, True)
+        return [f"{c.severity}: {c.name}" for c in checks if not c.healthy]
 
-    asked, by_schedule = (
-        {"options": {"lr": 1.0}},
-        {"schedules": [SimpleNamespace(base_lrs=[1.0], last_epoch=3, optimizer=None)]},
-    )
-    assert found([[0.1]], **asked) == found([[0.1]], **by_schedule) == ["highest learning rate"]
-    assert found([[0.1], [0.9]], **asked) == found([[0.1, 0.2], [0.9, 1.8]]) == []
-    assert found([[0.1, 1.0], [0.9, 1.0]]) == ["rates of the groups"]
+    def by_function(**of):
+        return SimpleNamespace(lr_lambdas=[], **of)
+
+    assert found([0.1]) == found([0.0001], base=0.001, kind=by_function) == ["warning: highest learning rate"]
+    assert found([0.1], lr=1.0) == ["info: highest learning rate"]  # which may be for a larger batch
+    assert found([0.1], made=60) == []  # it goes on with an earlier run
+    assert found([0.1], kind=by_function) == []  # its function gives the rate itself
+    assert found([0.1], [0.9]) == found([0.1], [0.9], lr=1.0) == found([0.1, 0.2], [0.9, 1.8]) == []
+
+
+def test_rates_of_groups_that_part():
+    def found(*bases: float) -> set[str]:
+        schedules = [SimpleNamespace(base_lrs=list(bases), last_epoch=60, optimizer=None)] if bases else []
+        return wrong(Schedule().end(Facts(schedules=schedules), [(1, [0.1, 1.0]), (2, [0.9, 1.0])], 40, True))
+
+    assert found() == found(0.1) == {"rates of the groups"}  # by hand, or of a group that was added later
+    assert found(0.1, 1.0) == set()
 
 
 @pytest.mark.parametrize(("every", "seldom"), [(1, False), (10, False), (25, True)])
@@ -862,6 +876,32 @@ def test_an_average_that_hardly_ever_moves(every, seldom):
         probe.take()
     probe.compare()
     assert probe.seldom is seldom
+
+
+@pytest.mark.parametrize(
+    ("moved", "kind", "severity"),
+    [(range(50, 500, 50), None, "info"), ((9, 30, 300), None, "warning"), ((9, 30, 300), AveragedModel, "info")],
+)
+def test_an_average_that_seldom_moves_in_a_rhythm(moved, kind, severity):
+    weights, average = torch.ones(4), torch.zeros(4)
+    probe = CopyProbe(Average("ema", {"w": average}, kind and kind(torch.nn.Linear(1, 1))), "w", weights)
+    for step in range(1, 500):
+        if step in moved:
+            average.lerp_(weights, 0.1)
+        probe.take()
+    judge = Judge()
+    judge.end(499, True, [probe], 0)
+    [check] = judge.history[0]["audit"]["checks"]
+    assert check["severity"] == severity and f"moves in {len(moved) - 1} of the" in check["message"]
+
+
+def test_what_is_known_to_be_an_average_is_compared_now_and_then():
+    weights, average = torch.ones(4), torch.zeros(4)
+    probe = CopyProbe(Average("ema", {"w": average}, None), "w", weights)
+    for _ in range(100):
+        average.lerp_(weights, 0.1)
+        probe.take()
+    assert probe.averages and len(probe._kept) <= 100 / 4
 
 
 def test_embeddings_that_are_cut_off_together():

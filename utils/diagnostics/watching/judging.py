@@ -83,7 +83,8 @@ class Judge:
             probe.compare()
             if ended and probe.seldom and not self._update.is_beside(probe.name):
                 text = f"{probe.name} moves in {probe.moves} of the {probe.since} updates after it first did"
-                checks.append(Check("ema", probe.name, "an update of it in each", f"in {probe.moves}", False, text, "warning"))
+                severity = "info" if probe.of_epochs or probe.in_rhythm else "warning"
+                checks.append(Check("ema", probe.name, "an update of it in each", f"in {probe.moves}", False, text, severity))
             if probe.copies and not probe.averages:
                 text = f"{probe.name} was a copy of the weights in all {updates} updates: it averages nothing"
                 severity = "warning" if ended and updates > 2 * probe.begins else "info"  # it may average later, and seldom

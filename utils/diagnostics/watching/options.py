@@ -7,6 +7,7 @@ from typing import Any
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.facts import Facts, schedule_length
 
+LARGE = 0.1  # a learning rate that is rather a factor of one
 TYPES = ("epsilon", "sample", "v_prediction")
 
 
@@ -62,6 +63,20 @@ class Schedule:
         if (main := _main_schedule(facts)) is not None:
             self._stepped.append((updates, int(main.last_epoch)))
 
+    def _asked_rate(self, facts: Facts) -> tuple[float, str]:
+        """The highest that was asked for, 0 where that is not known, and how bad it is where it is never reached.
+
+        A schedule that goes on with an earlier run has passed its peak; the function of a LambdaLR may give the rate.
+        A loop without a schedule may scale what the command line says.
+        """
+        schedules = [schedule for schedule in facts.schedules if hasattr(schedule, "base_lrs")]
+        if not schedules:
+            return _number(facts.options, "learning_rate", "lr") or 0.0, "info"
+        base = max((float(base) for schedule in schedules for base in schedule.base_lrs), default=0.0)
+        own = base >= LARGE and any(hasattr(schedule, "lr_lambdas") for schedule in schedules)
+        begun = any(made <= updates for updates, made in self._stepped[:1])
+        return (base if begun and not own else 0.0), "warning"
+
     def end(self, facts: Facts, rates: list[tuple[int, list[float]]], updates: int, ended: bool) -> list[Check]:
         """At the end of the run: seen, or projected from the script's options. `ended`: the script came to its own end."""
         name, wanted = "schedule of the learning rate at the end of the run", "at its own end"
@@ -87,13 +102,14 @@ class Schedule:
                     f"the learning rate is below {top * share:.2g} from update {begun} of {updates} on: the rest trains nothing"
                 )
                 return [Check("learning_rate", name, wanted, f"{peaks[-1][1]:.2g} at the end", False, text, "warning")]
-        if ended and updates >= 20 and (asked := _asked_rate(facts)) and top < 0.5 * asked:
+        asked, severity = self._asked_rate(facts)
+        if ended and updates >= 20 and top < 0.5 * asked:
             text = f"the learning rate never exceeds {top:.2g} in {updates} updates, and {asked:.2g} was asked for"
-            return [Check("learning_rate", "highest learning rate", f"{asked:.2g}", f"{top:.2g}", False, text, "warning")]
+            return [Check("learning_rate", "highest learning rate", f"{asked:.2g}", f"{top:.2g}", False, text, severity)]
         if ended and (still := _never_moved(rates)):
             text = f"{still} of {len(rates[-1][1])} parameter groups have a rate of 0 in the whole run: they are not trained"
             return [Check("learning_rate", "groups with a rate of 0", "none", str(still), False, text, "warning")]
-        if (apart := _apart(rates)) > 2:
+        if not _declares_all(facts, len(rates[0][1])) and (apart := _apart(rates)) > 2:
             text = (
                 f"the learning rates of the parameter groups do not go together: their ratio changes by a factor of {apart:.3g}"
             )
@@ -117,10 +133,9 @@ class Schedule:
         return [_judged_end(schedule, length, at_end, max(max(values) for _, values in rates), ended)]
 
 
-def _asked_rate(facts: Facts) -> float | None:
-    """The schedule's own base, or what the command line says."""
-    bases = [float(base) for schedule in facts.schedules for base in getattr(schedule, "base_lrs", ())]
-    return max(bases, default=None) if bases else _number(facts.options, "learning_rate", "lr")
+def _declares_all(facts: Facts, groups: int) -> bool:
+    """Whether a schedule sets the rates of so many groups, each as it was made to."""
+    return any(len(getattr(schedule, "base_lrs", ())) == groups for schedule in facts.schedules)
 
 
 def _never_moved(rates: list[tuple[int, list[float]]]) -> int:

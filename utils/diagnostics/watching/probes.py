@@ -1,6 +1,7 @@
 """A few elements of weights and averages, looked at in each update: what the looks at whole updates would miss."""
 
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from utils.diagnostics.watching.facts import Average
 
@@ -8,6 +9,7 @@ MOST = 256  # that are kept until they are compared
 SOON = 4  # of averages, which are looked at until they are known to be averages
 FEWEST, SELDOM = 20, 0.05  # updates before an average is said to move seldom; some are made in every tenth
 PROBED = 16  # elements that are compared
+EVERY = 4  # updates, of an average that is known to be one
 
 
 class _View:
@@ -58,27 +60,47 @@ class CopyProbe:
     def __init__(self, average: Average, parameter: str, weights: torch.Tensor):
         self.name, self.begins, self.averages = average.name, average.begins, False
         self.copies = 0  # updates in which it became a copy
-        self.moves = self.since = 0  # updates in which it moved after it first did, and all of these
-        self._begun = False
+        self.moves = 0  # after it first moved
+        self._updates = self._begun = self._moved = 0  # made; of them the first in which it moved, and the latest
+        self._gaps: set[int] = set()  # updates from one move to the next
         self._average, self._parameter, self._weights = average, parameter, _View(weights)
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kept: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def take(self) -> None:
-        self._kept.append((_View(self._average.now()[self._parameter]).clone(), self._weights.clone()))
+        self._updates += 1
+        if self.averages and self._updates % EVERY:
+            return
+        average, weights = _View(self._average.now()[self._parameter]).clone(), self._weights.clone()
+        self._kept.append((self._updates, average, weights))
         if len(self._kept) >= (MOST if self.averages else SOON):
             self.compare()
+
+    @property
+    def since(self) -> int:
+        """Updates after it first moved."""
+        return self._kept[-1][0] - self._begun if self._kept and self._begun else 0
 
     @property
     def seldom(self) -> bool:
         """Whether it moves, and in hardly any update."""
         return self.since >= FEWEST and self.moves < SELDOM * self.since
 
+    @property
+    def in_rhythm(self) -> bool:
+        """Whether all its moves may be as far from each other, as those of each epoch are."""
+        return not self._gaps or max(self._gaps) - min(self._gaps) <= EVERY
+
+    @property
+    def of_epochs(self) -> bool:
+        return isinstance(self._average.owner, AveragedModel)
+
     def compare(self) -> None:
-        for (before, _), (average, weights) in zip(self._kept, self._kept[1:]):
-            moved = not torch.equal(before, average)
-            self.since, self.moves = self.since + self._begun, self.moves + (moved and self._begun)
-            self._begun |= moved
-            if moved:
+        for (_, before, _), (update, average, weights) in zip(self._kept, self._kept[1:]):
+            if not torch.equal(before, average):
+                if self._begun:
+                    self.moves += 1
+                    self._gaps.add(update - self._moved)
+                self._begun, self._moved = self._begun or update, update
                 copied = torch.equal(average, weights.to(average))
                 self.copies, self.averages = self.copies + copied, self.averages or not copied
         del self._kept[:-1]

@@ -22,6 +22,7 @@ from utils.diagnostics.watching.seen import Seen
 
 FEWEST_LOOKS = 3  # before a parameter is said to get no gradient
 FAR_CLIPPED = 0.01  # of the gradient
+LOW = 0.01  # limit of a gradient's size
 NORMALIZED = 0.05  # how far rows of weights are from one size where each update normalizes them
 
 
@@ -121,7 +122,8 @@ class UpdateJudge:
             return []
         text = f"in all looks clipping has left at most {most:.1g} of the gradient: is its limit far too low?"
         name, wanted = "what clipping leaves of the gradient", "most of it, after the first updates"
-        return [Check("gradient", name, wanted, f"up to {most:.2g}", most >= FAR_CLIPPED, text, "warning")]
+        severity = "warning" if min(clip.limit for clip in look.clips) < LOW else "info"  # a summed loss has large gradients
+        return [Check("gradient", name, wanted, f"up to {most:.2g}", most >= FAR_CLIPPED, text, severity)]
 
     def _without_gradient(self, look: LastLook) -> list[Check]:
         """Parameters that the optimizer was given, and that never got a gradient in any look."""
