@@ -23,7 +23,7 @@ from utils.diagnostics.watching.mixture import Mixture, strength
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import _betas, _size_of_step, rates_of
 from utils.diagnostics.watching.options import Schedule, declared_strength
-from utils.diagnostics.watching.places import place_of_told
+from utils.diagnostics.watching.places import number_told, place_of_told
 from utils.diagnostics.watching.probes import CopyProbe, Probe
 from utils.diagnostics.watching.result import SETTLING, Result
 from utils.diagnostics.watching.seen import Draw, Recorder, Seen, Times
@@ -566,6 +566,12 @@ def test_the_noise_level_may_come_after_the_labels():
     assert place(torch.zeros(4, 9)) is None
 
 
+def test_the_noise_level_is_where_the_images_are():
+    inputs = torch.zeros(SHAPE, device="meta"), 3
+    told = number_told(inputs, MicroStep({"network": Call(inputs)}))
+    assert (told.device.type, told.shape) == ("meta", (B,))
+
+
 def test_a_table_of_one_row_beside_that_of_the_labels():
     one, several = torch.arange(5) == 3, torch.arange(5) < 3
     assert shares(step_of(STEPS, VARIED), {"y": one}) == [False]
@@ -578,9 +584,11 @@ def test_the_level_of_a_silent_clip_is_not_asked_for():
     assert _without_silence([look]) == [look]
     look.mixture.clean[2] = 0
     look.told, look.times = torch.arange(B), Times(torch.arange(B))
+    look.moments, look.others = [torch.arange(B) / B], [torch.rand(SHAPE)]
     [left] = _without_silence([look])
     assert left.told.tolist() == left.times.values.tolist() == [0, 1, 3, 4, 5, 6, 7]
     assert {len(left.x), len(left.output), len(left.mixture.of_clean), len(left.mixture.clean_tensor)} == {B - 1}
+    assert (len(left.moments[0]), len(left.others[0])) == (B - 1, B - 1)
     look.mixture.clean[:] = 0
     assert _without_silence([look]) == []
 
@@ -664,6 +672,21 @@ def test_a_batch_that_is_repeated_within_or_between_updates():
     assert found(images, levels[:1].expand_as(levels)) == {"noise levels of different updates"}
     assert found(images[:, :1].expand_as(images), levels) == {"images of a batch"}
     assert found(images[:, :1], levels[:, :1]) == set()
+    assert found(images, torch.full_like(levels, 0.1)) == set()  # a denoiser of one noise level
+
+
+def test_noise_levels_that_are_cut_off_at_an_end():
+    def found(*looks) -> set[str]:
+        judge = ForwardJudge({})
+        return set.union(*(wrong(judge._one_batch(torch.rand(len(levels), 9), levels)) for levels in looks))
+
+    drawn = torch.linspace(0.1, 1.0, 16).double()
+    cut, seldom = drawn.clamp(min=0.6), drawn.clamp(min=0.2)
+    assert found(cut, seldom, cut) == {"share of images of the first or last noise level"}
+    assert found(cut) == found(cut, seldom, seldom, cut) == found(drawn, drawn.flip(0), drawn) == set()
+    few = [torch.tensor([0.1, 0.4, 0.7, 0.99]).double()[[0, 0, 0, 0, 1, 1, 2, 3 - n]] for n in range(3)]
+    views = [torch.rand(2).double().repeat_interleave(4) for _ in range(3)]
+    assert found(*few) == found(*views) == set()
 
 
 @pytest.mark.parametrize(("dtype", "scale", "found"), [("float16", 1, 1), ("float16", 8, 0), ("bfloat16", 1, 0)])
@@ -805,6 +828,10 @@ def test_a_target_of_another_image():
     assert target.name.startswith("an image that is not the one") and not target.healthy
     for declared in (None, "epsilon"):  # it may be what a teacher says
         assert check_target(target, declared, levels).severity == "info"
+    clean = levels.looks[0].mixture.clean_tensor
+    levels = levels_of(*on_circle(), lambda output, clean, noise: output - clean.flip(2))
+    levels.looks[0].others = [clean, clean.flip(2)]
+    assert check_target(identify_target(levels, ORDER), None, levels).severity == "critical"
 
 
 @pytest.mark.parametrize(("name", "found"), [("squaredcos_cap_v2", 0), ("cosine (betas up to 0.9999)", 0), ("linear (zero", 1)])
@@ -821,6 +848,7 @@ def test_weights_of_a_velocity(factor, healthy):
     levels = levels_of(1 - s, s)
     assert identify_weights(factor / s**2, levels, "sample", 1).healthy is healthy
     assert not identify_weights(factor / (1 - s) ** 2, levels, "sample", 1).healthy
+    assert identify_weights(factor / (1 - s) ** 2, levels, "epsilon", 1).healthy is healthy
 
 
 def test_conditions_that_tell_the_image_or_nothing_or_repeat():
@@ -835,8 +863,33 @@ def test_conditions_that_tell_the_image_or_nothing_or_repeat():
     assert found(images[0].clone()) == {"image beside the noised one"}
     assert found(hints[0] / 255) == {"largest value of an image beside"}
     assert found(torch.rand(4, 24, 8, 8) / 255) == set()  # features of a network beside it
-    assert found(hints[0], hints[0].clone()) == {"conditions of the micro steps"}
-    assert found(hints[0, :1].expand(4, 3, 8, 8), hints[0, :1].expand(4, 3, 8, 8)) == set()
+    assert found(hints[0], hints[0].clone()) == set()  # once is by chance
+
+
+def test_conditions_that_are_those_of_the_first_micro_step():
+    def found(*conditions) -> set[str]:
+        judge, checks = Conditions(), []
+        for one in conditions:
+            steps = [step_of(torch.rand(4), one.clone(), sample_numbers=torch.rand(4, 3, 8, 8)) for _ in range(2)]
+            checks = judge.look(Update(1, steps), {})
+        return wrong(checks) & {"conditions of the micro steps"}
+
+    hints = torch.rand(3, 4, 3, 8, 8)
+    assert found(*hints) == {"conditions of the micro steps"}
+    assert found(*hints[:2]) == found(hints[0], hints[0], hints[1]) == set()  # too few looks; fixed cameras
+    assert found(*hints[:, :1].expand_as(hints)) == found(*hints[:, [0, 0, 1, 1]]) == set()  # two texts for all
+
+
+def test_the_image_itself_joined_to_the_noised_one_or_beside_it():
+    image = torch.rand(4, 3, 8, 8)
+
+    def severities(x, *given) -> list[str]:
+        step = MicroStep({"network": Call((x, torch.rand(4), *given))}, {"sample_numbers": image})
+        return [check.severity for check in Conditions().look(Update(1, [step]), {}) if check.healthy is False]
+
+    noised = torch.rand(4, 3, 8, 8)
+    assert severities(torch.cat([noised, image], 1)) == ["warning"]
+    assert severities(noised, image.clone()) == ["info"]  # an autoencoder's, or a reference network's
 
 
 def test_a_rate_that_is_never_what_was_asked_for():

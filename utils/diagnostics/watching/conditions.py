@@ -10,6 +10,7 @@ from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching.places import begins_alike, conditions_of, number_told, same, tensors_within
 from utils.diagnostics.watching.seen import Seen
 
+LOOKS_REPEATED = 3  # looks before conditions that micro steps share are judged
 ENOUGH = 4  # looks before labels that are all alike are judged
 MOST_DROPPED = 0.5  # of the labels: classifier-free guidance is trained with 0.1 or 0.2, and seldom with as much
 FAINT = 0.02  # of an image, whose values are from -1 to 1 or from 0 to 1
@@ -25,12 +26,14 @@ class Conditions:
             list
         )  # the row that all images share; None: they differ
         self._varied: set[int] = set()  # places for which the script had labels or tokens that differ between images
+        self._repeated: list[torch.Tensor | None] = []  # of each look, the conditions that its micro steps share, if they do
         # Of each label that the script had, by its place, and by the embedding where the network drops it.
         self._dropped: dict[int, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
 
     def look(self, update: Update, rows: Mapping[str, torch.Tensor]) -> list[Check]:
         """`rows`: of the embeddings that are trained, which were reached by the gradient."""
         moved, labels_given, shown = False, defaultdict(list), None
+        repeated: list[torch.Tensor | None] = []
         checks: list[Check] = []
         for step in update.micro_steps:
             call = step.calls.get("network")
@@ -46,7 +49,8 @@ class Conditions:
             clean = step.batch.get("sample_numbers")
             if clean is not None:
                 checks += [_beside_the_image(call.inputs[0], values, clean), *_faint(values)]
-                checks += _repeated(shown, (clean, values))
+                if shown is not None and shown[0].shape == clean.shape and not same(shown[0], clean):
+                    repeated.append(_repeated(shown[1], values))
                 shown = clean, values
             self._see_dropped(labels, values, seen)
             moved |= _are_of_other_images(labels, values, seen, step)
@@ -60,6 +64,7 @@ class Conditions:
                 labeled = any(_belongs(tokens, of_each, [len(table) for table in rows.values()]) for tokens in free)
                 if _alike(of_each) and (labeled or not all(map(_alike, others))):
                     self._varied.add(place)
+        checks += self._judged_repeated(repeated)
         for place, given_to in labels_given.items():
             self._see_dropped_within(place, torch.cat(given_to), rows)
         checks += [check for place in sorted(self._shared) if (check := self._judged(place)) is not None]
@@ -110,6 +115,18 @@ class Conditions:
         fine = share - SIGMAS * (0.25 / count) ** 0.5 <= MOST_DROPPED
         return [Check("condition", "share of the labels that is dropped", "a small one", f"{share:.0%}", fine, text, "warning")]
 
+    def _judged_repeated(self, repeated: list[torch.Tensor | None]) -> list[Check]:
+        """`repeated`: of each two micro steps of an update. Balanced batches, fixed cameras and two texts for all are none."""
+        if not repeated:
+            return []
+        self._repeated.append(None if any(rows is None for rows in repeated) else repeated[0])
+        first, *others = self._repeated
+        always = len(others) + 1 >= LOOKS_REPEATED and all(rows is not None for rows in self._repeated)
+        again = always and not any(one.shape == first.shape and same(one, first) for one in others)
+        text = "micro steps of an update have other images and the same labels, texts or hints: those of the first for all?"
+        name, wanted = "conditions of the micro steps", "other ones in each"
+        return [Check("condition", name, wanted, "the same" if again else "others", not again, text, "warning")]
+
     def _judged(self, place: int) -> Check | None:
         rows = self._shared[place]
         if len(rows) < ENOUGH:
@@ -138,13 +155,15 @@ def _alike(rows: torch.Tensor) -> bool:
 
 
 def _beside_the_image(x: torch.Tensor, values: list[torch.Tensor], clean: torch.Tensor) -> Check:
-    """`x`: the noised image, and what is joined to it."""
+    """`x`: the noised image, and what is joined to it. An encoder, or a reference network, may get the image on purpose."""
     made = clean.shape[1] if clean.ndim > 2 else 0
     parts = [x[:, n : n + made] for n in range(x.shape[1] - made + 1)] if made and x.ndim == clean.ndim else []
-    leaks = bool(clean.any()) and any(v.shape == clean.shape and same(v, clean) for v in (*values, *parts))
+    joined, beside = (any(v.shape == clean.shape and same(v, clean) for v in those) for those in (parts, values))
+    leaks = bool(clean.any()) and (joined or beside)
     text = "the network gets the clean image beside the noised one: what it should find out is told"
     name, wanted = "image beside the noised one", "not the clean one"
-    return Check("condition", name, wanted, "the clean one" if leaks else "another or none", not leaks, text, "warning")
+    severity = "warning" if joined else "info"
+    return Check("condition", name, wanted, "the clean one" if leaks else "another or none", not leaks, text, severity)
 
 
 def _faint(values: list[torch.Tensor]) -> list[Check]:
@@ -158,15 +177,14 @@ def _faint(values: list[torch.Tensor]) -> list[Check]:
     return [Check("condition", name, wanted, found, not faint, text, "warning")] if sizes else []
 
 
-def _repeated(before: tuple | None, now: tuple) -> list[Check]:
-    """(clean images, conditions) of two micro steps."""
-    if before is None or before[0].shape != now[0].shape or same(before[0], now[0]):
-        return []
-    pairs = [(one, other) for one, other in zip(before[1], now[1]) if one.shape == other.shape]
-    again = any(same(one, other) and not _alike(one) and len(one) > 3 for one, other in pairs)
-    text = "micro steps of an update have other images and the same labels, texts or hints: those of the first for all?"
-    name, wanted = "conditions of the micro steps", "other ones in each"
-    return [Check("condition", name, wanted, "the same" if again else "others", not again, text, "warning")]
+def _repeated(before: list[torch.Tensor], now: list[torch.Tensor]) -> torch.Tensor | None:
+    """Of the first condition of two micro steps that has the same rows in both, their sums, float64 [B]; at least three of them
+    are different ones."""
+    for one, other in zip(before, now):
+        sums = one.double().reshape(len(one), -1).sum(1).cpu()
+        if one.shape == other.shape and len(one) > 3 and len(sums.unique()) > 2 and same(one, other):
+            return sums
+    return None
 
 
 def _free(labels: list[torch.Tensor], given: list[torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -185,8 +203,8 @@ def _free(labels: list[torch.Tensor], given: list[torch.Tensor], values: list[to
 
 
 def _groups(rows: torch.Tensor) -> torch.Tensor:
-    """Which rows are equal, bool [B, B]."""
-    number = torch.unique(rows, dim=0, return_inverse=True)[1]
+    """Which rows are equal, bool [B, B], on the CPU: a loader's labels may be elsewhere than what is made of them."""
+    number = torch.unique(rows, dim=0, return_inverse=True)[1].cpu()
     return number[:, None] == number
 
 

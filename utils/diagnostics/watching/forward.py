@@ -34,7 +34,7 @@ from utils.diagnostics.watching.targets import check_target, identify_target
 from utils.diagnostics.watching.weights import check_weights, identify_weights
 
 MOST_OFFSET = 0.5  # of the noise; 0.05 to 0.15 is usual
-MOST_ALIKE = 0.4  # of the images of an update may have one noise level, where there are many levels
+MOST_ALIKE = 0.4  # of the images of an update may have the first or last noise level, where all others differ
 MOST_OTHERS = 24  # tensors of an update that the loss may be made of
 NO_SIGNAL = 1e-12  # alpha_cumprod of zero terminal SNR; the cosine schedule, which is none, ends at 2e-9 or 2e-10
 BATCHES = 3  # looks whose images are compared
@@ -53,6 +53,7 @@ class ForwardJudge:
         self._noise_pool = Pool(declared_step(1))
         self._level_pool: Pool | None = None
         self._num_steps = 0  # of the noise schedule
+        self._ended: list[bool] = []  # looks of which more than that have it
         self._batches: list[tuple[torch.Tensor, ...]] = []  # images and noise levels of the first looks
 
     def look(self, update: Update, facts: Facts, loss_scale: float, encoded: bool) -> list[Check]:
@@ -103,25 +104,29 @@ class ForwardJudge:
             one = bool((parts[0] == parts[0][:1]).all()) and bool(parts[0].any())
             name, text = "images of a batch", "all images of the batch are one and the same"
             checks = [Check("data", name, "different ones", "the same" if one else "others", not one, text, "warning")]
-        if (count := len(parts[1])) >= 8 and constant(parts[1], 1e-5) is None:
-            share = max(int(((parts[1] - level).abs() < 1e-6).sum()) for level in parts[1]) / count
+        levels = parts[1]
+        if len(levels) >= 8 and constant(levels, 1e-5) is None:
+            share = _share_at_an_end(levels)
+            self._ended.append(share > MOST_ALIKE)
+            cut = self._ended[-1] and len(self._ended) >= BATCHES and sum(self._ended) > len(self._ended) / 2
             text = f"{share:.0%} of the images have the same noise level, the others differ: are the levels cut off at an end?"
-            name, found = "share of images of one noise level", f"{share:.0%}"
-            checks.append(Check("timestep", name, "a small one", found, share <= MOST_ALIKE, text, "warning"))
+            name, found = "share of images of the first or last noise level", f"{share:.0%}"
+            checks.append(Check("timestep", name, "a small one", found, not cut, text, "warning"))
         if len(self._batches) == BATCHES:
             return checks
         self._batches.append(tuple(part.detach().to("cpu", copy=True) for part in parts))
         if len(self._batches) < BATCHES:
             return checks
-        images, levels = (
+        same_images, same_levels = (
             all(one.shape == of[0].shape and torch.allclose(one, of[0], 0, 1e-6) for one in of) for of in zip(*self._batches)
         )
+        same_levels &= len(levels) > 1 and constant(levels, 1e-5) is None  # a denoiser may have one level
         text = f"{BATCHES} updates had the same images in the same order: is one batch used again and again?"
-        found = "the same" if images else "others"
-        checks.append(Check("data", "batches of different updates", "different images", found, not images, text, "warning"))
+        name, found = "batches of different updates", "the same" if same_images else "others"
+        checks.append(Check("data", name, "different images", found, not same_images, text, "warning"))
         text = f"{BATCHES} updates had the same noise levels in the same order: are they drawn once, or with one seed?"
-        found = "the same" if levels else "others"
-        return [*checks, Check("timestep", "noise levels of different updates", "others", found, not levels, text, "warning")]
+        name, found = "noise levels of different updates", "the same" if same_levels else "others"
+        return [*checks, Check("timestep", name, "others", found, not same_levels, text, "warning")]
 
     def _loss(
         self, levels: Levels, table: torch.Tensor | None, prediction: str | None, micro_steps: int, kind: str, loss_scale: float
@@ -169,7 +174,7 @@ class ForwardJudge:
         config = getattr(scheduler, "config", None) or {}
         prediction = declared_prediction(facts.options, config)
         times = [one.times for one in looks if one.times is not None]
-        drawn = torch.cat([one.values.double() for one in times]) if len(times) == len(looks) else None
+        drawn = torch.cat([one.values.to(levels.a) for one in times]) if len(times) == len(looks) else None
         if all(one.noised_with is not None for one in looks) and (table := _own_table(scheduler)) is not None:
             used = torch.cat([one.noised_with for one in looks])  # type: ignore[misc]
             return self._steps(levels, looks, used, str(config.get("beta_schedule", "own")), table), table, prediction
@@ -275,6 +280,15 @@ class ForwardJudge:
         return replace(check, severity="warning") if check.healthy is False else check
 
 
+def _share_at_an_end(levels: torch.Tensor) -> float:
+    """The share of `levels` [B] that are the smallest, or the largest, of all; 0 where others are alike, too: of few levels, or
+    of one for several images, that says nothing."""
+    at_ends = [(levels - end).abs() < 1e-6 for end in levels.aminmax()]
+    alike = max(at_ends, key=lambda those: int(those.sum()))
+    others = levels[~alike].sort().values
+    return float(alike.double().mean()) if len(others) > 1 and bool((others.diff() >= 1e-6).all()) else 0.0
+
+
 def _looks(update: Update, loss_scale: float) -> list[Look]:
     found = []
     for step in update.micro_steps:
@@ -293,7 +307,7 @@ def _looks(update: Update, loss_scale: float) -> list[Look]:
         step.batch |= {"noise": mixture.noise_tensor, "sample_numbers": mixture.clean_tensor, "noise_levels": levels}
         gradient, told = call.gradients.get(0), number_told(call.inputs, step)
         gradient = gradient / loss_scale if gradient is not None else None
-        used = noising.timesteps.reshape(-1).double().expand(len(x)) if noising is not None else None
+        used = noising.timesteps.reshape(-1).to(x.device).double().expand(len(x)) if noising is not None else None
         moments = [t.double().reshape(-1) for t in (*seen.moments, *(d.tensor for d in seen.draws)) if t.numel() == len(x)]
         silent = any(tensor.shape == x.shape and not tensor.any() for tensor in seen.tensors.values())
         times = _times(seen, told, len(x))
@@ -316,6 +330,7 @@ def _without_silence(looks: list[Look]) -> list[Look]:
         whole = {name: getattr(one, name) for name in ("x", "told", "output", "gradient", "noised_with")}
         parts: dict[str, Any] = {name: None if value is None else value[kept.to(value.device)] for name, value in whole.items()}
         times = one.times and replace(one.times, values=one.times.values.reshape(-1)[kept.to(one.times.values.device)])
+        parts |= {name: [value[kept.to(value.device)] for value in getattr(one, name)] for name in ("moments", "others")}
         found.append(replace(one, mixture=mixture, times=times, **parts))
     return found
 

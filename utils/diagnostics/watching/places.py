@@ -45,7 +45,8 @@ def number_told(inputs: Sequence[Any], step: MicroStep) -> torch.Tensor | None:
     """The noise level that the network gets beside the images, float64 [B]."""
     if (place := place_of_told(inputs, step)) is None:
         return None
-    return torch.as_tensor(inputs[place]).detach().double().reshape(-1).expand(_batch(step))
+    image = step.calls["network"].inputs[0]  # which may be elsewhere than a number of the script's
+    return torch.as_tensor(inputs[place]).detach().to(image.device).double().reshape(-1).expand(_batch(step))
 
 
 def place_of_told(inputs: Sequence[Any], step: MicroStep) -> int | None:

@@ -20,6 +20,7 @@ class Target:
 
 NOTHING = "nothing"
 OTHER_IMAGE = "an image that is not the one that is noised"
+REORDERED = "the image with its values in another order"
 EDM = "EDM's target"
 OWN_V = "v of the image's own coefficients, as if they were on a circle"
 GOOD = ("epsilon", "sample", "v_prediction", "velocity", "raw", "score")
@@ -166,10 +167,11 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
         if (sigma_data := _of_edm(levels.sigma[used], of_clean, of_noise)) is not None:
             return Target(f"{EDM} of sigma_data {sigma_data:.3g}", False, None)
         return Target(f"{middle(of_clean):.2g} x_0 + {middle(of_noise):.2g} noise", False, None)
-    if any(
-        worst(error.explained_by(error.output, error.noise, other)[1]) <= error.precision for other in _others(levels, used)
-    ):
-        return Target(OTHER_IMAGE, False, None)
+    for image, other in _others(levels, used):
+        if worst(error.explained_by(error.output, error.noise, other)[1]) <= error.precision:
+            # No other network's output has the very values of the image.
+            reordered = torch.equal(_sorted(image), _sorted(levels.looks[0].mixture.clean_tensor))
+            return Target(REORDERED if reordered else OTHER_IMAGE, False, None)
     shifted = [
         error.explained_by(error.output, error.clean, error.noise, error.clean.roll(k, 0), error.noise.roll(k, 0))[1]
         for k in range(1, min(len(error.output), 64))
@@ -188,13 +190,18 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
     return Target("", False, None, "error of another kind")
 
 
-def _others(levels: Levels, used: torch.Tensor) -> list[torch.Tensor]:
-    """What the script has beside the image that is noised, noise and noised image; of a single micro step."""
+def _others(levels: Levels, used: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the script has beside the image that is noised, noise and noised image; of a single micro step. As it is, and as
+    `flat` gives it."""
     if len(levels.looks) > 1 or len(levels.looks[0].x) != len(levels.a):
         return []
-    others = [flat(tensor)[used] for tensor in levels.looks[0].others]
+    others = [(image, flat(image)[used]) for image in levels.looks[0].others]
     parts = levels.clean[used], levels.noise[used]
-    return [other for other in others if torch.isfinite(other).all() and worst(fit(other, *parts)[1]) > 0.05]
+    return [one for one in others if torch.isfinite(one[1]).all() and worst(fit(one[1], *parts)[1]) > 0.05]
+
+
+def _sorted(images: torch.Tensor) -> torch.Tensor:
+    return images.detach().flatten(1).sort(1).values
 
 
 def _of_v(a: torch.Tensor, b: torch.Tensor, of_clean: torch.Tensor, of_noise: torch.Tensor) -> bool:

@@ -74,7 +74,7 @@ def identify_weights(weights: torch.Tensor, levels: Levels, target: str, micro_s
     counted = int((weights.abs() > NOTHING).sum())
     if counted < len(weights):
         return Weighting("", None, 1.0, False, f"only {counted} of {len(weights)} images count in the loss", "warning")
-    if len(weights) == len(levels.a) and (of_levels := _of_levels(weights, levels)) is not None:
+    if len(weights) == len(levels.a) and (of_levels := _of_levels(weights, levels, target)) is not None:
         return of_levels
     return Weighting("", None, 1.0, True)
 
@@ -106,13 +106,14 @@ def _mean_of(factor: float, snr: torch.Tensor, names: tuple[str, ...]) -> str | 
     return None
 
 
-def _of_levels(weights: torch.Tensor, levels: Levels) -> Weighting | None:
+def _of_levels(weights: torch.Tensor, levels: Levels, target: str) -> Weighting | None:
     """EDM's lambda(sigma) = 1 / sigma^2 + 1 / sigma_data^2, and 1 / sigma^2, times a number; and what they are mistaken for."""
     sigma, one = levels.sigma.clamp(min=1e-12), torch.ones_like(levels.b)
     if len(weights) < 4:
         return None
     if levels.kind == "flow":
-        for name, share, fine in (("1 / s^2, the velocity's", levels.b, True), ("1 / (1 - s)^2", levels.a, False)):
+        of_noise = target == "epsilon"  # an error of the noise is 1 - s times one of the velocity
+        for name, share, fine in (("1 / s^2, the velocity's", levels.b, True), ("1 / (1 - s)^2", levels.a, of_noise)):
             inside = share > 0.1  # it is cut off below
             if int(inside.sum()) > 3 and (factor := constant((weights * share**2)[inside])) is not None:
                 found = Weighting(
