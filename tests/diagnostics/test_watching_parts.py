@@ -720,6 +720,50 @@ def test_groups_that_never_begin():
     assert found((1.0, 0.0), (1.0, 1.0)) == found((1.0,), (1.0, 1.0)) == set()  # begins late
 
 
+class Around(torch.optim.Optimizer):
+    """Makes the steps of another one, and then changes the weights too, as Lookahead does."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(0.999)
+
+
+@pytest.mark.parametrize(
+    ("choose", "found"),
+    [
+        (lambda both, update: both[update > 3], {"optimizer of the parameters": "warning"}),
+        (lambda both, update: both[update in (4, 5)], {}),
+        (lambda both, update: Around(both[0]) if update == 1 else None, {}),
+    ],
+)
+def test_optimizers_of_the_same_parameters(choose, found):
+    class Network(torch.nn.Conv2d):
+        def forward(self, x, t):
+            return super().forward(x) * t[:, None, None, None]
+
+    network, watcher = Network(3, 3, 1), Watcher(lambda watcher: None)
+    both, chosen = [torch.optim.Adam(network.parameters(), lr=1e-3) for _ in range(2)], None
+    with install(watcher):
+        for update in range(1, 8):
+            clean, noise, t = torch.rand(SHAPE) * 2 - 1, torch.randn(SHAPE), torch.rand(B)
+            mixed = torch.lerp(clean, noise, t[:, None, None, None])
+            chosen = choose(both, update) or chosen
+            chosen.zero_grad()
+            (network(mixed, t) - (noise - clean)).square().mean().backward()
+            chosen.step()
+        watcher.end(True)
+    assert not watcher.failure
+    checks = [check for entry in watcher.judge.history for check in entry["audit"]["checks"]]
+    names = ("optimizer of the parameters", "steps per update", "weights at the next update")
+    assert {c["name"]: c["severity"] for c in checks if c["healthy"] is False and c["name"] in names} == found
+
+
 @pytest.mark.parametrize(
     ("init", "change", "healthy"), [(0.06, 1e-3, True), (0.0, 1e-3, True), (0.06, 0.1, False), (1.0, 0.1, True)]
 )

@@ -94,7 +94,9 @@ class ForeignObserver(Observer):
 
     @safely
     def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
-        if not self._closes:  # else it is the next update's, whose forward pass comes later
+        step = self.update.optimizer_step  # type: ignore[union-attr]
+        inner = step is not None and step.after is None  # of an optimizer that makes steps of another one
+        if not self._closes and not inner:  # else it is the next update's, whose forward pass comes later
             super()._before_step(optimizer, *arguments)
 
     @safely

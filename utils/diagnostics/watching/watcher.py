@@ -72,6 +72,9 @@ class Watcher:
         self._candidates: list[Candidate] = []
         self._optimizers: dict[int, Any] = {}
         self._optimizer: Optimizer | None = None
+        self._stepping: list[Optimizer] = []  # whose steps are under way, the outer ones first
+        self._wrapping: set[int] = set()  # ids of those that make steps of others
+        self._former: tuple[Any, int, str] | None = None  # an optimizer, updates until another one went on, and its class
         self._others: set[int] = set()  # ids of parameters of the network that another optimizer has
         self._choice: Choice | None = None  # the network that is watched
         self._choices: list[Choice] = []  # those that come after it
@@ -155,6 +158,10 @@ class Watcher:
 
     def before_step(self, optimizer: Optimizer) -> None:
         self.steps += 1
+        self._wrapping |= {id(outer) for outer in self._stepping if outer is not optimizer}
+        self._stepping.append(optimizer)
+        if self._former is not None and self._former[0]() is optimizer:
+            self._former = None  # they take turns
         if optimizer is self._optimizer:
             self._probe.again()
             for copies in self._copies.values():
@@ -189,11 +196,10 @@ class Watcher:
         name = type(unwrapped(outermost.module)).__name__ if outermost else "another network"
         self.networks.append((name, type(optimizer).__name__, count))
         if self._optimizer is not None and owned.keys() == {id(p) for p in _parameters_of(self._optimizer)}:
-            kind = type(optimizer).__name__
-            text = f"after {self.updates} updates another {kind} goes on with the same parameters: its state begins anew"
-            check = Check("optimizer", "optimizer of the parameters", "one for the whole run", "another", False, text)
-            self.judge.record(self.updates + 1, [check])
+            if id(optimizer) not in self._wrapping and self._former is None:
+                self._former = weakref.ref(self._optimizer), self.updates, type(optimizer).__name__
             self._optimizer = optimizer
+            self._probe.moved()  # what the one before has left is over
         elif self._observer is not None and any(id(p) in owned for p in self._observer.parameters.values()):
             self._others |= owned.keys()
             self._install()
@@ -392,6 +398,8 @@ class Watcher:
             self._choose_untrained(self._optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
+        while self._stepping and self._stepping.pop() is not optimizer:
+            pass
         self._see_optimizer(optimizer)
         if self._optimizer is None:
             if self.steps >= PATIENCE:
@@ -474,8 +482,17 @@ class Watcher:
         """When the script is over; `ended`: by itself, and not by an error, an interruption or `--watch_updates`."""
         if self._stepped and self._auditing:
             self.safely(self._finish)
+        self.safely(self._judge_former)
         self.safely(self.judge.end, self.updates, ended, list(self._copies.values()), self._skipped)
         self.rest()
+
+    def _judge_former(self) -> None:
+        """In the end, when it is known that an optimizer has made its last step. A new stage may have a new one on purpose."""
+        if self._former is not None:
+            _, updates, kind = self._former
+            text = f"after {updates} updates another {kind} goes on with the same parameters: its state begins anew"
+            name, wanted = "optimizer of the parameters", "one for the whole run"
+            self.judge.record(updates + 1, [Check("optimizer", name, wanted, "another", False, text, "warning")])
 
 
 def _next_looks(first: int, second: int) -> tuple[int, int]:
