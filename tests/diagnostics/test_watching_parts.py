@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
@@ -818,6 +819,20 @@ def test_clipping_is_seen_however_it_is_called():
             torch.nn.utils.clip_grad_norm_([weight])
     compiled = torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")
     assert compiled(torch.zeros(())) == 1  # compiled networks no longer run eagerly
+
+
+def test_what_fails_within_the_hooks_of_a_step_does_not_reach_the_script(monkeypatch, capsys):
+    weight, watcher = torch.nn.Parameter(torch.ones(3)), Watcher(lambda watcher: None)
+    optimizer, rests = torch.optim.SGD([weight], lr=0.5), []
+    with install(watcher):
+        hook = register_optimizer_step_pre_hook(lambda *arguments: None)
+        monkeypatch.setattr(watcher, "rest", lambda: (rests.append(float(weight[0].detach())), hook.remove()))
+        monkeypatch.setattr(watcher, "before_step", lambda optimizer: 1 / 0)
+        weight.sum().backward()
+        optimizer.step()
+        assert watcher.failure and not rests
+        weight.sum().backward()
+    assert rests[0] == 0.5 and "the script goes on" in capsys.readouterr().err
 
 
 def test_an_average_in_the_buffers_of_a_module(monkeypatch):

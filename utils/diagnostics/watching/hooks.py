@@ -28,12 +28,16 @@ def install(watcher: Watcher) -> ExitStack:
         safely(watcher.after_any_forward, module, (*inputs, *options.values()), output)
 
     def before_step(optimizer: Any, *arguments: Any) -> None:
+        watcher.in_step = True
         safely(watcher.before_step, optimizer)
+        watcher.in_step = False
 
     def after_step(optimizer: Any, *arguments: Any) -> None:
+        watcher.in_step = True
         safely(watcher.after_step, optimizer)
         if watcher.armed:
             safely(_watch_schedulers, hooks, watcher)
+        watcher.in_step = False
         if not watcher.discovering:
             every.close()
 

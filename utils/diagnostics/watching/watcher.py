@@ -62,6 +62,7 @@ class Watcher:
         self.updates = 0  # finished ones of the network that is watched
         self.judge = Judge()
         self.failure = ""
+        self.in_step, self._rests_later = False, False  # in a hook of an optimizer's step
         self.exit_status: int | None = None  # of the script
         self.networks: list[tuple[str, str, int]] = []  # (network's class, optimizer's class, parameters)
         self.network: nn.Module | None = None
@@ -105,6 +106,9 @@ class Watcher:
 
     def safely(self, look: Callable[..., None], *arguments: Any) -> None:
         """Calls `look`. What goes wrong there ends the watching, and not the training."""
+        if self._rests_later and not self.in_step:
+            self._rests_later = False
+            self.rest()
         if self.failure or self._busy or os.getpid() != self.process:
             return
         try:
@@ -115,7 +119,10 @@ class Watcher:
     def switch_off(self, why: str) -> None:
         self.failure = why
         print(f"diagnose.py: the watcher stopped, the script goes on: {why}", file=sys.stderr, flush=True)
-        self.rest()
+        if self.in_step:  # torch goes through its hooks, and none of them may be taken away meanwhile
+            self._rests_later = True
+        else:
+            self.rest()
 
     def rest(self) -> None:
         self._recorder.stop()
