@@ -141,7 +141,7 @@ def test_a_hash_does_not_depend_on_where_the_counters_lie():
     """RMSprop's counts and the widths of EDM2's averages stay on the host, where the others are on a GPU."""
 
     class OnHost(torch.Tensor):  # beside a device that is another one
-        device = torch.device("cuda")
+        device, is_cpu = torch.device("cuda"), False
         __torch_function__ = torch._C._disabled_torch_function_impl  # what is made of it is a plain tensor
 
         def to(self, *place, **options):

@@ -21,10 +21,8 @@ UPLOADS = {"train_ddpm.py": 2, "train_edm2.py": 3}  # of a micro step: sample nu
 # What a run makes between two updates and at its end: (reads, uploads that the host waits for) today. Lower them.
 MADE = {
     "train_ddpm.py": {
-        "Validation.mean_loss": (
-            5,
-            17,
-        ),  # 4 chunks: the loss is read; images, numbers, timesteps and labels are sent. And the sum
+        # 4 chunks: the loss is read; images, numbers, timesteps and labels are sent. And the sum
+        "Validation.mean_loss": (5, 17),
         "SampleEvaluation._prepare": (8, 12),  # once in a run: the features of 32 + 8 images, and their hashes
         "SampleEvaluation._sample": (0, 2),  # the numbers of the images, and the timesteps
         "SampleGrids._sample": (2, 4),  # raw and EMA: the same, and whether any process was told to stop
@@ -34,7 +32,7 @@ MADE = {
         "Export.make": (114, 0),
     },
     "train_edm2.py": {
-        "Validation.mean_loss": (5, 17),
+        "Validation.mean_loss": (5, 21),  # the noise levels at given places, too
         "SampleEvaluation._prepare": (8, 12),
         "SampleEvaluation._sample": (0, 2),
         "SampleGrids._sample": (2, 4),

@@ -79,14 +79,16 @@ class BadUpdates:
         """Notes the losses [B] of one micro step."""
         self._micro_losses.append(losses.detach())
 
-    @torch.no_grad()
     def add(self, step: int, gradients: Gradients) -> None:
         """Judges the update that follows `step` finished ones, whose micro steps were noted; before the optimizer's step."""
-        losses = torch.cat(self._micro_losses)
-        self._micro_losses.clear()
+        losses, self._micro_losses = self._micro_losses, []
         if on_cpu(gradients.finite) and gradients.finite:  # the flag is at hand, and what follows would change nothing else
             self._in_a_row.zero_()
-            return
+        else:
+            self._judge(step, gradients, torch.cat(losses))
+
+    @torch.no_grad()
+    def _judge(self, step: int, gradients: Gradients, losses: torch.Tensor) -> None:
         bad, overflow = ~gradients.finite, torch.zeros_like(gradients.finite)
         if gradients.loss_scale is not None:
             broken = (~torch.isfinite(losses).all()).float()

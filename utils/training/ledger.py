@@ -1,11 +1,12 @@
 """The ledger in the loop: writes its lines, and says where the ranks, or a checkpoint and its line, hold different bits."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from utils.diagnostics.audit.elements import bits_of, digest, digests, fingerprint
 from utils.diffusion.objective import Losses
@@ -47,14 +48,12 @@ class Ledger:
         if self.due:
             self._samples += int(fingerprint(batch["sample_numbers"][:, None]).sum())
 
-    @torch.no_grad()
     def add(self, losses: Losses, drawn: Mapping[str, Tensor]) -> None:
         """What a micro step was of, and what it lost."""
-        if self.due:
-            for name, tensors in (("batch", drawn.values()), ("loss", [losses.trained])):
-                # Sample by sample, so that any split of a batch gives the same.
-                sums = torch.stack([(2 * place + 1) * fingerprint(tensor).sum() for place, tensor in enumerate(tensors)])
-                self._seen[name] = sums.sum() + self._seen.get(name, 0)
+        for name, tensors in (("batch", drawn.values()), ("loss", [losses.trained])) if self.due else ():
+            # Sample by sample, so that any split of a batch gives the same; fingerprints have no gradient.
+            sums = torch.stack([(2 * place + 1) * fingerprint(tensor).sum() for place, tensor in enumerate(tensors)])
+            self._seen[name] = sums.sum() + self._seen.get(name, 0)
 
     @torch.no_grad()
     def measure(self) -> Tensor:
@@ -66,19 +65,18 @@ class Ledger:
         return self._run.accelerator.gather(torch.stack(own))
 
     def _hash(self, tensors: list[Tensor]) -> Tensor:
-        """Of the bits of all, and of the places of the large ones. It is the same wherever they lie: on a GPU, counters stay on
-        the host, and the device gets nothing but their sum."""
-        here = [tensor.device.type == self._device.type for tensor in tensors]  # cuda is cuda:0
-        found = self._part(tensors, here, self._device)
-        if not all(here):
-            found = found + self._number(int(self._part(tensors, [not each for each in here], torch.device("cpu"))))
+        """Of the bits of all, and of the places of the large ones. It is the same wherever the small ones lie: on a GPU,
+        counters stay on the host, and the device gets nothing but their sum."""
+        small: dict[tuple, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel() <= SMALL:
+                small.setdefault((tensor.is_cpu, tensor.dtype), []).append(tensor)
+        large = [tensor for tensor in tensors if tensor.numel() > SMALL]
+        found = digest(moved(large, self._device)) if large else self._number(0)
+        for together in small.values():
+            bits = bits_of(_flatten_dense_tensors(together)).sum(dtype=torch.int64)
+            found = found + (bits if bits.device.type == self._device.type else self._number(int(bits)))
         return found
-
-    def _part(self, tensors: list[Tensor], chosen: list[bool], device: torch.device) -> Tensor:
-        nothing = torch.zeros(0, device=device)
-        large = [tensor if one else nothing for tensor, one in zip(tensors, chosen) if not _small(tensor)]
-        small = [tensor.detach().reshape(-1) for tensor, one in zip(tensors, chosen) if one and _small(tensor)]
-        return digest(large).to(device) + bits_of(torch.cat([nothing, *small])).sum(dtype=torch.int64)
 
     def _number(self, value: int) -> Tensor:
         """On the device, modulo 2^64: by a kernel's argument, for which the host does not wait."""
@@ -112,7 +110,7 @@ class Ledger:
     def _say_parted(self, kind: str) -> None:
         """The first tensor of the first kind that differs, and the ranks that differ from most others."""
         tensors = tensors_of(self._run, kind)
-        each = digests(moved(tensors, self._device))
+        each = digests(moved(tensors.values(), self._device))
         everyone = self._run.accelerator.gather(each[None]).tolist()
         places = [place for place, column in enumerate(zip(*everyone)) if len(set(column)) > 1]
         usual = Counter(map(tuple, everyone)).most_common(1)[0][0]  # of two ranks, that of rank 0
@@ -165,9 +163,9 @@ def tensors_of(run: Run, kind: str, all_of_them: bool = False) -> dict[str, Tens
     return {name: tensor for name, tensor in tensors.items() if all_of_them or not name.endswith(UNIT_VECTORS)}
 
 
-def moved(tensors: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
+def moved(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
     """Returns all on that device; those of float64 as integers of the same bits, for MPS has no float64."""
-    same = (t.detach().view(torch.int64) if t.dtype == torch.float64 else t for t in tensors.values())
+    same = (t.detach().view(torch.int64) if t.dtype == torch.float64 else t for t in tensors)
     return [tensor.to(device, non_blocking=True) for tensor in same]
 
 
@@ -177,7 +175,7 @@ def joined(tensors: list[Tensor]) -> list[Tensor]:
     if len(small) < 2:
         return tensors
     others = [tensor for tensor in tensors if not _small(tensor)]
-    return [*others, torch.cat([tensor.reshape(-1) for tensor in small])]
+    return [*others, _flatten_dense_tensors(small)]
 
 
 def _small(tensor: Tensor) -> bool:

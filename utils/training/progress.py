@@ -40,6 +40,7 @@ class StepStatistics:
         self._norm_sum = torch.zeros((), device=device)
         self._updates = torch.zeros((), device=device)
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # micro batches that are not in the sums yet
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # norm and finite, of updates that are not either
 
     def add_losses(self, losses: torch.Tensor, timesteps: torch.Tensor) -> None:
         """Adds one micro batch: `losses` and `timesteps` are [B]."""
@@ -49,21 +50,25 @@ class StepStatistics:
 
     @torch.no_grad()
     def _sum_up(self) -> None:
-        """Many micro batches at once: for each of them alone it takes as long."""
-        if not self._waiting:
-            return
-        losses, timesteps = map(torch.cat, zip(*self._waiting))
-        self._waiting.clear()
-        finite = torch.isfinite(losses)
-        quartiles = timesteps * QUARTILES // self._num_timesteps
-        self._loss_sum.index_add_(0, quartiles, losses.float().where(finite, 0.0))
-        self._loss_count.index_add_(0, quartiles, finite.float())
+        """Many micro batches and updates at once: for each of them alone it takes as long."""
+        if self._waiting:
+            losses, timesteps = map(torch.cat, zip(*self._waiting))
+            self._waiting.clear()
+            finite = torch.isfinite(losses)
+            quartiles = timesteps * QUARTILES // self._num_timesteps
+            self._loss_sum.index_add_(0, quartiles, losses.float().where(finite, 0.0))
+            self._loss_count.index_add_(0, quartiles, finite.float())
+        if self._gradients:
+            norms, finite = map(torch.stack, zip(*self._gradients))
+            self._gradients.clear()
+            self._norm_sum += norms.where(finite, 0.0).sum()
+            self._updates += finite.sum()
 
-    @torch.no_grad()
     def add_update(self, gradients: Gradients) -> None:
         """Adds one update: the norm of its gradient before clipping, where that is finite."""
-        self._norm_sum += gradients.norm.where(gradients.finite, 0.0)
-        self._updates += gradients.finite
+        self._gradients.append((gradients.norm.detach(), gradients.finite))
+        if len(self._gradients) == _WAITING:
+            self._sum_up()
 
     def sums(self, accelerator: Accelerator) -> torch.Tensor:
         """Returns what a report is made of, over all processes, on the device."""

@@ -138,7 +138,7 @@ class Rerun:
         device = self._run.accelerator.device
         own = [self._seen[stage] for stage in STAGES[:4]]
         for kind in STAGES[4:]:
-            tensors = moved(tensors_of(self._run, kind, all_of_them=True), device)
+            tensors = moved(tensors_of(self._run, kind, all_of_them=True).values(), device)
             own.append(digest(joined(tensors)) if tensors else torch.zeros((), dtype=torch.int64, device=device))
         return self._run.accelerator.gather(torch.stack([value.to(device) for value in own])[None]).tolist()
 
