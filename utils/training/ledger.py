@@ -28,6 +28,7 @@ class Ledger:
         self.parted = False  # whether the ranks hold different states
         self._samples = 0  # of the update under way, in this process
         self._seen: dict[str, Tensor] = {}
+        self._kinds: list[str] = []  # of the state, of which there was something when it was measured
         step, main = run.state.step, run.accelerator.is_main_process
         self._file = History(run.output_dir, first_step=step, enabled=main, name=LEDGER)
         self._file.records.clear()
@@ -60,8 +61,9 @@ class Ledger:
         """int64 [processes x number of HASHES], on the device."""
         seen = {"samples": self._number(self._samples), **self._seen}
         own = [seen.get(name, self._number(0)) for name in OF_THE_UPDATE]
-        for kind in OF_THE_STATE:
-            own.append(self._hash(list(tensors_of(self._run, kind).values())))
+        states = {kind: list(tensors_of(self._run, kind).values()) for kind in OF_THE_STATE}
+        own += [self._hash(tensors) for tensors in states.values()]
+        self._kinds = [kind for kind, tensors in states.items() if tensors]
         return self._run.accelerator.gather(torch.stack(own))
 
     def _hash(self, tensors: list[Tensor]) -> Tensor:
@@ -102,7 +104,7 @@ class Ledger:
     def _write_line(self, columns: dict[str, list[int]]) -> None:
         # Of an update, the sum over all ranks, which does not depend on how they share it out.
         hashes = {name: sum(columns[name]) for name in OF_THE_UPDATE} if self._seen else {}
-        hashes |= {kind: columns[kind][0] for kind in OF_THE_STATE if tensors_of(self._run, kind)}
+        hashes |= {kind: columns[kind][0] for kind in self._kinds}
         line = {name: f"{value % 2**64:016x}" for name, value in hashes.items()}
         self._file.add(self._run.state.step, {"version": VERSION, **line})
         self._file.records.clear()
@@ -133,7 +135,7 @@ class Ledger:
         values = dict(zip(HASHES, self.measure().tolist()))
         changed = {"optimizer", "momentum"} & set(run.options.allow_option_change)  # momentum: RMSprop keeps more with it
         kinds = {"weights", "ema"} if changed else set(OF_THE_STATE)
-        names = [name for name in OF_THE_STATE if name in line and tensors_of(self._run, name) and name in kinds]
+        names = [name for name in self._kinds if name in line and name in kinds]
         differ = [HASHES[name] for name in names if f"{values[name] % 2**64:016x}" != line[name]]
         if differ:
             run.print_line(
