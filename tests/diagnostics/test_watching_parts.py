@@ -20,7 +20,7 @@ from utils.diagnostics.watching.images import check_latents, check_range, check_
 from utils.diagnostics.watching.inputs import check_mixture
 from utils.diagnostics.watching.judging import Judge
 from utils.diagnostics.watching.levels import Levels, Look, half_matching, matching, tables
-from utils.diagnostics.watching.mixture import Mixture, strength
+from utils.diagnostics.watching.mixture import Mixture, find, strength
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import _betas, _size_of_step, rates_of
 from utils.diagnostics.watching.options import Schedule, declared_strength
@@ -243,6 +243,18 @@ def test_noise_that_was_changed_is_noise_that_was_drawn():
     recorder.start()
     noise = torch.randn(2, 1, 4, 4).clamp(-1, 1)
     assert any(torch.equal(draw.tensor, noise) for draw in recorder.stop().draws)
+
+
+@pytest.mark.parametrize("strength", [0.1, 1.0])
+def test_one_number_for_each_channel_that_is_added_to_the_noise(strength):
+    clean, noise, steps = torch.rand(SHAPE) * 2 - 1, torch.randn(SHAPE), torch.randn(B, 3, 1, 1)
+    a, b = (part.float()[:, None, None, None] for part in on_circle())
+    seen = Seen(draws=[Draw(noise, True), Draw(steps, True)], tensors={1: clean})
+    mixture = find(a * clean + b * (noise + strength * steps), seen)
+    assert mixture is not None and mixture.offset == pytest.approx(strength, rel=1e-3) and mixture.drawn
+    assert torch.allclose(mixture.noise_tensor, noise + strength * steps, atol=1e-4)
+    [*_, check] = ForwardJudge({})._noise([Look(clean, None, clean, None, mixture)])
+    assert (check.name, check.severity) == ("offset noise", "warning" if strength == 1 else "info")
 
 
 def test_words_that_are_put_back_are_those_of_an_embedding_alone():
@@ -893,6 +905,16 @@ def test_a_target_of_another_image():
     assert check_target(identify_target(levels, ORDER), None, levels).severity == "critical"
 
 
+@pytest.mark.parametrize(("of_noise", "severity"), [(1.0, "warning"), (0.0, "info")])
+def test_the_whole_image_as_target_of_a_part_that_is_noised(of_noise, severity):
+    """With noise in it nothing but that image has the target; without it, it may be what a network restores."""
+    levels = levels_of(*on_circle(), lambda output, clean, noise: output - of_noise * noise + OTHER)
+    look, cut = levels.looks[0], OTHER * MASK
+    look.mixture.clean_tensor, levels.clean, look.others = cut, cut.flatten(1).double(), [cut, OTHER]
+    check = check_target(identify_target(levels, ORDER), None, levels)
+    assert (check.stage, check.severity) == ("input" if of_noise else "target", severity)
+
+
 @pytest.mark.parametrize(("name", "found"), [("squaredcos_cap_v2", 0), ("cosine (betas up to 0.9999)", 0), ("linear (zero", 1)])
 def test_the_noise_as_target_of_a_last_step_without_signal(name, found):
     levels = levels_of(*on_circle(), lambda output, clean, noise: output - noise)
@@ -942,13 +964,17 @@ def test_conditions_that_are_those_of_the_first_micro_step():
 def test_the_image_itself_joined_to_the_noised_one_or_beside_it():
     image = torch.rand(4, 3, 8, 8)
 
-    def severities(x, *given) -> list[str]:
-        step = MicroStep({"network": Call((x, torch.rand(4), *given))}, {"sample_numbers": image})
+    def severities(x, *given, inner=None) -> list[str]:
+        calls = {"network": Call((x, torch.rand(4), *given))} | ({} if inner is None else {"raw": Call((inner, torch.rand(4)))})
+        step = MicroStep(calls, {"sample_numbers": image})
         return [check.severity for check in Conditions().look(Update(1, [step]), {}) if check.healthy is False]
 
     noised = torch.rand(4, 3, 8, 8)
     assert severities(torch.cat([noised, image], 1)) == ["warning"]
     assert severities(noised, image.clone()) == ["info"]  # an autoencoder's, or a reference network's
+    assert severities(noised, image.clone(), inner=torch.cat([noised, image], 1)) == ["warning"]  # joined by a wrapper
+    hole = image * (torch.rand(4, 1, 8, 8) > 0.5)
+    assert severities(noised, hole, inner=torch.cat([noised, hole], 1)) == []
 
 
 def test_a_rate_that_is_never_what_was_asked_for():
@@ -964,6 +990,9 @@ def test_a_rate_that_is_never_what_was_asked_for():
 
     assert found([0.1]) == found([0.0001], base=0.001, kind=by_function) == ["warning: highest learning rate"]
     assert found([0.1], lr=1.0) == ["info: highest learning rate"]  # which may be for a larger batch
+    stuck = found([0.1], lr=1.0, warmup_steps=10)  # always the first of its steps
+    assert stuck == ["warning: highest learning rate"] and found([0.1], lr=1.0, warmup_steps=8)[0].startswith("info")
+    assert found([0.1], [0.2], lr=1.0, warmup_steps=10)[0].startswith("info")  # one that is longer than the run
     assert found([0.1], made=60) == []  # it goes on with an earlier run
     assert found([0.1], kind=by_function) == []  # its function gives the rate itself
     assert found([0.1], [0.9]) == found([0.1], [0.9], lr=1.0) == found([0.1, 0.2], [0.9, 1.8]) == []
@@ -1040,8 +1069,60 @@ def test_embeddings_that_are_cut_off_together():
 
 def test_gradients_that_are_put_there_by_hand():
     without = Check("gradient", "gradient at the step", "that of the backward passes", "none", False, "no backward pass")
+    left = Check("gradient", "gradients before the first backward pass", "none left over", "norm 1", False, "not cleared")
     for gradient, healthy in ((torch.ones(3), None), (torch.zeros(3), False)):
-        assert _by_function(without, Update(1, optimizer_step=SimpleNamespace(gradient=gradient))).healthy is healthy
+        update = Update(1, optimizer_step=SimpleNamespace(gradient=gradient))
+        assert [check.healthy for check in _by_function([left, without], update)] == [healthy, healthy]
+    assert not _by_function([left], Update(1, optimizer_step=SimpleNamespace(gradient=torch.ones(3))))[0].healthy
+
+
+@pytest.mark.parametrize(
+    ("copied", "clipped", "found"),
+    [(True, "copies", set()), (False, "copies", {"weights of the network"}), (True, "network", {"norm at the step"})],
+)
+def test_an_optimizer_of_flat_copies(copied, clipped, found):
+    """As loops in half precision have them."""
+
+    class Network(torch.nn.Conv2d):
+        def forward(self, x, t):
+            return super().forward(x) * t[:, None, None, None]
+
+    network, watcher = Network(3, 3, 1), Watcher(lambda watcher: None)
+    flat = torch.nn.Parameter(torch.cat([p.detach().flatten() for p in network.parameters()]))
+    optimizer = torch.optim.SGD([flat], lr=1e-3)
+    with install(watcher):
+        for _ in range(9):
+            clean, noise, t = torch.rand(SHAPE) * 2 - 1, torch.randn(SHAPE), torch.rand(B)
+            mixed = torch.lerp(clean, noise, t[:, None, None, None])
+            network.zero_grad()
+            (network(mixed, t) - (noise - clean)).square().mean().backward()
+            flat.grad = torch.cat([p.grad.flatten() for p in network.parameters()])
+            torch.nn.utils.clip_grad_norm_([flat] if clipped == "copies" else network.parameters(), 1e-3)
+            optimizer.step()
+            if copied:
+                torch.nn.utils.vector_to_parameters(flat.detach(), network.parameters())
+        watcher.end(True)
+    assert not watcher.failure and watcher.updates == 9
+    checks = [check for entry in watcher.judge.history for check in entry["audit"]["checks"]]
+    known = {"weights of the network", "norm at the step", "gradients before the first backward pass"}
+    assert {check["name"] for check in checks if check["healthy"] is False} & known == found
+
+
+def test_the_first_update_of_a_closure_counts():
+    network, watcher = torch.nn.Conv2d(3, 3, 1), Watcher(lambda watcher: None)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = network(torch.randn(SHAPE)).square().mean()
+        loss.backward()
+        return loss
+
+    with install(watcher):
+        for _ in range(4):
+            optimizer.step(closure)
+        watcher.end(True)
+    assert watcher.updates == 4
 
 
 def test_noise_that_is_stronger_on_purpose():

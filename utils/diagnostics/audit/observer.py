@@ -127,7 +127,8 @@ class Observer:
         self.update.weights = self.sample.take(self.parameters.values())
         self.update.digest_stepped = digest(self.parameters.values())
         matrices = [p.detach() for p in self.parameters.values() if p.ndim > 1]
-        self.update.row_sizes = torch.cat([m.flatten(1).float().square().mean(1).sqrt() for m in matrices])
+        sizes = [m.flatten(1).float().square().mean(1).sqrt() for m in matrices]
+        self.update.row_sizes = torch.cat(sizes) if sizes else None  # of flat copies of all weights
 
     def end_update(self) -> Update | None:
         """When the averages have been updated too; stops watching. None where nothing was watched."""

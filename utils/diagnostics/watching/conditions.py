@@ -48,7 +48,9 @@ class Conditions:
             free = _free(labels, given, values)
             clean = step.batch.get("sample_numbers")
             if clean is not None:
-                checks += [_beside_the_image(call.inputs[0], values, clean), *_faint(values)]
+                inner = step.calls.get("raw")  # what is given apart may be joined to the image inside
+                inputs = [c.inputs[0] for c in (call, inner) if c is not None and isinstance(c.inputs[0], torch.Tensor)]
+                checks += [_beside_the_image(inputs, values, clean), *_faint(values)]
                 if shown is not None and shown[0].shape == clean.shape and not same(shown[0], clean):
                     repeated.append(_repeated(shown[1], values))
                 shown = clean, values
@@ -154,10 +156,10 @@ def _alike(rows: torch.Tensor) -> bool:
     return bool((rows == rows[:1]).all())
 
 
-def _beside_the_image(x: torch.Tensor, values: list[torch.Tensor], clean: torch.Tensor) -> Check:
-    """`x`: the noised image, and what is joined to it. An encoder, or a reference network, may get the image on purpose."""
+def _beside_the_image(inputs: list[torch.Tensor], values: list[torch.Tensor], clean: torch.Tensor) -> Check:
+    """`inputs`: the noised image, and what is joined to it. An encoder or a reference network may get the image on purpose."""
     made = clean.shape[1] if clean.ndim > 2 else 0
-    parts = [x[:, n : n + made] for n in range(x.shape[1] - made + 1)] if made and x.ndim == clean.ndim else []
+    parts = [x[:, n : n + made] for x in inputs if made and x.ndim == clean.ndim for n in range(x.shape[1] - made + 1)]
     joined, beside = (any(v.shape == clean.shape and same(v, clean) for v in those) for those in (parts, values))
     leaks = bool(clean.any()) and (joined or beside)
     text = "the network gets the clean image beside the noised one: what it should find out is told"

@@ -100,6 +100,10 @@ def find(x: torch.Tensor, seen: Seen, told: Noising | None = None) -> Mixture | 
             a, b, c = coefficients.T
             if worst(residual) <= limit and worst(a) > 1e-3 and float(b.max()) > 1e-3 and constant(c, 1e-2) is not None:
                 return Mixture(*parts, a, b, residual, image, noise, constant=float(c.mean()))
+    for noise in noises[:3]:  # to which one number for each channel was added
+        for image in images:
+            if (mixture := _with_steps(values, image, noise, seen, limit)) is not None:
+                return mixture
     for noise in noises[:3]:  # of two noises
         for image in images:
             first = _mixture(values, image, noise)
@@ -188,6 +192,20 @@ def _undone(mixture: Mixture, seen: Seen) -> Mixture:
                 mixture.extra = float(sizes.min() / sizes.max())
                 return mixture
     return mixture
+
+
+def _with_steps(values: torch.Tensor, image: torch.Tensor, noise: torch.Tensor, seen: Seen, limit: float) -> Mixture | None:
+    """Of an image and a noise that is the sum of the one that was drawn and of one number for each channel."""
+    for draw in seen.draws if noise.ndim > 3 else ():
+        if draw.normal and draw.tensor.shape == (*noise.shape[:2], *(1,) * (noise.ndim - 2)):
+            steps = draw.tensor.expand(noise.shape)
+            coefficients, residual = fit(values, flat(image), flat(noise), flat(steps))
+            a, b, c = coefficients.T
+            share = constant(c / b, 1e-2)
+            if worst(residual) <= limit and worst(a) > 1e-3 and share is not None:
+                whole = noise + share * steps
+                return Mixture(flat(image), flat(whole), a, b, residual, image, whole, offset=share)
+    return None
 
 
 def _with_offset(mixture: Mixture, seen: Seen) -> Mixture:

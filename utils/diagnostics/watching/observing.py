@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from utils.diagnostics.audit.elements import ElementSample
+from utils.diagnostics.audit.elements import ElementSample, digest
 from utils.diagnostics.audit.observer import Observer, safely
 from utils.diagnostics.audit.seen import Update
 
 ROWS = 4096  # of an embedding of labels; larger ones are of words
+FEWEST_LOOKS = 3  # before weights are said to be always the same
 SIGNAL = 64  # values of a signal, at least
 
 
@@ -46,15 +47,31 @@ class ForeignObserver(Observer):
         trained: nn.Module | None = None,
     ):
         super().__init__(modules, trained=trained)
-        self._stepped, self._closes = stepped, False
+        self._stepped, self._closes, self._moves_copies = stepped, False, False
         others = {*others, *(set() if trained is None else {id(p) for p in modules["network"].parameters()} - set(stepped))}
         self.parameters = {name: p for name, p in self.parameters.items() if id(p) not in others}
         self.sample = ElementSample(self.parameters)
         self._ids = {id(p): number for number, p in enumerate(self.parameters.values())}
+        self._digests: list[int] = []  # of the network's weights at the looks, while an optimizer trains others
         embeddings = {id(m.weight) for m in self.trained.modules() if isinstance(m, nn.Embedding)}
         self.embeds_alone = all(id(p) in embeddings for p in self.parameters.values())  # as in textual inversion
         tables = {id(m.weight) for m in self.trained.modules() if isinstance(m, nn.Embedding) and m.num_embeddings <= ROWS}
         self._tables = {name: p for name, p in self.parameters.items() if id(p) in tables}
+
+    @property
+    def trains_copies(self) -> bool:
+        """Whether the optimizer has as many numbers as the network, and no module has its parameters: copies, it seems."""
+        if not isinstance(self.trained, nn.ParameterList):
+            return False
+        copies, own = list(self.parameters.values()), [p for p in self.modules["network"].parameters() if p.requires_grad]
+        return not {id(p) for p in copies} & {id(p) for p in own} and sum(map(torch.numel, copies)) == sum(
+            map(torch.numel, own)
+        )
+
+    @property
+    def network_follows(self) -> bool | None:
+        """Whether the network's weights have changed, of an optimizer that trains copies; None before that is known."""
+        return len(set(self._digests)) > 1 if len(self._digests) >= FEWEST_LOOKS else None
 
     def reached(self) -> set[str]:
         """Names of the parameters whose gradient is not 0."""
@@ -74,6 +91,8 @@ class ForeignObserver(Observer):
     def end_update(self) -> Update | None:
         """With the images first among what a network gets, wherever it takes them."""
         update = super().end_update()
+        if update is not None and self._moves_copies:
+            self._digests.append(int(digest(p for p in self.modules["network"].parameters() if p.requires_grad)))
         for call in (call for step in update.micro_steps for call in step.calls.values() if call.outputs) if update else ():
             place = next((n for n, v in enumerate(call.inputs) if is_like(v, call.outputs[0].shape)), 0)
             call.inputs = (call.inputs[place], *call.inputs[:place], *call.inputs[place + 1 :])
@@ -90,7 +109,7 @@ class ForeignObserver(Observer):
 
     def begin(self, *arguments: Any, **options: Any) -> None:
         super().begin(*arguments, **options)
-        self._closes = False
+        self._closes = self._moves_copies = False
 
     @safely
     def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
@@ -108,6 +127,10 @@ class ForeignObserver(Observer):
             step.gradient = self.sample.take(gradients)
             step.gradient_norm = torch.stack(torch._foreach_norm([g for g in gradients if g is not None])).norm()
         super()._after_step(optimizer, *arguments)
+        if step is not None and self._ours(optimizer) and self.trains_copies:
+            network = self.modules["network"].parameters()
+            got = any(p.grad is not None and bool(p.grad.any()) for p in network)  # else it is frozen, as a teacher is
+            self._moves_copies = got and not torch.equal(step.before, step.after)
 
     @torch.no_grad()
     def begin_backward(self) -> None:

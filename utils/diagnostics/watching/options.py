@@ -105,6 +105,8 @@ class Schedule:
         asked, severity = self._asked_rate(facts)
         if ended and updates >= 20 and top < 0.5 * asked:
             text = f"the learning rate never exceeds {top:.2g} in {updates} updates, and {asked:.2g} was asked for"
+            if not facts.schedules and len(rates) == 1 and _is_first_of_warm_up(facts, asked / top):
+                text, severity = f"{text}: it stays at the first step of its warm-up; are the steps counted?", "warning"
             return [Check("learning_rate", "highest learning rate", f"{asked:.2g}", f"{top:.2g}", False, text, severity)]
         if ended and (still := _never_moved(rates)):
             text = f"{still} of {len(rates[-1][1])} parameter groups have a rate of 0 in the whole run: they are not trained"
@@ -131,6 +133,12 @@ class Schedule:
             of_update = total / (updates - first)
             at_end = int((made - 1) * of_update), int((made + 1) * of_update)
         return [_judged_end(schedule, length, at_end, max(max(values) for _, values in rates), ended)]
+
+
+def _is_first_of_warm_up(facts: Facts, times: float) -> bool:
+    """Whether an option says that a warm-up has so many steps."""
+    said = [value for name, value in facts.options.items() if "warm" in name and type(value) in (int, float)]
+    return any(value > 1 and abs(value / times - 1) < 1e-3 for value in said)
 
 
 def _declares_all(facts: Facts, groups: int) -> bool:

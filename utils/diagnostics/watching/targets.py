@@ -20,6 +20,7 @@ class Target:
 
 NOTHING = "nothing"
 OTHER_IMAGE = "an image that is not the one that is noised"
+WHOLE = "noise and the whole of an image of which a part is not in the input"
 REORDERED = "the image with its values in another order"
 EDM = "EDM's target"
 OWN_V = "v of the image's own coefficients, as if they were on a circle"
@@ -168,7 +169,10 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
             return Target(f"{EDM} of sigma_data {sigma_data:.3g}", False, None)
         return Target(f"{middle(of_clean):.2g} x_0 + {middle(of_noise):.2g} noise", False, None)
     for image, other in _others(levels, used):
-        if worst(error.explained_by(error.output, error.noise, other)[1]) <= error.precision:
+        parts, left = error.explained_by(error.output, error.noise, other)
+        if worst(left) <= error.precision:
+            if worst(parts[:, 1] / parts[:, 0]) > 0.1 and _is_part(levels.clean[used], other):
+                return Target(WHOLE, False, None)
             # No other network's output has the very values of the image.
             reordered = torch.equal(_sorted(image), _sorted(levels.looks[0].mixture.clean_tensor))
             return Target(REORDERED if reordered else OTHER_IMAGE, False, None)
@@ -198,6 +202,12 @@ def _others(levels: Levels, used: torch.Tensor) -> list[tuple[torch.Tensor, torc
     others = [(image, flat(image)[used]) for image in levels.looks[0].others]
     parts = levels.clean[used], levels.noise[used]
     return [one for one in others if torch.isfinite(one[1]).all() and worst(fit(one[1], *parts)[1]) > 0.05]
+
+
+def _is_part(image: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether the image is the whole one with some of its values set to 0."""
+    same, cut = image == whole, (image == 0) & (whole != 0)
+    return bool((same | cut).all()) and bool(cut.any()) and float(cut.double().mean()) < 0.99
 
 
 def _sorted(images: torch.Tensor) -> torch.Tensor:
@@ -245,6 +255,9 @@ def check_target(target: Target, declared: str | None, levels: Levels) -> Check:
     if target.name == OTHER_IMAGE:
         text = f"the loss compares the output with {target.name}: right for what a teacher says, or for pairs of images"
         return Check("target", name, wanted, observed, False, text, "info")
+    if target.name == WHOLE:
+        text = f"the loss compares the output with {target.name}: a part of the image is set to 0 before it is noised"
+        return Check("input", "image that is noised", "that of the loss", "a part of it", False, text, "warning")
     if declared is not None and target.name != declared:
         text = f"the loss compares the output with {SAID.get(target.name, target.name)}, not with {wanted}, as was declared"
         return Check("target", name, wanted, observed, False, text)

@@ -35,6 +35,7 @@ class Clip:
     micro_step: int  # after which it came, from 1
     too_late: bool  # it came after the optimizer's step
     whole: bool  # it clips the network's gradients, and no others
+    elsewhere: bool = False  # of parameters that no optimizer has, as many as the one that is watched has
 
 
 @dataclass
@@ -78,9 +79,10 @@ class UpdateJudge:
         checks = []
         if not any(clip.kind == "value" for clip in look.clips) and (look.everyone.alone or look.everyone.mean is not None):
             found = check_gradients(update, declared, look.loss_scale, look.everyone.mean)
-            found = [_by_function(check, update) for check in found]
+            found = _by_function(found, update)
             checks += found if limit else [_clipped_by_hand(check, _of_each_layer(look)) for check in found]
         checks += [*_clipping(look.clips, passes), *(self._far_clipped(look) if look.clips else ())]
+        checks += _of_copies(look)
         checks += self._without_gradient(look)
         checks += check_step(update, observer, look.known_optimizer)
         checks += _weights_left_alone(look, check_state(update, declared, observer))
@@ -208,10 +210,36 @@ def _clipping(clips: list[Clip], passes: int) -> list[Check]:
     return checks
 
 
-def _by_function(check: Check, update: Update) -> Check:
-    """Gradients that no backward pass left may be put there by hand, as those of torch.func are."""
-    by_hand = check.observed == "none" and update.optimizer_step is not None and bool(update.optimizer_step.gradient.any())
-    return replace(check, healthy=None, observed="put there without a backward pass") if by_hand else check
+def _of_copies(look: LastLook) -> list[Check]:
+    """Of an optimizer that has copies of the network's weights, such as float32 ones of a network in half precision."""
+    checks: list[Check] = []
+    step = look.update.optimizer_step
+    if step is None or not look.observer.trains_copies:
+        return checks
+    limits = [clip.limit for clip in look.clips if clip.kind == "norm" and clip.elsewhere]
+    if limits:
+        norm = float(step.gradient_norm)
+        text = (
+            f"gradients are clipped to {min(limits):g}, and those that the optimizer uses have the norm {norm:.3g}: "
+            "they are copies, made before?"
+        )
+        fine = norm <= 1.01 * min(limits)
+        checks.append(Check("gradient", "norm at the step", f"{min(limits):g} or less", f"{norm:.3g}", fine, text, "warning"))
+    if (follows := look.observer.network_follows) is not None:
+        text = "the optimizer trains copies of the network's weights, and those of the network never change: not copied back?"
+        name, wanted = "weights of the network", "those that the optimizer trains"
+        checks.append(Check("state", name, wanted, "they change" if follows else "always the same", follows, text))
+    return checks
+
+
+def _by_function(checks: list[Check], update: Update) -> list[Check]:
+    """Gradients that no backward pass left may be put there by hand, as those of torch.func are, or of flat copies of all
+    weights: those of the update before are then replaced."""
+    step = update.optimizer_step
+    if step is None or not step.gradient.any() or all(check.observed != "none" for check in checks):
+        return checks
+    words = "put there without a backward pass"
+    return [replace(check, healthy=None, observed=words) if check.healthy is False else check for check in checks]
 
 
 def _clipped_by_hand(check: Check, of_each_layer: bool) -> Check:

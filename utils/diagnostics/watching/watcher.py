@@ -192,8 +192,10 @@ class Watcher:
                 self._choose_untrained(optimizer)
                 self.updates = 0 if self.network is None else 1
             return
-        if self._idle.get(id(optimizer), 0) > 0:  # none of its parameters has a gradient
-            return
+        if self._idle.get(id(optimizer), 0) > 0:
+            if all(p.grad is None for p in _parameters_of(optimizer)):
+                return
+            self._idle[id(optimizer)] = -PATIENCE  # they have got their gradients in the step, by a closure
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         owned = {id(p): p.numel() for p in _parameters_of(optimizer)}
         count = sum(owned.values())
@@ -216,7 +218,7 @@ class Watcher:
                 self._choose()
 
     def _see_idle(self, optimizer: Optimizer) -> None:
-        idle = all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+        idle = all(p.grad is None for p in _parameters_of(optimizer))
         self._idle[id(optimizer)] = self._idle.get(id(optimizer), 0) + 1 if idle else -PATIENCE
         if self._idle[id(optimizer)] == IDLE:
             kind = type(optimizer).__name__
@@ -483,7 +485,9 @@ class Watcher:
             micro_steps = self._observer.update.micro_steps if self._observer.update is not None else []
             clipped = {id(p) for p in parameters if p.grad is not None}
             whole = clipped == {id(p) for p in self._observer.parameters.values() if p.grad is not None}
-            self._clips.append(Clip(kind, float(limit), len(micro_steps), self._stepped, whole))
+            known = {id(p) for of in self._optimizers.values() if of() is not None for p in _parameters_of(of())}
+            elsewhere = bool(clipped) and not clipped & known
+            self._clips.append(Clip(kind, float(limit), len(micro_steps), self._stepped, whole, elsewhere))
 
     def end(self, ended: bool) -> None:
         """When the script is over; `ended`: by itself, and not by an error, an interruption or `--watch_updates`."""
