@@ -211,8 +211,11 @@ def command(case: Case, work: Path, folder: Path, output_dir: Path, watched: boo
 
 
 def trained(log: Path, output_dir: Path) -> list[str]:
-    """The losses and samples that a run printed, sorted, as two processes print in any order; digests of the weights saved."""
-    text = re.sub(r"(?<=\w)(?=\[\d]|\d: )", "\n", log.read_text(errors="replace"))  # two processes may print at the same moment
+    """The losses and samples that a run printed, sorted, as two processes print in any order, or at the same moment; digests of
+    the weights saved."""
+    text = re.sub(
+        r"(?<=\w)(?=\[[01]\] |[01]: )", "\n", log.read_text(errors="replace")
+    )  # two processes may print at the same moment
     lines = [line for line in text.splitlines() if PRINTED.fullmatch(line)]
     saved = sorted((output_dir / "trained").rglob("*.safetensors"))
     return sorted(lines) + [hashlib.sha256(file.read_bytes()).hexdigest() for file in saved]

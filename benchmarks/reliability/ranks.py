@@ -3,8 +3,9 @@
     python benchmarks/reliability/ranks.py --processes 2 4 --healthy 30
 
 Each run is a training of a tiny network on gloo. Right is a run that names the rank, and the part in which it errs: the
-parameter whose weight was moved by one rounding step (and ends with status 3), data or compute of the rank that takes twice as
-long as an update, and what the rank does that no longer comes (and ends with status 1).
+parameter whose weight was moved by one rounding step (and ends with status 3), the update in which a bit of the gradient
+flips (with --rerun_steps 1), data or compute of the rank that takes twice as long as an update, and what the rank does that
+no longer comes (and ends with status 1).
 """
 
 import argparse
@@ -27,7 +28,8 @@ from benchmarks.shared.measuring import default_device, describe
 SCRIPT, UPDATES, HANG_TIMEOUT, PATIENCE = "train_ddpm.py", 16, 6, 300
 # Fault -> its value, the exit status, what must be said of rank R.
 FAULTS = {
-    "nudge": ("conv_in.weight", 3, r"rank R differs from the other ranks in the weights: conv_in\.weight\."),
+    "nudge": ("conv_in.weight", 3, r"after update 6, rank R differs from the other ranks in the weights: conv_in\.weight\."),
+    "flip": ("gradient:20", 0, r"update 6, made again [\w ]+, has other bits, first in [\w ,]+, on rank R;"),
     "slow-compute": ("0.3", 0, r"rank R takes [\d.]+ times as long as the median of the other ranks, in compute"),
     "slow-data": ("0.3", 0, r"rank R takes [\d.]+ times as long as the median of the other ranks, in data"),
     "hang": ("", 1, r"hang: rank R has been computing for \d+ s, in update 6; rank"),
@@ -59,9 +61,10 @@ def main() -> None:
                 value, status, said = FAULTS[fault]
                 rank = count - 1
                 plant = ["tests/faults/inject.py", SCRIPT, fault, "--rank", rank, "--step", 6, "--value", value, "--", *flags]
+                plant += ["--rerun_steps", 1] if fault == "flip" else []
                 statuses, text = run(server, plant, Path(name, f"{fault}-{count}"), count)
-                found = re.search(said.replace("R", str(rank), 1), text)
-                named = found[0].removesuffix("; rank") if found and statuses == {status} else f"no: statuses {statuses}"
+                found = re.search(said.replace("rank R", f"rank {rank}"), text)
+                named = re.sub("(; rank|;)$", "", found[0]) if found and statuses == {status} else f"no: statuses {statuses}"
                 print(f"| {fault} | {count} | {rank} | {named} |", flush=True)
         told = 0
         for number in range(args.healthy):

@@ -193,10 +193,13 @@ def test_quiet_prints_lines_for_the_user_and_no_progress(capsys):
     assert capsys.readouterr() == ("a finding\n", "")
 
 
-def test_many_micro_batches_count_as_often_as_few():
-    statistics = StepStatistics(torch.device("cpu"), 1000)
+def test_many_micro_batches_and_updates_count_as_often_as_few():
+    statistics, finite = StepStatistics(torch.device("cpu"), 1000), torch.tensor(True)
     for number in range(200):  # more than are summed up together
         statistics.add_losses(torch.tensor([float(number), 1.0]), torch.tensor([0, 999]))
+        norm = torch.tensor(float(number) if number % 2 else math.nan)
+        statistics.add_update(Gradients(norm=norm, norms=norm[None], finite=finite if number % 2 else ~finite, loss_scale=None))
     report = statistics.report(ALONE)
     assert (report["train/loss_timestep_quartile_1"], report["train/loss_timestep_quartile_4"]) == (99.5, 1.0)
-    assert not statistics._waiting
+    assert report["train/grad_norm"] == 100.0  # the mean of 1, 3, ..., 199
+    assert not statistics._waiting and not statistics._gradients

@@ -61,7 +61,7 @@ class StepStatistics:
         if self._gradients:
             norms, finite = map(torch.stack, zip(*self._gradients))
             self._gradients.clear()
-            self._norm_sum += norms.where(finite, 0.0).sum()
+            self._norm_sum += norms.float().where(finite, 0.0).sum()
             self._updates += finite.sum()
 
     def add_update(self, gradients: Gradients) -> None:
