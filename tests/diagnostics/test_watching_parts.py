@@ -37,15 +37,18 @@ B, SHAPE = 8, (8, 3, 8, 8)
 ORDER = ["epsilon", "v_prediction", "sample", "velocity", "backward", "raw", "score"]
 
 
-def levels_of(a: torch.Tensor, b: torch.Tensor, gradient_of=None) -> Levels:
-    """Samples of these coefficients [B]; `gradient_of(output, clean, noise)` is the loss's gradient."""
+def levels_of(
+    a: torch.Tensor, b: torch.Tensor, gradient_of=None, told: torch.Tensor | None = None, size: float = 1.0
+) -> Levels:
+    """Samples of these coefficients [B]; `gradient_of(output, clean, noise)` is the loss's gradient, `size` the output's, and
+    `told` [B] the time that the network gets."""
     generator = torch.Generator().manual_seed(0)
     clean, noise, output = (torch.randn(SHAPE, generator=generator) for _ in range(3))
-    clean = clean.clamp(-1, 1)
+    clean, output = clean.clamp(-1, 1), size * output
     x = a.float()[:, None, None, None] * clean + b.float()[:, None, None, None] * noise
     flat = [v.flatten(1).double() for v in (clean, noise)]
     gradient = gradient_of(output, clean, noise) if gradient_of else None
-    return Levels([Look(x, None, output, gradient, Mixture(*flat, a, b, torch.zeros(B), clean, noise))])
+    return Levels([Look(x, told, output, gradient, Mixture(*flat, a, b, torch.zeros(B), clean, noise))])
 
 
 def on_circle() -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,6 +116,32 @@ def test_the_velocity_of_a_path_that_leaves_some_noise():
     levels = levels_of(s, 1 - 0.95 * s, lambda o, x, n: o - (x - 0.95 * n))
     assert identify_target(levels, ORDER).name == "velocity of its path"
     assert check_mixture(levels).healthy is not False
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-4, 1.0])
+@pytest.mark.parametrize(("sign", "name"), [(1, "velocity"), (-1, "backward")])
+def test_the_sign_of_a_target_beside_an_output_of_zero(size, sign, name):
+    """Networks whose last layer begins at 0: a target and its negative then differ in the sign of the gradient alone."""
+    s = torch.linspace(0.1, 0.9, B, dtype=torch.float64)
+    levels = levels_of(1 - s, s, lambda o, x, n: o - sign * (n - x), told=s if sign > 0 else 1 - s, size=size)
+    target = identify_target(levels, ORDER)
+    assert target.name == name and check_target(target, None, levels).healthy
+    against = levels_of(1 - s, s, lambda o, x, n: o - sign * (n - x), told=1 - s if sign > 0 else s, size=size)
+    assert check_target(identify_target(against, ORDER), None, against).healthy is False
+
+
+@pytest.mark.parametrize("size", [0.0, 1.0])
+@pytest.mark.parametrize("speed", [1.0, math.pi / 2])
+def test_the_velocity_of_a_path_on_a_circle(size, speed):
+    """The derivative by a time that runs from the noise to the image; the other way it points against the path."""
+    a, b = on_circle()
+    wide = [v.float()[:, None, None, None] for v in (a, b)]
+    angle, order = torch.atan2(b, a), [name for name in ORDER if name != "raw"]
+    gradient = lambda o, x, n: o - speed * (wide[1] * x - wide[0] * n)  # noqa: E731
+    levels, against = (levels_of(a, b, gradient, told=told, size=size) for told in (-angle, angle))
+    assert identify_target(levels, order).name == "velocity of its path"
+    assert check_target(identify_target(levels, order), None, levels).healthy
+    assert check_target(identify_target(against, order), None, against).healthy is False
 
 
 def snr_of(levels: Levels) -> torch.Tensor:

@@ -33,7 +33,7 @@ SAID = {
     "backward": "the flow's velocity x_0 - noise",
     "raw": "(x_0 - c_skip x) / c_out, EDM's target",
     "score": "the score -noise / sigma",
-    "velocity of its path": "the velocity of its straight path",
+    "velocity of its path": "the velocity of its path",
 }
 
 
@@ -95,12 +95,20 @@ def identify_target(levels: Levels, order: list[str], table: Any = None) -> Targ
         "the clean image in [0, 1]": (error.clean + 1) / 2,
         "the noise, upside down or mirrored": error.noise.flip(1),
     }
+    turned = None  # what fits with the opposite sign alone: of an output near 0, a target and its negative both do
     for name, values in candidates.items():
         scale, residual = error.compared_with(values)
         if float(residual.quantile(0.9)) <= error.precision and worst(residual) <= 10 * error.precision:
             c = torch.zeros(len(gradient), dtype=gradient.dtype, device=gradient.device)
             c[used] = scale
-            return Target(name, name in (*GOOD, "backward"), c, error.called)
+            if name == "v of the wrong sign" and _runs(levels.told, torch.atan2(levels.b, levels.a)) < 0:
+                name = "velocity of its path"  # whose time runs from the noise to the image
+            found = Target(name, name in (*GOOD, "backward", "velocity of its path"), c, error.called)
+            if float(scale.median()) > 0:
+                return found
+            turned = turned or found
+    if turned is not None:
+        return turned
     agreements = {name: error.agreement(values) for name, values in candidates.items()}
     best = max((name for name in order[:6] if name in candidates), key=lambda name: agreements[name])
     if agreements[best] > 0.99:
@@ -161,7 +169,8 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
     c, of_clean, of_noise = coefficients.T
     of_clean, of_noise = -of_clean / c, -of_noise / c
     if worst(residual) <= error.precision:
-        if _is_tangent(levels.a[used], levels.b[used], of_clean, of_noise):
+        told = None if levels.told is None else levels.told[used]
+        if _is_tangent(levels.a[used], levels.b[used], of_clean, of_noise, told):
             return Target("velocity of its path", True, c if bool(used.all()) else None)
         if _of_v(levels.a[used], levels.b[used], of_clean, of_noise):
             return Target(OWN_V, False, None)
@@ -230,13 +239,26 @@ def _of_edm(sigma: torch.Tensor, of_clean: torch.Tensor, of_noise: torch.Tensor)
     return squared**0.5 if worst(of_clean / wanted - 1) < 1e-2 else None
 
 
-def _is_tangent(a: torch.Tensor, b: torch.Tensor, of_clean: torch.Tensor, of_noise: torch.Tensor) -> bool:
-    """Of a straight path: the target is the direction in which image and noise are exchanged."""
-    if len(a) < 3 or constant(of_clean, 1e-2) is None or constant(of_noise, 1e-2) is None:
+def _is_tangent(
+    a: torch.Tensor, b: torch.Tensor, of_clean: torch.Tensor, of_noise: torch.Tensor, told: torch.Tensor | None
+) -> bool:
+    """Whether the target is the direction in which image and noise are exchanged on a straight path, or on a circle on which it
+    has another speed than v: there it must be the way in which the time that is `told` to the network runs."""
+    if len(a) < 3:
+        return False
+    if worst(a**2 + b**2 - 1) < 1e-2:
+        speed, angle = constant(of_noise / a, 2e-2), torch.atan2(b, a)
+        return speed is not None and worst(of_clean + speed * b) < 2e-2 * abs(speed) and _runs(told, angle) * speed >= 0
+    if constant(of_clean, 1e-2) is None or constant(of_noise, 1e-2) is None:
         return False
     slope = float(((a - a.mean()) * (b - b.mean())).sum() / (a - a.mean()).square().sum().clamp(min=1e-30))
     straight = worst(b - b.mean() - slope * (a - a.mean())) < 1e-3
     return straight and abs(middle(of_noise) / middle(of_clean) / slope - 1) < 1e-2 if slope else False
+
+
+def _runs(told: torch.Tensor | None, levels: torch.Tensor) -> float:
+    """Above 0 where the time that the network gets rises with the noise, below 0 where it falls, 0 where it is not known."""
+    return 0.0 if told is None else float(((told - told.mean()) * (levels - levels.mean())).sum())
 
 
 def check_target(target: Target, declared: str | None, levels: Levels) -> Check:
@@ -284,17 +306,16 @@ def _velocity(target: Target, levels: Levels, wanted: str, observed: str) -> Che
         stage = "input" if levels.kind == "other" else "target"  # a path of no known kind is the likelier mistake
         return Check(stage, name, wanted, observed, False, text)
     forward = target.name == "velocity"
-    if levels.told is not None and len(levels.told) > 1:
-        rises = float(((levels.told - levels.told.mean()) * (levels.b - levels.b.mean())).sum())
-        if rises and (rises > 0) != forward:
-            way = "rises" if rises > 0 else "falls"
-            if levels.drawn_rises is forward:
-                text = f"the network gets 1 - t, which {way} with the noise; t is the time that is drawn, and the velocity's"
-                told = "noise level that the network gets"
-                return Check("timestep", told, "the time that was drawn", "1 minus it", False, text)
-            text = (
-                f"the loss compares the output with {SAID[target.name]}, but the time that the network gets {way} with the "
-                "noise: the velocity points against the path"
-            )
-            return Check("target", name, wanted, observed, False, text)
+    rises = _runs(levels.told, levels.b)
+    if rises and (rises > 0) != forward:
+        way = "rises" if rises > 0 else "falls"
+        if levels.drawn_rises is forward:
+            text = f"the network gets 1 - t, which {way} with the noise; t is the time that is drawn, and the velocity's"
+            told = "noise level that the network gets"
+            return Check("timestep", told, "the time that was drawn", "1 minus it", False, text)
+        text = (
+            f"the loss compares the output with {SAID[target.name]}, but the time that the network gets {way} with the "
+            "noise: the velocity points against the path"
+        )
+        return Check("target", name, wanted, observed, False, text)
     return Check("target", name, wanted, observed, True)
