@@ -22,7 +22,7 @@ from utils.diagnostics.watching.judging import Judge
 from utils.diagnostics.watching.levels import Levels, Look, half_matching, matching, tables
 from utils.diagnostics.watching.mixture import Mixture, find, strength
 from utils.diagnostics.watching.observing import ForeignObserver
-from utils.diagnostics.watching.optimizing import _betas, _size_of_step, rates_of
+from utils.diagnostics.watching.optimizing import _betas, _decay, _size_of_step, rates_of
 from utils.diagnostics.watching.options import Schedule, declared_strength
 from utils.diagnostics.watching.places import number_told, place_of_told
 from utils.diagnostics.watching.probes import CopyProbe, Probe
@@ -78,6 +78,7 @@ OTHER = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
         ),
         (lambda o, x, n: o - 1.5 * n, "1.5 noise", False),
         (lambda o, x, n: 0 * o, "nothing", False),
+        (lambda o, x, n: (o - n).mean((1, 2, 3), keepdim=True) + 0 * o, "the mean of the target over all pixels", False),
     ],
 )
 def test_targets(gradient, name, healthy):
@@ -204,8 +205,10 @@ def test_weights_of_sigmas(weight, healthy):
 
 def test_latents_and_sequences_are_no_images():
     assert check_range(torch.randn(2, 4, 8, 8)).healthy is None
-    assert check_range(torch.randn(2, 4, 8, 8) * 9).severity == "info"
-    assert check_range(torch.randn(2, 3, 64) * 9).healthy is None
+    assert check_range(torch.randn(2, 4, 8, 8) * 9).severity == "warning"
+    assert check_range(torch.randn(2, 4, 8, 8) / 9).severity == "info"
+    assert check_range(torch.randn(2, 3, 64) * 5).healthy is None
+    assert check_range(torch.randn(2, 3, 64) * 50).code == "data-range"
     assert check_range(torch.rand(2, 3, 8, 8) * 255).code == "data-range"
 
 
@@ -743,6 +746,8 @@ def test_a_loss_in_fp16_that_is_not_scaled(dtype, scale, found):
 def test_settings_of_an_optimizer_that_nobody_wants():
     assert wrong(_betas([{"lr": 1.0, "betas": (0.9, 0.999)}, {"lr": 0.1}])) == set()
     assert wrong(_betas([{"lr": 1.0, "betas": (0.999, 0.9)}])) == {"betas"}
+    assert wrong(_decay([{"lr": 1e-3, "weight_decay": 0.3}, {"lr": None}])) == set()
+    assert wrong(_decay([{"lr": 1e-3, "weight_decay": 0.0}, {"lr": 1e-3, "weight_decay": 10}])) == {"weight decay of an update"}
 
 
 def test_optimizers_of_other_settings():

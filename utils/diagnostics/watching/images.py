@@ -13,6 +13,7 @@ NARROW = 0.1  # between the darkest and the brightest value of a batch of images
 WHOLE, FAINT = 100, 1e-3  # signals of whole numbers up to that were not scaled; those with less spread hold nothing
 MIXED = 0.8  # of the difference of neighbors
 WIDE = 0.25, 4.0  # between these the spread of latents may be
+RAW = 10.0  # of signals, sequences or coordinates in units of their own
 SMALL, ROUNDED = 1e-4, 1e-2  # of what a straight line leaves, in full and in half precision
 
 
@@ -29,7 +30,13 @@ def check_range(images: torch.Tensor) -> Check:
         return Check("data", name, wanted, observed, False, f"{text}: divided twice?", "warning", "data-range")
     if values.ndim == 4 and values.shape[1] not in (1, 3) and not WIDE[0] < (spread := float(values.std())) < WIDE[1]:
         text = f"the noise, of 1, is added to tensors with a standard deviation of {spread:.3g}: latents that were not scaled?"
-        return Check("data", "spread of the latents", "near 1", observed, False, text, "info")
+        severity = "warning" if spread > 1 else "info"
+        return Check("data", "spread of the latents", "near 1", observed, False, text, severity)
+    if values.ndim < 4 and float(values.std()) > RAW:
+        text = (
+            f"the noise, of 1, is added to values with a standard deviation of {float(values.std()):.3g}: were they not scaled?"
+        )
+        return Check("data", name, "near 1", observed, False, text, "warning", "data-range")
     if values.ndim < 4 or values.shape[1] not in (1, 3):
         return not_observed("data", name, wanted, f"tensors of shape {tuple(values.shape[1:])} are no images; {observed}")
     told = f"the images that the noise is added to reach from {low:.3g} to {high:.3g}"

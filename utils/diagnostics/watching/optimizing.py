@@ -12,6 +12,7 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 
 SMALL = 1e-3
 MOST_CHANGE = 0.5  # of the size of the weights, in one update
+MOST_DECAY = 3e-3  # of the weights, in one update: half of them in 230
 KNOWN = ("AdamW", "Adam", "SGD", "RMSprop", "RAdam", "Adamax", "Adagrad")
 
 
@@ -23,6 +24,7 @@ def check_step(update: Update, observer: Observer, known: bool) -> list[Check]:
     text = f"the optimizer steps {step.steps} times in one update"
     checks = [Check("optimizer", "steps per update", "1", str(step.steps), step.steps == 1, text)]
     checks += [_members(update, observer), _size_of_step(update, observer), *_betas(step.groups)]
+    checks += _decay(step.groups) if step.optimizer in ("AdamW", "SGD") else []  # others scale it with the gradient
     if step.optimizer not in KNOWN or not known:
         why = f"torch has no optimizer {step.optimizer} to compare with"
         return [*checks, not_observed("optimizer", "change of the weights", step.optimizer, why)]
@@ -81,6 +83,13 @@ def _betas(groups: list[dict]) -> list[Check]:
     fine, found = all(first <= second for first, second in betas), ", ".join(f"{beta:g}" for beta in betas[0])
     text = f"the betas are {found}: the mean of squares forgets sooner than that of gradients; are they exchanged?"
     return [Check("optimizer", "betas", "the second is the longer one", found, fine, text, "warning")]
+
+
+def _decay(groups: list[dict]) -> list[Check]:
+    decay = max(float(group.get("lr") or 0.0) * float(group.get("weight_decay") or 0.0) for group in groups)
+    text = f"the weight decay takes {decay:.2g} of the weights in each update: is it far too strong?"
+    name, wanted = "weight decay of an update", "far below 1 %"
+    return [Check("optimizer", name, wanted, f"{decay:.2g} of the weights", decay <= MOST_DECAY, text, "warning")]
 
 
 def _recursions(update: Update, observer: Observer) -> list[Check]:

@@ -20,6 +20,7 @@ class Target:
 
 NOTHING = "nothing"
 OTHER_IMAGE = "an image that is not the one that is noised"
+MEAN = "the mean of the target over all pixels"
 WHOLE = "noise and the whole of an image of which a part is not in the input"
 REORDERED = "the image with its values in another order"
 EDM = "EDM's target"
@@ -80,6 +81,11 @@ def identify_target(levels: Levels, order: list[str], table: Any = None) -> Targ
     used = gradient.norm(dim=1) > 0
     if not used.any():
         return Target(NOTHING, False, None)
+    sizes = gradient[used].abs().mean(1)
+    if gradient.shape[1] > 1 and bool(
+        ((gradient[used] - gradient[used].mean(1, keepdim=True)).abs().amax(1) < 1e-3 * sizes).all()
+    ):
+        return Target(MEAN, False, None)
     error = _Error(gradient[used], output[used], levels.clean[used], levels.noise[used], looks[0].output.dtype)
     parts = {name: tuple(_of_used(of, used) for of in both) for name, both in _parts(levels, table).items()}
     if "raw" not in order:
@@ -292,6 +298,9 @@ def check_target(target: Target, declared: str | None, levels: Levels) -> Check:
         return Check("input", "coefficients of image and noise", "a^2 + b^2 = 1, for v", observed, False, text)
     if target.name in ("velocity", "backward"):
         return _velocity(target, levels, wanted, observed)
+    if target.name == MEAN:
+        text = "the loss has the same gradient for all pixels of an image: is the error averaged before it is squared?"
+        return Check("target", name, wanted, observed, False, text)
     text = "" if target.healthy else f"the loss compares the output with {target.name}: a sampler cannot use this target"
     # Of an input of no known kind, that is the likelier mistake: targets are made of it.
     stage = "input" if not target.healthy and levels.kind == "other" and declared is None else "target"
