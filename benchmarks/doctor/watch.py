@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.doctor.foreign.images import shapes
 from benchmarks.doctor.later_watch_faults import FILMS, GUIDED, INPAINT, SCORE
 from benchmarks.doctor.more_watch_faults import CONTROL, LOGSNR, WAVE
+from benchmarks.doctor.newest_watch_faults import NOTEBOOK, POLICY, SIT
 from benchmarks.doctor.trials import Edit, apply, findings_of, keep_run, problems, run_cases, run_in, share, told, words_of
 from benchmarks.doctor.watch_faults import (
     AMP,
@@ -46,7 +47,7 @@ from benchmarks.doctor.watch_faults import SCRIPTS as FIRST_SCRIPTS
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = Path(__file__).parent / "foreign"
-SCRIPTS = (*FIRST_SCRIPTS, CONTROL, WAVE, LOGSNR, GUIDED, INPAINT, SCORE, FILMS)
+SCRIPTS = (*FIRST_SCRIPTS, CONTROL, WAVE, LOGSNR, GUIDED, INPAINT, SCORE, FILMS, NOTEBOOK, SIT, POLICY)
 BASES = {  # what each script is run with
     HAND: {"steps": 48, "sample_every": 20},
     UNCONDITIONAL: {"steps": 48, "preview_steps": 20, "use_ema": True},
@@ -62,6 +63,9 @@ BASES = {  # what each script is run with
     INPAINT: {"steps": 48},
     SCORE: {"steps": 48},
     FILMS: {"steps": 48},
+    NOTEBOOK: {},
+    SIT: {},
+    POLICY: {},
     PUBLIC: {"resolution": 16, "train_batch_size": 16, "num_epochs": 3, "lr_warmup_steps": 5, "use_ema": True},
 }
 BASES[PUBLIC] |= {"random_flip": True, "ddpm_num_inference_steps": 3, "eval_batch_size": 2, "learning_rate": 1e-3}
@@ -121,13 +125,26 @@ HEALTHY = (  # script, flags over its usual ones, processes
     (FILMS, {"bf16": True, "noise_scale": 2.0}, 1),  # stronger noise on purpose, as for larger pictures
     (FILMS, {"accum_iter": 2, "checkpointing": True, "num_workers": 2, "steps": 32}, 1),
     (FILMS, {"P_mean": 0.0, "P_std": 1.0, "label_drop_prob": 0.0, "weight_decay": 0.1, "clip_grad": 0.0}, 1),
+    (NOTEBOOK, {}, 1),
+    (NOTEBOOK, {"objective": "pred_v", "loss_type": "l2", "schedule": "linear"}, 1),
+    (NOTEBOOK, {"gradient_accumulate_every": 2, "dropout": 0.1, "ema_decay": 0.95, "min_snr_gamma": 0}, 1),
+    (SIT, {}, 1),
+    (SIT, {"prediction": "noise", "precision": "fp32", "ema-decay": 0.95}, 1),
+    (SIT, {"path-type": "GVP", "t-sampling": "lognormal", "class-dropout-prob": 0.2, "grad-accum": 2}, 1),
+    (POLICY, {}, 1),
+    (POLICY, {"prediction_type": "sample", "num_diffusion_iters": 50, "optimizer": "rmsprop", "learning_rate": 3e-4}, 1),
+    (POLICY, {"gradient_accumulation_steps": 2, "num_epochs": 2, "mixed_precision": "bf16", "do_mask_loss_for_padding": 0}, 1),
     (PUBLIC, {}, 1),
     (PUBLIC, {"prediction_type": "sample", "ddpm_beta_schedule": "squaredcos_cap_v2"}, 1),
     (PUBLIC, {"mixed_precision": "bf16"}, 1),
     (PUBLIC, {}, 2),
 )
-# A line with a loss: "12 0.1234", "0: 12 0.1234 0.001", "[1] 12 0.1234 lr 0.001", "loss: 0.1234", "samples 0.9".
-PRINTED = re.compile(r"(\[?\d+[]:]? )?((loss|samples|preview|validation|evaluation):? )?([-+.e\d]+|inf|nan| |lr)+")
+# A line with a loss: "12 0.1234", "0: 12 0.1234 0.001", "[1] 12 0.1234 lr 0.001", "loss: 0.1234", "samples 0.9",
+# "step 3 loss 0.1", "(step=0000003) Train Loss: 0.1".
+PRINTED = re.compile(
+    r"(\(step=\d+\) Train |step \d+ )?(\[?\d+[]:]? )?"
+    r"(([Ll]oss|samples|preview|validation|evaluation):? )?([-+.e\d]+|inf|nan| |lr)+"
+)
 
 
 @dataclass(frozen=True)
