@@ -17,7 +17,7 @@ from utils.diagnostics.watching.facts import Average, Facts, schedule_length
 from utils.diagnostics.watching.forward import ForwardJudge, _data, _told_beside, _without_silence
 from utils.diagnostics.watching.hooks import install
 from utils.diagnostics.watching.images import check_latents, check_range, check_spread
-from utils.diagnostics.watching.inputs import check_mixture
+from utils.diagnostics.watching.inputs import check_mixture, check_told
 from utils.diagnostics.watching.judging import Judge
 from utils.diagnostics.watching.levels import Levels, Look, half_matching, matching, tables
 from utils.diagnostics.watching.mixture import Mixture, find, strength
@@ -925,6 +925,33 @@ def test_one_coefficient_of_a_schedule():
     assert check_mixture(levels_of(torch.ones(B).double(), shares)).healthy
 
 
+@pytest.mark.parametrize(
+    ("sigma", "found"),
+    [
+        (lambda u, n: 0.01 * 1000**u, None),
+        (lambda u, n: (1.2 * n - 1.2).exp(), None),
+        (lambda u, n: 10 ** (5 * u - 2.9), None),  # 0.00126 to 126: as variational diffusion has them
+        (lambda u, n: (0.01 * 1000**u) ** 2, "input"),
+        (lambda u, n: 0.01 * 1000**n, "timestep"),
+    ],
+)
+def test_noise_that_is_less_than_the_rounding_of_the_images(sigma, found):
+    """Of images from -1 to 1 it is 1 / 127.5 / sqrt(12), that is 0.0023."""
+    generator = torch.Generator().manual_seed(0)
+    uniform, normal = torch.rand(256, generator=generator).double(), torch.randn(256, generator=generator).double()
+    images = torch.randint(0, 256, (256, 3, 4, 4), generator=generator) / 127.5 - 1
+    levels = sigma(uniform, normal)
+
+    def stages(clean: torch.Tensor) -> list[str]:
+        mixture = Mixture(*[clean.flatten(1).double()] * 2, torch.ones(256).double(), levels, torch.zeros(256), clean, clean)
+        look = Look(clean, None, clean, None, mixture, moments=[uniform, normal])
+        return [check.stage for check in ForwardJudge({})._below_rounding([look]) if not check.healthy]
+
+    assert stages(images) == ([found] if found else [])
+    assert stages(images + 1e-3) == []  # they are no bytes
+    assert stages((images + 1) / 2) == ([found] if found else [])
+
+
 def test_a_target_of_another_image():
     levels = levels_of(*on_circle(), lambda output, clean, noise: output - 2 * noise + 0.5 * OTHER)
     assert identify_target(levels, ORDER).name == ""
@@ -955,6 +982,18 @@ def test_the_noise_as_target_of_a_last_step_without_signal(name, found):
     table = next(table for known, table in tables(1000).items() if known.startswith(name))
     checks = ForwardJudge({})._loss(levels, table, "epsilon", 1, "", 1)
     assert [check.name for check in checks].count("target of the last step") == found
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [(lambda s: s.log() / 4, "ln(sigma) / 4"), (lambda s: (s / 2).log(), "ln(sigma / 2)"), (lambda s: s, "sigma")],
+)
+def test_what_networks_are_told_of_sigma(told, words):
+    sigma = torch.linspace(0.1, 9, B).double()
+    levels = levels_of(torch.ones(B).double(), sigma)
+    levels.told = told(sigma)
+    check, found = check_told(levels)
+    assert check.healthy and found == words
 
 
 @pytest.mark.parametrize(("factor", "healthy"), [(1.0, True), (float(B), False)])

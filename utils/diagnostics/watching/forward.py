@@ -15,7 +15,7 @@ from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.facts import Facts
-from utils.diagnostics.watching.images import check_latents, check_range, check_spread
+from utils.diagnostics.watching.images import check_latents, check_range, check_spread, rounding_of
 from utils.diagnostics.watching.inputs import (
     check_mixture,
     check_noised_once,
@@ -24,7 +24,7 @@ from utils.diagnostics.watching.inputs import (
     images_in,
     told_as_edm,
 )
-from utils.diagnostics.watching.levels import Levels, Look, Table, anywhere, half_matching, matching, said, tables
+from utils.diagnostics.watching.levels import Levels, Look, Table, anywhere, half_matching, is_monotone, matching, said, tables
 from utils.diagnostics.watching.mixture import Mixture, find, strength
 from utils.diagnostics.watching.options import declared_prediction, declared_strength
 from utils.diagnostics.watching.places import begins_alike, number_told
@@ -35,6 +35,8 @@ from utils.diagnostics.watching.weights import check_weights, identify_weights
 
 MOST_OFFSET = 0.5  # of the noise; 0.05 to 0.15 is usual
 MOST_ALIKE = 0.4  # of the images of an update may have the first or last noise level, where all others differ
+MOST_BELOW = 0.06  # of the images have less noise than their rounding: as variational diffusion's levels may be, down to 1e-3
+MANY_LEVELS = 64  # images before that is judged
 MOST_OTHERS = 24  # tensors of an update that the loss may be made of
 NO_SIGNAL = 1e-12  # alpha_cumprod of zero terminal SNR; the cosine schedule, which is none, ends at 2e-9 or 2e-10
 BATCHES = 3  # looks whose images are compared
@@ -53,6 +55,7 @@ class ForwardJudge:
         self._noise_pool = Pool(declared_step(1))
         self._level_pool: Pool | None = None
         self._num_steps = 0  # of the noise schedule
+        self._below, self._of_bytes = 0, 0  # images of 8 bits with less noise than their own rounding, and all of them
         self._ended: list[bool] = []  # looks of which more than that have it
         self._batches: list[tuple[torch.Tensor, ...]] = []  # images and noise levels of the first looks
 
@@ -93,9 +96,28 @@ class ForwardJudge:
                 if levels.constant
                 else [_data(looks[0], update, facts, encoded, levels.kind == "variance-exploding" and not kind)]
             ),
+            *self._below_rounding(looks),
             *_repeated([one.mixture.clean for one in looks]),
             *self._one_batch(looks[0].mixture.clean, looks[0].mixture.of_noise),
         ]
+
+    def _below_rounding(self, looks: list[Look]) -> list[Check]:
+        """Of images that were bytes: noise that is smaller than the rounding to bytes."""
+        timed = False
+        for one in looks:
+            sigma, rounding = Levels([one]).sigma, rounding_of(one.mixture.clean)
+            if rounding:
+                self._below += int((sigma < rounding).sum())
+                self._of_bytes += len(sigma)
+                timed |= any(float(drawn.min()) < 0 and is_monotone(sigma, drawn) for drawn in one.moments)
+        if self._of_bytes < MANY_LEVELS:
+            return []
+        share = self._below / self._of_bytes
+        fine = share < MOST_BELOW + 3 * (MOST_BELOW * (1 - MOST_BELOW) / self._of_bytes) ** 0.5
+        text = f"{share:.0%} of the images have less noise than they were rounded by, as bytes: nothing is learned from them"
+        text += " (their times are drawn from a normal distribution; should they be from 0 to 1?)" if timed else ""
+        name, found = "share of images with less noise than their rounding", f"{share:.0%}"
+        return [Check("timestep" if timed else "input", name, "a small one", found, fine, text, "warning")]
 
     def _one_batch(self, *parts: torch.Tensor) -> list[Check]:
         """Of the first three looks, at updates 2, 3 and 5: a shuffled set of one batch has another order each time."""

@@ -54,6 +54,15 @@ def check_range(images: torch.Tensor) -> Check:
     return Check("data", name, wanted, observed, max(high, -low) <= FAR, text, "warning", "data-range")
 
 
+def rounding_of(images: torch.Tensor) -> float:
+    """Standard deviation of the rounding of images, [B, N], that were bytes and are from 0 to 1 or from -1 to 1; else 0."""
+    low, high = float(images.min()), float(images.max())
+    scale, begins = (255, 0) if low >= -1e-3 else (127.5, 1)
+    whole = (images + begins) * scale
+    rounded = max(high, -low) < 1 + 1e-3 and bool(((whole - whole.round()).abs() < 1e-2).all())
+    return 1 / scale / 12**0.5 if rounded else 0.0
+
+
 def _apart(values: torch.Tensor) -> float:
     """How much pixels differ that are three apart in a row, over neighbors. In images it is above 1."""
     near, far = ((values[..., n:] - values[..., :-n]).abs().mean() for n in (1, 3))

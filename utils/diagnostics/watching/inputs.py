@@ -23,6 +23,7 @@ def _known_levels(levels: Levels, times: float = 1.0) -> dict[str, torch.Tensor]
         "sigma": sigma,
         "ln(sigma) / 4": log / 4,
         "ln(sigma)": log,
+        "ln(sigma / 2)": (sigma / 2).log(),  # as EDM has it for variance-exploding networks
         "1000 ln(sigma) / 4": 250 * log,
         "-2 ln(sigma), the logarithm of the SNR": -2 * log,
         "atan(sigma)": angle,

@@ -77,8 +77,8 @@ class Levels:
         for look in self.looks:
             levels = look.mixture.of_noise
             for moments in look.moments if len(levels) > 3 else ():
-                steps = levels[moments.to(levels).argsort()].diff()
-                if bool((steps >= 0).all()) or bool((steps <= 0).all()):
+                if is_monotone(levels, moments):
+                    steps = levels[moments.to(levels).argsort()].diff()
                     return float(steps.sum()) > 0
         return None
 
@@ -91,6 +91,12 @@ class Levels:
         """Of a preconditioned input, a = 1 / sqrt(sigma^2 + sigma_data^2)."""
         squared = constant(1 / self.a**2 - self.sigma**2, 1e-2)
         return squared**0.5 if squared is not None and squared > 0 else None
+
+
+def is_monotone(levels: torch.Tensor, moments: torch.Tensor) -> bool:
+    """Whether levels [B] only rise, or only fall, with the moments [B]."""
+    steps = levels[moments.to(levels).argsort()].diff()
+    return bool((steps >= 0).all()) or bool((steps <= 0).all())
 
 
 @lru_cache(maxsize=4)
