@@ -17,7 +17,7 @@ from utils.diagnostics.watching.facts import Average, Facts, schedule_length
 from utils.diagnostics.watching.forward import ForwardJudge, _data, _told_beside, _without_silence
 from utils.diagnostics.watching.hooks import install
 from utils.diagnostics.watching.images import check_latents, check_range, check_spread
-from utils.diagnostics.watching.inputs import check_mixture, check_told
+from utils.diagnostics.watching.inputs import check_embedded, check_mixture, check_told
 from utils.diagnostics.watching.judging import Judge
 from utils.diagnostics.watching.levels import Levels, Look, half_matching, matching, tables
 from utils.diagnostics.watching.mixture import Mixture, find, strength
@@ -994,6 +994,38 @@ def test_what_networks_are_told_of_sigma(told, words):
     levels.told = told(sigma)
     check, found = check_told(levels)
     assert check.healthy and found == words
+
+
+@pytest.mark.parametrize(
+    ("told", "frequencies", "healthy"),
+    [
+        (lambda t: 1000 * t, lambda n: 1e-4**n, True),
+        (lambda t: t, lambda n: 1e-4**n, True),  # weak, and usual
+        (lambda t: t, lambda n: 0.02 * n, False),  # made for 0 to 1000
+        (lambda t: t, lambda n: 16 * n, True),
+        (lambda t: 0.9 + 0.01 * t, lambda n: 1e-4**n, None),  # hardly any levels
+    ],
+)
+def test_embeddings_of_the_noise_level_that_are_all_alike(told, frequencies, healthy):
+    levels = told(torch.linspace(0.01, 1, B).double())
+    angles = levels[:, None] * frequencies(torch.linspace(0, 1, 32).double())
+    sines, sizes = torch.cat([angles.sin(), angles.cos()], 1).float(), torch.full((B, 8), 100).float().cos()
+    check = check_embedded(levels, [torch.randn(B, 16), sizes, sines])
+    assert (check.healthy if check else None) is healthy
+    assert check_embedded(levels, [sines.roll(1, 0) + 0.1, torch.randn(B, 16)]) is None  # neither is one
+
+
+def test_what_linear_layers_get_is_seen_without_asking_for_their_weights():
+    network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 4)))
+    observer = ForeignObserver({"network": network}, (), ())
+    before = [buffer.clone() for buffer in network.buffers()]
+    observer.begin(1)
+    assert all(map(torch.equal, network.buffers(), before))
+    given = torch.rand(B, 4)
+    network(given)
+    [vector] = observer.update.micro_steps[0].batch["vectors"]
+    observer.rest()
+    assert torch.equal(vector, given)
 
 
 @pytest.mark.parametrize(("factor", "healthy"), [(1.0, True), (float(B), False)])

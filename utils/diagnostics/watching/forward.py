@@ -17,6 +17,7 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.images import check_latents, check_range, check_spread, rounding_of
 from utils.diagnostics.watching.inputs import (
+    check_embedded,
     check_mixture,
     check_noised_once,
     check_told,
@@ -87,6 +88,7 @@ class ForwardJudge:
         return [
             *checks,
             *_told_beside(update),
+            *_embedded(update),
             *_wrapped_around(update),
             *self._loss(heard, table, prediction, micro_steps, kind, loss_scale),
             *wrapped,
@@ -436,6 +438,15 @@ def _told_beside(update: Update) -> list[Check]:
             name, wanted = "noise level that the network beside gets", "that of the network"
             checks.append(Check("timestep", name, wanted, "the same" if same else "others", same, text))
     return checks[:1]
+
+
+def _embedded(update: Update) -> list[Check]:
+    """Of the first micro step whose embedding of the noise level is known."""
+    for step in update.micro_steps:
+        told = number_told(step.calls["network"].inputs, step) if "network" in step.calls else None
+        if told is not None and (check := check_embedded(told, step.batch.get("vectors") or [])) is not None:
+            return [check]
+    return []
 
 
 def _times(seen: Seen, told: torch.Tensor | None, batch: int) -> Times | None:

@@ -10,6 +10,8 @@ from utils.diagnostics.watching.mixture import EXACT, ROUNDED
 from utils.diagnostics.watching.seen import Seen
 
 ENOUGH = 8  # images whose noise levels say something of all
+SPREAD = 0.3  # of the noise levels told beside their mean, for their embeddings to differ
+MOST_ALIKE = 0.02  # embeddings of frequencies from 1 to 1e-4 differ by 0.07 for numbers from 0 to 1, and by 0.7 up to 1000
 HARDLY = 0.35  # of noise in the noisiest of them: EDM's levels leave less in one update of 5,000, others never
 
 
@@ -62,6 +64,30 @@ def check_told(levels: Levels) -> tuple[Check, str]:
         return Check("timestep", name, wanted, "a monotone function of it", True), ""
     message = "the network gets noise levels that are not those of the images: more noise is not a higher (or lower) number"
     return Check("timestep", name, wanted, "no function of it", False, message), ""
+
+
+def check_embedded(told: torch.Tensor, vectors: list[torch.Tensor]) -> Check | None:
+    """Of embeddings [B, D] by sines and cosines, whether those of the noise level `told` [B] differ between images."""
+    spread = float(told.std() / told.mean().abs().clamp(min=1e-12)) if len(told) >= ENOUGH else 0.0
+    told = (told - told.mean()) / told.std() if spread > SPREAD else told
+    powers = torch.stack([told**n for n in range(4)], 1)
+    sizes = []
+    for vector in (vector.to(told) for vector in vectors if len(vector) == len(told) and spread > SPREAD):
+        power = vector.square().mean(1)  # of sine and cosine a half, or 1 where they are scaled
+        if any(worst(power - size) < 1e-2 for size in (0.5, 1.0)) and vector.shape[1] > 3:
+            apart = vector - vector.mean(0)
+            left = apart - powers @ torch.linalg.lstsq(powers, apart).solution
+            size = float(apart.norm() / vector.norm())
+            if size > MOST_ALIKE or (size > 1e-6 and float(left.norm() / apart.norm()) < 0.2):
+                sizes.append(size)
+    if not sizes:
+        return None
+    text = (
+        f"the embedding of the noise level hardly differs between images (by {max(sizes):.2g} of it): "
+        "the numbers are too small for its frequencies, which may be made for 0 to 1000"
+    )
+    fine, name = max(sizes) > MOST_ALIKE, "embedding of the noise level"
+    return Check("timestep", name, "another for each level", f"differs by {max(sizes):.2g}", fine, text, "warning")
 
 
 def told_as_edm(levels: Levels) -> bool:

@@ -13,6 +13,7 @@ from utils.diagnostics.audit.seen import Update
 
 ROWS = 4096  # of an embedding of labels; larger ones are of words
 FEWEST_LOOKS = 3  # before weights are said to be always the same
+MOST_VECTORS = 8  # the first that linear layers of the network get
 SIGNAL = 64  # values of a signal, at least
 
 
@@ -72,6 +73,23 @@ class ForeignObserver(Observer):
     def network_follows(self) -> bool | None:
         """Whether the network's weights have changed, of an optimizer that trains copies; None before that is known."""
         return len(set(self._digests)) > 1 if len(self._digests) >= FEWEST_LOOKS else None
+
+    @safely
+    def _watch(self) -> None:
+        super()._watch()
+        for module in self.modules["network"].modules():
+            weight = module._parameters.get("weight")  # and not what is computed of it, which may change it
+            if weight is not None and weight.ndim == 2:
+                self._hooks.append(module.register_forward_pre_hook(self._see_vectors))
+
+    @safely
+    def _see_vectors(self, module: nn.Module, inputs: tuple) -> None:
+        """What linear layers get of each image, such as embeddings of the noise level."""
+        given = inputs[0] if inputs else None
+        if isinstance(given, torch.Tensor) and given.ndim == 2 and given.is_floating_point() and torch.is_grad_enabled():
+            vectors = self._micro_step().batch.setdefault("vectors", [])
+            if len(vectors) < MOST_VECTORS:
+                vectors.append(given.detach())
 
     def reached(self) -> set[str]:
         """Names of the parameters whose gradient is not 0."""
