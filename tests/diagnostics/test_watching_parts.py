@@ -892,6 +892,15 @@ def test_an_average_in_the_buffers_of_a_module(monkeypatch):
     assert average.is_average and average.name == "model_ema.buffers" and average.tensors["bias"] is ema.bias_
 
 
+def test_an_average_of_the_weights_that_are_trained_alone(monkeypatch):
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+    network[1].weight.requires_grad_(False)
+    shadow = [p.detach().clone() for p in network.parameters() if p.requires_grad]
+    monkeypatch.setattr(facts, "_scopes", lambda: [{"ema": shadow}])
+    [average] = facts.find_facts(network, torch.optim.SGD(network[0].parameters(), lr=0.1)).averages
+    assert average.is_average and list(average.tensors) == ["0.weight", "0.bias"]
+
+
 def test_weights_that_are_kept_beside_an_average_are_none():
     judge = UpdateJudge({})
     judge._moving = {"ema"}
@@ -1125,17 +1134,24 @@ def test_an_average_that_hardly_ever_moves(every, seldom):
 
 
 @pytest.mark.parametrize(
-    ("moved", "kind", "severity"),
-    [(range(50, 500, 50), None, "info"), ((9, 30, 300), None, "warning"), ((9, 30, 300), AveragedModel, "info")],
+    ("moved", "kind", "severity", "options"),
+    [
+        (range(50, 500, 50), None, "info", {}),
+        ((9, 30, 300), None, "warning", {}),
+        ((9, 30, 300), AveragedModel, "info", {}),
+        (range(50, 500, 50), None, "warning", {"eval_freq": 50}),  # where the network is evaluated
+        (range(50, 500, 50), None, "info", {"eval_freq": 70}),
+        (range(50, 500, 50), None, "info", {"eval_freq": 50, "ema_every": 50}),
+    ],
 )
-def test_an_average_that_seldom_moves_in_a_rhythm(moved, kind, severity):
+def test_an_average_that_seldom_moves_in_a_rhythm(moved, kind, severity, options):
     weights, average = torch.ones(4), torch.zeros(4)
     probe = CopyProbe(Average("ema", {"w": average}, kind and kind(torch.nn.Linear(1, 1))), "w", weights)
     for step in range(1, 500):
         if step in moved:
             average.lerp_(weights, 0.1)
         probe.take()
-    judge = Judge()
+    judge = Judge(_facts=Facts(options=options))
     judge.end(499, True, [probe], 0)
     [check] = judge.history[0]["audit"]["checks"]
     assert check["severity"] == severity and f"moves in {len(moved) - 1} of the" in check["message"]

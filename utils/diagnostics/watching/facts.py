@@ -107,7 +107,8 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
     """Looks through all objects of the process, which takes some tenths of a second."""
     parameters = dict(network.named_parameters())
     shapes = [p.shape for p in parameters.values()]
-    sizes = {len(shapes), len(network.state_dict())} - {0, 1}
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}  # averages may have these alone
+    sizes = {len(shapes), len(trained), len(network.state_dict())} - {0, 1}
     roomy = range(min(sizes, default=0), max(sizes, default=0) + MOST_BESIDE + 1)
     own = {p.data_ptr() for p in parameters.values()}
     facts = Facts()
@@ -142,8 +143,10 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
             facts.options |= vars(thing)
         elif word == "ema":
             shadow = list(getattr(thing, "shadow_params", ()))
-            if [p.shape for p in shadow] == shapes:
-                facts.averages.append(Average("EMA", dict(zip(parameters, shadow)), thing))
+            for known in (parameters, trained):
+                if [p.shape for p in shadow] == [p.shape for p in known.values()]:
+                    facts.averages.append(Average("EMA", dict(zip(known, shadow)), thing))
+                    break
         elif word == "averaged":
             inner = dict(thing.module.named_parameters())
             tensors = {name: inner[name] for name in parameters if name in inner}
@@ -159,7 +162,9 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
         facts.shared = next(filter(says_average, called), "")
     first = {place: next(filter(_ends_as_average, found), found[0]) for place, found in names.items()}
     _add_copies(facts, networks, parameters, own, first)
-    _add_lists(facts, lists, parameters, _storages(facts, own, parameters, optimizer), first)
+    taken = _storages(facts, own, parameters, optimizer)
+    for known in (parameters, trained) if len(trained) < len(parameters) else (parameters,):
+        _add_lists(facts, lists, known, taken, first)
     for average in facts.averages:
         average.begins = _beginning(average.name, facts.options)
     return facts

@@ -10,7 +10,7 @@ from utils.diagnostics.watching.conditions import Conditions
 from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.forward import ForwardJudge
 from utils.diagnostics.watching.network import check_network
-from utils.diagnostics.watching.options import Schedule
+from utils.diagnostics.watching.options import Schedule, evaluation_at
 from utils.diagnostics.watching.probes import CopyProbe
 from utils.diagnostics.watching.ranks import gather
 from utils.diagnostics.watching.updating import LastLook, UpdateJudge
@@ -81,9 +81,11 @@ class Judge:
             checks += self._update.end()
         for probe in copies:
             probe.compare()
-            if ended and probe.seldom and not self._update.is_beside(probe.name):
+            evaluation = evaluation_at(self._facts, probe.moves_in_each)
+            if ended and (probe.seldom or evaluation) and not self._update.is_beside(probe.name):
                 text = f"{probe.name} moves in {probe.moves} of the {probe.since} updates after it first did"
-                severity = "info" if probe.of_epochs or probe.in_rhythm else "warning"
+                text += f", once in each {evaluation}: is it updated where the network is evaluated?" if evaluation else ""
+                severity = "info" if (probe.of_epochs or probe.in_rhythm) and not evaluation else "warning"
                 checks.append(Check("ema", probe.name, "an update of it in each", f"in {probe.moves}", False, text, severity))
             if probe.copies and not probe.averages:
                 text = f"{probe.name} was a copy of the weights in all {updates} updates: it averages nothing"

@@ -1,6 +1,7 @@
 """What the script's own command line declares, held against what was seen; and where its learning rate ends."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -8,6 +9,7 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.facts import Facts, schedule_length
 
 LARGE = 0.1  # a learning rate that is rather a factor of one
+SELDOM = 20  # updates; averages that move in every tenth are usual
 TYPES = ("epsilon", "sample", "v_prediction")
 
 
@@ -25,6 +27,13 @@ def declared_strength(facts: Facts, strength: float) -> bool:
     """Whether an option such as `noise_scale` says that the noise is so many times as strong."""
     said = [value for name, value in facts.options.items() if "noise" in name and isinstance(value, float)]
     return any(abs(value / strength - 1) < 1e-2 for value in said)
+
+
+def evaluation_at(facts: Facts, updates: Callable[[int], bool]) -> str:
+    """The option that says how often is evaluated, where that is in so many updates, and no other option says as much."""
+    said = [name for name, value in facts.options.items() if type(value) is int and value >= SELDOM and updates(value)]
+    fits = [name for name in said if re.search("eval|valid|sampl|preview", name)]
+    return fits[0] if fits and len(fits) == len(said) else ""
 
 
 def declared_prediction(*settings: Mapping[str, Any]) -> str | None:

@@ -90,6 +90,11 @@ class CopyProbe:
         """Whether all its moves may be as far from each other, as those of each epoch are."""
         return not self._gaps or max(self._gaps) - min(self._gaps) <= EVERY
 
+    def moves_in_each(self, updates: int) -> bool:
+        """Whether it moves once in so many updates, from the first on, as far as was seen."""
+        gaps = {self._begun, *self._gaps}
+        return bool(self._gaps) and all(abs(gap - updates) < EVERY for gap in gaps)
+
     @property
     def of_epochs(self) -> bool:
         return isinstance(self._average.owner, AveragedModel)
