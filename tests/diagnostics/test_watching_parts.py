@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching import facts
+from utils.diagnostics.watching.bound import check_bound
 from utils.diagnostics.watching.conditions import Conditions
 from utils.diagnostics.watching.facts import Average, Facts, schedule_length
 from utils.diagnostics.watching.forward import ForwardJudge, _data, _told_beside, _without_silence
@@ -959,6 +960,33 @@ def test_noise_that_is_less_than_the_rounding_of_the_images(sigma, found):
     assert stages(images) == ([found] if found else [])
     assert stages(images + 1e-3) == []  # they are no bytes
     assert stages((images + 1) / 2) == ([found] if found else [])
+
+
+@pytest.mark.parametrize(("times", "healthy"), [(1.0, True), (0.25, True), (1000.0, False), (0.0, None)])
+def test_what_the_bound_of_the_variances_counts(times, healthy):
+    """As improved DDPM has it: the KL divergence of the step back, in bits, beside the squared error of the noise."""
+    generator, table = torch.Generator().manual_seed(0), tables(1000)["linear"]
+    steps = torch.tensor([0, 10, 50, 100, 200, 300, 400, 500])
+    clean, noise = (torch.randn(SHAPE, generator=generator).double() for _ in range(2))
+    output = torch.randn(B, 6, 8, 8, generator=generator).double().requires_grad_()
+    now, before = (table[at.clamp(min=0)][:, None, None, None] for at in (steps, steps - 1))
+    x = now.sqrt() * clean + (1 - now).sqrt() * noise
+    beta = torch.where(steps[:, None, None, None] > 0, 1 - now / before, 1e-4)
+    given, told = output.chunk(2, 1)
+    low = beta * (1 - torch.where(before > now, before, 0.99995)) / (1 - now)
+    variance = beta ** ((told + 1) / 2) * low ** ((1 - told) / 2)
+    mean = (x - beta / (1 - now).sqrt() * given.detach()) / (1 - beta).sqrt()
+    wanted = (x - beta / (1 - now).sqrt() * noise) / (1 - beta).sqrt()
+    kl = torch.distributions.kl_divergence(
+        torch.distributions.Normal(wanted, low.sqrt()), torch.distributions.Normal(mean, variance.sqrt())
+    )
+    ((given - noise).square().mean() + times * kl.mean() / math.log(2)).backward()
+    parts = [part.flatten(1) for part in (clean, noise)]
+    mixture = Mixture(*parts, now.sqrt().flatten(), (1 - now).sqrt().flatten(), torch.zeros(B), clean, noise)
+    levels = Levels([Look(x, None, output.detach(), output.grad, mixture)])
+    check = check_bound(levels, table, torch.ones(B).double())
+    assert (check.healthy if check else None) is healthy
+    assert check is None or check.observed == f"{times:.4g} times"
 
 
 def test_a_target_of_another_image():

@@ -14,6 +14,7 @@ from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.audit.verdict import Check, not_observed
+from utils.diagnostics.watching.bound import check_bound
 from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.images import check_latents, check_range, check_spread, rounding_of
 from utils.diagnostics.watching.inputs import (
@@ -187,7 +188,8 @@ class ForwardJudge:
         gamma = f" with gamma {weighting.gamma:g}" if weighting.gamma else ""
         if gamma or "gamma" not in self._words.get("weight", ""):  # a batch without high SNRs shows none
             self._words["weight"] = (weighting.name or "a function of their own") + gamma
-        return [*checks, check_weights(weighting, weights)]
+        bound = check_bound(levels, table, weights / micro_steps) if table is not None and target.name == "epsilon" else None
+        return [*checks, check_weights(weighting, weights), *([] if bound is None else [bound])]
 
     # ---- the noise level
 
