@@ -1003,6 +1003,17 @@ def test_a_target_of_another_image():
     assert check_target(identify_target(levels, ORDER), None, levels).severity == "critical"
 
 
+@pytest.mark.parametrize(("inside", "healthy"), [(10.0, True), (0.1, False), (1.0, None)])
+@pytest.mark.parametrize("holed", [True, False])
+def test_a_loss_that_counts_what_is_outside_the_holes_of_images(inside, healthy, holed):
+    """`holed`: the script has the images with these holes; else nothing says what the weights are for."""
+    levels = levels_of(*on_circle(), lambda output, clean, noise: (output - noise) * (1 + (inside - 1) * (1 - MASK)))
+    clean = levels.looks[0].mixture.clean_tensor
+    levels.looks[0].others = [OTHER, clean, clean * MASK if holed else clean * MASK.roll(1, 2)]
+    checks = [c for c in ForwardJudge({})._loss(levels, None, None, 1, "", 1) if c.name.startswith("errors outside the holes")]
+    assert [check.healthy for check in checks] == ([] if healthy is None or not holed else [healthy])
+
+
 @pytest.mark.parametrize(("of_noise", "severity"), [(1.0, "warning"), (0.0, "info")])
 def test_the_whole_image_as_target_of_a_part_that_is_noised(of_noise, severity):
     """With noise in it nothing but that image has the target; without it, it may be what a network restores."""

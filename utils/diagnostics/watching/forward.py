@@ -33,7 +33,7 @@ from utils.diagnostics.watching.places import begins_alike, number_told
 from utils.diagnostics.watching.preconditioning import check_preconditioning
 from utils.diagnostics.watching.seen import Seen, Times
 from utils.diagnostics.watching.targets import check_target, identify_target
-from utils.diagnostics.watching.weights import check_weights, identify_weights
+from utils.diagnostics.watching.weights import check_holes, check_weights, identify_weights
 
 MOST_OFFSET = 0.5  # of the noise; 0.05 to 0.15 is usual
 MOST_ALIKE = 0.4  # of the images of an update may have the first or last noise level, where all others differ
@@ -172,6 +172,8 @@ class ForwardJudge:
             checks.append(Check("target", "target of the last step", wanted, "the noise", False, text, "warning"))
         by = "" if target.loss.startswith("squared error") or not target.name else f" by its {target.loss}"
         self._words["target"] = target.name + by
+        if target.of_pixels is not None and (of_holes := check_holes(levels, target.of_pixels)) is not None:
+            checks.append(of_holes)
         if target.scale is None:
             return checks
         weights = target.scale * levels.pixels * levels.sizes.to(target.scale) * micro_steps / 2

@@ -16,6 +16,9 @@ class Target:
     healthy: bool
     scale: torch.Tensor | None  # c [B] of the gradient c (output - target); None where the error is not a squared one
     loss: str = "squared error"
+    of_pixels: torch.Tensor | None = (
+        None  # what each pixel's error counts, [B, N], where they differ; NaN where it is not known
+    )
 
 
 NOTHING = "nothing"
@@ -118,7 +121,8 @@ def identify_target(levels: Levels, order: list[str], table: Any = None) -> Targ
     agreements = {name: error.agreement(values) for name, values in candidates.items()}
     best = max((name for name in order[:6] if name in candidates), key=lambda name: agreements[name])
     if agreements[best] > 0.99:
-        return Target(best, True, None, error.other_kind())
+        of_pixels = error.of_pixels(candidates[best]) if bool(used.all()) else None
+        return Target(best, True, None, error.other_kind(), of_pixels)
     wrong = max(agreements, key=lambda name: agreements[name])
     if agreements[wrong] > 0.99 and error.other_kind() != "other error":
         return Target(wrong, wrong in (*GOOD, "backward"), None, error.other_kind())
@@ -163,6 +167,10 @@ class _Error:
         signs = torch.sign(self.gradient) * torch.sign(self.output - target)
         return float(signs.mean()) / max(self.share, 1e-12)
 
+    def of_pixels(self, target: torch.Tensor) -> torch.Tensor:
+        distance = self.output - target
+        return torch.where(distance.abs() > 1e-3, self.gradient / distance, torch.nan)
+
     def other_kind(self) -> str:
         size = self.gradient.abs()
         flat_share = float((size > 0.999 * size.amax(1, keepdim=True)).double().mean()) / self.share
@@ -186,7 +194,7 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
     for image, other in _others(levels, used):
         parts, left = error.explained_by(error.output, error.noise, other)
         if worst(left) <= error.precision:
-            if worst(parts[:, 1] / parts[:, 0]) > 0.1 and _is_part(levels.clean[used], other):
+            if worst(parts[:, 1] / parts[:, 0]) > 0.1 and is_part(levels.clean[used], other):
                 return Target(WHOLE, False, None)
             # No other network's output has the very values of the image.
             reordered = torch.equal(_sorted(image), _sorted(levels.looks[0].mixture.clean_tensor))
@@ -219,10 +227,10 @@ def _others(levels: Levels, used: torch.Tensor) -> list[tuple[torch.Tensor, torc
     return [one for one in others if torch.isfinite(one[1]).all() and worst(fit(one[1], *parts)[1]) > 0.05]
 
 
-def _is_part(image: torch.Tensor, whole: torch.Tensor) -> bool:
+def is_part(image: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether the image is the whole one with some of its values set to 0."""
-    same, cut = image == whole, (image == 0) & (whole != 0)
-    return bool((same | cut).all()) and bool(cut.any()) and float(cut.double().mean()) < 0.99
+    cut = (image == 0) & (whole != 0)
+    return bool((cut | (image == whole)).all()) and bool(cut.any()) and float(cut.double().mean()) < 0.99
 
 
 def _sorted(images: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from utils.diagnostics.audit.declared import WEIGHTINGS
-from utils.diagnostics.audit.fitting import SMALL, constant, simple, span, worst
+from utils.diagnostics.audit.fitting import SMALL, constant, flat, simple, span, worst
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.levels import Levels
+from utils.diagnostics.watching.targets import is_part
 
 _LAMBDA = "(sigma^2 + sigma_data^2) / (sigma sigma_data)^2"
+MOST_OUTSIDE = 2.0  # times what errors in the holes of images count
 NOTHING = 1e-9  # a weight, or an SNR, that is 0
 _GAMMAS = (5.0, 1.0, 2.0, 3.0, 4.0, 7.0, 10.0, 20.0)
 _FAMILIAR = {  # what scripts weigh errors by on purpose
@@ -190,3 +192,25 @@ def check_weights(found: Weighting, weights: torch.Tensor) -> Check:
     times = "" if abs(found.factor - 1) < SMALL else f", times {simple(found.factor)}"
     observed = f"{found.name}{gamma}{times}" if found.name else span(weights)
     return Check("weight", name, wanted, observed, found.healthy, found.message, found.severity)
+
+
+def check_holes(levels: Levels, of_pixels: torch.Tensor) -> Check | None:
+    """Of a script that has its images with holes too, which differ from them in nothing else: whether the loss asks for what is
+    in the holes rather than for what is not. `of_pixels` [B, N]: what each pixel's error counts; NaN where it is not known."""
+    if len(levels.looks) > 1 or of_pixels.shape != levels.clean.shape:
+        return None
+    for other in map(flat, levels.looks[0].others):
+        if other.shape != levels.clean.shape or not is_part(other, levels.clean):
+            continue
+        hole = (other == 0) & (levels.clean != 0)
+        counts = [torch.where(those, of_pixels, torch.nan).nanmedian(1, keepdim=True).values for those in (~hole, hole)]
+        expected = torch.where(hole, counts[1], counts[0])
+        ratios = of_pixels / expected
+        alike = (ratios[~ratios.isnan()] - 1).abs() < 1e-2
+        times = float((counts[0] / counts[1]).nanmedian())
+        if not times > 0 or float(alike.double().mean()) < 0.99:
+            continue
+        text = f"what is outside the holes of the images counts {times:.3g} times as much as what is in them: exchanged?"
+        name, wanted = "errors outside the holes of the images", "as much as those in them, or less"
+        return Check("weight", name, wanted, f"{times:.3g} times as much", times < MOST_OUTSIDE, text, "warning")
+    return None
