@@ -1085,6 +1085,20 @@ def test_weights_of_a_velocity(factor, healthy):
     assert identify_weights(factor / (1 - s) ** 2, levels, "epsilon", 1).healthy is healthy
 
 
+@pytest.mark.parametrize(
+    ("seen", "stage"), [(lambda clean, x, s: (clean - x) / (1 - s), "target"), (lambda *given: OTHER, "weight")]
+)
+def test_a_velocity_of_the_other_path(seen, stage):
+    """The same loss is one of velocities, or is weighed by something that was computed by itself."""
+    s = torch.linspace(0.2, 0.8, B).double()
+    share = s.float()[:, None, None, None]
+    levels = levels_of(1 - s, s, lambda output, clean, noise: 2 / OTHER.numel() * (output - clean) / (1 - share) ** 2)
+    look = levels.looks[0]
+    look.others = [OTHER, seen(look.mixture.clean_tensor, look.x, share)]
+    wrong = [check for check in ForwardJudge({})._loss(levels, None, None, 1, "", 1) if check.healthy is False]
+    assert [check.stage for check in wrong] == [stage]
+
+
 def test_conditions_that_tell_the_image_or_nothing_or_repeat():
     images, hints = torch.rand(2, 4, 3, 8, 8), torch.rand(2, 4, 3, 8, 8)
 

@@ -32,7 +32,7 @@ from utils.diagnostics.watching.options import declared_prediction, declared_str
 from utils.diagnostics.watching.places import begins_alike, number_told
 from utils.diagnostics.watching.preconditioning import check_preconditioning
 from utils.diagnostics.watching.seen import Seen, Times
-from utils.diagnostics.watching.targets import check_target, identify_target
+from utils.diagnostics.watching.targets import check_target, has_wrong_velocity, identify_target
 from utils.diagnostics.watching.weights import check_holes, check_weights, identify_weights
 
 MOST_OFFSET = 0.5  # of the noise; 0.05 to 0.15 is usual
@@ -190,6 +190,10 @@ class ForwardJudge:
         gamma = f" with gamma {weighting.gamma:g}" if weighting.gamma else ""
         if gamma or "gamma" not in self._words.get("weight", ""):  # a batch without high SNRs shows none
             self._words["weight"] = (weighting.name or "a function of their own") + gamma
+        if not weighting.healthy and weighting.name.startswith("1 / (1 - s)^2") and has_wrong_velocity(levels):
+            text = "the loss compares velocities that are not the path's: x_0 - x is divided by 1 - s, and s is that of noise"
+            name, wanted, found = "velocity of the path", "(x_0 - x) / s", "(x_0 - x) / (1 - s)"
+            return [*checks, Check("target", name, wanted, found, False, f"{text}; is the path the other way round?")]
         bound = check_bound(levels, table, weights / micro_steps) if table is not None and target.name == "epsilon" else None
         return [*checks, check_weights(weighting, weights), *([] if bound is None else [bound])]
 

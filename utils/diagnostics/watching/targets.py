@@ -227,6 +227,17 @@ def _others(levels: Levels, used: torch.Tensor) -> list[tuple[torch.Tensor, torc
     return [one for one in others if torch.isfinite(one[1]).all() and worst(fit(one[1], *parts)[1]) > 0.05]
 
 
+def has_wrong_velocity(levels: Levels) -> bool:
+    """Of a path x = (1 - s) x_0 + s noise: whether the script has (x_0 - x) / (1 - s), or minus that, which would be the
+    velocity if image and noise were exchanged."""
+    used = levels.a > 0.1  # it is cut off below
+    if int(used.sum()) < 4 or len(levels.looks) > 1:
+        return False
+    wrong = (levels.clean - levels.x)[used] / levels.a[used, None]
+    others = (flat(other)[used] for other in levels.looks[0].others)
+    return any(min(worst(other - wrong), worst(other + wrong)) < 1e-3 for other in others)
+
+
 def is_part(image: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether the image is the whole one with some of its values set to 0."""
     cut = (image == 0) & (whole != 0)
