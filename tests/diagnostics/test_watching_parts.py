@@ -21,7 +21,7 @@ from utils.diagnostics.watching.images import check_latents, check_range, check_
 from utils.diagnostics.watching.inputs import check_embedded, check_mixture, check_told
 from utils.diagnostics.watching.judging import Judge
 from utils.diagnostics.watching.levels import Levels, Look, half_matching, matching, tables
-from utils.diagnostics.watching.mixture import Mixture, find, strength
+from utils.diagnostics.watching.mixture import Mixture, axis_of_factors, find, strength
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import _betas, _decay, _size_of_step, rates_of
 from utils.diagnostics.watching.options import Schedule, declared_strength
@@ -144,6 +144,21 @@ def test_the_velocity_of_a_path_on_a_circle(size, speed):
     assert identify_target(levels, order).name == "velocity of its path"
     assert check_target(identify_target(levels, order), None, levels).healthy
     assert check_target(identify_target(against, order), None, against).healthy is False
+
+
+def test_times_beyond_the_ends_of_a_path():
+    s = torch.linspace(-0.5, 1.3, B, dtype=torch.float64)
+    assert check_mixture(levels_of(1 - s, s)).stage == "timestep"
+    assert check_mixture(levels_of(1 - s.clamp(0, 1), s.clamp(0, 1))).healthy is not False
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((B, 1, 1, 1), None), ((1, 1, 1, B), 3), ((1, 1, B, 1), 2), ((B, 1, 1, B), None)])
+def test_factors_along_the_wrong_axis(shape, axis):
+    """Factors of a batch of 8 over images of 8 x 8; those of places that differ from sample to sample are no mistake."""
+    clean, noise = torch.randn(SHAPE), torch.randn(SHAPE)
+    b = torch.linspace(0.1, 0.9, math.prod(shape)).view(shape)
+    seen = Seen([Draw(noise, True)], tensors={0: clean})
+    assert axis_of_factors((1 - b) * clean + b * noise, seen) == axis
 
 
 def snr_of(levels: Levels) -> torch.Tensor:

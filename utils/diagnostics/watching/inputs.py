@@ -6,12 +6,13 @@ from utils.diagnostics.audit.fitting import constant, fit, flat, middle, span, w
 from utils.diagnostics.audit.seen import Update
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.levels import Levels
-from utils.diagnostics.watching.mixture import EXACT, ROUNDED
+from utils.diagnostics.watching.mixture import EXACT, ROUNDED, axis_of_factors
 from utils.diagnostics.watching.seen import Seen
 
 ENOUGH = 8  # images whose noise levels say something of all
 SPREAD = 0.3  # of the noise levels told beside their mean, for their embeddings to differ
 MOST_ALIKE = 0.02  # embeddings of frequencies from 1 to 1e-4 differ by 0.07 for numbers from 0 to 1, and by 0.7 up to 1000
+BEYOND = 0.02  # an end of a path, which some leave a little
 HARDLY = 0.35  # of noise in the noisiest of them: EDM's levels leave less in one update of 5,000, others never
 
 
@@ -117,6 +118,9 @@ def check_mixture(levels: Levels) -> Check:
         text = f"the noised image is rounded: {middle(levels.residual):.1e} of it is neither image nor noise (bf16 leaves 3e-3)"
         return Check("input", name, wanted, spread, False, text, "info" if levels.looks[0].x.dtype.itemsize < 4 else "critical")
     many = len(levels.a) > 3
+    if levels.kind == "flow" and min(float(levels.a.min()), float(levels.b.min())) < -BEYOND:
+        text = f"the share of the noise is {span(levels.b)}, and a path goes from 0 to 1: how are its times drawn?"
+        return Check("timestep", "noise levels of the path", "from 0 to 1", span(levels.b), False, text)
     if many and constant(levels.b, 1e-5) is not None and constant(levels.a, 1e-5) is not None:
         text = f"all images of the batch have one noise level ({spread}); each image should have its own"
         return Check("timestep", "noise levels of the batch", "one for each image", spread, False, text)
@@ -180,6 +184,13 @@ def check_unexplained(update: Update) -> Check:
         if call is None or not call.outputs or 0 not in call.gradients or not isinstance(call.inputs[0], torch.Tensor):
             continue
         x = next((x for x in images_in(call.inputs[0], call.outputs[0].shape[1])), call.inputs[0])
+        if (axis := axis_of_factors(x, seen)) is not None:
+            found = f"others from place to place along axis {axis}"
+            text = (
+                f"the noise has a factor for each place along axis {axis}, the same in all samples, not one for each sample: "
+            )
+            text += "are the factors of the batch broadcast over the wrong axis?"
+            return Check("input", name, wanted, found, False, text)
         output, gradient = (tensor[:, : x.shape[1]] for tensor in (call.outputs[0], call.gradients[0]))  # variances may follow
         for draw in seen.draws:
             if draw.tensor.shape == x.shape == output.shape and draw.normal and torch.isfinite(gradient).all():

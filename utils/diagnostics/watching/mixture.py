@@ -117,6 +117,24 @@ def find(x: torch.Tensor, seen: Seen, told: Noising | None = None) -> Mixture | 
     return None if undrawn is None else _with_offset(undrawn, seen)
 
 
+def axis_of_factors(x: torch.Tensor, seen: Seen) -> int | None:
+    """The axis of an input [B, C, ...] with B places, of which each has its own factor of the noise, the same in all samples;
+    None where nothing that was seen makes up `x` so. Frames with noise levels of their own have others in each sample."""
+    if not torch.isfinite(x).all():
+        return None
+    limit = EXACT if x.dtype in (torch.float32, torch.float64) else ROUNDED
+    for axis in [axis for axis in range(2, x.ndim) if x.shape[axis] == len(x) > 1]:
+        for noise in _noises(x, seen)[:3]:
+            for image in _images(flat(x), x, seen):
+                rows = [part.detach()[:8].movedim(axis, 1).flatten(0, 1).flatten(1).double() for part in (x, image, noise)]
+                coefficients, residual = fit(*rows)
+                of_noise = coefficients[:, 1].view(-1, len(x))  # [samples, places]
+                alike = worst(of_noise - of_noise[:1]) < 1e-3 < worst(of_noise - of_noise[:, :1])
+                if rows[0].shape[1] >= 8 and worst(residual) <= limit and worst(coefficients[:, 0]) > 1e-3 and alike:
+                    return axis
+    return None
+
+
 def _mixture(values: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor) -> Mixture:
     parts = flat(clean), flat(noise.expand(clean.shape))
     (a, b), residual = (lambda result: (result[0].T, result[1]))(fit(values, *parts))
