@@ -17,7 +17,7 @@ def handlers():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, *({signal.SIGHUP} & set(STOP_SIGNALS))])  # not under nohup
 def test_a_signal_is_answered_at_once_and_remembered(handlers, capfd, number):
     stop = StopSignal(1)
     os.kill(os.getpid(), number)
@@ -29,7 +29,7 @@ def test_a_signal_is_answered_at_once_and_remembered(handlers, capfd, number):
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_closed_terminal_is_a_stop_and_nohup_is_not(ignored):
-    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" if ignored else ""
+    code = f"import signal; signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if ignored else 'SIG_DFL'})\n"
     code += "from utils.core.signals import STOP_SIGNALS; print([number.name for number in STOP_SIGNALS])"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert ("SIGHUP" in found) is not ignored and "SIGTERM" in found

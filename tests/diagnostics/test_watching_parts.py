@@ -18,13 +18,13 @@ from utils.diagnostics.watching.facts import Average, Facts, schedule_length
 from utils.diagnostics.watching.forward import ForwardJudge, _data, _told_beside, _without_silence
 from utils.diagnostics.watching.hooks import install
 from utils.diagnostics.watching.images import check_latents, check_range, check_spread
-from utils.diagnostics.watching.inputs import check_embedded, check_mixture, check_told
+from utils.diagnostics.watching.inputs import _told_by_place, check_embedded, check_mixture, check_told
 from utils.diagnostics.watching.judging import Judge
 from utils.diagnostics.watching.levels import Levels, Look, half_matching, matching, tables
 from utils.diagnostics.watching.mixture import Mixture, axis_of_factors, find, strength
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import _betas, _decay, _size_of_step, rates_of
-from utils.diagnostics.watching.options import Schedule, declared_strength
+from utils.diagnostics.watching.options import Schedule, declared_strength, evaluation_at
 from utils.diagnostics.watching.places import number_told, place_of_told
 from utils.diagnostics.watching.probes import CopyProbe, Probe
 from utils.diagnostics.watching.result import SETTLING, Result
@@ -152,6 +152,21 @@ def test_times_beyond_the_ends_of_a_path():
     assert check_mixture(levels_of(1 - s.clamp(0, 1), s.clamp(0, 1))).healthy is not False
 
 
+def test_frames_that_are_told_their_noise_levels():
+    """One ladder for all samples is no mistake where the network gets it."""
+    assert _told_by_place((torch.zeros(B, 3, 8, 8), torch.zeros(B, 8)), 8)
+    assert not _told_by_place((torch.zeros(B, 3, 8, 8), torch.zeros(8), None), 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "severity"),
+    [("eval_every", "warning"), ("validation_steps", "warning"), ("num_samples", "info"), ("sampling_steps", "info")],
+)
+def test_which_option_is_the_rhythm_of_the_evaluation(name, severity):
+    facts = SimpleNamespace(options={name: 50})
+    assert bool(evaluation_at(facts, lambda value: value == 50)) is (severity == "warning")
+
+
 @pytest.mark.parametrize(("shape", "axis"), [((B, 1, 1, 1), None), ((1, 1, 1, B), 3), ((1, 1, B, 1), 2), ((B, 1, 1, B), None)])
 def test_factors_along_the_wrong_axis(shape, axis):
     """Factors of a batch of 8 over images of 8 x 8; those of places that differ from sample to sample are no mistake."""
@@ -225,6 +240,7 @@ def test_latents_and_sequences_are_no_images():
     assert check_range(torch.randn(2, 4, 8, 8) / 9).severity == "info"
     assert check_range(torch.randn(2, 3, 64) * 5).healthy is None
     assert check_range(torch.randn(2, 3, 64) * 50).code == "data-range"
+    assert check_range(torch.randn(2, 3, 64) * 50, unit=16).healthy is None  # of proteins, by their sigma_data
     assert check_range(torch.rand(2, 3, 8, 8) * 255).code == "data-range"
 
 
@@ -956,7 +972,8 @@ def test_one_coefficient_of_a_schedule():
         (lambda u, n: 0.01 * 1000**u, None),
         (lambda u, n: (1.2 * n - 1.2).exp(), None),
         (lambda u, n: 10 ** (5 * u - 2.9), None),  # 0.00126 to 126: as variational diffusion has them
-        (lambda u, n: (0.01 * 1000**u) ** 2, "input"),
+        (lambda u, n: (15 * u - 7.5).exp(), None),  # the logarithm of the SNR, uniform from -15 to 15
+        (lambda u, n: (0.01 * 1000**u) ** 4, "input"),
         (lambda u, n: 0.01 * 1000**n, "timestep"),
     ],
 )
@@ -1076,6 +1093,15 @@ def test_embeddings_of_the_noise_level_that_are_all_alike(told, frequencies, hea
     check = check_embedded(levels, [torch.randn(B, 16), sizes, sines])
     assert (check.healthy if check else None) is healthy
     assert check_embedded(levels, [sines.roll(1, 0) + 0.1, torch.randn(B, 16)]) is None  # neither is one
+
+
+def test_torchscript_within_a_network_is_no_obstacle():
+    scripted = torch.jit.script(torch.nn.Linear(4, 4))
+    network = torch.nn.Sequential(torch.nn.Linear(4, 4), scripted)
+    observer = ForeignObserver({"network": network}, (), ())
+    observer.begin(1)
+    network(torch.rand(B, 4))
+    assert not observer.failure and len(observer.update.micro_steps[0].batch["vectors"]) == 1
 
 
 def test_what_linear_layers_get_is_seen_without_asking_for_their_weights():

@@ -1,12 +1,14 @@
 """What a forward pass and its loss show: image and noise, the noise level, the target, what errors count."""
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from utils.diagnostics.audit.declared import Declared, DeclaredOptimizer
 from utils.diagnostics.audit.fitting import SMALL, constant, flat, span
@@ -37,7 +39,8 @@ from utils.diagnostics.watching.weights import check_holes, check_weights, ident
 
 MOST_OFFSET = 0.5  # of the noise; 0.05 to 0.15 is usual
 MOST_ALIKE = 0.4  # of the images of an update may have the first or last noise level, where all others differ
-MOST_BELOW = 0.06  # of the images have less noise than their rounding: as variational diffusion's levels may be, down to 1e-3
+MOST_BELOW = 0.15  # of the images have less noise than their rounding: as uniform log-SNRs may have, or levels drawn as cubes
+MOST_BELOW_DRAWN = 0.06  # of those whose times are drawn from a normal distribution, as far as EDM's have it
 MANY_LEVELS = 64  # images before that is judged
 MOST_OTHERS = 24  # tensors of an update that the loss may be made of
 NO_SIGNAL = 1e-12  # alpha_cumprod of zero terminal SNR; the cosine schedule, which is none, ends at 2e-9 or 2e-10
@@ -97,7 +100,16 @@ class ForwardJudge:
             *(
                 []
                 if levels.constant
-                else [_data(looks[0], update, facts, encoded, levels.kind == "variance-exploding" and not kind)]
+                else [
+                    _data(
+                        looks[0],
+                        update,
+                        facts,
+                        encoded,
+                        levels.kind == "variance-exploding" and not kind,
+                        _unit(looks[0], levels, kind),
+                    )
+                ]
             ),
             *self._below_rounding(looks),
             *_repeated([one.mixture.clean for one in looks]),
@@ -116,7 +128,8 @@ class ForwardJudge:
         if self._of_bytes < MANY_LEVELS:
             return []
         share = self._below / self._of_bytes
-        fine = share < MOST_BELOW + 3 * (MOST_BELOW * (1 - MOST_BELOW) / self._of_bytes) ** 0.5
+        most = MOST_BELOW_DRAWN if timed else MOST_BELOW
+        fine = share < most + 3 * (most * (1 - most) / self._of_bytes) ** 0.5
         text = f"{share:.0%} of the images have less noise than they were rounded by, as bytes: nothing is learned from them"
         text += " (their times are drawn from a normal distribution; should they be from 0 to 1?)" if timed else ""
         name, found = "share of images with less noise than their rounding", f"{share:.0%}"
@@ -344,7 +357,11 @@ def _looks(update: Update, loss_scale: float) -> list[Look]:
         silent = any(tensor.shape == x.shape and not tensor.any() for tensor in seen.tensors.values())
         times = _times(seen, told, len(x))
         others = [t for t in list(seen.tensors.values())[:MOST_OTHERS] if t.shape == x.shape and t.device == x.device]
-        found.append(Look(x, told, call.outputs[0], gradient, mixture, times, used, moments, len(x), silent, others))
+        beside = [
+            t for t in tree_leaves(call.inputs) if isinstance(t, torch.Tensor) and t.shape[2:] == x.shape[2:] and t.ndim > 2
+        ]
+        joined = any(t.shape[1] > x.shape[1] or bool(((t == 0) | (t == 1)).all()) for t in beside)  # or a mask of its own
+        found.append(Look(x, told, call.outputs[0], gradient, mixture, times, used, moments, len(x), silent, others, joined))
     return found
 
 
@@ -395,8 +412,15 @@ def _scheduler(update: Update, facts: Facts) -> Any:
     return facts.noise_schedulers[0] if len(facts.noise_schedulers) == 1 else None
 
 
-def _data(look: Look, update: Update, facts: Facts, encoded: bool, any_range: bool = False) -> Check:
-    """`any_range`: no process asks for images around 0."""
+def _unit(look: Look, levels: Levels, kind: str) -> float:
+    """The spread that the process asks images for. `kind`: of the preconditioning, where there is one."""
+    told = re.search(r"sigma_data ([\d.e+-]+)", kind)
+    sigma_data = float(told[1]) if told else levels.sigma_data if levels.kind == "preconditioned" else None
+    return float(look.mixture.noise_tensor.detach().float().std()) * (sigma_data or 1.0) or 1.0
+
+
+def _data(look: Look, update: Update, facts: Facts, encoded: bool, any_range: bool = False, unit: float = 1.0) -> Check:
+    """`any_range`: no process asks for images around 0; `unit`: see `check_range`."""
     images = look.mixture.clean_tensor
     config = getattr(facts.autoencoder, "config", None)
     config = config if isinstance(config, Mapping) else {}  # else the network is one of the script's own
@@ -404,7 +428,7 @@ def _data(look: Look, update: Update, facts: Facts, encoded: bool, any_range: bo
         return check_latents(images, update.micro_steps[0].batch.get("seen") or Seen(), config)
     if facts.autoencoder is not None:
         return check_spread(images, config)
-    check = check_range(images)
+    check = check_range(images, unit)
     return replace(check, severity="info") if any_range and check.severity == "warning" else check
 
 

@@ -17,7 +17,8 @@ RAW = 10.0  # of signals, sequences or coordinates in units of their own
 SMALL, ROUNDED = 1e-4, 1e-2  # of what a straight line leaves, in full and in half precision
 
 
-def check_range(images: torch.Tensor) -> Check:
+def check_range(images: torch.Tensor, unit: float = 1.0) -> Check:
+    """`unit`: the spread that the process asks for, sigma_data times that of the noise."""
     values = images.detach().float()
     low, high = float(values.min()), float(values.max())
     name, wanted = "range of the clean images", "-1 to 1"
@@ -28,14 +29,14 @@ def check_range(images: torch.Tensor) -> Check:
     if values.ndim < 4 and len(values) > 1 and float(values.std()) < FAINT:
         text = f"the signals that the noise is added to are nearly 0 (standard deviation {float(values.std()):.3g})"
         return Check("data", name, wanted, observed, False, f"{text}: divided twice?", "warning", "data-range")
-    if values.ndim == 4 and values.shape[1] not in (1, 3) and not WIDE[0] < (spread := float(values.std())) < WIDE[1]:
-        text = f"the noise, of 1, is added to tensors with a standard deviation of {spread:.3g}: latents that were not scaled?"
+    if values.ndim == 4 and values.shape[1] not in (1, 3) and not WIDE[0] < (spread := float(values.std()) / unit) < WIDE[1]:
+        text = f"the tensors that the noise is added to have {spread:.3g} times the standard deviation that goes with it: "
+        text += "latents that were not scaled?"
         severity = "warning" if spread > 1 else "info"
         return Check("data", "spread of the latents", "near 1", observed, False, text, severity)
-    if values.ndim < 4 and float(values.std()) > RAW:
-        text = (
-            f"the noise, of 1, is added to values with a standard deviation of {float(values.std()):.3g}: were they not scaled?"
-        )
+    if values.ndim < 4 and float(values.std()) > RAW * unit:
+        text = f"the noise, of {unit:.3g}, is added to values with a standard deviation of {float(values.std()):.3g}: "
+        text += "were they not scaled?"
         return Check("data", name, "near 1", observed, False, text, "warning", "data-range")
     if values.ndim < 4 or values.shape[1] not in (1, 3):
         return not_observed("data", name, wanted, f"tensors of shape {tuple(values.shape[1:])} are no images; {observed}")

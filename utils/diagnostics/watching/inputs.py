@@ -1,5 +1,8 @@
 """What the network gets: image and noise in the amounts of one process, and the noise level that it is told."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from utils.diagnostics.audit.fitting import constant, fit, flat, middle, span, worst
@@ -11,7 +14,7 @@ from utils.diagnostics.watching.seen import Seen
 
 ENOUGH = 8  # images whose noise levels say something of all
 SPREAD = 0.3  # of the noise levels told beside their mean, for their embeddings to differ
-MOST_ALIKE = 0.02  # embeddings of frequencies from 1 to 1e-4 differ by 0.07 for numbers from 0 to 1, and by 0.7 up to 1000
+MOST_ALIKE = 0.012  # embeddings of frequencies from 1 to 1e-4 differ by 0.07 for numbers from 0 to 1, and by 0.7 up to 1000
 BEYOND = 0.02  # an end of a path, which some leave a little
 HARDLY = 0.35  # of noise in the noisiest of them: EDM's levels leave less in one update of 5,000, others never
 
@@ -176,6 +179,12 @@ def images_in(x: torch.Tensor, made: int) -> list[torch.Tensor]:
     return [x[:, -made:], x[:, :made]] if x.ndim > 2 and x.shape[1] > made else [x]
 
 
+def _told_by_place(inputs: Sequence[Any], places: int) -> bool:
+    """Whether the network gets a noise level for each place, such as a frame, [B, places]."""
+    others = [given for given in inputs[1:] if isinstance(given, torch.Tensor)]
+    return any(given.ndim == 2 and given.shape[1] == places for given in others)
+
+
 def check_unexplained(update: Update) -> Check:
     """Of an input that is no mixture. Where the loss asks for a noise that was drawn, it should be made of that."""
     name, wanted = "coefficients of image and noise", "a mixture of image and noise"
@@ -184,10 +193,12 @@ def check_unexplained(update: Update) -> Check:
         if call is None or not call.outputs or 0 not in call.gradients or not isinstance(call.inputs[0], torch.Tensor):
             continue
         x = next((x for x in images_in(call.inputs[0], call.outputs[0].shape[1])), call.inputs[0])
+        if any(_told_by_place(call.inputs, places) for places in x.shape[2:]):
+            continue  # each frame has a noise level of its own
         if (axis := axis_of_factors(x, seen)) is not None:
             found = f"others from place to place along axis {axis}"
             text = (
-                f"the noise has a factor for each place along axis {axis}, the same in all samples, not one for each sample: "
+                f"the noise has a factor for each place along axis {axis}, the same in all samples, not one for each of them: "
             )
             text += "are the factors of the batch broadcast over the wrong axis?"
             return Check("input", name, wanted, found, False, text)

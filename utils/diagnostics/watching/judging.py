@@ -85,7 +85,8 @@ class Judge:
             if ended and (probe.seldom or evaluation) and not self._update.is_beside(probe.name):
                 text = f"{probe.name} moves in {probe.moves} of the {probe.since} updates after it first did"
                 text += f", once in each {evaluation}: is it updated where the network is evaluated?" if evaluation else ""
-                severity = "info" if (probe.of_epochs or probe.in_rhythm) and not evaluation else "warning"
+                rhythm = (probe.of_epochs or probe.in_rhythm) and not evaluation
+                severity = "info" if rhythm or self._update.another_moves(probe.name) else "warning"  # which may fill it
                 checks.append(Check("ema", probe.name, "an update of it in each", f"in {probe.moves}", False, text, severity))
             if probe.copies and not probe.averages:
                 text = f"{probe.name} was a copy of the weights in all {updates} updates: it averages nothing"

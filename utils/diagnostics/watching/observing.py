@@ -14,6 +14,7 @@ from utils.diagnostics.audit.seen import Update
 ROWS = 4096  # of an embedding of labels; larger ones are of words
 FEWEST_LOOKS = 3  # before weights are said to be always the same
 MOST_VECTORS = 8  # the first that linear layers of the network get
+MOST_NUMBERS = 1 << 20  # in one of them
 SIGNAL = 64  # values of a signal, at least
 
 
@@ -78,7 +79,8 @@ class ForeignObserver(Observer):
     def _watch(self) -> None:
         super()._watch()
         for module in self.modules["network"].modules():
-            weight = module._parameters.get("weight")  # and not what is computed of it, which may change it
+            parameters = module._parameters  # and not what is computed of them, which may change it; TorchScript's are no dict
+            weight = parameters.get("weight") if isinstance(parameters, dict) else None
             if weight is not None and weight.ndim == 2:
                 self._hooks.append(module.register_forward_pre_hook(self._see_vectors))
 
@@ -88,7 +90,7 @@ class ForeignObserver(Observer):
         given = inputs[0] if inputs else None
         if isinstance(given, torch.Tensor) and given.ndim == 2 and given.is_floating_point() and torch.is_grad_enabled():
             vectors = self._micro_step().batch.setdefault("vectors", [])
-            if len(vectors) < MOST_VECTORS:
+            if len(vectors) < MOST_VECTORS and given.numel() <= MOST_NUMBERS:  # not the tokens of all images
                 vectors.append(given.detach())
 
     def reached(self) -> set[str]:

@@ -32,7 +32,10 @@ def declared_strength(facts: Facts, strength: float) -> bool:
 def evaluation_at(facts: Facts, updates: Callable[[int], bool]) -> str:
     """The option that says how often is evaluated, where that is in so many updates, and no other option says as much."""
     said = [name for name, value in facts.options.items() if type(value) is int and value >= SELDOM and updates(value)]
-    fits = [name for name in said if re.search("eval|valid|sampl|preview", name)]
+    fits = [
+        name for name in said if re.search("eval|valid|sampl|preview", name) and re.search("every|freq|interval|_steps$", name)
+    ]
+    fits = [name for name in fits if not re.search(r"num|sampl\w*_steps$", name)]  # of the sampler
     return fits[0] if fits and len(fits) == len(said) else ""
 
 
@@ -146,7 +149,7 @@ class Schedule:
 
 def _is_first_of_warm_up(facts: Facts, times: float) -> bool:
     """Whether an option says that a warm-up has so many steps."""
-    said = [value for name, value in facts.options.items() if "warm" in name and type(value) in (int, float)]
+    said = [v for name, v in facts.options.items() if "warm" in name and "epoch" not in name and type(v) in (int, float)]
     return any(value > 1 and abs(value / times - 1) < 1e-3 for value in said)
 
 

@@ -68,6 +68,7 @@ class UpdateJudge:
         self._looks = 0
         self._clipped: list[float] = []  # norm of the gradient at the step over that before it was clipped
         self._moving: set[str] = set()  # what holds an average that moves; beside it weights may be kept, to come back
+        self._averaged: set[str] = set()  # averages that move
         self._standing: dict[str, Check] = {}  # averages that have not moved, as far as was seen
 
     def look(self, look: LastLook) -> list[Check]:
@@ -96,6 +97,7 @@ class UpdateJudge:
                 self._standing |= {check.name: check for check in found if check.observed == STILL}
                 if any(check.healthy for check in found):
                     self._moving.add(average.name.rpartition(".")[0])
+                    self._averaged.add(average.name)
                     self._words["ema"] = f"{average.name}, {found[0].observed.split(',')[0]}"
         norm = float(update.optimizer_step.gradient_norm) if update.optimizer_step is not None and not look.clips else 0.0
         checks += check_options(look.facts, passes, norm, update.step > 1)
@@ -107,6 +109,10 @@ class UpdateJudge:
         text = "{} has not moved in the whole run"
         still = [check for name, check in self._standing.items() if not self.is_beside(name)]
         return [replace(c, severity="critical", message=text.format(c.name)) for c in still]
+
+    def another_moves(self, name: str) -> bool:
+        """Whether there is an average besides the one of that name."""
+        return bool(self._averaged - {name})
 
     def is_beside(self, name: str) -> bool:
         """Whether these are weights that an object keeps beside its average, by another name."""
