@@ -7,12 +7,18 @@ import sys
 import pytest
 
 from benchmarks.doctor import watch
-from benchmarks.doctor.trials import Edit, problems
+from benchmarks.doctor.newest_watch_faults import NOTEBOOK, POLICY, SIT
+from benchmarks.doctor.trials import Edit, problems, words_of
 from benchmarks.doctor.watch import SCRIPTS
 from benchmarks.doctor.watch_faults import AMP, HAND, PUBLIC, WATCH_FAULTS
 from utils.diagnostics.audit.verdict import STAGES
 
 SHIPPED = [script for script in SCRIPTS if script != PUBLIC]
+TWO_UPDATES = {  # where it is not `--steps 2`
+    NOTEBOOK: {"train_num_steps": 2},
+    SIT: {"max-steps": 2},
+    POLICY: {"num_demos": 4, "batch_size": 64},
+}
 
 
 def test_every_edit_applies_to_the_scripts_as_they_are():
@@ -62,7 +68,7 @@ def test_answers_are_judged():
 @pytest.mark.parametrize("script", SHIPPED)
 def test_each_script_trains(script, tmp_path):
     """Two updates, whose losses are printed."""
-    words = [sys.executable, str(watch.FOREIGN / script), "--steps", "2"]
+    words = [sys.executable, str(watch.FOREIGN / script), *words_of(TWO_UPDATES.get(script, {"steps": 2}))]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(words, env=environment, cwd=tmp_path, check=True, capture_output=True, text=True)
     log = tmp_path / "log"
