@@ -53,3 +53,4 @@ def test_installed_commands_train_with_two_processes_beside_a_utils_of_others(ti
     assert (tmp_path / "run" / "model_index.json").exists()
     helped = run_command([packages / "bin" / "steady-evaluate", "--help"], environment)
     assert helped.returncode == 0 and "--pipeline" in helped.stdout
+    assert helped.stdout.startswith("usage: steady-evaluate ")

@@ -1,6 +1,5 @@
 """The scripts as commands of a package that pip installed: each runs as it does from a clone, by its path."""
 
-import runpy
 import sys
 from functools import partial
 from pathlib import Path
@@ -9,8 +8,11 @@ HOME = Path(__file__).parents[2]  # of the scripts: the top of a clone, or the p
 
 
 def run(script: str) -> None:
+    """As the module `__main__`, which processes that are spawned import; `sys.argv` keeps the command's name, for its usage."""
     sys.path.insert(0, str(HOME))  # as Python does for a script: here its packages are found before others of their names
-    runpy.run_path(str(HOME / script), run_name="__main__")
+    main, path = sys.modules["__main__"], HOME / script
+    main.__file__ = str(path)
+    exec(compile(path.read_bytes(), path, "exec"), vars(main))
 
 
 train_ddpm = partial(run, "train_ddpm.py")
