@@ -150,7 +150,10 @@ CASES = {
         (run(network={"received": 450_000.0}), run(network={"received": 450.5})),
         (run(network={"received": 0.45}), run(network={"received": None})),
     ],
-    "timestep-ignored": [(run(probe={"timestep_response": 0.0}), run(probe={"timestep_response": 1e-3}))],
+    "timestep-ignored": [
+        (run(probe={"timestep_response": 0.0}), run(probe={"timestep_response": 1e-3})),
+        (run(probe={"timestep_response": 1e-7}), run(probe={"timestep_response": 5e-6})),  # EDM2 in a long warm-up
+    ],
     "weights-shrinking": [(run(sizes(0.01)), run(sizes(0.05)))],
     "loss-unstable": [
         (run(jumps(4)), run(jumps(15))),
@@ -359,6 +362,16 @@ def test_previews_of_the_first_half_are_not_judged():
     (preview,) = (record for record in early.history if "samples" in record)
     preview["step"] = int(0.49 * early.resolved["max_train_steps"])
     assert codes(early) == []
+
+
+def test_a_network_is_not_called_blind_to_the_timestep_after_an_update_or_two():
+    """EDM2 starts blind: a gain of zero stands before all that is told."""
+    blind = run(probe={"timestep_response": 0.0})
+    (probe,) = (record for record in blind.history if "probe" in record)
+    probe["step"] = 10
+    assert codes(blind) == ["timestep-ignored"]
+    probe["step"] = 9
+    assert codes(blind) == []
 
 
 def test_a_healthy_run_has_no_finding():
