@@ -216,7 +216,8 @@ def _run_lines(record: "RunRecord") -> list[str]:
 
     done, total = updates_done(record), record.resolved.get("max_train_steps") or 0
     reports = len(record.series("train/loss")[0])
-    lines = [f"{record.output_dir}: {run_state(record, done, total)[0].lower()}, {done} of {total} updates, {reports} reports"]
+    state, plural = run_state(record, done, total)[0].lower(), "s" * (reports != 1)
+    lines = [f"{record.output_dir}: {state}, {done} of {total} updates, {reports} report{plural}"]
     if reports < 4:
         lines.append("there are only a few reports: what is OK now may still go wrong")
     if record.unreadable:

@@ -1,5 +1,9 @@
+import fcntl
 import io
 import os
+import pty
+import struct
+import termios
 import threading
 from types import SimpleNamespace
 
@@ -45,6 +49,16 @@ def test_a_terminal_has_a_bar_that_is_gone_afterwards(stream):
         assert stream.written.wait(10)
     assert "validating: 0 of 640 images" in stream.getvalue()
     assert stream.getvalue().endswith("\r")
+
+
+@pytest.mark.parametrize("columns", [0, 80])
+def test_a_terminal_without_a_width_has_plain_lines(monkeypatch, columns):
+    """tqdm shows nothing there."""
+    kernel, ours = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(kernel, "rb", buffering=0), open(ours, "w") as stream:
+        monkeypatch.setattr(bars, "sys", SimpleNamespace(stderr=stream))
+        assert bars.on_terminal() == (columns > 0)
 
 
 @pytest.mark.parametrize("stream", [False, True], indirect=True)

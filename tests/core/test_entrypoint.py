@@ -1,6 +1,7 @@
 """How a process ends whose output nobody takes, or whose peers do not answer."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -57,3 +58,12 @@ def test_a_count_of_what_was_said_that_never_comes_is_not_waited_for(monkeypatch
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     assert entrypoint._times_said("out of memory", 1) == (3 if kept else 0)
+
+
+def test_ctrl_c_while_the_libraries_load_is_one_line_and_a_crash_keeps_its_traceback():
+    program = "import utils.core.entrypoint, sys\nraise {}"
+    for error, said, status in (("KeyboardInterrupt", "\nstopped by Ctrl-C\n", -signal.SIGINT), ("OSError", None, 1)):
+        command = [sys.executable, "-c", program.format(error)]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+        assert ended.returncode == status
+        assert ended.stderr == said or (said is None and ended.stderr.startswith("Traceback"))

@@ -6,6 +6,7 @@ import sys
 import pytest
 from conftest import ROOT
 
+from utils.core import launcher, signals
 from utils.core.signals import STOP_SIGNALS, StopSignal
 
 
@@ -25,6 +26,22 @@ def test_a_signal_is_answered_at_once_and_remembered(handlers, capfd, number):
     line += "; a second Ctrl-C ends it now, without saving" if number == signal.SIGINT else ""
     assert capfd.readouterr().err.split("\n") == ["", line, ""]
     assert stop.received == number.name and stop.agreed()
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_below_a_launcher_a_second_stop_reaches_the_run(handlers, capfd, monkeypatch, torchrun):
+    """`accelerate launch` ends at once, and then Ctrl-C reaches the shell alone; torchrun waits."""
+    for module in (signals, launcher):
+        monkeypatch.setattr(module, "launcher_words", lambda: ["accelerate", "launch", "train_ddpm.py"])
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    StopSignal(1)
+    os.kill(os.getpid(), signal.SIGINT)
+    again = "a second Ctrl-C" if torchrun else f"kill -INT {os.getpid()}"
+    first, second = capfd.readouterr().err.strip().splitlines()
+    assert first.endswith(f"saves a checkpoint; {again} ends it now, without saving")
+    assert second == "(the text below is from the launcher: you can ignore it)"
 
 
 @pytest.mark.parametrize("ignored", [False, True])

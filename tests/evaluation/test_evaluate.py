@@ -373,8 +373,10 @@ def test_the_fewest_images_that_flags_allow_are_those_that_figures_need():
 
 def test_a_checkpoint_needs_what_an_export_leaves(folder, call, tmp_path):
     shutil.copytree(folder / "run" / "checkpoint-5", tmp_path / "bare" / "checkpoint-5")
-    with pytest.raises(UserError, match="has no exported pipeline yet"):
-        call("--pipeline", tmp_path / "bare" / "checkpoint-5", "--dataset_name", "digits")
+    shutil.copy(folder / "run" / "options.json", tmp_path / "bare")
+    for pipeline in (tmp_path / "bare" / "checkpoint-5", tmp_path / "bare"):
+        with pytest.raises(UserError, match=r"has no exported pipeline yet\n.*a smaller --max_train_steps"):
+            call("--pipeline", pipeline, "--dataset_name", "digits")
 
 
 def test_one_color_image_makes_a_folder_of_color(tmp_path):

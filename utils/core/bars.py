@@ -1,6 +1,7 @@
 """How far a piece of work has come, on stderr: a bar on a terminal, elsewhere plain lines without carriage returns."""
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -13,7 +14,13 @@ LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
 def on_terminal() -> bool:
-    return sys.stderr.isatty()
+    """Returns whether stderr is a terminal that has a width: on others (of `script` or of containers) tqdm shows nothing."""
+    if not sys.stderr.isatty():
+        return False
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except OSError:  # it does not say
+        return True
 
 
 def print_progress(line: str) -> None:

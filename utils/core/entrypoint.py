@@ -7,6 +7,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from utils.core.bars import Bar
@@ -59,6 +60,17 @@ def run_script(
         elif not _was_said(OUT_OF_MEMORY):  # else that is why this rank lost its peer
             traceback.print_exc()
     _leave(status)
+
+
+def _tell_of_interrupt(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ctrl-C in what handles no signals, such as imports, is no crash: one line, and Python's own status of it."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        _say_last("\nstopped by Ctrl-C" + f"\n{LAUNCHER_NEXT}" * bool(launcher_words()))
+
+
+sys.excepthook = _tell_of_interrupt
 
 
 class LossyOutput:

@@ -107,12 +107,7 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
     path = Path(pipeline)
     is_checkpoint = (path / "state.json").is_file()
     folder = exported(pipeline)
-    if is_checkpoint and not (path.parent / "model_index.json").is_file():
-        raise UserError(
-            f"cannot load the checkpoint {path}: {path.parent} has no exported pipeline yet\n"
-            "a run exports one every --save_model_steps updates, and at the end"
-        )
-    kind = _kind(folder)
+    kind = _kind(pipeline)
     load = _load_edm2 if kind == EDM2 else _load_parts if kind in OURS else load_unconditional
     unet, scheduler_config = load(folder)
     if is_checkpoint:
@@ -150,8 +145,15 @@ def _index(pipeline: str) -> dict:
     """What model_index.json of the pipeline, or of a checkpoint's run, says. Raises UserError where it cannot be read."""
     from diffusers import DiffusionPipeline
 
+    folder = Path(exported(pipeline))
+    if (str(folder) != pipeline or (folder / "options.json").is_file()) and not (folder / "model_index.json").is_file():
+        raise UserError(
+            f"cannot load a pipeline from {pipeline}: the run has no exported pipeline yet\n"
+            "a run exports one every --save_model_steps updates, and at the end. To end it now, resume it with a smaller "
+            "--max_train_steps"
+        )
     try:
-        return DiffusionPipeline.load_config(exported(pipeline))
+        return DiffusionPipeline.load_config(str(folder))
     except Exception as error:  # each library raises its own kind
         raise UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}") from error
 

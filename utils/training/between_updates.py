@@ -183,13 +183,13 @@ class Periodic:
     def _save(self) -> bool:
         """Whether a checkpoint was published; why not is said."""
         run = self._run
-        if not self._monitor.ledger.write():
-            self._exit_status = EXIT_DIVERGED
-            return False
-        self._monitor.store()
-        run.state.grad_norm_mean = run.clipping.mean
         limit = run.options.checkpoints_total_limit
         with run.progress.part(f"saving checkpoint-{run.state.step}"):
+            if not self._monitor.ledger.write():
+                self._exit_status = EXIT_DIVERGED
+                return False
+            self._monitor.store()
+            run.state.grad_norm_mean = run.clipping.mean
             problem = save_checkpoint(run.accelerator, run.output_dir, run.state, total_limit=limit)
         if problem:
             run.print_line(f"checkpoint-{run.state.step} was not saved, earlier ones are whole: {problem}")
