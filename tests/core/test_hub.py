@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import types
 
+import huggingface_hub
 import pytest
 from conftest import ROOT, slow_turns
 from hub_stand_in import hub_stand_in
 
 from utils.core.errors import in_full
-from utils.core.hub import told
+from utils.core.hub import log_in, told
 
 LOAD = """
 import json, sys
@@ -35,7 +37,7 @@ except UserError as error:
 
 def said(name: str, tmp_path, address: str = "http://127.0.0.1:9", **options) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "PYTHONPATH": str(ROOT)}
-    environment |= {"HF_HOME": str(tmp_path / "home")}
+    environment |= {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": ""}
     command = [sys.executable, "-c", LOAD, name, json.dumps(options)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
@@ -67,7 +69,7 @@ def repository(tmp_path):
         (None, {}, "it has several configs\nset --dataset_config_name to one of small, large"),
         (None, {"dataset_config_name": "tiny"}, "no config 'tiny'\nset --dataset_config_name to one of small, large"),
         (None, {"dataset_config_name": "small", "dataset_split": "dev"}, "no split dev\nset --dataset_split to one of train"),
-        ("broken", {}, "the Hub could not be reached, or the connection broke ("),
+        ("broken", {}, "some/thing: the Hub answered 500\ntry again later"),
     ],
 )
 def test_a_dataset_that_cannot_be_had(fault, options, message, repository, tmp_path):
@@ -122,6 +124,42 @@ def test_a_connection_that_ends_in_the_middle(offline, message, monkeypatch):
     error = OSError("reading failed")
     error.__cause__ = ConnectionResetError("reset by peer")
     assert message in told(error, "some/thing", "dataset")
+
+
+class Answered(OSError):
+    """The Hub's own answer, as huggingface_hub raises it."""
+
+    def __init__(self, status: int):
+        super().__init__(f"error {status}")
+        self.response = types.SimpleNamespace(status_code=status)
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (401, "the Hub does not accept the token\nset another HF_TOKEN"),
+        (429, "429: too many requests"),
+        (503, "answered 503\ntry"),
+    ],
+)
+def test_the_answer_of_the_hub_is_told_wherever_it_stands_in_the_chain(status, message, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    error = FileNotFoundError("Couldn't find any data file")
+    error.__cause__ = ConnectionError("please check your connection")
+    error.__cause__.__cause__ = Answered(status)
+    assert message in told(error, "some/thing", "dataset")
+
+
+def test_the_advice_to_log_in_is_for_the_token_that_is_used(monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for token, advice in (
+        (None, "log in with `hf auth login`, or set HF_TOKEN"),
+        ("hf_x", "log in again with `hf auth login --force`"),
+    ):
+        monkeypatch.setattr(huggingface_hub, "get_token", lambda token=token: token)
+        assert log_in() == advice
+    monkeypatch.setenv("HF_TOKEN", "hf_y")
+    assert log_in() == "set another HF_TOKEN"
 
 
 @pytest.mark.parametrize("name", ["/no/where", "./runs", "../data", "runs/a/b", "~/photos"])

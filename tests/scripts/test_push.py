@@ -20,8 +20,9 @@ from utils.training.push import pushes_alone
 REFUSED = [
     (
         {"hub_token": "hf_wrong"},
-        r"the Hub does not accept the token .*\nrun `hf auth login --force`, or set another --hub_token",
+        r"the Hub does not accept the token .*\nset another --hub_token$",
     ),
+    ({"hub_token": None}, r"the Hub does not accept the token .*\nset another HF_TOKEN$"),
     ({"hub_token": "hf_read"}, r"the token 'mine' can only read\nmake a token with write access"),
     ({"hub_model_id": "others/run"}, r"the token may not write there \(You don't have the rights to create"),
     ({"hub_model_id": "others/theirs"}, r"the token may not write there \(.*not the required permissions"),
@@ -32,6 +33,7 @@ REFUSED = [
 
 @pytest.fixture
 def hub(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with hub_for_pushes(("others/theirs", "me/there")) as (address, repositories):
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)

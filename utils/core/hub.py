@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 from utils.core.errors import in_full
 
-LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+
+def log_in() -> str:
+    """Returns how to get the Hub to take a token, or another one than the token that is used now."""
+    from huggingface_hub import get_token
+
+    if os.environ.get("HF_TOKEN"):  # which goes before the token of `hf auth login`
+        return "set another HF_TOKEN"
+    return "log in again with `hf auth login --force`" if get_token() else "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def told(error: BaseException, name: str, kind: str) -> str:
@@ -22,9 +29,9 @@ def told(error: BaseException, name: str, kind: str) -> str:
     here = "" if os.path.exists(name) else "no folder here has this name, and "
     page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
     if "GatedRepoError" in classes or f"is a gated {kind}" in text:
-        return f"it is gated\nask for access at {page}, then {LOG_IN}"
+        return f"it is gated\nask for access at {page}, then {log_in()}"
     if classes & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
-        return f"{here}it doesn't exist on the Hub, or it is private\ncheck the name, or {LOG_IN}"
+        return f"{here}it doesn't exist on the Hub, or it is private\ncheck the name, or {log_in()}"
     if found := re.search(r"available configs: \[(.*?)\]", text):
         return f"it has several configs\nset --dataset_config_name to one of {_plain(found[1])}"
     if found := re.search(r"BuilderConfig (\S+) not found. Available: \[(.*?)\]", text):
@@ -33,6 +40,12 @@ def told(error: BaseException, name: str, kind: str) -> str:
         return f"it has no split {found[1]}\nset --dataset_split to one of {_plain(found[2])}"
     if "UnicodeDecodeError" in classes:
         return f"its text is not UTF-8 ({in_full(error)})\nsave the file as UTF-8"
+    status = next((found.response.status_code for found in errors if getattr(found, "response", None) is not None), None)
+    if status == 401:
+        return f"the Hub does not accept the token\n{log_in()}"
+    if status is not None and (status == 429 or status >= 500):
+        reason = ": too many requests from this address or account" if status == 429 else ""
+        return f"the Hub answered {status}{reason}\ntry again later"
     if classes & {"ConnectionError", "LocalEntryNotFoundError", "TransportError", "OfflineModeIsEnabled"}:
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
             return (

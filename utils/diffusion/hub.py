@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from utils.core.errors import UserError
+from utils.core.hub import log_in
 from utils.diffusion.export import PIPELINE_INDEX, PUBLISHED, check_pipeline, write_card
 from utils.options.flags import OutputOptions
 
@@ -86,7 +87,8 @@ def _problems_in_a_line(options: OutputOptions, doing: str) -> Iterator[None]:
         elif isinstance(error, OfflineModeIsEnabled):
             reason = "HF_HUB_OFFLINE is set\nunset it, or leave --push_to_hub out"
         elif status == 401:
-            reason = f"the Hub does not accept the token ({said})\nrun `hf auth login --force`, or set another --hub_token"
+            mend = "set another --hub_token" if options.hub_token else log_in()
+            reason = f"the Hub does not accept the token ({said})\n{mend}"
         elif status == 403:
             reason = f"the token may not write there ({said})\nmake another token at {TOKENS}, or set another --hub_model_id"
         elif status is not None:
