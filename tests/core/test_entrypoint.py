@@ -28,6 +28,19 @@ run_script(main, dict, outlives_output={outlives})
 """
 
 
+DDP = """
+import torch
+from utils.core.entrypoint import run_script
+
+def main(options):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), broadcast_buffers=False)
+    torch.distributed.destroy_process_group()
+
+run_script(main, dict)
+"""
+
+
 def nobody() -> int:
     """A pipe whose reader is gone, as `tee` after Ctrl-C."""
     reader, writer = os.pipe()
@@ -43,6 +56,11 @@ def test_a_run_outlives_those_who_read_what_it_prints(output, outlives):
     ended = subprocess.run(program, stdout=descriptor, stderr=descriptor, cwd=ROOT, timeout=60, check=False)
     os.close(descriptor)
     assert (ended.returncode == 75) is outlives
+
+
+def test_nobody_is_warned_of_an_argument_that_accelerate_passes():
+    ended = subprocess.run([sys.executable, "-c", DDP], cwd=ROOT, timeout=60, check=True, capture_output=True, text=True)
+    assert "broadcast_buffers" not in ended.stderr
 
 
 def test_a_run_whose_output_is_closed_from_the_start():

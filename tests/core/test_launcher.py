@@ -55,6 +55,7 @@ def test_odd_values_of_omp_num_threads(value, threads, monkeypatch):
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "launched with a parallelism config"),
         ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "launched with dynamo_backend inductor, .*--compile"),
         ("ACCELERATE_MIXED_PRECISION", "fp16", "the launcher's mixed_precision fp16 needs a GPU\non a CPU, set --mixed_prec"),
+        ("ACCELERATE_MIXED_PRECISION", "fp17", "the launcher's mixed_precision fp17 is not supported\nset --mixed_precision"),
         ("ACCELERATE_MIXED_PRECISION", "fp8", "the launcher's mixed_precision fp8 is not supported"),
     ],
 )
@@ -67,7 +68,7 @@ def test_settings_that_cannot_work_are_refused_before_accelerate_reads_them(vari
 
 
 def test_the_script_s_own_precision_wins_over_the_launcher_s(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "FP16")
     assert check_precision("bf16", on_cpu=True) == "bf16"
     assert check_precision(None, on_cpu=False) == "fp16"
 

@@ -132,6 +132,17 @@ def test_latest_of_a_new_folder_is_none_but_of_a_ruined_one_an_error(saved, tmp_
         find_checkpoint(tmp_path, "latest")
 
 
+def test_a_checkpoint_of_another_script_is_known_and_its_folder_is_not_to_be_overwritten(saved, tmp_path):
+    (saved / "MANIFEST.json").unlink()
+    for wanted in ("latest", str(saved)):
+        with pytest.raises(UserError, match=r"no MANIFEST\.json: it was never completed"):
+            find_checkpoint(tmp_path, wanted)
+    (saved / "unet").mkdir()
+    for wanted in ("latest", str(saved)):
+        with pytest.raises(UserError, match=r"written by another script.*\nstart from the pipeline .* another --output_dir$"):
+            find_checkpoint(tmp_path, wanted)
+
+
 def test_unknown_checkpoint_lists_those_there(saved, tmp_path):
     with pytest.raises(UserError, match="choose from: checkpoint-1"):
         find_checkpoint(tmp_path, "checkpoint-5")

@@ -278,7 +278,7 @@ def test_its_test_suite_s_command_lines(train, tiny_flags, tmp_path):
         (["--optimizer", "adamw8bit"], "bitsandbytes"),
         (["--logger", "wandbb"], "unknown --logger 'wandbb'"),
         (["--logger", "aim"], "pip install aim"),
-        (["--enable_xformers_memory_efficient_attention"], "leave this flag out"),
+        (["--enable_xformers_memory_efficient_attention"], "xformers is not installed\nleave this flag out"),
     ],
 )
 def test_bad_input_is_named(train, tiny_flags, tmp_path, flags, message):

@@ -39,6 +39,8 @@ def run_script(
     _imports.close()
     # diffusers passes this argument, and huggingface_hub complains about it: nothing that a user can change
     warnings.filterwarnings("ignore", message="The `local_dir_use_symlinks` argument")
+    # Accelerate hands this argument to torch 2.13, whose new name for it means another thing
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     if outlives_output:
         nowhere = open(os.devnull, "w")  # noqa: SIM115 - for a stream that was closed from the start
         sys.stdout, sys.stderr = LossyOutput(sys.stdout or nowhere), LossyOutput(sys.stderr or nowhere)

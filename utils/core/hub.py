@@ -38,9 +38,11 @@ def told(error: BaseException, name: str, kind: str) -> str:
         return f"it has no config {found[1]}\nset --dataset_config_name to one of {_plain(found[2])}"
     if found := re.search(r"Unknown split \"?(.*?)\"?\. Should be one of \[(.*?)\]", text):
         return f"it has no split {found[1]}\nset --dataset_split to one of {_plain(found[2])}"
+    if "no file named model_index.json found in directory" in text:
+        return "it has no model_index.json\nuse the folder of a finished run, or of another pipeline"
     if "UnicodeDecodeError" in classes:
         return f"its text is not UTF-8 ({in_full(error)})\nsave the file as UTF-8"
-    status = next((found.response.status_code for found in errors if getattr(found, "response", None) is not None), None)
+    status = next(filter(None, (getattr(getattr(found, "response", None), "status_code", None) for found in errors)), None)
     if status == 401:
         return f"the Hub does not accept the token\n{log_in()}"
     if status is not None and (status == 429 or status >= 500):

@@ -91,10 +91,10 @@ def refuse_launch() -> None:
 def check_precision(asked: str | None, on_cpu: bool) -> str | None:
     """Returns the precision: what the script was asked for, else what `accelerate launch` was. Raises UserError for one that
     cannot work."""
-    precision = asked or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    precision = asked or os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() or None
     where = "--mixed_precision" if asked else "the launcher's mixed_precision"
     if on_cpu and precision == "fp16":
         raise UserError(f"{where} fp16 needs a GPU\non a CPU, set --mixed_precision no or bf16")
-    if precision == "fp8":
-        raise UserError(f"{where} fp8 is not supported\nset --mixed_precision no, bf16 or fp16")
+    if precision not in (None, "no", "bf16", "fp16"):
+        raise UserError(f"{where} {precision} is not supported\nset --mixed_precision no, bf16 or fp16")
     return precision

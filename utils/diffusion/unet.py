@@ -230,5 +230,9 @@ def use_xformers(unet: UNet2DModel) -> None:
     """Switches attention to xformers. Raises UserError where that cannot work; torch's own attention saves as much memory."""
     try:
         unet.enable_xformers_memory_efficient_attention()
-    except (ImportError, ValueError) as error:
+    except ImportError:  # whose words are only a link
+        raise UserError(
+            "--enable_xformers_memory_efficient_attention: xformers is not installed\nleave this flag out"
+        ) from None
+    except ValueError as error:
         raise UserError(f"--enable_xformers_memory_efficient_attention: {in_full(error)}\nleave this flag out") from None

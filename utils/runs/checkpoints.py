@@ -31,6 +31,8 @@ from utils.runs.folder import check_options
 from utils.runs.state import STATE, TrainState, read_state
 
 MANIFEST = "MANIFEST.json"
+OF_ANOTHER_SCRIPT = "it was written by another script, such as diffusers' train_unconditional.py"
+PRETRAINED = "start from the pipeline of that script with --pretrained, in another --output_dir"
 MODEL_WEIGHTS = "model.safetensors"
 EMA_WEIGHTS = "ema.safetensors"
 REPLACED = ".tmp-replaced-"  # a checkpoint on its way out, while a newer one of its name comes in
@@ -146,6 +148,8 @@ def verify_checkpoint(path: Path) -> str | None:
             return f"{MANIFEST} does not list {', '.join(sorted(missing))}"
         read_state(path)
     except FileNotFoundError:
+        if (path / "unet").is_dir():
+            return OF_ANOTHER_SCRIPT
         return f"no {MANIFEST}: it was never completed"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"unreadable: {error}"
@@ -175,10 +179,9 @@ def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[st
                 return path, skipped
             skipped.append(f"skipping {path.name}: {problem}")
         if candidates:
-            raise UserError(
-                f"{output_dir} has no valid checkpoint: {'; '.join(skipped)}\n"
-                "restore one from a copy, or start again with --overwrite_output_dir"
-            )
+            foreign = all(OF_ANOTHER_SCRIPT in line for line in skipped)
+            advice = PRETRAINED if foreign else "restore one from a copy, or start again with --overwrite_output_dir"
+            raise UserError(f"{output_dir} has no valid checkpoint: {'; '.join(skipped)}\n{advice}")
         return None, []
     if wanted == "best":
         newest = next((path for path in reversed(candidates) if verify_checkpoint(path) is None), None)
@@ -195,7 +198,8 @@ def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[st
             there = ", ".join(p.name for p in candidates) or "none"
             raise UserError(f"--resume_from_checkpoint {wanted}: {output_dir} has no such checkpoint\nchoose from: {there}")
     if problem := verify_checkpoint(path):
-        raise UserError(f"cannot resume from {path}: {problem}\nresume from another checkpoint, or from latest")
+        advice = PRETRAINED if problem == OF_ANOTHER_SCRIPT else "resume from another checkpoint, or from latest"
+        raise UserError(f"cannot resume from {path}: {problem}\n{advice}")
     return path, []
 
 
