@@ -1,6 +1,7 @@
 """How a process ends whose output nobody takes, or whose peers do not answer."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,6 +57,21 @@ def test_a_run_outlives_those_who_read_what_it_prints(output, outlives):
     ended = subprocess.run(program, stdout=descriptor, stderr=descriptor, cwd=ROOT, timeout=60, check=False)
     os.close(descriptor)
     assert (ended.returncode == 75) is outlives
+
+
+def test_missing_packages_are_named_together_before_any_is_imported(monkeypatch, capsys):
+    monkeypatch.setattr(entrypoint, "REQUIRED", ("numpy", "no_such_package", "nor_this"))
+    with pytest.raises(SystemExit) as ended:
+        entrypoint.parse_early(dict)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: not installed: no_such_package, nor_this\npip install -r requirements.txt\n"
+
+
+def test_the_required_packages_are_those_of_the_requirements():
+    listed = (ROOT / "requirements.txt").read_text().split("# Development")[0]
+    names = set(re.findall(r"^[A-Za-z_-]+", listed, re.MULTILINE)) - {"tensorboard"}
+    imported = {"Pillow": "PIL", "PyYAML": "yaml", "scikit-learn": "sklearn"}
+    assert {imported.get(name, name) for name in names} == set(entrypoint.REQUIRED)
 
 
 def test_nobody_is_warned_of_an_argument_that_accelerate_passes():

@@ -1,6 +1,7 @@
 """How a script's process ends: its exit status, and what is said, once, of what went wrong."""
 
 import contextlib
+import importlib.util
 import os
 import sys
 import time
@@ -19,6 +20,10 @@ if sys.platform == "win32":  # which lacks SIGUSR1 and the module `resource`, an
     print("error: Windows is not supported: use Linux, or WSL 2", file=sys.stderr)
     sys.exit(2)
 T = TypeVar("T")
+REQUIRED = (  # to import, of requirements.txt; trackers are asked for by --logger
+    *("torch", "accelerate", "diffusers", "datasets", "huggingface_hub", "safetensors", "yaml", "psutil", "tqdm", "PIL"),
+    *("numpy", "sklearn", "filelock"),
+)
 LAUNCHER_NEXT = "(the text below is from the launcher: you can ignore it)"
 WAIT_FOR_FIRST = 5.0  # seconds, in which a launcher ends the other ranks
 PATIENCE = 5.0  # seconds, in which whoever counts what the ranks say answers, unless it hangs
@@ -118,9 +123,11 @@ def _call_at_end() -> None:
 
 def parse_early(parse_args: Callable[[], T]) -> T:
     """The options of this process's command line, for a script that asks for them above its heavy imports: neither `--help` nor
-    a mistake in the command should wait for these."""
+    a mistake in the command should wait for these, and packages that are missing are named together."""
     try:
         options = parse_args()
+        if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
+            raise UserError(f"not installed: {', '.join(missing)}\npip install -r requirements.txt")
     except UserError as error:
         _leave(_tell(error))
         raise
