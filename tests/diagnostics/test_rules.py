@@ -214,6 +214,10 @@ CASES = {
             run(lambda n: {"layers": layers() | {"mid_block.weight": {"weight": 0.1, "gradient": 0.0, "update": 0.0}}}),
             run(lambda n: {"layers": layers() | {"mid_block.weight": {"weight": 0.1, "gradient": 1e-9, "update": 1e-3}}}),
         ),
+        (
+            run(lambda n: {"layers": layers() | {"mid_block.weight": {"gradient": 0.0}}}, options={"train_only": ["mid*"]}),
+            run(lambda n: {"layers": layers() | {"mid_block.weight": {"gradient": 0.0}}}, options={"train_only": ["conv*"]}),
+        ),
     ],
     "non-finite": [
         (run(lambda n: {"train/skipped_updates": float(n > 5)}), run()),

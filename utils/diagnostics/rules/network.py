@@ -1,5 +1,7 @@
 """Findings about what the network does with its input, and what reaches its layers."""
 
+from fnmatch import fnmatchcase
+
 from utils.diagnostics.finding import Finding, Found
 from utils.diagnostics.rules.loss import errors_of_a_constant
 from utils.runs.record import RunRecord
@@ -23,7 +25,9 @@ def no_gradient(record: RunRecord) -> Found:
         return
     yield "no-gradient"
     newest = records[-3:]
-    weights = [name for name, layer in newest[-1][1].items() if "gradient" in layer]
+    patterns = record.options.get("train_only") or ["*"]
+    trained = [name for name in newest[-1][1] if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    weights = [name for name in trained if "gradient" in newest[-1][1][name]]
     dead = [n for n in weights if all(layers.get(n, {}).get("gradient", 1.0) == 0.0 for _, layers in newest)]
     if dead:
         what = f"exactly 0 in the last {len(newest)} reports: {_listed(dead)}"
