@@ -55,6 +55,7 @@ def main(args: EvaluateOptions) -> None:
         from utils.core.distributed import make_accelerator, on_main_process
         from utils.data.arrays import is_array_file
         from utils.diagnostics.finding import Finding, described
+        from utils.diagnostics.rules.samples import MIN_VARIED
         from utils.diffusion.guidance import class_numbers, make_guided_prediction
         from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes
         from utils.diffusion.sampling import SamplePlan, full_precision, is_edm, make_sampler, sampling_steps
@@ -213,7 +214,8 @@ def main(args: EvaluateOptions) -> None:
     print("\n".join(sentences([*results, *earlier])))
     for result in results:
         found = [Finding(f["code"], f["severity"], f["evidence"]) for f in result["figures"]["findings"]]
-        print(f"\n{result['name']}: {'nothing found that looks like a collapse' if not found else ''}".rstrip())
+        few = f" (with fewer than {MIN_VARIED} images, variety is not judged)" * (result["figures"]["rows"] < MIN_VARIED)
+        print(f"\n{result['name']}:" + f" nothing found that looks like a collapse{few}" * (not found))
         for finding in found:
             print("\n".join(described(finding)))
 

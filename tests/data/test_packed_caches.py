@@ -13,7 +13,7 @@ from filelock import FileLock
 from PIL import Image
 
 from utils.data.dataset import load_images
-from utils.data.packed_caches import list_caches, prune_caches
+from utils.data.packed_caches import describe_size, list_caches, prune_caches
 from utils.options.flags import DataOptions
 
 DAY = 86400
@@ -107,3 +107,7 @@ def test_the_doctor_lists_and_prunes(load, tmp_path, capsys):
     assert "unused for 40 days" in text and str(folder) in text and "1 packed cache, 0.0 MB" in text
     assert "removed" in ask("--prune_cache", "30") and not folder.exists()
     assert json.loads(ask("--cache", "--json")) == {"removed": [], "caches": []}
+
+
+def test_no_size_is_rounded_to_nothing():
+    assert [describe_size(size) for size in (768, 115_200, 5e7, 2.5e9)] == ["0.8 kB", "0.1 MB", "50.0 MB", "2.5 GB"]

@@ -86,6 +86,7 @@ def test_model_card_says_that_loading_runs_code(folder):
     assert "- class-conditional-image-generation" in card and "- edm2" in card
     assert 'class_labels=["ant"]' in card and "| Class names | ant, bee, cow |" in card
     assert "class_labels=[0]" in model_card({"carries_code": True, "classes": 3})
+    assert 'class_labels=["Tür"]' in model_card({"carries_code": True, "classes": 1, "class_names": ["Tür"]})
 
 
 def test_the_pipeline_knows_its_classes_by_name():

@@ -188,7 +188,14 @@ def test_real_images_against_real_images_find_nothing(folder, call, monkeypatch)
     assert [finding["code"] for finding in figures["findings"]] == ["samples-copied"]
     output = call("--images", folder / "first", "--reference", folder / "second")
     assert "the Frechet distance is within 5 times its floor" in output
-    assert "nothing found that looks like a collapse" in output and "classes hit" not in output
+    assert "nothing found that looks like a collapse\n" in output and "classes hit" not in output
+
+
+def test_of_few_images_the_variety_is_said_not_to_be_judged(folder, call, tmp_path):
+    for number in range(60):
+        save_png(Image.open(folder / "first" / f"{number}.png"), tmp_path / "few" / f"{number}.png")
+    output = call("--images", tmp_path / "few", "--reference", folder / "second")
+    assert "nothing found that looks like a collapse (with fewer than 100 images, variety is not judged)" in output
 
 
 def test_stored_reference_statistics_serve_like_the_images(folder, call, tmp_path):

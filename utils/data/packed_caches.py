@@ -41,6 +41,8 @@ class PackedCache:
 
 
 def describe_size(size: int) -> str:
+    if size < 1e5:
+        return f"{size / 1e3:.1f} kB"
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 

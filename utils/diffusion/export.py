@@ -284,10 +284,10 @@ def model_card(facts: Mapping) -> str:
         command = re.sub(r"(--hub_token[= ]+)\S+|hf_\w{20,}", lambda match: f"{match[1] or ''}***", facts["command"])
         sections.append(f"## Training command\n\n```bash\n{command}\n```")
     name, trust = ("DiffusionPipeline", ", trust_remote_code=True") if carries_code else ("DDPMPipeline", "")
-    place = json.dumps(str(facts.get("pipeline", ".")))
+    place = json.dumps(str(facts.get("pipeline", ".")), ensure_ascii=False)
     load = f"pipeline = {name}.from_pretrained({place}{trust})"
     first = next(iter(facts.get("class_names") or [0]))
-    given = f"class_labels=[{json.dumps(first)}], guidance_scale=1.5" if facts.get("classes") else ""
+    given = f"class_labels=[{json.dumps(first, ensure_ascii=False)}], guidance_scale=1.5" if facts.get("classes") else ""
     if facts.get("channels", 1) > 4:
         given += ", " * bool(given) + 'output_type="np"'
     call = f"pipeline({given})"

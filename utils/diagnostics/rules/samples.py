@@ -18,7 +18,7 @@ _MIN_EXPECTED = 20  # images: of so many expected, chance leaves fewer than a fi
 _CHANCE = 1e-5
 _LEAST_GAP = 0.015  # share of the images: less is no part of the data
 _RIPE = 1000  # updates: healthy runs of 120 had samples among which no image could be, and 72 % of their pixels black or white
-_MIN_VARIED = 100  # images: real sets of 100 gave a variance ratio above 0.74 in 4,000 of 4,000, of 20 below 0.7 in 2 of 100
+MIN_VARIED = 100  # images: real sets of 100 gave a variance ratio above 0.74 in 4,000 of 4,000, of 20 below 0.7 in 2 of 100
 
 
 def evaluated_samples(record: RunRecord) -> Found:
@@ -36,7 +36,7 @@ def evaluated_samples(record: RunRecord) -> Found:
                 yield from ("samples-unlike-data", *(["samples-copied"] if _copies(figures) else []))
             if codes.isdisjoint(("samples-alike", "samples-unlike-data")):
                 yield from ("modes-missing", "mode-dominates")
-                yield from ["samples-lack-variety"] if figures["rows"] >= _MIN_VARIED else []
+                yield from ["samples-lack-variety"] if figures["rows"] >= MIN_VARIED else []
             yield from found
 
 
@@ -119,7 +119,7 @@ def _unlike(figures: dict, step: int | None) -> Iterator[Finding]:
 def _variety(figures: dict, step: int | None) -> Iterator[Finding]:
     ratio = figures["variance_ratio"]
     # Real sets of 900 gave 0.95 to 1.07, a mode five times too large 0.82, half the variance in the pixels 0.43 to 0.52.
-    if ratio < 0.7 and figures["rows"] >= _MIN_VARIED:
+    if ratio < 0.7 and figures["rows"] >= MIN_VARIED:
         what = f"variance {ratio:.2g} and distances {figures['distance_ratio']:.2g} of those of the real images, in features"
         yield Finding("samples-lack-variety", "critical" if ratio < 0.3 else "warning", what, step)
 
