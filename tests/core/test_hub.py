@@ -150,6 +150,12 @@ def test_the_answer_of_the_hub_is_told_wherever_it_stands_in_the_chain(status, m
     assert message in told(error, "some/thing", "dataset")
 
 
+def test_whoever_has_a_token_needs_only_access_to_a_gated_dataset(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    page = "https://huggingface.co/datasets/some/thing"
+    assert told(ValueError("it is a gated dataset"), "some/thing", "dataset").endswith(f"at {page}, or set another HF_TOKEN")
+
+
 def test_the_advice_to_log_in_is_for_the_token_that_is_used(monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     for token, advice in (

@@ -21,6 +21,8 @@ def told(error: BaseException, name: str, kind: str) -> str:
 
     Known causes are told with what to do; of the rest, its own words and its last cause.
     """
+    from huggingface_hub import get_token
+
     if is_only_a_path(name) and not os.path.exists(name):
         return "no such file or folder\ncheck the path"
     errors = list(_chain(error))
@@ -29,7 +31,7 @@ def told(error: BaseException, name: str, kind: str) -> str:
     here = "" if os.path.exists(name) else "no folder here has this name, and "
     page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
     if "GatedRepoError" in classes or f"is a gated {kind}" in text:
-        return f"it is gated\nask for access at {page}, then {log_in()}"
+        return f"it is gated\nask for access at {page}, {'or' if get_token() else 'then'} {log_in()}"
     if classes & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
         return f"{here}it doesn't exist on the Hub, or it is private\ncheck the name, or {log_in()}"
     if found := re.search(r"available configs: \[(.*?)\]", text):
