@@ -287,6 +287,7 @@ def stand_ins(device: Device, monkeypatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # or fp16 would be refused
     # As `torch.cuda` is: what the scripts ask of a device's own module.
     monkeypatch.setattr(torch, "meta", SimpleNamespace(manual_seed=torch.default_generator.manual_seed), raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)  # of a build for CUDA
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device=None: 0)
     # `Module.to` keeps the Parameters on the way to a GPU; on the way to meta it would make new ones, unknown to the optimizer.
     monkeypatch.setattr(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)

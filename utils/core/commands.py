@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 HOME = Path(__file__).parents[2]  # of the scripts: the top of a clone, or the package
@@ -10,9 +11,9 @@ HOME = Path(__file__).parents[2]  # of the scripts: the top of a clone, or the p
 def run(script: str) -> None:
     """As the module `__main__`, which processes that are spawned import; `sys.argv` keeps the command's name, for its usage."""
     sys.path.insert(0, str(HOME))  # as Python does for a script: here its packages are found before others of their names
-    main, path = sys.modules["__main__"], HOME / script
-    main.__file__ = str(path)
-    exec(compile(path.read_bytes(), path, "exec"), vars(main))
+    main = sys.modules["__main__"]
+    main.__file__ = str(HOME / script)
+    SourceFileLoader("__main__", main.__file__).exec_module(main)
 
 
 train_ddpm = partial(run, "train_ddpm.py")
