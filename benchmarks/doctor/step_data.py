@@ -125,13 +125,16 @@ def stickers() -> tuple[list[Image.Image], np.ndarray]:
 
 
 def waves() -> dict[str, np.ndarray]:
-    """Arrays of floats, 18x18 in five channels: a long or a short wave that moves on from channel to channel."""
+    """Arrays of floats, 18x18 in five channels: three long or three short waves that move on from channel to channel."""
     chance, labels = np.random.default_rng(3), np.arange(480) % 2
     y, x = np.mgrid[0:18, 0:18, 0:1][:2]
-    angle, phase, height = (chance.uniform(*of, (480, 1, 1, 1)) for of in ((0, np.pi), (0, 2 * np.pi), (0.4, 0.9)))
-    length = chance.uniform(*np.array([(5, 7), (14, 18)])[labels].T)[:, None, None, None]
-    along = (np.cos(angle) * x + np.sin(angle) * y) * 2 * np.pi / length
-    return {"images": (height * np.sin(along + phase + 0.3 * np.arange(5))).astype(np.float32), "labels": labels}
+    images = np.zeros((480, 18, 18, 5))
+    for _ in range(3):
+        angle, phase, height = (chance.uniform(*of, (480, 1, 1, 1)) for of in ((0, np.pi), (0, 2 * np.pi), (0.1, 0.33)))
+        length = chance.uniform(*np.array([(5, 7), (14, 18)])[labels].T)[:, None, None, None]
+        along = (np.cos(angle) * x + np.sin(angle) * y) * 2 * np.pi / length
+        images += height * np.sin(along + phase + 0.3 * np.arange(5))
+    return {"images": images.astype(np.float32), "labels": labels}
 
 
 MAKERS: dict[str, Callable] = {
