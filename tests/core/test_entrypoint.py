@@ -67,6 +67,14 @@ def test_missing_packages_are_named_together_before_any_is_imported(monkeypatch,
     assert capsys.readouterr().err == "error: not installed: no_such_package, nor_this\npip install -r requirements.txt\n"
 
 
+def test_a_script_without_any_package_names_them_all():
+    code = f"import sys; sys.modules |= dict.fromkeys({entrypoint.REQUIRED}); sys.argv = ['train_ddpm.py']; "
+    code += "import runpy; runpy.run_path('train_ddpm.py', run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False, capture_output=True, text=True)
+    said = f"error: not installed: {', '.join(entrypoint.REQUIRED)}\npip install -r requirements.txt\n"
+    assert (ended.returncode, ended.stderr) == (2, said)
+
+
 def test_the_required_packages_are_those_of_the_requirements():
     listed = (ROOT / "requirements.txt").read_text().split("# Development")[0]
     names = set(re.findall(r"^[A-Za-z_-]+", listed, re.MULTILINE)) - {"tensorboard"}

@@ -7,8 +7,6 @@ import threading
 import time
 from typing import Any
 
-from tqdm import tqdm
-
 FIRST_SECONDS = 3.0  # work that is done sooner shows nothing
 LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
@@ -112,5 +110,7 @@ class Bar:
 
     def _draw(self) -> None:
         if self._tqdm is None:
+            from tqdm import tqdm  # here, so that a script can say which packages are missing
+
             self._tqdm = tqdm(file=sys.stderr, bar_format="{desc}", leave=False, dynamic_ncols=True)
         self._tqdm.set_description_str(self.line())

@@ -198,8 +198,7 @@ def _times_said(message: str, adding: int) -> int | None:
 
 
 def _say_last(message: str) -> None:
-    from tqdm import tqdm
-
-    for bar in list(getattr(tqdm, "_instances", ())):  # else the message stands behind a bar
+    shown = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    for bar in list(getattr(shown, "_instances", ())):  # else the message stands behind a bar
         bar.close()
     print(message, file=sys.stderr, flush=True)
