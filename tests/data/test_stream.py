@@ -428,6 +428,7 @@ def test_blocks_do_not_stay_open_beyond_the_limit_and_count_as_used(folder, load
     for row in range(len(images)):
         images.fetch([row])
         assert sum(stored.size for stored, _ in store._open.values()) <= max(1000, store.block(0).size)
+        assert store._mapped == sum(stored.size for stored, _ in store._open.values())
     path = store.cache.folder / "0.bin"
     os.utime(path, (0, 0))
     monkeypatch.setattr(stream, "_OPEN_SECONDS", -1.0)

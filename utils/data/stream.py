@@ -237,12 +237,13 @@ class StreamedImages:
         self.bad_images = BadImages(max_bad_images)
         self._ahead: ReadAhead | None = None
         self._open: dict[int, tuple[StoredBlock, float]] = {}  # until when they stay, the one used last at the end
+        self._mapped = 0  # bytes of them
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_ahead": None, "_open": {}}
+        return {**self.__dict__, "_ahead": None, "_open": {}, "_mapped": 0}
 
     def blocks_of(self, rows: np.ndarray) -> np.ndarray:
         """Returns the blocks int64 [rows] of `rows`."""
@@ -279,15 +280,23 @@ class StreamedImages:
 
     def block(self, block: int) -> StoredBlock:
         """Returns a decoded block from the disk, read first where it is not there. Raises UserError, see `fetch`."""
-        stored, until = self._open.pop(block, (None, 0.0))
+        stored, until = self._open.get(block, (None, 0.0))
         if stored is None or time.monotonic() > until:  # then it counts as used once more, or was removed
+            self._close(block)
             shard = self._read.address(block)
             make = functools.partial(patiently, functools.partial(self._read, block), shard, self.cache.say)
             stored, until = self.cache.open(block, make, shard), time.monotonic() + _OPEN_SECONDS
+            self._mapped += stored.size
+        else:
+            del self._open[block]
         self._open[block] = stored, until  # the newest is the last
-        while len(self._open) > 1 and sum(each.size for each, _ in self._open.values()) > self.cache.limit // _OPEN_SHARE:
-            self._open.pop(next(iter(self._open)))
+        while len(self._open) > 1 and self._mapped > self.cache.limit // _OPEN_SHARE:
+            self._close(next(iter(self._open)))
         return stored
+
+    def _close(self, block: int) -> None:
+        if block in self._open:
+            self._mapped -= self._open.pop(block)[0].size
 
     def read_ahead(self, rows: np.ndarray) -> None:
         """Begins to read the blocks of `rows` in the background, in their order; what was asked for before does not count."""
