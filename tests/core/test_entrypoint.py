@@ -103,9 +103,19 @@ def test_a_count_of_what_was_said_that_never_comes_is_not_waited_for(monkeypatch
 
 
 def test_ctrl_c_while_the_libraries_load_is_one_line_and_a_crash_keeps_its_traceback():
-    program = "import utils.core.entrypoint, sys\nraise {}"
-    for error, said, status in (("KeyboardInterrupt", "\nstopped by Ctrl-C\n", -signal.SIGINT), ("OSError", None, 1)):
-        command = [sys.executable, "-c", program.format(error)]
-        ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    """In the scripts; importing their modules, as `watch` does, changes nothing for the script that imports them."""
+    program, parsed = (
+        "import utils.core.entrypoint as entrypoint, types\n{}raise {}",
+        "entrypoint.parse_early(types.SimpleNamespace)\n",
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    for before, error, said, status in (
+        (parsed, "KeyboardInterrupt", "\nstopped by Ctrl-C\n", -signal.SIGINT),
+        (parsed, "OSError", None, 1),
+        ("", "KeyboardInterrupt", None, -signal.SIGINT),
+    ):
+        command = [sys.executable, "-c", program.format(before, error)]
+        how = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 60, "env": environment}
+        ended = subprocess.run(command, check=False, **how)
         assert ended.returncode == status
         assert ended.stderr == said or (said is None and ended.stderr.startswith("Traceback"))

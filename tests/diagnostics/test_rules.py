@@ -218,6 +218,10 @@ CASES = {
             run(lambda n: {"layers": layers() | {"mid_block.weight": {"gradient": 0.0}}}, options={"train_only": ["mid*"]}),
             run(lambda n: {"layers": layers() | {"mid_block.weight": {"gradient": 0.0}}}, options={"train_only": ["conv*"]}),
         ),
+        (
+            run(lambda n: {"layers": layers() | {"unet.mid.weight": {"gradient": 0.0}}}, options={"train_only": ["mid*"]}),
+            run(lambda n: {"layers": layers() | {"unet.mid.weight": {"gradient": 0.0}}}, options={"train_only": ["conv*"]}),
+        ),
     ],
     "non-finite": [
         (run(lambda n: {"train/skipped_updates": float(n > 5)}), run()),
@@ -368,14 +372,12 @@ def test_previews_of_the_first_half_are_not_judged():
     assert codes(early) == []
 
 
-def test_a_network_is_not_called_blind_to_the_timestep_after_an_update_or_two():
-    """EDM2 starts blind: a gain of zero stands before all that is told."""
-    blind = run(probe={"timestep_response": 0.0})
-    (probe,) = (record for record in blind.history if "probe" in record)
-    probe["step"] = 10
-    assert codes(blind) == ["timestep-ignored"]
-    probe["step"] = 9
-    assert codes(blind) == []
+def test_a_network_is_not_called_blind_to_the_timestep_before_it_could_learn_to_see():
+    """EDM2 starts blind: gains of zero stand before all that is told, and no gradient comes through them."""
+    assert "timestep-ignored" not in codes(run(lambda n: {"train/lr": 5e-8}, probe={"timestep_response": 0.0}))
+    record = run(lambda n: {"layers": layers(gradient=0.0)} if n <= 3 else {})
+    record.history = [{**line, "step": line["step"] // EVERY} for line in record.history if line["step"] <= 3 * EVERY]
+    assert len(record.records("layers")) == 3 and "no-gradient" not in codes(record)
 
 
 def test_a_healthy_run_has_no_finding():

@@ -382,8 +382,11 @@ def test_a_checkpoint_needs_what_an_export_leaves(folder, call, tmp_path):
     shutil.copytree(folder / "run" / "checkpoint-5", tmp_path / "bare" / "checkpoint-5")
     shutil.copy(folder / "run" / "options.json", tmp_path / "bare")
     for pipeline in (tmp_path / "bare" / "checkpoint-5", tmp_path / "bare"):
-        with pytest.raises(UserError, match=r"has no exported pipeline yet\n.*a smaller --max_train_steps"):
+        with pytest.raises(UserError, match=r"has no exported pipeline yet\n.*--max_train_steps N"):
             call("--pipeline", pipeline, "--dataset_name", "digits")
+    (tmp_path / "no-run").mkdir()
+    with pytest.raises(UserError, match=r"it has no model_index\.json"):
+        call("--pipeline", f"{tmp_path}/no-run/", "--dataset_name", "digits")
 
 
 def test_one_color_image_makes_a_folder_of_color(tmp_path):

@@ -141,6 +141,10 @@ def test_a_checkpoint_of_another_script_is_known_and_its_folder_is_not_to_be_ove
     for wanted in ("latest", str(saved)):
         with pytest.raises(UserError, match=r"written by another script.*\nstart from the pipeline .* another --output_dir$"):
             find_checkpoint(tmp_path, wanted)
+    for name, advice in (("model_index.json", "with --pretrained "), ("options.json", "with --output_dir .* latest$")):
+        (saved / name).touch()
+        with pytest.raises(UserError, match=rf"the folder of a run or of a pipeline\n.*{advice}"):
+            find_checkpoint(tmp_path, str(saved))
 
 
 def test_unknown_checkpoint_lists_those_there(saved, tmp_path):

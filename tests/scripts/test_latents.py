@@ -254,7 +254,8 @@ def slowly(images):
 autoencoder.encode = slowly
 here = pathlib.Path(sys.argv[-1])
 (here / f"ready-{{os.getpid()}}").touch()
-while len(list(here.glob("ready-*"))) <= {others}:
+end = time.monotonic() + 120
+while len(list(here.glob("ready-*"))) <= {others} and time.monotonic() < end:
     time.sleep(0.02)
 pack_latents(images, autoencoder, cache_dir=sys.argv[-1], mirrors=False, device=torch.device("cpu"))
 print(sum(batches))

@@ -25,6 +25,7 @@ REQUIRED = (  # to import, of requirements.txt; trackers are asked for by --logg
     *("numpy", "sklearn", "filelock"),
 )
 LAUNCHER_NEXT = "(the text below is from the launcher: you can ignore it)"
+LAUNCHER_BESIDE = "(you can ignore the traceback of the launcher)"  # which ends at the same signal
 WAIT_FOR_FIRST = 5.0  # seconds, in which a launcher ends the other ranks
 PATIENCE = 5.0  # seconds, in which whoever counts what the ranks say answers, unless it hangs
 _at_end: list[Callable[[], None]] = []
@@ -42,6 +43,7 @@ def run_script(
     one message of the first rank that met it, the rest with their traceback.
     """
     _imports.close()
+    sys.excepthook = _tell_of_interrupt
     # diffusers passes this argument, and huggingface_hub complains about it: nothing that a user can change
     warnings.filterwarnings("ignore", message="The `local_dir_use_symlinks` argument")
     # Accelerate hands this argument to torch 2.13, whose new name for it means another thing
@@ -74,10 +76,7 @@ def _tell_of_interrupt(kind: type[BaseException], error: BaseException, trace: T
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
-        _say_last("\nstopped by Ctrl-C" + f"\n{LAUNCHER_NEXT}" * bool(launcher_words()))
-
-
-sys.excepthook = _tell_of_interrupt
+        _say_last("\nstopped by Ctrl-C" + f"\n{LAUNCHER_BESIDE}" * bool(launcher_words()))
 
 
 class LossyOutput:
@@ -124,6 +123,7 @@ def _call_at_end() -> None:
 def parse_early(parse_args: Callable[[], T]) -> T:
     """The options of this process's command line, for a script that asks for them above its heavy imports: neither `--help` nor
     a mistake in the command should wait for these, and packages that are missing are named together."""
+    sys.excepthook = _tell_of_interrupt
     try:
         options = parse_args()
         if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:

@@ -11,8 +11,9 @@ def log_in() -> str:
     """Returns how to get the Hub to take a token, or another one than the token that is used now."""
     from huggingface_hub import get_token
 
-    if os.environ.get("HF_TOKEN"):  # which goes before the token of `hf auth login`
-        return "set another HF_TOKEN"
+    for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):  # which go before the token of `hf auth login`
+        if os.environ.get(variable):
+            return f"set another {variable}"
     return "log in again with `hf auth login --force`" if get_token() else "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -46,7 +47,7 @@ def told(error: BaseException, name: str, kind: str) -> str:
         return f"its text is not UTF-8 ({in_full(error)})\nsave the file as UTF-8"
     status = next(filter(None, (getattr(getattr(found, "response", None), "status_code", None) for found in errors)), None)
     if status == 401:
-        return f"the Hub does not accept the token\n{log_in()}"
+        return f"the Hub {'does not accept the token' if get_token() else 'asks for a token'}\n{log_in()}"
     if status is not None and (status == 429 or status >= 500):
         reason = ": too many requests from this address or account" if status == 429 else ""
         return f"the Hub answered {status}{reason}\ntry again later"

@@ -37,11 +37,6 @@ def launcher_reports() -> bool:
     return bool(words) and {"-q", "--quiet"}.isdisjoint(words[:script])
 
 
-def ends_before_us() -> bool:
-    """Returns whether Ctrl-C ends the launcher at once: `accelerate launch` does not wait for its process, torchrun does."""
-    return bool(launcher_words()) and "TORCHELASTIC_RUN_ID" not in os.environ
-
-
 def stop_with_launcher() -> None:
     """Asks Linux for a SIGTERM when the launcher that started this process dies, for `accelerate launch` and torchrun do not
     pass on every signal: without it their training processes would train on, alone."""

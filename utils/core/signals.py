@@ -10,8 +10,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from utils.core.entrypoint import LAUNCHER_NEXT, leave_now
-from utils.core.launcher import ends_before_us, launcher_words
+from utils.core.entrypoint import LAUNCHER_BESIDE, leave_now
+from utils.core.launcher import launcher_words
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same command again to continue
 EXIT_DIVERGED = 3  # too many updates in a row were not finite
@@ -21,7 +21,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *_OF_TERMINALS)
 
 def leave_on_signal() -> None:
     """Before the loop there is nothing to save: a stop signal ends the process at once, with the status of a stop."""
-    below = f"\n{LAUNCHER_NEXT}" * bool(launcher_words())
+    below = f"\n{LAUNCHER_BESIDE}" * bool(launcher_words())
 
     def leave(number: int, frame: FrameType | None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -62,9 +62,10 @@ class StopSignal:
         """`tells`: whether this process prints that a signal came."""
         self.received: str | None = None
         self._tells = tells
-        # A launcher that has ended leaves the terminal to the shell, whose Ctrl-C does not reach this process any more.
-        another = f"kill -INT {os.getpid()}" if ends_before_us() else "a second Ctrl-C"
-        self._again = f"; {another} ends it now, without saving" + f"\n{LAUNCHER_NEXT}" * bool(launcher_words())
+        below = bool(launcher_words())
+        # No second Ctrl-C comes from a launcher: `accelerate launch` has ended, and torchrun makes a SIGTERM of it.
+        another = f"kill -INT {os.getpid()}" if below else "a second Ctrl-C"
+        self._again = f"; {another} ends it now, without saving" + f"\n{LAUNCHER_BESIDE}" * below
         timeout = timedelta(seconds=collective_timeout)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if num_processes > 1 else None
         self._pending = None

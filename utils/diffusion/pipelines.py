@@ -146,14 +146,15 @@ def _index(pipeline: str) -> dict:
     from diffusers import DiffusionPipeline
 
     folder = Path(exported(pipeline))
-    if (str(folder) != pipeline or (folder / "options.json").is_file()) and not (folder / "model_index.json").is_file():
+    of_a_run = (Path(pipeline) / "state.json").is_file() or (folder / "options.json").is_file()
+    if of_a_run and not (folder / "model_index.json").is_file():
         raise UserError(
             f"cannot load a pipeline from {pipeline}: the run has no exported pipeline yet\n"
-            "a run exports one every --save_model_steps updates, and at the end. To end it now, resume it with a smaller "
-            "--max_train_steps"
+            "a run exports one every --save_model_steps updates, and at the end. To end it now, resume it with "
+            "--max_train_steps N, where N is not more than the updates that it has made"
         )
     try:
-        return DiffusionPipeline.load_config(str(folder))
+        return DiffusionPipeline.load_config(exported(pipeline))
     except Exception as error:  # each library raises its own kind
         raise UserError(f"cannot load a pipeline from {pipeline}: {told(error, pipeline, 'model')}") from error
 

@@ -148,6 +148,8 @@ def verify_checkpoint(path: Path) -> str | None:
             return f"{MANIFEST} does not list {', '.join(sorted(missing))}"
         read_state(path)
     except FileNotFoundError:
+        if (path / "options.json").is_file() or (path / "model_index.json").is_file():
+            return "it is no checkpoint, but the folder of a run or of a pipeline"
         if (path / "unet").is_dir():
             return OF_ANOTHER_SCRIPT
         return f"no {MANIFEST}: it was never completed"
@@ -199,6 +201,10 @@ def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[st
             raise UserError(f"--resume_from_checkpoint {wanted}: {output_dir} has no such checkpoint\nchoose from: {there}")
     if problem := verify_checkpoint(path):
         advice = PRETRAINED if problem == OF_ANOTHER_SCRIPT else "resume from another checkpoint, or from latest"
+        if (path / "options.json").is_file():
+            advice = f"resume that run with --output_dir {path} --resume_from_checkpoint latest"
+        elif (path / "model_index.json").is_file():
+            advice = f"start from the pipeline with --pretrained {path}"
         raise UserError(f"cannot resume from {path}: {problem}\n{advice}")
     return path, []
 

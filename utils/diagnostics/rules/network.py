@@ -10,28 +10,41 @@ from utils.runs.record import RunRecord
 def timestep_ignored(record: RunRecord) -> Found:
     for step, probe in record.known("probe")[-1:]:
         response = probe.get("timestep_response")
-        # Rounding gives 1e-7. EDM2 starts with a gain of zero on all embeddings: deep in a long warm-up it gave 5e-6 after 4
-        # updates, 3e-5 after 8; other networks that see it gave 1e-2 to 0.8.
-        if response is None or 0 < step < 10:  # 0: a pipeline, whose number of updates is not known
+        # EDM2 starts with gains of zero before all that is told, and these move by the learning rate: the response was a tenth
+        # of the sum of the rates, and more. Other networks that see it gave 1e-2 to 0.8. Rounding gives 1e-7.
+        if response is None or (step and _sum_of_rates(record, step) < 1e-4):  # step 0: a pipeline
             continue
         yield "timestep-ignored"
         if response < 1e-6:
             yield Finding("timestep-ignored", "critical", f"another timestep changes the output by {response:.1e} of it", step)
 
 
+def _sum_of_rates(record: RunRecord, last: int) -> float:
+    """Of the learning rates of all updates until `last`, about."""
+    total, before = 0.0, 0
+    for step, rate in zip(*record.finite("train/lr")):
+        if step <= last:
+            total, before = total + rate * (step - before), step
+    return total
+
+
 def no_gradient(record: RunRecord) -> Found:
-    records = record.records("layers")
-    if len(records) < 3:  # at update 1 a zero output layer hides all other gradients
+    newest = record.records("layers")[-3:]
+    # A zero output layer, or gains of zero, hide all other gradients from the first updates.
+    if len(newest) < 3 or newest[0][0] < 5:
         return
     yield "no-gradient"
-    newest = records[-3:]
-    patterns = record.options.get("train_only") or ["*"]
-    trained = [name for name in newest[-1][1] if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    weights = [name for name in trained if "gradient" in newest[-1][1][name]]
+    weights = [name for name, layer in newest[-1][1].items() if "gradient" in layer and _is_trained(name, record)]
     dead = [n for n in weights if all(layers.get(n, {}).get("gradient", 1.0) == 0.0 for _, layers in newest)]
     if dead:
         what = f"exactly 0 in the last {len(newest)} reports: {_listed(dead)}"
         yield Finding("no-gradient", "critical", what, newest[-1][0])
+
+
+def _is_trained(name: str, record: RunRecord) -> bool:
+    """Whether --train_only names a parameter; EDM2's uncertainty, which is beside the `unet`, is trained in any case."""
+    patterns = record.options.get("train_only") or ["*"]
+    return name.startswith("uncertainty.") or any(fnmatchcase(name.removeprefix("unet."), pattern) for pattern in patterns)
 
 
 def train_eval_gap(record: RunRecord) -> Found:
