@@ -104,7 +104,7 @@ def test_the_doctor_lists_and_prunes(load, tmp_path, capsys):
     folder = tmp_path / "c" / "steady_diffusion" / load(4).fingerprint
     used(folder, 40)
     text = ask("--cache")
-    assert "unused for 40 days" in text and str(folder) in text and "1 packed cache, 0.0 MB" in text
+    assert "unused for 40 days" in text and str(folder) in text and "1 packed cache, 0.4 kB" in text
     assert "removed" in ask("--prune_cache", "30") and not folder.exists()
     assert json.loads(ask("--cache", "--json")) == {"removed": [], "caches": []}
 
