@@ -95,13 +95,13 @@ def permute(seed: int, purpose: str, epochs: torch.Tensor, positions: torch.Tens
     round_keys = [derive_seed(seed, f"{purpose}/round{i}") for i in range(6)]
     epoch_keys = [_mix(epochs.to(torch.int64) * _GAMMA + key) for key in round_keys]
 
-    def encrypt(values: torch.Tensor) -> torch.Tensor:
+    def encrypt(values: torch.Tensor, epoch_keys: list[torch.Tensor]) -> torch.Tensor:
         left, right = values >> half_bits, values & mask
         for key in epoch_keys:
             left, right = right, left ^ (_logical_right_shift(_mix(right + key), 16) & mask)
         return left << half_bits | right
 
-    indices = encrypt(positions.to(torch.int64))
-    while (outside := indices >= length).any():
-        indices = torch.where(outside, encrypt(indices), indices)
+    indices = encrypt(positions.to(torch.int64), epoch_keys)
+    while len(outside := (indices >= length).nonzero()[:, 0]):
+        indices[outside] = encrypt(indices[outside], [key[outside] for key in epoch_keys])
     return indices

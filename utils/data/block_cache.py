@@ -45,7 +45,7 @@ class StoredBlock:
         images: each [channels, height, width].
         size: bytes.
         sizes: int32 [images, 2], height and width.
-        uniform: whether all images have one size, and all could be decoded.
+        shape: (channels, height, width) of all images; None where their sizes differ, or some could not be decoded.
         bad: number of an image in the block that cannot be decoded -> its name, file, and the reason.
     """
 
@@ -67,9 +67,10 @@ class StoredBlock:
             raise ValueError("damaged")
         values = np.frombuffer(data, dtype, int(ends[-1]))
         self.bad = {int(number): tuple(bad) for number, bad in about["bad"].items()}
-        self.uniform = bool((self.sizes == self.sizes[0]).all()) and not self.bad
-        if self.uniform:
-            self.images = values.reshape(-1, channels, *self.sizes[0])
+        uniform = bool((self.sizes == self.sizes[0]).all()) and not self.bad
+        self.shape = (channels, *self.sizes[0].tolist()) if uniform else None
+        if self.shape:
+            self.images = values.reshape(-1, *self.shape)
         else:
             parts = np.split(values, ends[:-1])
             self.images = [part.reshape(channels, *size) for part, size in zip(parts, self.sizes)]

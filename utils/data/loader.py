@@ -122,10 +122,12 @@ class WindowedOrder(SampleOrder):
             self._passes[number] = _Pass(blocks, starts, np.append(starts[first_blocks], self.length))
         return self._passes[number]
 
-    def ahead(self, sample_number: int) -> tuple[tuple[int, int], np.ndarray]:
-        """Returns what names the window of a sample, and an image of each block, int64 [blocks], of it and of the next one."""
+    def ahead(self, sample_number: int) -> tuple[range, np.ndarray]:
+        """Returns the samples of the window of a sample, and an image of each block, int64 [blocks], of it and of the next one."""
         number, position = divmod(sample_number, self.length)
         window = int(self._pass(number).window_of(np.array([position]))[0])
+        start, stop = self._pass(number).windows[window : window + 2].tolist()
+        samples = range(number * self.length + start, number * self.length + stop)
         images = []
         for each in ((number, window), (number, window + 1)):
             order = self._pass(each[0])
@@ -133,7 +135,7 @@ class WindowedOrder(SampleOrder):
                 each, order = (number + 1, 0), self._pass(number + 1)
             start, stop = np.searchsorted(order.starts, order.windows[each[1] : each[1] + 2])
             images.append(self._first[order.blocks[start:stop]])
-        return (number, window), np.concatenate(images)
+        return samples, np.concatenate(images)
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class _Samples(Dataset):
 
     def __init__(self, images: ImageSet, order: SampleOrder, center_crop: bool, latents: PackedLatents | None):
         self.images, self.order, self.center_crop, self.latents = images, order, center_crop, latents
-        self._window: tuple[int, int] | None = None  # for which was read ahead
+        self._ahead = range(0)  # samples of the window for which was read ahead
         self._block: tuple[Any, Any] = None, None  # (its number, its indices): the order is computed for many samples at once
 
     def __getitems__(self, sample_numbers: range) -> dict | UserError:
@@ -192,9 +194,9 @@ class _Samples(Dataset):
         fixed = self.center_crop or self.images.uniform
         crop = None if fixed else randomness.uniform(self.order.seed, "crop", sample_numbers, 2).numpy()
         if isinstance(self.order, WindowedOrder):
-            window, ahead = self.order.ahead(int(sample_numbers[-1]))
-            if window != self._window:
-                self._window = window
+            last = sample_numbers[-1].item()
+            if last not in self._ahead:
+                self._ahead, ahead = self.order.ahead(last)
                 self.images.read_ahead(ahead)
         known = len(self.images.bad_images)
         try:

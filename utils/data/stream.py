@@ -236,7 +236,7 @@ class StreamedImages:
         self.uniform = prepare.center_crop
         self.bad_images = BadImages(max_bad_images)
         self._ahead: ReadAhead | None = None
-        self._open: dict[int, tuple[StoredBlock, float]] = {}  # until when they stay, the one used last at the end
+        self._open: dict[int, tuple[StoredBlock, float]] = {}  # until when they stay, the one opened last at the end
         self._mapped = 0  # bytes of them
 
     def __len__(self) -> int:
@@ -258,14 +258,14 @@ class StreamedImages:
             UserError: naming a shard that cannot be read, or an image that cannot be decoded, once there are more than may be.
         """
         blocks, (height, width) = self.blocks_of(rows), self.prepare.size
-        batch = np.empty((len(rows), *self.prepare.blank().shape), self.prepare.blank().dtype)
+        blank = self.prepare.blank()
+        batch = np.empty((len(rows), *blank.shape), blank.dtype)
         numbers, met = (rows - self.starts[blocks]).tolist(), []
-        opened = {block: self.block(block) for block in np.unique(blocks).tolist()}
+        opened = {block: self.block(block) for block in set(blocks.tolist())}
         stored = [opened[block] for block in blocks.tolist()]
-        if all(block.uniform and block.images[0].shape == batch.shape[1:] for block in opened.values()):
-            for place, (block, number) in enumerate(zip(stored, numbers)):
-                batch[place] = block.images[number]
-            return batch
+        if all(block.shape == blank.shape for block in opened.values()):
+            images = [block.images[number] for block, number in zip(stored, numbers)]
+            return np.concatenate(images, out=batch.reshape(-1, height, width)).reshape(batch.shape)
         sizes = np.stack([block.sizes[number] for block, number in zip(stored, numbers)])
         tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.prepare.size, crop)
         for place, (block, number, top, left) in enumerate(zip(stored, numbers, tops, lefts)):
@@ -281,15 +281,14 @@ class StreamedImages:
     def block(self, block: int) -> StoredBlock:
         """Returns a decoded block from the disk, read first where it is not there. Raises UserError, see `fetch`."""
         stored, until = self._open.get(block, (None, 0.0))
-        if stored is None or time.monotonic() > until:  # then it counts as used once more, or was removed
-            self._close(block)
-            shard = self._read.address(block)
-            make = functools.partial(patiently, functools.partial(self._read, block), shard, self.cache.say)
-            stored, until = self.cache.open(block, make, shard), time.monotonic() + _OPEN_SECONDS
-            self._mapped += stored.size
-        else:
-            del self._open[block]
-        self._open[block] = stored, until  # the newest is the last
+        if stored is not None and time.monotonic() < until:
+            return stored
+        self._close(block)  # opened again it counts as used once more
+        shard = self._read.address(block)
+        make = functools.partial(patiently, functools.partial(self._read, block), shard, self.cache.say)
+        stored = self.cache.open(block, make, shard)
+        self._open[block] = stored, time.monotonic() + _OPEN_SECONDS
+        self._mapped += stored.size
         while len(self._open) > 1 and self._mapped > self.cache.limit // _OPEN_SHARE:
             self._close(next(iter(self._open)))
         return stored
