@@ -204,6 +204,22 @@ def test_weights(weights, target, severity):
     assert (None if found.healthy else found.severity) == severity, found
 
 
+@pytest.mark.parametrize("error", [torch.nn.functional.l1_loss, torch.nn.functional.smooth_l1_loss])
+@pytest.mark.parametrize("weights", [lambda w: w, lambda w: w.mean().expand(B), lambda w: B * w / w])
+def test_weights_of_errors_that_are_not_squared(error, weights):
+    levels = levels_of(*on_circle())
+    expected = weights(snr_of(levels).clamp(max=5) / snr_of(levels))
+
+    def gradient(output, clean, noise):
+        output = output.detach().requires_grad_()
+        ((error(output, noise, reduction="none").mean((1, 2, 3)) * expected.float()).mean()).backward()
+        return output.grad
+
+    target = identify_target(levels_of(*on_circle(), gradient), ORDER)
+    found = target.scale * levels.pixels * B / 2
+    assert torch.allclose(found, expected, 1e-3)
+
+
 @pytest.mark.parametrize(
     ("weights", "name", "healthy"),
     [

@@ -191,7 +191,8 @@ class ForwardJudge:
             return checks
         weights = target.scale * levels.pixels * levels.sizes.to(target.scale) * micro_steps / 2
         weighting = identify_weights(weights, levels, target.name, micro_steps)
-        if weighting.healthy and weighting.name == "1" and target.name == "sample" and kind.startswith("EDM"):
+        squared = target.loss.startswith("squared error")
+        if squared and weighting.healthy and weighting.name == "1" and target.name == "sample" and kind.startswith("EDM"):
             weighting.healthy, weighting.severity = False, "warning"
             weighting.message = (
                 f"weight 1 on the denoised image: the network is preconditioned as {kind}, so that errors of the raw network "
@@ -207,7 +208,8 @@ class ForwardJudge:
             text = "the loss compares velocities that are not the path's: x_0 - x is divided by 1 - s, and s is that of noise"
             name, wanted, found = "velocity of the path", "(x_0 - x) / s", "(x_0 - x) / (1 - s)"
             return [*checks, Check("target", name, wanted, found, False, f"{text}; is the path the other way round?")]
-        bound = check_bound(levels, table, weights / micro_steps) if table is not None and target.name == "epsilon" else None
+        of_noise = squared and table is not None and target.name == "epsilon"
+        bound = check_bound(levels, table, weights / micro_steps) if of_noise else None
         return [*checks, check_weights(weighting, weights), *([] if bound is None else [bound])]
 
     # ---- the noise level

@@ -14,7 +14,7 @@ from utils.diagnostics.watching.levels import Levels
 class Target:
     name: str
     healthy: bool
-    scale: torch.Tensor | None  # c [B] of the gradient c (output - target); None where the error is not a squared one
+    scale: torch.Tensor | None  # twice what the error of each image counts, [B]: c of a squared one's gradient c (output - target)
     loss: str = "squared error"
     of_pixels: torch.Tensor | None = (
         None  # what each pixel's error counts, [B, N], where they differ; NaN where it is not known
@@ -27,6 +27,7 @@ MEAN = "the mean of the target over all pixels"
 WHOLE = "noise and the whole of an image of which a part is not in the input"
 REORDERED = "the image with its values in another order"
 EDM = "EDM's target"
+_ABSOLUTE, _HUBER = "absolute error (L1)", "Huber (smooth L1) error"
 OWN_V = "v of the image's own coefficients, as if they were on a circle"
 GOOD = ("epsilon", "sample", "v_prediction", "velocity", "raw", "score")
 SAID = {
@@ -121,8 +122,12 @@ def identify_target(levels: Levels, order: list[str], table: Any = None) -> Targ
     agreements = {name: error.agreement(values) for name, values in candidates.items()}
     best = max((name for name in order[:6] if name in candidates), key=lambda name: agreements[name])
     if agreements[best] > 0.99:
-        of_pixels = error.of_pixels(candidates[best]) if bool(used.all()) else None
-        return Target(best, True, None, error.other_kind(), of_pixels)
+        kind = error.other_kind()
+        of_pixels, c = error.of_pixels(candidates[best]) if bool(used.all()) else None, None
+        if (counts := error.counts(candidates[best], kind)) is not None:
+            c = torch.zeros(len(gradient), dtype=gradient.dtype, device=gradient.device)
+            c[used] = 2 * counts
+        return Target(best, True, c, kind, of_pixels)
     wrong = max(agreements, key=lambda name: agreements[name])
     if agreements[wrong] > 0.99 and error.other_kind() != "other error":
         return Target(wrong, wrong in (*GOOD, "backward"), None, error.other_kind())
@@ -171,10 +176,28 @@ class _Error:
         distance = self.output - target
         return torch.where(distance.abs() > 1e-3, self.gradient / distance, torch.nan)
 
-    def other_kind(self) -> str:
+    def _at_most(self) -> torch.Tensor:
+        """Where the gradient is as large as that of any value of its image, [B, N]."""
         size = self.gradient.abs()
-        flat_share = float((size > 0.999 * size.amax(1, keepdim=True)).double().mean()) / self.share
-        return "absolute error (L1)" if flat_share > 0.9 else "Huber (smooth L1) error" if flat_share > 0.01 else "other error"
+        return size > 0.999 * size.amax(1, keepdim=True)
+
+    def other_kind(self) -> str:
+        flat_share = float(self._at_most().double().mean()) / self.share
+        return _ABSOLUTE if flat_share > 0.9 else _HUBER if flat_share > 0.01 else "other error"
+
+    def counts(self, target: torch.Tensor, kind: str) -> torch.Tensor | None:
+        """What an absolute error of each image counts, or half of the square of a small one, [B]; None where that differs within
+        an image, or is not known."""
+        most = self._at_most()
+        slopes = self.gradient.abs() if kind == _ABSOLUTE else torch.where(most, torch.nan, self.of_pixels(target))
+        slopes = torch.where(self.gradient == 0, torch.nan, slopes)
+        middles = slopes.nanmedian(1, keepdim=True).values
+        alike = (slopes / middles - 1).abs() < 1e-2
+        few = (~slopes.isnan()).sum(1).min() < 8
+        if kind not in (_ABSOLUTE, _HUBER) or few or not bool((alike | slopes.isnan()).all()):
+            return None
+        knee = float((self.gradient.abs().amax(1) / middles[:, 0]).max())
+        return middles[:, 0] if abs(knee - 1) < 1e-2 else None  # torch's two functions have other factors beside another knee
 
 
 def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target:

@@ -288,9 +288,9 @@ def _weights_left_alone(look: LastLook, checks: list[Check]) -> list[Check]:
     if look.facts.shared:
         seen = [step.batch.get("seen") or Seen() for step in look.update.micro_steps]
         own = {p.data_ptr() for p in look.observer.parameters.values()}
-        updated = any(own & one.changed for one in seen)  # else it may be a second name alone, of a loop without averages
+        updated = any(own & one.changed for one in seen) or any(check.healthy is False for check in checks)
         text = f"{look.facts.shared} holds the network's own weights, not copies of them: it moves as they do"
-        severity = "critical" if updated else "info"
+        severity = "critical" if updated else "info"  # a second name alone, perhaps, of a loop without averages
         found = "the weights themselves"
         checks.append(Check("ema", look.facts.shared, "copies of the weights", found, False, text, severity))
     return checks

@@ -175,17 +175,17 @@ def _judged(found: Weighting, familiar: bool, target: str, micro_steps: int, pix
     for text, (value, severity) in causes.items():
         if value != 1.0 and abs(found.factor / value - 1) < 2e-3:
             found.healthy, found.severity = False, severity
-            found.message = f"the loss is {simple(found.factor)} times the mean squared error: {text}"
+            found.message = f"the loss is {simple(found.factor)} times the mean error: {text}"
             return found
     if found.factor < 0:
         found.healthy = False
-        found.message = f"the loss is {simple(found.factor)} times the mean squared error: it is maximized"
+        found.message = f"the loss is {simple(found.factor)} times the mean error: it is maximized"
     return found
 
 
 def check_weights(found: Weighting, weights: torch.Tensor) -> Check:
     name = "weight of each sample's loss"
-    wanted = "a known weighting of the mean squared error"
+    wanted = "a known weighting of the mean error"
     gamma = f", gamma {found.gamma:g}" if found.gamma else ""
     if not found.name and found.healthy:
         return not_observed("weight", name, wanted, f"errors count by another function of the noise level ({span(weights)})")
