@@ -9,7 +9,7 @@ from conftest import ROOT, run_command, script_environment, without_progress
 
 from utils.core.distributed import make_accelerator
 from utils.core.errors import UserError
-from utils.core.launcher import asked_threads, check_precision
+from utils.core.launcher import asked_threads, check_accumulation, check_precision
 
 LAUNCHER = """
 import os, subprocess, sys
@@ -96,3 +96,10 @@ def test_the_user_s_default_config_is_refused_in_one_line(settings, said, tmp_pa
     assert len(errors) == 1 and said in errors[0], result.stderr
     if "FSDP" not in said:
         assert [errors[0]] == without_progress(result.stderr)[:1] and len(without_progress(result.stderr)) <= 2
+
+
+def test_micro_steps_that_accelerate_would_take_from_the_environment_are_refused(train_script, script_flags, monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    check_accumulation(2)
+    with pytest.raises(UserError, match="GRADIENT_ACCUMULATION_STEPS=2, the options .* 1\nunset"):
+        train_script([*script_flags, "--output_dir", tmp_path])

@@ -83,6 +83,16 @@ def refuse_launch() -> None:
         )
 
 
+def check_accumulation(asked: int) -> None:
+    """Raises UserError where the environment tells Accelerate another number of micro steps, which it would take."""
+    told = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    if told not in ("auto", str(asked)):
+        raise UserError(
+            f"the environment says ACCELERATE_GRADIENT_ACCUMULATION_STEPS={told}, the options --gradient_accumulation_steps "
+            f"{asked}\nunset the variable, and set --gradient_accumulation_steps"
+        )
+
+
 def check_precision(asked: str | None, on_cpu: bool) -> str | None:
     """Returns the precision: what the script was asked for, else what `accelerate launch` was. Raises UserError for one that
     cannot work."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from utils.core.bars import Bar
 from utils.core.distributed import make_accelerator, on_main_process
 from utils.core.errors import UserError
+from utils.core.launcher import check_accumulation
 from utils.core.signals import StopSignal, leave_on_signal
 from utils.data.autoencoder import Autoencoder
 from utils.data.dataset import content_fingerprint
@@ -86,6 +87,7 @@ def start_processes(options: RunOptions, broadcast_buffers: bool = False) -> Acc
     """`broadcast_buffers`: whether training moves the network's buffers, which are constants else. Raises UserError for
     launches, trackers and precisions that no run can use."""
     leave_on_signal()
+    check_accumulation(options.gradient_accumulation_steps)
     return make_accelerator(
         mixed_precision=options.mixed_precision,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
