@@ -6,16 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diffusers.training_utils import EMAModel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching import facts
+from utils.diagnostics.watching.averages import First
+from utils.diagnostics.watching.averages import _decay as _decay_of
 from utils.diagnostics.watching.bound import check_bound
 from utils.diagnostics.watching.conditions import Conditions
 from utils.diagnostics.watching.facts import Average, Facts, schedule_length
-from utils.diagnostics.watching.forward import ForwardJudge, _data, _told_beside, _without_silence
+from utils.diagnostics.watching.forward import ForwardJudge, _data, _ends, _told_beside, _without_silence
 from utils.diagnostics.watching.hooks import install
 from utils.diagnostics.watching.images import check_latents, check_range, check_spread
 from utils.diagnostics.watching.inputs import _told_by_place, check_embedded, check_mixture, check_told
@@ -1045,6 +1048,10 @@ def test_a_target_of_another_image():
     assert target.name.startswith("an image that is not the one") and not target.healthy
     for declared in (None, "epsilon"):  # it may be what a teacher says
         assert check_target(target, declared, levels).severity == "info"
+    for other, name in ((OTHER, "other noise than that of the image"), (OTHER.clamp(-1, 1), "an image that is not the one")):
+        levels = levels_of(*on_circle(), lambda output, clean, noise, other=other: output - other)
+        levels.looks[0].others = [other]
+        assert identify_target(levels, ORDER).name.startswith(name)
     clean = levels.looks[0].mixture.clean_tensor
     levels = levels_of(*on_circle(), lambda output, clean, noise: output - clean.flip(2))
     levels.looks[0].others = [clean, clean.flip(2)]
@@ -1109,6 +1116,72 @@ def test_embeddings_of_the_noise_level_that_are_all_alike(told, frequencies, hea
     check = check_embedded(levels, [torch.randn(B, 16), sizes, sines])
     assert (check.healthy if check else None) is healthy
     assert check_embedded(levels, [sines.roll(1, 0) + 0.1, torch.randn(B, 16)]) is None  # neither is one
+
+
+@pytest.mark.parametrize(
+    ("steps", "end", "wrong"), [(1000, 0.02, 0), (300, 0.02, 0), (1000, 0.002, 1), (100, 0.02, 1), (1000, 0.2, 1)]
+)
+def test_schedules_that_end_too_early_or_too_late(steps, end, wrong):
+    table = torch.cumprod(1 - torch.linspace(1e-4, end, steps, dtype=torch.float64), 0)
+    assert sum(check.healthy is False for check in _ends(table)) == wrong
+
+
+@pytest.mark.parametrize(("draw", "healthy"), [(torch.randn, True), (torch.rand, False)])
+def test_paths_of_which_a_part_is_not_trained(draw, healthy):
+    judge = ForwardJudge({})
+    torch.manual_seed(0)
+    for _ in range(5):
+        s = torch.sigmoid(draw(B)).double()
+        checks = judge._span(levels_of(1 - s, s))
+    assert [check.healthy for check in checks] == [healthy]
+
+
+@pytest.mark.parametrize(
+    ("labels", "dropped", "healthy"),
+    [
+        (lambda look: torch.full((B,), look // 2), False, False),
+        (lambda look: torch.full((B,), look // 2), True, False),
+        (lambda look: torch.full((B,), 1), True, True),  # a set of one class
+        (lambda look: (torch.arange(B) + look) % 2, False, True),
+        (lambda look: (torch.arange(B) + look) % 3, True, True),
+    ],
+)
+def test_batches_of_one_class(labels, dropped, healthy):
+    conditions = Conditions()
+    for look in range(5):
+        given = torch.where(torch.arange(B) == look, 9, labels(look)) if dropped else labels(look)
+        step = step_of(100 * torch.arange(B), given, seen=Seen())
+        checks = conditions.look(Update(look, [step]), {})
+    assert [check.healthy for check in checks if check.name == "classes of a batch"] == [healthy]
+
+
+def test_micro_steps_that_accelerate_was_told_and_never_come():
+    judge = UpdateJudge({})
+    assert [[c.healthy for c in judge._accumulated(4, passes)] for passes in (1, 1, 1)] == [[True], [True], [False]]
+    assert judge._accumulated(4, 4)[0].healthy and not judge._accumulated(None, 1)
+
+
+@pytest.mark.parametrize(("counts", "wrong"), [(True, 1), (False, 0)])
+def test_an_average_that_another_one_replaced(counts, wrong):
+    """Those of diffusers count their updates; of others only a long rest says it, after which there are two."""
+    average = Average("EMA", {}, EMAModel([torch.nn.Parameter(torch.ones(2))]) if counts else None)
+    judge, zeros = UpdateJudge({}), torch.zeros(2)
+    for update in (2, 3, 5, 8):
+        assert not judge._stopped(average, zeros, zeros + update, update)
+    assert len(judge._stopped(average, zeros + 16, zeros + 16, 21)) == wrong
+    judge._moves["EMA"] = (4, zeros + 16, 21)
+    assert len(judge._stopped(average, zeros + 16, zeros + 16, 55)) == 1
+
+
+@pytest.mark.parametrize(("decays", "healthy"), [((0.75, 0.6, 0.3), False), ((0.3, 0.6, 0.75), True), ((0.9, 0.899, 0.9), True)])
+def test_decays_that_fall(decays, healthy):
+    first, update = First(torch.zeros(2), 2, 0), SimpleNamespace(step=4)
+    checks = [_decay_of(Average("EMA", {}, None), 1 - decay, first, update, 0.0) for decay in decays]
+    assert checks[-1].healthy is healthy
+
+
+def test_a_loss_that_is_nearly_nothing():
+    assert not identify_weights(torch.full((B,), 3e-7).double(), levels_of(*on_circle()), "epsilon", 1).healthy
 
 
 def test_torchscript_within_a_network_is_no_obstacle():

@@ -1,6 +1,7 @@
 """Averaged weights that a script keeps, or seems to keep: e' = d e + (1 - d) w, after the optimizer's step."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -14,6 +15,7 @@ SMALL = 2e-2
 MOST_NEW = 0.75  # of an average, that one update gives: a decay of 0.9 that is exchanged gives 0.9
 STILL = "no change"
 WANTED = "d e + (1 - d) w, with w after the step"
+FALL = 0.1  # of a decay, that is no rounding
 SETTLED = 13  # updates after which a decay is no longer one of a warm-up's begin
 PATIENCE = 20  # updates after which an average that never moved is called frozen
 
@@ -130,6 +132,9 @@ def _decay(average: Average, slope: float, first: First, update: Update, blur: f
         if MOST_NEW < slope < 1 - 1e-6 and update.step + 1 >= SETTLED and not rises:
             text = f"{name} forgets nearly all in each update (decay {decay:.4g}): are decay and 1 - decay exchanged?"
             return Check("ema", name, wanted, observed, False, text, "warning")
+        if len(first.decays) > 2 and all(b < a for a, b in pairwise(first.decays)) and decay < first.decays[0] - FALL:
+            text = f"the decay of {name} falls, from {first.decays[0]:.3g} to {decay:.3g}: are decay and 1 - decay exchanged?"
+            return Check("ema", name, "a decay that stays or rises", observed, False, text, "warning")
         return Check("ema", name, wanted, observed, True)
     count = average.updates
     declared = settings.at(count)
@@ -140,7 +145,10 @@ def _decay(average: Average, slope: float, first: First, update: Update, blur: f
         text = f"{name} has been updated {made} times in {updates} updates: it is updated in each micro step"
         if not made and updates:
             text = f"{name} counts no more updates than {updates} updates ago: it begins anew each time"
-        return Check("ema", name, f"{wanted}, once per update", observed, 0 < made <= updates or not updates, text)
+        anew = 0 < 2 * made < updates and len(first.decays) > 3  # it moved in all looks, so it is not one of each tenth update
+        if anew:
+            text = f"{name} counts {made} updates more than {updates} updates ago, and moves in each: was it made anew?"
+        return Check("ema", name, f"{wanted}, once per update", observed, 0 < made <= updates and not anew or not updates, text)
     text = f"{name} has the decay {decay:.6g}, by its settings it should be {declared:.6g}"
     for times in (2, 3, 4, 8):
         expected = 1.0

@@ -11,6 +11,7 @@ from utils.diagnostics.watching.places import begins_alike, conditions_of, numbe
 from utils.diagnostics.watching.seen import Seen
 
 LOOKS_REPEATED = 3  # looks before conditions that micro steps share are judged
+FEWEST = 4  # images with a label, for a batch to say whether it is of one class
 ENOUGH = 4  # looks before labels that are all alike are judged
 MOST_DROPPED = 0.5  # of the labels: classifier-free guidance is trained with 0.1 or 0.2, and seldom with as much
 FAINT = 0.02  # of an image, whose values are from -1 to 1 or from 0 to 1
@@ -26,6 +27,7 @@ class Conditions:
             list
         )  # the row that all images share; None: they differ
         self._varied: set[int] = set()  # places for which the script had labels or tokens that differ between images
+        self._labels: dict[int, list[torch.Tensor]] = defaultdict(list)  # int64 [B] of each pass
         self._repeated: list[torch.Tensor | None] = []  # of each look, the conditions that its micro steps share, if they do
         # Of each label that the script had, by its place, and by the embedding where the network drops it.
         self._dropped: dict[int, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
@@ -60,6 +62,7 @@ class Conditions:
                 of_each = value.reshape(batch, -1)
                 if value.dtype is torch.int64 and value.ndim == 1:
                     labels_given[place].append(value.cpu())
+                    self._labels[place].append(value.cpu())
                 self._shared[place].append(of_each[:1] if _alike(of_each) else None)
                 same_kind = [other for other in seen.conditions.values() if other.shape == value.shape]
                 others = (other for other in same_kind if not any(same(other, one) for one in given))
@@ -78,7 +81,22 @@ class Conditions:
             checks.append(
                 Check("condition", name, wanted, "exchanged" if moved else "not exchanged", not moved, text, "warning")
             )
-        return [*checks, *self._share()]
+        return [*checks, *self._sorted(), *self._share()]
+
+    def _sorted(self) -> list[Check]:
+        """Whether each batch has one class, and the batches have different ones; a label that stands for none is left out."""
+        checks = []
+        for batches in self._labels.values() if self._labels else ():
+            parts = [[label for label in labels.unique().tolist()] for labels in batches]
+            empty = max({label for part in parts for label in part})  # the null class comes last, or there is none
+            those = [labels[labels != empty] for labels in batches] if any(len(part) > 1 for part in parts) else batches
+            those = [labels for labels in those if len(labels) >= FEWEST]
+            one = len(those) >= ENOUGH and all(bool((labels == labels[0]).all()) for labels in those)
+            several = one and len({int(labels[0]) for labels in those}) > 1
+            text = f"each of {len(those)} batches has images of one class: are they in the order of their classes, not shuffled?"
+            name, found = "classes of a batch", "one" if several else "several, or always the same"
+            checks.append(Check("data", name, "several", found, not several, text, "warning"))
+        return checks[:1]
 
     def _see_dropped(self, labels: list[torch.Tensor], values: list[torch.Tensor], seen: Seen) -> None:
         """Of labels or texts of which the script had others: one of them stands where they differ."""

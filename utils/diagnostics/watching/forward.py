@@ -43,6 +43,10 @@ MOST_BELOW = 0.15  # of the images have less noise than their rounding: as unifo
 MOST_BELOW_DRAWN = 0.06  # of those whose times are drawn from a normal distribution, as far as EDM's have it
 MANY_LEVELS = 64  # images before that is judged
 MOST_OTHERS = 24  # tensors of an update that the loss may be made of
+MANY_SHARES, SHORT_SPAN = 40, 0.4  # images before it is judged which part of a path they have; normal times have twice that
+MOST_LEFT = 0.1  # of the signal's variance, at the last step: 0.00004 is usual, and 0.05 with 300 of the usual steps
+MOST_LOST = 0.5  # of the steps may have less than NOTHING_LEFT of it
+NOTHING_LEFT = 1e-4
 NO_SIGNAL = 1e-12  # alpha_cumprod of zero terminal SNR; the cosine schedule, which is none, ends at 2e-9 or 2e-10
 BATCHES = 3  # looks whose images are compared
 
@@ -62,6 +66,7 @@ class ForwardJudge:
         self._num_steps = 0  # of the noise schedule
         self._below, self._of_bytes = 0, 0  # images of 8 bits with less noise than their own rounding, and all of them
         self._ended: list[bool] = []  # looks of which more than that have it
+        self._shares: list[torch.Tensor] = []  # of noise, on a path from image to noise
         self._batches: list[tuple[torch.Tensor, ...]] = []  # images and noise levels of the first looks
 
     def look(self, update: Update, facts: Facts, loss_scale: float, encoded: bool) -> list[Check]:
@@ -88,6 +93,7 @@ class ForwardJudge:
         checks, table, prediction = self._levels(heard, shown, facts, _scheduler(update, facts))
         if table is not None:
             self._add_levels(table, looks)
+            checks += _ends(table)
         wrapped, kind = _raw_network(update, levels)
         return [
             *checks,
@@ -112,6 +118,7 @@ class ForwardJudge:
                 ]
             ),
             *self._below_rounding(looks),
+            *self._span(levels),
             *_repeated([one.mixture.clean for one in looks]),
             *self._one_batch(looks[0].mixture.clean, looks[0].mixture.of_noise),
         ]
@@ -134,6 +141,19 @@ class ForwardJudge:
         text += " (their times are drawn from a normal distribution; should they be from 0 to 1?)" if timed else ""
         name, found = "share of images with less noise than their rounding", f"{share:.0%}"
         return [Check("timestep" if timed else "input", name, "a small one", found, fine, text, "warning")]
+
+    def _span(self, levels: Levels) -> list[Check]:
+        """Of a path from image to noise."""
+        if levels.kind != "flow":
+            return []
+        self._shares.append(levels.b.cpu())
+        shares = torch.cat(self._shares)
+        if len(shares) < MANY_SHARES or len(levels.b) > 1 and constant(levels.b) is not None:
+            return []
+        low, high = (float(end) for end in shares.aminmax())
+        text = f"all of {len(shares)} images had shares of noise from {low:.2g} to {high:.2g}: the rest of the path is not trained"
+        name, found = "shares of noise on the path", f"{low:.2g} to {high:.2g}"
+        return [Check("timestep", name, "from near 0 to near 1", found, high - low > SHORT_SPAN, text, "warning")]
 
     def _one_batch(self, *parts: torch.Tensor) -> list[Check]:
         """Of the first three looks, at updates 2, 3 and 5: a shuffled set of one batch has another order each time."""
@@ -325,6 +345,20 @@ class ForwardJudge:
         if check.healthy is False and (times is None or not times.highest or (times.lowest, times.highest) == (0, steps)):
             return replace(check, severity="info")  # drawn in another way on purpose
         return replace(check, severity="warning") if check.healthy is False else check
+
+
+def _ends(table: torch.Tensor) -> list[Check]:
+    """Whether a schedule, alphas_cumprod [T], goes from the image to noise, and uses its steps for that."""
+    left, lost = float(table[-1]), float((table < NOTHING_LEFT).double().mean())
+    text = (
+        f"at the last step {left**0.5:.0%} of the image are still there, and sampling starts from noise alone, which the network "
+        "never sees: are the betas too small, or the steps too few?"
+    )
+    name, found = "image that is left at the last step", f"{left**0.5:.2g}"
+    checks = [Check("input", name, "hardly any", found, left < MOST_LEFT, text, "warning")]
+    text = f"{lost:.0%} of the steps have noise alone, from which nothing is learned: are the betas too large?"
+    name = "share of the steps that have noise alone"
+    return [*checks, Check("input", name, "a small one", f"{lost:.0%}", lost < MOST_LOST, text, "warning")]
 
 
 def _share_at_an_end(levels: torch.Tensor) -> float:

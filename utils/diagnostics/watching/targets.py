@@ -23,6 +23,7 @@ class Target:
 
 NOTHING = "nothing"
 OTHER_IMAGE = "an image that is not the one that is noised"
+OTHER_NOISE = "other noise than that of the image"
 MEAN = "the mean of the target over all pixels"
 WHOLE = "noise and the whole of an image of which a part is not in the input"
 REORDERED = "the image with its values in another order"
@@ -217,6 +218,9 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
     for image, other in _others(levels, used):
         parts, left = error.explained_by(error.output, error.noise, other)
         if worst(left) <= error.precision:
+            alone = worst(parts[:, 1] / parts[:, 0]) < 1e-2 and worst(parts[:, 2] / parts[:, 0] + 1) < 1e-2
+            if alone and _is_noise(image):
+                return Target(OTHER_NOISE, False, None)
             if worst(parts[:, 1] / parts[:, 0]) > 0.1 and is_part(levels.clean[used], other):
                 return Target(WHOLE, False, None)
             # No other network's output has the very values of the image.
@@ -236,7 +240,7 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
         spread, own = float(rest.std()), middle(fresh[:, 1].abs())
         level = float((rest[:, 1:] * rest[:, :-1]).mean()) / max(spread**2, 1e-30)
         if 0.9 < spread < 1.1 and own < 0.2 and abs(level) < 0.05 and middle(left) > 0.3 and error.share > 0.99:
-            return Target("other noise than that of the image", False, None)
+            return Target(OTHER_NOISE, False, None)
     return Target("", False, None, "error of another kind")
 
 
@@ -248,6 +252,16 @@ def _others(levels: Levels, used: torch.Tensor) -> list[tuple[torch.Tensor, torc
     others = [(image, flat(image)[used]) for image in levels.looks[0].others]
     parts = levels.clean[used], levels.noise[used]
     return [one for one in others if torch.isfinite(one[1]).all() and worst(fit(one[1], *parts)[1]) > 0.05]
+
+
+def _is_noise(values: torch.Tensor) -> bool:
+    """Whether a tensor [B, C, ...] looks like unit noise: independent values with the mean, variance and kurtosis of a normal
+    distribution."""
+    rows = values.detach().double().flatten(1)
+    room = 6 / rows.numel() ** 0.5  # of the mean; neighbors' product and variance have 1 and 1.4 times as much, kurtosis 4.9
+    mean, variance = float(rows.mean()), float(rows.var())
+    alike, fourth = float((rows[:, 1:] * rows[:, :-1]).mean()), float((rows**4).mean())
+    return max(abs(mean), abs(alike), abs(variance - 1) / 1.4, abs(fourth - 3) / 10) < room
 
 
 def has_wrong_velocity(levels: Levels) -> bool:

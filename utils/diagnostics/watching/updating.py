@@ -12,7 +12,7 @@ from utils.diagnostics.audit.seen import Update
 from utils.diagnostics.audit.state import check_state
 from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching.averages import STILL, First, check_average
-from utils.diagnostics.watching.facts import Facts, says_average
+from utils.diagnostics.watching.facts import Average, Facts, says_average
 from utils.diagnostics.watching.forward import declared_step
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import betas_of, check_step, rates_of
@@ -20,6 +20,7 @@ from utils.diagnostics.watching.options import check_options
 from utils.diagnostics.watching.ranks import Everyone
 from utils.diagnostics.watching.seen import Seen
 
+LONG = 10  # updates; averages that move in every tenth are usual
 FEWEST_LOOKS = 3  # before a parameter is said to get no gradient
 FAR_CLIPPED = 0.01  # of the gradient
 LOW = 0.01  # limit of a gradient's size
@@ -69,6 +70,9 @@ class UpdateJudge:
         self._clipped: list[float] = []  # norm of the gradient at the step over that before it was clipped
         self._moving: set[str] = set()  # what holds an average that moves; beside it weights may be kept, to come back
         self._averaged: set[str] = set()  # averages that move
+        # Of each average: looks in which it moved, -1 once it has not; what it was then, and at which update.
+        self._moves: dict[str, tuple[int, torch.Tensor | None, int]] = {}
+        self._passes: list[int] = []  # backward passes of each look, where Accelerate was told how many
         self._standing: dict[str, Check] = {}  # averages that have not moved, as far as was seen
 
     def look(self, look: LastLook) -> list[Check]:
@@ -95,14 +99,41 @@ class UpdateJudge:
                 checks += found
                 self._standing.pop(average.name, None)
                 self._standing |= {check.name: check for check in found if check.observed == STILL}
+                checks += self._stopped(average, old, new, update.step + 1)
                 if any(check.healthy for check in found):
                     self._moving.add(average.name.rpartition(".")[0])
                     self._averaged.add(average.name)
                     self._words["ema"] = f"{average.name}, {found[0].observed.split(',')[0]}"
         norm = float(update.optimizer_step.gradient_norm) if update.optimizer_step is not None and not look.clips else 0.0
-        checks += check_options(look.facts, passes, norm, update.step > 1)
+        checks += [*check_options(look.facts, passes, norm, update.step > 1), *self._accumulated(look.facts.micro_steps, passes)]
         self._say(look, micro_steps, limit)
         return checks
+
+    def _accumulated(self, wanted: int | None, passes: int) -> list[Check]:
+        """What Accelerate was told; where the data end, it steps sooner."""
+        if wanted is None:
+            return []
+        self._passes.append(passes)
+        never = len(self._passes) >= FEWEST_LOOKS and max(self._passes) == 1
+        text = f"Accelerate was told {wanted} micro steps per update, and the optimizer steps after each backward pass: "
+        text += "is `with accelerator.accumulate(model)` missing, or is an epoch one batch long?"
+        found = f"{max(self._passes)} or fewer"
+        return [Check("gradient", "backward passes of an update, for Accelerate", str(wanted), found, not never, text)]
+
+    def _stopped(self, average: Average, old: torch.Tensor, new: torch.Tensor, update: int) -> list[Check]:
+        """Of an average that moved in each look so far. `old`, `new`: before and after the update, sampled.
+
+        Some begin with copies in each update and are then updated in each tenth; diffusers' own has one rhythm.
+        """
+        name = average.name
+        moves, left, before = self._moves.get(name, (0, None, 0))
+        still = torch.equal(old, new)
+        for_long = left is not None and torch.equal(left, new) and update - before > LONG
+        stopped = still and moves >= FEWEST_LOOKS and (for_long or average.settings is not None)
+        self._moves[name] = (moves + 1 if moves >= 0 and not still else -1), new, update
+        text = f"{name} moved in each of the first {moves} updates that were looked at, and not in update {update}: "
+        text += "was another one made in its place, or is it no longer updated?"
+        return [Check("ema", name, "one for the whole run", STILL, False, text, "warning")] if stopped else []
 
     def end(self) -> list[Check]:
         """When the script has come to its own end, so that nothing begins later."""

@@ -12,6 +12,7 @@ from utils.diagnostics.watching.targets import is_part
 
 _LAMBDA = "(sigma^2 + sigma_data^2) / (sigma sigma_data)^2"
 MOST_OUTSIDE = 2.0  # times what errors in the holes of images count
+TINY = 1e-4  # times the mean error; half of a batch of 64 in 50 micro steps is more
 NOTHING = 1e-9  # a weight, or an SNR, that is 0
 _GAMMAS = (5.0, 1.0, 2.0, 3.0, 4.0, 7.0, 10.0, 20.0)
 _FAMILIAR = {  # what scripts weigh errors by on purpose
@@ -177,6 +178,9 @@ def _judged(found: Weighting, familiar: bool, target: str, micro_steps: int, pix
             found.healthy, found.severity = False, severity
             found.message = f"the loss is {simple(found.factor)} times the mean error: {text}"
             return found
+    if 0 < found.factor < TINY:
+        found.healthy, found.severity = False, "warning"
+        found.message = f"the loss is {simple(found.factor)} times the mean error: gradients come near to the epsilon of optimizers"
     if found.factor < 0:
         found.healthy = False
         found.message = f"the loss is {simple(found.factor)} times the mean error: it is maximized"
