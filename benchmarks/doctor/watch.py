@@ -233,7 +233,7 @@ def trained(log: Path, output_dir: Path) -> list[str]:
     text = re.sub(
         r"(?<=\w)(?=\[[01]\] |[01]: )", "\n", log.read_text(errors="replace")
     )  # two processes may print at the same moment
-    lines = [line for line in text.splitlines() if PRINTED.fullmatch(line) and line[0] != " "]  # nor what the table goes on with
+    lines = [line for line in text.splitlines() if PRINTED.fullmatch(line) and line[0] != " "]  # " ": of the watcher's table
     saved = sorted((output_dir / "trained").rglob("*.safetensors"))
     return sorted(lines) + [hashlib.sha256(file.read_bytes()).hexdigest() for file in saved]
 

@@ -98,8 +98,8 @@ def test_the_user_s_default_config_is_refused_in_one_line(settings, said, tmp_pa
         assert [errors[0]] == without_progress(result.stderr)[:1] and len(without_progress(result.stderr)) <= 2
 
 
-def test_micro_steps_that_accelerate_would_take_from_the_environment_are_refused(train_script, script_flags, monkeypatch, tmp_path):
+def test_other_micro_steps_of_the_environment_are_refused(train_script, script_flags, monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
     check_accumulation(2)
-    with pytest.raises(UserError, match="GRADIENT_ACCUMULATION_STEPS=2, the options .* 1\nunset"):
+    with pytest.raises(UserError, match=r"GRADIENT_ACCUMULATION_STEPS=2, the options .* 1\nunset"):
         train_script([*script_flags, "--output_dir", tmp_path])

@@ -1173,7 +1173,26 @@ def test_an_average_that_another_one_replaced(counts, wrong):
     assert len(judge._stopped(average, zeros + 16, zeros + 16, 55)) == 1
 
 
-@pytest.mark.parametrize(("decays", "healthy"), [((0.75, 0.6, 0.3), False), ((0.3, 0.6, 0.75), True), ((0.9, 0.899, 0.9), True)])
+def test_statistics_of_batches_that_an_average_does_not_get():
+    network, average = torch.nn.BatchNorm2d(3), torch.nn.BatchNorm2d(3)
+    judge = UpdateJudge({})
+    judge._averaged.add("EMA")
+    for copied in (True, True, False):
+        network(torch.randn(B, 3, 4, 4))
+        if copied:
+            average.load_state_dict(network.state_dict())
+        checks = judge._buffers_left(Average("EMA", {}, average), network)
+    assert [check.healthy for check in checks] == [True]  # once may be between two copies
+    judge._buffers.clear()
+    for _ in range(2):
+        network(torch.randn(B, 3, 4, 4))
+        checks = judge._buffers_left(Average("EMA", {}, average), network)
+    assert [check.healthy for check in checks] == [False]
+
+
+@pytest.mark.parametrize(
+    ("decays", "healthy"), [((0.75, 0.6, 0.3), False), ((0.3, 0.6, 0.75), True), ((0.9, 0.899, 0.9), True)]
+)
 def test_decays_that_fall(decays, healthy):
     first, update = First(torch.zeros(2), 2, 0), SimpleNamespace(step=4)
     checks = [_decay_of(Average("EMA", {}, None), 1 - decay, first, update, 0.0) for decay in decays]

@@ -123,7 +123,7 @@ class WindowedOrder(SampleOrder):
         return self._passes[number]
 
     def ahead(self, sample_number: int) -> tuple[range, np.ndarray]:
-        """Returns the samples of the window of a sample, and an image of each block, int64 [blocks], of it and of the next one."""
+        """Returns the samples of a sample's window, and an image of each block, int64 [blocks], of it and of the next one."""
         number, position = divmod(sample_number, self.length)
         window = int(self._pass(number).window_of(np.array([position]))[0])
         start, stop = self._pass(number).windows[window : window + 2].tolist()
@@ -194,7 +194,7 @@ class _Samples(Dataset):
         fixed = self.center_crop or self.images.uniform
         crop = None if fixed else randomness.uniform(self.order.seed, "crop", sample_numbers, 2).numpy()
         if isinstance(self.order, WindowedOrder):
-            last = sample_numbers[-1].item()
+            last = int(sample_numbers[-1])
             if last not in self._ahead:
                 self._ahead, ahead = self.order.ahead(last)
                 self.images.read_ahead(ahead)

@@ -148,7 +148,9 @@ def _decay(average: Average, slope: float, first: First, update: Update, blur: f
         anew = 0 < 2 * made < updates and len(first.decays) > 3  # it moved in all looks, so it is not one of each tenth update
         if anew:
             text = f"{name} counts {made} updates more than {updates} updates ago, and moves in each: was it made anew?"
-        return Check("ema", name, f"{wanted}, once per update", observed, 0 < made <= updates and not anew or not updates, text)
+        return Check(
+            "ema", name, f"{wanted}, once per update", observed, (0 < made <= updates and not anew) or not updates, text
+        )
     text = f"{name} has the decay {decay:.6g}, by its settings it should be {declared:.6g}"
     for times in (2, 3, 4, 8):
         expected = 1.0

@@ -93,7 +93,7 @@ class Conditions:
             those = [labels for labels in those if len(labels) >= FEWEST]
             one = len(those) >= ENOUGH and all(bool((labels == labels[0]).all()) for labels in those)
             several = one and len({int(labels[0]) for labels in those}) > 1
-            text = f"each of {len(those)} batches has images of one class: are they in the order of their classes, not shuffled?"
+            text = f"each of {len(those)} batches has images of one class: are they in the order of their classes?"
             name, found = "classes of a batch", "one" if several else "several, or always the same"
             checks.append(Check("data", name, "several", found, not several, text, "warning"))
         return checks[:1]

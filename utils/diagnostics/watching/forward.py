@@ -148,10 +148,12 @@ class ForwardJudge:
             return []
         self._shares.append(levels.b.cpu())
         shares = torch.cat(self._shares)
-        if len(shares) < MANY_SHARES or len(levels.b) > 1 and constant(levels.b) is not None:
+        if len(shares) < MANY_SHARES or (len(levels.b) > 1 and constant(levels.b) is not None):
             return []
         low, high = (float(end) for end in shares.aminmax())
-        text = f"all of {len(shares)} images had shares of noise from {low:.2g} to {high:.2g}: the rest of the path is not trained"
+        text = (
+            f"{len(shares)} images had shares of noise from {low:.2g} to {high:.2g} alone: the rest of the path is not trained"
+        )
         name, found = "shares of noise on the path", f"{low:.2g} to {high:.2g}"
         return [Check("timestep", name, "from near 0 to near 1", found, high - low > SHORT_SPAN, text, "warning")]
 
@@ -351,8 +353,8 @@ def _ends(table: torch.Tensor) -> list[Check]:
     """Whether a schedule, alphas_cumprod [T], goes from the image to noise, and uses its steps for that."""
     left, lost = float(table[-1]), float((table < NOTHING_LEFT).double().mean())
     text = (
-        f"at the last step {left**0.5:.0%} of the image are still there, and sampling starts from noise alone, which the network "
-        "never sees: are the betas too small, or the steps too few?"
+        f"at the last step {left**0.5:.0%} of the image are still there, and sampling starts from noise alone, which the "
+        "network never sees: are the betas too small, or the steps too few?"
     )
     name, found = "image that is left at the last step", f"{left**0.5:.2g}"
     checks = [Check("input", name, "hardly any", found, left < MOST_LEFT, text, "warning")]

@@ -14,7 +14,7 @@ from utils.diagnostics.watching.levels import Levels
 class Target:
     name: str
     healthy: bool
-    scale: torch.Tensor | None  # twice what the error of each image counts, [B]: c of a squared one's gradient c (output - target)
+    scale: torch.Tensor | None  # twice what each image's error counts, [B]: c of a squared one's gradient c (output - target)
     loss: str = "squared error"
     of_pixels: torch.Tensor | None = (
         None  # what each pixel's error counts, [B, N], where they differ; NaN where it is not known
@@ -187,8 +187,8 @@ class _Error:
         return _ABSOLUTE if flat_share > 0.9 else _HUBER if flat_share > 0.01 else "other error"
 
     def counts(self, target: torch.Tensor, kind: str) -> torch.Tensor | None:
-        """What an absolute error of each image counts, or half of the square of a small one, [B]; None where that differs within
-        an image, or is not known."""
+        """What an absolute error of each image counts, or half of the square of a small one, [B]; None where that differs
+        within an image, or is not known."""
         most = self._at_most()
         slopes = self.gradient.abs() if kind == _ABSOLUTE else torch.where(most, torch.nan, self.of_pixels(target))
         slopes = torch.where(self.gradient == 0, torch.nan, slopes)

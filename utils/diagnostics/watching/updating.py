@@ -72,6 +72,7 @@ class UpdateJudge:
         self._averaged: set[str] = set()  # averages that move
         # Of each average: looks in which it moved, -1 once it has not; what it was then, and at which update.
         self._moves: dict[str, tuple[int, torch.Tensor | None, int]] = {}
+        self._buffers: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}  # at first: the network's, the average's
         self._passes: list[int] = []  # backward passes of each look, where Accelerate was told how many
         self._standing: dict[str, Check] = {}  # averages that have not moved, as far as was seen
 
@@ -100,12 +101,14 @@ class UpdateJudge:
                 self._standing.pop(average.name, None)
                 self._standing |= {check.name: check for check in found if check.observed == STILL}
                 checks += self._stopped(average, old, new, update.step + 1)
+                checks += self._buffers_left(average, observer.trained)
                 if any(check.healthy for check in found):
                     self._moving.add(average.name.rpartition(".")[0])
                     self._averaged.add(average.name)
                     self._words["ema"] = f"{average.name}, {found[0].observed.split(',')[0]}"
         norm = float(update.optimizer_step.gradient_norm) if update.optimizer_step is not None and not look.clips else 0.0
-        checks += [*check_options(look.facts, passes, norm, update.step > 1), *self._accumulated(look.facts.micro_steps, passes)]
+        checks += check_options(look.facts, passes, norm, update.step > 1)
+        checks += self._accumulated(look.facts.micro_steps, passes)
         self._say(look, micro_steps, limit)
         return checks
 
@@ -134,6 +137,24 @@ class UpdateJudge:
         text = f"{name} moved in each of the first {moves} updates that were looked at, and not in update {update}: "
         text += "was another one made in its place, or is it no longer updated?"
         return [Check("ema", name, "one for the whole run", STILL, False, text, "warning")] if stopped else []
+
+    def _buffers_left(self, average: Average, network: nn.Module) -> list[Check]:
+        """Statistics that a network gathers while it trains, as batch normalization does, and its average does not get."""
+        if not isinstance(average.owner, nn.Module) or average.name not in self._averaged:
+            return []
+        own = {name: buffer for name, buffer in network.named_buffers() if buffer.is_floating_point()}
+        theirs = dict(average.owner.named_buffers())
+        pairs = {n: (own[n].detach().cpu(), theirs[n].detach().cpu()) for n in own if n in theirs}
+        pairs = {name: pair for name, pair in pairs.items() if pair[0].shape == pair[1].shape}
+        first = self._buffers.setdefault(average.name, {name: (a.clone(), b.clone()) for name, (a, b) in pairs.items()})
+        moved = [name for name, (now, _) in pairs.items() if name in first and not torch.equal(now, first[name][0])]
+        left = [name for name in moved if torch.equal(pairs[name][1], first[name][1])]
+        text = f"{len(left)} buffers of the network change, such as {left[0] if left else ''}, and those of {average.name} do not: "
+        text += "statistics of batches are no parameters, and have to be copied"
+        name, found = f"buffers of {average.name}", f"{len(left)} left behind" if left else "none left behind"
+        return (
+            [Check("ema", name, "those of the network, or averages of them", found, not left, text, "warning")] if moved else []
+        )
 
     def end(self) -> list[Check]:
         """When the script has come to its own end, so that nothing begins later."""

@@ -180,7 +180,7 @@ def _judged(found: Weighting, familiar: bool, target: str, micro_steps: int, pix
             return found
     if 0 < found.factor < TINY:
         found.healthy, found.severity = False, "warning"
-        found.message = f"the loss is {simple(found.factor)} times the mean error: gradients come near to the epsilon of optimizers"
+        found.message = f"the loss is {simple(found.factor)} times the mean error: gradients are near the optimizer's epsilon"
     if found.factor < 0:
         found.healthy = False
         found.message = f"the loss is {simple(found.factor)} times the mean error: it is maximized"
