@@ -149,12 +149,12 @@ class UpdateJudge:
         first = self._buffers.setdefault(average.name, {name: (a.clone(), b.clone()) for name, (a, b) in pairs.items()})
         moved = [name for name, (now, _) in pairs.items() if name in first and not torch.equal(now, first[name][0])]
         left = [name for name in moved if torch.equal(pairs[name][1], first[name][1])]
-        text = f"{len(left)} buffers of the network change, such as {left[0] if left else ''}, and those of {average.name} do not: "
+        if not moved:
+            return []
+        text = f"{len(left)} buffers of the network change, such as {(left or moved)[0]}, and those of {average.name} do not: "
         text += "statistics of batches are no parameters, and have to be copied"
-        name, found = f"buffers of {average.name}", f"{len(left)} left behind" if left else "none left behind"
-        return (
-            [Check("ema", name, "those of the network, or averages of them", found, not left, text, "warning")] if moved else []
-        )
+        name, found = f"buffers of {average.name}", f"{len(left)} left behind"
+        return [Check("ema", name, "those of the network, or their averages", found, not left, text, "warning")]
 
     def end(self) -> list[Check]:
         """When the script has come to its own end, so that nothing begins later."""
