@@ -27,6 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.doctor.blind_watch_faults import ACCELERATED, MINIMAL
 from benchmarks.doctor.foreign.images import shapes
 from benchmarks.doctor.later_watch_faults import FILMS, GUIDED, INPAINT, SCORE
 from benchmarks.doctor.more_watch_faults import CONTROL, LOGSNR, WAVE
@@ -47,7 +48,7 @@ from benchmarks.doctor.watch_faults import SCRIPTS as FIRST_SCRIPTS
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = Path(__file__).parent / "foreign"
-SCRIPTS = (*FIRST_SCRIPTS, CONTROL, WAVE, LOGSNR, GUIDED, INPAINT, SCORE, FILMS, NOTEBOOK, SIT, POLICY)
+SCRIPTS = (*FIRST_SCRIPTS, CONTROL, WAVE, LOGSNR, GUIDED, INPAINT, SCORE, FILMS, NOTEBOOK, SIT, POLICY, MINIMAL, ACCELERATED)
 BASES = {  # what each script is run with
     HAND: {"steps": 48, "sample_every": 20},
     UNCONDITIONAL: {"steps": 48, "preview_steps": 20, "use_ema": True},
@@ -66,6 +67,8 @@ BASES = {  # what each script is run with
     NOTEBOOK: {},
     SIT: {},
     POLICY: {},
+    MINIMAL: {"log_every": 1},
+    ACCELERATED: {"log_every": 1},
     PUBLIC: {"resolution": 16, "train_batch_size": 16, "num_epochs": 3, "lr_warmup_steps": 5, "use_ema": True},
 }
 BASES[PUBLIC] |= {"random_flip": True, "ddpm_num_inference_steps": 3, "eval_batch_size": 2, "learning_rate": 1e-3}
@@ -134,6 +137,11 @@ HEALTHY = (  # script, flags over its usual ones, processes
     (POLICY, {}, 1),
     (POLICY, {"prediction_type": "sample", "num_diffusion_iters": 50, "optimizer": "rmsprop", "learning_rate": 3e-4}, 1),
     (POLICY, {"gradient_accumulation_steps": 2, "num_epochs": 2, "mixed_precision": "bf16", "do_mask_loss_for_padding": 0}, 1),
+    (MINIMAL, {"class_cond": True, "prediction": "v", "schedule": "cosine", "min_snr_gamma": 5}, 1),
+    (MINIMAL, {"accum": 2, "amp": True, "val_every": 8, "dropout": 0.1, "ema_decay": 0.99}, 1),
+    (ACCELERATED, {"class_cond": True, "cache_latents": True, "gradient_accumulation_steps": 2}, 1),
+    (ACCELERATED, {"mixed_precision": "bf16", "lr_scheduler": "constant_with_warmup", "dropout": 0.1, "sample_every": 16}, 1),
+    (ACCELERATED, {"time_shift": 3.0, "weighting": "cosmap", "image_size": 32, "batch_size": 4}, 1),
     (PUBLIC, {}, 1),
     (PUBLIC, {"prediction_type": "sample", "ddpm_beta_schedule": "squaredcos_cap_v2"}, 1),
     (PUBLIC, {"mixed_precision": "bf16"}, 1),

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from benchmarks.doctor import watch
+from benchmarks.doctor.blind_watch_faults import ACCELERATED, MINIMAL
 from benchmarks.doctor.newest_watch_faults import NOTEBOOK, POLICY, SIT
 from benchmarks.doctor.trials import Edit, problems, words_of
 from benchmarks.doctor.watch import SCRIPTS
@@ -18,6 +19,8 @@ TWO_UPDATES = {  # where it is not `--steps 2`
     NOTEBOOK: {"train_num_steps": 2},
     SIT: {"max-steps": 2},
     POLICY: {"num_demos": 4, "batch_size": 64},
+    MINIMAL: {"steps": 2, "log_every": 1},
+    ACCELERATED: {"steps": 2, "log_every": 1},
 }
 
 
