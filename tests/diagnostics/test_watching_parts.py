@@ -24,9 +24,10 @@ from utils.diagnostics.watching.images import check_latents, check_range, check_
 from utils.diagnostics.watching.inputs import _told_by_place, check_embedded, check_mixture, check_told
 from utils.diagnostics.watching.judging import Judge
 from utils.diagnostics.watching.levels import Levels, Look, half_matching, matching, tables
+from utils.diagnostics.watching.loading import Loading
 from utils.diagnostics.watching.mixture import Mixture, axis_of_factors, find, strength
 from utils.diagnostics.watching.observing import ForeignObserver
-from utils.diagnostics.watching.optimizing import _betas, _decay, _size_of_step, rates_of
+from utils.diagnostics.watching.optimizing import _betas, _decay, _epsilon, _size_of_step, rates_of
 from utils.diagnostics.watching.options import Schedule, declared_strength, evaluation_at
 from utils.diagnostics.watching.places import number_told, place_of_told
 from utils.diagnostics.watching.probes import CopyProbe, Probe
@@ -1197,6 +1198,57 @@ def test_decays_that_fall(decays, healthy):
     first, update = First(torch.zeros(2), 2, 0), SimpleNamespace(step=4)
     checks = [_decay_of(Average("EMA", {}, None), 1 - decay, first, update, 0.0) for decay in decays]
     assert checks[-1].healthy is healthy
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "draws", "passes", "found"),
+    [
+        (True, False, 3, []),
+        (False, False, 3, ["warning"]),
+        (False, False, 1, ["info"]),
+        (False, True, 3, []),  # a dataset that makes its images
+        ("seeded", False, 3, ["warning"]),
+    ],
+)
+def test_passes_over_the_data_that_begin_alike(shuffle, draws, passes, found):
+    class Images(torch.utils.data.Dataset):
+        def __len__(self):
+            return 32
+
+        def __getitem__(self, index):
+            image = torch.rand(3, 4, 4) if draws else torch.full((3, 4, 4), index / 32)
+            return {"label": index, "input": image.flip(2)}
+
+    loading, steps, generator = Loading(), 0, torch.Generator()
+    loader = torch.utils.data.DataLoader(Images(), 8, shuffle=bool(shuffle), generator=generator)
+    evaluated = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(32.0)[:, None, None]), 4)
+    for _ in range(passes):
+        if shuffle == "seeded":
+            generator.manual_seed(0)
+        for each, training in ((loader, True), (evaluated, False)):
+            iterator = iter(each)
+            for batch in iterator:
+                loading.see(iterator, batch, steps)
+                steps += training
+    assert [check.severity for check in loading.end(steps) if not check.healthy] == found
+
+
+@pytest.mark.parametrize(("epsilon", "healthy"), [(1e-8, []), (1e-3, [True]), (0.1, [False])])
+def test_an_epsilon_that_is_larger_than_the_gradients(epsilon, healthy):
+    state = {"exp_avg_sq": torch.full((9,), 1e-4), "step": torch.full((9,), 5000.0)}
+    step = SimpleNamespace(groups=[{"eps": epsilon, "betas": (0.9, 0.999)}], state_before=state)
+    assert [check.healthy for check in _epsilon(SimpleNamespace(optimizer_step=step))] == healthy
+
+
+@pytest.mark.parametrize(("peak", "wrong"), [(1e-6, 0), (1e-7, 1)])
+def test_a_learning_rate_that_hardly_moves_anything(peak, wrong):
+    checks = Schedule().end(Facts(), [(1, [peak / 2]), (5, [peak]), (40, [peak / 2])], 50, True)
+    assert sum(check.stage == "learning_rate" and check.healthy is False for check in checks) == wrong
+
+
+def test_images_of_half_the_range():
+    images = torch.rand(4, 3, 8, 8).round() - 0.5
+    assert check_range(images).code == "data-range" and check_range(2 * images).healthy
 
 
 def test_a_loss_that_is_nearly_nothing():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from utils.diagnostics.watching.seen import Noising
 from utils.diagnostics.watching.watcher import Watcher, run_eagerly
@@ -77,7 +78,13 @@ def install(watcher: Watcher) -> ExitStack:
         safely(watcher.scaler_stepped, next(iter((*arguments, *options.values()))), watcher.steps == before)
         return result
 
+    def next_batch(original: Callable, iterator: Any) -> Any:
+        batch = original(iterator)
+        safely(watcher.loaded, iterator, batch)
+        return batch
+
     wrap = functools.partial(_wrap, hooks)
+    wrap(_BaseDataLoaderIter, "__next__", next_batch)
     wrap(torch.autograd, "backward", backward)
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         wrap(module, "clip_grad_norm_", functools.partial(clip, "norm"))

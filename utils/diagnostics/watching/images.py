@@ -9,6 +9,7 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.seen import Seen
 
 FAR = 1.2  # beyond the range of images
+HALF = 0.42, 0.52  # what images of a batch reach on both sides when their bytes are divided by 255 and 0.5 is taken off
 NARROW = 0.1  # between the darkest and the brightest value of a batch of images, which no photographs have
 WHOLE, FAINT = 100, 1e-3  # signals of whole numbers up to that were not scaled; those with less spread hold nothing
 MIXED = 0.8  # of the difference of neighbors
@@ -48,6 +49,9 @@ def check_range(images: torch.Tensor, unit: float = 1.0) -> Check:
         return Check("data", name, wanted, observed, False, text, code="data-range")
     if low >= -1e-3 and 0.5 < high <= 1 + 1e-3:
         return Check("data", name, wanted, observed, False, f"{told}: [0, 1], not [-1, 1]", "warning", "data-range")
+    if len(values) > 1 and HALF[0] < -low < HALF[1] and HALF[0] < high < HALF[1]:
+        text = f"{told}: [-0.5, 0.5], not [-1, 1]?"
+        return Check("data", name, wanted, observed, False, text, "warning", "data-range")
     if values.shape[1] == 3 and values.shape[-1] > 6 and (ratio := _apart(values)) < MIXED:
         text = f"pixels that are three apart are more alike than neighbors ({ratio:.2f}): are colors and places mixed up?"
         return Check("data", "neighboring pixels", "more alike than others", f"{ratio:.2f}", False, text, "warning")

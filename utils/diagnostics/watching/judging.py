@@ -9,6 +9,7 @@ from utils.diagnostics.watching.averages import WANTED
 from utils.diagnostics.watching.conditions import Conditions
 from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.forward import ForwardJudge
+from utils.diagnostics.watching.loading import Loading
 from utils.diagnostics.watching.network import check_network
 from utils.diagnostics.watching.options import Schedule, evaluation_at
 from utils.diagnostics.watching.probes import CopyProbe
@@ -28,6 +29,7 @@ class Judge:
     history: list[dict] = field(default_factory=list)  # as in a run's history
     words: dict[str, str] = field(default_factory=dict)  # what the script is found to do, by stage
     rates: list[tuple[int, list[float]]] = field(default_factory=list)
+    loading: Loading = field(default_factory=Loading)
     _facts: Facts = field(default_factory=Facts)
 
     def __post_init__(self) -> None:
@@ -77,6 +79,7 @@ class Judge:
         if skipped >= MOST_SKIPPED:
             text = f"the last {skipped} steps were left out by the GradScaler: gradients are NaN or infinite at every scale"
             checks.append(Check("gradient", "finite gradients", "now and then", "none", False, text))
+        checks += self.loading.end(updates)
         if ended:
             checks += self._update.end()
         for probe in copies:

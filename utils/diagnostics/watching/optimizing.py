@@ -12,6 +12,7 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 
 SMALL = 1e-3
 MOST_CHANGE = 0.5  # of the size of the weights, in one update
+LARGE_EPSILON, MOST_BELOW_EPSILON = 1e-5, 0.9  # 1e-8 is usual, and 1e-6 in half precision
 MOST_DECAY = 3e-3  # of the weights, in one update: half of them in 230
 KNOWN = ("AdamW", "Adam", "SGD", "RMSprop", "RAdam", "Adamax", "Adagrad")
 
@@ -24,6 +25,7 @@ def check_step(update: Update, observer: Observer, known: bool) -> list[Check]:
     text = f"the optimizer steps {step.steps} times in one update"
     checks = [Check("optimizer", "steps per update", "1", str(step.steps), step.steps == 1, text)]
     checks += [_members(update, observer), _size_of_step(update, observer), *_betas(step.groups)]
+    checks += _epsilon(update)
     checks += _decay(step.groups) if step.optimizer in ("AdamW", "SGD") else []  # others scale it with the gradient
     if step.optimizer not in KNOWN or not known:
         why = f"torch has no optimizer {step.optimizer} to compare with"
@@ -83,6 +85,23 @@ def _betas(groups: list[dict]) -> list[Check]:
     fine, found = all(first <= second for first, second in betas), ", ".join(f"{beta:g}" for beta in betas[0])
     text = f"the betas are {found}: the mean of squares forgets sooner than that of gradients; are they exchanged?"
     return [Check("optimizer", "betas", "the second is the longer one", found, fine, text, "warning")]
+
+
+def _epsilon(update: Update) -> list[Check]:
+    """Of Adam's kind: whether it is what gradients are divided by, in place of their own size."""
+    step = update.optimizer_step
+    squares = None if step is None else step.state_before.get("exp_avg_sq")
+    epsilon = 0.0 if step is None else max(float(group.get("eps") or 0.0) for group in step.groups)
+    if squares is None or epsilon < LARGE_EPSILON or not squares.any():
+        return []
+    beta = betas_of(step.groups[0]) if step is not None else None
+    count = float(step.state_before["step"].max()) if step is not None and "step" in step.state_before else 0.0
+    grown = 1 - beta[1] ** count if beta is not None and count else 1.0
+    sizes = (squares[squares > 0].double() / grown).sqrt()
+    share = float((sizes < epsilon).double().mean())
+    text = f"the epsilon of {epsilon:g} is larger than {share:.0%} of the gradients: it makes their steps far smaller"
+    name, found = "gradients that are smaller than epsilon", f"{share:.0%}"
+    return [Check("optimizer", name, "few", found, share < MOST_BELOW_EPSILON, text, "warning")]
 
 
 def _decay(groups: list[dict]) -> list[Check]:

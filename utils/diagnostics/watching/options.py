@@ -9,6 +9,7 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.facts import Facts, schedule_length
 
 LARGE = 0.1  # a learning rate that is rather a factor of one
+HARDLY = 3e-7  # a learning rate; fine-tuning goes down to 1e-6
 SELDOM = 20  # updates; averages that move in every tenth are usual
 TYPES = ("epsilon", "sample", "v_prediction")
 
@@ -114,6 +115,9 @@ class Schedule:
                     f"the learning rate is below {top * share:.2g} from update {begun} of {updates} on: the rest trains nothing"
                 )
                 return [Check("learning_rate", name, wanted, f"{peaks[-1][1]:.2g} at the end", False, text, "warning")]
+        if ended and updates >= 20 and top < HARDLY:
+            text = f"the learning rate never exceeds {top:.2g} in {updates} updates: the network hardly moves"
+            return [Check("learning_rate", "highest learning rate", "1e-6 or more", f"{top:.2g}", False, text, "warning")]
         asked, severity = self._asked_rate(facts)
         if ended and updates >= 20 and top < 0.5 * asked:
             text = f"the learning rate never exceeds {top:.2g} in {updates} updates, and {asked:.2g} was asked for"

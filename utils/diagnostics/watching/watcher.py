@@ -476,6 +476,10 @@ class Watcher:
             self._next = min(self._next, self.updates + 1)
             self._stepped = True  # the next forward pass begins an update
 
+    def loaded(self, iterator: Any, batch: Any) -> None:
+        """By an iterator of torch's loader."""
+        self.judge.loading.see(iterator, batch, self.steps)
+
     def noised(self, noising: Noising) -> None:
         if self.armed:
             self._noising = [*self._noising[-3:], noising]

@@ -1,0 +1,70 @@
+"""Whether a script's loader brings the images in another order in each pass. Between two passes nothing is kept but the means
+of a few images."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import SequentialSampler
+
+from utils.diagnostics.audit.verdict import Check
+from utils.diagnostics.watching.places import tensors_within
+
+SURE = 1e-6  # of the chance that shuffled passes begin alike
+MOST = 32  # passes that are compared
+SHARE = 0.5  # of the updates, before which a loader has brought something
+
+
+@dataclass
+class _Loader:
+    ordered: bool  # its sampler gives the rows one after the other
+    images: int  # in a pass; 0: not known
+    steps: int = -1  # of all optimizers, when it was last asked
+    trained: int = 0  # batches after which an optimizer made a step
+    begins: list[torch.Tensor] = field(default_factory=list)  # what each pass begins with: means of its images, float64 [B]
+
+
+class Loading:
+    """Sees every batch that torch's loaders are asked for."""
+
+    def __init__(self) -> None:
+        self._loaders: dict[int, _Loader] = {}  # by the id of the dataset
+
+    def see(self, iterator: Any, batch: Any, steps: int) -> None:
+        """`iterator`: of a loader, which gave `batch`; `steps`: those that optimizers have made so far."""
+        sampler = iterator._index_sampler
+        while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+            sampler = inner
+        key, images = id(iterator._dataset), len(sampler) if hasattr(sampler, "__len__") else 0
+        loader = self._loaders.setdefault(key, _Loader(type(sampler) is SequentialSampler, images))
+        loader.trained += loader.steps >= 0 and steps > loader.steps
+        loader.steps = steps
+        if iterator._num_yielded == 1 and len(loader.begins) < MOST and (means := _means(batch)) is not None:
+            loader.begins.append(means)
+
+    def end(self, updates: int) -> list[Check]:
+        """Of the loader that the training takes its images from."""
+        found = max(self._loaders.values(), key=lambda loader: loader.trained, default=None)
+        if found is None or found.trained < SHARE * updates or not found.begins:
+            return []
+        first, *others = found.begins
+        alike = bool(others) and all(one.shape == first.shape and torch.allclose(one, first, 1e-5, 1e-7) for one in others)
+        batch = len(first)
+        chance = math.perm(found.images, batch) if found.images >= 2 * batch else 1
+        again = alike and len(first.unique()) > 1 and chance ** len(others) > 1 / SURE
+        name, wanted = "first images of each pass over the data", "others in each"
+        if not again and not (found.ordered and not others and found.images >= 2 * batch):
+            return [Check("data", name, wanted, "others" if others else "one pass alone", True)]
+        text = f"each of {len(found.begins)} passes over the data begins with the same images in the same order: "
+        text += "shuffle=False, or a seed that is set anew?"
+        if not again:
+            text = "the loader brings the images in the order of the dataset: shuffle=False?"
+        severity = "warning" if again else "info"  # a dataset may draw its images, or was shuffled before
+        return [Check("data", name, wanted, "the same" if again else "those of the dataset", False, text, severity)]
+
+
+def _means(batch: Any) -> torch.Tensor | None:
+    """Of the images of a batch, float64 [B], which flips do not change."""
+    images = [each for each in tensors_within([batch]) if each.ndim > 2 and len(each) > 1]
+    return images[0].detach().double().flatten(1).mean(1).cpu() if images else None
