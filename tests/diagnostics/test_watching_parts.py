@@ -798,6 +798,7 @@ def test_a_loss_in_fp16_that_is_not_scaled(dtype, scale, found):
 def test_settings_of_an_optimizer_that_nobody_wants():
     assert wrong(_betas([{"lr": 1.0, "betas": (0.9, 0.999)}, {"lr": 0.1}])) == set()
     assert wrong(_betas([{"lr": 1.0, "betas": (0.999, 0.9)}])) == {"betas"}
+    assert wrong(_betas([{"lr": 1.0, "betas": (0.0, 0.0)}])) == {"betas"}
     assert wrong(_decay([{"lr": 1e-3, "weight_decay": 0.3}, {"lr": None}])) == set()
     assert wrong(_decay([{"lr": 1e-3, "weight_decay": 0.0}, {"lr": 1e-3, "weight_decay": 10}])) == {"weight decay of an update"}
 

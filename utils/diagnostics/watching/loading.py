@@ -1,6 +1,7 @@
 """Whether a script's loader brings the images in another order in each pass. Between two passes nothing is kept but the means
 of a few images."""
 
+import contextlib
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,11 +34,14 @@ class Loading:
 
     def see(self, iterator: Any, batch: Any, steps: int) -> None:
         """`iterator`: of a loader, which gave `batch`; `steps`: those that optimizers have made so far."""
-        sampler = iterator._index_sampler
-        while (inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
-            sampler = inner
-        key, images = id(iterator._dataset), len(sampler) if hasattr(sampler, "__len__") else 0
-        loader = self._loaders.setdefault(key, _Loader(type(sampler) is SequentialSampler, images))
+        key = id(iterator._dataset)
+        if key not in self._loaders:
+            sampler = _innermost(iterator._index_sampler)
+            images = 0
+            with contextlib.suppress(TypeError, NotImplementedError):  # some have no length
+                images = len(sampler)
+            self._loaders[key] = _Loader(type(sampler) is SequentialSampler, images)
+        loader = self._loaders[key]
         loader.trained += loader.steps >= 0 and steps > loader.steps
         loader.steps = steps
         if iterator._num_yielded == 1 and len(loader.begins) < MOST and (means := _means(batch)) is not None:
@@ -46,7 +50,7 @@ class Loading:
     def end(self, updates: int) -> list[Check]:
         """Of the loader that the training takes its images from."""
         found = max(self._loaders.values(), key=lambda loader: loader.trained, default=None)
-        if found is None or found.trained < SHARE * updates or not found.begins:
+        if found is None or not found.trained or found.trained < SHARE * updates or not found.begins:
             return []
         first, *others = found.begins
         alike = bool(others) and all(one.shape == first.shape and torch.allclose(one, first, 1e-5, 1e-7) for one in others)
@@ -62,6 +66,17 @@ class Loading:
             text = "the loader brings the images in the order of the dataset: shuffle=False?"
         severity = "warning" if again else "info"  # a dataset may draw its images, or was shuffled before
         return [Check("data", name, wanted, "the same" if again else "those of the dataset", False, text, severity)]
+
+
+def _innermost(sampler: Any) -> Any:
+    """What gives the numbers of the rows: samplers of batches, and those of Accelerate, have it in them."""
+    for _ in range(4):
+        inner = getattr(sampler, "batch_sampler", None)
+        inner = getattr(sampler, "sampler", None) if inner is None else inner
+        if inner is None:
+            break
+        sampler = inner
+    return sampler
 
 
 def _means(batch: Any) -> torch.Tensor | None:

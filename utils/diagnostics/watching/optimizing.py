@@ -12,6 +12,7 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 
 SMALL = 1e-3
 MOST_CHANGE = 0.5  # of the size of the weights, in one update
+SHORTEST = 0.5  # second beta; 0.95 to 0.999 are usual
 LARGE_EPSILON, MOST_BELOW_EPSILON = 1e-5, 0.9  # 1e-8 is usual, and 1e-6 in half precision
 MOST_DECAY = 3e-3  # of the weights, in one update: half of them in 230
 KNOWN = ("AdamW", "Adam", "SGD", "RMSprop", "RAdam", "Adamax", "Adagrad")
@@ -84,6 +85,11 @@ def _betas(groups: list[dict]) -> list[Check]:
         return []
     fine, found = all(first <= second for first, second in betas), ", ".join(f"{beta:g}" for beta in betas[0])
     text = f"the betas are {found}: the mean of squares forgets sooner than that of gradients; are they exchanged?"
+    if fine and any(second < SHORTEST for _, second in betas):
+        fine, text = (
+            False,
+            f"the betas are {found}: the mean of squares is that of the last update, so that steps are mere signs",
+        )
     return [Check("optimizer", "betas", "the second is the longer one", found, fine, text, "warning")]
 
 
