@@ -1125,7 +1125,8 @@ def test_embeddings_of_the_noise_level_that_are_all_alike(told, frequencies, hea
 )
 def test_schedules_that_end_too_early_or_too_late(steps, end, wrong):
     table = torch.cumprod(1 - torch.linspace(1e-4, end, steps, dtype=torch.float64), 0)
-    assert sum(check.healthy is False for check in _ends(table)) == wrong
+    assert sum(check.healthy is False for check in _ends(table, True)) == wrong
+    assert all(check.severity == "info" for check in _ends(table, False)[:1])
 
 
 @pytest.mark.parametrize(("draw", "healthy"), [(torch.randn, True), (torch.rand, False)])
@@ -1239,6 +1240,8 @@ def test_an_epsilon_that_is_larger_than_the_gradients(epsilon, healthy):
     state = {"exp_avg_sq": torch.full((9,), 1e-4), "step": torch.full((9,), 5000.0)}
     step = SimpleNamespace(groups=[{"eps": epsilon, "betas": (0.9, 0.999)}], state_before=state)
     assert [check.healthy for check in _epsilon(SimpleNamespace(optimizer_step=step))] == healthy
+    step.groups[0]["eps"] = (1e-30, 1e-3)
+    assert _epsilon(SimpleNamespace(optimizer_step=step)) == []
 
 
 @pytest.mark.parametrize(("peak", "wrong"), [(1e-6, 0), (1e-7, 1)])

@@ -93,7 +93,7 @@ class ForwardJudge:
         checks, table, prediction = self._levels(heard, shown, facts, _scheduler(update, facts))
         if table is not None:
             self._add_levels(table, looks)
-            checks += _ends(table)
+            checks += _ends(table, looks[0].x.ndim > 3)
         wrapped, kind = _raw_network(update, levels)
         return [
             *checks,
@@ -349,15 +349,17 @@ class ForwardJudge:
         return replace(check, severity="warning") if check.healthy is False else check
 
 
-def _ends(table: torch.Tensor) -> list[Check]:
-    """Whether a schedule, alphas_cumprod [T], goes from the image to noise, and uses its steps for that."""
+def _ends(table: torch.Tensor, images: bool) -> list[Check]:
+    """Whether a schedule, alphas_cumprod [T], goes from the image to noise, and uses its steps for that. Of signals, which may
+    follow from what the network is told beside them, some published schedules do not."""
+    severity = "warning" if images else "info"
     left, lost = float(table[-1]), float((table < NOTHING_LEFT).double().mean())
     text = (
         f"at the last step {left**0.5:.0%} of the image are still there, and sampling starts from noise alone, which the "
         "network never sees: are the betas too small, or the steps too few?"
     )
     name, found = "image that is left at the last step", f"{left**0.5:.2g}"
-    checks = [Check("input", name, "hardly any", found, left < MOST_LEFT, text, "warning")]
+    checks = [Check("input", name, "hardly any", found, left < MOST_LEFT, text, severity)]
     text = f"{lost:.0%} of the steps have noise alone, from which nothing is learned: are the betas too large?"
     name = "share of the steps that have noise alone"
     return [*checks, Check("input", name, "a small one", f"{lost:.0%}", lost < MOST_LOST, text, "warning")]

@@ -96,13 +96,14 @@ def _betas(groups: list[dict]) -> list[Check]:
 def _epsilon(update: Update) -> list[Check]:
     """Of Adam's kind: whether it is what gradients are divided by, in place of their own size."""
     step = update.optimizer_step
-    squares = None if step is None else step.state_before.get("exp_avg_sq")
-    epsilon = 0.0 if step is None else max(float(group.get("eps") or 0.0) for group in step.groups)
-    if squares is None or epsilon < LARGE_EPSILON or not squares.any():
+    if step is None or "exp_avg_sq" not in step.state_before:
         return []
-    beta = betas_of(step.groups[0]) if step is not None else None
-    count = float(step.state_before["step"].max()) if step is not None and "step" in step.state_before else 0.0
-    grown = 1 - beta[1] ** count if beta is not None and count else 1.0
+    squares, known = step.state_before["exp_avg_sq"], [group.get("eps") for group in step.groups]
+    epsilon = max((each for each in known if isinstance(each, (int, float))), default=0.0)  # Adafactor has two
+    if epsilon < LARGE_EPSILON or not squares.any():
+        return []
+    beta, counts = betas_of(step.groups[0]), step.state_before.get("step", torch.zeros(1))
+    grown = 1 - beta[1] ** float(counts.max()) if beta is not None and counts.any() else 1.0
     sizes = (squares[squares > 0].double() / grown).sqrt()
     share = float((sizes < epsilon).double().mean())
     text = f"the epsilon of {epsilon:g} is larger than {share:.0%} of the gradients: it makes their steps far smaller"

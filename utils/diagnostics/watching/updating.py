@@ -142,7 +142,7 @@ class UpdateJudge:
         """Statistics that a network gathers while it trains, as batch normalization does, and its average does not get."""
         if not isinstance(average.owner, nn.Module) or average.name not in self._averaged:
             return []
-        own = {name: buffer for name, buffer in network.named_buffers() if buffer.is_floating_point()}
+        own = {name: buffer for name, buffer in network.named_buffers() if ".running_" in f".{name}"}
         theirs = dict(average.owner.named_buffers())
         pairs = {n: (own[n].detach().cpu(), theirs[n].detach().cpu()) for n in own if n in theirs}
         pairs = {name: pair for name, pair in pairs.items() if pair[0].shape == pair[1].shape}
