@@ -86,8 +86,8 @@ class Conditions:
     def _sorted(self) -> list[Check]:
         """Whether each batch has one class, and the batches have different ones; a label that stands for none is left out."""
         checks = []
-        for batches in self._labels.values() if self._labels else ():
-            parts = [[label for label in labels.unique().tolist()] for labels in batches]
+        for batches in self._labels.values():
+            parts = [labels.unique().tolist() for labels in batches]
             empty = max({label for part in parts for label in part})  # the null class comes last, or there is none
             those = [labels[labels != empty] for labels in batches] if any(len(part) > 1 for part in parts) else batches
             those = [labels for labels in those if len(labels) >= FEWEST]
