@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching import facts
-from utils.diagnostics.watching.averages import First
+from utils.diagnostics.watching.averages import First, check_average
 from utils.diagnostics.watching.averages import _decay as _decay_of
 from utils.diagnostics.watching.bound import check_bound
 from utils.diagnostics.watching.conditions import Conditions
@@ -1191,6 +1191,18 @@ def test_statistics_of_batches_that_an_average_does_not_get():
         network(torch.randn(B, 3, 4, 4))
         checks = judge._buffers_left(Average("EMA", {}, average), network)
     assert [check.healthy for check in checks] == [False]
+
+
+@pytest.mark.parametrize(("follows", "observed"), [(False, "no change"), (True, "not observed")])
+def test_an_average_of_weights_that_never_change(follows, observed):
+    """Its rounding moves it in the first updates, and then no more."""
+    weights = torch.linspace(1, 2, 4096)
+    begun = weights if follows else weights - 0.1
+    update = SimpleNamespace(step=20, weights=weights, optimizer_step=SimpleNamespace(before=weights - 1e-3))
+    observer = SimpleNamespace(averaged=lambda name: torch.full((4096,), True))
+    now = begun * (1 + 1e-7)
+    [check] = check_average(Average("ema", {}, None), now, now, First(begun, 2, 0), update, observer)
+    assert check.observed.startswith(observed)
 
 
 @pytest.mark.parametrize(

@@ -52,15 +52,16 @@ def _checked(
     if not average.is_average and torch.equal(new, first.values):
         return []
     e, after, w, before = (v.double()[mask] for v in (old, new, weights, step.before))
-    if torch.equal(e, after):
-        return [_still(average, torch.equal(new, first.values), update, torch.equal(e, w))]
-    if not torch.isfinite(e + after + w + before).all():
-        return [not_observed("ema", name, wanted, "weights or averages are not finite")]
     rounding = 2 * ROUNDING * float(torch.maximum(e.abs(), w.abs()).norm())
     begun = first.values.double()[mask]
     wandered = (4 + update.step + 1 - first.update) * rounding  # by the rounding of so many updates
-    if float((after - begun).norm()) <= wandered < 1e-2 * float((w - begun).norm()) and update.step + 1 >= PATIENCE:
-        return [_still(average, True, update, False)]  # it moves by its rounding alone
+    by_rounding = float((after - begun).norm()) <= wandered < 1e-2 * float((w - begun).norm())  # it has moved, if at all
+    if torch.equal(e, after):
+        return [_still(average, by_rounding or torch.equal(new, first.values), update, torch.equal(e, w))]
+    if not torch.isfinite(e + after + w + before).all():
+        return [not_observed("ema", name, wanted, "weights or averages are not finite")]
+    if by_rounding and update.step + 1 >= PATIENCE:
+        return [_still(average, True, update, False)]
     moved = after - e
     slope = _slope(w - e, moved)
     if slope is None:
