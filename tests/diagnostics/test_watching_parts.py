@@ -920,6 +920,19 @@ def test_clipping_is_seen_however_it_is_called():
     assert compiled(torch.zeros(())) == 1  # compiled networks no longer run eagerly
 
 
+@pytest.mark.parametrize(("cut", "stage"), [(True, "gradient"), (False, "optimizer")])
+def test_an_optimizer_whose_parameters_never_get_a_gradient(cut, stage):
+    network, other, watcher = Network(3, 3, 1), Network(3, 3, 1), Watcher(lambda watcher: None)
+    optimizer = torch.optim.Adam((network if cut else other).parameters(), lr=1e-3)
+    with install(watcher):
+        for _ in range(6):
+            loss = network(torch.rand(SHAPE), torch.rand(B)).square().mean()
+            (torch.tensor(loss.item(), requires_grad=True) if cut else loss).backward()
+            optimizer.step()
+    checks = [check for entry in watcher.judge.history for check in entry["audit"]["checks"]]
+    assert [check["stage"] for check in checks if check["healthy"] is False] == [stage]
+
+
 def test_what_fails_within_the_hooks_of_a_step_does_not_reach_the_script(monkeypatch, capsys):
     weight, watcher = torch.nn.Parameter(torch.ones(3)), Watcher(lambda watcher: None)
     optimizer, rests = torch.optim.SGD([weight], lr=0.5), []

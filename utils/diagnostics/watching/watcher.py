@@ -223,11 +223,13 @@ class Watcher:
         if self._idle[id(optimizer)] == IDLE:
             kind = type(optimizer).__name__
             self.networks.append(("nothing", kind, sum(p.numel() for p in _parameters_of(optimizer))))
-            text = (
-                f"no parameter of {kind} has a gradient: are they of a copy of the network or frozen, or is the loss cut off?"
-            )
-            name, wanted = "parameters in the optimizer", "all that get gradients"
-            self.judge.record(self.steps, [Check("optimizer", name, wanted, "none that gets one", False, text)])
+            networks = [p for candidate in self._candidates for p in candidate.module.parameters()]
+            cut = bool(networks) and all(p.grad is None for p in networks)
+            text = f"no parameter of {kind} has a gradient"
+            text += ", nor has the network's any: is the loss cut off, or are gradients cleared before the step?" if cut else ""
+            text += "" if cut else ": are they of a copy of the network or frozen, or is the loss cut off?"
+            name, wanted, found = "parameters in the optimizer", "all that get gradients", "none that gets one"
+            self.judge.record(self.steps, [Check("gradient" if cut else "optimizer", name, wanted, found, False, text)])
 
     def _choose(self) -> None:
         """Watches the next of the networks that may be the denoiser."""
