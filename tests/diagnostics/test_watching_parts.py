@@ -42,6 +42,11 @@ B, SHAPE = 8, (8, 3, 8, 8)
 ORDER = ["epsilon", "v_prediction", "sample", "velocity", "backward", "raw", "score"]
 
 
+class Network(torch.nn.Conv2d):
+    def forward(self, x, t):
+        return super().forward(x) * t[:, None, None, None]
+
+
 def levels_of(
     a: torch.Tensor, b: torch.Tensor, gradient_of=None, told: torch.Tensor | None = None, size: float = 1.0
 ) -> Levels:
@@ -843,10 +848,6 @@ class Around(torch.optim.Optimizer):
     ],
 )
 def test_optimizers_of_the_same_parameters(choose, found):
-    class Network(torch.nn.Conv2d):
-        def forward(self, x, t):
-            return super().forward(x) * t[:, None, None, None]
-
     network, watcher = Network(3, 3, 1), Watcher(lambda watcher: None)
     both, chosen = [torch.optim.Adam(network.parameters(), lr=1e-3) for _ in range(2)], None
     with install(watcher):
@@ -1486,10 +1487,6 @@ def test_gradients_that_are_put_there_by_hand():
 )
 def test_an_optimizer_of_flat_copies(copied, clipped, found):
     """As loops in half precision have them."""
-
-    class Network(torch.nn.Conv2d):
-        def forward(self, x, t):
-            return super().forward(x) * t[:, None, None, None]
 
     network, watcher = Network(3, 3, 1), Watcher(lambda watcher: None)
     flat = torch.nn.Parameter(torch.cat([p.detach().flatten() for p in network.parameters()]))
