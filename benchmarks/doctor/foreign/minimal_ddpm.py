@@ -272,7 +272,7 @@ def main():
 
     step = 0
     if args.resume:
-        ckpt = torch.load(args.resume, map_location=device)
+        ckpt = torch.load(args.resume, map_location=device, weights_only=True)
         model.load_state_dict(ckpt["model"])
         ema.model.load_state_dict(ckpt["ema"])
         ema.num_updates = ckpt["ema_updates"]
