@@ -15,6 +15,7 @@ from PIL import Image
 
 from utils.core import randomness
 from utils.core.errors import UserError
+from utils.data import loader
 from utils.data.dataset import load_images
 from utils.data.loader import BatchSplit, SampleOrder, training_batches
 from utils.options.flags import DataOptions
@@ -174,6 +175,36 @@ def test_an_undecodable_image_arrives_as_one_line_with_its_name(num_workers, tmp
     assert not multiprocessing.active_children()  # ended at once, though the traceback is still held
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_all_batches_before_an_undecodable_image_come(num_workers, tmp_path):
+    order, number = SampleOrder(40, 0), 21
+    broken = int(order.indices(torch.tensor([number])))
+    for image in range(40):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{image:02}.png")
+    (tmp_path / f"{broken:02}.png").write_bytes(b"damaged")
+    options = {"resolution": 8, "cache_images": "no", "cache_dir": str(tmp_path / "c")}
+    batches = training_batches(
+        load_images(DataOptions(train_data_dir=str(tmp_path), **options)),
+        order,
+        BatchSplit(1),
+        range(40),
+        num_workers=num_workers,
+    )
+    seen = []
+    with pytest.raises(UserError, match=f"{broken:02}.png"):
+        seen.extend(int(batch["sample_numbers"]) for batch in batches)
+    assert seen == list(range(number))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_micro_batches_that_are_fetched_together_are_those_of_each_alone(images, num_workers, monkeypatch):
+    split, steps = BatchSplit(3, 2, 1, 2), 23
+    together = micro_batches(images, split=split, steps=steps, num_workers=num_workers)
+    monkeypatch.setattr(loader, "_TOGETHER", 1)
+    assert len(together) == 2 * steps
+    assert_same(together, micro_batches(images, split=split, steps=steps))
+
+
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
     """Opens 20 images in four classes, of which 3 cannot be decoded."""
@@ -228,7 +259,7 @@ import torch
 from utils.data.loader import BatchSplit, SampleOrder, training_batches
 
 class Images:
-    uniform = True
+    uniform, shape = True, (1, 2, 2)
     bad_images = {}
     labels = None
     def fetch(self, indices, crop):

@@ -98,7 +98,7 @@ def permute(seed: int, purpose: str, epochs: torch.Tensor, positions: torch.Tens
     def encrypt(values: torch.Tensor, epoch_keys: list[torch.Tensor]) -> torch.Tensor:
         left, right = values >> half_bits, values & mask
         for key in epoch_keys:
-            left, right = right, left ^ (_logical_right_shift(_mix(right + key), 16) & mask)
+            left, right = right, left ^ (_mix(right + key) >> 16 & mask)  # of the sign's copies the mask leaves none
         return left << half_bits | right
 
     indices = encrypt(positions.to(torch.int64), epoch_keys)

@@ -43,6 +43,7 @@ class StoredBlock:
 
     Attributes:
         images: each [channels, height, width].
+        values: those of all images, one after the other.
         size: bytes.
         sizes: int32 [images, 2], height and width.
         shape: (channels, height, width) of all images; None where their sizes differ, or some could not be decoded.
@@ -66,6 +67,7 @@ class StoredBlock:
         if ends[-1] * dtype.itemsize != end:
             raise ValueError("damaged")
         values = np.frombuffer(data, dtype, int(ends[-1]))
+        self.values = values.data
         self.bad = {int(number): tuple(bad) for number, bad in about["bad"].items()}
         uniform = bool((self.sizes == self.sizes[0]).all()) and not self.bad
         self.shape = (channels, *self.sizes[0].tolist()) if uniform else None

@@ -8,6 +8,8 @@ without reading what came before.
 
 import atexit
 import functools
+import itertools
+import math
 import multiprocessing
 import os
 import signal
@@ -29,6 +31,7 @@ from utils.data.latents import PackedLatents
 T = TypeVar("T")
 
 _BLOCK = 4096  # samples
+_TOGETHER, _TOGETHER_BYTES = 16, 2**24  # micro-batches that are fetched at once, and of small images alone
 
 
 class SampleOrder:
@@ -162,33 +165,48 @@ class BatchSplit:
 
 
 class _MicroBatches(Sampler):
-    """The sample numbers of each micro-batch of one rank, as ranges: nothing grows with the length of the run."""
+    """The sample numbers of the micro-batches of one rank, as ranges: nothing grows with the length of the run.
 
-    def __init__(self, split: BatchSplit, steps: range):
-        self.split, self.steps = split, steps
+    They come `most` at a time, and fewer in the beginning, for which the training waits.
+    """
 
-    def __len__(self) -> int:
-        return len(self.steps) * self.split.gradient_accumulation_steps
+    def __init__(self, split: BatchSplit, steps: range, most: int):
+        self.split, self.steps, self.most = split, steps, most
 
-    def __iter__(self) -> Iterator[range]:
+    def __iter__(self) -> Iterator[list[range]]:
         split, size = self.split, self.split.train_batch_size
-        for step in self.steps:
-            for micro_step in range(split.gradient_accumulation_steps):
-                turn = step * split.gradient_accumulation_steps + micro_step
-                micro_batch = turn * split.num_processes + split.process_index
-                yield range(micro_batch * size, (micro_batch + 1) * size)
+        turns = range(self.steps.start * split.gradient_accumulation_steps, self.steps.stop * split.gradient_accumulation_steps)
+        count = 1
+        while turns:
+            numbers = [turn * split.num_processes + split.process_index for turn in turns[:count]]
+            yield [range(number * size, (number + 1) * size) for number in numbers]
+            turns, count = turns[count:], min(2 * count, self.most)
 
 
 class _Samples(Dataset):
-    """Sample numbers -> a micro-batch. Runs in the workers, where the order is computed too."""
+    """Sample numbers -> micro-batches. Runs in the workers, where the order is computed too."""
 
     def __init__(self, images: ImageSet, order: SampleOrder, center_crop: bool, latents: PackedLatents | None):
         self.images, self.order, self.center_crop, self.latents = images, order, center_crop, latents
         self._ahead = range(0)  # samples of the window for which was read ahead
-        self._block: tuple[Any, Any] = None, None  # (its number, its indices): the order is computed for many samples at once
+        self._blocks: dict[int, Any] = {}  # number -> indices: the order is computed for many samples at once
 
-    def __getitems__(self, sample_numbers: range) -> dict | UserError:
-        sample_numbers = torch.arange(sample_numbers.start, sample_numbers.stop)
+    def __getitems__(self, micro_batches: list[range]) -> list[dict | UserError]:
+        """All of them in one, or each by itself up to the one that cannot be fetched."""
+        try:
+            return [self.fetch(torch.cat([torch.arange(each.start, each.stop) for each in micro_batches]))]
+        except UserError as error:
+            if len(micro_batches) == 1:
+                return [error]  # raised by training_batches: the loader would wrap it in a worker's traceback
+        found: list[dict | UserError] = []
+        for each in micro_batches:
+            found += self.__getitems__([each])
+            if isinstance(found[-1], UserError):
+                break
+        return found
+
+    def fetch(self, sample_numbers: torch.Tensor) -> dict:
+        """Raises UserError as `training_batches` does."""
         indices = self._indices(sample_numbers)
         # Numbers for a crop that has no choice would cost more than the batch's pixels.
         fixed = self.center_crop or self.images.uniform
@@ -199,13 +217,10 @@ class _Samples(Dataset):
                 self._ahead, ahead = self.order.ahead(last)
                 self.images.read_ahead(ahead)
         known = len(self.images.bad_images)
-        try:
-            if self.latents is None:
-                images = self.images.fetch(indices, crop)
-            else:
-                images = self.latents.fetch(self.images.shown_rows(indices), self.order.seed, sample_numbers)
-        except UserError as error:
-            return error  # raised by training_batches: the loader would wrap it in a worker's traceback
+        if self.latents is None:
+            images = self.images.fetch(indices, crop)
+        else:
+            images = self.latents.fetch(self.images.shown_rows(indices), self.order.seed, sample_numbers)
         labels = None if self.images.labels is None else torch.from_numpy(self.images.labels[self.images.shown(indices)])
         batch: dict[str, Any] = {"images": torch.from_numpy(images), "labels": labels, "sample_numbers": sample_numbers}
         if len(self.images.bad_images) > known:
@@ -214,13 +229,15 @@ class _Samples(Dataset):
 
     def _indices(self, sample_numbers: torch.Tensor) -> np.ndarray:
         """`order.indices`, whose many small operations would cost a short batch more than its pixels do."""
-        first, last = sample_numbers[0].item(), sample_numbers[-1].item()
-        if first // _BLOCK != last // _BLOCK:
+        numbers = sample_numbers.numpy()
+        first, last = int(numbers[0]) // _BLOCK, int(numbers[-1]) // _BLOCK
+        if last > first + 1:
             return self.order.indices(sample_numbers).numpy()
-        number = first // _BLOCK
-        if self._block[0] != number:
-            self._block = number, self.order.indices(torch.arange(number * _BLOCK, (number + 1) * _BLOCK)).numpy()
-        return self._block[1][sample_numbers.numpy() % _BLOCK]
+        self._blocks = {block: self._blocks.get(block) for block in (first, last)}
+        for block, known in self._blocks.items():
+            if known is None:
+                self._blocks[block] = self.order.indices(torch.arange(block * _BLOCK, (block + 1) * _BLOCK)).numpy()
+        return np.concatenate(list(self._blocks.values()))[numbers - first * _BLOCK]
 
 
 def training_batches(
@@ -249,19 +266,22 @@ def training_batches(
     Raises:
         UserError: from the iterator, naming an image that cannot be decoded, once there are more than may be.
     """
+    shape = images.shape if latents is None else latents.shape
+    most = _TOGETHER_BYTES // (4 * math.prod(shape) * split.train_batch_size)
     loader = DataLoader(
         _Samples(images, order, center_crop, latents),
-        batch_sampler=_MicroBatches(split, steps),
+        batch_sampler=_MicroBatches(split, steps, min(max(most, 1), _TOGETHER)),
         collate_fn=_as_is,
         num_workers=num_workers,
         pin_memory=pin_memory,
         worker_init_fn=functools.partial(_start_worker, main_process=os.getpid()),
         generator=torch.Generator(),  # else the workers' seed is drawn from the global random state
     )
-    return _iterate(loader, images)
+    return _iterate(loader, images, split.train_batch_size)
 
 
-def _iterate(loader: DataLoader, images: ImageSet) -> Iterator[dict]:
+def _iterate(loader: DataLoader, images: ImageSet, size: int) -> Iterator[dict]:
+    """`size`: of a micro-batch."""
     others = set(multiprocessing.active_children())
     with signals_held():
         iterator = iter(loader)
@@ -270,12 +290,14 @@ def _iterate(loader: DataLoader, images: ImageSet) -> Iterator[dict]:
         # At exit Python ends its children by SIGTERM, which ours ignore, and waits for them for ever.
         atexit.register(_kill, workers)
     try:
-        for batch in iterator:
-            if isinstance(batch, UserError):
-                raise batch
-            if "bad_images" in batch:
-                images.bad_images.learn(batch.pop("bad_images"))
-            yield batch
+        for fetched in (each for several in iterator for each in several):
+            if isinstance(fetched, UserError):
+                raise fetched
+            if "bad_images" in fetched:
+                images.bad_images.learn(fetched.pop("bad_images"))
+            parts = {name: itertools.repeat(None) if of is None else of.split(size) for name, of in fetched.items()}
+            for values in zip(*parts.values()):
+                yield dict(zip(parts, values))
     finally:
         # Ends the workers now. In a cycle with a traceback, the garbage collector would first finalize the queues that
         # bring them the news, and then wait for them.

@@ -258,14 +258,14 @@ class StreamedImages:
             UserError: naming a shard that cannot be read, or an image that cannot be decoded, once there are more than may be.
         """
         blocks, (height, width) = self.blocks_of(rows), self.prepare.size
-        blank = self.prepare.blank()
-        batch = np.empty((len(rows), *blank.shape), blank.dtype)
         numbers, met = (rows - self.starts[blocks]).tolist(), []
         opened = {block: self.block(block) for block in set(blocks.tolist())}
-        stored = [opened[block] for block in blocks.tolist()]
+        stored, blank = [opened[block] for block in blocks.tolist()], self.prepare.blank()
         if all(block.shape == blank.shape for block in opened.values()):
-            images = [block.images[number] for block, number in zip(stored, numbers)]
-            return np.concatenate(images, out=batch.reshape(-1, height, width)).reshape(batch.shape)
+            size = blank.size
+            joined = bytearray().join([block.values[n * size : (n + 1) * size] for block, n in zip(stored, numbers)])
+            return np.frombuffer(joined, blank.dtype).reshape(-1, *blank.shape)
+        batch = np.empty((len(rows), *blank.shape), blank.dtype)
         sizes = np.stack([block.sizes[number] for block, number in zip(stored, numbers)])
         tops, lefts = crop_offsets(sizes[:, 0], sizes[:, 1], self.prepare.size, crop)
         for place, (block, number, top, left) in enumerate(zip(stored, numbers, tops, lefts)):
@@ -301,7 +301,7 @@ class StreamedImages:
         """Begins to read the blocks of `rows` in the background, in their order; what was asked for before does not count."""
         if self._ahead is None or self._ahead.process != os.getpid():
             self._ahead = ReadAhead(self.cache, self._read)
-        self._ahead.wanted = deque(dict.fromkeys(self.blocks_of(rows).tolist()))
+        self._ahead.wanted = deque(block for block in dict.fromkeys(self.blocks_of(rows).tolist()) if block not in self._open)
         self._ahead.asked.set()
 
 
