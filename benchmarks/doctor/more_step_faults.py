@@ -294,9 +294,9 @@ fault(
     ("ranks", "data"),
     (
         LOADER,
-        "                yield range(micro_batch * size, (micro_batch + 1) * size)\n",
-        "                first = turn * split.num_processes * size + split.process_index * size // 2\n"
-        "                yield range(first, first + size)\n",
+        "            yield [range(number * size, (number + 1) * size) for number in numbers]\n",
+        "            firsts = [n * size - split.process_index * size // 2 for n in numbers]\n"
+        "            yield [range(first, first + size) for first in firsts]\n",
     ),
     processes=2,
 )

@@ -1441,7 +1441,7 @@ fault(
 fault(
     "micro steps repeat a batch",
     "data",
-    (LOADER, "turn = step * split.gradient_accumulation_steps + micro_step", "turn = step * split.gradient_accumulation_steps"),
+    (LOADER, "for turn in turns[:count]]", "for turn in (t - t % split.gradient_accumulation_steps for t in turns[:count])]"),
     flags=ACCUMULATED,
 )
 fault(

@@ -15,6 +15,7 @@ SMALL = 2e-2
 MOST_NEW = 0.75  # of an average, that one update gives: a decay of 0.9 that is exchanged gives 0.9
 STILL = "no change"
 WANTED = "d e + (1 - d) w, with w after the step"
+WAY = 0.2  # cosine of two directions, which chance gives to few numbers alone
 FALL = 0.1  # of a decay, that is no rounding
 SETTLED = 13  # updates after which a decay is no longer one of a warm-up's begin
 PATIENCE = 20  # updates after which an average that never moved is called frozen
@@ -55,7 +56,8 @@ def _checked(
     rounding = 2 * ROUNDING * float(torch.maximum(e.abs(), w.abs()).norm())
     begun = first.values.double()[mask]
     wandered = (4 + update.step + 1 - first.update) * rounding  # by the rounding of so many updates
-    by_rounding = float((after - begun).norm()) <= wandered < 1e-2 * float((w - begun).norm())  # it has moved, if at all
+    way, gone = w - begun, after - begun  # rounding goes no way
+    by_rounding = float(gone.norm()) <= wandered < 1e-2 * float(way.norm()) and not _same_way(gone, way)
     if torch.equal(e, after):
         return [_still(average, by_rounding or torch.equal(new, first.values), update, torch.equal(e, w))]
     if not torch.isfinite(e + after + w + before).all():
@@ -76,13 +78,18 @@ def _checked(
     stale = _slope(before - e, moved)
     if stale is not None and float((moved - stale * (before - e)).norm()) <= 2 * rounding + SMALL * size:
         text = f"{name} takes the weights before the optimizer's step, not after it"
-        return [Check("ema", name, wanted, observed, False, text, "warning")]
+        return [Check("ema", name, wanted, f"decay {1 - stale:.6g}", False, text, "warning")]
     twice = _two(e, after, before, w)
     if twice is not None and twice <= 2 * rounding + SMALL * size:
         text = f"{name} is updated more than once in an update: with the weights before the step and with those after it"
         return [Check("ema", name, wanted, observed, False, text)]
     text = f"{name} moves towards weights that are not those of the network ({left / size:.0%} of its change is something else)"
     return [Check("ema", name, wanted, observed, False, text)]
+
+
+def _same_way(gone: torch.Tensor, way: torch.Tensor) -> bool:
+    """Whether an average that hardly moved has moved the way of the weights."""
+    return float((gone * way).sum()) > WAY * float(gone.norm() * way.norm())
 
 
 def _two(e: torch.Tensor, after: torch.Tensor, before: torch.Tensor, w: torch.Tensor) -> float | None:
@@ -136,7 +143,7 @@ def _decay(average: Average, slope: float, first: First, update: Update, blur: f
         if len(first.decays) > 2 and all(b < a for a, b in pairwise(first.decays)) and decay < first.decays[0] - FALL:
             text = f"the decay of {name} falls, from {first.decays[0]:.3g} to {decay:.3g}: are decay and 1 - decay exchanged?"
             return Check("ema", name, "a decay that stays or rises", observed, False, text, "warning")
-        return Check("ema", name, wanted, observed, True)
+        return Check("ema", name, wanted, "copies, so far" if slope > 1 - 1e-6 else observed, True)
     count = average.updates
     declared = settings.at(count)
     wanted = f"decay {declared:.6g}, by its settings"

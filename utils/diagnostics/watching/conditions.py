@@ -7,6 +7,7 @@ import torch
 
 from utils.diagnostics.audit.seen import MicroStep, Update
 from utils.diagnostics.audit.verdict import Check
+from utils.diagnostics.watching.labels import Labels
 from utils.diagnostics.watching.places import begins_alike, conditions_of, number_told, same, tensors_within
 from utils.diagnostics.watching.seen import Seen
 
@@ -28,6 +29,7 @@ class Conditions:
         )  # the row that all images share; None: they differ
         self._varied: set[int] = set()  # places for which the script had labels or tokens that differ between images
         self._labels: dict[int, list[torch.Tensor]] = defaultdict(list)  # int64 [B] of each pass
+        self._belonging: dict[int, Labels] = defaultdict(Labels)
         self._repeated: list[torch.Tensor | None] = []  # of each look, the conditions that its micro steps share, if they do
         # Of each label that the script had, by its place, and by the embedding where the network drops it.
         self._dropped: dict[int, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
@@ -63,6 +65,7 @@ class Conditions:
                 if value.dtype is torch.int64 and value.ndim == 1:
                     labels_given[place].append(value.cpu())
                     self._labels[place].append(value.cpu())
+                    self._belonging[place].look(value, labels, step.batch.get("loaded") or ())
                 self._shared[place].append(of_each[:1] if _alike(of_each) else None)
                 same_kind = [other for other in seen.conditions.values() if other.shape == value.shape]
                 others = (other for other in same_kind if not any(same(other, one) for one in given))
@@ -81,6 +84,7 @@ class Conditions:
             checks.append(
                 Check("condition", name, wanted, "exchanged" if moved else "not exchanged", not moved, text, "warning")
             )
+        checks += [check for each in self._belonging.values() for check in each.checks()]
         return [*checks, *self._sorted(), *self._share()]
 
     def _sorted(self) -> list[Check]:

@@ -5,9 +5,9 @@ import gc
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ class Facts:
     loaders: list[Any] = field(default_factory=list)
     noise_schedulers: list[Any] = field(default_factory=list)
     autoencoder: Any = None
+    empty: bool = False  # there is an EMAModel without tensors
     shared: str = ""  # the name of an average that holds the network's own weights, which have another name too
     options: dict[str, Any] = field(default_factory=dict)  # of the script's command line, as argparse gave them
 
@@ -143,6 +144,7 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
             facts.options |= vars(thing)
         elif word == "ema":
             shadow = list(getattr(thing, "shadow_params", ()))
+            facts.empty |= not shadow
             for known in (parameters, trained):
                 if [p.shape for p in shadow] == [p.shape for p in known.values()]:
                     facts.averages.append(Average("EMA", dict(zip(known, shadow)), thing))
@@ -176,8 +178,19 @@ def _beginning(place: str, options: Mapping[str, Any]) -> int:
     holders = [_found_at(".".join(parts[:count])) for count in range(1, len(parts))]
     said = [(name, value) for holder in holders if holder is not None for name, value in _parts(holder)]
     said += [(name, value) for name, value in options.items() if "ema" in name]
+    said += [default for scope in _scopes() for value in list(scope.values()) for default in _defaults(value)]
     found = [v for n, v in said if type(v) is int and any(word in n for word in ("after", "start", "begin", "warmup"))]
     return max((value for value in found if value <= LATEST), default=0)
+
+
+def _defaults(value: Any) -> Iterator[tuple[str, Any]]:
+    """What the functions of an object that makes averages, by its class's name, are called with where nothing is said."""
+    if "ema" not in type(value).__name__.lower() or isinstance(value, type):
+        return
+    for function in vars(type(value)).values():
+        if isinstance(function, FunctionType) and function.__defaults__:
+            names = function.__code__.co_varnames[: function.__code__.co_argcount]
+            yield from zip(names[-len(function.__defaults__) :], function.__defaults__)
 
 
 def _word(kind: type, network: type) -> str:

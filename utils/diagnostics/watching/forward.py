@@ -21,6 +21,7 @@ from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.images import check_latents, check_range, check_spread, rounding_of
 from utils.diagnostics.watching.inputs import (
     check_embedded,
+    check_exchanged,
     check_mixture,
     check_noised_once,
     check_told,
@@ -35,7 +36,7 @@ from utils.diagnostics.watching.places import begins_alike, number_told
 from utils.diagnostics.watching.preconditioning import check_preconditioning
 from utils.diagnostics.watching.seen import Seen, Times
 from utils.diagnostics.watching.targets import check_target, has_wrong_velocity, identify_target
-from utils.diagnostics.watching.weights import check_holes, check_weights, identify_weights
+from utils.diagnostics.watching.weights import check_holes, check_masked, check_weights, identify_weights
 
 MOST_OFFSET = 0.5  # of the noise; 0.05 to 0.15 is usual
 MOST_ALIKE = 0.4  # of the images of an update may have the first or last noise level, where all others differ
@@ -49,6 +50,9 @@ MOST_LOST = 0.5  # of the steps may have less than NOTHING_LEFT of it
 NOTHING_LEFT = 1e-4
 NO_SIGNAL = 1e-12  # alpha_cumprod of zero terminal SNR; the cosine schedule, which is none, ends at 2e-9 or 2e-10
 BATCHES = 3  # looks whose images are compared
+CHANGED = 0.02  # of a coefficient, which is no rounding
+FEW = 0.5  # of the images of an update have noise levels of their own, where many steps are drawn from: too few
+MANY_STEPS = 100  # so that this is no chance
 
 
 class ForwardJudge:
@@ -68,6 +72,8 @@ class ForwardJudge:
         self._ended: list[bool] = []  # looks of which more than that have it
         self._shares: list[torch.Tensor] = []  # of noise, on a path from image to noise
         self._batches: list[tuple[torch.Tensor, ...]] = []  # images and noise levels of the first looks
+        self._matched: tuple[str, int] | None = None  # the known schedule of the looks so far, and its steps
+        self._varied = False  # most images of a look had noise levels of their own
 
     def look(self, update: Update, facts: Facts, loss_scale: float, encoded: bool) -> list[Check]:
         """`encoded`: an autoencoder made the clean images from others."""
@@ -83,6 +89,8 @@ class ForwardJudge:
             levels = Levels(looks)
         if (twice := check_noised_once(update)) is not None:
             return [twice, *self._noise(looks)]
+        if (exchanged := check_exchanged(update)) is not None:
+            return [exchanged]
         if levels.noise_alone:
             silent = any(one.silent for one in looks) and constant(levels.b) is None
             alone = [] if silent else [check_mixture(levels)]
@@ -93,7 +101,7 @@ class ForwardJudge:
         checks, table, prediction = self._levels(heard, shown, facts, _scheduler(update, facts))
         if table is not None:
             self._add_levels(table, looks)
-            checks += _ends(table, looks[0].x.ndim > 3)
+            checks += [*_ends(table, looks[0].x.ndim > 3), *self._variety(table, looks)]
         wrapped, kind = _raw_network(update, levels)
         return [
             *checks,
@@ -120,8 +128,23 @@ class ForwardJudge:
             *self._below_rounding(looks),
             *self._span(levels),
             *_repeated([one.mixture.clean for one in looks]),
+            *_channels_reversed(update, looks),
             *self._one_batch(looks[0].mixture.clean, looks[0].mixture.of_noise),
         ]
+
+    def _variety(self, table: torch.Tensor, looks: list[Look]) -> list[Check]:
+        """Whether images still have as many steps of the schedule as in earlier looks. A few from the beginning are chosen."""
+        drawn = [one.noised_with if one.noised_with is not None else one.told for one in looks]
+        known = [steps for steps in drawn if steps is not None]
+        steps = torch.cat([each.reshape(-1).cpu() for each in known]) if known else torch.zeros(0)
+        if len(steps) < 8 or len(table) < MANY_STEPS:
+            return []
+        few = len(steps.unique()) <= FEW * len(steps)
+        fewer, self._varied = few and self._varied, self._varied or not few
+        text = f"{len(steps)} images have {len(steps.unique())} noise levels, and in earlier updates they had more: "
+        text += "are they drawn from what a preview's set_timesteps leaves?"
+        name, found = "noise levels of an update", f"{len(steps.unique())} of {len(steps)} images"
+        return [Check("timestep", name, "as many as before", found, not fewer, text)]
 
     def _below_rounding(self, looks: list[Look]) -> list[Check]:
         """Of images that were bytes: noise that is smaller than the rounding to bytes."""
@@ -180,13 +203,20 @@ class ForwardJudge:
         same_images, same_levels = (
             all(one.shape == of[0].shape and torch.allclose(one, of[0], 0, 1e-6) for one in of) for of in zip(*self._batches)
         )
-        same_levels &= len(levels) > 1 and constant(levels, 1e-5) is None  # a denoiser may have one level
+        several = len(levels) > 1 and constant(levels, 1e-5) is None  # a denoiser may have one level
+        same_levels &= several
+        sets = [of_noise.sort().values for _, of_noise in self._batches]
+        whole = len(levels) == self._num_steps  # each step once
+        alike = all(one.shape == sets[0].shape and torch.allclose(one, sets[0], 0, 1e-6) for one in sets)
+        same_set = several and not whole and alike
         text = f"{BATCHES} updates had the same images in the same order: is one batch used again and again?"
         name, found = "batches of different updates", "the same" if same_images else "others"
         checks.append(Check("data", name, "different images", found, not same_images, text, "warning"))
         text = f"{BATCHES} updates had the same noise levels in the same order: are they drawn once, or with one seed?"
-        name, found = "noise levels of different updates", "the same" if same_levels else "others"
-        return [*checks, Check("timestep", name, "others", found, not same_levels, text, "warning")]
+        if same_set and not same_levels:
+            text = f"{BATCHES} updates had the same {len(levels)} noise levels in another order: all others are never trained"
+        name, found = "noise levels of different updates", "the same" if same_set else "others"
+        return [*checks, Check("timestep", name, "others", found, not same_set, text, "warning")]
 
     def _loss(
         self, levels: Levels, table: torch.Tensor | None, prediction: str | None, micro_steps: int, kind: str, loss_scale: float
@@ -207,6 +237,8 @@ class ForwardJudge:
             checks.append(Check("target", "target of the last step", wanted, "the noise", False, text, "warning"))
         by = "" if target.loss.startswith("squared error") or not target.name else f" by its {target.loss}"
         self._words["target"] = target.name + by
+        if target.name and (masked := check_masked(levels)) is not None:
+            checks.append(masked)
         if target.of_pixels is not None and (of_holes := check_holes(levels, target.of_pixels)) is not None:
             checks.append(of_holes)
         if target.scale is None:
@@ -252,7 +284,10 @@ class ForwardJudge:
             if places is not None and bool((places == places.round()).all()) and len(places) == len(levels.a):
                 found = matching(levels, places, steps)
                 if found is not None:
+                    self._matched = found[0], len(found[1])
                     return self._steps(levels, looks, places, *found), found[1], prediction
+        if (changed := self._changed(levels, levels.told if drawn is None else drawn)) is not None:
+            return [changed], None, prediction
         if drawn is not None or _whole(levels.told):
             if (place := anywhere(levels, steps)) is not None:
                 name, table, places = place
@@ -267,6 +302,24 @@ class ForwardJudge:
         known = "process of an unknown kind" if levels.kind == "other" else f"{levels.kind} path"
         self._words["schedule"] = known + (f", told {words}" if words else "")
         return [told, check_mixture(levels)], None, prediction
+
+    def _changed(self, levels: Levels, places: torch.Tensor | None) -> Check | None:
+        """Of timesteps [B] that had the coefficients of a known schedule in earlier looks."""
+        if self._matched is None or places is None or len(places) != len(levels.a) or not _whole(places):
+            return None
+        name, steps = self._matched
+        values = tables(steps)[name].to(levels.a)
+        if float(places.min()) < 0 or float(places.max()) >= steps:
+            return None
+        apart = (levels.a - values[places.long()].sqrt()).abs()
+        if float(apart.max()) < CHANGED:
+            return None
+        text = (
+            f"image and noise had the coefficients of a {said(name)} schedule, and now they have others at the same timesteps: "
+        )
+        text += "does a preview change the schedule's tensors?"
+        found = f"{int((apart > CHANGED).sum())} of {len(apart)} images have others"
+        return Check("input", "noise schedule", "one for the whole run", found, False, text)
 
     def _steps(self, levels: Levels, looks: list[Look], places: torch.Tensor, name: str, table: torch.Tensor) -> list[Check]:
         """By the audit's own checks of DDPM."""
@@ -285,6 +338,8 @@ class ForwardJudge:
             batch = {"clean_images": mixture.clean_tensor, "noise": noise, "timesteps": part}
             steps.append(MicroStep({"network": call}, batch))
         checks = [c for c in check_noising(steps, declared) if c.stage in ("timestep", "input")]
+        if all(one.told_to_layer for one in looks):  # which takes fractions as well
+            checks = [replace(c, healthy=True) if c.observed.startswith("as fractions") else c for c in checks]
         if looks[0].x.dtype.itemsize < 4:  # image and noise are in half precision, as the script wants them
             checks = [replace(c, severity="info") if "is rounded" in c.message else c for c in checks]
         return checks
@@ -315,7 +370,7 @@ class ForwardJudge:
 
     def _noise(self, looks: list[Look]) -> list[Check]:
         for one in looks:
-            noise = one.mixture.noise_tensor
+            noise = _without_pairs(one.mixture.noise_tensor, one.mixture.clean_tensor)
             if one.mixture.offset:
                 noise = noise - noise.flatten(2).mean(2)[:, :, None, None]
             if noise.ndim < 4:  # signals: [B, T], [B, C, T]
@@ -401,8 +456,15 @@ def _looks(update: Update, loss_scale: float) -> list[Look]:
             t for t in tree_leaves(call.inputs) if isinstance(t, torch.Tensor) and t.shape[2:] == x.shape[2:] and t.ndim > 2
         ]
         joined = any(t.shape[1] > x.shape[1] or bool(((t == 0) | (t == 1)).all()) for t in beside)  # or a mask of its own
-        found.append(Look(x, told, call.outputs[0], gradient, mixture, times, used, moments, len(x), silent, others, joined))
+        to_layer = told is not None and any(v.shape == (len(x), 1) and _are(v, told) for v in step.batch.get("vectors") or [])
+        about = (times, used, moments, len(x), silent, others, to_layer, joined)
+        found.append(Look(x, told, call.outputs[0], gradient, mixture, *about))
     return found
+
+
+def _are(vector: torch.Tensor, told: torch.Tensor) -> bool:
+    """Whether a layer's input [B, 1] is what the network is told, [B], to rounding."""
+    return torch.allclose(vector[:, 0].double().to(told.device), told, 1e-2, 1e-6)
 
 
 def _without_silence(looks: list[Look]) -> list[Look]:
@@ -444,6 +506,17 @@ def _wrapped_around(update: Update) -> list[Check]:
     return [Check("data", name, wanted, found, not overflowed, text, "warning")] if known else []
 
 
+def _channels_reversed(update: Update, looks: list[Look]) -> list[Check]:
+    """Whether some images were flipped along their channels; all of them are where BGR becomes RGB."""
+    count = sum((step.batch.get("seen") or Seen()).reversed for step in update.micro_steps)
+    if not count:
+        return []
+    images = sum(len(one.x) for one in looks)
+    text = f"{count} images of a batch were flipped along their channels, which exchanges red and blue: is it the wrong axis?"
+    found = f"in {count} of {images}"
+    return [Check("data", "channels in reverse order", "in none or in all", found, count >= images, text, "warning")]
+
+
 def _scheduler(update: Update, facts: Facts) -> Any:
     """The noise scheduler that the script calls, or has told."""
     for step in update.micro_steps:
@@ -481,6 +554,15 @@ def _raw_network(update: Update, levels: Levels) -> tuple[list[Check], str]:
     if not isinstance(inner.inputs[0], torch.Tensor):
         return [], ""
     return check_preconditioning(levels, outer.inputs[0], outer.outputs[0], inner.inputs[0], inner.outputs[0])
+
+
+def _without_pairs(noise: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+    """`noise` [B, ...] without that of pairs that come again in the batch: those of an optimal transport are drawn from all."""
+    parts = [tensor.detach().double().reshape(len(tensor), -1) for tensor in (noise, images)]
+    rows = torch.stack([part.sum(1) for part in parts] + [part.square().sum(1) for part in parts], 1).cpu()
+    groups = torch.unique(rows, dim=0, return_inverse=True)[1].tolist()
+    firsts = sorted({group: place for place, group in reversed(list(enumerate(groups)))}.values())
+    return noise if len(firsts) == len(noise) else noise[firsts]
 
 
 def _whole_noise(mixture: Mixture, x: torch.Tensor) -> torch.Tensor:

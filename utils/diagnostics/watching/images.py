@@ -102,9 +102,10 @@ def check_latents(clean: torch.Tensor, seen: Seen, config: Any) -> Check:
     if not scale:
         return not_observed("data", name, "that of the autoencoder", "its config has no scaling_factor")
     wanted = f"(z - {shift:.4g}) * {scale:.4g}" if shift else f"{scale:.4g} z"
-    relatives = [found for tensor in seen.tensors.values() if (found := _line(clean, tensor)) is not None]
+    kept = [tensor for tensor in seen.tensors.values() if tensor.data_ptr() not in seen.changed]  # and not scaled in place
+    relatives = [found for tensor in kept if (found := _line(clean, tensor)) is not None]
     if not relatives:
-        return not_observed("data", name, wanted, "the autoencoder's output was not seen")
+        return check_spread(clean, config)
     gain, offset = relatives[0]  # what was seen first came from the autoencoder
     spread = float(clean.detach().double().std())
     observed = f"{gain:.4g} z {'+' if offset >= 0 else '-'} {abs(offset):.4g}; standard deviation {spread:.3g}"

@@ -173,6 +173,17 @@ def check_noised_once(update: Update) -> Check | None:
     return None
 
 
+def check_exchanged(update: Update) -> Check | None:
+    """What `add_noise` got for a clean image was drawn, and what it got for noise was not."""
+    for step in update.micro_steps:
+        drawn = {draw.tensor.data_ptr() for draw in (step.batch.get("seen") or Seen()).draws if draw.normal}
+        for noising in step.batch.get("noising") or []:
+            if noising.clean.data_ptr() in drawn and noising.noise.data_ptr() not in drawn:
+                text = "add_noise gets the noise as its image, and the image as its noise: are its arguments exchanged?"
+                return Check("input", "arguments of add_noise", "image, noise", "noise, image", False, text)
+    return None
+
+
 def images_in(x: torch.Tensor, made: int) -> list[torch.Tensor]:
     """What may be the noised images: all channels, or those at an end, where a condition is joined to them. `made`: channels
     of the output."""

@@ -9,6 +9,7 @@ from utils.diagnostics.watching.averages import WANTED
 from utils.diagnostics.watching.conditions import Conditions
 from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.forward import ForwardJudge
+from utils.diagnostics.watching.generators import Generators
 from utils.diagnostics.watching.loading import Loading
 from utils.diagnostics.watching.network import check_network
 from utils.diagnostics.watching.options import Schedule, evaluation_at
@@ -30,6 +31,7 @@ class Judge:
     words: dict[str, str] = field(default_factory=dict)  # what the script is found to do, by stage
     rates: list[tuple[int, list[float]]] = field(default_factory=list)
     loading: Loading = field(default_factory=Loading)
+    generators: Generators = field(default_factory=Generators)
     _facts: Facts = field(default_factory=Facts)
 
     def __post_init__(self) -> None:
@@ -46,8 +48,12 @@ class Judge:
         beside = "" if trained is None else f" by {_said(trained)} beside it"
         self.words["network"] = type(network).__name__ + beside
 
-    def rate(self, update: int, rates: list[float]) -> None:
-        if not self.rates or self.rates[-1][1] != rates:
+    def after_step(self, update: int, rates: list[float]) -> None:
+        """`rates`: learning rates of the step; none where they are not known."""
+        self.generators.see(update)
+        if rates:
+            self._schedule.see_step(self._facts, rates)
+        if rates and (not self.rates or self.rates[-1][1] != rates):
             self.rates.append((update, rates))
             if len(self.rates) > MOST_RATES:
                 del self.rates[1:-1:2]
@@ -79,7 +85,7 @@ class Judge:
         if skipped >= MOST_SKIPPED:
             text = f"the last {skipped} steps were left out by the GradScaler: gradients are NaN or infinite at every scale"
             checks.append(Check("gradient", "finite gradients", "now and then", "none", False, text))
-        checks += self.loading.end(updates)
+        checks += [*self.generators.end(), *self.loading.end(updates)]
         if ended:
             checks += self._update.end()
         for probe in copies:

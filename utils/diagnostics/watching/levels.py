@@ -26,6 +26,7 @@ class Look:
     batch: int = 0  # images of the loss's mean, where it is not over those here alone
     silent: bool = False  # the script has a batch of images that are 0 everywhere
     others: list[torch.Tensor] = field(default_factory=list)  # [B, C, ...], which may be images, too
+    told_to_layer: bool = False  # a linear layer gets the noise level itself, and no embedding of it
     joined: bool = False  # the network gets more channels with it, or a mask
 
 

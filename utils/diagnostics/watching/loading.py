@@ -11,10 +11,12 @@ from torch.utils.data import SequentialSampler
 
 from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching.places import tensors_within
+from utils.diagnostics.watching.stored_images import StoredImages
 
 SURE = 1e-6  # of the chance that shuffled passes begin alike
 MOST = 32  # passes that are compared
 SHARE = 0.5  # of the updates, before which a loader has brought something
+AHEAD = 3  # batches of which one is trained on: loaders bring some in advance
 
 
 @dataclass
@@ -24,6 +26,7 @@ class _Loader:
     steps: int = -1  # of all optimizers, when it was last asked
     trained: int = 0  # batches after which an optimizer made a step
     begins: list[torch.Tensor] = field(default_factory=list)  # what each pass begins with: means of its images, float64 [B]
+    stored: StoredImages | None = None  # once a second pass begins
 
 
 class Loading:
@@ -31,6 +34,7 @@ class Loading:
 
     def __init__(self) -> None:
         self._loaders: dict[int, _Loader] = {}  # by the id of the dataset
+        self.labels: tuple[torch.Tensor, ...] = ()  # int64 [B], of the last batches
 
     def see(self, iterator: Any, batch: Any, steps: int) -> None:
         """`iterator`: of a loader, which gave `batch`; `steps`: those that optimizers have made so far."""
@@ -44,6 +48,11 @@ class Loading:
         loader = self._loaders[key]
         loader.trained += loader.steps >= 0 and steps > loader.steps
         loader.steps = steps
+        labels = [each for each in tensors_within([batch]) if each.ndim == 1 and each.dtype is torch.int64]
+        self.labels = (*self.labels, *labels)[-AHEAD * len(labels) :] if labels else ()
+        if iterator._num_yielded == 1 and loader.begins and loader.stored is None:
+            with contextlib.suppress(Exception):  # that the script's own dataset raises
+                loader.stored = StoredImages(iterator._dataset)
         if iterator._num_yielded == 1 and len(loader.begins) < MOST and (means := _means(batch)) is not None:
             loader.begins.append(means)
 
@@ -56,16 +65,24 @@ class Loading:
         alike = bool(others) and all(one.shape == first.shape and torch.allclose(one, first, 1e-5, 1e-7) for one in others)
         batch = len(first)
         chance = math.perm(found.images, batch) if found.images >= 2 * batch else 1
+        checks = []
+        if found.stored is not None:
+            text = "the images that the dataset keeps in memory change from pass to pass: is an augmentation made in place?"
+            changed = False
+            with contextlib.suppress(Exception):
+                changed = found.stored.changed()
+            name, wanted = "images that the dataset keeps", "the same in each pass"
+            checks = [Check("data", name, wanted, "others" if changed else "the same", not changed, text, "warning")]
         again = alike and len(first.unique()) > 1 and chance ** len(others) > 1 / SURE
         name, wanted = "first images of each pass over the data", "others in each"
         if not again and not (found.ordered and not others and found.images >= 2 * batch):
-            return [Check("data", name, wanted, "others" if others else "one pass alone", True)]
+            return [*checks, Check("data", name, wanted, "others" if others else "one pass alone", True)]
         text = f"each of {len(found.begins)} passes over the data begins with the same images in the same order: "
         text += "shuffle=False, or a seed that is set anew?"
         if not again:
             text = "the loader brings the images in the order of the dataset: shuffle=False?"
         severity = "warning" if again else "info"  # a dataset may draw its images, or was shuffled before
-        return [Check("data", name, wanted, "the same" if again else "those of the dataset", False, text, severity)]
+        return [*checks, Check("data", name, wanted, "the same" if again else "those of the dataset", False, text, severity)]
 
 
 def _innermost(sampler: Any) -> Any:

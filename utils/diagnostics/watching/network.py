@@ -34,10 +34,22 @@ def check_network(update: Update, observer: Observer, asked: str | None) -> tupl
         checks.append(Check("network", "precision of the layers", str(asked), seen, seen == asked, text, "warning"))
     if not beside:
         checks.append(_frozen(observer))
+    checks += _normalized(observer.modules["network"])
     found = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in observer.parameters.values()}))
     text = f"weights are kept in {found}: updates below its rounding are lost"
     checks.append(Check("network", "precision of the weights", "float32", found, found == "float32", text, "warning"))
     return checks, seen
+
+
+def _normalized(network: nn.Module) -> list[Check]:
+    """Normalization over the batch. Some small networks are made with it; diffusers' are not."""
+    found = [name for name, module in network.named_modules() if isinstance(module, _BatchNorm)]
+    if not found:
+        return []
+    text = f"{len(found)} layers normalize over the batch, such as {found[0]}: what is predicted of an image depends on the "
+    text += "others and on their noise levels"
+    severity = "warning" if type(network).__module__.startswith("diffusers.") else "info"
+    return [Check("network", "normalization over the batch", "none", str(len(found)), False, text, severity)]
 
 
 def _frozen(observer: Observer) -> Check:

@@ -1,6 +1,7 @@
 """What the script's own command line declares, held against what was seen; and where its learning rate ends."""
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,7 @@ from utils.diagnostics.watching.facts import Facts, schedule_length
 
 LARGE = 0.1  # a learning rate that is rather a factor of one
 HARDLY = 3e-7  # a learning rate; fine-tuning goes down to 1e-6
+FEW_RATES = 5  # of a schedule, that differ
 SELDOM = 20  # updates; averages that move in every tenth are usual
 TYPES = ("epsilon", "sample", "v_prediction")
 
@@ -40,8 +42,10 @@ def evaluation_at(facts: Facts, updates: Callable[[int], bool]) -> str:
     return fits[0] if fits and len(fits) == len(said) else ""
 
 
-def declared_prediction(*settings: Mapping[str, Any]) -> str | None:
-    """Of the first that says one: the script's options, the noise scheduler's config."""
+def declared_prediction(options: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """By the script's options, where they are given, or by the noise scheduler's config; an option's default comes last."""
+    given = any(word.split("=")[0] in ("--prediction_type", "--prediction-type") for word in sys.argv)
+    settings = (options, config) if given else (config, options)
     found = (each.get("prediction_type") for each in settings)
     return next((name for name in found if name in TYPES), None)
 
@@ -60,10 +64,22 @@ def check_options(facts: Facts, passes: int, norm: float, searched: bool) -> lis
         name = "clipping, by the command line"
         text = f"the command line asks for gradients clipped to {clip:g}, and the gradient's norm is {norm:.3g} at the step"
         checks.append(Check("gradient", name, f"{clip:g}", f"{norm:.3g}", False, text, "warning"))
+    checks += _decays(facts)
     if facts.options.get("use_ema") is True and searched and not any(a.is_average for a in facts.averages):
         text = "the command line asks for averaged weights, and none were found"
         checks.append(Check("ema", "averaged weights, by the command line", "some", "none", False, text, "warning"))
     return checks
+
+
+def _decays(facts: Facts) -> list[Check]:
+    """What the command line says of the decay of diffusers' EMAModel."""
+    said = [value for name, value in facts.options.items() if re.search(r"ema.*decay", name) and type(value) is float]
+    own = [average.settings.decay for average in facts.averages if average.settings is not None]
+    if len(said) != 1 or not own or not 0.5 < said[0] < 1:
+        return []
+    fine = any(abs(decay - said[0]) < 1e-9 for decay in own)
+    text = f"the command line asks for averaged weights with a decay of {said[0]:g}, and EMAModel was made with {own[0]:g}"
+    return [Check("ema", "decay, by the command line", f"{said[0]:g}", f"{own[0]:g}", fine, text, "warning")]
 
 
 class Schedule:
@@ -71,10 +87,29 @@ class Schedule:
 
     def __init__(self) -> None:
         self._stepped: list[tuple[int, int]] = []  # (updates made, steps of the schedule made) at the looks
+        self._given: set[float] = set()  # the first group's rates at the steps, and those that the schedule says
+        self._said: set[float] = set()
 
     def look(self, facts: Facts, updates: int) -> None:
         if (main := _main_schedule(facts)) is not None:
             self._stepped.append((updates, int(main.last_epoch)))
+
+    def see_step(self, facts: Facts, rates: list[float]) -> None:
+        """After a step with these `rates`, before the schedule goes on."""
+        said = getattr(_main_schedule(facts), "_last_lr", None)
+        if said and len(self._said) < FEW_RATES:
+            self._given.add(rates[0])
+            self._said.add(float(said[0]))
+
+    def _overwritten(self) -> list[Check]:
+        """Whether the rate stays as it is while the schedule goes on. What warms up beside a schedule changes it as well."""
+        if len(self._said) < FEW_RATES or len(self._given) > 1:
+            return []
+        text = (
+            "the schedule of the learning rate goes on, and the optimizer's rate stays at "
+            f"{next(iter(self._given)):.3g}: does something else set it?"
+        )
+        return [Check("learning_rate", "rate of the optimizer", "that of its schedule", "another", False, text)]
 
     def _asked_rate(self, facts: Facts) -> tuple[float, str]:
         """The highest that was asked for, 0 where that is not known, and how bad it is where it is never reached.
@@ -95,6 +130,8 @@ class Schedule:
         name, wanted = "schedule of the learning rate at the end of the run", "at its own end"
         if updates < 5 or not rates:
             return []
+        if overwritten := self._overwritten():
+            return overwritten
         if all(max(values) == 0 for _, values in rates):
             text = f"the learning rate has been 0 in all {updates} updates: the network does not move"
             return [Check("learning_rate", name, wanted, "0", False, text)]

@@ -22,7 +22,7 @@ def conditions_of(inputs: Sequence[Any], step: MicroStep) -> list[torch.Tensor]:
     """What a network gets for each image beside the noised image and the noise level, in dicts and lists too."""
     told, batch = place_of_told(inputs, step), _batch(step)
     given = tensors_within(value for place, value in enumerate(inputs) if place not in (0, told))
-    return [value for value in given if value.ndim and len(value) == batch]
+    return [value for value in given if value.numel() and value.ndim and len(value) == batch]
 
 
 def tensors_within(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -63,6 +63,7 @@ class Seen:
     conditions: dict[int, torch.Tensor] = field(default_factory=dict)  # of the shape of what the network gets beside
     bytes_seen: bool = False  # arithmetic of uint8 images
     overflowed: bool = False  # which left 0 to 255
+    reversed: int = 0  # images whose channels were flipped
     changed: set[int] = field(default_factory=set)  # where tensors lie that were changed in place
 
     def labels_of(self, batch: int) -> list[torch.Tensor]:
@@ -134,6 +135,13 @@ class Recorder(TorchDispatchMode):
                 seen.times.append(Times(result, bounds[0] if len(bounds) > 1 else 0, bounds[-1] if bounds else 0))
             if name in _SCALINGS and self._fits(result) and self._is_scaling(args):
                 seen.scaled.add(id(result))
+            if (
+                name == "flip"
+                and result.ndim in (3, 4)
+                and result.shape[-3] == 3
+                and -3 in {d % result.ndim - result.ndim for d in args[1]}
+            ):
+                seen.reversed += len(result) if result.ndim == 4 else 1
             if result.dtype is torch.uint8 and result.ndim > 2 and name.rstrip("_") in _WHOLE:
                 self._see_bytes(name, args, kwargs)
             self._keep(result)

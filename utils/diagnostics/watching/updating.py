@@ -23,6 +23,7 @@ from utils.diagnostics.watching.seen import Seen
 LONG = 10  # updates; averages that move in every tenth are usual
 FEWEST_LOOKS = 3  # before a parameter is said to get no gradient
 FAR_CLIPPED = 0.01  # of the gradient
+FEWEST_CUT, CUT = 16, 1e-3  # gradients that have the very value of the largest, in all and as a share
 LOW = 0.01  # limit of a gradient's size
 NORMALIZED = 0.05  # how far rows of weights are from one size where each update normalizes them
 
@@ -86,12 +87,16 @@ class UpdateJudge:
         if not any(clip.kind == "value" for clip in look.clips) and (look.everyone.alone or look.everyone.mean is not None):
             found = check_gradients(update, declared, look.loss_scale, look.everyone.mean)
             found = _by_function(found, update)
-            checks += found if limit else [_clipped_by_hand(check, _of_each_layer(look)) for check in found]
+            together = any(c.kind == "norm" and not (c.whole or c.too_late or c.elsewhere) for c in look.clips)
+            checks += found if limit else [_clipped_by_hand(check, _of_each_layer(look), together) for check in found]
         checks += [*_clipping(look.clips, passes), *(self._far_clipped(look) if look.clips else ())]
-        checks += _of_copies(look)
+        checks += [*_of_copies(look), *_of_one_sign(update)]
         checks += self._without_gradient(look)
         checks += check_step(update, observer, look.known_optimizer)
         checks += _weights_left_alone(look, check_state(update, declared, observer))
+        if look.facts.empty:
+            text = "an EMAModel holds no tensors and averages nothing: was it given a generator of parameters that was used up?"
+            checks.append(Check("ema", "tensors of EMAModel", "as many as parameters", "none", False, text))
         for average in look.facts.averages:
             old, new = update.averages_before.get(average.name), update.averages.get(average.name)
             if old is not None and new is not None:
@@ -196,6 +201,12 @@ class UpdateJudge:
         missing = [name for name in owned if name not in self._reached]
         if self._looks < FEWEST_LOOKS or not self._reached:
             return []
+        if 2 * len(missing) > len(owned) and (zero := _zeros(missing, look.observer)):
+            text = (
+                f"{len(missing)} of {len(owned)} parameters never get a gradient: {', '.join(zero[:2])} are zero and stay so, "
+            )
+            text += "and what is multiplied by zero twice has none"
+            return [Check("network", "layers that are zero", "trained", f"{len(zero)} are not", False, text)]
         kinds = {name: _kind_of(name, look.observer.trained) for name in missing}
         if {"timestep", "condition"} <= {*kinds.values()}:  # of both at once: they are cut off together
             kinds = dict.fromkeys(kinds, "")
@@ -255,6 +266,29 @@ def _of_embedding(kind: str, missing: list[str]) -> Check | None:
     return Check(kind, name, "none", str(len(missing)), False, text, "warning")
 
 
+def _zeros(names: list[str], observer: ForeignObserver) -> list[str]:
+    """Weights of these that are all zero."""
+    return [
+        name
+        for name in names
+        if observer.parameters[name].ndim and name.endswith("weight") and not observer.parameters[name].any()
+    ]
+
+
+def _of_one_sign(update: Update) -> list[Check]:
+    """Whether gradients are cut off on one side alone: many have the very value of the largest, or of the smallest."""
+    step = update.optimizer_step
+    if step is None or not torch.isfinite(step.gradient).all():
+        return []
+    ends = step.gradient.max(), step.gradient.min()
+    many = [bool(end) and int((step.gradient == end).sum()) >= max(FEWEST_CUT, CUT * step.gradient.numel()) for end in ends]
+    one = many[0] != many[1]
+    above, at = ("above", ends[0]) if many[0] else ("below", ends[1])
+    text = f"gradients {above} {float(at):.2g} are cut off, and those of the other sign are not: weights drift to one side"
+    found = "on one side" if one else "on both" if all(many) else "on none"
+    return [Check("gradient", "gradients that are cut off", "on both sides, or on none", found, not one, text)]
+
+
 def _clipping(clips: list[Clip], passes: int) -> list[Check]:
     checks = []
     if any(clip.too_late for clip in clips):
@@ -300,10 +334,13 @@ def _by_function(checks: list[Check], update: Update) -> list[Check]:
     return [replace(check, healthy=None, observed=words) if check.healthy is False else check for check in checks]
 
 
-def _clipped_by_hand(check: Check, of_each_layer: bool) -> Check:
-    """A factor between backward pass and step is no fault where nobody declares a clipping."""
+def _clipped_by_hand(check: Check, of_each_layer: bool, together: bool) -> Check:
+    """A factor between backward pass and step is no fault where nobody declares a clipping. `together`: other parameters were
+    clipped with those of the network, so that the norm is not known."""
     if check.healthy is not False or not check.name.startswith("gradient at the step over"):
         return check
+    if together and "times what" in check.message:
+        return replace(check, healthy=None, observed="clipped together with parameters beside the network")
     if "times what" in check.message:
         return replace(check, severity="info", message=f"{check.message}: clipped by hand, or with another network?")
     if of_each_layer:

@@ -29,6 +29,7 @@ SEARCHES = {1, 20, 609, 10945}  # finished updates after which all objects may b
 PATIENCE = 20  # optimizer steps after which no network is looked for any more
 IDLE = 3  # steps of an optimizer, of whose parameters none ever had a gradient
 MOST_OUTER = 3  # networks that no optimizer trains, which are tried
+MOST_OF = 0.9  # of an optimizer's parameters, that a network within a wrapper has
 SHARE = 0.3  # of an optimizer's parameters, that a network has at least
 
 
@@ -214,6 +215,12 @@ class Watcher:
             self._install()
         elif outermost is not None and self._discovering:
             self._choices.append(Choice(outermost.module, [c.module for c in mine], optimizer, outermost.shape))
+            # Around it may be a module that noises the image itself and gives the errors.
+            inner = next(
+                (c for c in sorted(mine, key=lambda c: c.depth) if c.depth > outermost.depth and _is_most(c, count)), None
+            )
+            if inner is not None:
+                self._choices.append(Choice(inner.module, [c.module for c in mine], optimizer, inner.shape))
             if self._optimizer is None:
                 self._choose()
 
@@ -272,7 +279,7 @@ class Watcher:
         self.network = network
         inside = set(network.modules()) - {network}
         total = sum(p.numel() for p in network.parameters())
-        inner = [m for m in choice.inside if m in inside and sum(p.numel() for p in m.parameters()) >= 0.9 * total]
+        inner = [m for m in choice.inside if m in inside and sum(p.numel() for p in m.parameters()) >= MOST_OF * total]
         modules = {"network": network} | ({"raw": inner[-1]} if inner else {})
         stepped = frozenset(id(p) for p in _parameters_of(optimizer))
         self._observer = ForeignObserver(modules, stepped, self._others - stepped, choice.trained)
@@ -365,6 +372,7 @@ class Watcher:
         if self._in_step:
             observer.go_on_in_step()
         facts = {"seen": seen or Seen(), "noising": list(self._noising[-3:]), "beside": self._beside}
+        facts["loaded"] = self.judge.loading.labels
         observer.begin_micro_step(**facts) if not begins else observer.tell(**facts)
         self._noising = []
 
@@ -444,8 +452,7 @@ class Watcher:
             self._recorder.start()
         if due or (self._most is not None and self.updates >= self._most):
             self._arm()
-        if rates := rates_of(optimizer.param_groups):
-            self.judge.rate(self.updates, rates)
+        self.judge.after_step(self.updates, rates_of(optimizer.param_groups))
 
     def _probe_copies(self) -> None:
         parameters = self._observer.parameters if self._observer is not None else {}
@@ -530,6 +537,11 @@ def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _contains(outer: nn.Module, inner: nn.Module) -> bool:
     return any(module is inner for module in outer.modules())
+
+
+def _is_most(candidate: Candidate, count: int) -> bool:
+    """Whether a module has nearly all of `count` parameters."""
+    return sum(p.numel() for p in candidate.module.parameters()) >= MOST_OF * count
 
 
 def _rank(candidate: Candidate) -> tuple[int, int]:

@@ -11,6 +11,12 @@ from utils.diagnostics.watching.levels import Levels
 from utils.diagnostics.watching.targets import is_part
 
 _LAMBDA = "(sigma^2 + sigma_data^2) / (sigma sigma_data)^2"
+MOST_PADDED = 8  # different values that padding may have
+_OF_PIXELS = (  # what a mask may be made of
+    lambda images: images.amax(1, keepdim=True),
+    lambda images: images.amin(1, keepdim=True),
+    lambda images: images.mean(1, keepdim=True),
+)
 MOST_OUTSIDE = 2.0  # times what errors in the holes of images count
 TINY = 1e-4  # times the mean error; half of a batch of 64 in 50 micro steps is more
 NOTHING = 1e-9  # a weight, or an SNR, that is 0
@@ -196,6 +202,30 @@ def check_weights(found: Weighting, weights: torch.Tensor) -> Check:
     times = "" if abs(found.factor - 1) < SMALL else f", times {simple(found.factor)}"
     observed = f"{found.name}{gamma}{times}" if found.name else span(weights)
     return Check("weight", name, wanted, observed, found.healthy, found.message, found.severity)
+
+
+def check_masked(levels: Levels) -> Check | None:
+    """Of a loss that leaves out values: whether these are the darker or the brighter ones of the clean image, so that the image
+    itself is the mask. Padding, which has one value, and masks that the network gets are no such thing."""
+    channels = levels.looks[0].x.shape[1]
+    gradients = [flat(look.gradient[:, :channels]) for look in levels.looks if look.gradient is not None]
+    if any(look.joined for look in levels.looks) or len(gradients) < len(levels.looks) or levels.looks[0].x.ndim < 4:
+        return None
+    counted = torch.cat(gradients) != 0
+    if not 1e-2 < float(counted.double().mean()) < 0.99 or counted.shape != levels.clean.shape:
+        return None
+    images, counted = levels.clean.reshape(len(counted), channels, -1), counted.reshape(len(counted), channels, -1)
+    for values in (images, *(of(images).expand_as(images) for of in _OF_PIXELS)):
+        left, used = values[~counted], values[counted]
+        darker, brighter = float(left.max()) <= float(used.min()), float(left.min()) >= float(used.max())
+        if (darker or brighter) and len(left.unique()) > MOST_PADDED:
+            which, limit = ("darker", left.max()) if darker else ("brighter", left.min())
+            text = (
+                f"errors do not count where the image is {which} than {float(limit):.2g}: these parts of it are never learned"
+            )
+            found = f"those of {float(counted.double().mean()):.0%} of the values"
+            return Check("weight", "errors that count", "those of all values", found, False, text, "warning")
+    return None
 
 
 def check_holes(levels: Levels, of_pixels: torch.Tensor) -> Check | None:

@@ -1,0 +1,68 @@
+"""Random generators that stand where they stood before: what a script draws from then on repeats itself."""
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from utils.diagnostics.audit.verdict import Check
+
+MOST = 1 << 16  # states of a generator that are kept
+FEWEST = 2  # updates that repeat a state
+
+
+@dataclass
+class _States:
+    """Of one generator, after each update."""
+
+    updates: dict[int, int] = field(default_factory=dict)  # hash of a state -> the first update that left it
+    last: int = 0
+    repeated: list[tuple[int, int]] = field(default_factory=list)  # (update, the earlier one with its state)
+
+    def see(self, state: int, update: int) -> None:
+        if state != self.last and state in self.updates:  # where it is the last one, nothing was drawn since
+            self.repeated.append((update, self.updates[state]))
+        self.last = state
+        if len(self.updates) < MOST:
+            self.updates.setdefault(state, update)
+
+
+class Generators:
+    """Sees the states after each update. They hold all that was drawn: two that are equal go on alike."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, _States] = {}
+
+    def see(self, update: int) -> None:
+        for name, state in _states():
+            self._states.setdefault(name, _States()).see(state, update)
+
+    def end(self) -> list[Check]:
+        """Of the generator that repeats itself most."""
+        name, most = max(self._states.items(), key=lambda one: len(one[1].repeated), default=("", _States()))
+        if not self._states:
+            return []
+        again = len(most.repeated) >= FEWEST
+        text, found = "", "no"
+        if again:
+            (update, earlier), found = most.repeated[0], f"after {len(most.repeated)} updates"
+            text = (
+                f"after update {update} the random generator of {name} stands where it stood after update {earlier}, and what "
+                "is drawn repeats: does a preview, a validation or each epoch set the seed?"
+            )
+        # Noise and timesteps are drawn by torch.
+        severity = "critical" if name.startswith("torch") else "warning"
+        return [Check("state", "random generators that stand where they stood", "no", found, not again, text, severity)]
+
+
+def _states() -> Iterator[tuple[str, int]]:
+    """Hashes, by the generator's name. A GPU's is 16 bytes on the host."""
+    yield "torch", hash(torch.default_generator.get_state().numpy().tobytes())
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        yield "torch on the GPU", hash(torch.cuda.default_generators[torch.cuda.current_device()].get_state().numpy().tobytes())
+    if (numpy := sys.modules.get("numpy")) is not None:
+        state = numpy.random.get_state()
+        yield "numpy", hash((state[1].tobytes(), state[2])) if isinstance(state, tuple) else 0
+    yield "Python", hash(random.getstate())
