@@ -14,17 +14,19 @@ from test_watching_parts import B, levels_of, on_circle, wrong
 from utils.diagnostics.audit.seen import MicroStep, Update
 from utils.diagnostics.watching.averages import First, check_average
 from utils.diagnostics.watching.facts import Average, Facts, _defaults, find_facts
-from utils.diagnostics.watching.forward import ForwardJudge, _channels_reversed, _without_pairs
+from utils.diagnostics.watching.forward import ForwardJudge, _channels_reversed, _data, _told_beside_drawn, _without_pairs
 from utils.diagnostics.watching.generators import Generators
-from utils.diagnostics.watching.inputs import check_exchanged
+from utils.diagnostics.watching.images import check_latents
+from utils.diagnostics.watching.inputs import check_exchanged, check_told
 from utils.diagnostics.watching.labels import Labels
 from utils.diagnostics.watching.levels import Levels, tables
 from utils.diagnostics.watching.network import _normalized
+from utils.diagnostics.watching.optimizing import _rates
 from utils.diagnostics.watching.options import Schedule, _decays, declared_prediction
 from utils.diagnostics.watching.seen import Draw, Noising, Recorder, Seen
 from utils.diagnostics.watching.stored_images import StoredImages
 from utils.diagnostics.watching.updating import UpdateJudge, _of_one_sign
-from utils.diagnostics.watching.weights import check_masked
+from utils.diagnostics.watching.weights import check_masked, identify_weights
 
 
 def updates_of(generators: Generators, seed_before: set[int], draws: bool = True) -> None:
@@ -328,3 +330,80 @@ def test_fractions_are_right_for_a_layer_that_gets_the_number_itself():
         levels.looks[0].told, levels.looks[0].told_to_layer = places / 1000, to_layer
         checks = ForwardJudge({})._steps(levels, levels.looks, places.double(), "linear", table)
         assert ("timestep that the network gets" in wrong(checks)) is not to_layer
+
+
+def test_the_range_of_images_that_an_autoencoder_gets():
+    images = torch.randn(B, 4, 8, 8)
+    look = SimpleNamespace(mixture=SimpleNamespace(clean_tensor=images))
+    facts = Facts(autoencoder=SimpleNamespace(config={"scaling_factor": 0.18215}))
+    update = Update(1, [MicroStep({}, {"seen": Seen(tensors={0: images / 0.18215})})])
+    found = {name: _data(look, update, facts, name) for name in ((-1.0, 0.9), (0.0, 1.0))}
+    assert [(check.name, check.healthy) for check in found.values()] == [
+        ("scale of the latents", True),
+        ("range of the images that are encoded", False),
+    ]
+
+
+def test_latents_that_are_scaled_in_place():
+    """The autoencoder's output is then the scaled one, and not without a scale."""
+    latents = torch.randn(B, 4, 8, 8)
+    for changed, healthy in (({latents.data_ptr()}, True), (set(), False)):
+        seen = Seen(tensors={0: latents}, changed=changed)
+        assert check_latents(latents, seen, {"scaling_factor": 0.18215}).healthy is healthy
+
+
+def test_rates_that_cannot_be_meant():
+    update = Update(1)
+    for kind, rate, count in (("AdamW", 1e-3, 0), ("AdamW", 0.03, 1), ("SGD", 0.1, 0), ("SGD", -1e-4, 1), ("Prodigy", 1.0, 0)):
+        assert len(wrong(_rates(kind, [{"lr": rate}], update))) == count
+    normalized = Update(1)
+    normalized.row_sizes = torch.ones(8)
+    assert not wrong(_rates("Adam", [{"lr": 0.03}], normalized))
+
+
+def test_timesteps_at_a_distance_of_those_drawn():
+    a, b = on_circle()
+    drawn = torch.arange(B).double() * 100
+    for told, found in ((drawn, False), (drawn - 1, False), ((drawn + 50).clamp(max=700), True), (drawn.flip(0), False)):
+        assert (_told_beside_drawn(levels_of(a, b, told=told), drawn) is not None) is found
+
+
+@pytest.mark.parametrize(
+    ("told_of", "stage"), [(lambda sigma: sigma, ""), (torch.sqrt, "input"), (lambda s: s / 0.8, "noise"), (torch.log, "")]
+)
+def test_what_a_network_of_large_noise_is_told(told_of, stage):
+    sigma = torch.linspace(0.1, 20, B, dtype=torch.float64)
+    check, _ = check_told(levels_of(torch.ones(B, dtype=torch.float64), sigma, told=told_of(sigma)))
+    assert (check.healthy is False) == bool(stage) and (not stage or check.stage == stage)
+
+
+def test_weights_of_no_known_function():
+    a, b = on_circle()
+    levels = levels_of(a, b)
+    for weights, healthy in ((1 + b**3, True), (torch.logspace(0, -4, B, dtype=torch.float64), False)):
+        assert identify_weights(weights, levels, "epsilon", 1).healthy is healthy
+
+
+def test_batches_without_a_part_in_the_gradient():
+    judge = ForwardJudge({})
+    for first, healthy in ((True, True), (True, True), (True, False)):
+        looks = [*levels_of(*on_circle(), lambda o, x, n: o - n).looks, *levels_of(*on_circle()).looks]
+        looks[1].mixture.clean = looks[1].mixture.clean + first
+        assert (not wrong(judge._left_out(looks))) is healthy
+    same = ForwardJudge({})  # one more pass over the same images, as for self-conditioning
+    for _ in range(3):
+        looks = [*levels_of(*on_circle(), lambda o, x, n: o - n).looks, *levels_of(*on_circle()).looks]
+        assert not wrong(same._left_out(looks))
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_an_average_of_the_weights_before_the_step_below_its_rounding(stale):
+    generator = torch.Generator().manual_seed(0)
+    e = torch.randn(1 << 16, generator=generator)
+    before = e + 5e-4 * torch.randn(1 << 16, generator=generator)
+    weights = before + 1e-4 * torch.randn(1 << 16, generator=generator)
+    now = e + 1e-4 * ((before if stale else weights) - e)  # float32: rounding is half of it
+    update = SimpleNamespace(step=7, weights=weights, optimizer_step=SimpleNamespace(before=before))
+    observer = SimpleNamespace(averaged=lambda name: torch.full((1 << 16,), True))
+    [check] = check_average(Average("ema", {}, None), e, now, First(e - 1e-3, 2, 0), update, observer)
+    assert (check.healthy is False) is stale

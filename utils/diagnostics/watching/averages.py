@@ -15,6 +15,7 @@ SMALL = 2e-2
 MOST_NEW = 0.75  # of an average, that one update gives: a decay of 0.9 that is exchanged gives 0.9
 STILL = "no change"
 WANTED = "d e + (1 - d) w, with w after the step"
+SIGMAS = 7.0  # that a share is beyond it, to be no chance
 WAY = 0.2  # cosine of two directions, which chance gives to few numbers alone
 FALL = 0.1  # of a decay, that is no rounding
 SETTLED = 13  # updates after which a decay is no longer one of a warm-up's begin
@@ -71,20 +72,34 @@ def _checked(
     left = float((moved - slope * (w - e)).norm())
     size = float(moved.norm())
     observed = f"decay {1 - slope:.6g}"
+    stale = _slope(before - e, moved)
+    if stale is not None and _is_stale(moved, w - e, before - w):
+        text = f"{name} takes the weights before the optimizer's step, not after it"
+        return [Check("ema", name, wanted, f"decay {1 - stale:.6g}", False, text, "warning")]
     if size < 4 * rounding:
         return [not_observed("ema", name, wanted, "its change is smaller than its rounding error")]
     if left <= 2 * rounding + SMALL * size:
         return [_decay(average, slope, first, update, rounding / max(float((w - e).norm()), 1e-300))]
-    stale = _slope(before - e, moved)
-    if stale is not None and float((moved - stale * (before - e)).norm()) <= 2 * rounding + SMALL * size:
-        text = f"{name} takes the weights before the optimizer's step, not after it"
-        return [Check("ema", name, wanted, f"decay {1 - stale:.6g}", False, text, "warning")]
     twice = _two(e, after, before, w)
     if twice is not None and twice <= 2 * rounding + SMALL * size:
         text = f"{name} is updated more than once in an update: with the weights before the step and with those after it"
         return [Check("ema", name, wanted, observed, False, text)]
     text = f"{name} moves towards weights that are not those of the network ({left / size:.0%} of its change is something else)"
     return [Check("ema", name, wanted, observed, False, text)]
+
+
+def _is_stale(moved: torch.Tensor, way: torch.Tensor, back: torch.Tensor) -> bool:
+    """Whether an average has moved towards the weights before the step, `way` + `back`, and not those after it, `way`: by least
+    squares over many numbers, whose rounding is larger than the difference of each and goes no way."""
+    columns = torch.stack([way, back], 1)
+    sizes = columns.norm(dim=0).clamp(min=1e-300)
+    scaled = columns / sizes
+    inverse = torch.linalg.pinv(scaled.mT @ scaled)
+    shares = inverse @ (scaled.mT @ moved)
+    spread = float((moved - scaled @ shares).norm()) / max(len(moved) - 2, 1) ** 0.5 * float(inverse[1, 1]) ** 0.5
+    way_share, back_share = (shares / sizes).tolist()
+    certain = abs(float(shares[1])) > SIGMAS * spread
+    return certain and way_share > 0 and abs(back_share / way_share - 1) < 0.25
 
 
 def _same_way(gone: torch.Tensor, way: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from utils.diagnostics.audit.seen import Call, MicroStep, Update
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.bound import check_bound
 from utils.diagnostics.watching.facts import Facts
-from utils.diagnostics.watching.images import check_latents, check_range, check_spread, rounding_of
+from utils.diagnostics.watching.images import check_encoded, check_latents, check_range, check_spread, is_signed, rounding_of
 from utils.diagnostics.watching.inputs import (
     check_embedded,
     check_exchanged,
@@ -50,6 +50,7 @@ MOST_LOST = 0.5  # of the steps may have less than NOTHING_LEFT of it
 NOTHING_LEFT = 1e-4
 NO_SIGNAL = 1e-12  # alpha_cumprod of zero terminal SNR; the cosine schedule, which is none, ends at 2e-9 or 2e-10
 BATCHES = 3  # looks whose images are compared
+MOST_MOVED = 0.7  # of the timesteps that are beside those drawn; those at an end may be cut off
 CHANGED = 0.02  # of a coefficient, which is no rounding
 FEW = 0.5  # of the images of an update have noise levels of their own, where many steps are drawn from: too few
 MANY_STEPS = 100  # so that this is no chance
@@ -73,10 +74,11 @@ class ForwardJudge:
         self._shares: list[torch.Tensor] = []  # of noise, on a path from image to noise
         self._batches: list[tuple[torch.Tensor, ...]] = []  # images and noise levels of the first looks
         self._matched: tuple[str, int] | None = None  # the known schedule of the looks so far, and its steps
+        self._unused: list[int] = []  # of each look, batches without a gradient
         self._varied = False  # most images of a look had noise levels of their own
 
-    def look(self, update: Update, facts: Facts, loss_scale: float, encoded: bool) -> list[Check]:
-        """`encoded`: an autoencoder made the clean images from others."""
+    def look(self, update: Update, facts: Facts, loss_scale: float, encoded: tuple[float, float] | None = None) -> list[Check]:
+        """`encoded`: the range of the images from which an autoencoder made the clean ones; None: it made none."""
         looks = _looks(update, loss_scale)
         if not looks:
             return [check_unexplained(update), *_told_beside(update)]
@@ -128,9 +130,23 @@ class ForwardJudge:
             *self._below_rounding(looks),
             *self._span(levels),
             *_repeated([one.mixture.clean for one in looks]),
+            *self._left_out(looks),
             *_channels_reversed(update, looks),
             *self._one_batch(looks[0].mixture.clean, looks[0].mixture.of_noise),
         ]
+
+    def _left_out(self, looks: list[Look]) -> list[Check]:
+        """Whether the errors of other images are computed in each update and never reach the gradient."""
+        without = [one for one in looks if one.gradient is None or not one.gradient.any()]
+        used = [one for one in looks if one.gradient is not None and one.gradient.any()]
+        others = [a for a in without if used and all(not _same(a.mixture.clean, b.mixture.clean) for b in used)]
+        self._unused.append(len(others))
+        always = len(self._unused) >= BATCHES and all(self._unused)
+        text = (
+            f"{len(others)} of {len(looks)} batches of an update have no part in the gradient: does backward() leave them out?"
+        )
+        name, found = "batches of an update without a gradient", str(len(others))
+        return [Check("gradient", name, "none", found, not always, text)] if len(looks) > 1 else []
 
     def _variety(self, table: torch.Tensor, looks: list[Look]) -> list[Check]:
         """Whether images still have as many steps of the schedule as in earlier looks. A few from the beginning are chosen."""
@@ -298,6 +314,8 @@ class ForwardJudge:
                 if places is not None and len(places) == len(levels.a) and (text := half_matching(levels, places, steps)):
                     name, observed = "coefficients of image and noise", f"a {span(levels.a)}, b {span(levels.b)}"
                     return [Check("input", name, "both of one schedule", observed, False, text)], None, prediction
+        if drawn is not None and (moved := _told_beside_drawn(levels, drawn)) is not None:
+            return [moved], None, prediction
         told, words = check_told(levels)
         known = "process of an unknown kind" if levels.kind == "other" else f"{levels.kind} path"
         self._words["schedule"] = known + (f", told {words}" if words else "")
@@ -404,6 +422,20 @@ class ForwardJudge:
         return replace(check, severity="warning") if check.healthy is False else check
 
 
+def _told_beside_drawn(levels: Levels, drawn: torch.Tensor) -> Check | None:
+    """Of steps of a schedule that is not known: whether the network gets them, [B], and not others at a fixed distance. A
+    script that counts from 1 may be one beside."""
+    told = levels.told
+    if told is None or len(drawn) != len(told) or not _whole(told) or not is_monotone(levels.b, drawn) or len(drawn) < 4:
+        return None
+    apart = (told - drawn.to(told)).mode().values
+    share = float((told - drawn.to(told) == apart).double().mean())
+    if abs(float(apart)) < 2 or share < MOST_MOVED:
+        return None
+    text = f"the network gets timesteps that are {float(apart):+g} beside those that were drawn"
+    return Check("timestep", "timestep that the network gets", "the one that was drawn", f"{float(apart):+g}", False, text)
+
+
 def _ends(table: torch.Tensor, images: bool) -> list[Check]:
     """Whether a schedule, alphas_cumprod [T], goes from the image to noise, and uses its steps for that. Of signals, which may
     follow from what the network is told beside them, some published schedules do not."""
@@ -460,6 +492,10 @@ def _looks(update: Update, loss_scale: float) -> list[Look]:
         about = (times, used, moments, len(x), silent, others, to_layer, joined)
         found.append(Look(x, told, call.outputs[0], gradient, mixture, *about))
     return found
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _are(vector: torch.Tensor, told: torch.Tensor) -> bool:
@@ -532,12 +568,21 @@ def _unit(look: Look, levels: Levels, kind: str) -> float:
     return float(look.mixture.noise_tensor.detach().float().std()) * (sigma_data or 1.0) or 1.0
 
 
-def _data(look: Look, update: Update, facts: Facts, encoded: bool, any_range: bool = False, unit: float = 1.0) -> Check:
+def _data(
+    look: Look,
+    update: Update,
+    facts: Facts,
+    encoded: tuple[float, float] | None = None,
+    any_range: bool = False,
+    unit: float = 1.0,
+) -> Check:
     """`any_range`: no process asks for images around 0; `unit`: see `check_range`."""
     images = look.mixture.clean_tensor
     config = getattr(facts.autoencoder, "config", None)
     config = config if isinstance(config, Mapping) else {}  # else the network is one of the script's own
-    if encoded and facts.autoencoder is not None:
+    if encoded is not None and facts.autoencoder is not None and not is_signed(*encoded):
+        return check_encoded(*encoded)
+    if encoded is not None and facts.autoencoder is not None:
         return check_latents(images, update.micro_steps[0].batch.get("seen") or Seen(), config)
     if facts.autoencoder is not None:
         return check_spread(images, config)

@@ -95,6 +95,18 @@ def _off(spread: float) -> float:
     return max(abs(math.log(max(spread, 1e-9))), 0.25)
 
 
+def is_signed(low: float, high: float) -> bool:
+    """Whether images have negative values, or are too dark to say that they should."""
+    return low < -1e-3 or high < 0.5
+
+
+def check_encoded(low: float, high: float) -> Check:
+    """Of images from `low` to `high` that an autoencoder gets; those of Stable Diffusion were trained on -1 to 1."""
+    observed = f"{low:.3g} to {high:.3g}"
+    text = f"the autoencoder encodes images from {observed}, without negative values: it was trained on -1 to 1"
+    return Check("data", "range of the images that are encoded", "-1 to 1", observed, False, text, "warning", "data-range")
+
+
 def check_latents(clean: torch.Tensor, seen: Seen, config: Any) -> Check:
     """`seen`: tensors of the update before the forward pass, the oldest first."""
     scale, shift = config.get("scaling_factor"), config.get("shift_factor") or 0.0

@@ -16,6 +16,7 @@ ENOUGH = 8  # images whose noise levels say something of all
 SPREAD = 0.3  # of the noise levels told beside their mean, for their embeddings to differ
 MOST_ALIKE = 0.012  # embeddings of frequencies from 1 to 1e-4 differ by 0.07 for numbers from 0 to 1, and by 0.7 up to 1000
 BEYOND = 0.02  # an end of a path, which some leave a little
+WHOLE_NOISE = 0.3, 3.3  # times a number that is near to sigma and not it
 HARDLY = 0.35  # of noise in the noisiest of them: EDM's levels leave less in one update of 5,000, others never
 
 
@@ -55,6 +56,14 @@ def check_told(levels: Levels) -> tuple[Check, str]:
                 return Check("noise", "strength of the noise", "1", f"{1 / times:g}", False, message), text
     if len(told) < 3:
         return not_observed("timestep", name, wanted, "too few images to know the function"), ""
+    if levels.kind == "variance-exploding" and bool((told > 0).all()):
+        times, squared = constant(sigma / told, 2e-3), _alike(told**2, sigma)
+        if squared and times is None:
+            message = "the images have the square of the noise level that the network gets: x_0 + sigma^2 noise"
+            return Check("input", "coefficients of image and noise", "x_0 + sigma noise", "sigma^2", False, message), "sigma"
+        if times is not None and WHOLE_NOISE[0] < times < WHOLE_NOISE[1]:
+            message = f"the images have {times:.3g} times the noise that the network gets as its level"
+            return Check("noise", "strength of the noise", "1", f"{times:.3g}", False, message), "sigma"
     for text, values in known.items():
         for shift, whose in ((1, "the image before"), (-1, "the next image")):
             if _alike(told, values.roll(shift)):

@@ -62,8 +62,8 @@ class Judge:
         if checks:
             self.history.append({"step": step, "audit": {"checks": [check.to_json() for check in checks]}})
 
-    def look(self, look: LastLook, encoded: bool, others: bool) -> None:
-        """`encoded`: an autoencoder made the clean images from others; `others`: another network may be the denoiser."""
+    def look(self, look: LastLook, encoded: tuple[float, float] | None, others: bool) -> None:
+        """`encoded`: the range of images that an autoencoder got, if it did; `others`: another network may be the denoiser."""
         self._facts = look.facts
         checks = self._forward.look(look.update, look.facts, look.loss_scale, encoded)
         look.everyone = gather(look.update, look.observer)  # all processes take part in it

@@ -12,6 +12,8 @@ from utils.diagnostics.audit.verdict import Check, not_observed
 
 SMALL = 1e-3
 MOST_CHANGE = 0.5  # of the size of the weights, in one update
+HIGH = 0.02  # learning rate of Adam's kind; 0.01 is that of EDM2, which normalizes its weights
+NORMALIZED = 0.05  # how far rows of weights are from one size where each update normalizes them
 SHORTEST = 0.5  # second beta; 0.95 to 0.999 are usual
 LARGE_EPSILON, MOST_BELOW_EPSILON = 1e-5, 0.9  # 1e-8 is usual, and 1e-6 in half precision
 MOST_DECAY = 3e-3  # of the weights, in one update: half of them in 230
@@ -26,7 +28,7 @@ def check_step(update: Update, observer: Observer, known: bool) -> list[Check]:
     text = f"the optimizer steps {step.steps} times in one update"
     checks = [Check("optimizer", "steps per update", "1", str(step.steps), step.steps == 1, text)]
     checks += [_members(update, observer), _size_of_step(update, observer), *_betas(step.groups)]
-    checks += _epsilon(update)
+    checks += [*_epsilon(update), *_rates(step.optimizer, step.groups, update)]
     checks += _decay(step.groups) if step.optimizer in ("AdamW", "SGD") else []  # others scale it with the gradient
     if step.optimizer not in KNOWN or not known:
         why = f"torch has no optimizer {step.optimizer} to compare with"
@@ -76,6 +78,26 @@ def betas_of(group: dict) -> tuple[float, float] | None:
     betas = group.get("betas")
     pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(isinstance(beta, (int, float)) for beta in betas)
     return (betas[0], betas[1]) if pair else None  # type: ignore[index]
+
+
+def _rates(kind: str, groups: list[dict], update: Update) -> list[Check]:
+    """Learning rates that cannot be meant. Networks whose weights are normalized in each update take higher ones."""
+    rates = rates_of(groups)
+    if not rates:
+        return []
+    name, found = "learning rate of the step", f"{max(rates, key=abs):.3g}"
+    if min(rates) < 0:
+        text = f"the learning rate is {min(rates):.3g}: a negative one climbs, away from what the loss asks for"
+        return [Check("learning_rate", name, "0 or more", found, False, text)]
+    high = kind in ("Adam", "AdamW", "NAdam", "RAdam") and max(rates) >= HIGH and not is_normalized(update)
+    text = f"the learning rate of {kind} is {max(rates):.3g}, where 1e-5 to 1e-3 are usual: is it that of another optimizer?"
+    return [Check("learning_rate", name, f"below {HIGH:g}", found, not high, text, "warning")]
+
+
+def is_normalized(update: Update) -> bool:
+    """Whether rows of weights have the size 1, as those of EDM2 have after its forward pass."""
+    sizes = update.row_sizes
+    return sizes is not None and float(((sizes - 1).abs() < NORMALIZED).double().mean()) > 0.8
 
 
 def _betas(groups: list[dict]) -> list[Check]:

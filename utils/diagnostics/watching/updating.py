@@ -15,7 +15,7 @@ from utils.diagnostics.watching.averages import STILL, First, check_average
 from utils.diagnostics.watching.facts import Average, Facts, says_average
 from utils.diagnostics.watching.forward import declared_step
 from utils.diagnostics.watching.observing import ForeignObserver
-from utils.diagnostics.watching.optimizing import betas_of, check_step, rates_of
+from utils.diagnostics.watching.optimizing import betas_of, check_step, is_normalized, rates_of
 from utils.diagnostics.watching.options import check_options
 from utils.diagnostics.watching.ranks import Everyone
 from utils.diagnostics.watching.seen import Seen
@@ -25,7 +25,6 @@ FEWEST_LOOKS = 3  # before a parameter is said to get no gradient
 FAR_CLIPPED = 0.01  # of the gradient
 FEWEST_CUT, CUT = 16, 1e-3  # gradients that have the very value of the largest, in all and as a share
 LOW = 0.01  # limit of a gradient's size
-NORMALIZED = 0.05  # how far rows of weights are from one size where each update normalizes them
 
 
 @dataclass(frozen=True)
@@ -370,8 +369,7 @@ def _weights_left_alone(look: LastLook, checks: list[Check]) -> list[Check]:
     checks = [*checks, Check("state", "weights at the next update", wanted, found, not look.moved, text)]
     if look.observer.embeds_alone:  # of a text encoder, whose words that are not trained are put back
         checks = [replace(check, severity="info") for check in checks]
-    sizes = look.update.row_sizes
-    if sizes is not None and float(((sizes - 1).abs() < NORMALIZED).double().mean()) > 0.8:  # as EDM2 does in its forward pass
+    if is_normalized(look.update):
         why = "rows of weights have the size 1: each update normalizes them"
         checks = [replace(c, healthy=None, observed=why) if c.healthy is False else c for c in checks]
     if look.facts.shared:

@@ -99,7 +99,7 @@ class Watcher:
         self._scale = 1.0
         self._probe = Probe(torch.zeros(1))
         self._copies: dict[str, CopyProbe] = {}  # by the name of the average
-        self._encoded = False
+        self._encoded: tuple[float, float] | None = None  # the range of images that an autoencoder got
         self._discovering = True
         self._told = Facts()
 
@@ -315,9 +315,11 @@ class Watcher:
             values = (*inputs, *options.values())
             self._beside = tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in values)
 
-    def _see_encoder(self, *arguments: Any) -> None:
+    def _see_encoder(self, module: nn.Module, inputs: tuple, output: Any) -> None:
         """Images are encoded in this update."""
-        self._encoded = True
+        if inputs and isinstance(inputs[0], torch.Tensor):
+            low, high = inputs[0].detach().aminmax()
+            self._encoded = float(low), float(high)
 
     def told(self, network: nn.Module, optimizer: Optimizer, facts: Facts) -> None:
         """By `watch`: nothing is searched for that it names."""
@@ -448,7 +450,7 @@ class Watcher:
         self._probe.take()
         due = self.updates + 1 >= self._next
         if due:
-            self._encoded = False
+            self._encoded = None
             self._recorder.start()
         if due or (self._most is not None and self.updates >= self._most):
             self._arm()

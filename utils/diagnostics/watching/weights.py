@@ -11,6 +11,7 @@ from utils.diagnostics.watching.levels import Levels
 from utils.diagnostics.watching.targets import is_part
 
 _LAMBDA = "(sigma^2 + sigma_data^2) / (sigma sigma_data)^2"
+MOST_APART = 1e3  # weights of two images, of no known function
 MOST_PADDED = 8  # different values that padding may have
 _OF_PIXELS = (  # what a mask may be made of
     lambda images: images.amax(1, keepdim=True),
@@ -85,7 +86,9 @@ def identify_weights(weights: torch.Tensor, levels: Levels, target: str, micro_s
         return Weighting("", None, 1.0, False, f"only {counted} of {len(weights)} images count in the loss", "warning")
     if len(weights) == len(levels.a) and (of_levels := _of_levels(weights, levels, target)) is not None:
         return of_levels
-    return Weighting("", None, 1.0, True)
+    most = float(weights.abs().max() / weights.abs().min())
+    text = f"errors of some images count {most:.2g} times as much as those of others, which are then not learned"
+    return Weighting("", None, 1.0, most < MOST_APART, "" if most < MOST_APART else text, "warning")
 
 
 def _known(weights: torch.Tensor, snr: torch.Tensor, familiar: tuple[str, ...]) -> tuple[bool, Weighting] | None:
