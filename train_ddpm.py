@@ -172,7 +172,7 @@ def main(options: DDPMOptions) -> int:
         with monitor.optimizer_step(gradients):
             step_if_finite(optimizer, gradients.finite)  # on any rank a NaN changes nothing on all of them
             objective.after_step(gradients.finite)
-        model.zero_grad()
+        optimizer.zero_grad()
         if run.ema is not None:
             run.ema.update(run.ema_decay(step + 1), gradients.finite)
         run.state.step = step + 1

@@ -18,6 +18,7 @@ WANTED = "d e + (1 - d) w, with w after the step"
 SIGMAS = 7.0  # that a share is beyond it, to be no chance
 WAY = 0.2  # cosine of two directions, which chance gives to few numbers alone
 FALL = 0.1  # of a decay, that is no rounding
+RISEN = 0.1  # a decay by then, of a warm-up
 SETTLED = 13  # updates after which a decay is no longer one of a warm-up's begin
 PATIENCE = 20  # updates after which an average that never moved is called frozen
 
@@ -151,7 +152,7 @@ def _decay(average: Average, slope: float, first: First, update: Update, blur: f
         return Check("ema", name, wanted, observed, False, f"{name} overshoots the weights (decay {decay:.4g})")
     first.decays.append(decay)
     if settings is None:
-        rises = decay > first.decays[0] + 1e-3  # a decay that begins low: a warm-up
+        rises = decay > max(first.decays[0] + 1e-3, RISEN)  # a decay that begins low: a warm-up
         if MOST_NEW < slope < 1 - 1e-6 and update.step + 1 >= SETTLED and not rises:
             text = f"{name} forgets nearly all in each update (decay {decay:.4g}): are decay and 1 - decay exchanged?"
             return Check("ema", name, wanted, observed, False, text, "warning")

@@ -1,13 +1,13 @@
 """Whether what the network is told beside the noise level differs between images, where it should, and is that of its image."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from utils.diagnostics.audit.seen import MicroStep, Update
 from utils.diagnostics.audit.verdict import Check
-from utils.diagnostics.watching.labels import Labels
+from utils.diagnostics.watching.labels import Labels, are_reordered, as_labels
 from utils.diagnostics.watching.places import begins_alike, conditions_of, number_told, same, tensors_within
 from utils.diagnostics.watching.seen import Seen
 
@@ -65,7 +65,10 @@ class Conditions:
                 if value.dtype is torch.int64 and value.ndim == 1:
                     labels_given[place].append(value.cpu())
                     self._labels[place].append(value.cpu())
-                    self._belonging[place].look(value, labels, step.batch.get("loaded") or ())
+                if (numbers := as_labels(value)) is not None:
+                    moved = clean is not None and _reordered(clean, step.batch.get("means") or ())
+                    self._belonging[place].look(numbers, labels, step.batch.get("loaded") or (), moved)
+                    self._see_rows_dropped(place, value, step.batch.get("vectors") or [])
                 self._shared[place].append(of_each[:1] if _alike(of_each) else None)
                 same_kind = [other for other in seen.conditions.values() if other.shape == value.shape]
                 others = (other for other in same_kind if not any(same(other, one) for one in given))
@@ -111,6 +114,12 @@ class Conditions:
                     if _alike(value[differs]) and not _alike(value):
                         self._dropped[place][""] += differs.tolist()
                         return
+
+    def _see_rows_dropped(self, place: int, value: torch.Tensor, vectors: list[torch.Tensor]) -> None:
+        """Of labels that are rows of 0 and 1, given to the network or, within it, to a layer: those of zeros stand for none."""
+        within = [v for v in vectors if v.shape == value.shape and _of_same_rows(v, value)] if value.ndim == 2 else []
+        for rows in within[:1] or ([value] if value.ndim == 2 else []):
+            self._dropped[place]["rows"] += (~rows.bool().any(1)).tolist()
 
     def _see_dropped_within(self, place: int, labels: torch.Tensor, rows: Mapping[str, torch.Tensor]) -> None:
         """Of labels that the network drops by itself: the gradient does not reach their rows. `labels`: of an update."""
@@ -172,6 +181,18 @@ class Conditions:
         return Check(
             "condition", name, "different for different images", observed, not one, text, "warning" if varied else "info"
         )
+
+
+def _reordered(clean: torch.Tensor, loaded: Sequence[torch.Tensor]) -> bool:
+    """Whether the images are those of one of the loader's batches, of which the means are given, in another order."""
+    means = clean.detach().double().flatten(1).mean(1).cpu()
+    return any(are_reordered(means, one) for one in loaded)
+
+
+def _of_same_rows(layer: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether a layer gets what the network is given, [B, classes], times a number, but for rows of zeros."""
+    kept = layer.bool().any(1)
+    return torch.equal(layer[kept].bool(), given.to(layer.device)[kept].bool())
 
 
 def _alike(rows: torch.Tensor) -> bool:

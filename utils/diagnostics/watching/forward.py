@@ -2,9 +2,10 @@
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -31,12 +32,12 @@ from utils.diagnostics.watching.inputs import (
 )
 from utils.diagnostics.watching.levels import Levels, Look, Table, anywhere, half_matching, is_monotone, matching, said, tables
 from utils.diagnostics.watching.mixture import Mixture, find, strength
-from utils.diagnostics.watching.options import declared_prediction, declared_strength
+from utils.diagnostics.watching.options import check_log_normal, declared_prediction, declared_strength, numbers_of_steps
 from utils.diagnostics.watching.places import begins_alike, number_told
 from utils.diagnostics.watching.preconditioning import check_preconditioning
 from utils.diagnostics.watching.seen import Seen, Times
 from utils.diagnostics.watching.targets import check_target, has_wrong_velocity, identify_target
-from utils.diagnostics.watching.weights import check_holes, check_masked, check_weights, identify_weights
+from utils.diagnostics.watching.weights import Weighting, check_holes, check_masked, check_weights, identify_weights
 
 MOST_OFFSET = 0.5  # of the noise; 0.05 to 0.15 is usual
 MOST_ALIKE = 0.4  # of the images of an update may have the first or last noise level, where all others differ
@@ -49,7 +50,9 @@ MOST_LEFT = 0.1  # of the signal's variance, at the last step: 0.00004 is usual,
 MOST_LOST = 0.5  # of the steps may have less than NOTHING_LEFT of it
 NOTHING_LEFT = 1e-4
 NO_SIGNAL = 1e-12  # alpha_cumprod of zero terminal SNR; the cosine schedule, which is none, ends at 2e-9 or 2e-10
+FEWEST, MANY_IMAGES = 8, 64  # images of a batch that can be known again, and of all looks
 BATCHES = 3  # looks whose images are compared
+MOST_DRAWN = 0.9  # of the steps, at least
 MOST_MOVED = 0.7  # of the timesteps that are beside those drawn; those at an end may be cut off
 CHANGED = 0.02  # of a coefficient, which is no rounding
 FEW = 0.5  # of the images of an update have noise levels of their own, where many steps are drawn from: too few
@@ -74,6 +77,9 @@ class ForwardJudge:
         self._shares: list[torch.Tensor] = []  # of noise, on a path from image to noise
         self._batches: list[tuple[torch.Tensor, ...]] = []  # images and noise levels of the first looks
         self._matched: tuple[str, int] | None = None  # the known schedule of the looks so far, and its steps
+        self._logs: list[float] = []  # ln(sigma)
+        self._seen_batches: set[tuple] = set()
+        self._marks: Counter[tuple[float, float]] = Counter()  # of the images seen
         self._unused: list[int] = []  # of each look, batches without a gradient
         self._varied = False  # most images of a look had noise levels of their own
 
@@ -129,6 +135,8 @@ class ForwardJudge:
             ),
             *self._below_rounding(looks),
             *self._span(levels),
+            *self._log_normal(levels, facts),
+            *self._again(looks),
             *_repeated([one.mixture.clean for one in looks]),
             *self._left_out(looks),
             *_channels_reversed(update, looks),
@@ -180,6 +188,33 @@ class ForwardJudge:
         text += " (their times are drawn from a normal distribution; should they be from 0 to 1?)" if timed else ""
         name, found = "share of images with less noise than their rounding", f"{share:.0%}"
         return [Check("timestep" if timed else "input", name, "a small one", found, fine, text, "warning")]
+
+    def _log_normal(self, levels: Levels, facts: Facts) -> list[Check]:
+        if levels.kind in ("flow", "variance-preserving"):
+            return []
+        self._logs += levels.sigma.log().tolist()
+        return check_log_normal(facts, self._logs)
+
+    def _again(self, looks: list[Look]) -> list[Check]:
+        """Whether a batch of an earlier look comes again, in its order: of batches that are kept, or of an order that is."""
+        batches = [tuple(_marks(one.mixture.clean)) for one in looks if len(one.x) >= FEWEST]
+        several = [batch for batch in batches if len(set(batch)) > len(batch) / 2]
+        again = any(batch in self._seen_batches for batch in several)
+        self._seen_batches |= set(several)
+        self._marks.update(mark for batch in batches for mark in batch)
+        text = "a batch has the images of an earlier update, in the same order: are batches kept, or is their order?"
+        name, found = "batches that come again", "one" if again else "none"
+        return [Check("data", name, "none", found, not again, text, "warning")] if several else []
+
+    def end(self, images: int) -> list[Check]:
+        """`images`: of the dataset; 0: not known."""
+        count, different = self._marks.total(), len(self._marks)
+        if count < MANY_IMAGES or not images:
+            return []
+        few = different <= FEW * min(count, images) / 2
+        text = f"{count} images that were looked at are {different} different ones, and the dataset has {images}: "
+        text += "which does the sampler leave out?"
+        return [Check("data", "different images", "most of them", f"{different} of {count}", not few, text, "warning")]
 
     def _span(self, levels: Levels) -> list[Check]:
         """Of a path from image to noise."""
@@ -261,6 +296,8 @@ class ForwardJudge:
             return checks
         weights = target.scale * levels.pixels * levels.sizes.to(target.scale) * micro_steps / 2
         weighting = identify_weights(weights, levels, target.name, micro_steps)
+        if not weighting.name and weighting.healthy and len(levels.looks) > 1:  # [B, 1] times [B] is the same in each of them
+            weighting = self._of_each(weights, levels, target.name, micro_steps) or weighting
         squared = target.loss.startswith("squared error")
         if squared and weighting.healthy and weighting.name == "1" and target.name == "sample" and kind.startswith("EDM"):
             weighting.healthy, weighting.severity = False, "warning"
@@ -282,6 +319,12 @@ class ForwardJudge:
         bound = check_bound(levels, table, weights / micro_steps) if of_noise else None
         return [*checks, check_weights(weighting, weights), *([] if bound is None else [bound])]
 
+    def _of_each(self, weights: torch.Tensor, levels: Levels, target: str, micro_steps: int) -> Weighting | None:
+        """What is wrong with the weights in each micro step alone."""
+        parts = weights.split([len(look.x) for look in levels.looks])
+        found = [identify_weights(part, Levels([look]), target, micro_steps) for part, look in zip(parts, levels.looks)]
+        return found[0] if all(each.name == "1" and not each.healthy for each in found) else None
+
     # ---- the noise level
 
     def _levels(
@@ -296,12 +339,13 @@ class ForwardJudge:
             used = torch.cat([one.noised_with for one in looks])  # type: ignore[misc]
             return self._steps(levels, looks, used, str(config.get("beta_schedule", "own")), table), table, prediction
         steps = (times[0].highest if times else 0) or 1000
-        for places in (levels.told, drawn):
+        for places, count in product((levels.told, drawn), dict.fromkeys((steps, *numbers_of_steps(facts)))):
             if places is not None and bool((places == places.round()).all()) and len(places) == len(levels.a):
-                found = matching(levels, places, steps)
+                found = matching(levels, places, count)
                 if found is not None:
                     self._matched = found[0], len(found[1])
-                    return self._steps(levels, looks, places, *found), found[1], prediction
+                    partly = [self._partly(times[0], count, facts)] if times else []
+                    return [*self._steps(levels, looks, places, *found), *partly], found[1], prediction
         if (changed := self._changed(levels, levels.told if drawn is None else drawn)) is not None:
             return [changed], None, prediction
         if drawn is not None or _whole(levels.told):
@@ -338,6 +382,16 @@ class ForwardJudge:
         text += "does a preview change the schedule's tensors?"
         found = f"{int((apart > CHANGED).sum())} of {len(apart)} images have others"
         return Check("input", "noise schedule", "one for the whole run", found, False, text)
+
+    def _partly(self, times: Times, steps: int, facts: Facts) -> Check:
+        """Whether the steps with most noise are never drawn, though no option says so."""
+        declared = times.highest in facts.options.values()
+        left_out = 0 < times.highest < MOST_DRAWN * steps and not declared
+        text = (
+            f"timesteps are drawn below {times.highest} of {steps}: what has more noise, as sampling begins, is never trained"
+        )
+        found = f"below {times.highest}" if times.highest else "not known"
+        return Check("timestep", "highest timestep that is drawn", f"below {steps}", found, not left_out, text, "warning")
 
     def _steps(self, levels: Levels, looks: list[Look], places: torch.Tensor, name: str, table: torch.Tensor) -> list[Check]:
         """By the audit's own checks of DDPM."""
@@ -494,6 +548,12 @@ def _looks(update: Update, loss_scale: float) -> list[Look]:
     return found
 
 
+def _marks(images: torch.Tensor) -> list[tuple[float, float]]:
+    """What tells images, float64 [B, N], from each other, and mirrored ones not from themselves."""
+    rows = torch.stack([images.mean(1), images.square().mean(1)], 1).cpu()
+    return [(round(mean, 6), round(square, 6)) for mean, square in rows.tolist()]
+
+
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
@@ -602,12 +662,17 @@ def _raw_network(update: Update, levels: Levels) -> tuple[list[Check], str]:
 
 
 def _without_pairs(noise: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-    """`noise` [B, ...] without that of pairs that come again in the batch: those of an optimal transport are drawn from all."""
+    """`noise` [B, ...] without that of pairs that come again in the batch, as those of an optimal transport do, which are drawn
+    from all; and without the negative of another one, which is noise that is drawn in opposites."""
     parts = [tensor.detach().double().reshape(len(tensor), -1) for tensor in (noise, images)]
-    rows = torch.stack([part.sum(1) for part in parts] + [part.square().sum(1) for part in parts], 1).cpu()
-    groups = torch.unique(rows, dim=0, return_inverse=True)[1].tolist()
-    firsts = sorted({group: place for place, group in reversed(list(enumerate(groups)))}.values())
-    return noise if len(firsts) == len(noise) else noise[firsts]
+    sums, squares = ([part.pow(power).sum(1).tolist() for part in parts] for power in (1, 2))
+    firsts: dict[tuple, int] = {}
+    for place, (total, image, square, other) in enumerate(zip(*sums, *squares)):
+        opposite = next((n for n in firsts.values() if sums[0][n] == -total and squares[0][n] == square and total), None)
+        if opposite is None or not torch.equal(noise[opposite], -noise[place]):
+            firsts.setdefault((total, image, square, other), place)
+    kept = list(firsts.values())
+    return noise if len(kept) == len(noise) else noise[kept]
 
 
 def _whole_noise(mixture: Mixture, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from utils.diagnostics.audit.verdict import Check
 
 MOST = 1 << 16  # states of a generator that are kept
-FEWEST = 2  # updates that repeat a state
+SURE = 2  # updates that repeat a state: a script may have begun anew on purpose, once
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Generators:
         name, most = max(self._states.items(), key=lambda one: len(one[1].repeated), default=("", _States()))
         if not self._states:
             return []
-        again = len(most.repeated) >= FEWEST
+        again = len(most.repeated) > 0
         text, found = "", "no"
         if again:
             (update, earlier), found = most.repeated[0], f"after {len(most.repeated)} updates"
@@ -53,7 +53,7 @@ class Generators:
                 "is drawn repeats: does a preview, a validation or each epoch set the seed?"
             )
         # Noise and timesteps are drawn by torch.
-        severity = "critical" if name.startswith("torch") else "warning"
+        severity = "critical" if name.startswith("torch") and len(most.repeated) >= SURE else "warning"
         return [Check("state", "random generators that stand where they stood", "no", found, not again, text, severity)]
 
 

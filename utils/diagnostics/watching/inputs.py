@@ -9,13 +9,14 @@ from utils.diagnostics.audit.fitting import constant, fit, flat, middle, span, w
 from utils.diagnostics.audit.seen import Update
 from utils.diagnostics.audit.verdict import Check, not_observed
 from utils.diagnostics.watching.levels import Levels
-from utils.diagnostics.watching.mixture import EXACT, ROUNDED, axis_of_factors
+from utils.diagnostics.watching.mixture import EXACT, ROUNDED, axis_of_factors, images_of, noises_of
 from utils.diagnostics.watching.seen import Seen
 
 ENOUGH = 8  # images whose noise levels say something of all
 SPREAD = 0.3  # of the noise levels told beside their mean, for their embeddings to differ
 MOST_ALIKE = 0.012  # embeddings of frequencies from 1 to 1e-4 differ by 0.07 for numbers from 0 to 1, and by 0.7 up to 1000
 BEYOND = 0.02  # an end of a path, which some leave a little
+CUT = 0.02  # of the values, that are at an end
 WHOLE_NOISE = 0.3, 3.3  # times a number that is near to sigma and not it
 HARDLY = 0.35  # of noise in the noisiest of them: EDM's levels leave less in one update of 5,000, others never
 
@@ -65,8 +66,9 @@ def check_told(levels: Levels) -> tuple[Check, str]:
             message = f"the images have {times:.3g} times the noise that the network gets as its level"
             return Check("noise", "strength of the noise", "1", f"{times:.3g}", False, message), "sigma"
     for text, values in known.items():
-        for shift, whose in ((1, "the image before"), (-1, "the next image")):
-            if _alike(told, values.roll(shift)):
+        others = {"the image before": values.roll(1), "the next image": values.roll(-1), "another image": values.flip(0)}
+        for whose, moved in others.items():
+            if _alike(told, moved):
                 message = f"the network gets the noise level of {whose} in the batch"
                 return Check("timestep", name, wanted, message, False, message), text
     if bool((told == told[0]).all()) and constant(sigma, 1e-3) is None:
@@ -233,5 +235,40 @@ def check_unexplained(update: Update) -> Check:
                         f"that was seen: {middle(left):.0%} of it is not the noise, which counts {span(of_noise[:, 0])}"
                     )
                     return Check("input", name, wanted, f"residual {worst(left):.1e}", False, text)
+        if (changed := _changed(x, seen)) is not None:
+            return changed
     why = "the input of the network is not a mixture of noise and an earlier tensor"
     return not_observed("input", name, wanted, why)
+
+
+def _changed(x: torch.Tensor, seen: Seen) -> Check | None:
+    """Of a noised image, [B, C, ...], that was changed: cut off at both ends, or by one number for each channel."""
+    values, name = flat(x), "coefficients of image and noise"
+    if not torch.isfinite(values).all() or x.ndim < 3:
+        return None
+    low, high = values.min(), values.max()
+    inside = (values > low) & (values < high)
+    cut = CUT < 1 - float(inside.double().mean()) < 1 - CUT
+    for noise in noises_of(x, seen)[:3]:
+        for image in images_of(values, x, seen):
+            parts = flat(image), flat(noise.expand(x.shape))
+            if cut and _fits(*(part * inside for part in (values, *parts))):
+                share = 1 - float(inside.double().mean())
+                text = f"the noised image is cut off at {float(low):.3g} and {float(high):.3g}, which changes {share:.0%} of it"
+                return Check("input", name, "a mixture of image and noise", "cut off", False, text)
+            if _fits(*(_centered(part) for part in (x, image, noise.expand(x.shape)))):
+                text = "one number for each channel is added to image and noise, which is not drawn as offset noise is"
+                return Check("noise", "offset noise", "none, or normal", "of another kind", False, text, "warning")
+    return None
+
+
+def _fits(values: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor) -> bool:
+    """Whether float64 `values` [B, N] are a mixture of the others."""
+    coefficients, residual = fit(values, clean, noise)
+    return worst(residual) <= EXACT and worst(coefficients[:, 0]) > 1e-3 and worst(coefficients[:, 1]) > 1e-3
+
+
+def _centered(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the means of the channels."""
+    values = tensor.detach().double().flatten(2)
+    return (values - values.mean(2, keepdim=True)).flatten(1)

@@ -85,7 +85,7 @@ class Judge:
         if skipped >= MOST_SKIPPED:
             text = f"the last {skipped} steps were left out by the GradScaler: gradients are NaN or infinite at every scale"
             checks.append(Check("gradient", "finite gradients", "now and then", "none", False, text))
-        checks += [*self.generators.end(), *self.loading.end(updates)]
+        checks += [*self.generators.end(), *self.loading.end(updates), *self._forward.end(self.loading.images)]
         if ended:
             checks += self._update.end()
         for probe in copies:

@@ -1,7 +1,7 @@
 """Whether the labels that a network gets are those of its images, where the script shows which these are."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from utils.diagnostics.audit.verdict import Check
 FEWEST_LOOKS = 3
 FEWEST = 8  # labels of a batch
 SEVERAL = 3  # different ones, for their order to say something
+MANY = 4096  # classes in a row of 0 and 1
 DROPPED = 3  # labels that were replaced by one, before it is judged
 
 
@@ -36,13 +37,18 @@ class Labels:
 
     def __init__(self) -> None:
         self._sorted: list[bool] = []
+        self._moved: list[bool] = []  # whether the images have another order than the loader's
         self._apart: list[bool] = []  # whether they are those of none of the loader's batches
         self._replaced: dict[int, _Replaced] = defaultdict(_Replaced)  # by the place among the tensors of the script
 
-    def look(self, given: torch.Tensor, others: Sequence[torch.Tensor], loaded: Iterable[torch.Tensor]) -> None:
+    def look(
+        self, given: torch.Tensor, others: Sequence[torch.Tensor], loaded: Sequence[torch.Tensor], moved: bool = False
+    ) -> None:
         """`given`: labels int64 [B] that the network gets; `others`: such tensors that the script had; `loaded`: those that
-        came in its loader's last batches."""
+        came in its loader's last batches; `moved`: the images have another order than there."""
         ours = given.cpu()
+        in_order = any(labels.shape == ours.shape and bool((labels.cpu() == ours).all()) for labels in loaded)
+        self._moved.append(moved and in_order and len(ours.unique()) > 1)
         if len(ours) >= FEWEST:
             self._sorted.append(_sorted(ours) or any(_sorted(ours[ours != empty]) for empty in ours.unique()))
         known = [labels.cpu() for labels in loaded if labels.shape == ours.shape]
@@ -63,6 +69,12 @@ class Labels:
         text = "the network gets other labels than those that the loader brought with the images: are they of other rows?"
         name, found = "labels beside those of the loader's batch", "others" if apart else "the same, or none came"
         checks.append(Check("condition", name, "the same", found, not apart, text, "warning"))
+        moved = len(self._moved) >= FEWEST_LOOKS and all(self._moved)
+        text = (
+            "the images have another order than in the loader's batch, and their labels have not: they belong to other images"
+        )
+        name, found = "order of the images beside that of their labels", "another" if moved else "the same, or not known"
+        checks.append(Check("condition", name, "the same", found, not moved, text))
         return [*checks, *self._dropped()]
 
     def _dropped(self) -> list[Check]:
@@ -80,6 +92,30 @@ class Labels:
                 text = f"labels are dropped (they become {replaced.others[0]}) in a tensor that the network does not get"
                 return [Check("condition", name, "what the network gets", "not given to it", False, text, "warning")]
         return []
+
+
+def are_reordered(images: torch.Tensor, loaded: torch.Tensor) -> bool:
+    """Whether images are those of the loader's batch in another order, by their means, float64 [B], of scaled values."""
+    if images.shape != loaded.shape or len(images) < FEWEST or len(loaded.unique()) < len(loaded):
+        return False
+    ours, theirs = (values - values.mean() for values in (images, loaded))
+    scale = float(ours.norm() / theirs.norm())
+    room = 1e-4 * float(ours.norm())
+    in_order, sorted_alike = (
+        float((a - scale * b).norm()) < room for a, b in ((ours, theirs), (ours.sort().values, theirs.sort().values))
+    )
+    return sorted_alike and not in_order
+
+
+def as_labels(value: torch.Tensor) -> torch.Tensor | None:
+    """Labels int64 [B] of a network's input: as it is, or of rows [B, classes] with at most a single 1, of which those of zeros
+    are -1; None where it holds none."""
+    if value.ndim == 1 and value.dtype is torch.int64:
+        return value
+    if value.ndim != 2 or not 1 < value.shape[1] <= MANY or not bool(((value == 0) | (value == 1)).all()):
+        return None
+    counts = value.sum(1)
+    return torch.where(counts > 0, value.argmax(1), -1) if bool((counts <= 1).all() and (counts > 0).any()) else None
 
 
 def _sorted(labels: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import SequentialSampler
 
 from utils.diagnostics.audit.verdict import Check
+from utils.diagnostics.watching.labels import as_labels
 from utils.diagnostics.watching.places import tensors_within
 from utils.diagnostics.watching.stored_images import StoredImages
 
@@ -23,6 +24,7 @@ AHEAD = 3  # batches of which one is trained on: loaders bring some in advance
 class _Loader:
     ordered: bool  # its sampler gives the rows one after the other
     images: int  # in a pass; 0: not known
+    rows: int  # of the dataset; 0: not known
     steps: int = -1  # of all optimizers, when it was last asked
     trained: int = 0  # batches after which an optimizer made a step
     begins: list[torch.Tensor] = field(default_factory=list)  # what each pass begins with: means of its images, float64 [B]
@@ -35,26 +37,36 @@ class Loading:
     def __init__(self) -> None:
         self._loaders: dict[int, _Loader] = {}  # by the id of the dataset
         self.labels: tuple[torch.Tensor, ...] = ()  # int64 [B], of the last batches
+        self.means: tuple[torch.Tensor, ...] = ()  # of their images, float64 [B]
 
-    def see(self, iterator: Any, batch: Any, steps: int) -> None:
-        """`iterator`: of a loader, which gave `batch`; `steps`: those that optimizers have made so far."""
+    def see(self, iterator: Any, batch: Any, steps: int, soon: bool = True) -> None:
+        """`iterator`: of a loader, which gave `batch`; `steps`: those that optimizers have made so far; `soon`: one of the next
+        updates is looked at."""
         key = id(iterator._dataset)
         if key not in self._loaders:
             sampler = _innermost(iterator._index_sampler)
-            images = 0
-            with contextlib.suppress(TypeError, NotImplementedError):  # some have no length
-                images = len(sampler)
-            self._loaders[key] = _Loader(type(sampler) is SequentialSampler, images)
+            images, rows = _length(sampler), _length(iterator._dataset)
+            self._loaders[key] = _Loader(type(sampler) is SequentialSampler, images, rows)
         loader = self._loaders[key]
         loader.trained += loader.steps >= 0 and steps > loader.steps
         loader.steps = steps
-        labels = [each for each in tensors_within([batch]) if each.ndim == 1 and each.dtype is torch.int64]
+        labels = [found for each in tensors_within([batch]) if (found := as_labels(each)) is not None]
         self.labels = (*self.labels, *labels)[-AHEAD * len(labels) :] if labels else ()
         if iterator._num_yielded == 1 and loader.begins and loader.stored is None:
             with contextlib.suppress(Exception):  # that the script's own dataset raises
                 loader.stored = StoredImages(iterator._dataset)
-        if iterator._num_yielded == 1 and len(loader.begins) < MOST and (means := _means(batch)) is not None:
+        begins = iterator._num_yielded == 1 and len(loader.begins) < MOST
+        means = _means(batch) if begins or soon else None
+        if means is not None and begins:
             loader.begins.append(means)
+        if means is not None:
+            self.means = (*self.means, means)[-AHEAD:]
+
+    @property
+    def images(self) -> int:
+        """Of the dataset that is trained on; 0: not known."""
+        found = max(self._loaders.values(), key=lambda loader: loader.trained, default=None)
+        return 0 if found is None else found.rows
 
     def end(self, updates: int) -> list[Check]:
         """Of the loader that the training takes its images from."""
@@ -83,6 +95,13 @@ class Loading:
             text = "the loader brings the images in the order of the dataset: shuffle=False?"
         severity = "warning" if again else "info"  # a dataset may draw its images, or was shuffled before
         return [*checks, Check("data", name, wanted, "the same" if again else "those of the dataset", False, text, severity)]
+
+
+def _length(of: Any) -> int:
+    """0 of those that have none."""
+    with contextlib.suppress(TypeError, NotImplementedError):
+        return len(of)
+    return 0
 
 
 def _innermost(sampler: Any) -> Any:

@@ -69,8 +69,8 @@ def find(x: torch.Tensor, seen: Seen, told: Noising | None = None) -> Mixture | 
         return None
     if told is not None and told.clean.shape == told.noise.shape == x.shape:
         return _with_extras(_mixture(values, told.clean, told.noise), values, seen, limit)
-    noises = _noises(x, seen)
-    images = _images(values, x, seen)
+    noises = noises_of(x, seen)
+    images = images_of(values, x, seen)
     found: list[tuple[int, int, Mixture]] = []
     rounded: list[Mixture] = []
     for noise in noises:
@@ -124,8 +124,8 @@ def axis_of_factors(x: torch.Tensor, seen: Seen) -> int | None:
         return None
     limit = EXACT if x.dtype in (torch.float32, torch.float64) else ROUNDED
     for axis in [axis for axis in range(2, x.ndim) if x.shape[axis] == len(x) > 1]:
-        for noise in _noises(x, seen)[:3]:
-            for image in _images(flat(x), x, seen):
+        for noise in noises_of(x, seen)[:3]:
+            for image in images_of(flat(x), x, seen):
                 rows = [part.detach()[:8].movedim(axis, 1).flatten(0, 1).flatten(1).double() for part in (x, image, noise)]
                 coefficients, residual = fit(*rows)
                 of_noise = coefficients[:, 1].view(-1, len(x))  # [samples, places]
@@ -141,7 +141,7 @@ def _mixture(values: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor) -> 
     return Mixture(*parts, a, b, residual, clean, noise.expand(clean.shape))
 
 
-def _noises(x: torch.Tensor, seen: Seen) -> list[torch.Tensor]:
+def noises_of(x: torch.Tensor, seen: Seen) -> list[torch.Tensor]:
     """What was drawn and has the size of `x`, or is spread over it: the newest first."""
     found = []
     for draw in reversed(seen.draws):
@@ -158,7 +158,7 @@ def _noises(x: torch.Tensor, seen: Seen) -> list[torch.Tensor]:
     return found[:8]
 
 
-def _images(values: torch.Tensor, x: torch.Tensor, seen: Seen) -> list[torch.Tensor]:
+def images_of(values: torch.Tensor, x: torch.Tensor, seen: Seen) -> list[torch.Tensor]:
     """Tensors that may be the clean images, in the order in which they came."""
     drawn = {draw.tensor.data_ptr() for draw in seen.draws}
     found = []
@@ -232,7 +232,7 @@ def _with_offset(mixture: Mixture, seen: Seen) -> Mixture:
         return mixture
     means = noise.detach().double().flatten(2).mean(2)
     for draw in seen.draws:
-        if draw.tensor.numel() == means.numel() and draw.tensor.ndim == noise.ndim and draw.normal:
+        if draw.tensor.numel() == means.numel() and draw.tensor.shape[:2] == noise.shape[:2] and draw.normal:
             steps = draw.tensor.detach().double().reshape(means.shape)
             share = float((means * steps).sum() / steps.square().sum().clamp(min=1e-30))
             if abs(share) > 6 / (means.numel() * noise[0, 0].numel()) ** 0.5:

@@ -33,6 +33,8 @@ def check_step(update: Update, observer: Observer, known: bool) -> list[Check]:
     if step.optimizer not in KNOWN or not known:
         why = f"torch has no optimizer {step.optimizer} to compare with"
         return [*checks, not_observed("optimizer", "change of the weights", step.optimizer, why)]
+    if min(rates_of(step.groups), default=0.0) < 0:  # which torch's optimizers refuse
+        return [*checks, not_observed("optimizer", "change of the weights", step.optimizer, "its learning rate is negative")]
     return [*checks, *_recursions(update, observer)]
 
 

@@ -11,6 +11,7 @@ from utils.diagnostics.watching.facts import Facts, schedule_length
 
 LARGE = 0.1  # a learning rate that is rather a factor of one
 HARDLY = 3e-7  # a learning rate; fine-tuning goes down to 1e-6
+MANY_LEVELS, SIGMAS = 40, 6.0  # noise levels before their mean is judged, and how far it may be
 FEW_RATES = 5  # of a schedule, that differ
 SELDOM = 20  # updates; averages that move in every tenth are usual
 TYPES = ("epsilon", "sample", "v_prediction")
@@ -80,6 +81,26 @@ def _decays(facts: Facts) -> list[Check]:
     fine = any(abs(decay - said[0]) < 1e-9 for decay in own)
     text = f"the command line asks for averaged weights with a decay of {said[0]:g}, and EMAModel was made with {own[0]:g}"
     return [Check("ema", "decay, by the command line", f"{said[0]:g}", f"{own[0]:g}", fine, text, "warning")]
+
+
+def numbers_of_steps(facts: Facts) -> list[int]:
+    """Of a noise schedule, as options may say them, and the usual one."""
+    said = [
+        value for name, value in facts.options.items() if type(value) is int and re.search(r"timesteps|num_steps|^T$", name)
+    ]
+    return [value for value in said if 2 <= value <= 10_000] + [1000]
+
+
+def check_log_normal(facts: Facts, logs: list[float]) -> list[Check]:
+    """`logs`: ln(sigma) of the images so far; of a script that says P_mean and P_std, as EDM's do."""
+    options = {name.lower(): value for name, value in facts.options.items()}
+    mean, spread = options.get("p_mean"), options.get("p_std")
+    if not isinstance(mean, (int, float)) or not isinstance(spread, (int, float)) or len(logs) < MANY_LEVELS or not spread:
+        return []
+    found = sum(logs) / len(logs)
+    fine = abs(found - mean) < SIGMAS * abs(spread) / len(logs) ** 0.5 + 0.05
+    text = f"ln(sigma) of the images has the mean {found:.3g}, and P_mean is {mean:g}"
+    return [Check("timestep", "mean of ln(sigma)", f"{mean:g}", f"{found:.3g}", fine, text)]
 
 
 class Schedule:

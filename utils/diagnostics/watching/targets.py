@@ -132,7 +132,7 @@ def identify_target(levels: Levels, order: list[str], table: Any = None) -> Targ
     wrong = max(agreements, key=lambda name: agreements[name])
     if agreements[wrong] > 0.99 and error.other_kind() != "other error":
         return Target(wrong, wrong in (*GOOD, "backward"), None, error.other_kind())
-    return _of_other_parts(error, levels, used)
+    return _cut_off(error, candidates) or _of_other_parts(error, levels, used)
 
 
 def _of_used(of: Any, used: torch.Tensor) -> Any:
@@ -199,6 +199,22 @@ class _Error:
             return None
         knee = float((self.gradient.abs().amax(1) / middles[:, 0]).max())
         return middles[:, 0] if abs(knee - 1) < 1e-2 else None  # torch's two functions have other factors beside another knee
+
+
+def _cut_off(error: _Error, candidates: dict[str, torch.Tensor]) -> Target | None:
+    """Of a known target that was cut off at both ends: the error is that of the target where it is small, and not elsewhere."""
+    for name in [name for name in GOOD if name in candidates]:
+        target, distance = candidates[name], error.output - candidates[name]
+        slopes = torch.where(distance.abs() > 1e-3, error.gradient / distance, torch.nan)
+        alike = (slopes / slopes.nanmedian(1, keepdim=True).values - 1).abs() < 1e-2
+        known = ~slopes.isnan()
+        inside, outside = target[alike & known].abs(), target[~alike & known].abs()
+        if not len(outside) or not len(inside) or not 0.4 < len(inside) / int(known.sum()) < 0.99:
+            continue
+        limit = float(inside.quantile(0.98))  # some beyond it are nearly right by chance
+        if float(outside.quantile(0.02)) > 0.97 * limit:
+            return Target(f"{SAID.get(name, name)}, cut off at {limit:.2g}", False, None)
+    return None
 
 
 def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target:
@@ -318,6 +334,14 @@ def _is_tangent(
     return straight and abs(middle(of_noise) / middle(of_clean) / slope - 1) < 1e-2 if slope else False
 
 
+def _half_of_flow(levels: Levels) -> bool:
+    """Whether the share of the image, or of the noise, is the time that the network gets."""
+    if levels.told is None or len(levels.told) < 3:
+        return False
+    times = levels.told / max(1.0, 1000.0 * bool(levels.told.max() > 1))
+    return any(worst(share - of) < 2e-3 for share in (levels.a, levels.b) for of in (times, 1 - times))
+
+
 def _runs(told: torch.Tensor | None, levels: torch.Tensor) -> float:
     """Above 0 where the time that the network gets rises with the noise, below 0 where it falls, 0 where it is not known."""
     return 0.0 if told is None else float(((told - told.mean()) * (levels - levels.mean())).sum())
@@ -368,7 +392,8 @@ def _velocity(target: Target, levels: Levels, wanted: str, observed: str) -> Che
     name = "target of the loss"
     if levels.kind != "flow":
         text = f"the loss compares the output with {SAID[target.name]}, but the path is not (1 - s) x_0 + s noise"
-        stage = "input" if levels.kind == "other" else "target"  # a path of no known kind is the likelier mistake
+        # A path of no known kind is the likelier mistake, and one of which a share is that of the time.
+        stage = "input" if levels.kind == "other" or _half_of_flow(levels) else "target"
         return Check(stage, name, wanted, observed, False, text)
     forward = target.name == "velocity"
     rises = _runs(levels.told, levels.b)

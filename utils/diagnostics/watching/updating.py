@@ -89,6 +89,9 @@ class UpdateJudge:
             together = any(c.kind == "norm" and not (c.whole or c.too_late or c.elsewhere) for c in look.clips)
             checks += found if limit else [_clipped_by_hand(check, _of_each_layer(look), together) for check in found]
         checks += [*_clipping(look.clips, passes), *(self._far_clipped(look) if look.clips else ())]
+        if look.clips and all(clip.elsewhere for clip in look.clips) and not observer.trains_copies:
+            text = "clipping gets parameters that no optimizer has, such as those of an average: the gradients stay as they are"
+            checks.append(Check("gradient", "parameters that are clipped", "the optimizer's", "others", False, text))
         checks += [*_of_copies(look), *_of_one_sign(update)]
         checks += self._without_gradient(look)
         checks += check_step(update, observer, look.known_optimizer)

@@ -374,7 +374,7 @@ class Watcher:
         if self._in_step:
             observer.go_on_in_step()
         facts = {"seen": seen or Seen(), "noising": list(self._noising[-3:]), "beside": self._beside}
-        facts["loaded"] = self.judge.loading.labels
+        facts |= {"loaded": self.judge.loading.labels, "means": self.judge.loading.means}
         observer.begin_micro_step(**facts) if not begins else observer.tell(**facts)
         self._noising = []
 
@@ -489,7 +489,7 @@ class Watcher:
 
     def loaded(self, iterator: Any, batch: Any) -> None:
         """By an iterator of torch's loader."""
-        self.judge.loading.see(iterator, batch, self.steps)
+        self.judge.loading.see(iterator, batch, self.steps, self.updates + 2 >= self._next)
 
     def noised(self, noising: Noising) -> None:
         if self.armed:
@@ -501,7 +501,8 @@ class Watcher:
             clipped = {id(p) for p in parameters if p.grad is not None}
             whole = clipped == {id(p) for p in self._observer.parameters.values() if p.grad is not None}
             known = {id(p) for of in self._optimizers.values() if of() is not None for p in _parameters_of(of())}
-            elsewhere = bool(clipped) and not clipped & known
+            given = {id(p) for p in parameters}
+            elsewhere = bool(given) and not given & known
             self._clips.append(Clip(kind, float(limit), len(micro_steps), self._stepped, whole, elsewhere))
 
     def end(self, ended: bool) -> None:
