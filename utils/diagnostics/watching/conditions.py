@@ -66,8 +66,8 @@ class Conditions:
                     labels_given[place].append(value.cpu())
                     self._labels[place].append(value.cpu())
                 if (numbers := as_labels(value)) is not None:
-                    moved = clean is not None and _reordered(clean, step.batch.get("means") or ())
-                    self._belonging[place].look(numbers, labels, step.batch.get("loaded") or (), moved)
+                    shuffled = clean is not None and _reordered(clean, step.batch.get("means") or ())
+                    self._belonging[place].look(numbers, labels, step.batch.get("loaded") or (), shuffled)
                     self._see_rows_dropped(place, value, step.batch.get("vectors") or [])
                 self._shared[place].append(of_each[:1] if _alike(of_each) else None)
                 same_kind = [other for other in seen.conditions.values() if other.shape == value.shape]
