@@ -471,7 +471,7 @@ def test_an_average_that_begins_later_is_told_so(monkeypatch):
 
 
 def test_weights_that_are_nan_have_not_moved():
-    probe = Probe(torch.full((4,), math.nan))
+    probe = Probe([torch.full((4,), math.nan)])
     probe.take()
     probe.again()
     assert not probe.moved()

@@ -97,7 +97,7 @@ def _is_stale(moved: torch.Tensor, way: torch.Tensor, back: torch.Tensor) -> boo
     scaled = columns / sizes
     inverse = torch.linalg.pinv(scaled.mT @ scaled)
     shares = inverse @ (scaled.mT @ moved)
-    spread = float((moved - scaled @ shares).norm()) / max(len(moved) - 2, 1) ** 0.5 * float(inverse[1, 1]) ** 0.5
+    spread = float((moved - scaled @ shares).norm()) / max(len(moved) - 2, 1) ** 0.5 * max(float(inverse[1, 1]), 0.0) ** 0.5
     way_share, back_share = (shares / sizes).tolist()
     certain = abs(float(shares[1])) > SIGMAS * spread
     return certain and way_share > 0 and abs(back_share / way_share - 1) < 0.25

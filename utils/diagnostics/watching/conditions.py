@@ -1,6 +1,6 @@
 """Whether what the network is told beside the noise level differs between images, where it should, and is that of its image."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,6 +15,7 @@ LOOKS_REPEATED = 3  # looks before conditions that micro steps share are judged
 FEWEST = 4  # images with a label, for a batch to say whether it is of one class
 ENOUGH = 4  # looks before labels that are all alike are judged
 MOST_DROPPED = 0.5  # of the labels: classifier-free guidance is trained with 0.1 or 0.2, and seldom with as much
+MANY_TEXTS = 32  # before it is said which share of them is one and the same
 FAINT = 0.02  # of an image, whose values are from -1 to 1 or from 0 to 1
 MANY = 1 << 16  # labels that were not dropped, of a table that is not theirs
 SIGMAS = 4  # that a share is beyond it, to be no chance
@@ -27,6 +28,7 @@ class Conditions:
         self._shared: dict[int, list[torch.Tensor | None]] = defaultdict(
             list
         )  # the row that all images share; None: they differ
+        self._texts: dict[int, Counter[float]] = defaultdict(Counter)  # sums of their numbers
         self._varied: set[int] = set()  # places for which the script had labels or tokens that differ between images
         self._labels: dict[int, list[torch.Tensor]] = defaultdict(list)  # int64 [B] of each pass
         self._belonging: dict[int, Labels] = defaultdict(Labels)
@@ -62,6 +64,8 @@ class Conditions:
             moved |= _are_of_other_images(labels, values, seen, step)
             for place, value in enumerate(values):
                 of_each = value.reshape(batch, -1)
+                if value.is_floating_point() and value.ndim > 2:
+                    self._texts[place].update(of_each.double().sum(1).tolist())
                 if value.dtype is torch.int64 and value.ndim == 1:
                     labels_given[place].append(value.cpu())
                     self._labels[place].append(value.cpu())
@@ -141,11 +145,15 @@ class Conditions:
             shares = {name: (sum(those) / len(those), len(those)) for name, those in dropped.items()}
             found += [shares.pop("")] if "" in shares else []
             found += [min(shares.values())] if shares else []  # of several tables it is that of the labels
+        for texts in self._texts.values():
+            most = max(texts.values(), default=0)
+            found += [(most / texts.total(), texts.total())] if texts.total() >= MANY_TEXTS and len(texts) > 1 else []
         if not found:
             return []
         share, count = max(found)
         text = f"{share:.0%} of the labels or texts are dropped: the network hardly learns them (10 to 20 % are usual)"
-        fine = share - SIGMAS * (0.25 / count) ** 0.5 <= MOST_DROPPED
+        chance = ((share * (1 - share) + 1 / count) / count) ** 0.5
+        fine = share - SIGMAS * chance <= MOST_DROPPED
         return [Check("condition", "share of the labels that is dropped", "a small one", f"{share:.0%}", fine, text, "warning")]
 
     def _judged_repeated(self, repeated: list[torch.Tensor | None]) -> list[Check]:
@@ -172,7 +180,8 @@ class Conditions:
                 True,
                 f"the network gets one label or text for all images of a batch, in all {len(rows)} passes looked at",
             )
-        varied = one and place in self._varied
+        of_batches = one and first is not None and not all(row is not None and torch.equal(row, first) for row in rows)
+        varied = one and (place in self._varied or (of_batches and first.numel() > 1))
         text += (
             ", though the script has different ones for them: are they always dropped, or those of one image?" if varied else ""
         )

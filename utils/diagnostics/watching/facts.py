@@ -82,6 +82,8 @@ class Facts:
     loaders: list[Any] = field(default_factory=list)
     noise_schedulers: list[Any] = field(default_factory=list)
     autoencoder: Any = None
+    idle_schedule: bool = False  # there is a schedule of an optimizer that makes no steps
+    encoders: list[nn.Module] = field(default_factory=list)  # of texts, by transformers
     empty: bool = False  # there is an EMAModel without tensors
     shared: str = ""  # the name of an average that holds the network's own weights, which have another name too
     options: dict[str, Any] = field(default_factory=dict)  # of the script's command line, as argparse gave them
@@ -132,6 +134,11 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
             facts.accelerator = thing
         elif word == "schedule" and getattr(thing, "optimizer", None) is optimizer:
             facts.schedules.append(thing)
+        elif word == "schedule":
+            theirs = getattr(thing, "optimizer", None)
+            facts.idle_schedule |= isinstance(theirs, Optimizer) and not theirs.state
+        elif word == "encoder":
+            facts.encoders.append(thing)
         elif word == "optimizer":
             optimizers.append(thing)
         elif word == "loader":
@@ -213,6 +220,8 @@ def _word(kind: type, network: type) -> str:
         return "options"
     if "SchedulerMixin" in names:
         return "scheduler"
+    if "PreTrainedModel" in names and str(kind.__module__).startswith("transformers."):
+        return "encoder"
     return "autoencoder" if kind.__name__.startswith("AutoencoderKL") else ""
 
 

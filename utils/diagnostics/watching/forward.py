@@ -32,7 +32,13 @@ from utils.diagnostics.watching.inputs import (
 )
 from utils.diagnostics.watching.levels import Levels, Look, Table, anywhere, half_matching, is_monotone, matching, said, tables
 from utils.diagnostics.watching.mixture import Mixture, find, strength
-from utils.diagnostics.watching.options import check_log_normal, declared_prediction, declared_strength, numbers_of_steps
+from utils.diagnostics.watching.options import (
+    check_declared_schedule,
+    check_log_normal,
+    declared_prediction,
+    declared_strength,
+    numbers_of_steps,
+)
 from utils.diagnostics.watching.places import begins_alike, number_told
 from utils.diagnostics.watching.preconditioning import check_preconditioning
 from utils.diagnostics.watching.seen import Seen, Times
@@ -50,6 +56,7 @@ MOST_LEFT = 0.1  # of the signal's variance, at the last step: 0.00004 is usual,
 MOST_LOST = 0.5  # of the steps may have less than NOTHING_LEFT of it
 NOTHING_LEFT = 1e-4
 NO_SIGNAL = 1e-12  # alpha_cumprod of zero terminal SNR; the cosine schedule, which is none, ends at 2e-9 or 2e-10
+SURE = 6.0  # standard deviations of chance
 FEWEST, MANY_IMAGES = 8, 64  # images of a batch that can be known again, and of all looks
 BATCHES = 3  # looks whose images are compared
 MOST_DRAWN = 0.9  # of the steps, at least
@@ -77,6 +84,7 @@ class ForwardJudge:
         self._shares: list[torch.Tensor] = []  # of noise, on a path from image to noise
         self._batches: list[tuple[torch.Tensor, ...]] = []  # images and noise levels of the first looks
         self._matched: tuple[str, int] | None = None  # the known schedule of the looks so far, and its steps
+        self._ranked: list[tuple[float, int]] = []  # rank correlations of brightness and noise, and of how many images
         self._logs: list[float] = []  # ln(sigma)
         self._seen_batches: set[tuple] = set()
         self._marks: Counter[tuple[float, float]] = Counter()  # of the images seen
@@ -107,6 +115,10 @@ class ForwardJudge:
         shown = _without_silence(looks) or looks
         heard = Levels(shown)
         checks, table, prediction = self._levels(heard, shown, facts, _scheduler(update, facts))
+        if any(
+            "dream" in name and value is True for name, value in facts.options.items()
+        ):  # its input has its own prediction in it
+            checks = [replace(c, severity="info") if "is not made of image" in c.message else c for c in checks]
         if table is not None:
             self._add_levels(table, looks)
             checks += [*_ends(table, looks[0].x.ndim > 3), *self._variety(table, looks)]
@@ -137,6 +149,8 @@ class ForwardJudge:
             *self._span(levels),
             *self._log_normal(levels, facts),
             *self._again(looks),
+            *self._brightness(looks),
+            *check_declared_schedule(facts, _scheduler(update, facts)),
             *_repeated([one.mixture.clean for one in looks]),
             *self._left_out(looks),
             *_channels_reversed(update, looks),
@@ -205,6 +219,22 @@ class ForwardJudge:
         text = "a batch has the images of an earlier update, in the same order: are batches kept, or is their order?"
         name, found = "batches that come again", "one" if again else "none"
         return [Check("data", name, "none", found, not again, text, "warning")] if several else []
+
+    def _brightness(self, looks: list[Look]) -> list[Check]:
+        """Whether darker or brighter images have more noise: noise levels are drawn for each image, whatever it shows."""
+        for one in looks:
+            if len(one.x) >= FEWEST and constant(one.mixture.of_noise, 1e-5) is None:
+                means, levels = one.mixture.clean.mean(1), one.mixture.of_noise / one.mixture.of_clean.clamp(min=1e-12)
+                ranks = [values.argsort().argsort().double() - (len(means) - 1) / 2 for values in (means, levels)]
+                self._ranked.append((float((ranks[0] * ranks[1]).sum() / ranks[0].square().sum()), len(means)))
+        if sum(count for _, count in self._ranked) < MANY_IMAGES:
+            return []
+        # A rank correlation of n has the variance 1 / (n - 1) by chance.
+        sure = sum(share * (count - 1) ** 0.5 for share, count in self._ranked) / len(self._ranked) ** 0.5
+        share = sum(share for share, _ in self._ranked) / len(self._ranked)
+        text = f"the noise of the images goes with their brightness (rank correlation {share:.2g}): were both sorted?"
+        name, found = "noise beside brightness", f"rank correlation {share:.2g}"
+        return [Check("timestep", name, "independent", found, abs(sure) < SURE, text, "warning")]
 
     def end(self, images: int) -> list[Check]:
         """`images`: of the dataset; 0: not known."""
@@ -457,6 +487,9 @@ class ForwardJudge:
             severity = "info" if looks[0].mixture.offset < MOST_OFFSET else "warning"
             checks = [fine, Check("noise", "offset noise", "none", f"{looks[0].mixture.offset:.3g}", False, text, severity)]
             self._words["noise"] = f"offset noise of {looks[0].mixture.offset:.3g}"
+        if any(one.mixture.moved for one in looks):
+            text = "one number for each channel is added to the noise, and these are not drawn from a normal distribution"
+            checks.append(Check("noise", "offset of the noise", "none, or normal", "of another kind", False, text, "warning"))
         if looks[0].mixture.extra:
             text = f"the network's input has {looks[0].mixture.extra:.3g} times more noise than its target (input perturbation)"
             observed = f"{looks[0].mixture.extra:.3g}"

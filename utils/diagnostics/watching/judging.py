@@ -11,7 +11,7 @@ from utils.diagnostics.watching.facts import Facts
 from utils.diagnostics.watching.forward import ForwardJudge
 from utils.diagnostics.watching.generators import Generators
 from utils.diagnostics.watching.loading import Loading
-from utils.diagnostics.watching.network import check_network
+from utils.diagnostics.watching.network import Settings, check_beside, check_network
 from utils.diagnostics.watching.options import Schedule, evaluation_at
 from utils.diagnostics.watching.probes import CopyProbe
 from utils.diagnostics.watching.ranks import gather
@@ -36,7 +36,7 @@ class Judge:
 
     def __post_init__(self) -> None:
         self._forward, self._update = ForwardJudge(self.words), UpdateJudge(self.words)
-        self._conditions, self._schedule = Conditions(), Schedule()
+        self._conditions, self._schedule, self._settings = Conditions(), Schedule(), Settings()
 
     @property
     def mixed(self) -> bool:
@@ -72,7 +72,7 @@ class Judge:
         of_network, precision = check_network(look.update, look.observer, look.facts.precision)
         if precision:
             self.words["precision"] = precision
-        checks += of_network
+        checks += [*of_network, *check_beside(look.facts, look.observer.stepped), *self._settings.look(look.observer)]
         checks += self._conditions.look(look.update, look.rows)
         checks += self._update.look(look)
         checks += look.everyone.checks

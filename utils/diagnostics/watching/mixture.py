@@ -9,6 +9,7 @@ from utils.diagnostics.watching.seen import Noising, Seen
 
 EXACT = 1e-4  # of a fit's residual: arithmetic in fp32 leaves 1e-7
 ROUNDED = 2e-2  # in half precision
+MOVED = 1e-3  # of the noise, by a number that was added
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Mixture:
     extra: float = 0.0  # a second noise in the input alone, as a share of the first ("input perturbation")
     offset: float = 0.0  # of one more number for each channel that was added to the noise ("offset noise")
     constant: float = 0.0  # that is added to all values
+    moved: bool = False  # numbers for each channel were added to the noise that are not drawn as it is
 
     def of_strength(self, c: float) -> "Mixture":
         """With c times the noise as its noise."""
@@ -237,7 +239,16 @@ def _with_offset(mixture: Mixture, seen: Seen) -> Mixture:
             share = float((means * steps).sum() / steps.square().sum().clamp(min=1e-30))
             if abs(share) > 6 / (means.numel() * noise[0, 0].numel()) ** 0.5:
                 mixture.offset = share
+    mixture.moved = not mixture.offset and any(_is_moved(noise, draw.tensor) for draw in seen.draws if draw.normal)
     return mixture
+
+
+def _is_moved(noise: torch.Tensor, drawn: torch.Tensor) -> bool:
+    """Whether noise [B, C, ...] is the drawn one and a number for each channel."""
+    if drawn.shape != noise.shape or drawn.data_ptr() == noise.data_ptr():
+        return False
+    steps = (noise - drawn).detach().double().flatten(2)
+    return bool(steps.abs().amax() > MOVED) and float((steps - steps.mean(2, keepdim=True)).abs().amax()) < EXACT
 
 
 def _undrawn(values: torch.Tensor, images: list[torch.Tensor], limit: float) -> Mixture | None:

@@ -1,5 +1,8 @@
 """The network in its forward passes: mode and precision."""
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -8,6 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.audit.seen import Update
 from utils.diagnostics.audit.verdict import Check
+from utils.diagnostics.watching.facts import Facts
 
 _PRECISIONS = {None: "fp32", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ASKED = {"bf16", "fp16"}  # that Accelerate's setting may be; "no" asks for nothing
@@ -41,6 +45,26 @@ def check_network(update: Update, observer: Observer, asked: str | None) -> tupl
     return checks, seen
 
 
+def check_beside(facts: Facts, stepped: Collection[int]) -> list[Check]:
+    """Of models beside the network. `stepped`: ids of the optimizer's parameters."""
+    checks = []
+    for encoder in facts.encoders:
+        own = list(encoder.parameters())
+        trained = any(id(p) in stepped or p.requires_grad for p in own)
+        drops = encoder.training and not trained and any(map(_acts_otherwise, encoder.modules()))
+        text = (
+            f"{type(encoder).__name__}, which nothing trains, is in training mode: its dropout changes what it says of a text"
+        )
+        name, found = f"mode of {type(encoder).__name__}", "training" if encoder.training else "evaluation"
+        checks.append(Check("condition", name, "evaluation, or trained", found, not drops, text, "warning"))
+    if isinstance(facts.autoencoder, nn.Module):
+        own = [p for p in facts.autoencoder.parameters() if id(p) in stepped]
+        text = f"{len(own)} parameters of the autoencoder are in the optimizer: what the latents mean changes with them"
+        name, found = "parameters of the autoencoder in the optimizer", str(len(own))
+        checks.append(Check("optimizer", name, "none", found, not own, text, "warning"))
+    return checks
+
+
 def _normalized(network: nn.Module) -> list[Check]:
     """Normalization over the batch. Some small networks are made with it; diffusers' are not."""
     found = [name for name, module in network.named_modules() if isinstance(module, _BatchNorm)]
@@ -50,6 +74,32 @@ def _normalized(network: nn.Module) -> list[Check]:
     text += "others and on their noise levels"
     severity = "warning" if type(network).__module__.startswith("diffusers.") else "info"
     return [Check("network", "normalization over the batch", "none", str(len(found)), False, text, severity)]
+
+
+class Settings:
+    """What the layers of a network are set to, beside their weights: a preview may leave them otherwise."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, Any] = {}
+
+    def look(self, observer: Observer) -> list[Check]:
+        found = {
+            f"{name}.{key}": value
+            for name, module in observer.modules["network"].named_modules()
+            for key, value in vars(module).items()
+            if key != "training" and not key.startswith("_") and type(value) in (bool, float, str, type(None))
+        }
+        self._first = self._first or found
+        changed = [key for key, value in found.items() if key in self._first and not _equal(self._first[key], value)]
+        changed += [key for key in found if key not in self._first]
+        text = f"{len(changed)} settings of the network's layers have changed, such as {changed[0]}: " if changed else ""
+        text += "has a preview left them otherwise?"
+        name, observed = "settings of the network's layers", f"{len(changed)} changed" if changed else "the same"
+        return [Check("network", name, "the same in the whole run", observed, not changed, text, "warning")]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one == other or (one != one and other != other)  # NaN
 
 
 def _frozen(observer: Observer) -> Check:

@@ -49,7 +49,7 @@ class ForeignObserver(Observer):
         trained: nn.Module | None = None,
     ):
         super().__init__(modules, trained=trained)
-        self._stepped, self._closes, self._moves_copies = stepped, False, False
+        self.stepped, self._closes, self._moves_copies = stepped, False, False
         others = {*others, *(set() if trained is None else {id(p) for p in modules["network"].parameters()} - set(stepped))}
         self.parameters = {name: p for name, p in self.parameters.items() if id(p) not in others}
         self.sample = ElementSample(self.parameters)
@@ -160,6 +160,6 @@ class ForeignObserver(Observer):
         known = [g for g in gradients if g is not None]
         step = self.update.micro_steps[-1]
         if len(self.update.micro_steps) == 1:
-            owned = [p.grad for p in self.parameters.values() if p.grad is not None and id(p) in self._stepped]
+            owned = [p.grad for p in self.parameters.values() if p.grad is not None and id(p) in self.stepped]
             self.update.left_over = torch.stack(torch._foreach_norm(owned)).norm() if owned else torch.zeros(())
         step.gradient_before = self.sample.take(gradients) if known else None

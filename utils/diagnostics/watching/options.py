@@ -1,9 +1,12 @@
 """What the script's own command line declares, held against what was seen; and where its learning rate ends."""
 
+import contextlib
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from utils.diagnostics.audit.verdict import Check, not_observed
@@ -70,6 +73,31 @@ def check_options(facts: Facts, passes: int, norm: float, searched: bool) -> lis
         text = "the command line asks for averaged weights, and none were found"
         checks.append(Check("ema", "averaged weights, by the command line", "some", "none", False, text, "warning"))
     return checks
+
+
+def check_declared_schedule(facts: Facts, used: Any) -> list[Check]:
+    """Of the noise scheduler that is `used`: whether it has the settings of the command line, and those of the model that the
+    training starts from."""
+    config = getattr(used, "config", None) or {}
+    said = [(name, value) for name, value in facts.options.items() if name.endswith("beta_schedule") and isinstance(value, str)]
+    if (saved := _saved_schedule(facts.options)) is not None:
+        said += [(f"{name} of the model", saved[name]) for name in ("beta_schedule", "beta_start", "beta_end") if name in saved]
+    known = {name: config.get("beta_schedule" if name.endswith("beta_schedule") else name.split()[0]) for name, _ in said}
+    wrong = [(name, value) for name, value in said if known[name] is not None and known[name] != value]
+    if not said:
+        return []
+    text = "".join(f"{name} is {value}, and images are noised with {known[name]}" for name, value in wrong[:1])
+    name, found = "noise schedule, as declared", "another" if wrong else "the same"
+    return [Check("input", name, "the same", found, not wrong, text)]
+
+
+def _saved_schedule(options: Mapping[str, Any]) -> dict | None:
+    """The config of the noise scheduler in the folder of the model that an option names."""
+    path = options.get("pretrained_model_name_or_path")
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        found = json.loads((Path(path) / "scheduler" / "scheduler_config.json").read_text())  # type: ignore[arg-type]
+        return found if isinstance(found, dict) else None
+    return None
 
 
 def _decays(facts: Facts) -> list[Check]:
@@ -176,6 +204,9 @@ class Schedule:
         if ended and updates >= 20 and top < HARDLY:
             text = f"the learning rate never exceeds {top:.2g} in {updates} updates: the network hardly moves"
             return [Check("learning_rate", "highest learning rate", "1e-6 or more", f"{top:.2g}", False, text, "warning")]
+        if ended and not facts.schedules and facts.idle_schedule:
+            text = "a schedule of the learning rate is stepped for an optimizer that makes no steps, and none is for this one"
+            return [Check("learning_rate", name, "of the optimizer that is used", "of another one", False, text)]
         asked, severity = self._asked_rate(facts)
         if ended and updates >= 20 and top < 0.5 * asked:
             text = f"the learning rate never exceeds {top:.2g} in {updates} updates, and {asked:.2g} was asked for"

@@ -1,5 +1,7 @@
 """A few elements of weights and averages, looked at in each update: what the looks at whole updates would miss."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.optim.swa_utils import AveragedModel
 
@@ -8,8 +10,30 @@ from utils.diagnostics.watching.facts import Average
 MOST = 256  # that are kept until they are compared
 SOON = 4  # of averages, which are looked at until they are known to be averages
 FEWEST, SELDOM = 20, 0.05  # updates before an average is said to move seldom; some are made in every tenth
+MOST_PROBED = 96  # weights of which one element is
 PROBED = 16  # elements that are compared
 EVERY = 4  # updates, of an average that is known to be one
+
+
+class _Each:
+    """An element of each of some tensors."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._tensors, self._places = list(tensors), [-1] * len(tensors)
+        self._views: list[torch.Tensor] = []
+
+    def clone(self) -> torch.Tensor:
+        places = [tensor.data_ptr() for tensor in self._tensors]
+        if places != self._places:
+            self._places = places
+            self._views = [t.detach().as_strided((), (), t.storage_offset() + t.numel() // 2) for t in self._tensors]
+        return torch.stack(self._views)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether its storage has a number for each element."""
+    room = tensor.untyped_storage().nbytes() // tensor.itemsize if tensor.layout is torch.strided else 0
+    return 0 < tensor.numel() <= room - tensor.storage_offset()
 
 
 class _View:
@@ -29,8 +53,9 @@ class _View:
 class Probe:
     """The weights after each step and before the next forward pass: whether anything else changes them."""
 
-    def __init__(self, weights: torch.Tensor):
-        self._weights = _View(weights)
+    def __init__(self, weights: Sequence[torch.Tensor]):
+        alike = [w for w in weights if (w.device, w.dtype) == (weights[0].device, weights[0].dtype) and _is_whole(w)]
+        self._weights = _Each(alike[:: -(-len(alike) // MOST_PROBED)] if len(alike) > MOST_PROBED else alike)
         self._left: list[torch.Tensor] = []
         self._found: list[torch.Tensor] = []
         self._moved = False

@@ -24,6 +24,7 @@ class Target:
 NOTHING = "nothing"
 OTHER_IMAGE = "an image that is not the one that is noised"
 OTHER_NOISE = "other noise than that of the image"
+MORE_NOISE = "more noise than the input's, as an input perturbation adds"
 MEAN = "the mean of the target over all pixels"
 WHOLE = "noise and the whole of an image of which a part is not in the input"
 REORDERED = "the image with its values in another order"
@@ -120,6 +121,8 @@ def identify_target(levels: Levels, order: list[str], table: Any = None) -> Targ
             turned = turned or found
     if turned is not None:
         return turned
+    if (cut_off := _cut_off(error, candidates)) is not None:
+        return cut_off
     agreements = {name: error.agreement(values) for name, values in candidates.items()}
     best = max((name for name in order[:6] if name in candidates), key=lambda name: agreements[name])
     if agreements[best] > 0.99:
@@ -132,7 +135,7 @@ def identify_target(levels: Levels, order: list[str], table: Any = None) -> Targ
     wrong = max(agreements, key=lambda name: agreements[name])
     if agreements[wrong] > 0.99 and error.other_kind() != "other error":
         return Target(wrong, wrong in (*GOOD, "backward"), None, error.other_kind())
-    return _cut_off(error, candidates) or _of_other_parts(error, levels, used)
+    return _of_other_parts(error, levels, used)
 
 
 def _of_used(of: Any, used: torch.Tensor) -> Any:
@@ -239,6 +242,9 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
                 return Target(OTHER_NOISE, False, None)
             if worst(parts[:, 1] / parts[:, 0]) > 0.1 and is_part(levels.clean[used], other):
                 return Target(WHOLE, False, None)
+            beside = worst(parts[:, 1] / parts[:, 0] + 1) < 1e-2 and _is_noise(other / other.std())
+            if beside or (alone and _is_more_noise(error.noise, other)):
+                return Target(MORE_NOISE, False, None)
             # No other network's output has the very values of the image.
             reordered = torch.equal(_sorted(image), _sorted(levels.looks[0].mixture.clean_tensor))
             return Target(REORDERED if reordered else OTHER_IMAGE, False, None)
@@ -278,6 +284,13 @@ def _is_noise(values: torch.Tensor) -> bool:
     mean, variance = float(rows.mean()), float(rows.var())
     alike, fourth = float((rows[:, 1:] * rows[:, :-1]).mean()), float((rows**4).mean())
     return max(abs(mean), abs(alike), abs(variance - 1) / 1.4, abs(fourth - 3) / 10) < room
+
+
+def _is_more_noise(noise: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether a target, [B, N], is the noise and a part of another one."""
+    parts, left = fit(target, noise)
+    rest = target - parts[:, :1] * noise
+    return worst(parts[:, 0] - 1) < 0.1 and 1e-3 < middle(left) < 0.5 and _is_noise(rest / rest.std())
 
 
 def has_wrong_velocity(levels: Levels) -> bool:

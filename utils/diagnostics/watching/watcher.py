@@ -97,7 +97,7 @@ class Watcher:
         self._clips: list[Clip] = []
         self._scaler: Any = None
         self._scale = 1.0
-        self._probe = Probe(torch.zeros(1))
+        self._probe = Probe([torch.zeros(1)])
         self._copies: dict[str, CopyProbe] = {}  # by the name of the average
         self._encoded: tuple[float, float] | None = None  # the range of images that an autoencoder got
         self._discovering = True
@@ -283,7 +283,7 @@ class Watcher:
         modules = {"network": network} | ({"raw": inner[-1]} if inner else {})
         stepped = frozenset(id(p) for p in _parameters_of(optimizer))
         self._observer = ForeignObserver(modules, stepped, self._others - stepped, choice.trained)
-        self._probe = Probe(max(self._observer.parameters.values(), key=torch.Tensor.numel))
+        self._probe = Probe(sorted(self._observer.parameters.values(), key=torch.Tensor.numel)[::-1])
         self._disarm()
         self._arm()
         self.judge.begin(network, choice.trained)
@@ -338,7 +338,9 @@ class Watcher:
 
     # ---- later updates
 
-    def _before_network(self, module: nn.Module, inputs: tuple, options: dict) -> None:
+    def _before_network(self, module: nn.Module, inputs: tuple, options: dict | None = None) -> None:
+        if options is None:  # a hook that was taken away in this pass comes once more, without them
+            return
         if torch.is_grad_enabled() and not self.failure and os.getpid() == self.process:
             self.safely(self._see_network, module, inputs, options)
             if self._most is not None and self.updates >= self._most:
