@@ -15,16 +15,19 @@ from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching import facts
 from utils.diagnostics.watching.averages import First, check_average
 from utils.diagnostics.watching.averages import _decay as _decay_of
+from utils.diagnostics.watching.batches import Batches
 from utils.diagnostics.watching.bound import check_bound
 from utils.diagnostics.watching.conditions import Conditions
+from utils.diagnostics.watching.drawing import Drawing
 from utils.diagnostics.watching.facts import Average, Facts, schedule_length
-from utils.diagnostics.watching.forward import ForwardJudge, _data, _ends, _told_beside, _without_silence
+from utils.diagnostics.watching.forward import ForwardJudge, _data, _told_beside
 from utils.diagnostics.watching.hooks import install
 from utils.diagnostics.watching.images import check_latents, check_range, check_spread
 from utils.diagnostics.watching.inputs import _told_by_place, check_embedded, check_mixture, check_told
 from utils.diagnostics.watching.judging import Judge
 from utils.diagnostics.watching.levels import Levels, Look, half_matching, matching, tables
 from utils.diagnostics.watching.loading import Loading
+from utils.diagnostics.watching.looks import without_silence
 from utils.diagnostics.watching.mixture import Mixture, axis_of_factors, find, strength
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import _betas, _decay, _epsilon, _size_of_step, rates_of
@@ -32,6 +35,7 @@ from utils.diagnostics.watching.options import Schedule, declared_strength, eval
 from utils.diagnostics.watching.places import number_told, place_of_told
 from utils.diagnostics.watching.probes import CopyProbe, Probe
 from utils.diagnostics.watching.result import SETTLING, Result
+from utils.diagnostics.watching.schedules import check_ends
 from utils.diagnostics.watching.seen import Draw, Recorder, Seen, Times
 from utils.diagnostics.watching.targets import check_target, identify_target
 from utils.diagnostics.watching.updating import UpdateJudge, _by_function, _kind_of
@@ -342,7 +346,7 @@ def test_one_number_for_each_channel_that_is_added_to_the_noise(strength):
     mixture = find(a * clean + b * (noise + strength * steps), seen)
     assert mixture is not None and mixture.offset == pytest.approx(strength, rel=1e-3) and mixture.drawn
     assert torch.allclose(mixture.noise_tensor, noise + strength * steps, atol=1e-4)
-    [*_, check] = ForwardJudge({})._noise([Look(clean, None, clean, None, mixture)])
+    [*_, check] = Drawing({}).look([Look(clean, None, clean, None, mixture)])
     assert (check.name, check.severity) == ("offset noise", "warning" if strength == 1 else "info")
 
 
@@ -683,16 +687,16 @@ def test_a_table_of_one_row_beside_that_of_the_labels():
 
 def test_the_level_of_a_silent_clip_is_not_asked_for():
     [look] = levels_of(*on_circle()).looks
-    assert _without_silence([look]) == [look]
+    assert without_silence([look]) == [look]
     look.mixture.clean[2] = 0
     look.told, look.times = torch.arange(B), Times(torch.arange(B))
     look.moments, look.others = [torch.arange(B) / B], [torch.rand(SHAPE)]
-    [left] = _without_silence([look])
+    [left] = without_silence([look])
     assert left.told.tolist() == left.times.values.tolist() == [0, 1, 3, 4, 5, 6, 7]
     assert {len(left.x), len(left.output), len(left.mixture.of_clean), len(left.mixture.clean_tensor)} == {B - 1}
     assert (len(left.moments[0]), len(left.others[0])) == (B - 1, B - 1)
     look.mixture.clean[:] = 0
-    assert _without_silence([look]) == []
+    assert without_silence([look]) == []
 
 
 def test_of_a_silent_batch_nothing_is_said():
@@ -702,7 +706,7 @@ def test_of_a_silent_batch_nothing_is_said():
     def found(x, *images) -> list[str]:
         seen = Seen(draws=[Draw(noise, True)], tensors={n: image for n, image in enumerate((*images, noise))})
         step = MicroStep({"network": Call((x, torch.arange(B)), (noise,), {0: noise})}, {"seen": seen})
-        return [c.message for c in ForwardJudge({}).look(Update(1, [step]), Facts(), 1.0, False) if c.healthy is False]
+        return [c.message for c in ForwardJudge({}).look(Update(1, [step]), Facts(), 1.0) if c.healthy is False]
 
     assert found(b * noise, torch.zeros(SHAPE)) == []
     alone = ["the network sees noise alone, without the image"]
@@ -752,7 +756,7 @@ def test_schedules_are_those_of_diffusers(name, zero_snr):
 def test_a_scheduler_that_noises_by_sigmas_has_no_table():
     from diffusers import DDPMScheduler, EulerDiscreteScheduler
 
-    from utils.diagnostics.watching.forward import _own_table
+    from utils.diagnostics.watching.schedules import _own_table
 
     assert _own_table(DDPMScheduler(num_train_timesteps=50)).shape == (50,)
     assert _own_table(EulerDiscreteScheduler()) is None
@@ -766,7 +770,7 @@ def test_a_batch_that_is_repeated_within_or_between_updates():
     images, levels = torch.rand(3, B, 9), torch.rand(3, B)
 
     def found(images, levels) -> set[str]:
-        judge = ForwardJudge({})
+        judge = Batches()
         return set.union(*(wrong(judge._one_batch(*both)) for both in zip(images, levels)))
 
     assert found(images, levels) == set()
@@ -779,7 +783,7 @@ def test_a_batch_that_is_repeated_within_or_between_updates():
 
 def test_noise_levels_that_are_cut_off_at_an_end():
     def found(*looks) -> set[str]:
-        judge = ForwardJudge({})
+        judge = Batches()
         return set.union(*(wrong(judge._one_batch(torch.rand(len(levels), 9), levels)) for levels in looks))
 
     drawn = torch.linspace(0.1, 1.0, 16).double()
@@ -981,7 +985,7 @@ def test_films_have_a_range_and_noise_of_each_frame():
     for noise, healthy in ((torch.randn(8, 3, 4, 8, 8), True), (torch.randn(8, 3, 1, 8, 8).expand(8, 3, 4, 8, 8), False)):
         mixture = Mixture(noise, noise, torch.ones(8), torch.ones(8), torch.zeros(8), films, noise)
         look = Look(films, None, films, None, mixture)
-        assert (not wrong(ForwardJudge({})._noise([look]))) is healthy
+        assert (not wrong(Drawing({}).look([look]))) is healthy
 
 
 def test_images_whose_colors_and_places_are_mixed_up():
@@ -1139,8 +1143,8 @@ def test_embeddings_of_the_noise_level_that_are_all_alike(told, frequencies, hea
 )
 def test_schedules_that_end_too_early_or_too_late(steps, end, wrong):
     table = torch.cumprod(1 - torch.linspace(1e-4, end, steps, dtype=torch.float64), 0)
-    assert sum(check.healthy is False for check in _ends(table, True)) == wrong
-    assert all(check.severity == "info" for check in _ends(table, False)[:1])
+    assert sum(check.healthy is False for check in check_ends(table, True)) == wrong
+    assert all(check.severity == "info" for check in check_ends(table, False)[:1])
 
 
 @pytest.mark.parametrize(("draw", "healthy"), [(torch.randn, True), (torch.rand, False)])

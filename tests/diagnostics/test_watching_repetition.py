@@ -13,8 +13,10 @@ from test_watching_parts import B, levels_of, on_circle, wrong
 
 from utils.diagnostics.audit.seen import MicroStep, Update
 from utils.diagnostics.watching.averages import First, check_average
+from utils.diagnostics.watching.batches import Batches, _channels_reversed
+from utils.diagnostics.watching.drawing import _without_pairs
 from utils.diagnostics.watching.facts import Average, Facts, _defaults, find_facts
-from utils.diagnostics.watching.forward import ForwardJudge, _channels_reversed, _data, _told_beside_drawn, _without_pairs
+from utils.diagnostics.watching.forward import _data
 from utils.diagnostics.watching.generators import Generators
 from utils.diagnostics.watching.images import check_latents
 from utils.diagnostics.watching.inputs import check_exchanged, check_told
@@ -23,6 +25,7 @@ from utils.diagnostics.watching.levels import Levels, tables
 from utils.diagnostics.watching.network import _normalized
 from utils.diagnostics.watching.optimizing import _rates
 from utils.diagnostics.watching.options import Schedule, _decays, declared_prediction
+from utils.diagnostics.watching.schedules import Schedules, check_drawn
 from utils.diagnostics.watching.seen import Draw, Noising, Recorder, Seen
 from utils.diagnostics.watching.stored_images import StoredImages
 from utils.diagnostics.watching.updating import UpdateJudge, _of_one_sign
@@ -156,26 +159,26 @@ def in_order(table: torch.Tensor, places: torch.Tensor) -> Levels:
 
 
 def test_a_schedule_that_is_changed_on_the_way():
-    judge, table = ForwardJudge({}), tables(1000)["linear"]
+    judge, table = Schedules({}), tables(1000)["linear"]
     places = torch.linspace(10, 990, B).long()
     for values, healthy in ((table, True), (table.clamp(min=0.05), False)):
-        checks, _, _ = judge._levels(in_order(values, places), in_order(values, places).looks, Facts(), None)
+        checks, _, _ = judge.look(in_order(values, places), in_order(values, places).looks, Facts(), None)
         assert (wrong(checks) == {"noise schedule"}) is not healthy
-    fresh = ForwardJudge({})  # nothing was known of it before
-    checks, _, _ = fresh._levels(in_order(table.clamp(min=0.05), places), in_order(table, places).looks, Facts(), None)
+    fresh = Schedules({})  # nothing was known of it before
+    checks, _, _ = fresh.look(in_order(table.clamp(min=0.05), places), in_order(table, places).looks, Facts(), None)
     assert "noise schedule" not in wrong(checks)
 
 
 def test_steps_that_a_preview_leaves():
-    table, judge = tables(1000)["linear"], ForwardJudge({})
+    table, judge = tables(1000)["linear"], Schedules({})
     few = torch.tensor([100, 100, 300, 300, 100, 300, 100, 300])
-    assert not wrong(judge._variety(table, in_order(table, few).looks))  # a few from the beginning
-    assert not wrong(judge._variety(table, in_order(table, torch.linspace(10, 990, B).long()).looks))
-    assert wrong(judge._variety(table, in_order(table, few).looks)) == {"noise levels of an update"}
+    assert not wrong(judge.variety(table, in_order(table, few).looks))  # a few from the beginning
+    assert not wrong(judge.variety(table, in_order(table, torch.linspace(10, 990, B).long()).looks))
+    assert wrong(judge.variety(table, in_order(table, few).looks)) == {"noise levels of an update"}
 
 
 def test_the_same_set_of_steps_in_each_update():
-    judge, levels = ForwardJudge({}), torch.linspace(0.1, 0.9, 16).double()
+    judge, levels = Batches(), torch.linspace(0.1, 0.9, 16).double()
     found = [wrong(judge._one_batch(torch.rand(16, 9), levels[torch.randperm(16)])) for _ in range(3)]
     assert found[-1] == {"noise levels of different updates"}
 
@@ -328,7 +331,7 @@ def test_fractions_are_right_for_a_layer_that_gets_the_number_itself():
     for to_layer in (False, True):
         levels = in_order(table, places)
         levels.looks[0].told, levels.looks[0].told_to_layer = places / 1000, to_layer
-        checks = ForwardJudge({})._steps(levels, levels.looks, places.double(), "linear", table)
+        checks = Schedules({})._steps(levels, levels.looks, places.double(), "linear", table)
         assert ("timestep that the network gets" in wrong(checks)) is not to_layer
 
 
@@ -365,7 +368,7 @@ def test_timesteps_at_a_distance_of_those_drawn():
     a, b = on_circle()
     drawn = torch.arange(B).double() * 100
     for told, found in ((drawn, False), (drawn - 1, False), ((drawn + 50).clamp(max=700), True), (drawn.flip(0), False)):
-        assert (_told_beside_drawn(levels_of(a, b, told=told), drawn) is not None) is found
+        assert (check_drawn(levels_of(a, b, told=told), drawn) is not None) is found
 
 
 @pytest.mark.parametrize(
@@ -385,12 +388,12 @@ def test_weights_of_no_known_function():
 
 
 def test_batches_without_a_part_in_the_gradient():
-    judge = ForwardJudge({})
+    judge = Batches()
     for first, healthy in ((True, True), (True, True), (True, False)):
         looks = [*levels_of(*on_circle(), lambda o, x, n: o - n).looks, *levels_of(*on_circle()).looks]
         looks[1].mixture.clean = looks[1].mixture.clean + first
         assert (not wrong(judge._left_out(looks))) is healthy
-    same = ForwardJudge({})  # one more pass over the same images, as for self-conditioning
+    same = Batches()  # one more pass over the same images, as for self-conditioning
     for _ in range(3):
         looks = [*levels_of(*on_circle(), lambda o, x, n: o - n).looks, *levels_of(*on_circle()).looks]
         assert not wrong(same._left_out(looks))

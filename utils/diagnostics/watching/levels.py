@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
-from utils.diagnostics.audit.declared import DeclaredNoising
+from utils.diagnostics.audit.declared import Declared, DeclaredNoising, DeclaredOptimizer
 from utils.diagnostics.audit.fitting import TOLERANCE, constant, flat, worst
 from utils.diagnostics.watching.mixture import Mixture, family
 from utils.diagnostics.watching.seen import Times
@@ -170,3 +171,9 @@ def half_matching(levels: Levels, places: torch.Tensor, steps: int) -> str:
                 f"the {right} has the coefficients of the {said(name)} schedule at these timesteps, and the {other} has others"
             )
     return ""
+
+
+def declared_step(micro_steps: int, noising: Any = None, limit: float | None = 0.0) -> Declared:
+    """For the audit's checks, of what they are to be told. `limit`: of the gradient's norm."""
+    optimizer = DeclaredOptimizer("", 0.0, 0.0, 0.0, 0.0, 0.0, lambda step: 0.0, limit)
+    return Declared(noising, None, optimizer, micro_steps, None)

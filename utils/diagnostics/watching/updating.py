@@ -13,7 +13,7 @@ from utils.diagnostics.audit.state import check_state
 from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching.averages import STILL, First, check_average
 from utils.diagnostics.watching.facts import Average, Facts, says_average
-from utils.diagnostics.watching.forward import declared_step
+from utils.diagnostics.watching.levels import declared_step
 from utils.diagnostics.watching.observing import ForeignObserver
 from utils.diagnostics.watching.optimizing import betas_of, check_step, is_normalized, rates_of
 from utils.diagnostics.watching.options import check_options
