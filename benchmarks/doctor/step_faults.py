@@ -69,7 +69,7 @@ BACKWARD = "                accelerator.backward(propagate_nonfinite(loss))\n"
 EMA_UPDATE = "            run.ema.update(run.ema_decay(step + 1), gradients.finite)\n"
 IF_EMA = "        if run.ema is not None:\n"
 COUNTED = "        run.state.step = step + 1\n"
-ZERO_GRAD = "        model.zero_grad()\n"
+ZERO_GRAD = "        optimizer.zero_grad()\n"
 FORWARD = "                losses = objective.losses(model, **drawn)\n"
 TRAIN_MODE = "    model.train()\n"
 RATE = "learning_rate_at(step, run.length.max_train_steps, options)"
@@ -799,7 +799,7 @@ fault(
 fault(
     "gradients cleared in each micro step",
     "gradient",
-    (DDPM, FORWARD, "                model.zero_grad()\n" + FORWARD),
+    (DDPM, FORWARD, "                optimizer.zero_grad()\n" + FORWARD),
     flags=ACCUMULATED,
     source="10: diffusers 308",
 )
@@ -862,7 +862,7 @@ fault(
 fault(
     "gradients cleared after every second update",
     "gradient",
-    (DDPM, ZERO_GRAD, "        if step % 2:\n            model.zero_grad()\n"),
+    (DDPM, ZERO_GRAD, "        if step % 2:\n            optimizer.zero_grad()\n"),
 )
 fault(
     "gradients cleared before the step",

@@ -43,12 +43,16 @@ from benchmarks.doctor.watch_faults import (
     PUBLIC,
     UNCONDITIONAL,
     WATCH_FAULTS,
+    read_faults,
 )
 from benchmarks.doctor.watch_faults import SCRIPTS as FIRST_SCRIPTS
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = Path(__file__).parent / "foreign"
+TUTORIAL, COURSE, TRAINER, EITHER = "tutorial_ddpm.py", "course_loop.py", "trainer_ddpm.py", "edm_flow.py"
 SCRIPTS = (*FIRST_SCRIPTS, CONTROL, WAVE, LOGSNR, GUIDED, INPAINT, SCORE, FILMS, NOTEBOOK, SIT, POLICY, MINIMAL, ACCELERATED)
+SCRIPTS = (*SCRIPTS, TUTORIAL, COURSE, TRAINER, EITHER)
+read_faults(FOREIGN / "faults.json")  # written by people who had not seen the watcher; each says its harm
 BASES = {  # what each script is run with
     HAND: {"steps": 48, "sample_every": 20},
     UNCONDITIONAL: {"steps": 48, "preview_steps": 20, "use_ema": True},
@@ -69,6 +73,10 @@ BASES = {  # what each script is run with
     POLICY: {},
     MINIMAL: {"log_every": 1},
     ACCELERATED: {"log_every": 1},
+    TUTORIAL: {},
+    COURSE: {},
+    TRAINER: {},
+    EITHER: {},
     PUBLIC: {"resolution": 16, "train_batch_size": 16, "num_epochs": 3, "lr_warmup_steps": 5, "use_ema": True},
 }
 BASES[PUBLIC] |= {"random_flip": True, "ddpm_num_inference_steps": 3, "eval_batch_size": 2, "learning_rate": 1e-3}
@@ -142,6 +150,14 @@ HEALTHY = (  # script, flags over its usual ones, processes
     (ACCELERATED, {"class_cond": True, "cache_latents": True, "gradient_accumulation_steps": 2}, 1),
     (ACCELERATED, {"mixed_precision": "bf16", "lr_scheduler": "constant_with_warmup", "dropout": 0.1, "sample_every": 16}, 1),
     (ACCELERATED, {"time_shift": 3.0, "weighting": "cosmap", "image_size": 32, "batch_size": 4}, 1),
+    (TUTORIAL, {"ema_start": 24, "ema_beta": 0.9}, 1),
+    (TUTORIAL, {"amp": "bf16", "accum": 2}, 1),
+    (COURSE, {"prediction_type": "v_prediction", "snr_gamma": 5.0, "beta_schedule": "squaredcos_cap_v2"}, 1),
+    (COURSE, {"gradient_checkpointing": 1, "mixed_precision": "bf16"}, 1),
+    (TRAINER, {"objective": "pred_x0", "min_snr": True}, 1),
+    (TRAINER, {"objective": "pred_noise", "offset_noise": 0.1, "beta_schedule": "linear"}, 1),
+    (EITHER, {"loss": "flow", "times": "uniform"}, 1),
+    (EITHER, {"loss": "edm", "bf16": True, "rounds": 1}, 1),
     (PUBLIC, {}, 1),
     (PUBLIC, {"prediction_type": "sample", "ddpm_beta_schedule": "squaredcos_cap_v2"}, 1),
     (PUBLIC, {"mixed_precision": "bf16"}, 1),

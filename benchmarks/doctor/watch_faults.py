@@ -18,7 +18,9 @@ them apart: 4 (no EMA made), 10 (accumulation silently off).
 `train_unconditional.py` is diffusers' example. It is not shipped here: watch.py gets its path from `--unconditional`.
 """
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from benchmarks.doctor.trials import Edit
 
@@ -50,6 +52,13 @@ def fault(name: str, script: str, stages: str, *edits: tuple[str, ...], **option
         raise ValueError(f"two faults of the name {key!r}")
     made = tuple(Edit(*edit) if len(edit) == 3 else Edit(script, *edit) for edit in edits)
     WATCH_FAULTS[key] = WatchFault(script, tuple(stages.split(", ")), made, **options)
+
+
+def read_faults(file: Path) -> None:
+    """Notes those of a JSON list, of which each has a name, script, stages, edits, and perhaps flags, processes, unfair."""
+    for one in json.loads(file.read_text()):
+        more = {key: one[key] for key in ("flags", "processes", "unfair") if key in one}
+        fault(one["name"], one["script"], ", ".join(one["stages"]), *map(tuple, one["edits"]), **more)
 
 
 TWICE = {"gradient_accumulation_steps": 2}

@@ -10,7 +10,7 @@ from benchmarks.doctor import watch
 from benchmarks.doctor.blind_watch_faults import ACCELERATED, MINIMAL
 from benchmarks.doctor.newest_watch_faults import NOTEBOOK, POLICY, SIT
 from benchmarks.doctor.trials import Edit, problems, words_of
-from benchmarks.doctor.watch import SCRIPTS
+from benchmarks.doctor.watch import COURSE, SCRIPTS, TUTORIAL
 from benchmarks.doctor.watch_faults import AMP, HAND, PUBLIC, WATCH_FAULTS
 from utils.diagnostics.audit.verdict import STAGES
 
@@ -21,6 +21,8 @@ TWO_UPDATES = {  # where it is not `--steps 2`
     POLICY: {"num_demos": 4, "batch_size": 64},
     MINIMAL: {"steps": 2, "log_every": 1},
     ACCELERATED: {"steps": 2, "log_every": 1},
+    TUTORIAL: {"updates": 2},
+    COURSE: {"num_updates": 2},
 }
 
 
