@@ -272,8 +272,8 @@ class _Loader(torch.utils.data.DataLoader):
 
     def __iter__(self):
         for batch in super().__iter__():
-            if self._pins and isinstance(batch, dict):
-                batch = {name: self.device.pin(x) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+            if self._pins:
+                batch = tree_map(lambda x: self.device.pin(x) if isinstance(x, torch.Tensor) else x, batch)
             yield batch
 
 
