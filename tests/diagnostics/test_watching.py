@@ -1,7 +1,10 @@
 """diagnose.py --watch: training loops that are not ours, healthy and with faults; scripts that end in many ways."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -184,3 +187,20 @@ def test_an_error_of_the_watcher_is_one_line(server, tmp_path):
     [run] = server.start(["diagnose.py", "--watch_dir", tmp_path / "seen", "--watch", script, 6])
     assert run.wait(100) == 0
     assert run.text().count("the watcher stopped, the script goes on: TypeError") == 1 and run.text().count("0x") == 6
+
+
+@pytest.mark.parametrize("part", ["step", *(pytest.param(part, marks=pytest.mark.slow) for part in ("module", "inplace"))])
+def test_what_torch_compiles_runs_as_before(part, tmp_path):
+    """In a process of its own, which has not imported torch's compiler before the hooks are there."""
+    words = [[], [str(LOOPS.parents[1] / "diagnose.py"), "--watch_dir", str(tmp_path), "--watch"]]
+    losses = []
+    for before in words:
+        command = [sys.executable, *before, str(LOOPS / "compiled_loop.py"), part]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        losses.append([line for line in run.stdout.splitlines() if line.startswith("loss")])
+        assert "watcher stopped" not in run.stderr
+    assert len(losses[0]) == 24 == len(losses[1])
+    first, second = ([float(line.split()[1]) for line in one] for one in losses)
+    assert first == pytest.approx(second, rel=1e-4)  # updates that are looked at run eagerly, and round otherwise
+    assert "watched: 24 updates of Network, which trains epsilon-prediction" in run.stdout

@@ -78,13 +78,25 @@ def install(watcher: Watcher) -> ExitStack:
         safely(watcher.scaler_stepped, next(iter((*arguments, *options.values()))), watcher.steps == before)
         return result
 
+    def compile_(original: Callable, *arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        safely(watcher.compiled)
+        safely(_leave_out, wrapped)
+        return result
+
     def next_batch(original: Callable, iterator: Any) -> Any:
         batch = original(iterator)
         safely(watcher.loaded, iterator, batch)
         return batch
 
-    wrap = functools.partial(_wrap, hooks)
+    wrapped: list[tuple[Any, str]] = []
+
+    def wrap(owner: Any, name: str, around: Callable) -> None:
+        _wrap(hooks, owner, name, around)
+        wrapped.append((owner, name))
+
     wrap(_BaseDataLoaderIter, "__next__", next_batch)
+    wrap(torch, "compile", compile_)
     wrap(torch.autograd, "backward", backward)
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         wrap(module, "clip_grad_norm_", functools.partial(clip, "norm"))
@@ -103,6 +115,15 @@ def _wrap(hooks: ExitStack, owner: Any, name: str, around: Callable) -> None:
 
     setattr(owner, name, wrapped)
     hooks.callback(setattr, owner, name, original)
+    if "torch._dynamo" in sys.modules:
+        _leave_out([(owner, name)])
+
+
+def _leave_out(wrapped: list[tuple[Any, str]]) -> None:
+    """Tells torch's compiler to call these functions, and not to go through them. `wrapped`: (owner, name) of each; emptied."""
+    while wrapped:
+        owner, name = wrapped.pop()
+        setattr(owner, name, torch._dynamo.disable(vars(owner)[name]))
 
 
 def _watch_schedulers(hooks: ExitStack, watcher: Watcher) -> None:

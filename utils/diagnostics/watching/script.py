@@ -13,6 +13,7 @@ from utils.diagnostics.watching.result import Result
 from utils.diagnostics.watching.watcher import Enough, Watcher
 
 OURS = Path(__file__).resolve().parents[3]
+ALIAS = "steady_diffusion_doctor"  # before the names of our modules, while a script runs that may have some of these names
 
 
 def watch_script(script: Path, arguments: list[str], result_dir: Path, most_updates: int | None) -> int:
@@ -40,7 +41,9 @@ def _run(script: Path, arguments: list[str]) -> tuple[int, bool]:
     folder = str(script.resolve().parent)
     sys.path[:] = [folder, *(p for p in sys.path if Path(p or ".").resolve() != OURS)]
     for name in [n for n in sys.modules if n.split(".")[0] in ("utils", "models", "diagnose")]:
-        del sys.modules[name]
+        module = sys.modules.pop(name)
+        module.__name__ = f"{ALIAS}.{name}"
+        sys.modules[module.__name__] = module  # torch's compiler imports what a function's module is called
     try:
         runpy.run_path(str(script), run_name="__main__")
     except Enough:

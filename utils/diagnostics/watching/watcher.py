@@ -493,6 +493,11 @@ class Watcher:
         """By an iterator of torch's loader."""
         self.judge.loading.see(iterator, batch, self.steps, self.updates + 2 >= self._next)
 
+    def compiled(self) -> None:
+        """Something is: with the first of it torch's compiler is imported, which would go through the hooks."""
+        if self._discovering or self.armed:
+            run_eagerly(True)
+
     def noised(self, noising: Noising) -> None:
         if self.armed:
             self._noising = [*self._noising[-3:], noising]

@@ -1,0 +1,44 @@
+"""A loop of which torch compiles a part: nothing, the network ("module", or "inplace"), or the whole step."""
+
+import sys
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.time, self.last = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(1, 16), nn.Conv2d(16, 3, 3, padding=1)
+
+    def forward(self, x, t):
+        return self.last(torch.relu(self.first(x) + self.time(t[:, None].float() / 1000)[:, :, None, None]))
+
+
+model = Network()
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+alphas_cumprod = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)
+
+
+def train_step(x0, noise, t):
+    a = alphas_cumprod[t][:, None, None, None]
+    loss = ((called(a.sqrt() * x0 + (1 - a).sqrt() * noise, t) - noise) ** 2).mean()
+    loss.backward()
+    return loss
+
+
+called, part = model, sys.argv[1]
+if part == "module":
+    called = torch.compile(model, backend="aot_eager")
+elif part == "inplace":
+    model.compile(backend="aot_eager")
+elif part == "step":
+    train_step = torch.compile(train_step, backend="aot_eager")
+for _ in range(24):
+    x0 = torch.rand(8, 3, 16, 16) * 2 - 1
+    loss = train_step(x0, torch.randn_like(x0), torch.randint(0, 1000, (8,)))
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"loss {loss.item()!r}")
