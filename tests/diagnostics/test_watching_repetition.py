@@ -54,6 +54,23 @@ def test_a_generator_that_is_set_back(seed_before, draws, healthy):
     assert healthy or "after update 9 the random generator of torch stands where it stood after update 5" in check.message
 
 
+def test_a_generator_that_serves_previews_alone():
+    """Whatever it repeats then is no matter of the training."""
+    generators, drawing = Generators(), Generators()
+    for update in range(1, 13):
+        if update in (4, 8):
+            random.seed(update % 8)
+            random.random()
+        generators.see(update)
+    assert generators.end()[0].healthy
+    for update in range(1, 13):
+        if update in (4, 8):
+            random.seed(0)
+        random.random()
+        drawing.see(update)
+    assert [(check.healthy, check.severity) for check in drawing.end()] == [(False, "warning")]
+
+
 def test_a_generator_that_is_put_back_after_a_preview():
     generators = Generators()
     for update in range(1, 13):
@@ -169,12 +186,15 @@ def test_a_schedule_that_is_changed_on_the_way():
     assert "noise schedule" not in wrong(checks)
 
 
-def test_steps_that_a_preview_leaves():
-    table, judge = tables(1000)["linear"], Schedules({})
+@pytest.mark.parametrize(("before", "healthy"), [("few", True), ("several", True), ("all", False)])
+def test_steps_that_a_preview_leaves(before, healthy):
+    table, judge, generator = tables(1000)["linear"], Schedules({}), torch.Generator().manual_seed(0)
     few = torch.tensor([100, 100, 300, 300, 100, 300, 100, 300])
-    assert not wrong(judge.variety(table, in_order(table, few).looks))  # a few from the beginning
-    assert not wrong(judge.variety(table, in_order(table, torch.linspace(10, 990, B).long()).looks))
-    assert wrong(judge.variety(table, in_order(table, few).looks)) == {"noise levels of an update"}
+    steps = {"few": few, "several": 50 * torch.arange(B), "all": None}[before]
+    for _ in range(4):
+        drawn = torch.randint(0, 1000, (B,), generator=generator) if steps is None else steps
+        assert not wrong(judge.variety(table, in_order(table, drawn).looks))
+    assert (not wrong(judge.variety(table, in_order(table, few).looks))) is healthy
 
 
 def test_the_same_set_of_steps_in_each_update():

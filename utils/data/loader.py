@@ -188,6 +188,7 @@ class _Samples(Dataset):
 
     def __init__(self, images: ImageSet, order: SampleOrder, center_crop: bool, latents: PackedLatents | None):
         self.images, self.order, self.center_crop, self.latents = images, order, center_crop, latents
+        self._told = len(images.bad_images)  # those that the main process knows
         self._ahead = range(0)  # samples of the window for which was read ahead
         self._blocks: dict[int, Any] = {}  # number -> indices: the order is computed for many samples at once
 
@@ -216,15 +217,15 @@ class _Samples(Dataset):
             if last not in self._ahead:
                 self._ahead, ahead = self.order.ahead(last)
                 self.images.read_ahead(ahead)
-        known = len(self.images.bad_images)
         if self.latents is None:
             images = self.images.fetch(indices, crop)
         else:
             images = self.latents.fetch(self.images.shown_rows(indices), self.order.seed, sample_numbers)
         labels = None if self.images.labels is None else torch.from_numpy(self.images.labels[self.images.shown(indices)])
         batch: dict[str, Any] = {"images": torch.from_numpy(images), "labels": labels, "sample_numbers": sample_numbers}
-        if len(self.images.bad_images) > known:
-            batch["bad_images"] = list(self.images.bad_images.values())[known:]
+        if len(self.images.bad_images) > self._told:
+            batch["bad_images"] = list(self.images.bad_images.values())[self._told :]
+            self._told = len(self.images.bad_images)
         return batch
 
     def _indices(self, sample_numbers: torch.Tensor) -> np.ndarray:

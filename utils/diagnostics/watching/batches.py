@@ -14,6 +14,7 @@ from utils.diagnostics.watching.seen import Seen
 MOST_ALIKE = 0.4  # of the images of an update may have the first or last noise level, where all others differ
 SURE = 6.0  # standard deviations of chance
 FEWEST, MANY_IMAGES = 8, 64  # images of a batch that can be known again, and of all looks
+ECHO = 8  # updates in which one batch may be used again on purpose
 BATCHES = 3  # looks whose images are compared
 FEW = 0.25  # of the images that might be different ones are: too few
 
@@ -26,13 +27,14 @@ class Batches:
         self._ended: list[bool] = []  # looks of which more than MOST_ALIKE have the first or last noise level
         self._batches: list[tuple[torch.Tensor, ...]] = []  # images and noise levels of the first looks
         self._ranked: list[tuple[float, int]] = []  # rank correlations of brightness and noise, and of how many images
-        self._seen_batches: set[tuple] = set()
+        self._seen_batches: dict[tuple, int] = {}  # and the update in which each was seen first
+        self._of_one: list[bool] = []  # whether a batch has one image alone
         self._marks: Counter[tuple[float, float]] = Counter()  # of the images seen
         self._unused: list[int] = []  # of each look, batches without a gradient
 
     def look(self, update: Update, looks: list[Look]) -> list[Check]:
         return [
-            *self._again(looks),
+            *self._again(looks, update.step),
             *self._brightness(looks),
             *_repeated([one.mixture.clean for one in looks]),
             *self._left_out(looks),
@@ -54,16 +56,21 @@ class Batches:
         name, found = "batches of an update without a gradient", str(len(others))
         return [Check("gradient", name, "none", found, not always, text)] if len(looks) > 1 else []
 
-    def _again(self, looks: list[Look]) -> list[Check]:
+    def _again(self, looks: list[Look], update: int) -> list[Check]:
         """Whether a batch of an earlier look comes again, in its order: of batches that are kept, or of an order that is."""
         batches = [tuple(_marks(one.mixture.clean)) for one in looks if len(one.x) >= FEWEST]
         several = [batch for batch in batches if len(set(batch)) > len(batch) / 2]
-        again = any(batch in self._seen_batches for batch in several)
-        self._seen_batches |= set(several)
+        again = any(update - self._seen_batches.get(batch, update) > ECHO for batch in several)
+        self._seen_batches = {batch: update for batch in several} | self._seen_batches
         self._marks.update(mark for batch in batches for mark in batch)
+        self._of_one.extend(len(set(batch)) == 1 for batch in batches)
         text = "a batch has the images of an earlier update, in the same order: are batches kept, or is their order?"
         name, found = "batches that come again", "one" if again else "none"
-        return [Check("data", name, "none", found, not again, text, "warning")] if several else []
+        checks = [Check("data", name, "none", found, not again, text, "warning")] if several else []
+        one = len(self._of_one) >= BATCHES and all(self._of_one)
+        text = f"the {len(batches[0]) if batches else 0} images of each batch are one and the same, some of them mirrored"
+        name, found = "different images of a batch", "one" if one else "several"
+        return [*checks, Check("data", name, "several", found, not one, text, "warning")]
 
     def _brightness(self, looks: list[Look]) -> list[Check]:
         """Whether darker or brighter images have more noise: noise levels are drawn for each image, whatever it shows."""
@@ -101,12 +108,13 @@ class Batches:
         self._batches.append(tuple(part.detach().to("cpu", copy=True) for part in parts))
         if len(self._batches) < BATCHES:
             return checks
+        compared, self._batches = self._batches, [()] * BATCHES  # they are not needed any more
         same_images, same_levels = (
-            all(one.shape == of[0].shape and torch.allclose(one, of[0], 0, 1e-6) for one in of) for of in zip(*self._batches)
+            all(one.shape == of[0].shape and torch.allclose(one, of[0], 0, 1e-6) for one in of) for of in zip(*compared)
         )
         several = len(levels) > 1 and constant(levels, 1e-5) is None  # a denoiser may have one level
         same_levels &= several
-        sets = [of_noise.sort().values for _, of_noise in self._batches]
+        sets = [of_noise.sort().values for _, of_noise in compared]
         whole = len(levels) == self.num_steps  # each step once
         alike = all(one.shape == sets[0].shape and torch.allclose(one, sets[0], 0, 1e-6) for one in sets)
         same_set = several and not whole and alike
@@ -127,7 +135,7 @@ class Batches:
         few = different <= FEW * min(count, images)
         text = f"{count} images that were looked at are {different} different ones, and the dataset has {images}: "
         text += "which does the sampler leave out?"
-        return [Check("data", "different images", "most of them", f"{different} of {count}", not few, text, "warning")]
+        return [Check("data", "different images", "most of them", f"{different} of {count}", not few, text, "info")]
 
 
 def _share_at_an_end(levels: torch.Tensor) -> float:

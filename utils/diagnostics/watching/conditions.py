@@ -145,16 +145,19 @@ class Conditions:
             shares = {name: (sum(those) / len(those), len(those)) for name, those in dropped.items()}
             found += [shares.pop("")] if "" in shares else []
             found += [min(shares.values())] if shares else []  # of several tables it is that of the labels
-        for texts in self._texts.values():
-            most = max(texts.values(), default=0)
-            found += [(most / texts.total(), texts.total())] if texts.total() >= MANY_TEXTS and len(texts) > 1 else []
-        if not found:
-            return []
-        share, count = max(found)
+        texts = [(max(of.values()) / of.total(), of.total()) for of in self._texts.values() if of.total() >= MANY_TEXTS]
+        checks = [self._share_of(*max(found), "warning")] if found else []
+        return checks + ([self._share_of(*max(texts), "info")] if texts else [])  # most of them may have one caption, or mask
+
+    @staticmethod
+    def _share_of(share: float, count: int, severity: str) -> Check:
         text = f"{share:.0%} of the labels or texts are dropped: the network hardly learns them (10 to 20 % are usual)"
         chance = ((share * (1 - share) + 1 / count) / count) ** 0.5
         fine = share - SIGMAS * chance <= MOST_DROPPED
-        return [Check("condition", "share of the labels that is dropped", "a small one", f"{share:.0%}", fine, text, "warning")]
+        name = (
+            "share of the labels that is dropped" if severity == "warning" else "share of the texts that are one and the same"
+        )
+        return Check("condition", name, "a small one", f"{share:.0%}", fine, text, severity)
 
     def _judged_repeated(self, repeated: list[torch.Tensor | None]) -> list[Check]:
         """`repeated`: of each two micro steps of an update. Balanced batches, fixed cameras and two texts for all are none."""
@@ -181,7 +184,7 @@ class Conditions:
                 f"the network gets one label or text for all images of a batch, in all {len(rows)} passes looked at",
             )
         of_batches = one and first is not None and not all(row is not None and torch.equal(row, first) for row in rows)
-        varied = one and (place in self._varied or (of_batches and first.numel() > 1))
+        varied = one and (place in self._varied or (of_batches and place in self._texts))
         text += (
             ", though the script has different ones for them: are they always dropped, or those of one image?" if varied else ""
         )

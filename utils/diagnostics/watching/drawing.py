@@ -68,7 +68,11 @@ class Drawing:
     def _distribution(self, check: Check, looks: list[Look]) -> Check:
         times = looks[0].times
         steps = self.num_steps
-        if check.healthy is False and (times is None or not times.highest or (times.lowest, times.highest) == (0, steps)):
+        used = [one.noised_with if one.noised_with is not None else one.told for one in looks]
+        chosen = times is not None and any(float(one.max()) >= times.highest for one in used if one is not None)
+        known = times is not None and times.highest and not chosen  # else it is the place in a list of steps that is drawn
+        of_all = times is not None and (times.lowest, times.highest) == (0, steps)
+        if check.healthy is False and (not known or of_all):
             return replace(check, severity="info")  # drawn in another way on purpose
         return replace(check, severity="warning") if check.healthy is False else check
 

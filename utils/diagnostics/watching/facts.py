@@ -82,7 +82,7 @@ class Facts:
     loaders: list[Any] = field(default_factory=list)
     noise_schedulers: list[Any] = field(default_factory=list)
     autoencoder: Any = None
-    idle_schedule: bool = False  # there is a schedule of an optimizer that makes no steps
+    others: list[Any] = field(default_factory=list)  # schedules of the learning rate of other optimizers
     encoders: list[nn.Module] = field(default_factory=list)  # of texts, by transformers
     empty: bool = False  # there is an EMAModel without tensors
     shared: str = ""  # the name of an average that holds the network's own weights, which have another name too
@@ -135,8 +135,7 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
         elif word == "schedule" and getattr(thing, "optimizer", None) is optimizer:
             facts.schedules.append(thing)
         elif word == "schedule":
-            theirs = getattr(thing, "optimizer", None)
-            facts.idle_schedule |= isinstance(theirs, Optimizer) and not theirs.state
+            facts.others.append(thing)
         elif word == "encoder":
             facts.encoders.append(thing)
         elif word == "optimizer":
@@ -151,7 +150,7 @@ def find_facts(network: nn.Module, optimizer: Optimizer) -> Facts:
             facts.options |= vars(thing)
         elif word == "ema":
             shadow = list(getattr(thing, "shadow_params", ()))
-            facts.empty |= not shadow
+            facts.empty |= getattr(thing, "shadow_params", None) == []
             for known in (parameters, trained):
                 if [p.shape for p in shadow] == [p.shape for p in known.values()]:
                     facts.averages.append(Average("EMA", dict(zip(known, shadow)), thing))

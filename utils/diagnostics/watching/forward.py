@@ -1,5 +1,6 @@
 """What a forward pass and its loss show: image and noise, the noise level, the target, what errors count."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -134,7 +135,7 @@ class ForwardJudge:
     def _log_normal(self, levels: Levels, facts: Facts) -> list[Check]:
         if levels.kind in ("flow", "variance-preserving"):
             return []
-        self._logs += levels.sigma.log().tolist()
+        self._logs += [value for value in levels.sigma.log().tolist() if math.isfinite(value)]
         return check_log_normal(facts, self._logs)
 
     def _span(self, levels: Levels) -> list[Check]:

@@ -20,9 +20,12 @@ class _States:
     updates: dict[int, int] = field(default_factory=dict)  # hash of a state -> the first update that left it
     last: int = 0
     repeated: list[tuple[int, int]] = field(default_factory=list)  # (update, the earlier one with its state)
+    goes_on: bool = False  # one repeated state was followed by another one, so that each update draws from it
 
     def see(self, state: int, update: int) -> None:
         if state != self.last and state in self.updates:  # where it is the last one, nothing was drawn since
+            before = self.repeated[-1] if self.repeated else (-1, -1)
+            self.goes_on |= before == (update - 1, self.updates[state] - 1)
             self.repeated.append((update, self.updates[state]))
         self.last = state
         if len(self.updates) < MOST:
@@ -40,10 +43,11 @@ class Generators:
             self._states.setdefault(name, _States()).see(state, update)
 
     def end(self) -> list[Check]:
-        """Of the generator that repeats itself most."""
-        name, most = max(self._states.items(), key=lambda one: len(one[1].repeated), default=("", _States()))
-        if not self._states:
+        """Of the generator that repeats itself most. Noise is drawn by torch; the others may serve a validation alone."""
+        known = {name: of for name, of in self._states.items() if name.startswith("torch") or of.goes_on}
+        if not known:
             return []
+        name, most = max(known.items(), key=lambda one: len(one[1].repeated))
         again = len(most.repeated) > 0
         text, found = "", "no"
         if again:
@@ -52,7 +56,6 @@ class Generators:
                 f"after update {update} the random generator of {name} stands where it stood after update {earlier}, and what "
                 "is drawn repeats: does a preview, a validation or each epoch set the seed?"
             )
-        # Noise and timesteps are drawn by torch.
         severity = "critical" if name.startswith("torch") and len(most.repeated) >= SURE else "warning"
         return [Check("state", "random generators that stand where they stood", "no", found, not again, text, severity)]
 

@@ -54,7 +54,7 @@ class Labels:
         known = [labels.cpu() for labels in loaded if labels.shape == ours.shape]
         if known and len(ours) >= FEWEST and len(ours.unique()) > 1:
             fits = any(_follows(ours, labels) for labels in known)
-            self._apart.append(not fits and any(set(ours.tolist()) <= set(labels.tolist()) for labels in known))
+            self._apart.append(not fits and any(set(ours.tolist()) == set(labels.tolist()) for labels in known))
         for place, other in enumerate(others):
             if other.shape == ours.shape and 0 < int((other.cpu() != ours).sum()) <= len(ours) / 2:
                 self._replaced[place].add(ours, other.cpu())
@@ -64,7 +64,7 @@ class Labels:
         in_order = len(self._sorted) >= FEWEST_LOOKS and all(self._sorted)
         text = "the labels of each batch are sorted: do they belong to its images?"
         found = "sorted" if in_order else "not sorted"
-        checks = [Check("condition", name, wanted, found, not in_order, text, "warning")]
+        checks = [Check("condition", name, wanted, found, not in_order, text, "info")]  # their images may be sorted as well
         apart = len(self._apart) >= FEWEST_LOOKS and all(self._apart)
         text = "the network gets other labels than those that the loader brought with the images: are they of other rows?"
         name, found = "labels beside those of the loader's batch", "others" if apart else "the same, or none came"
@@ -82,7 +82,8 @@ class Labels:
             if len(replaced.ours) < DROPPED:
                 continue
             ours, others, name = set(replaced.ours), set(replaced.others), "label of images whose own is dropped"
-            if len(ours) == 1 < len(others) and ours <= replaced.all_others:
+            # The last one may stand for images without a label, too.
+            if len(ours) == 1 < len(others) and ours <= replaced.all_others and max(ours) < max(replaced.all_others):
                 text = (
                     f"dropped labels become {replaced.ours[0]}, which is the label of other images, too: their class is mixed"
                 )
@@ -112,6 +113,7 @@ def as_labels(value: torch.Tensor) -> torch.Tensor | None:
     are -1; None where it holds none."""
     if value.ndim == 1 and value.dtype is torch.int64:
         return value
+    value = value.to(torch.int64) if value.dtype is torch.bool else value
     if value.ndim != 2 or not 1 < value.shape[1] <= MANY or not bool(((value == 0) | (value == 1)).all()):
         return None
     counts = value.sum(1)

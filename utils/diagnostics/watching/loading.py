@@ -50,7 +50,10 @@ class Loading:
         loader = self._loaders[key]
         loader.trained += loader.steps >= 0 and steps > loader.steps
         loader.steps = steps
-        labels = [found for each in tensors_within([batch]) if (found := as_labels(each)) is not None]
+        parts = [
+            each for each in tensors_within([batch]) if each.ndim == 1 or (soon and each.ndim == 2)
+        ]  # whose values are read
+        labels = [found for each in parts if (found := as_labels(each)) is not None]
         self.labels = (*self.labels, *labels)[-AHEAD * len(labels) :] if labels else ()
         if iterator._num_yielded == 1 and loader.begins and loader.stored is None:
             with contextlib.suppress(Exception):  # that the script's own dataset raises

@@ -234,8 +234,10 @@ def _with_offset(mixture: Mixture, seen: Seen) -> Mixture:
         return mixture
     means = noise.detach().double().flatten(2).mean(2)
     for draw in seen.draws:
-        if draw.tensor.numel() == means.numel() and draw.tensor.shape[:2] == noise.shape[:2] and draw.normal:
-            steps = draw.tensor.detach().double().reshape(means.shape)
+        of_each = draw.tensor.numel() == means.numel() and draw.tensor.shape[:2] == noise.shape[:2]
+        of_image = draw.tensor.numel() == len(noise) == len(draw.tensor)  # the same for all channels
+        if draw.normal and (of_each or of_image):
+            steps = draw.tensor.detach().double().reshape(len(noise), -1).expand(means.shape)
             share = float((means * steps).sum() / steps.square().sum().clamp(min=1e-30))
             if abs(share) > 6 / (means.numel() * noise[0, 0].numel()) ** 0.5:
                 mixture.offset = share

@@ -14,6 +14,8 @@ from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching.facts import Facts
 
 _PRECISIONS = {None: "fp32", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+LIBRARIES = "diffusers.", "torch.", "transformers."
+VARIES = {"training", "p"}  # the share of a dropout may follow a schedule
 _ASKED = {"bf16", "fp16"}  # that Accelerate's setting may be; "no" asks for nothing
 
 
@@ -87,7 +89,10 @@ class Settings:
             f"{name}.{key}": value
             for name, module in observer.modules["network"].named_modules()
             for key, value in vars(module).items()
-            if key != "training" and not key.startswith("_") and type(value) in (bool, float, str, type(None))
+            if key not in VARIES
+            and not key.startswith("_")
+            and type(value) in (bool, float, str)
+            and type(module).__module__.startswith(LIBRARIES)  # a script's own layers may change what they like
         }
         self._first = self._first or found
         changed = [key for key, value in found.items() if key in self._first and not _equal(self._first[key], value)]

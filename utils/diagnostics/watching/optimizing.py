@@ -91,8 +91,10 @@ def _rates(kind: str, groups: list[dict], update: Update) -> list[Check]:
     if min(rates) < 0:
         text = f"the learning rate is {min(rates):.3g}: a negative one climbs, away from what the loss asks for"
         return [Check("learning_rate", name, "0 or more", found, False, text)]
-    high = kind in ("Adam", "AdamW", "NAdam", "RAdam") and max(rates) >= HIGH and not is_normalized(update)
-    text = f"the learning rate of {kind} is {max(rates):.3g}, where 1e-5 to 1e-3 are usual: is it that of another optimizer?"
+    step = update.optimizer_step
+    main = max(rates) if step is None else rates[int(step.group_of.clamp(min=0).mode().values)]  # of the most numbers
+    high = kind in ("Adam", "AdamW", "NAdam", "RAdam") and main >= HIGH and not is_normalized(update)
+    text = f"the learning rate of {kind} is {main:.3g}, where 1e-5 to 1e-3 are usual: is it that of another optimizer?"
     return [Check("learning_rate", name, f"below {HIGH:g}", found, not high, text, "warning")]
 
 

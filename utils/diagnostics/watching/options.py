@@ -17,6 +17,7 @@ HARDLY = 3e-7  # a learning rate; fine-tuning goes down to 1e-6
 MANY_LEVELS, SIGMAS = 40, 6.0  # noise levels before their mean is judged, and how far it may be
 FEW_RATES = 5  # of a schedule, that differ
 SELDOM = 20  # updates; averages that move in every tenth are usual
+BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid")  # by the names that diffusers has
 TYPES = ("epsilon", "sample", "v_prediction")
 
 
@@ -79,7 +80,9 @@ def check_declared_schedule(facts: Facts, used: Any) -> list[Check]:
     """Of the noise scheduler that is `used`: whether it has the settings of the command line, and those of the model that the
     training starts from."""
     config = getattr(used, "config", None) or {}
-    said = [(name, value) for name, value in facts.options.items() if name.endswith("beta_schedule") and isinstance(value, str)]
+    said = [
+        (name, value) for name, value in facts.options.items() if name.endswith("beta_schedule") and value in BETA_SCHEDULES
+    ]
     if (saved := _saved_schedule(facts.options)) is not None:
         said += [(f"{name} of the model", saved[name]) for name in ("beta_schedule", "beta_start", "beta_end") if name in saved]
     known = {name: config.get("beta_schedule" if name.endswith("beta_schedule") else name.split()[0]) for name, _ in said}
@@ -204,9 +207,10 @@ class Schedule:
         if ended and updates >= 20 and top < HARDLY:
             text = f"the learning rate never exceeds {top:.2g} in {updates} updates: the network hardly moves"
             return [Check("learning_rate", "highest learning rate", "1e-6 or more", f"{top:.2g}", False, text, "warning")]
-        if ended and not facts.schedules and facts.idle_schedule:
+        constant = len({tuple(values) for _, values in rates}) == 1
+        if ended and constant and not facts.schedules and facts.others and not any(map(_is_used, facts.others)):
             text = "a schedule of the learning rate is stepped for an optimizer that makes no steps, and none is for this one"
-            return [Check("learning_rate", name, "of the optimizer that is used", "of another one", False, text)]
+            return [Check("learning_rate", name, "of the optimizer that is used", "of another one", False, text, "warning")]
         asked, severity = self._asked_rate(facts)
         if ended and updates >= 20 and top < 0.5 * asked:
             text = f"the learning rate never exceeds {top:.2g} in {updates} updates, and {asked:.2g} was asked for"
@@ -238,6 +242,12 @@ class Schedule:
             of_update = total / (updates - first)
             at_end = int((made - 1) * of_update), int((made + 1) * of_update)
         return [_judged_end(schedule, length, at_end, max(max(values) for _, values in rates), ended)]
+
+
+def _is_used(schedule: Any) -> bool:
+    """Whether the optimizer of a schedule has made a step, which torch's schedules note on it."""
+    optimizer = getattr(schedule, "optimizer", None)
+    return optimizer is None or bool(getattr(optimizer, "_opt_called", False))
 
 
 def _is_first_of_warm_up(facts: Facts, times: float) -> bool:

@@ -42,6 +42,7 @@ MOST_DRAWN = 0.9  # of the steps, at least
 MOST_MOVED = 0.7  # of the timesteps that are beside those drawn; those at an end may be cut off
 CHANGED = 0.02  # of a coefficient, which is no rounding
 FEW = 0.5  # of the images of an update have noise levels of their own, where many steps are drawn from: too few
+ENOUGH_STEPS, VARIED = 24, 0.9  # steps of earlier looks, and the share of them that differ
 MANY_STEPS = 100  # so that this is no chance
 
 
@@ -55,7 +56,7 @@ class Schedules:
     def __init__(self, words: dict[str, str]):
         self._words = words
         self._matched: tuple[str, int] | None = None  # the known schedule of the looks so far, and its steps
-        self._varied = False  # most images of a look had noise levels of their own
+        self._steps_seen: list[float] = []  # of looks whose images had noise levels of their own
 
     def look(
         self, levels: Levels, looks: list[Look], facts: Facts, scheduler: Any
@@ -74,7 +75,7 @@ class Schedules:
                 found = matching(levels, places, count)
                 if found is not None:
                     self._matched = found[0], len(found[1])
-                    partly = [self._partly(times[0], count, facts)] if times else []
+                    partly = [self._partly(times[0], count, facts)] if times and float(places.max()) < times[0].highest else []
                     return [*self._steps(levels, looks, places, *found), *partly], found[1], prediction
         if (changed := self._changed(levels, levels.told if drawn is None else drawn)) is not None:
             return [changed], None, prediction
@@ -168,7 +169,9 @@ class Schedules:
         if len(steps) < 8 or len(table) < MANY_STEPS:
             return []
         few = len(steps.unique()) <= FEW * len(steps)
-        fewer, self._varied = few and self._varied, self._varied or not few
+        # Of a few steps that are chosen from the beginning, some come again among so many.
+        fewer = few and len(self._steps_seen) >= ENOUGH_STEPS and len(set(self._steps_seen)) > VARIED * len(self._steps_seen)
+        self._steps_seen += [] if few else steps.tolist()
         text = f"{len(steps)} images have {len(steps.unique())} noise levels, and in earlier updates they had more: "
         text += "are they drawn from what a preview's set_timesteps leaves?"
         name, found = "noise levels of an update", f"{len(steps.unique())} of {len(steps)} images"

@@ -9,6 +9,7 @@ import torch
 ROWS, VALUES = 32, 256  # that are compared, and of each row
 MOST_BYTES = 1 << 28  # of the images: their sum is compared, too
 MOST_PARTS = 64  # of an object that holds a dataset's images
+ALIKE = 0.9  # correlation of an image with itself after a change of its contrast
 DEEP = 3  # datasets within datasets
 
 
@@ -24,9 +25,17 @@ class StoredImages:
             now = _sample(images)
             filled = before.any(1)  # else it was empty
             others = (now != before).any(1) & filled
-            if 2 * others.sum() > filled.sum() and not np.isclose(_sum(images), total, 1e-9, 0):
+            mended = 2 * others.sum() > filled.sum() and not np.isclose(_sum(images), total, 1e-9, 0)
+            if mended and 2 * _follow(before[others], now[others]).sum() > others.sum():
                 return True
         return False
+
+
+def _follow(before: np.ndarray, now: np.ndarray) -> np.ndarray:
+    """Which rows are still what they were, but for contrast and brightness, bool [rows]: others are made anew on purpose."""
+    parts = [values - values.mean(1, keepdims=True) for values in (before, now)]
+    sizes = np.prod([np.linalg.norm(part, axis=1) for part in parts], axis=0)
+    return (parts[0] * parts[1]).sum(1) > ALIKE * sizes
 
 
 def _images_of(dataset: Any, deep: int = DEEP) -> Iterator[Any]:

@@ -36,7 +36,8 @@ class Clip:
     micro_step: int  # after which it came, from 1
     too_late: bool  # it came after the optimizer's step
     whole: bool  # it clips the network's gradients, and no others
-    elsewhere: bool = False  # of parameters that no optimizer has, as many as the one that is watched has
+    elsewhere: bool = False  # of parameters that no optimizer has
+    without: bool = False  # which have no gradients
 
 
 @dataclass
@@ -89,7 +90,7 @@ class UpdateJudge:
             together = any(c.kind == "norm" and not (c.whole or c.too_late or c.elsewhere) for c in look.clips)
             checks += found if limit else [_clipped_by_hand(check, _of_each_layer(look), together) for check in found]
         checks += [*_clipping(look.clips, passes), *(self._far_clipped(look) if look.clips else ())]
-        if look.clips and all(clip.elsewhere for clip in look.clips) and not observer.trains_copies:
+        if look.clips and all(clip.elsewhere and clip.without for clip in look.clips):
             text = "clipping gets parameters that no optimizer has, such as those of an average: the gradients stay as they are"
             checks.append(Check("gradient", "parameters that are clipped", "the optimizer's", "others", False, text))
         checks += [*_of_copies(look), *_of_one_sign(update)]
@@ -284,8 +285,8 @@ def _of_one_sign(update: Update) -> list[Check]:
         return []
     ends = step.gradient.max(), step.gradient.min()
     many = [bool(end) and int((step.gradient == end).sum()) >= max(FEWEST_CUT, CUT * step.gradient.numel()) for end in ends]
-    one = many[0] != many[1]
-    above, at = ("above", ends[0]) if many[0] else ("below", ends[1])
+    above, at, other = ("above", ends[0], ends[1]) if many[0] else ("below", ends[1], ends[0])
+    one = many[0] != many[1] and float(other.abs()) > 1.01 * float(at.abs())  # else few happen to reach the other limit
     text = f"gradients {above} {float(at):.2g} are cut off, and those of the other sign are not: weights drift to one side"
     found = "on one side" if one else "on both" if all(many) else "on none"
     return [Check("gradient", "gradients that are cut off", "on both sides, or on none", found, not one, text)]
@@ -293,6 +294,7 @@ def _of_one_sign(update: Update) -> list[Check]:
 
 def _clipping(clips: list[Clip], passes: int) -> list[Check]:
     checks = []
+    clips = [clip for clip in clips if not clip.elsewhere]
     if any(clip.too_late for clip in clips):
         text = "gradients are clipped after the optimizer's step, where it has no effect"
         checks.append(Check("gradient", "clipping", "before the step", "after the step", False, text))

@@ -508,9 +508,11 @@ class Watcher:
             clipped = {id(p) for p in parameters if p.grad is not None}
             whole = clipped == {id(p) for p in self._observer.parameters.values() if p.grad is not None}
             known = {id(p) for of in self._optimizers.values() if of() is not None for p in _parameters_of(of())}
-            given = {id(p) for p in parameters}
+            given, own = {id(p) for p in parameters}, {id(p) for p in self._observer.parameters.values()}
             elsewhere = bool(given) and not given & known
-            self._clips.append(Clip(kind, float(limit), len(micro_steps), self._stepped, whole, elsewhere))
+            if given & own or elsewhere:
+                clip = Clip(kind, float(limit), len(micro_steps), self._stepped, whole, elsewhere, not clipped)
+                self._clips.append(clip)
 
     def end(self, ended: bool) -> None:
         """When the script is over; `ended`: by itself, and not by an error, an interruption or `--watch_updates`."""

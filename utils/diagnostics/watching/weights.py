@@ -88,7 +88,7 @@ def identify_weights(weights: torch.Tensor, levels: Levels, target: str, micro_s
         return of_levels
     most = float(weights.abs().max() / weights.abs().min())
     text = f"errors of some images count {most:.2g} times as much as those of others, which are then not learned"
-    return Weighting("", None, 1.0, most < MOST_APART, "" if most < MOST_APART else text, "warning")
+    return Weighting("", None, 1.0, most < MOST_APART, "" if most < MOST_APART else text, "info")
 
 
 def _known(weights: torch.Tensor, snr: torch.Tensor, familiar: tuple[str, ...]) -> tuple[bool, Weighting] | None:
