@@ -38,6 +38,8 @@ class Labels:
     def __init__(self) -> None:
         self._sorted: list[bool] = []
         self._moved: list[bool] = []  # whether the images have another order than the loader's
+        self._given: set[int] = set()
+        self._loaded: set[int] = set()
         self._apart: list[bool] = []  # whether they are those of none of the loader's batches
         self._replaced: dict[int, _Replaced] = defaultdict(_Replaced)  # by the place among the tensors of the script
 
@@ -54,7 +56,9 @@ class Labels:
         known = [labels.cpu() for labels in loaded if labels.shape == ours.shape]
         if known and len(ours) >= FEWEST and len(ours.unique()) > 1:
             fits = any(_follows(ours, labels) for labels in known)
-            self._apart.append(not fits and any(set(ours.tolist()) == set(labels.tolist()) for labels in known))
+            self._apart.append(not fits and any(set(ours.tolist()) <= set(labels.tolist()) for labels in known))
+            self._given |= set(ours.tolist())
+            self._loaded |= {label for labels in known for label in labels.tolist()}
         for place, other in enumerate(others):
             if other.shape == ours.shape and 0 < int((other.cpu() != ours).sum()) <= len(ours) / 2:
                 self._replaced[place].add(ours, other.cpu())
@@ -65,7 +69,8 @@ class Labels:
         text = "the labels of each batch are sorted: do they belong to its images?"
         found = "sorted" if in_order else "not sorted"
         checks = [Check("condition", name, wanted, found, not in_order, text, "info")]  # their images may be sorted as well
-        apart = len(self._apart) >= FEWEST_LOOKS and all(self._apart)
+        # Of fewer numbers they are something else, such as how often an image was turned.
+        apart = len(self._apart) >= FEWEST_LOOKS and all(self._apart) and self._given == self._loaded
         text = "the network gets other labels than those that the loader brought with the images: are they of other rows?"
         name, found = "labels beside those of the loader's batch", "others" if apart else "the same, or none came"
         checks.append(Check("condition", name, "the same", found, not apart, text, "warning"))
