@@ -133,7 +133,7 @@ class ForwardJudge:
         return [Check("timestep" if timed else "input", name, "a small one", found, fine, text, "warning")]
 
     def _log_normal(self, levels: Levels, facts: Facts) -> list[Check]:
-        if levels.kind in ("flow", "variance-preserving"):
+        if levels.kind in ("flow", "variance-preserving", "other"):
             return []
         self._logs += [value for value in levels.sigma.log().tolist() if math.isfinite(value)]
         return check_log_normal(facts, self._logs)

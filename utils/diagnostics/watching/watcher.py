@@ -491,7 +491,7 @@ class Watcher:
 
     def loaded(self, iterator: Any, batch: Any) -> None:
         """By an iterator of torch's loader."""
-        self.judge.loading.see(iterator, batch, self.steps, self.updates + 2 >= self._next)
+        self.judge.loading.see(iterator, batch, self.steps, self._auditing or self.updates + 2 >= self._next)
 
     def compiled(self) -> None:
         """Something is: with the first of it torch's compiler is imported, which would go through the hooks."""
