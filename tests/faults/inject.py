@@ -48,6 +48,8 @@ from torch.nn.parallel import DistributedDataParallel
 import utils.core.randomness
 import utils.data.cache
 import utils.data.dataset
+import utils.data.loader
+import utils.data.training_data
 import utils.runs.checkpoints
 from benchmarks.shared.replace import check_fired, fired, replace_everywhere
 from utils.core.entrypoint import run_script
@@ -307,17 +309,29 @@ def kill_in_save(step: int, moment: str) -> None:
 def record(path: str) -> None:
     """Appends a line for each micro-batch that is trained on: the rank and the images in it."""
     fetch, file = utils.data.dataset.ImageSet.fetch, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    backward, fetched = Accelerator.backward, []
+    fetch_samples, on_device = utils.data.loader._Samples.fetch, utils.data.training_data.TrainingSamples.on_device
+    backward, fetched, batch = Accelerator.backward, [], []
+    shown: dict[int, int] = {}  # sample number -> image, as it was fetched, perhaps with other micro-batches
 
     def noted(images, indices, *arguments):
         fetched[:] = map(int, indices)
         return fetch(images, indices, *arguments)
 
+    def noted_samples(samples, numbers):
+        found = fetch_samples(samples, numbers)
+        shown.update(zip(numbers.tolist(), fetched, strict=True))
+        return found
+
+    def moved(samples, one):
+        batch[:] = [shown[number] for number in one["sample_numbers"].tolist()]
+        return on_device(samples, one)
+
     def recorded(*arguments):
-        os.write(file, f"{os.environ.get('RANK', 0)} {' '.join(map(str, fetched))}\n".encode())
+        os.write(file, f"{os.environ.get('RANK', 0)} {' '.join(map(str, batch))}\n".encode())
         return backward(*arguments)
 
     utils.data.dataset.ImageSet.fetch, Accelerator.backward = noted, recorded
+    utils.data.loader._Samples.fetch, utils.data.training_data.TrainingSamples.on_device = noted_samples, moved
 
 
 def watch_phases(path: str) -> None:
