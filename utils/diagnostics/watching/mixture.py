@@ -239,7 +239,7 @@ def _with_offset(mixture: Mixture, seen: Seen) -> Mixture:
         if draw.normal and (of_each or of_image):
             steps = draw.tensor.detach().double().reshape(len(noise), -1).expand(means.shape)
             share = float((means * steps).sum() / steps.square().sum().clamp(min=1e-30))
-            if abs(share) > 6 / (means.numel() * noise[0, 0].numel()) ** 0.5:
+            if abs(share) > 4 / (means.numel() * noise[0, 0].numel()) ** 0.5:
                 mixture.offset = share
     mixture.moved = not mixture.offset and any(_is_moved(noise, draw.tensor) for draw in seen.draws if draw.normal)
     return mixture
