@@ -15,6 +15,7 @@ SMALL = 2e-2
 MOST_NEW = 0.75  # of an average, that one update gives: a decay of 0.9 that is exchanged gives 0.9
 STILL = "no change"
 WANTED = "d e + (1 - d) w, with w after the step"
+ONE_WAY = 0.99  # cosine of two directions that are one
 SIGMAS = 7.0  # that a share is beyond it, to be no chance
 WAY = 0.2  # cosine of two directions, which chance gives to few numbers alone
 FALL = 0.1  # of a decay, that is no rounding
@@ -95,7 +96,10 @@ def _is_stale(moved: torch.Tensor, way: torch.Tensor, back: torch.Tensor) -> boo
     columns = torch.stack([way, back], 1)
     sizes = columns.norm(dim=0).clamp(min=1e-300)
     scaled = columns / sizes
-    inverse = torch.linalg.pinv(scaled.mT @ scaled)
+    gram = scaled.mT @ scaled
+    if abs(float(gram[0, 1])) > ONE_WAY:  # in the first updates both go one way, and cannot be told apart
+        return False
+    inverse = torch.linalg.pinv(gram)
     shares = inverse @ (scaled.mT @ moved)
     spread = float((moved - scaled @ shares).norm()) / max(len(moved) - 2, 1) ** 0.5 * max(float(inverse[1, 1]), 0.0) ** 0.5
     way_share, back_share = (shares / sizes).tolist()
