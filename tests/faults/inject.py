@@ -48,6 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 import utils.core.randomness
 import utils.data.cache
 import utils.data.dataset
+import utils.data.latents
 import utils.data.loader
 import utils.data.training_data
 import utils.runs.checkpoints
@@ -307,15 +308,18 @@ def kill_in_save(step: int, moment: str) -> None:
 
 
 def record(path: str) -> None:
-    """Appends a line for each micro-batch that is trained on: the rank and the images in it."""
-    fetch, file = utils.data.dataset.ImageSet.fetch, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    """Appends a line for each micro-batch that is trained on: the rank and the images (of latents: their rows) in it."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     fetch_samples, on_device = utils.data.loader._Samples.fetch, utils.data.training_data.TrainingSamples.on_device
     backward, fetched, batch = Accelerator.backward, [], []
     shown: dict[int, int] = {}  # sample number -> image, as it was fetched, perhaps with other micro-batches
 
-    def noted(images, indices, *arguments):
-        fetched[:] = map(int, indices)
-        return fetch(images, indices, *arguments)
+    def noting(fetch):
+        def noted(source, indices, *arguments):
+            fetched[:] = map(int, indices)
+            return fetch(source, indices, *arguments)
+
+        return noted
 
     def noted_samples(samples, numbers):
         found = fetch_samples(samples, numbers)
@@ -330,7 +334,9 @@ def record(path: str) -> None:
         os.write(file, f"{os.environ.get('RANK', 0)} {' '.join(map(str, batch))}\n".encode())
         return backward(*arguments)
 
-    utils.data.dataset.ImageSet.fetch, Accelerator.backward = noted, recorded
+    for source in (utils.data.dataset.ImageSet, utils.data.latents.PackedLatents):
+        source.fetch = noting(source.fetch)
+    Accelerator.backward = recorded
     utils.data.loader._Samples.fetch, utils.data.training_data.TrainingSamples.on_device = noted_samples, moved
 
 
