@@ -41,7 +41,7 @@ def seen(augment, images=IMAGES, passes: int = 4, **declared) -> list:
         shown = augment(images, number)[rows]
         numbers = torch.arange(number * len(images), (number + 1) * len(images))
         for part in range(0, len(images), 10):
-            looks.add(numbers[part : part + 10].tolist(), shown[part : part + 10])
+            looks.add(numbers[part : part + 10], shown[part : part + 10])
     return looks.checks()
 
 
@@ -94,5 +94,5 @@ def test_a_weak_jitter_is_not_judged_and_little_is_kept():
     looks = Passes(
         1, DeclaredImages(64, 1, background="white", max_value=255, **DECLARED | {"random_flip": True}), torch.zeros_like
     )
-    looks.add([0], torch.rand(1, 1, 64, 64))
+    looks.add(torch.tensor([0]), torch.rand(1, 1, 64, 64))
     assert sum(values.untyped_storage().nbytes() for values in looks._newest.values()) <= 2 * 64 * 4

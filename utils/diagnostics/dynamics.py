@@ -60,7 +60,6 @@ class Dynamics:
 
         return look
 
-    @torch.no_grad()
     def see_images(self, clean_images: torch.Tensor) -> None:
         """Notes what the network is trained on: range, mean and variance of [B, C, H, W]."""
         if self._watching:
@@ -68,7 +67,6 @@ class Dynamics:
             count = torch.full_like(mean, clean_images.numel())
             self._images.append(torch.stack([*clean_images.float().aminmax(), mean, variance, count]))
 
-    @torch.no_grad()
     def before_step(self) -> None:
         """Keeps the weights for the size of the update: one copy of them, until `end`."""
         if not self._watching:
@@ -77,7 +75,6 @@ class Dynamics:
         self._hooks.close()
         self._before = [p.detach().clone() for p in self._parameters.values()]
 
-    @torch.no_grad()
     def end(self, gradients: Gradients) -> None:
         """Takes the measures; nothing waits for the device."""
         if self._before is None:

@@ -20,7 +20,7 @@ from utils.diagnostics.audit.export import check_exported
 from utils.diagnostics.audit.gradients import check_gradients
 from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.observer import Observer, failure_text
-from utils.diagnostics.audit.optimizer import check_learning_rate, check_memory, check_optimizer
+from utils.diagnostics.audit.optimizer import check_learning_rate, check_memory, check_optimizer, has_learning_rate
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.ranks import check_ranks, digests_of
 from utils.diagnostics.audit.resume import check_norm_mean, check_resumed, check_saved, check_snapshots
@@ -130,13 +130,15 @@ class StepAudit:
 
     def begin_micro_step(self, batch: dict[str, Any]) -> None:
         self._data.begin_micro_step(batch)
-        self._observer.begin_micro_step(sample_numbers=batch["sample_numbers"])
+        if self._scheduled:
+            self._observer.begin_micro_step(sample_numbers=batch["sample_numbers"])
 
     def add(self, drawn: dict[str, torch.Tensor]) -> None:
         """What a micro step was of."""
         self._pool.add_levels(drawn[self._run.objective.level])
         self._guarded(self._data.add, drawn)
-        self._observer.tell(**drawn)
+        if self._scheduled:
+            self._observer.tell(**drawn)
 
     def end_step(self, gradients: Gradients) -> None:
         """When the weights are those of the next update; `gradients`: those of this one, before they were clipped."""
@@ -144,7 +146,8 @@ class StepAudit:
         self._continuity.stepped()
         if self._clipping is not None and self._scheduled:
             self._limit = self._clipping.limit()
-        self._observer.end_step()
+        if self._scheduled:
+            self._observer.end_step()
 
     def count(self, gradients: Gradients) -> None:
         """After `end_step`, and when an update is made again."""
@@ -165,10 +168,12 @@ class StepAudit:
         if reported and self._clipping is not None:
             self._clipping.mean()  # the host waits for the device now anyway
         if update is None:
-            rates = sorted({float(group["lr"]) for o in self._run.accelerator._optimizers for group in o.param_groups})
-            rate = check_learning_rate(rates, self.declared.optimizer, self._run.state.step - 1)
-            if reported or (rate.healthy is False and self._rates_said < RATES_SAID):
-                self._checks, self._rates_said = [rate], self._rates_said + (not reported)
+            rates = {float(group["lr"]) for o in self._run.accelerator._optimizers for group in o.param_groups}
+            optimizer, finished = self.declared.optimizer, self._run.state.step - 1
+            wrong = not has_learning_rate(rates, optimizer.learning_rate(finished))
+            if reported or (wrong and self._rates_said < RATES_SAID):
+                self._checks = [check_learning_rate(sorted(rates), optimizer, finished)]
+                self._rates_said += not reported
         else:
             self._pending, self._checks = update, self._judge(update) + self._guarded(self._continuity.checks)
         if between or update is not None:

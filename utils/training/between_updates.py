@@ -70,7 +70,8 @@ class Periodic:
     def after_update(self, learning_rate: float) -> None:
         """What is due after `state.step` updates, the last of which was made with that learning rate."""
         run, state, options = self._run, self._run.state, self._run.options
-        self._monitor.end_update(self._anything_due())
+        due = self._anything_due()
+        self._monitor.end_update(due)
         if self._again():
             return
         run.progress.update()
@@ -81,41 +82,51 @@ class Periodic:
             self._exit_status = EXIT_DIVERGED
         if self._monitor.ledger.parted:
             return  # nothing that could be made of this is worth keeping
-        with self._monitor.paused():
-            self._profile.after_update()
-            improved = False
-            if self._validation.due():
-                with self._judged_weights():
-                    validated = run.progress.try_or_warn(self._validation.make)
-                improved = validated and state.best_step == state.step  # nothing else was judged yet
-            if self._evaluation.due():
-                with self._judged_weights():
-                    improved |= self._evaluation.make()
-            if self._previews():
-                self._show()
-                self._write_report()  # what stays of the run if it is killed
-            elif self._monitor.due and not (run.output_dir / REPORT).exists():
-                self._write_report()
-            if self._is_due(options.save_model_steps, options.save_model_epochs):
-                self._make_pipeline()
-            if self._snapshots.due(state.step):
-                with run.progress.part("saving the averaged weights"):
-                    if run.progress.try_or_warn(self._snapshots.save, state.step):
-                        run.progress.try_or_warn(self._monitor.audit.check_snapshots)
+        improved = False
+        if due or self._monitor.due or self._snapshots.due(state.step) or options.profile:
+            with self._monitor.paused():
+                improved = self._make_what_is_due()
         with self._monitor.agreeing():  # by all ranks, so that they leave at the same update
             stops = run.stop.agreed()
-        with self._monitor.paused():
-            if stops or self._evaluation.due():  # what a stop leaves of an evaluation is still due
-                self._exit_status = self._exit_status or EXIT_STOPPED
-            if improved or self._exit_status or state.step % options.checkpointing_steps == 0:
+        if stops or self._evaluation.due():  # what a stop leaves of an evaluation is still due
+            self._exit_status = self._exit_status or EXIT_STOPPED
+        if improved or self._exit_status or state.step % options.checkpointing_steps == 0:
+            with self._monitor.paused():
                 saved = self._save()
-                if self._exit_status == EXIT_STOPPED and not saved:
-                    self._exit_status = 1  # not "saved, run it again"
+            if self._exit_status == EXIT_STOPPED and not saved:
+                self._exit_status = 1  # not "saved, run it again"
+
+    def _make_what_is_due(self) -> bool:
+        """Whether the weights were judged, and are the best so far."""
+        run, state, options = self._run, self._run.state, self._run.options
+        self._profile.after_update()
+        improved = False
+        if self._validation.due():
+            with self._judged_weights():
+                validated = run.progress.try_or_warn(self._validation.make)
+            improved = validated and state.best_step == state.step  # nothing else was judged yet
+        if self._evaluation.due():
+            with self._judged_weights():
+                improved |= self._evaluation.make()
+        if self._previews():
+            self._show()
+            self._write_report()  # what stays of the run if it is killed
+        elif self._monitor.due and not (run.output_dir / REPORT).exists():
+            self._write_report()
+        if self._is_due(options.save_model_steps, options.save_model_epochs):
+            self._make_pipeline()
+        if self._snapshots.due(state.step):
+            with run.progress.part("saving the averaged weights"):
+                if run.progress.try_or_warn(self._snapshots.save, state.step):
+                    run.progress.try_or_warn(self._monitor.audit.check_snapshots)
+        return improved
 
     def _again(self) -> bool:
         """Whether the update is to be made once more, whose time is left out of the images per second."""
         rerun = self._monitor.rerun
-        if rerun.due and not rerun.repeating:
+        if not rerun.due:
+            return False
+        if not rerun.repeating:
             self._repetitions.enter_context(self._monitor.paused())
         if rerun.again():
             return True

@@ -74,10 +74,9 @@ class DataAudit:
         """What the micro step under way was of."""
         if self._pending is None:
             return
-        numbers = self._pending.tolist()
         if self._run.options.vae is None:
-            self._passes.add(numbers, drawn["clean_images"])
-        if self._again and not self._again.isdisjoint(numbers):
+            self._passes.add(self._pending, drawn["clean_images"])
+        if self._again and not self._again.isdisjoint(numbers := self._pending.tolist()):
             places = [place for place, number in enumerate(numbers) if number in self._again]
             self._again.difference_update(numbers)
             self._compare(self._pending[places], drawn["clean_images"][places])

@@ -89,11 +89,10 @@ class Rerun:
         """Of those that were kept."""
         return next(self._left)
 
-    @torch.no_grad()
     def add(self, losses: Losses, drawn: dict[str, Tensor]) -> None:
         """What a micro step was of, and what it lost."""
         if self.due:
-            for stage, tensors in (("batch", drawn.values()), ("loss", [losses.trained])):
+            for stage, tensors in (("batch", drawn.values()), ("loss", [losses.trained.detach()])):
                 self._seen[stage] = digest(tensors) + 3 * self._seen.get(stage, 0)
 
     def see_gradients(self) -> None:

@@ -18,7 +18,7 @@ class Validation:
     def due(self) -> bool:
         run, step = self._run, self._run.state.step
         last = step == run.length.max_train_steps
-        return len(run.data.validation) > 0 and (last or step % run.options.validation_steps == 0)
+        return (last or step % run.options.validation_steps == 0) and len(run.data.validation) > 0
 
     def make(self) -> None:
         """Logs the loss and notes it in the state. Call it on all processes, with the weights to judge in full precision.

@@ -75,13 +75,13 @@ class Continuity:
             moves = (1 - decay) * (float(finite) if finite.device.type == "cpu" else finite.float())
             expected.lerp_(self._left.to(expected.dtype), moves)
             self._rounding[name] = math.hypot(self._rounding[name] * decay, ROUNDING)
-        self._compare(self._weights, self._left)
         self._since += 1
 
     def checks(self) -> list[Check]:
         """Of all updates since the last call."""
-        if not self._since:
+        if not self._since or self._weights is None or self._left is None:
             return []
+        self._compare(self._weights, self._left)
         checks, changed, since = [], int(self._changed), self._since
         text = f"something other than the optimizer changes the weights: after {changed} of {since} updates they had changed"
         found = f"changed after {changed} of {since} updates" if changed else "unchanged"

@@ -1,6 +1,7 @@
 """The optimizer's step: its settings, its state and the change of the weights, against torch's own optimizer in float64."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -49,11 +50,15 @@ def _members(step: Step, observer: Observer) -> Check:
     return Check("optimizer", "parameters in the optimizer", f"all {len(names)}", found, not missing, text)
 
 
+def has_learning_rate(rates: Iterable[float], rate: float) -> bool:
+    return all(abs(r - rate) <= 1e-6 * abs(rate) + 1e-15 for r in rates)
+
+
 def check_learning_rate(rates: list[float], wanted: DeclaredOptimizer, finished: int) -> Check:
     """Whether the rates of all parameter groups are the declared one of the update after `finished` ones."""
     rate = wanted.learning_rate(finished)
     name, found = "learning rate", ", ".join(f"{r:.6g}" for r in rates)
-    if all(abs(r - rate) <= 1e-6 * abs(rate) + 1e-15 for r in rates):
+    if has_learning_rate(rates, rate):
         return Check("learning_rate", name, f"{rate:.6g}", found, True)
     text = f"update {finished + 1} has the learning rate {found}, declared {rate:.6g}"
     if len(rates) > 1:

@@ -35,9 +35,9 @@ class Passes:
         jitter, random = declared.color_jitter, declared.color_jitter or declared.random_flip
         self._judged = jitter >= JITTER if jitter else bool(random or declared.center_crop)
 
-    def add(self, numbers: list[int], images: torch.Tensor) -> None:
-        """The clean images [B, C, H, W] of samples of these numbers."""
-        for place, number in enumerate(numbers if self._left and self._judged else ()):
+    def add(self, numbers: torch.Tensor, images: torch.Tensor) -> None:
+        """The clean images [B, C, H, W] of samples of these numbers, int64 [B] on the host."""
+        for place, number in enumerate(numbers.tolist() if self._left and self._judged else ()):
             row = self._row(number)
             if row is None:
                 continue

@@ -2,8 +2,9 @@
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from utils.diagnostics.audit.verdict import Check
 
 MOST = 1 << 16  # states of a generator that are kept
 SURE = 2  # updates that repeat a state: a script may have begun anew on purpose, once
+QUIET, SELDOM = 16, 16  # looks at one from which nothing was drawn, after which it is looked at once in so many updates
 
 
 @dataclass
@@ -21,8 +23,10 @@ class _States:
     last: int = 0
     repeated: list[tuple[int, int]] = field(default_factory=list)  # (update, the earlier one with its state)
     goes_on: bool = False  # one repeated state was followed by another one, so that each update draws from it
+    quiet: int = 0  # looks in a row that found the state of the one before
 
     def see(self, state: int, update: int) -> None:
+        self.quiet = self.quiet + 1 if state == self.last else 0
         if state != self.last and state in self.updates:  # where it is the last one, nothing was drawn since
             before = self.repeated[-1] if self.repeated else (-1, -1)
             self.goes_on |= before == (update - 1, self.updates[state] - 1)
@@ -39,8 +43,10 @@ class Generators:
         self._states: dict[str, _States] = {}
 
     def see(self, update: int) -> None:
-        for name, state in _states():
-            self._states.setdefault(name, _States()).see(state, update)
+        for name, state_of in _generators().items():
+            of = self._states.setdefault(name, _States())
+            if of.quiet < QUIET or update % SELDOM == 0:
+                of.see(state_of(), update)
 
     def end(self) -> list[Check]:
         """Of the generator that repeats itself most. Noise is drawn by torch; the others may serve a validation alone."""
@@ -60,12 +66,25 @@ class Generators:
         return [Check("state", "random generators that stand where they stood", "no", found, not again, text, severity)]
 
 
-def _states() -> Iterator[tuple[str, int]]:
-    """Hashes, by the generator's name. A GPU's is 16 bytes on the host."""
-    yield "torch", hash(torch.default_generator.get_state().numpy().tobytes())
+def _generators() -> dict[str, Callable[[], int]]:
+    """What hashes their states, by name."""
+    found: dict[str, Callable[[], int]] = {"torch": partial(_hash, torch.default_generator), "Python": _hash_python}
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-        yield "torch on the GPU", hash(torch.cuda.default_generators[torch.cuda.current_device()].get_state().numpy().tobytes())
-    if (numpy := sys.modules.get("numpy")) is not None:
-        state = numpy.random.get_state()
-        yield "numpy", hash((state[1].tobytes(), state[2])) if isinstance(state, tuple) else 0
-    yield "Python", hash(random.getstate())
+        found["torch on the GPU"] = partial(_hash, torch.cuda.default_generators[torch.cuda.current_device()])
+    if "numpy" in sys.modules:
+        found["numpy"] = _hash_numpy
+    return found
+
+
+def _hash(generator: torch.Generator) -> int:
+    """A GPU's state is 16 bytes on the host."""
+    return hash(generator.get_state().numpy().tobytes())
+
+
+def _hash_python() -> int:
+    return hash(random.getstate())
+
+
+def _hash_numpy() -> int:
+    state = sys.modules["numpy"].random.get_state()
+    return hash((state[1].tobytes(), state[2])) if isinstance(state, tuple) else 0

@@ -26,8 +26,8 @@ class _Each:
         places = [tensor.data_ptr() for tensor in self._tensors]
         if places != self._places:
             self._places = places
-            self._views = [t.detach().as_strided((), (), t.storage_offset() + t.numel() // 2) for t in self._tensors]
-        return torch.stack(self._views)
+            self._views = [t.detach().as_strided((1,), (1,), t.storage_offset() + t.numel() // 2) for t in self._tensors]
+        return torch.cat(self._views)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

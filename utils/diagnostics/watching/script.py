@@ -1,5 +1,6 @@
 """Runs a script in this interpreter as Python would run it, under the hooks, and says in the end what was seen."""
 
+import gc
 import os
 import runpy
 import signal
@@ -23,6 +24,7 @@ def watch_script(script: Path, arguments: list[str], result_dir: Path, most_upda
     result = Result(result_dir)
     watcher = Watcher(result.write, most_updates)
     hooks = install(watcher)
+    gc.freeze()  # what is there before the script: no look at all objects goes through it
     try:
         status, ended = _run(script, arguments)
     except KeyboardInterrupt:
