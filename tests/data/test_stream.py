@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import struct
@@ -13,6 +14,7 @@ import tarfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -500,6 +502,41 @@ def test_a_damaged_or_lost_shard_ends_with_its_name(tmp_path, load):
     path.write_bytes(b"PAR1 no parquet PAR1")
     with pytest.raises(UserError, match=r"cannot read the shard .*train-00001.parquet"):
         load(folder)
+
+
+def test_images_of_a_lost_shard_are_replaced_and_count(tmp_path, load):
+    folder = write_shards(tmp_path / "shards")
+    whole, first = load(folder, streaming=False), 25  # images of the shards before
+    images = load(folder, on_bad_image="replace", max_bad_images=25)
+    few = load(folder, on_bad_image="replace", max_bad_images=24, cache_dir=str(tmp_path / "other"))
+    (folder / "train-00001.parquet").unlink()
+    rows = np.arange(20, 55)
+    shown = np.where((rows >= first) & (rows < 2 * first), 2 * first, rows)
+    assert (images.fetch(rows) == whole.fetch(shown)).all()
+    assert sorted(images.bad_images) == list(range(first, 2 * first)) and set(images.replacements().values()) == {2 * first}
+    assert re.fullmatch(r"row 3 of .*train-00001.parquet", images.bad_images[first + 3].name)
+    assert images.bad_images[first].reason.startswith("its shard cannot be read: ")
+    with pytest.raises(UserError, match=r"25 or more images .*train-00001.parquet: its shard cannot be read"):
+        few.fetch(rows)
+
+
+def test_a_lost_shard_is_waited_for_once(tmp_path, load):
+    """Its other blocks are tried without waiting; micro-batches that are fetched together fail together."""
+    folder = write_shards(tmp_path / "shards")
+    with web_server(folder) as (address, faults, asked):
+        names = f"{address}/train-0000{{0..1}}.parquet"
+        images, others = load(names), load(names, on_bad_image="replace", cache_dir=str(tmp_path / "other"))
+        asked.clear()
+        faults[:] = [500] * 99
+        order = SimpleNamespace(indices=lambda numbers: numbers % 4 + 12, seed=0)  # of one block
+        samples = loader._Samples(images, order, True, None)
+        [error] = samples.__getitems__([range(2), range(2, 4)])
+        assert str(error).startswith("cannot read the shard") and len(asked) == 3
+        asked.clear()
+        faults[:] = [500] * 4  # three tries for one block of the first shard, and one for another; one is there already
+        shown, rows = others.fetch(np.arange(50)), np.arange(50)
+        assert asked[:4] == ["train-00000.parquet"] * 4 and sorted(others.bad_images) == list(range(10, 25))
+    assert (shown == load(folder, streaming=False).fetch(np.where((rows < 10) | (rows >= 25), rows, 25))).all()
 
 
 @contextlib.contextmanager

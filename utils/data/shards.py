@@ -42,10 +42,18 @@ _STAMPS = ("ETag", "etag", "sha256", "blob_id", "md5Hash", "last_modified", "Las
 
 
 class ShardChanged(UserError):
-    """A shard is not what it was when the dataset was indexed."""
+    """A shard, whose address is its argument, is not what it was when the dataset was indexed."""
 
-    def __init__(self, address: str):
-        super().__init__(f"the shard {address} has changed since this run indexed it\nstart a new run with the new data")
+    def __str__(self) -> str:
+        return f"the shard {self.args[0]} has changed since this run indexed it\nstart a new run with the new data"
+
+
+class UnreadableShard(UserError):
+    """A shard cannot be read, however often it was tried. Its `args`: the address, and the reason in one line."""
+
+    def __str__(self) -> str:
+        address, reason = self.args
+        return f"cannot read the shard {address}: {reason}\ncheck it, or the network, and start again"
 
 
 @dataclass(frozen=True)
@@ -258,12 +266,14 @@ def _get(address: str, first: int, last: int) -> tuple[bytes, int, str]:
     return data, int(found[3]), answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
 
-def patiently(work: Callable[[], T], address: str, say: Callable[[str], None] | None = None) -> T:
-    """Returns what `work` returns, which reads a shard; tries it again after each of `WAITS`.
+def patiently(
+    work: Callable[[], T], address: str, say: Callable[[str], None] | None = None, waits: Iterable[float] | None = None
+) -> T:
+    """Returns what `work` returns, which reads a shard; tries it again after each of the `waits` in seconds (`WAITS`).
 
-    `say` is told of the first failure. Raises UserError, which names the shard, where it fails again after all of them.
+    `say` is told of the first failure. Raises UnreadableShard where it fails again after all of them.
     """
-    for number, wait in enumerate((*WAITS, None)):
+    for number, wait in enumerate((*(WAITS if waits is None else waits), None)):
         try:
             return work()
         except (UserError, MemoryError, ImportError, KeyError, TypeError):
@@ -271,10 +281,8 @@ def patiently(work: Callable[[], T], address: str, say: Callable[[str], None] | 
         except Exception as error:  # each file system has its own
             final = isinstance(error, FileNotFoundError) or (type(error).__name__ in _DAMAGED and not is_address(address))
             if wait is None or final:
-                tries = "" if final else f", {number + 1} times"
-                raise UserError(
-                    f"cannot read the shard {address}: {one_line(error)}{tries}\ncheck it, or the network, and start again"
-                ) from error
+                tries = f", {number + 1} times" if number and not final else ""
+                raise UnreadableShard(address, f"{one_line(error)}{tries}") from error
             if number == 0:
                 (say or _print)(f"cannot read the shard {address} now ({one_line(error)}); trying again")
             time.sleep(wait)

@@ -26,7 +26,7 @@ from utils.data.block_cache import BlockCache, StoredBlock
 from utils.data.columns import LABEL_NAMES, EncodedImages, files_key, find_labels, holds_arrays
 from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
 from utils.data.shard_formats import VERSION, Tar, columns_of, counts, format_of
-from utils.data.shards import Shard, find_shards, in_parallel, patiently
+from utils.data.shards import Shard, UnreadableShard, find_shards, in_parallel, patiently
 from utils.data.stored_files import is_address
 from utils.options.flags import DataOptions
 
@@ -236,6 +236,7 @@ class StreamedImages:
         self.uniform = prepare.center_crop
         self.bad_images = BadImages(max_bad_images)
         self._ahead: ReadAhead | None = None
+        self._unreadable: dict[int, UnreadableShard] = {}  # by block: nobody waits for it twice
         self._open: dict[int, tuple[StoredBlock, float]] = {}  # until when they stay, the one opened last at the end
         self._mapped = 0  # bytes of them
 
@@ -243,7 +244,7 @@ class StreamedImages:
         return int(self.starts[-1])
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_ahead": None, "_open": {}, "_mapped": 0}
+        return {**self.__dict__, "_ahead": None, "_open": {}, "_mapped": 0, "_unreadable": {}}
 
     def blocks_of(self, rows: np.ndarray) -> np.ndarray:
         """Returns the blocks int64 [rows] of `rows`."""
@@ -252,14 +253,19 @@ class StreamedImages:
     def fetch(self, rows: np.ndarray, crop: np.ndarray | None) -> np.ndarray | None:
         """Returns pixels [batch, channels, height, width] of `rows` int64 [batch]; `crop` as in `crop_offsets`.
 
-        None when some of them cannot be decoded: `bad_images` has them now.
+        None when some of them cannot be decoded, or their shard not be read: `bad_images` has them now.
 
         Raises:
             UserError: naming a shard that cannot be read, or an image that cannot be decoded, once there are more than may be.
         """
         blocks, (height, width) = self.blocks_of(rows), self.prepare.size
         numbers, met = (rows - self.starts[blocks]).tolist(), []
-        opened = {block: self.block(block) for block in set(blocks.tolist())}
+        wanted = set(blocks.tolist())
+        try:
+            opened = {block: self.block(block) for block in wanted}
+        except UnreadableShard:
+            self.bad_images.learn(self._unreadable_images(wanted))
+            return None
         stored, blank = [opened[block] for block in blocks.tolist()], self.prepare.blank()
         if all(block.shape == blank.shape for block in opened.values()):
             size = blank.size
@@ -278,6 +284,19 @@ class StreamedImages:
             return None
         return batch
 
+    def _unreadable_images(self, blocks: set[int]) -> list[BadImage]:
+        """Those of the blocks that cannot be read. Raises UnreadableShard where no images may be replaced."""
+        found, known = [], self._read.blocks
+        for block in sorted(blocks & self._unreadable.keys()):
+            error = self._unreadable[block]
+            if not self.bad_images.limit:
+                raise error
+            shard, reason = known.shards[known.shard[block]], f"its shard cannot be read: {error.args[1]}"
+            rows = range(*self.starts[block : block + 2].tolist())
+            numbers = range(known.first_in_shard[block], len(self))
+            found += [BadImage(row, f"row {number} of {shard.name}", None, reason) for row, number in zip(rows, numbers)]
+        return found
+
     def block(self, block: int) -> StoredBlock:
         """Returns a decoded block from the disk, read first where it is not there. Raises UserError, see `fetch`."""
         stored, until = self._open.get(block, (None, 0.0))
@@ -285,8 +304,15 @@ class StreamedImages:
             return stored
         self._close(block)  # opened again it counts as used once more
         shard = self._read.address(block)
-        make = functools.partial(patiently, functools.partial(self._read, block), shard, self.cache.say)
-        stored = self.cache.open(block, make, shard)
+        if block in self._unreadable:
+            raise self._unreadable[block]
+        waits = () if any(error.args[0] == shard for error in self._unreadable.values()) else None
+        make = functools.partial(patiently, functools.partial(self._read, block), shard, self.cache.say, waits)
+        try:
+            stored = self.cache.open(block, make, shard)
+        except UnreadableShard as error:
+            self._unreadable[block] = error
+            raise
         self._open[block] = stored, time.monotonic() + _OPEN_SECONDS
         self._mapped += stored.size
         while len(self._open) > 1 and self._mapped > self.cache.limit // _OPEN_SHARE:
@@ -301,7 +327,8 @@ class StreamedImages:
         """Begins to read the blocks of `rows` in the background, in their order; what was asked for before does not count."""
         if self._ahead is None or self._ahead.process != os.getpid():
             self._ahead = ReadAhead(self.cache, self._read)
-        self._ahead.wanted = deque(block for block in dict.fromkeys(self.blocks_of(rows).tolist()) if block not in self._open)
+        known = self._open.keys() | self._unreadable
+        self._ahead.wanted = deque(block for block in dict.fromkeys(self.blocks_of(rows).tolist()) if block not in known)
         self._ahead.asked.set()
 
 
