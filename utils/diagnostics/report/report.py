@@ -148,7 +148,7 @@ def run_state(record: RunRecord, done: int, total: int) -> tuple[str, str]:
     """(words, class) for how the run stands. A crash leaves no exit status, as does a run that goes on."""
     if record.exit_status == EXIT_DIVERGED:
         return "Stopped: gradients not finite", "critical"
-    if total and done >= total:
+    if (total and done >= total) or (not total and record.exit_status == 0):
         return "Finished", "good"
     if record.exit_status == 0:
         return "Finished early", "good"
