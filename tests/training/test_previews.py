@@ -7,7 +7,7 @@ import pytest
 
 from train_ddpm import parse_args
 from utils.training.between_updates import Periodic
-from utils.training.length import RunLength
+from utils.training.length import RunLength, preview_steps
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_sample_grids_of_a_small_set_are_some_updates_apart(per_epoch, given, du
     words = ["--dataset_name", "a/b", *given]
     run = SimpleNamespace(options=parse_args(words), state=SimpleNamespace(step=0), length=RunLength(16, per_epoch, 120))
     periodic = Periodic.__new__(Periodic)
-    periodic._run, found = run, []
+    periodic._run, periodic._preview_steps, found = run, preview_steps(run.options, per_epoch), []
     for run.state.step in range(1, 121):
         if periodic._previews():
             found.append(run.state.step)

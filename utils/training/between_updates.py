@@ -17,14 +17,12 @@ from utils.training.doctor import REPORT
 from utils.training.evaluation import SampleEvaluation
 from utils.training.export import Export
 from utils.training.forecast import Forecast
-from utils.training.length import is_due
+from utils.training.length import is_due, preview_steps
 from utils.training.monitor import Monitor
 from utils.training.profile import Profile
 from utils.training.run import Run
 from utils.training.samples import SampleGrids
 from utils.training.validation import Validation
-
-FEWEST_UPDATES = 100  # between two sample grids, by default
 
 
 class Periodic:
@@ -38,6 +36,7 @@ class Periodic:
         every, dtype = options.ema_snapshot_steps, options.ema_snapshot_dtype
         self._snapshots = Snapshots(accelerator, run.ema, run.output_dir, run.state, every=every, dtype=dtype)
         self._exit_status, self._forecast, self._profile = 0, Forecast(run), Profile(run)
+        self._preview_steps = preview_steps(options, run.length.updates_per_epoch)
         self._repetitions = ExitStack()  # of an update that is made again
 
     def catch_up(self) -> None:
@@ -226,12 +225,8 @@ class Periodic:
         )
 
     def _previews(self) -> bool:
-        """Whether sample grids are due. Where nobody has set how often, they are some updates apart: their cost is that of many
-        updates, and an epoch of a small set may be one or two."""
-        options, of_an_epoch = self._run.options, self._run.length.updates_per_epoch
-        asked = options.save_images_steps is not None or "save_images_epochs" in options.given
-        steps = FEWEST_UPDATES if not asked and options.save_images_epochs * of_an_epoch < FEWEST_UPDATES else None
-        return self._is_due(options.save_images_steps or steps, options.save_images_epochs)
+        """Whether sample grids are due."""
+        return self._is_due(self._preview_steps, self._run.options.save_images_epochs)
 
     def _is_due(self, steps: int | None, epochs: int) -> bool:
         length = self._run.length

@@ -9,6 +9,7 @@ from utils.core.errors import UserError
 from utils.optim.optimizers import state_bytes
 from utils.options.flags import RunOptions
 from utils.runs.ema_snapshots import DTYPES, Snapshots
+from utils.training.length import preview_steps
 
 MIB, GIB = 2**20, 2**30
 PATH_IMAGES = 28  # in a picture of the way from noise to image, at most
@@ -58,8 +59,9 @@ class DiskPlan:
 
     def _previews(self) -> int:
         options = self.options
-        if options.save_images_steps:
-            return 1 + (self.updates or 0) // options.save_images_steps
+        steps = preview_steps(options, self.epoch_steps) if self.epoch_steps else options.save_images_steps
+        if steps:
+            return 1 + (self.updates or 0) // steps
         epochs = self.updates / self.epoch_steps if self.updates and self.epoch_steps else options.num_epochs
         return 1 + math.ceil(epochs / options.save_images_epochs)
 

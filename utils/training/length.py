@@ -7,6 +7,8 @@ from utils.core.errors import UserError
 from utils.options.flags import RunOptions
 from utils.options.presets import small_preset
 
+FEWEST_UPDATES = 100  # between two sample grids, by default
+
 
 class RunLength(NamedTuple):
     global_batch_size: int  # images of an update, over all processes
@@ -41,6 +43,14 @@ def check_global_batch(num_images: int, global_batch_size: int, asked: int | Non
         advice = f"set --global_batch_size to {num_images} or less" if asked else f"use a {product}"
         advice += f", or --model_preset {small}, which is for small sets" if asked and small else ""
         raise UserError(f"{num_images} training images are fewer than one global batch of {global_batch_size}\n{advice}")
+
+
+def preview_steps(options: RunOptions, updates_per_epoch: int) -> int | None:
+    """Updates from one sample grid to the next; None: they come with epochs. Where nobody has set how often, they are some
+    updates apart: their cost is that of many updates, and an epoch of a small set may be one or two."""
+    asked = options.save_images_steps is not None or "save_images_epochs" in options.given
+    few = options.save_images_epochs * updates_per_epoch < FEWEST_UPDATES
+    return FEWEST_UPDATES if few and not asked else options.save_images_steps
 
 
 def is_due(step: int, last_step: int, *, steps: int | None, epochs: int, epoch_steps: int) -> bool:
