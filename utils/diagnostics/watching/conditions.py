@@ -12,6 +12,7 @@ from utils.diagnostics.watching.places import begins_alike, conditions_of, numbe
 from utils.diagnostics.watching.seen import Seen
 
 LOOKS_REPEATED = 3  # looks before conditions that micro steps share are judged
+SEVERAL = 3  # labels that have one text, for it to stand for none
 FEWEST = 4  # images with a label, for a batch to say whether it is of one class
 ENOUGH = 4  # looks before labels that are all alike are judged
 MOST_DROPPED = 0.5  # of the labels: classifier-free guidance is trained with 0.1 or 0.2, and seldom with as much
@@ -66,6 +67,7 @@ class Conditions:
                 of_each = value.reshape(batch, -1)
                 if value.is_floating_point() and value.ndim > 2:
                     self._texts[place].update(of_each.double().sum(1).tolist())
+                    self._see_texts_dropped(place, of_each.double().sum(1).cpu(), step.batch.get("loaded") or ())
                 if value.dtype is torch.int64 and value.ndim == 1:
                     labels_given[place].append(value.cpu())
                     self._labels[place].append(value.cpu())
@@ -118,6 +120,16 @@ class Conditions:
                     if _alike(value[differs]) and not _alike(value):
                         self._dropped[place][""] += differs.tolist()
                         return
+
+    def _see_texts_dropped(self, place: int, texts: torch.Tensor, loaded: Sequence[torch.Tensor]) -> None:
+        """Of images with one text, where the loader brought different labels with all its batches: it stands for none. `texts`:
+        a number of each, float64 [B]; an embedding that is trained has another one in each update."""
+        values, counts = texts.unique(return_counts=True)
+        common = texts == values[counts.argmax()]
+        known = [labels for labels in loaded if labels.ndim == 1 and len(labels) == len(texts)]
+        if known and len(texts) >= FEWEST:
+            several = all(len(labels.cpu()[common].unique()) >= SEVERAL for labels in known)
+            self._dropped[place]["text"] += common.tolist() if several else [False] * len(texts)
 
     def _see_rows_dropped(self, place: int, value: torch.Tensor, vectors: list[torch.Tensor]) -> None:
         """Of labels that are rows of 0 and 1, given to the network or, within it, to a layer: those of zeros stand for none."""

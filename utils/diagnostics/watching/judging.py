@@ -74,6 +74,7 @@ class Judge:
             self.words["precision"] = precision
         checks += [*of_network, *check_beside(look.facts, look.observer.stepped), *self._settings.look(look.observer)]
         checks += self._conditions.look(look.update, look.rows)
+        checks += next((step.batch["leaves"] for step in look.update.micro_steps if step.batch.get("leaves")), [])
         checks += self._update.look(look)
         checks += look.everyone.checks
         self._schedule.look(look.facts, look.update.step + 1)

@@ -233,15 +233,19 @@ def _with_offset(mixture: Mixture, seen: Seen) -> Mixture:
     if noise.ndim < 4:
         return mixture
     means = noise.detach().double().flatten(2).mean(2)
+    moved = next((draw.tensor for draw in seen.draws if draw.normal and _is_moved(noise, draw.tensor)), None)
+    added = None if moved is None else (noise - moved).detach().double().flatten(2).mean(2)
     for draw in seen.draws:
         of_each = draw.tensor.numel() == means.numel() and draw.tensor.shape[:2] == noise.shape[:2]
         of_image = draw.tensor.numel() == len(noise) == len(draw.tensor)  # the same for all channels
         if draw.normal and (of_each or of_image):
             steps = draw.tensor.detach().double().reshape(len(noise), -1).expand(means.shape)
-            share = float((means * steps).sum() / steps.square().sum().clamp(min=1e-30))
-            if abs(share) > 4 / (means.numel() * noise[0, 0].numel()) ** 0.5:
+            found = means if added is None else added
+            share = float((found * steps).sum() / steps.square().sum().clamp(min=1e-30))
+            exact = added is not None and float((added - share * steps).abs().amax()) < EXACT
+            if exact or (added is None and abs(share) > 4 / (means.numel() * noise[0, 0].numel()) ** 0.5):
                 mixture.offset = share
-    mixture.moved = not mixture.offset and any(_is_moved(noise, draw.tensor) for draw in seen.draws if draw.normal)
+    mixture.moved = not mixture.offset and moved is not None
     return mixture
 
 

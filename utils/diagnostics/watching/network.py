@@ -128,4 +128,12 @@ def _as_made(weight: torch.Tensor) -> bool:
 def _acts_otherwise(module: nn.Module) -> bool:
     """In training mode than in evaluation mode."""
     share = module.p if isinstance(module, _DropoutNd) else vars(module).get("dropout")
-    return isinstance(module, _BatchNorm) or (isinstance(share, float) and share > 0)
+    return isinstance(module, _BatchNorm) or (isinstance(share, float) and share > 0) or _drops_by_itself(module)
+
+
+def _drops_by_itself(module: nn.Module) -> bool:
+    """Whether a module of the script asks for its mode and has a share above 0, as those that drop labels."""
+    code = getattr(type(module).forward, "__code__", None)
+    if code is None or "training" not in code.co_names or type(module).__module__.startswith(("torch.", "diffusers.")):
+        return False
+    return any("drop" in name and isinstance(value, float) and 0 < value < 1 for name, value in vars(module).items())

@@ -263,9 +263,15 @@ def _of_other_parts(error: _Error, levels: Levels, used: torch.Tensor) -> Target
         implied = error.output - error.gradient / scale
         fresh, left = fit(implied, error.clean, error.noise)
         rest = implied - fresh[:, :1] * error.clean - fresh[:, 1:] * error.noise
-        spread, own = float(rest.std()), middle(fresh[:, 1].abs())
-        level = float((rest[:, 1:] * rest[:, :-1]).mean()) / max(spread**2, 1e-30)
-        if 0.9 < spread < 1.1 and own < 0.2 and abs(level) < 0.05 and middle(left) > 0.3 and error.share > 0.99:
+        own, size = middle(fresh[:, 1].abs()), max(float(rest.square().mean()), 1e-30)
+        level = float((rest[:, 1:] * rest[:, :-1]).mean()) / size
+        spreads = [float(rest.std())]
+        a, b = levels.a[used], levels.b[used]
+        of_v = a > 0.3  # v has a times the noise
+        if int(of_v.sum()) > 3 and middle((fresh[:, 0] + b)[of_v].abs()) < 0.1:
+            spreads.append(float((rest[of_v] / a[of_v, None]).std()))
+        unit = any(0.9 < spread < 1.1 for spread in spreads)
+        if unit and own < 0.2 and abs(level) < 0.05 and middle(left) > 0.3 and error.share > 0.99:
             return Target(OTHER_NOISE, False, None)
     return Target("", False, None, "error of another kind")
 

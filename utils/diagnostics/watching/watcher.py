@@ -19,6 +19,7 @@ from utils.diagnostics.audit.seen import tensors_in
 from utils.diagnostics.audit.verdict import Check
 from utils.diagnostics.watching.facts import Facts, find_facts
 from utils.diagnostics.watching.judging import Judge
+from utils.diagnostics.watching.leaves import check_leaves
 from utils.diagnostics.watching.observing import ForeignObserver, is_image, is_like
 from utils.diagnostics.watching.optimizing import rates_of
 from utils.diagnostics.watching.probes import CopyProbe, Probe
@@ -377,6 +378,9 @@ class Watcher:
             observer.go_on_in_step()
         facts = {"seen": seen or Seen(), "noising": list(self._noising[-3:]), "beside": self._beside}
         facts |= {"loaded": self.judge.loading.labels, "means": self.judge.loading.means}
+        optimizers = (of() for of in self._optimizers.values())
+        trained = {id(p) for optimizer in optimizers if optimizer is not None for p in _parameters_of(optimizer)}
+        facts["leaves"] = check_leaves([*inputs[1:], *options.values()], trained, observer.trained)
         observer.begin_micro_step(**facts) if not begins else observer.tell(**facts)
         self._noising = []
 
