@@ -261,3 +261,18 @@ def logged_scalars(output_dir: Path, tag: str) -> dict[int, float]:
     values = [(event.step, event.value) for event in events.Scalars(shown)]
     assert len(dict(values)) == len(values), f"{tag} has several values for a step"
     return dict(values)
+
+
+_GROUPS: list = []
+
+
+@pytest.fixture
+def process_group():
+    """Gloo's, of one process: DDP's buckets are those of many. It is kept to the end of all tests: while it is freed, it waits
+    with Python's lock for its threads, which may wait for that lock."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    _GROUPS.append(distributed.distributed_c10d._get_default_group())
+    yield
+    distributed.destroy_process_group()

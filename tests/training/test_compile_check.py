@@ -253,7 +253,7 @@ def test_what_trains_after_the_check_has_right_gradients_whatever_torch_s_own_co
             assert (found.grad - expected.grad).norm() < 1e-4 * expected.grad.norm(), (name, stays, setup.said)
 
 
-def test_under_ddp_nothing_is_sent_and_what_is_compiled_is_what_trains(monkeypatch):
+def test_under_ddp_nothing_is_sent_and_what_is_compiled_is_what_trains(monkeypatch, process_group):
     """A collective inside what may fail on one process alone would leave the others waiting. Graphs end at DDP's buckets."""
     graphs = []
 
@@ -262,23 +262,18 @@ def test_under_ddp_nothing_is_sent_and_what_is_compiled_is_what_trains(monkeypat
         return graph.forward
 
     setup = Setup(backend=backend)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2000)
-        setup.model = DistributedDataParallel(setup.network, bucket_cap_mb=0.002)
-        sent = []
-        monkeypatch.setattr(setup.model, "_sync_buffers", lambda: sent.append("buffers"))
-        monkeypatch.setattr(setup.model, "_pre_forward", lambda *inputs, **options: (sent.append("pass"), (inputs, options))[1])
-        assert setup.check(), setup.said
-        assert not sent and len(graphs) > 1
-        monkeypatch.undo()
-        checked = len(graphs)
-        images, timesteps = setup.images, torch.tensor([1, 300, 600, 999])
-        (setup.model(images, timesteps).sample - setup.noise).square().mean().backward()
-        assert len(graphs) == checked
-    finally:
-        torch.distributed.barrier()  # while a thread of the group still has work in hand, freeing the group may hang
-        torch.distributed.destroy_process_group()
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2000)
+    setup.model = DistributedDataParallel(setup.network, bucket_cap_mb=0.002)
+    sent = []
+    monkeypatch.setattr(setup.model, "_sync_buffers", lambda: sent.append("buffers"))
+    monkeypatch.setattr(setup.model, "_pre_forward", lambda *inputs, **options: (sent.append("pass"), (inputs, options))[1])
+    assert setup.check(), setup.said
+    assert not sent and len(graphs) > 1
+    monkeypatch.undo()
+    checked = len(graphs)
+    images, timesteps = setup.images, torch.tensor([1, 300, 600, 999])
+    (setup.model(images, timesteps).sample - setup.noise).square().mean().backward()
+    assert len(graphs) == checked
 
 
 # ---- in the scripts

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import slow_turns
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -140,14 +140,6 @@ def test_peak_is_that_of_a_real_update(batch, checkpointing):
     there_before = predicted.parameters + predicted.optimizer
     real = there_before + most_allocated(make_network().train(), batch)
     assert predicted.peak - predicted.workspace == pytest.approx(real, rel=0.05)
-
-
-@pytest.fixture
-def process_group():
-    """Of one process: DDP's buckets are those of many."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("micro_steps", [3, *slow_turns(1)])
