@@ -25,17 +25,19 @@ def test_weights_of_which_conditions_are_made(trained, frozen, severity):
     told = {"text": [table(LABELS).view(B, 2, 2) * 2]}
     known = {id(p) for p in network.parameters()} | ({id(table.weight)} if trained else set())
     assert [id(each) for each in leaves_of([1, told])] == ([] if frozen else [id(table.weight)])
-    found = [check.severity for check in check_leaves([1, told], known, network) if not check.healthy]
+    found = [check.severity for check in check_leaves([1, told], known) if not check.healthy]
     assert found == ([severity] if severity else [])
-    large = [check.severity for check in check_leaves([nn.Linear(64, 64)(torch.ones(B, 64))], known, network)]
-    assert large == ["info"]  # a text encoder that was not frozen
+    encoder = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    assert [check.severity for check in check_leaves([encoder(torch.ones(B, 8))], known)] == ["info"]  # not frozen
+    later = torch.optim.SGD(encoder.parameters())  # which has not made a step yet
+    assert check_leaves([encoder(torch.ones(B, 8))], known)[0].healthy and later is not None
 
 
 @pytest.mark.parametrize(("share", "healthy"), [(0.1, True), (0.9, False)])
 def test_texts_that_are_dropped_too_often(share, healthy):
     generator = torch.Generator().manual_seed(0)
     conditions = Conditions()
-    for look in range(6):  # an embedding that is trained has other values in each update
+    for look in range(60):  # an embedding that is trained has other values in each update
         empty = torch.rand(B, generator=generator) < share
         labels = torch.randint(0, 6, (B,), generator=generator)
         texts = torch.where(empty, 6, labels).double() + 0.01 * look
@@ -47,6 +49,8 @@ def test_one_text_for_a_class_is_none_that_was_dropped():
     conditions = Conditions()
     for _ in range(6):
         conditions._see_texts_dropped(0, torch.ones(B).double(), (torch.zeros(B, dtype=torch.int64),))
+        conditions._see_texts_dropped(1, torch.ones(B).double(), (LABELS,))  # one caption for all
+        conditions._see_texts_dropped(2, (torch.arange(B) % 9 == 0).double(), (LABELS,))  # two of them
     assert wrong(conditions._share()) == set()
 
 
@@ -98,3 +102,4 @@ class Plain(nn.Module):
 
 def test_modules_that_drop_by_themselves():
     assert [_acts_otherwise(module) for module in (Labels(0.1), Labels(0.0), Plain(), nn.Linear(1, 1))] == [True, *[False] * 3]
+    assert not _acts_otherwise(torch.jit.script(nn.Linear(1, 1)))

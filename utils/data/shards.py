@@ -52,7 +52,7 @@ class UnreadableShard(UserError):
     """A shard cannot be read, however often it was tried. Its `args`: the address, and the reason in one line."""
 
     def __str__(self) -> str:
-        address, reason = self.args
+        address, reason = (*self.args, "")[:2]  # torch makes one of a text alone, if a worker raises it
         return f"cannot read the shard {address}: {reason}\ncheck it, or the network, and start again"
 
 

@@ -5,6 +5,7 @@ every block and the labels of all rows, is made once, and kept by the shards' na
 Decoded blocks are kept on the local disk (see `block_cache`), so each is read once, by whichever process needs it first.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _INDEXES = 64  # of shards, kept in memory
 _READERS = 2  # threads of a process that read ahead
 _OPEN_SECONDS = 60.0  # for which a block stays mapped
+_LOST_SECONDS = 300.0  # after a shard could not be read, in which nobody waits for it again
 _OPEN_SHARE = 64  # the blocks that a process maps are this part of the cache's limit, at most: no room is free before they go
 
 
@@ -236,7 +238,7 @@ class StreamedImages:
         self.uniform = prepare.center_crop
         self.bad_images = BadImages(max_bad_images)
         self._ahead: ReadAhead | None = None
-        self._unreadable: dict[int, UnreadableShard] = {}  # by block: nobody waits for it twice
+        self._unreadable: dict[int, tuple[str, str]] = {}  # by block: arguments of the error, which would hold what was read
         self._open: dict[int, tuple[StoredBlock, float]] = {}  # until when they stay, the one opened last at the end
         self._mapped = 0  # bytes of them
 
@@ -288,10 +290,9 @@ class StreamedImages:
         """Those of the blocks that cannot be read. Raises UnreadableShard where no images may be replaced."""
         found, known = [], self._read.blocks
         for block in sorted(blocks & self._unreadable.keys()):
-            error = self._unreadable[block]
             if not self.bad_images.limit:
-                raise error
-            shard, reason = known.shards[known.shard[block]], f"its shard cannot be read: {error.args[1]}"
+                raise UnreadableShard(*self._unreadable[block])
+            shard, reason = known.shards[known.shard[block]], f"its shard cannot be read: {self._unreadable[block][1]}"
             rows = range(*self.starts[block : block + 2].tolist())
             numbers = range(known.first_in_shard[block], len(self))
             found += [BadImage(row, f"row {number} of {shard.name}", None, reason) for row, number in zip(rows, numbers)]
@@ -305,19 +306,30 @@ class StreamedImages:
         self._close(block)  # opened again it counts as used once more
         shard = self._read.address(block)
         if block in self._unreadable:
-            raise self._unreadable[block]
-        waits = () if any(error.args[0] == shard for error in self._unreadable.values()) else None
-        make = functools.partial(patiently, functools.partial(self._read, block), shard, self.cache.say, waits)
+            raise UnreadableShard(*self._unreadable[block])
         try:
-            stored = self.cache.open(block, make, shard)
+            stored = self.cache.open(block, functools.partial(self._read_patiently, block, shard), shard)
         except UnreadableShard as error:
-            self._unreadable[block] = error
+            self._unreadable[block] = error.args
             raise
         self._open[block] = stored, time.monotonic() + _OPEN_SECONDS
         self._mapped += stored.size
         while len(self._open) > 1 and self._mapped > self.cache.limit // _OPEN_SHARE:
             self._close(next(iter(self._open)))
         return stored
+
+    def _read_patiently(self, block: int, shard: str) -> list[ImageFile]:
+        """One process after the other: those that come soon after one has given up try once, and do not wait."""
+        lost = self.cache.folder / f"{hashlib.sha256(shard.encode()).hexdigest()[:16]}.lost"
+        waits = None
+        with contextlib.suppress(OSError):
+            waits = () if time.time() - lost.stat().st_mtime < _LOST_SECONDS else None
+        try:
+            return patiently(functools.partial(self._read, block), shard, self.cache.say, waits)
+        except UnreadableShard:
+            with contextlib.suppress(OSError):
+                lost.touch()
+            raise
 
     def _close(self, block: int) -> None:
         if block in self._open:

@@ -30,6 +30,7 @@ class Conditions:
             list
         )  # the row that all images share; None: they differ
         self._texts: dict[int, Counter[float]] = defaultdict(Counter)  # sums of their numbers
+        self._told_apart: dict[int, bool] = defaultdict(bool)  # whether some batch had several texts beside the usual one
         self._varied: set[int] = set()  # places for which the script had labels or tokens that differ between images
         self._labels: dict[int, list[torch.Tensor]] = defaultdict(list)  # int64 [B] of each pass
         self._belonging: dict[int, Labels] = defaultdict(Labels)
@@ -67,6 +68,7 @@ class Conditions:
                 of_each = value.reshape(batch, -1)
                 if value.is_floating_point() and value.ndim > 2:
                     self._texts[place].update(of_each.double().sum(1).tolist())
+                if value.is_floating_point() and value.ndim == 3:
                     self._see_texts_dropped(place, of_each.double().sum(1).cpu(), step.batch.get("loaded") or ())
                 if value.dtype is torch.int64 and value.ndim == 1:
                     labels_given[place].append(value.cpu())
@@ -126,6 +128,7 @@ class Conditions:
         a number of each, float64 [B]; an embedding that is trained has another one in each update."""
         values, counts = texts.unique(return_counts=True)
         common = texts == values[counts.argmax()]
+        self._told_apart[place] |= len(values) > 2
         known = [labels for labels in loaded if labels.ndim == 1 and len(labels) == len(texts)]
         if known and len(texts) >= FEWEST:
             several = all(len(labels.cpu()[common].unique()) >= SEVERAL for labels in known)
@@ -153,8 +156,10 @@ class Conditions:
 
     def _share(self) -> list[Check]:
         found = []
-        for dropped in self._dropped.values():
+        for place, dropped in self._dropped.items():
             shares = {name: (sum(those) / len(those), len(those)) for name, those in dropped.items()}
+            if not self._told_apart[place]:  # one caption for all, or two of them
+                shares.pop("text", None)
             found += [shares.pop("")] if "" in shares else []
             found += [min(shares.values())] if shares else []  # of several tables it is that of the labels
         texts = [(max(of.values()) / of.total(), of.total()) for of in self._texts.values() if of.total() >= MANY_TEXTS]

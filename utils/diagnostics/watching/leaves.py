@@ -1,6 +1,7 @@
 """What the network is told beside the image may be made of weights of its own, such as an embedding of the classes: whether
 some optimizer trains them."""
 
+import gc
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from utils.diagnostics.audit.verdict import Check
 
 MOST = 4096  # operations that are gone through
-SMALL = 0.25  # of the network's parameters; a text encoder, which is larger, may be kept as it is without being frozen
+FEW = 8  # weights; a text encoder, which has more, may be kept as it is without being frozen
 
 
 def leaves_of(values: Sequence[Any]) -> list[torch.Tensor]:
@@ -31,19 +32,23 @@ def _operations(values: Sequence[Any]) -> list[Any]:
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value.grad_fn)
+            found.append(value.grad_fn)  # None of what is given without a gradient
         elif isinstance(value, (dict, list, tuple)):
             found += _operations(list(value.values()) if isinstance(value, dict) else value)
     return found
 
 
-def check_leaves(values: Sequence[Any], trained: Collection[int], network: torch.nn.Module) -> list[Check]:
-    """`values`: what the network gets beside the image; `trained`: ids of all that optimizers have."""
+def check_leaves(values: Sequence[Any], trained: Collection[int]) -> list[Check]:
+    """`values`: what the network gets beside the image; `trained`: ids of what optimizers have that have made a step."""
     weights = leaves_of(values)
     if not weights:
         return []
     left = [weight for weight in weights if id(weight) not in trained]
-    few = sum(w.numel() for w in left) < SMALL * sum(p.numel() for p in network.parameters())
+    if left:  # one that has not made a step yet may have them
+        optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
+        known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        left = [weight for weight in left if id(weight) not in known]
+    few = len(left) <= FEW
     shapes = ", ".join(str(tuple(weight.shape)) for weight in left[:3])
     text = f"weights of which the network's conditions are made get gradients, and no optimizer has them: {shapes}"
     name, wanted, found = "weights of the conditions", "trained, or frozen", f"{len(weights) - len(left)} of {len(weights)}"

@@ -25,7 +25,7 @@ class _Loader:
     ordered: bool  # its sampler gives the rows one after the other
     images: int  # in a pass; 0: not known
     rows: int  # of the dataset; 0: not known
-    sampler: int = 0  # id of what gives the numbers of its batches
+    sampler: Any = None  # what gives the numbers of its batches
     steps: int = -1  # of all optimizers, when it was last asked
     trained: int = 0  # batches after which an optimizer made a step
     begins: list[torch.Tensor] = field(default_factory=list)  # what each pass begins with: means of its images, float64 [B]
@@ -44,13 +44,14 @@ class Loading:
         """`iterator`: of a loader, which gave `batch`; `steps`: those that optimizers have made so far; `soon`: one of the next
         updates is looked at."""
         key, loader = id(iterator._dataset), self._loaders.get(id(iterator._dataset))
-        another = loader is not None and not loader.trained and loader.sampler != id(iterator._index_sampler)
+        if loader is not None:
+            loader.trained += loader.steps >= 0 and steps > loader.steps
+        another = loader is not None and not loader.trained and loader.sampler is not iterator._index_sampler
         if loader is None or another:  # one that measures the images, before the training begins, has a loader of its own
             sampler = _innermost(iterator._index_sampler)
             images, rows = _length(sampler), _length(iterator._dataset)
-            loader = _Loader(type(sampler) is SequentialSampler, images, rows, id(iterator._index_sampler))
+            loader = _Loader(type(sampler) is SequentialSampler, images, rows, iterator._index_sampler)
             self._loaders[key] = loader
-        loader.trained += loader.steps >= 0 and steps > loader.steps
         loader.steps = steps
         parts = [
             each for each in tensors_within([batch]) if each.ndim == 1 or (soon and each.ndim == 2)

@@ -133,7 +133,7 @@ def _acts_otherwise(module: nn.Module) -> bool:
 
 def _drops_by_itself(module: nn.Module) -> bool:
     """Whether a module of the script asks for its mode and has a share above 0, as those that drop labels."""
-    code = getattr(type(module).forward, "__code__", None)
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)  # a scripted module has none
     if code is None or "training" not in code.co_names or type(module).__module__.startswith(("torch.", "diffusers.")):
         return False
     return any("drop" in name and isinstance(value, float) and 0 < value < 1 for name, value in vars(module).items())

@@ -380,7 +380,8 @@ class Watcher:
         facts |= {"loaded": self.judge.loading.labels, "means": self.judge.loading.means}
         optimizers = (of() for of in self._optimizers.values())
         trained = {id(p) for optimizer in optimizers if optimizer is not None for p in _parameters_of(optimizer)}
-        facts["leaves"] = check_leaves([*inputs[1:], *options.values()], trained, observer.trained)
+        beside = [v for v in (*inputs[1:], *options.values()) if getattr(v, "shape", None) != self._recorder.shape]
+        facts["leaves"] = check_leaves(beside, trained)
         observer.begin_micro_step(**facts) if not begins else observer.tell(**facts)
         self._noising = []
 
