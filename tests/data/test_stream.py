@@ -532,6 +532,13 @@ def test_a_lost_shard_is_waited_for_once(tmp_path, load):
         samples = loader._Samples(images, order, True, None)
         [error] = samples.__getitems__([range(2), range(2, 4)])
         assert str(error).startswith("cannot read the shard") and len(asked) == 3
+        faults[:] = []
+        another = load(names)  # of another process, with the same cache
+        asked.clear()
+        faults[:] = [500] * 99
+        with pytest.raises(UserError, match="cannot read the shard"):
+            another.fetch(np.arange(12, 16))
+        assert len(asked) == 1
         asked.clear()
         faults[:] = [500] * 4  # three tries for one block of the first shard, and one for another; one is there already
         shown, rows = others.fetch(np.arange(50)), np.arange(50)
