@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _INDEXES = 64  # of shards, kept in memory
 _READERS = 2  # threads of a process that read ahead
 _OPEN_SECONDS = 60.0  # for which a block stays mapped
-_LOST_SECONDS = 300.0  # after a shard could not be read, in which nobody waits for it again
+_LOST_SECONDS = 300.0  # after a shard could not be read, in which no process of the run waits for it again
 _OPEN_SHARE = 64  # the blocks that a process maps are this part of the cache's limit, at most: no room is free before they go
 
 
@@ -237,6 +237,7 @@ class StreamedImages:
         self.starts = read.blocks.starts
         self.uniform = prepare.center_crop
         self.bad_images = BadImages(max_bad_images)
+        self._begun = time.time()  # of the run: its workers get a copy
         self._ahead: ReadAhead | None = None
         self._unreadable: dict[int, tuple[str, str]] = {}  # by block: arguments of the error, which would hold what was read
         self._open: dict[int, tuple[StoredBlock, float]] = {}  # until when they stay, the one opened last at the end
@@ -319,11 +320,12 @@ class StreamedImages:
         return stored
 
     def _read_patiently(self, block: int, shard: str) -> list[ImageFile]:
-        """One process after the other: those that come soon after one has given up try once, and do not wait."""
+        """One process after the other: those of the run that come soon after one has given up try once, and do not wait. A run
+        that is started anew waits again."""
         lost = self.cache.folder / f"{hashlib.sha256(shard.encode()).hexdigest()[:16]}.lost"
         waits = None
         with contextlib.suppress(OSError):
-            waits = () if time.time() - lost.stat().st_mtime < _LOST_SECONDS else None
+            waits = () if lost.stat().st_mtime > max(self._begun, time.time() - _LOST_SECONDS) else None
         try:
             return patiently(functools.partial(self._read, block), shard, self.cache.say, waits)
         except UnreadableShard:
