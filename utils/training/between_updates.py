@@ -75,7 +75,8 @@ class Periodic:
             return
         run.progress.update()
         self._forecast.after_update()
-        if self._monitor.due:  # here alone the host waits for the device
+        self._monitor.show_first(learning_rate)
+        if self._monitor.due:  # here the host waits for the device; else it does after the first update alone
             self._exit_status = self._monitor.report(learning_rate)
         elif self._monitor.ledger.due and not self._monitor.ledger.write():
             self._exit_status = EXIT_DIVERGED
