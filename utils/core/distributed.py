@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.core.errors import UserError, memory_problem
 from utils.core.launcher import asked_threads, check_precision, refuse_launch, stop_with_launcher
+from utils.core.processors import usable_cores
 
 T = TypeVar("T")
 
@@ -32,11 +33,6 @@ SUPPORTED_LAUNCHES = {
     DistributedType.MULTI_XPU,
     DistributedType.MULTI_MLU,
 }
-
-
-def usable_cores() -> int:
-    """Counts the cores that this process may run on, which a container or `taskset` can make fewer than the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def make_accelerator(
