@@ -7,7 +7,7 @@
 
 Every flag of diffusers' `train_unconditional.py` works here with the same meaning.
 Exit status: 0 done; 2 a mistake in the command or the data; 3 the training diverged, its processes hold different weights,
-or a dry run does not fit; 75 stopped by a signal: run it again.
+or a dry run does not fit; 75 stopped by a signal: run it again. (Launchers return other numbers: docs/reliability.md)
 """
 
 from utils.core.entrypoint import parse_early, run_script

@@ -6,7 +6,7 @@
 
 It has the flags of train_ddpm.py that apply to EDM2. If the dataset has no labels, the network is unconditional.
 Exit status: 0 done; 2 a mistake in the command or the data; 3 the training diverged, its processes hold different weights,
-or a dry run does not fit; 75 stopped by a signal: run it again.
+or a dry run does not fit; 75 stopped by a signal: run it again. (Launchers return other numbers: docs/reliability.md)
 """
 
 from utils.core.entrypoint import parse_early, run_script

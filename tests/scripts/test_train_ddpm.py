@@ -18,8 +18,8 @@ from conftest import (
 )
 from safetensors.torch import load_file
 
-from utils.core.distributed import usable_cores
 from utils.core.errors import UserError
+from utils.core.processors import usable_cores
 from utils.runs.checkpoints import list_checkpoints
 
 CHECKPOINT_FILES = ("model.safetensors", "ema.safetensors", "optimizer.bin")

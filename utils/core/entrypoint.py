@@ -29,6 +29,7 @@ LAUNCHER_BESIDE = "(you can ignore the traceback of the launcher)"  # which ends
 WAIT_FOR_FIRST = 5.0  # seconds, in which a launcher ends the other ranks
 PATIENCE = 5.0  # seconds, in which whoever counts what the ranks say answers, unless it hangs
 _at_end: list[Callable[[], None]] = []
+said_of_launcher: set[str] = set()  # once is enough, and the run's own line then is the last one
 _imports = contextlib.ExitStack()  # says that they take long
 
 
@@ -55,7 +56,7 @@ def run_script(
         options = parse_args()
         leave_progress_to_us(options)
         status = main(options)
-        if status and os.environ.get("RANK", "0") == "0" and launcher_reports():  # a stopped run, say
+        if status and not said_of_launcher and os.environ.get("RANK", "0") == "0" and launcher_reports():  # a stopped run, say
             _say_last(LAUNCHER_NEXT)
     except UserError as error:
         status = _tell(error)

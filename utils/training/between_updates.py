@@ -22,6 +22,7 @@ from utils.training.monitor import Monitor
 from utils.training.profile import Profile
 from utils.training.run import Run
 from utils.training.samples import SampleGrids
+from utils.training.shared_cpu import SharedCPU
 from utils.training.validation import Validation
 
 
@@ -36,6 +37,7 @@ class Periodic:
         every, dtype = options.ema_snapshot_steps, options.ema_snapshot_dtype
         self._snapshots = Snapshots(accelerator, run.ema, run.output_dir, run.state, every=every, dtype=dtype)
         self._exit_status, self._forecast, self._profile = 0, Forecast(run), Profile(run)
+        self._shared_cpu = SharedCPU(run)
         self._preview_steps = preview_steps(options, run.length.updates_per_epoch)
         self._repetitions = ExitStack()  # of an update that is made again
 
@@ -75,7 +77,9 @@ class Periodic:
             return
         run.progress.update()
         self._forecast.after_update()
-        if self._monitor.due:  # here alone the host waits for the device
+        self._shared_cpu.after_update()
+        self._monitor.show_first(learning_rate)
+        if self._monitor.due:  # here the host waits for the device; else it does after the first update alone
             self._exit_status = self._monitor.report(learning_rate)
         elif self._monitor.ledger.due and not self._monitor.ledger.write():
             self._exit_status = EXIT_DIVERGED
