@@ -38,10 +38,10 @@ def guided(
 
 
 def class_number(asked: str, labels: Mapping[str, int], num_classes: int) -> int:
-    """Returns the number of the class that a text means; `labels` maps the names of classes, if they have any, to their numbers.
+    """Returns the number of the class that a text means; `labels` maps the names of classes, if they have any, to numbers.
 
-    It is a name first, so that "2" means the class "2" where classes are called 1, 2 and 3. A number from 0 on is "#1", or plain
-    "1" where no name is a number. Raises ValueError for a text that means no class, with what to write.
+    It is a name first, so that "2" means the class "2" where classes are called 1, 2 and 3. A number from 0 on is "#1", or
+    plain "1" where no name is a number. Raises ValueError for a text that means no class, with what to write.
     """
     plain = "" if any(map(_is_number, labels)) else "?"
     number = labels.get(asked)

@@ -98,5 +98,7 @@ def test_the_pipeline_knows_its_classes_by_name():
         return pipeline(class_labels=class_labels, generator=noise, num_inference_steps=2, output_type="pt").images
 
     assert torch.equal(images(["cow", "ant"]), images([2, 0])) and torch.equal(images("bee"), images(1))
-    with pytest.raises(ValueError, match="class_labels elk: the pipeline has no such class\nits classes: ant, bee, cow, or '#0'"):
+    with pytest.raises(
+        ValueError, match="class_labels elk: the pipeline has no such class\nits classes: ant, bee, cow, or '#0'"
+    ):
         images(["elk"])

@@ -212,7 +212,8 @@ def check_pipeline(output_dir: Path | str, num_inference_steps: int = 2, timeout
         "pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **trust)\n"
         "pipeline.set_progress_bar_config(disable=True)\n"
         "images = pipeline(num_inference_steps=int(sys.argv[2]), output_type='np').images\n"
-        "assert numpy.isfinite(images).all(), 'the image is not finite'\n"
+        "if not numpy.isfinite(images).all():\n"
+        "    sys.exit('the image is not finite')\n"
     )
     # Only a pipeline class that is a file of the folder needs its code to be run; of those the run has just written that file.
     pipeline_class = (_settings(Path(output_dir, PIPELINE_INDEX)) or {}).get("_class_name")

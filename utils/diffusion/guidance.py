@@ -12,8 +12,8 @@ from utils.diffusion.sampling import is_edm
 
 
 def asked_classes(asked: Sequence[str] | None, names: Sequence[str], unet: ModelMixin) -> list[int] | None:
-    """Returns the numbers of the classes of `unet` that --class_labels asks for, by a rule that exported pipelines share; `names`
-    are those of its classes. Raises UserError for a class that it does not know."""
+    """Returns the numbers of the classes of `unet` that --class_labels asks for, as exported pipelines read it; `names` are
+    those of its classes. Raises UserError for a class that it does not know."""
     if asked is None:
         return None
     try:

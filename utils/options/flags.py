@@ -604,7 +604,9 @@ class GenerateOptions(Options):
     num_inference_steps: int | None = flag(
         None, "denoising steps (default: 50; with ddpm all that were trained; 32 for EDM2)", at_least=1
     )
-    class_labels: list[str] | None = flag(None, "make images of these classes in turn: names, or numbers from '#0' on (default: all)")
+    class_labels: list[str] | None = flag(
+        None, "make images of these classes in turn: names, or numbers from '#0' on (default: all)"
+    )
     bits: Literal[8, 16] | None = flag(
         None, "bits of each value in the files (default: 16 for a run with --preserve_input_precision, else 8)"
     )
