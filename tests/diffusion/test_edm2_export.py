@@ -12,7 +12,8 @@ from test_edm2_unet import tiny
 
 from models.edm_heun import EDMHeunScheduler
 from models.guided_pipeline import EDM2Pipeline
-from utils.diffusion.export import check_pipeline, export_pipeline, model_card
+from utils.diffusion.export import check_pipeline, export_pipeline
+from utils.diffusion.model_card import model_card
 
 SAMPLE = """
 import sys, numpy, torch

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import make_tiny_flags
@@ -30,7 +29,7 @@ from models.edm_heun import EDMHeunScheduler
 from utils.core.errors import UserError
 from utils.diffusion import export
 from utils.diffusion.ddpm import BETA_SCHEDULES, make_noise_scheduler
-from utils.diffusion.export import check_export, check_pipeline, export_pipeline, model_card
+from utils.diffusion.export import check_export, check_pipeline, export_pipeline
 from utils.diffusion.unet import normalize_spectra
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
@@ -181,43 +180,6 @@ def test_check_pipeline_names_what_is_broken(tmp_path, monkeypatch):
     export_pipeline(unet, DDPMScheduler(num_train_timesteps=10), folder, "")
     with pytest.raises(RuntimeError, match=r"run does not work: .*not finite"):
         check_pipeline(folder)
-
-
-def test_model_card():
-    card = model_card(
-        {
-            "title": "cats",
-            "data": "a folder | of cats",
-            "hub_dataset": "someone/cats: 2",
-            "command": "train_ddpm.py --hub_token=abc123 --seed 3 --hub_token abc123 --x hf_abcdefghijklmnopqrstuvwx",
-            "updates": 3000,
-            "samples_seen": 192000,
-            "ema_decay": 0.9999,
-            "sampler": "ddim",
-            "sampler_steps": 50,
-            "metrics": {"validation loss": 0.0123456789},
-            "grid": "samples/0003000.png",
-            "pipeline": "someone/cats",
-        }
-    )
-    _, header, body = card.split("---\n", 2)
-    header = yaml.safe_load(header)
-    assert header == {
-        "library_name": "diffusers",
-        "tags": ["diffusers", "unconditional-image-generation", "ddpm"],
-        "datasets": ["someone/cats: 2"],
-    }
-    for row in ("| Updates | 3,000 |", "| Samples seen | 192,000 |", "| EMA decay | 0.9999 |", "| Sampler | ddim |"):
-        assert row in body
-    assert "| validation loss | 0.0123457 |" in body and "a folder \\| of cats" in body
-    assert "![Samples](samples/0003000.png)" in body and 'from_pretrained("someone/cats")' in body
-    assert "abc123" not in card and "hf_abc" not in card and "--seed 3" in card
-
-    bare = model_card({})
-    assert "datasets" not in bare and "license" not in bare and "Metric" not in bare and "command" not in bare
-    assert yaml.safe_load(model_card({"license": "mit"}).split("---\n")[1])["license"] == "mit"
-    with pytest.raises(ValueError, match="unknown facts for the model card: updatez"):
-        model_card({"updatez": 3})
 
 
 def add_batch_norm(network):
