@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import make_tiny_flags
+from conftest import TINY_NETWORK, make_tiny_flags, small_kl
 from diffusers import (
     DDIMScheduler,
     DDPMPipeline,
@@ -27,9 +27,11 @@ from benchmarks.shared.replace import replace_everywhere
 from models.edm2_unet import EDM2UNet
 from models.edm_heun import EDMHeunScheduler
 from utils.core.errors import UserError
+from utils.data.autoencoder import Scale, load_autoencoder
 from utils.diffusion import export
 from utils.diffusion.ddpm import BETA_SCHEDULES, make_noise_scheduler
 from utils.diffusion.export import check_export, check_pipeline, export_pipeline
+from utils.diffusion.pipelines import load_decoder, load_network
 from utils.diffusion.unet import normalize_spectra
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
@@ -180,6 +182,19 @@ def test_check_pipeline_names_what_is_broken(tmp_path, monkeypatch):
     export_pipeline(unet, DDPMScheduler(num_train_timesteps=10), folder, "")
     with pytest.raises(RuntimeError, match=r"run does not work: .*not finite"):
         check_pipeline(folder)
+
+
+def test_no_file_says_where_the_parts_were_loaded_from(tmp_path):
+    here = tmp_path / "somewhere"
+    small_kl().save_pretrained(here / "vae")
+    autoencoder = load_autoencoder(str(here / "vae"), (1, 16, 16))
+    autoencoder.scale = Scale([0.0] * 3, [1.0] * 3)
+    network = UNet2DModel(**TINY_NETWORK | {"sample_size": 8, "in_channels": 3, "out_channels": 3})
+    export_pipeline(network, DDPMScheduler(), here / "run", "", autoencoder=autoencoder)
+    loaded, _ = load_network(str(here / "run"))  # as reconstruct_ema.py does
+    export_pipeline(loaded, DDPMScheduler(), here / "out", "", autoencoder=load_decoder(str(here / "run"), loaded))
+    files = [path for name in ("run", "out") for path in (here / name).rglob("*") if path.is_file()]
+    assert len(files) > 10 and [path for path in files if str(tmp_path).encode() in path.read_bytes()] == []
 
 
 def add_batch_norm(network):

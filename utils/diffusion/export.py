@@ -170,6 +170,10 @@ def _save_pipeline(
     else:
         pipeline = DDPMPipeline(unet=unet, scheduler=scheduler)
     pipeline.save_pretrained(draft, max_shard_size="1TB")  # one weights file whatever the size: a single rename replaces it
+    for path in (draft / name for name in CONFIGS if (draft / name).is_file()):
+        config = json.loads(path.read_text())
+        if config.pop("_name_or_path", None):  # where diffusers had loaded it from, on this machine
+            path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     if code:
         index = json.loads((draft / PIPELINE_INDEX).read_text())
         for name, (module, class_name, folder) in code.items():
