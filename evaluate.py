@@ -56,7 +56,7 @@ def main(args: EvaluateOptions) -> None:
         from utils.data.arrays import is_array_file
         from utils.diagnostics.finding import Finding, described
         from utils.diagnostics.rules.samples import MIN_VARIED
-        from utils.diffusion.guidance import class_numbers, make_guided_prediction
+        from utils.diffusion.guidance import asked_classes, make_guided_prediction
         from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes
         from utils.diffusion.sampling import SamplePlan, full_precision, is_edm, make_sampler, sampling_steps
         from utils.evaluation.evaluator import ClassJudge, Evaluation, pipeline_images, refuse_too_few
@@ -87,7 +87,7 @@ def main(args: EvaluateOptions) -> None:
         sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
         scheduler = make_sampler(sampler, scheduler_config)
         steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
-        class_labels = class_numbers(args.class_labels, names_of_classes(pipeline))
+        class_labels = asked_classes(args.class_labels, names_of_classes(pipeline), unet)
         predict = make_guided_prediction(unet, scheduler_config, class_labels, args.guidance, guide, guide_config)
         made: dict[str, Any] = {"sampler": sampler, "num_inference_steps": steps, "mixed_precision": args.mixed_precision}
         made |= {"class_labels": class_labels, "guidance": args.guidance, "guide_pipeline": args.guide_pipeline}

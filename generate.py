@@ -46,7 +46,7 @@ def main(args: GenerateOptions) -> None:
         from utils.core.bars import Bar
         from utils.core.distributed import make_accelerator, on_main_process
         from utils.core.images import image_suffix, is_complete_image, make_grid, read_image, save_image, save_png
-        from utils.diffusion.guidance import class_numbers, make_guided_prediction
+        from utils.diffusion.guidance import asked_classes, make_guided_prediction
         from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes, trained_bits
         from utils.diffusion.sampling import (
             SamplePlan,
@@ -82,7 +82,7 @@ def main(args: GenerateOptions) -> None:
     num_inference_steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
     made = (args.seed, args.batch_size, accelerator.device, autoencoder)
     plan = SamplePlan(scheduler, num_inference_steps, image_shape(unet), *made)
-    class_labels = class_numbers(args.class_labels, names_of_classes(args.pipeline))
+    class_labels = asked_classes(args.class_labels, names_of_classes(args.pipeline), unet)
     predict = make_guided_prediction(unet, scheduler_config, class_labels, args.guidance, guide, guide_config)
 
     # Settings: one folder holds one set of images

@@ -22,7 +22,8 @@ def main(args: ReconstructionOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
     with loading_libraries(args):
         from utils.core.distributed import make_accelerator
-        from utils.diffusion.export import export_pipeline, model_card
+        from utils.diffusion.export import export_pipeline
+        from utils.diffusion.model_card import model_card
         from utils.diffusion.pipelines import load_decoder, names_of_classes
         from utils.evaluation.ema_reconstruction import check_output, describe, load_run, load_weights
         from utils.evaluation.ema_sweep import make_judge, write_sweep
@@ -51,10 +52,10 @@ def main(args: ReconstructionOptions) -> None:
     weights = reconstruct(snapshots, best, step)
     rounding = fp16_error(snapshots, best, step, weights)
     load_weights(unet, weights, args.run)
-    facts = {"updates": step, "ema_width": best, "pipeline": str(args.output_dir)}
-    names = names_of_classes(str(args.run))
-    card = model_card(describe(args.run, unet) | facts | {"class_names": names or None})
-    export_pipeline(unet, scheduler, args.output_dir, card, class_names=names, autoencoder=load_decoder(str(args.run), unet))
+    facts = {"ema_width": best, "pipeline": args.output_dir.resolve().name}
+    card = model_card(describe(args.run, unet, scheduler, step) | facts)
+    names, autoencoder = names_of_classes(str(args.run)), load_decoder(str(args.run), unet)
+    export_pipeline(unet, scheduler, args.output_dir, card, class_names=names, autoencoder=autoencoder)
     used, error = recipes[best].snapshots, recipes[best].error
     off = f"profile {error:.1%} off"
     if rounding:

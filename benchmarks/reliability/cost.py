@@ -198,11 +198,13 @@ def time_checkpoints(presets: list[str], repeats: int) -> None:
         with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", ".")) as folder:
             for state.step in range(1, repeats + 1):
                 start = time.perf_counter()
-                assert save_checkpoint(accelerator, Path(folder), state, total_limit=2) is None
+                problem = save_checkpoint(accelerator, Path(folder), state, total_limit=2)
                 saved = time.perf_counter()
-                assert verify_checkpoint(Path(folder, f"checkpoint-{state.step}")) is None
+                problem = problem or verify_checkpoint(Path(folder, f"checkpoint-{state.step}"))
                 times["save"].append(saved - start)
                 times["verify"].append(time.perf_counter() - saved)
+                if problem:
+                    raise RuntimeError(f"what was saved is not whole: {problem}")
                 start = time.perf_counter()
                 save_file(tensors, Path(folder, "plain.safetensors"))
                 times["plain"].append(time.perf_counter() - start)

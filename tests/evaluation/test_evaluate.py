@@ -154,8 +154,8 @@ def test_the_split_is_the_run_s_own_or_unknown(folder, call, tmp_path):
 def test_edm2_with_classes_and_guidance_is_evaluated_as_it_is_generated(folder, call, tmp_path):
     import generate
 
-    export_pipeline(tiny_edm2(), EDMHeunScheduler(sigma_data=0.5), tmp_path / "edm2", "")
-    sampling = [*SAMPLING, "--class_labels", 2, 0, "--guidance", 1.5]
+    export_pipeline(tiny_edm2(), EDMHeunScheduler(sigma_data=0.5), tmp_path / "edm2", "", class_names=["1", "2", "3"])
+    sampling = [*SAMPLING, "--class_labels", 3, "#0", "--guidance", 1.5]
     flags = ["--pipeline", tmp_path / "edm2", "--output_dir", tmp_path / "out", *sampling]
     generate.main(generate.parse_args([str(flag) for flag in flags]))
     flags = ["--pipeline", tmp_path / "edm2", "--images", tmp_path / "out", *sampling, "--output_dir", tmp_path / "figures"]
@@ -340,7 +340,7 @@ def test_bad_input_is_one_line(folder, call, tmp_path):
     [
         (["--sampler", "heun"], "--sampler heun does not work"),
         (["--num_inference_steps", 21], "from 1 to 20"),
-        (["--class_labels", 3], "--class_labels 3: the pipeline has no such class"),
+        (["--class_labels", 3], "--class_labels 3: the pipeline has no classes"),
         (["--guidance", 2], "--guidance: the pipeline has no classes"),
     ],
 )

@@ -1,6 +1,5 @@
 """A finished run as `reconstruct_ema.py` takes it up: its network, its sampler, and what its model card says."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -10,11 +9,12 @@ from torch import nn
 from models.edm2_unet import EDM2UNet
 from models.edm_heun import EDMHeunScheduler
 from utils.core.errors import UserError
-from utils.core.size import Size
 from utils.diffusion.classes import classes_known
-from utils.diffusion.pipelines import image_shape, load_network
+from utils.diffusion.model_card import facts_of_run, options_of_record
+from utils.diffusion.pipelines import load_network, names_of_classes
 from utils.diffusion.sampling import Scheduler, is_edm
 from utils.diffusion.unet import normalize_spectra
+from utils.options.flags import EDM2Options
 from utils.runs.record import RunRecord
 
 
@@ -57,17 +57,20 @@ def check_output(output_dir: Path, run: Path) -> None:
         raise UserError(f"--output_dir {output_dir} has other files\nchoose another --output_dir")
 
 
-def describe(run: Path, unet: ModelMixin) -> dict:
-    """Returns facts for the model card (see `export.model_card`) from what the run recorded."""
+def describe(run: Path, unet: ModelMixin, scheduler: Scheduler, step: int) -> dict:
+    """Returns facts for the model card (see `model_card`) after `step` updates, from what the run recorded."""
     record = RunRecord.read(run)
+    options, classes = options_of_record(record.options), classes_known(unet)
     facts = {
         "title": f"{run.resolve().name}, EMA reconstructed after training",
-        "data": record.options.get("dataset_name") or record.options.get("train_data_dir"),
-        "command": record.command,
-        "resolution": record.options.get("resolution") or Size(*image_shape(unet)[1:]).resolution,
-        "autoencoder": record.options.get("vae"),
-        "classes": classes_known(unet) or None,
-        "prediction_type": record.options.get("prediction_type"),
-        "carries_code": isinstance(unet, EDM2UNet) or bool(classes_known(unet) or record.options.get("vae")),
+        "updates": step,
+        "samples_seen": step * record.resolved["global_batch_size"] if "global_batch_size" in record.resolved else None,
+        "carries_code": isinstance(unet, EDM2UNet) or bool(classes or options.vae),
     }
-    return json.loads(json.dumps(facts))
+    if isinstance(options, EDM2Options):
+        facts["noise_levels"] = f"normal, mean {options.P_mean}, standard deviation {options.P_std}"
+    else:
+        facts["prediction_type"] = scheduler.config.prediction_type
+    if classes:
+        facts |= {"classes": classes, "label_dropout": record.options.get("label_dropout")}
+    return facts_of_run(options, record.resolved | {"classes": classes}, scheduler, names_of_classes(str(run))) | facts

@@ -604,7 +604,9 @@ class GenerateOptions(Options):
     num_inference_steps: int | None = flag(
         None, "denoising steps (default: 50; with ddpm all that were trained; 32 for EDM2)", at_least=1
     )
-    class_labels: list[str] | None = flag(None, "make images of these classes in turn: names or numbers (default: all)")
+    class_labels: list[str] | None = flag(
+        None, "make images of these classes in turn: names, or numbers from '#0' on (default: all)"
+    )
     bits: Literal[8, 16] | None = flag(
         None, "bits of each value in the files (default: 16 for a run with --preserve_input_precision, else 8)"
     )
@@ -634,7 +636,7 @@ class EvaluatedOptions(Options):
     num_inference_steps: int | None = flag(
         None, "denoising steps (50; with ddpm all that were trained; 32 for EDM2)", at_least=1
     )
-    class_labels: list[str] | None = flag(None, "make images of these classes in turn: names or numbers (all)")
+    class_labels: list[str] | None = flag(None, "make images of these classes in turn: names, or numbers from '#0' on (all)")
     guidance: float = flag(1.0, "strength of the guidance; 1: off (1)", at_least=0)
     guide_pipeline: str | None = flag(None, "autoguidance: a smaller or less trained pipeline (the model without classes)")
     validation_images: int = flag(
