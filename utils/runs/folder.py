@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from utils.core.entrypoint import at_end
 from utils.core.errors import UserError
-from utils.core.files import whole_file
+from utils.core.files import make_folder, whole_file
 from utils.core.versions import git_commit, library_versions
 from utils.options.config_file import HIDDEN
 from utils.options.parser import Options
@@ -72,15 +72,7 @@ class RunFolder:
         """
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         at_end(self._remove_if_empty)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / ".write-test"
-            probe.write_bytes(b"")
-            probe.unlink()
-        except OSError as error:
-            raise UserError(
-                f"cannot write to --output_dir {self.path}: {error.strerror or error}\nchoose another --output_dir"
-            ) from None
+        make_folder(self.path, "--output_dir")
         self._lock = FileLock(self.path / ".lock", is_singleton=True)  # in one process, as in tests, run may follow on run
         try:
             self._lock.acquire(timeout=0)

@@ -1,25 +1,22 @@
 """What was seen of a script: diagnosis.json, report.html, and the table in the terminal."""
 
 import contextlib
-import json
 import os
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from utils.core.files import whole_file
 from utils.diagnostics.audit.observer import failure_text
 from utils.diagnostics.audit.verdict import step_lines
 from utils.diagnostics.diagnose import judge
-from utils.diagnostics.finding import Finding, described
-from utils.diagnostics.report.report import write_report
+from utils.diagnostics.finding import DIAGNOSIS, Finding, described, write_findings
+from utils.diagnostics.report.report import REPORT, write_report
 from utils.diagnostics.rules.audit import audited
 from utils.diagnostics.watching.description import describe
 from utils.diagnostics.watching.watcher import Watcher
 from utils.runs.record import RunRecord
 
-DIAGNOSIS, REPORT = "diagnosis.json", "report.html"
 SETTLING = 0.2  # seconds in which threads of gloo forget the tensors of their last work
 
 
@@ -35,8 +32,7 @@ class Result:
         findings = self.findings(watcher)
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with whole_file(self.folder / DIAGNOSIS) as draft:
-                draft.write_text(json.dumps([vars(finding) for finding in findings], indent=2) + "\n")
+            write_findings(self.folder / DIAGNOSIS, findings)
             write_report(self._record(watcher), findings, self.folder / REPORT)
 
     def _record(self, watcher: Watcher) -> RunRecord:
