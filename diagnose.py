@@ -46,10 +46,12 @@ def _split(argv: list[str] | None) -> tuple[list[str], list[str]]:
 def main(args: DiagnoseOptions) -> int:
     # Imported here because torch takes seconds, which --help and a mistyped flag should not pay for.
     if args.watch is not None:
+        from utils.diagnostics.watching.result import Result
         from utils.diagnostics.watching.script import watch_script
 
         folder = args.watch_dir or Path("watch") / Path(args.watch).stem
-        sys.exit(watch_script(Path(args.watch), _split(None)[1], folder, args.watch_updates))
+        result = Result(folder, shows_all=args.all, fail_on=args.fail_on)
+        sys.exit(watch_script(Path(args.watch), _split(None)[1], result, args.watch_updates))
     if args.cache or args.prune_cache is not None:
         return show_caches(args)
     if args.compare:
@@ -198,11 +200,10 @@ def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOp
         observed = sum(check["healthy"] is not None for check in steps)
         lines.append(f"the training step: {observed} of {len(steps)} quantities observed")
     lines += [f"report: {report}"] if report else []
+    lines += [] if args.all else ["all checks and figures: --all"]
     print(*lines, sep="\n", end="\n\n")
     if args.all:
         print(*_all_lines(steps, healthy, missing, figures), sep="\n", end="\n\n")
-    else:
-        print("--all prints all checks and figures", end="\n\n")
     print(*told(findings), sep="\n")
 
 
@@ -216,9 +217,9 @@ def _all_lines(steps: list[dict], healthy: list[str], missing: set[str], figures
         text = before + ", ".join(code for code in CATALOG if code in codes)
         if codes:
             lines += textwrap.wrap(text, 110, initial_indent=f"{word:<6}", subsequent_indent=" " * 6, break_on_hyphens=False)
-    for kind in ("data", "probe"):
+    for kind, said in (("data", "data (values as the network sees them, in [-1, 1])"), ("probe", "probe")):
         if kind in figures:
-            lines += ["", kind, *_figure_lines(figures[kind])]
+            lines += ["", said, *_figure_lines(figures[kind])]
     return lines
 
 
@@ -240,7 +241,7 @@ def _run_lines(record: "RunRecord") -> list[str]:
 def _figure_lines(figures: dict) -> list[str]:
     from utils.diagnostics.report.tables import cell, figure_name, flatten
 
-    return [f"  {figure_name(key):<30} {cell(value)}" for key, value in flatten(figures).items()]
+    return [f"  {figure_name(key)}: {cell(value)}" for key, value in flatten(figures).items()]
 
 
 if __name__ == "__main__":

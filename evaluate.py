@@ -234,8 +234,10 @@ def check_paths(args: EvaluateOptions) -> None:
         for path in paths:
             if not path.exists():
                 raise UserError(f"--{flag} {path}: no such file or folder\ncheck the path")
-    if args.output_dir is not None and os.environ.get("RANK", "0") == "0":
-        make_folder(args.output_dir, "--output_dir")
+    if os.environ.get("RANK", "0") == "0":
+        for flag, folder in (("output_dir", args.output_dir), ("output", args.output and args.output.parent)):
+            if folder is not None:
+                make_folder(folder, f"--{flag}")
 
 
 def same_shape(shapes: dict[str, tuple[int, int, int]]) -> tuple[int, int, int]:
@@ -283,11 +285,14 @@ def reference_facts(images: "ImageSet", extractor: "Extractor", features: "Featu
 
 def check_reference(args: EvaluateOptions, facts: dict, extractor: "Extractor", shape: tuple[int, int, int]) -> None:
     """Raises UserError where stored statistics are of another extractor or image size than what is evaluated."""
+    from utils.evaluation.table import COMPARABLE, shown
+
     wanted = extractor.identity() | {"image_shape": list(shape)}
     for key, value in wanted.items():
         if facts.get(key) != value:
+            name = COMPARABLE.get(key, key)
             raise UserError(
-                f"--reference {args.reference} does not fit: its {key} is {facts.get(key)}, not {value}\n"
+                f"--reference {args.reference} does not fit: its {name} is {shown(facts.get(key))}, not {shown(value)}\n"
                 "use the --features and the image size that it was made with, or make it again"
             )
 

@@ -35,9 +35,15 @@ def refuse_to_compare(first: dict, second: dict) -> None:
         if first.get(key) != second.get(key):
             raise UserError(
                 f"{first['name']} and {second['name']} cannot be compared: another {name} "
-                f"({first.get(key)}, {second.get(key)})\n"
+                f"({shown(first.get(key))}, {shown(second.get(key))})\n"
                 "evaluate both with the same flags"
             )
+
+
+def shown(value: object) -> str:
+    """Returns a fact of a result as a message shows it: of a hash its beginning."""
+    text = str(value)
+    return text[:12] if len(text) == 64 else text
 
 
 def read_results(path: Path) -> list[dict]:
