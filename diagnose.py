@@ -7,8 +7,9 @@
     python diagnose.py --cache                                          # the packed images; --prune_cache 30 removes old ones
     python diagnose.py --watch my_train.py --its_flags ...              # any training script; --watch is the last flag
 
-Exit status: 0 no findings; 1 findings; 2 it could not run. Findings for information do not count. With --compare: 0 the same
-bits as far as both runs went; 1 they differ; 2 they cannot be compared. With --watch, it is the exit status of the script.
+Exit status: 0 no findings; 1 findings; 2 it could not run. Findings for information do not count; with --fail_on critical, nor
+do warnings. With --compare: 0 the same bits as far as both runs went; 1 they differ; 2 they cannot be compared. With --watch,
+it is that of the script; with --fail_on, a script that ends with 0 gets 1 for findings, and 2 if nothing was judged.
 """
 
 import json
@@ -178,6 +179,7 @@ def load(args: DiagnoseOptions, resolution: int | str, image_channels: int) -> "
 
 def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOptions, report: Path | None) -> None:
     """What was looked at, with --all each check and figure; then the findings, with cause and fixes. `report`: the page."""
+    from utils.diagnostics.audit.verdict import step_summary
     from utils.diagnostics.catalog import CATALOG
     from utils.diagnostics.finding import told
     from utils.diagnostics.rules.audit import audited
@@ -196,9 +198,7 @@ def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOp
     steps = audited(record)
     lines = _run_lines(record) if record.options else []
     lines.append(f"{len(healthy)} checks found nothing" + f", {len(missing)} had too few figures" * bool(missing))
-    if steps:
-        observed = sum(check["healthy"] is not None for check in steps)
-        lines.append(f"the training step: {observed} of {len(steps)} quantities observed")
+    lines += [step_summary(steps)] if steps else []
     lines += [f"report: {report}"] if report else []
     lines += [] if args.all else ["all checks and figures: --all"]
     print(*lines, sep="\n", end="\n\n")

@@ -192,12 +192,8 @@ def test_a_flag_of_ours_after_the_script_is_said_to_be_the_scripts(server, tmp_p
     (tmp_path / "silent.py").write_text("")
     words = ["--steps", 3, "--watch_updates", 5, "--fail-on=critical"]
     _, text, _ = watch(server, tmp_path, tmp_path / "silent.py", *words)
-    assert (
-        text.count(
-            "note: the script gets --watch_updates, --fail-on, and diagnose.py does not: its own flags stand before --watch"
-        )
-        == 2
-    )
+    note = "note: the script gets --watch_updates, --fail-on, and diagnose.py does not: its own flags stand before --watch"
+    assert text.count(note) == 2
     assert text.startswith("note: ")  # before it runs for hours
 
 

@@ -307,18 +307,8 @@ def test_what_was_found_stands_in_the_record_of_the_run(folder, call, tmp_path, 
 def test_a_run_that_cannot_be_written_is_said_and_evaluated_all_the_same(folder, tmp_path, call, capsys):
     run = shutil.copytree(folder / "run", tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
     (run / "evaluation").write_text("")  # in the place of a read-only folder, which stops no root
-    flags = [
-        "--pipeline",
-        run,
-        "--dataset_name",
-        "digits",
-        *SAMPLING,
-        "--no_classes",
-        "--json",
-        "--cache_dir",
-        folder / "cache",
-    ]
-    evaluate.main(evaluate.parse_args([*map(str, flags)]))
+    flags = ["--pipeline", run, "--dataset_name", "digits", *SAMPLING, "--no_classes", "--json"]
+    evaluate.main(evaluate.parse_args([*map(str, flags), "--cache_dir", str(folder / "cache")]))
     said = capsys.readouterr()
     assert results(said.out)[0]["figures"]["findings"][0]["code"] == "samples-unlike-data"
     notes = [line for line in said.err.splitlines() if line.startswith("note: ")]

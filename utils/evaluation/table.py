@@ -138,4 +138,6 @@ def sentences(results: list[dict]) -> list[str]:
         for source, values in by_name.items():
             if len(values) > 1:
                 found.append(f"{source}: {name} over {len(values)} seeds: mean {mean(values):.4g}, minimum {min(values):.4g}")
+    if any(figures["kd"] < 0 for result in results for figures in (result["figures"], result["figures"]["floor"])):
+        found.append("a kernel distance (kd) below 0 is one of 0: it is an estimate, and chance takes it to either side")
     return found

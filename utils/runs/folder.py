@@ -33,6 +33,11 @@ WITHOUT: dict[str, Any] = {
     **{"streaming": False, "shuffle_window": 10_000, "cache_limit": "50GB"},
     **{"vae": None, "latent_scale": None},
 }
+ABOUT = {  # what is compared beside the flags
+    "global_batch_size": "global batch = processes x --train_batch_size x --gradient_accumulation_steps; keep the product",
+    "data_fingerprint": "data_fingerprint: the images themselves, whatever the dataset is called",
+    "vae.weights": "vae.weights: the weights of the autoencoder",
+}
 EXIT_STATUS = "exit_status"  # there only once a run has ended by itself or by a signal: not while it goes on, nor after a crash
 TRACKED = "trackers.json"  # the run that each tracker has of it
 RUN_FILES = (
@@ -188,8 +193,7 @@ def check_options(saved: dict, current: dict, allowed: list[str], misfit: str | 
     changed = [n for n in changed if n not in moved]
     if changed or misfit:
         lines = [f"  {n}: {saved.get(n, absent)} in the checkpoint, {current.get(n, absent)} now" for n in changed]
-        if "global_batch_size" in changed:
-            lines.append("  (global batch = processes x --train_batch_size x --gradient_accumulation_steps; keep the product)")
+        lines += [f"  ({about})" for name, about in ABOUT.items() if name in changed]
         if misfit or fixed:
             why = f"the weights do not fit ({misfit})" if misfit else f"{', '.join(fixed)} cannot change within a run"
             advice = f"{why}: use the checkpoint's values, or start a new run in another --output_dir"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from utils.core.files import make_folder
 from utils.diagnostics.audit.observer import failure_text
-from utils.diagnostics.audit.verdict import step_lines
+from utils.diagnostics.audit.verdict import step_lines, step_summary
 from utils.diagnostics.diagnose import judge
 from utils.diagnostics.finding import DIAGNOSIS, Finding, any_at_least, told, write_findings
 from utils.diagnostics.report.report import REPORT, write_report
@@ -112,9 +112,7 @@ class Result:
         if checks and self._shows_all:
             lines += ["", *step_lines(checks)]
         elif checks:
-            observed = sum(check["healthy"] is not None for check in checks)
-            lines.append(f"the training step: {observed} of {len(checks)} quantities observed")
-            lines.append("all of them: --all before --watch")
+            lines += [step_summary(checks), "all of them: --all before --watch"]
         lines += ["", *told(findings)] if checks or findings else [self._passed_on] * bool(self._passed_on)
         sys.stdout.flush()
         print("\n".join(lines), flush=True)
