@@ -20,7 +20,7 @@ from utils.runs.record import RunRecord
 SETTLING = 0.2  # seconds in which threads of gloo forget the tensors of their last work
 
 
-OURS = ("watch", "watch_dir", "watch_updates", "fail_on")  # flags that hardly a script has
+OURS = ("watch_dir", "watch_updates", "fail_on")  # flags that hardly a script has
 
 
 class Result:

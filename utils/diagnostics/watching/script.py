@@ -32,7 +32,7 @@ def watch_script(script: Path, arguments: list[str], result: Result, most_update
         """`status`: None of a signal. `ended`: by itself; None: where the status is 0."""
         watcher.exit_status = status
         result.finish(watcher, hooks, ended=status == 0 if ended is None else ended, last_look=last_look)
-        return result.status(watcher, status or 0)
+        return 0 if status is None else result.status(watcher, status)
 
     tell_before_death(finish)
     gc.freeze()  # what is there before the script: no look at all objects goes through it
