@@ -186,14 +186,24 @@ def claim_folder(output_dir: Path, settings: dict) -> None:
         raise UserError(f"cannot use --output_dir {output_dir}: {error}\nchoose another --output_dir") from error
 
 
+# What to say of settings that are no flags, where they differ.
+OTHER_IMAGES = {
+    "weights_sha256": "images of other weights: another pipeline, or one that was trained further since",
+    "guide_sha256": "images with another --guide_pipeline, or one that was trained further since",
+    "autoencoder": "images of another autoencoder",
+    "sampler_version": "images of an earlier version of this sampler",
+}
+
+
 def refuse_other_settings(output_dir: Path, recorded: dict, settings: dict) -> None:
     for key, value in settings.items():
         # The pipeline is recognized by its weights, so that it may be moved or reached by another path.
         if key not in ("pipeline", "num_images") and recorded.get(key) != value:
-            raise UserError(
-                f"--output_dir {output_dir} has images of another {key} ({recorded.get(key)}, now {value})\n"
-                "choose another --output_dir"
-            )
+            was, now = ("not set" if each is None else each for each in (recorded.get(key), value))
+            other = OTHER_IMAGES.get(key, f"images with another --{key} ({was}, now {now})")
+            if key == "weights_sha256" and recorded.get("pipeline") == settings["pipeline"]:
+                other = "images of an earlier state of this pipeline: it was trained further since, or changed"
+            raise UserError(f"--output_dir {output_dir} has {other}\nchoose another --output_dir")
     if recorded["num_images"] > settings["num_images"]:
         raise UserError(
             f"--output_dir {output_dir} has {recorded['num_images']} images, more than --num_images "

@@ -62,7 +62,7 @@ def test_images_are_of_the_classes_asked_for(pipelines, tmp_path):
     assert other[0] == in_turn[0] and other[1] != in_turn[1] and other[2] != in_turn[2]
     settings = json.loads((tmp_path / "other/generate.json").read_text())
     assert settings["class_labels"] == [0, 2] and settings["sampler"] == "heun"
-    with pytest.raises(UserError, match="images of another class_labels"):
+    with pytest.raises(UserError, match="images with another --class_labels"):
         make(pipelines, tmp_path / "other")
 
 

@@ -1,10 +1,12 @@
 """The doctor in the loop: when it looks, what it says and records, and when it has a run stopped."""
 
+import json
 from pathlib import Path
 
 import pytest
 from made_up_runs import DATA, EVERY, REPORTS, SCHEDULE, report, run
 
+from utils.runs.evaluations import write_evaluation
 from utils.training.doctor import Doctor
 
 TOTAL = REPORTS * EVERY
@@ -27,6 +29,25 @@ def tell(watching: Doctor, number: int, **changes) -> bool:
     """The `number`-th report. Whether anything is critical."""
     figures = report(number) | changes
     return watching.record_report(figures.pop("step"), figures, figures.pop("layers"))
+
+
+def test_what_another_tool_found_stays_in_the_file_and_stops_nothing(tmp_path):
+    """evaluate.py, while the run goes on and before it is resumed."""
+    said: list[str] = []
+    figures = {"precision": 0.0, "variance_ratio": 0.97, "rows": 400, "modes": {}, "floor": {"precision": 0.96}}
+    watching = doctor(tmp_path, said=said)
+    assert not tell(watching, 1)
+    write_evaluation(tmp_path, "checkpoint-20", 20, {"features": "randconv", "images": 40, "figures": figures})
+    assert not any(tell(watching, number) for number in (2, 3))
+    resumed = doctor(tmp_path, first_step=3 * EVERY, said=said)
+    assert not tell(resumed, 4)
+    assert said == []
+    (found,) = json.loads((tmp_path / "diagnosis.json").read_text())
+    assert (found["code"], found["severity"], found["source"]) == ("samples-unlike-data", "critical", "evaluate.py")
+    # The run's own finding of the same code is told all the same, and counts.
+    resumed.record(REPORTS * EVERY - 1, {"evaluation": figures})
+    assert len(said) == 1 and said[0].startswith("critical: samples-unlike-data") and "evaluate.py" not in said[0]
+    assert tell(resumed, REPORTS)
 
 
 @pytest.mark.parametrize("fault", [{"data/max": 255.0}, {"train/skipped_updates": 40.0}])

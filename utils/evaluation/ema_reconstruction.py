@@ -9,6 +9,7 @@ from torch import nn
 from models.edm2_unet import EDM2UNet
 from models.edm_heun import EDMHeunScheduler
 from utils.core.errors import UserError
+from utils.core.files import make_folder
 from utils.diffusion.classes import classes_known
 from utils.diffusion.model_card import facts_of_run, options_of_record
 from utils.diffusion.pipelines import load_network, names_of_classes
@@ -44,7 +45,8 @@ def load_weights(unet: nn.Module, weights: dict[str, torch.Tensor], run: Path) -
 
 
 def check_output(output_dir: Path, run: Path) -> None:
-    """Raises UserError where the pipeline would take the place of a run, or of anything but another pipeline."""
+    """Makes the folder of the pipeline. Raises UserError where that would take the place of a run, or of anything but another
+    pipeline, and where it cannot be written."""
     if output_dir.resolve() == run.resolve() or (output_dir / "options.json").exists():
         raise UserError(
             f"--output_dir {output_dir} is the folder of a run, which is not overwritten\nchoose another --output_dir"
@@ -55,6 +57,7 @@ def check_output(output_dir: Path, run: Path) -> None:
         and not any((output_dir / name).exists() for name in ("model_index.json", "sweep.json"))
     ):
         raise UserError(f"--output_dir {output_dir} has other files\nchoose another --output_dir")
+    make_folder(output_dir, "--output_dir")
 
 
 def describe(run: Path, unet: ModelMixin, scheduler: Scheduler, step: int) -> dict:

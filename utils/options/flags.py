@@ -728,6 +728,10 @@ class DiagnosedOptions(Options):
         [], "two runs: find the first update at which they differ, what differs first, and which options differ", metavar="RUN"
     )
     json: bool = flag(False, "print JSON instead of a table")
+    all: bool = flag(False, "print all checks and figures, too, not only the findings")
+    fail_on: Literal["critical", "warning"] | None = flag(
+        None, "exit status 1 for findings of this severity or above (warning; with --watch, it is the status of the script)"
+    )
     no_report: bool = flag(False, "do not write report.html and diagnosis.json")
     cache: bool = flag(False, "list the packed images: data, options, size and last use")
     prune_cache: float | None = flag(

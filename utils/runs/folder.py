@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from utils.core.entrypoint import at_end
 from utils.core.errors import UserError
-from utils.core.files import whole_file
+from utils.core.files import make_folder, whole_file
 from utils.core.versions import git_commit, library_versions
 from utils.options.config_file import HIDDEN
 from utils.options.parser import Options
@@ -32,6 +32,11 @@ WITHOUT: dict[str, Any] = {
     **{"class_conditional": False, "label_dropout": 0.1, "data_range": None, "pretrained": None, "train_only": None},
     **{"streaming": False, "shuffle_window": 10_000, "cache_limit": "50GB"},
     **{"vae": None, "latent_scale": None},
+}
+ABOUT = {  # what is compared beside the flags
+    "global_batch_size": "global batch = processes x --train_batch_size x --gradient_accumulation_steps; keep the product",
+    "data_fingerprint": "data_fingerprint: the images themselves, whatever the dataset is called",
+    "vae.weights": "vae.weights: the weights of the autoencoder",
 }
 EXIT_STATUS = "exit_status"  # there only once a run has ended by itself or by a signal: not while it goes on, nor after a crash
 TRACKED = "trackers.json"  # the run that each tracker has of it
@@ -72,15 +77,7 @@ class RunFolder:
         """
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         at_end(self._remove_if_empty)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / ".write-test"
-            probe.write_bytes(b"")
-            probe.unlink()
-        except OSError as error:
-            raise UserError(
-                f"cannot write to --output_dir {self.path}: {error.strerror or error}\nchoose another --output_dir"
-            ) from None
+        make_folder(self.path, "--output_dir")
         self._lock = FileLock(self.path / ".lock", is_singleton=True)  # in one process, as in tests, run may follow on run
         try:
             self._lock.acquire(timeout=0)
@@ -196,8 +193,7 @@ def check_options(saved: dict, current: dict, allowed: list[str], misfit: str | 
     changed = [n for n in changed if n not in moved]
     if changed or misfit:
         lines = [f"  {n}: {saved.get(n, absent)} in the checkpoint, {current.get(n, absent)} now" for n in changed]
-        if "global_batch_size" in changed:
-            lines.append("  (global batch = processes x --train_batch_size x --gradient_accumulation_steps; keep the product)")
+        lines += [f"  ({about})" for name, about in ABOUT.items() if name in changed]
         if misfit or fixed:
             why = f"the weights do not fit ({misfit})" if misfit else f"{', '.join(fixed)} cannot change within a run"
             advice = f"{why}: use the checkpoint's values, or start a new run in another --output_dir"

@@ -1,19 +1,17 @@
 """The doctor in the loop: records what a run shows of itself, tells each finding once, keeps diagnosis.json up to date."""
 
 import contextlib
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from utils.core.files import whole_file
 from utils.diagnostics.diagnose import diagnose
-from utils.diagnostics.finding import SEVERITIES, Finding, described
-from utils.diagnostics.report.report import write_report
+from utils.diagnostics.finding import DIAGNOSIS, SEVERITIES, Finding, described, write_findings
+from utils.diagnostics.report.report import REPORT, write_report
+from utils.runs.evaluations import read_evaluations
 from utils.runs.history import History
 from utils.runs.record import RunRecord
 
-DIAGNOSIS, REPORT = "diagnosis.json", "report.html"
 # That a run of any length records layer by layer, or its history would fill memory and disk; and examines, beside the first
 # ones, in which most faults show, while looking costs little.
 DETAILED_REPORTS, FIRST_REPORTS = 200, 200
@@ -87,20 +85,24 @@ class Doctor:
     def look(self) -> None:
         """Looks at all that is recorded, says what is new or has become more severe, but nothing that is for information alone.
 
-        What is critical after a resume is so by what was recorded since: the cause may have been mended.
+        What is critical after a resume is so by what was recorded since: the cause may have been mended. What another tool
+        found stands in the file too, but that tool has told it, and it says nothing of the update that is made now.
         """
         if not self._enabled:
             return
+        self._record.evaluations = read_evaluations(self._record.output_dir)
         self.findings = diagnose(self._record)
-        for finding in self.findings:
+        own = [finding for finding in self.findings if not finding.source]
+        for finding in own:
             rank, told = SEVERITIES.index(finding.severity), SEVERITIES.index(self._told.get(finding.code, "info"))
             if rank < told:
                 self._told[finding.code] = finding.severity
                 self._print_line(finding.line)
                 if self._log is not None:
                     self._log({f"diagnosis/{finding.code}": LEVELS[finding.severity]}, self._record.history[-1]["step"])
-        write_diagnosis(self._record.output_dir / DIAGNOSIS, self.findings)
-        self._critical = any(finding.severity == "critical" for finding in self.findings) and self._still_critical()
+        with contextlib.suppress(OSError):  # a full disk is no reason to stop
+            write_findings(self._record.output_dir / DIAGNOSIS, self.findings)
+        self._critical = any(finding.severity == "critical" for finding in own) and self._still_critical()
 
     def _still_critical(self) -> bool:
         if not self._first_step:
@@ -114,7 +116,7 @@ class Doctor:
                 history += [record] if "data" in record or "schedule" in record or resumed else []
             else:
                 history.append(record | {skipped: record[skipped] - before} if skipped in record else record)
-        findings = diagnose(replace(self._record, history=history))
+        findings = diagnose(replace(self._record, history=history, evaluations=[]))
         since = [f for f in findings if f.step is not None and f.step >= self._first_step + (not f.code.startswith("step-"))]
         return any(f.severity == "critical" for f in since)
 
@@ -127,12 +129,6 @@ class Doctor:
                 write_report(RunRecord.read(self._record.output_dir), self.findings, path)
             except Exception as error:
                 self._print_line(f"{path} was not written: {type(error).__name__}: {error}")
-
-
-def write_diagnosis(path: Path, findings: list[Finding]) -> None:
-    """The findings as JSON, complete or not at all; a full disk is no reason to stop."""
-    with contextlib.suppress(OSError), whole_file(path) as draft:
-        draft.write_text(json.dumps([vars(finding) for finding in findings], indent=2) + "\n")
 
 
 def foretold(options: dict, facts: dict, schedule: dict | None) -> list[str]:

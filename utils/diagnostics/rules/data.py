@@ -104,7 +104,8 @@ def class_empty(record: RunRecord) -> Found:
         usual = median(counts.values()) if counts else 0
         few = [f"{name} ({count})" for name, count in counts.items() if count < 0.03 * usual]
         if few:  # for information alone: the world has rare things
-            yield Finding("class-empty", "info", f"{len(few)} with hardly any, such as {', '.join(few[:3])}", step)
+            what = f"{len(few)} with less than 3% of the usual number, such as {', '.join(few[:3])}"
+            yield Finding("class-empty", "info", what, step)
 
 
 def class_imbalance(record: RunRecord) -> Found:
