@@ -23,10 +23,6 @@ def load_run(run: Path) -> tuple[ModelMixin, Scheduler]:
     """(network to load averaged weights into, scheduler) of the run's exported pipeline. Raises UserError without one."""
     from diffusers import DDPMScheduler
 
-    if not (run / "model_index.json").exists():
-        raise UserError(
-            f"{run} has no exported pipeline yet\na run exports one every --save_model_steps updates, and at the end"
-        )
     unet, config = load_network(str(run))
     if RunRecord.read(run).options.get("spectral_norm"):
         normalize_spectra(unet)  # in training the weights stand beside their singular vectors, and so do their averages

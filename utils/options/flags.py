@@ -448,7 +448,7 @@ class DDPMNetworkOptions(Options):
     """network"""
 
     model_preset: str | None = flag(
-        None, "digits16, small32, small64, cifar10, celeba64 or 256, see below (chosen by the resolution)"
+        None, "digits16, small32, small64, cifar10, celeba64 or 256, see below (only a network, by the resolution)"
     )
     model_config_name_or_path: str | None = flag(None, "config of a diffusers UNet2DModel: Hub name, folder or file", free=True)
     activation: Literal["silu", "mish", "gelu", "relu"] | None = flag(None, "(the network's own)")

@@ -119,10 +119,14 @@ class Periodic:
         if self._is_due(options.save_model_steps, options.save_model_epochs):
             self._make_pipeline()
         if self._snapshots.due(state.step):
-            with run.progress.part("saving the averaged weights"):
-                if run.progress.try_or_warn(self._snapshots.save, state.step):
-                    run.progress.try_or_warn(self._monitor.audit.check_snapshots)
+            self._take_snapshot()
         return improved
+
+    def _take_snapshot(self) -> None:
+        progress = self._run.progress
+        with progress.part("saving the averaged weights"):
+            if progress.try_or_warn(self._snapshots.save, self._run.state.step):
+                progress.try_or_warn(self._monitor.audit.check_snapshots)
 
     def _again(self) -> bool:
         """Whether the update is to be made once more, whose time is left out of the images per second."""
@@ -139,8 +143,8 @@ class Periodic:
         return False
 
     def finish(self) -> int:
-        """The pipeline and the last pictures of a run that has come to its end, in this order: no picture may cost it the
-        pipeline. Closes all that is open. Returns the exit status."""
+        """The pipeline, the last snapshot and the last pictures of a run that has come to its end, in this order: nothing may
+        cost it the pipeline. Closes all that is open. Returns the exit status."""
         run = self._run
         run.progress.end()
         self._monitor.close()
@@ -167,7 +171,10 @@ class Periodic:
         if not self._make_pipeline():
             self._save()
             self._exit_status = 1
-        elif self._grids.newest_step != run.state.step:
+            return
+        if self._snapshots.due(run.state.step, ended=True):
+            self._take_snapshot()
+        if self._grids.newest_step != run.state.step:
             self._show()
             if self._grids.newest_step == run.state.step:
                 run.progress.try_or_warn(self._export.write_card)
