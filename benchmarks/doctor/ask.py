@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.doctor.cases import BLIND, FAULTS, OURS, Case, faults_of, healthy_of, on_datasets, problems, read
 from benchmarks.doctor.runs import Result, Workplace
+from benchmarks.doctor.sets import asked
 
 
 def cases_of(folder: Path, seeds: list[int], every_dataset: bool = False, unconditional: bool = False) -> list[Case]:
@@ -51,8 +52,12 @@ def cases_of(folder: Path, seeds: list[int], every_dataset: bool = False, uncond
     return chosen
 
 
+def named(case: Case, name: str) -> bool:
+    return case.title.startswith(name) or fnmatch(case.title, f"{name}*")
+
+
 def selected(cases: list[Case], args: argparse.Namespace) -> list[Case]:
-    chosen = [case for case in cases if not args.names or any(fnmatch(case.title, f"{name}*") for name in args.names)]
+    chosen = [case for case in cases if not args.names or any(named(case, name) for name in args.names)]
     if args.stages:
         chosen = [case for case in chosen if not case.stages or case.stages[0] in args.stages]
     if args.only:
@@ -62,10 +67,10 @@ def selected(cases: list[Case], args: argparse.Namespace) -> list[Case]:
 
 
 def ask(cases: list[Case], run: Callable[[Case, int], Result], jobs: int, file: Path | None) -> list[Result]:
-    """Runs them, `jobs` at a time, told as they end; the results in the order of the cases, kept in `file` from the first on."""
+    """Runs them, `jobs` at a time; the results in the order of the cases. `file` has what is known, and gets each new one."""
     known = {one["key"]: one for one in json.loads(file.read_text())["results"]} if file and file.exists() else {}
-    names = {one.name for one in fields(Result)}
-    results = {case.key: Result(**{k: v for k, v in known[case.key].items() if k in names}) for case in cases if case.key in known}
+    names = [one.name for one in fields(Result)]
+    results = {key: Result(**{name: known[key][name] for name in names}) for key in {case.key for case in cases} & known.keys()}
     left, start = [case for case in cases if case.key not in results], time.monotonic()
     with ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(run, case, number): case for number, case in enumerate(left)}
@@ -78,7 +83,8 @@ def ask(cases: list[Case], run: Callable[[Case, int], Result], jobs: int, file: 
                 draft.write_text(json.dumps({"results": list(kept.values())}, indent=1) + "\n")
                 os.replace(draft, file)
     seconds = time.monotonic() - start
-    print(f"\n{len(left)} runs in {seconds:.0f} s, {jobs} at a time, on {os.cpu_count()} cores; {len(cases) - len(left)} known before")
+    print(f"\n{len(left)} runs in {seconds:.0f} s, {jobs} at a time, on {os.cpu_count()} cores", end="; ")
+    print(f"{len(cases) - len(left)} known before")
     return [results[case.key] for case in cases]
 
 
@@ -123,12 +129,13 @@ def summary(results: list[Result]) -> str:
         text.append(f"\nOf those that only the command line tells: {share(unfair)}.")
     if healthy:
         alarms = [result for result in healthy if result.findings]
-        other = [result for result in healthy if result.same is False]
         text.append(f"\nHealthy: {len(healthy)}, with a finding above info: {len(alarms)}.")
         text += [line(result) for result in alarms]
         compared = [result for result in healthy if result.seconds_without]
         if compared:
-            text.append(f"With other losses than without the doctor: {len(other)} of {sum(r.same is not None for r in compared)}.")
+            other = [result for result in compared if result.same is False]
+            seeded = sum(result.same is not None for result in compared)
+            text.append(f"With other losses than without the doctor: {len(other)} of {seeded}.")
             text += [f"  {result.title}" for result in other]
             more = sum(result.seconds for result in compared) / sum(result.seconds_without or 0 for result in compared) - 1
             text.append(f"Whole runs took {more:+.0%} with the doctor.")
@@ -145,7 +152,9 @@ def main() -> int:
     parser.add_argument("--only", choices=("faults", "healthy"))
     parser.add_argument("--stages", nargs="+", metavar="STAGE", help="faults of which the first expected stage is one of these")
     parser.add_argument("--sample", type=int, metavar="N", help="as many of them, by a hash (all)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="kinds of runs, forms of faults; strength of sets (0)")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0], help="kinds of runs, forms of faults, strengths of sets (0)"
+    )
     parser.add_argument("--every_dataset", action="store_true", help="each fault of our scripts on each data set")
     parser.add_argument("--unconditional", type=Path, metavar="FILE", help="diffusers' train_unconditional.py")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time (as many as cores)")
@@ -155,12 +164,20 @@ def main() -> int:
     args = parser.parse_args()
     if args.check:
         return check(args)
-    folders = {"faults": FAULTS, "blind": BLIND}
-    scripts = [cases_of(folders[name], args.seeds, args.every_dataset, args.unconditional) for name in args.of]
-    chosen = selected([case for cases in scripts for case in cases], args)
+    everything = {
+        "faults": lambda: cases_of(FAULTS, args.seeds, args.every_dataset, args.unconditional),
+        "blind": lambda: cases_of(BLIND, args.seeds),
+        "sets": lambda: asked.set_cases(args.seeds),
+        "options": asked.option_cases,
+    }
+    chosen = selected([case for name in args.of for case in everything[name]()], args)
     with tempfile.TemporaryDirectory() as folder:
         place = Workplace(Path(folder), chosen, args.unconditional, args.keep)
-        print(summary(ask(chosen, place.run, args.jobs, args.json)))
+
+        def run(case: Case, number: int) -> Result:
+            return asked.run(place, case, number) if case.script in (asked.SETS, asked.OPTIONS) else place.run(case, number)
+
+        print(summary(ask(chosen, run, args.jobs, args.json)))
     return 0
 
 
@@ -177,6 +194,7 @@ def check(args: argparse.Namespace) -> int:
                 continue
             count += len(file.get("fault", ()))
             found += dict.fromkeys(problems(cases))
+    found += asked.problems()
     print("\n".join([*found, f"{count} faults, {len(found)} problems"]))
     return bool(found)
 

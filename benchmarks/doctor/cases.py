@@ -18,7 +18,19 @@ STAGES += ("learning_rate", "ema", "state", "ranks", "export")
 OF_FILE = {"script", "flags", "kinds", "first_half", "shipped", "seeded", "environment", "healthy", "fault"}
 OF_RUN = {"name", "flags", "processes", "resumed", "datasets"}
 OF_HEALTHY = OF_RUN | {"note"}
-OF_FAULT = OF_RUN | {"stages", "codes", "harm", "source", "written", "blind", "first", "unfair", "imbalanced", "edits", "variants"}
+OF_FAULT = OF_RUN | {
+    "stages",
+    "codes",
+    "harm",
+    "source",
+    "written",
+    "blind",
+    "first",
+    "unfair",
+    "imbalanced",
+    "edits",
+    "variants",
+}
 
 
 @dataclass(frozen=True)
@@ -104,11 +116,13 @@ def _case(file: dict, run: dict, flags: dict, blind: bool, **more) -> Case:
 
 
 def on_datasets(run: dict, number: int, seed: int, every: bool = False) -> list[str]:
-    """The data sets that the `number`-th run of a script of ours is trained on: the next one for the next seed, or every one."""
+    """The data sets that the `number`-th run of a script of ours is trained on: the next for the next seed, or every one."""
     possible = run.get("datasets") or list(CHANNELS)
-    if run.get("flags", {}).get("random_flip") and "stages" not in run:
-        possible = [name for name in possible if name not in TEXT]  # of which mirrored images are a fault
-    return possible if every else [possible[(number + seed + (number // len(possible)) * ("stages" not in run)) % len(possible)]]
+    if "stages" not in run:  # healthy
+        number += number // len(possible)
+        if run.get("flags", {}).get("random_flip"):
+            possible = [name for name in possible if name not in TEXT]  # of which mirrored images are a fault
+    return possible if every else [possible[(number + seed) % len(possible)]]
 
 
 def problems(cases: list[Case]) -> list[str]:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 DIAGNOSIS = "diagnosis.json"
+ANSWERED = (0, 1)  # exit status where nothing, or something, was found
+ABOUT_DATA = ("data-", "class-")  # beginnings of the codes of findings about a data set
 
 
 def watched(tree: Path, output: Path, script: list[str]) -> list[str]:
@@ -15,24 +17,22 @@ def watched(tree: Path, output: Path, script: list[str]) -> list[str]:
     return [str(tree / "diagnose.py"), "--watch_dir", str(output), "--watch", *script]
 
 
-def about_data(tree: Path, output: Path, flags: list[str]) -> list[str]:
-    """The words that ask about a data set, which `flags` name."""
-    return [sys.executable, str(tree / "diagnose.py"), "--report_dir", str(output), "--json", *flags]
-
-
 def about_run(tree: Path, output: Path) -> list[str]:
     """The words that ask about what a run has recorded in `output`."""
     return [sys.executable, str(tree / "diagnose.py"), str(output), "--no_report", "--json"]
 
 
-def findings(output: Path, printed: str = "") -> list[dict] | None:
-    """Those above "info", the first first, of what a run left in `output`, or of what was printed; None where there is nothing.
+def findings(output: Path, printed: str = "", info: bool = False) -> list[dict] | None:
+    """Those above "info", or all, in their order, of what a run left in `output` or has `printed`; None where there is nothing.
 
     Each has a "code", a "stage" (None where it has none), and what was "declared" and "observed".
     """
     try:
-        found = json.loads(printed)["findings"] if printed else json.loads((output / DIAGNOSIS).read_text())
+        if printed:
+            found = json.loads(printed[printed.index("{") :])["findings"]
+        else:
+            found = json.loads((output / DIAGNOSIS).read_text())
     except (OSError, ValueError):
         return None
     names = ("code", "severity", "stage", "declared", "observed", "evidence", "step")
-    return [{name: one.get(name) for name in names} for one in found if one.get("severity") != "info"]
+    return [{name: one.get(name) for name in names} for one in found if info or one.get("severity") != "info"]

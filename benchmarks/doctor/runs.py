@@ -1,4 +1,4 @@
-"""Runs a case: a copy of the repository or of the foreign scripts, its edits, a process of its own, and what the doctor left."""
+"""Runs a case: edits a copy of the repository or of the foreign scripts, trains, and reads what the doctor left."""
 
 import compileall
 import hashlib
@@ -53,6 +53,7 @@ class Result:
     seconds: float = 0.0
     seconds_without: float | None = None  # the doctor, of a healthy foreign run
     same: bool | None = None  # of that: it prints the same with and without
+    first: int = 2  # so many of the findings count
     error: str = ""  # the end of what a run that failed printed
 
     @property
@@ -61,10 +62,10 @@ class Result:
 
     @property
     def right(self) -> bool:
-        """The first or the second finding names the fault; a healthy run has none, and the same losses."""
+        """One of the first findings names the fault; a healthy run has none, and the same losses."""
         if not (self.stages or self.codes):
             return self.status == 0 and self.findings == [] and self.same is not False
-        first = (self.findings or [])[:2]
+        first = (self.findings or [])[: self.first]
         return any(finding["stage"] in self.stages or finding["code"] in self.codes for finding in first)
 
 
@@ -196,16 +197,19 @@ class Workplace:
         channels = flags.get("image_channels") or (CHANNELS | OF_OTHER_KINDS)[case.dataset]
         # Packed images depend on the data and the flags; here they depend on the code too.
         places = {"cache_dir": output / "cache", "output_dir": output, "seed": case.seed}
-        flags = flags_of(case.dataset, self._data(case.dataset, case.imbalanced)) | {"image_channels": channels} | flags | places
+        flags = (
+            flags_of(case.dataset, self._data(case.dataset, case.imbalanced)) | {"image_channels": channels} | flags | places
+        )
         if flags.get("vae"):
             flags["vae"], channels = self.folder / AUTOENCODER, LATENT_CHANNELS
-        flags["model_config_name_or_path"] = self._network(case.script, width, channels, flags["resolution"])
+        if "model_preset" not in flags:
+            flags["model_config_name_or_path"] = self.network(case.script, width, channels, flags["resolution"])
         if flags.get("pretrained"):
             flags["pretrained"] = first_of(output)
             flags = {name: value for name, value in flags.items() if name not in OF_PIPELINES}
         return [*launcher(case), case.script, *words_of(flags | more)]
 
-    def _network(self, script: str, width: str, channels: int, resolution: int | str) -> Path:
+    def network(self, script: str, width: str, channels: int, resolution: int | str) -> Path:
         """The folder with the config.json of a network of two levels."""
         place = self.folder / f"{script}-{width}-{channels}-{resolution}"
         place.mkdir(exist_ok=True)
