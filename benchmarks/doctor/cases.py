@@ -125,12 +125,12 @@ def on_datasets(run: dict, number: int, seed: int, every: bool = False) -> list[
     return possible if every else [possible[(number + seed) % len(possible)]]
 
 
-def problems(cases: list[Case]) -> list[str]:
-    """What is wrong with the edits, as the files are now."""
+def problems(cases: list[Case], folder: Path | None = None) -> list[str]:
+    """What is wrong with the edits, as the files are now; `folder`: of scripts that are not shipped."""
     found = []
     for case in cases:
         try:
-            changed_files(case.edits, case.folder)
+            changed_files(case.edits, folder or case.folder)
         except (ValueError, SyntaxError, OSError) as error:
             found.append(f"{case.title}: {error}")
     return found
