@@ -81,7 +81,7 @@ def ask(cases: list[Case], run: Callable[[Case, int], Result], jobs: int, file: 
             if file:
                 kept = known | {key: asdict(result) | {"right": result.right} for key, result in results.items()}
                 draft = file.with_name(f".{file.name}")
-                draft.write_text(json.dumps({"results": list(kept.values())}, indent=1) + "\n")
+                draft.write_text('{"results": [\n' + ",\n".join(map(json.dumps, kept.values())) + "\n]}\n")
                 os.replace(draft, file)
     seconds = time.monotonic() - start
     print(f"\n{len(left)} runs in {seconds:.0f} s, {jobs} at a time, on {os.cpu_count()} cores", end="; ")

@@ -25,7 +25,7 @@ def about_run(tree: Path, output: Path) -> list[str]:
 def findings(output: Path, printed: str = "", info: bool = False) -> list[dict] | None:
     """Those above "info", or all, in their order, of what a run left in `output` or has `printed`; None where there is nothing.
 
-    Each has a "code", a "stage" (None where it has none), and what was "declared" and "observed".
+    Each has a "code", a "severity", and a "stage", which is None where it has none.
     """
     try:
         if printed:
@@ -34,5 +34,8 @@ def findings(output: Path, printed: str = "", info: bool = False) -> list[dict] 
             found = json.loads((output / DIAGNOSIS).read_text())
     except (OSError, ValueError):
         return None
-    names = ("code", "severity", "stage", "declared", "observed", "evidence", "step")
-    return [{name: one.get(name) for name in names} for one in found if info or one.get("severity") != "info"]
+    return [
+        {name: one.get(name) for name in ("code", "severity", "stage")}
+        for one in found
+        if info or one.get("severity") != "info"
+    ]

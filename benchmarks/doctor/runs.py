@@ -137,6 +137,8 @@ class Workplace:
             if self.keep is not None:
                 self._keep(case, output, log)
             return result
+        except (ValueError, SyntaxError) as error:  # an edit that no longer applies
+            return replace(result, findings=None, error=str(error))
         finally:
             for place in (output, first_of(output), *([scripts] if case.edits else [])):
                 shutil.rmtree(place, ignore_errors=True)
