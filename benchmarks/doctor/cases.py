@@ -89,13 +89,16 @@ def read(file: Path) -> dict:
 def faults_of(file: dict, blind: bool = False) -> Iterator[list[Case]]:
     """Of each fault, its cases by seed: one for each variant, in turn with each kind of run; datasets are not chosen yet."""
     for fault in file.get("fault", ()):
-        variants = fault.get("variants", [{"edits": fault.get("edits", []), "flags": {}}])
+        variants = fault.get("variants", [{}])
         kinds = file.get("kinds", [{}])
         cases = []
         for seed in range(max(len(variants), len(kinds))):
             variant = variants[seed % len(variants)]
             flags = file["flags"] | kinds[seed % len(kinds)] | fault.get("flags", {}) | variant.get("flags", {})
-            edits = [Edit(edit.get("file", file["script"]), edit["old"], edit["new"]) for edit in variant.get("edits", ())]
+            edits = [
+                Edit(edit.get("file", file["script"]), edit["old"], edit["new"])
+                for edit in variant.get("edits", fault.get("edits", ()))
+            ]
             expected = {"stages": tuple(fault["stages"]), "codes": tuple(fault.get("codes", ()))}
             cases.append(_case(file, fault, flags, blind, **expected, edits=tuple(edits), seed=seed))
         yield cases
