@@ -42,13 +42,19 @@ def place(text: str, edit: Edit) -> tuple[int, int]:
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:
-    """`text` with all edits of one file. Raises ValueError as `place` does, and where two edits overlap."""
+    """`text` with all edits of one file. Raises ValueError as `place` does, where two edits overlap, and where the place of a
+    further line of `new` could not be told."""
     after = len(text)
     for start, end, edit in sorted(((*place(text, edit), edit) for edit in edits), key=lambda found: -found[0]):
         if end > after:
             raise ValueError(f"{edit.file}: two edits of one place: {edit.old.strip()!r}")
         line = text[text.rfind("\n", 0, start) + 1 : start]
         indent = line[: len(line) - len(line.lstrip())]
+        lowest = min(
+            (len(one) - len(one.lstrip()) for one in text[start:end].split("\n")[1:] if one.strip()), default=len(indent)
+        )
+        if lowest < len(indent) and "\n" in edit.new.strip():
+            raise ValueError(f"{edit.file}: begin further up, `old` ends less indented than it begins: {edit.old.strip()!r}")
         first, *others = edit.new.strip("\n").split("\n")
         new = "\n".join([first.lstrip(), *(indent + other if other.strip() else "" for other in others)])
         text, after = text[:start] + new + text[end:], start

@@ -46,6 +46,12 @@ def test_an_edit_matches_once_or_is_refused(old):
         edited(SOURCE, [Edit("f", old, "c")])
 
 
+def test_lines_whose_indentation_cannot_be_told_are_refused():
+    """They would stand inside the `if`."""
+    with pytest.raises(ValueError, match="further up"):
+        edited(SOURCE, [Edit("f", 'a = "a = 1"\nreturn a', 'a = "a = 1"\na = 2\nreturn a')])
+
+
 def test_two_edits_of_one_place_are_refused():
     with pytest.raises(ValueError, match="two edits"):
         edited(SOURCE, [Edit("f", "g(x, 1)", "c"), Edit("f", "1) if x", "c")])
