@@ -1,7 +1,7 @@
 """Options beside each other, the data and the length of the run: what is compared, the limits, why, and what to say.
 
 A row gives one number, which is small where all is well. The limits stand between what published recipes have and what ruins a
-training; benchmarks/doctor/option_faults.py has both. Beyond `info` a finding is for information, beyond
+training; benchmarks/doctor/sets/options.toml has both. Beyond `info` a finding is for information, beyond
 `warning` it is a warning.
 """
 

@@ -1,26 +1,18 @@
-"""Faults of data sets, each a function that damages a healthy set at one of three strengths, and the findings that name it.
+"""Faults of data sets: functions that damage a healthy set at one of three strengths; sets.toml has what names each.
 
-Written down before the checks of the data were. `FAULTS` names the sources that a fault is planted in.
+Written down before the checks of the data were.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from PIL import Image, ImageDraw
 
-from benchmarks.doctor import healthy_sets as healthy
-from benchmarks.doctor.healthy_sets import Pictures, Rng
+from benchmarks.doctor.sets import pictures as healthy
+from benchmarks.doctor.sets.pictures import Pictures, Rng
 
 Damage = Callable[[Pictures, Rng, int], Pictures]  # the set, what is random, the strength 0, 1 or 2
-
-
-@dataclass(frozen=True)
-class Fault:
-    damage: Damage
-    sources: tuple[str, ...]  # of HEALTHY
-    codes: tuple[str, ...]  # of findings, each of which would name it
-    info: bool = False  # a finding for information is enough: such data may be meant
 
 
 def each(
@@ -340,6 +332,11 @@ def enlarged_by(filter: Image.Resampling) -> Damage:
     return damage
 
 
+enlarged_by_nearest = enlarged_by(Image.Resampling.NEAREST)
+enlarged_bilinearly = enlarged_by(Image.Resampling.BILINEAR)
+enlarged_bicubically = enlarged_by(Image.Resampling.BICUBIC)
+
+
 def some_enlarged(pictures, rng, strength):
     change = lambda image: resized(resized(image, len(image) // 4, Image.Resampling.BOX), len(image), Image.Resampling.NEAREST)  # noqa: E731
     return each(pictures, change, (0.05, 0.2, 0.6)[strength], rng)
@@ -408,51 +405,3 @@ def flipped(pictures, rng, strength):
     """--random_flip on what has a reading direction; fewer images make it harder to see."""
     kept = rng.permutation(len(pictures.images))[: (150, 400, 1200)[strength]]
     return replace(chosen(pictures, kept), random_flip=True, held_out=len(kept) // 10)
-
-
-Resampling = Image.Resampling
-FAULTS: dict[str, Fault] = {
-    "dead channel in some": Fault(dead_channel, ("photos", "shapes"), ("data-channels", "data-mixed")),
-    "dead channel": Fault(dead_everywhere, ("photos", "portraits"), ("data-channels",)),
-    "duplicated channel": Fault(duplicated_channel, ("photos", "fields"), ("data-channels", "data-mixed")),
-    "gray stored as RGB": Fault(gray_as_rgb, ("photos", "shapes"), ("data-channels", "data-mixed"), info=True),
-    "letterbox": Fault(bars, ("photos", "textures", "clouds"), ("data-bars",)),
-    "pillars in some": Fault(some_bars, ("photos", "shapes"), ("data-bars", "data-mixed")),
-    "white frame": Fault(frames, ("photos", "many_shapes"), ("data-bars",)),
-    "cut short": Fault(cut_short, ("photos", "textures"), ("data-bars", "data-mixed")),
-    "watermark": Fault(watermark, ("photos", "large_photos"), ("data-pattern",)),
-    "watermark on some": Fault(some_watermarks, ("photos", "large_photos"), ("data-pattern", "data-mixed")),
-    "logo": Fault(logo, ("photos", "fields", "gray_photos"), ("data-pattern",)),
-    "date stamps": Fault(date_stamps, ("photos", "large_photos"), ("data-pattern",)),
-    "dust": Fault(dust, ("photos", "textures"), ("data-pattern",)),
-    "dead pixels": Fault(dead_pixels, ("photos", "night_skies"), ("data-pattern",)),
-    "half of them dark": Fault(dark_half, ("photos", "textures", "shapes"), ("data-mixed",)),
-    "washed out": Fault(washed_out, ("photos", "textures", "letters"), ("data-mixed",)),
-    "negatives": Fault(negatives, ("letters", "digits", "line_art"), ("data-mixed",)),
-    "masks": Fault(masks, ("photos", "textures"), ("data-mixed",)),
-    "drawings": Fault(drawings, ("photos", "textures"), ("data-mixed",)),
-    "static": Fault(static, ("photos", "shapes"), ("data-mixed",)),
-    "pages of text": Fault(pages_of_text, ("large_photos", "clouds"), ("data-mixed",)),
-    "blanks": Fault(blanks, ("photos", "letters"), ("data-blank",)),
-    "thumbnails": Fault(thumbnails, ("large_photos",), ("data-enlarged", "data-mixed"), info=True),
-    "banners": Fault(banners, ("photos",), ("data-mixed",), info=True),
-    "exact copies": Fault(exact_copies, ("photos", "shapes"), ("data-alike", "data-copies")),
-    "augmented on disk": Fault(augmented_on_disk, ("photos", "large_photos", "only_faces"), ("data-alike", "data-copies")),
-    "mirrored copies": Fault(mirrored_copies, ("photos", "portraits"), ("data-alike", "data-copies")),
-    "brighter copies": Fault(brighter_copies, ("photos", "textures"), ("data-alike", "data-copies")),
-    "leakage": Fault(leaked, ("photos", "digits"), ("data-leak",)),
-    "leakage, changed": Fault(leaked_changed, ("photos", "large_photos"), ("data-leak",)),
-    "enlarged by nearest": Fault(enlarged_by(Resampling.NEAREST), ("photos", "faces"), ("data-resampled",)),
-    "enlarged bilinearly": Fault(enlarged_by(Resampling.BILINEAR), ("photos", "large_photos"), ("data-resampled",)),
-    "enlarged bicubically": Fault(enlarged_by(Resampling.BICUBIC), ("photos", "textures"), ("data-resampled",)),
-    "some enlarged by nearest": Fault(some_enlarged, ("photos", "textures"), ("data-resampled", "data-mixed")),
-    "shrunk by nearest": Fault(shrunk_by_nearest, ("photos",), ("data-resampled",), info=True),
-    "compressed": Fault(compressed, ("photos", "large_photos"), ("data-compressed",)),
-    "some compressed": Fault(some_compressed, ("photos", "large_photos"), ("data-compressed", "data-mixed")),
-    "empty classes": Fault(empty_classes, ("digits", "letters"), ("class-empty",)),
-    "thin class": Fault(thin_class, ("digits", "shapes"), ("class-empty", "class-imbalance"), info=True),
-    "one class rules": Fault(one_class_rules, ("digits", "shapes"), ("class-imbalance",)),
-    "mislabeled": Fault(mislabeled, ("digits", "letters"), ("class-mislabeled",)),
-    "labels swapped": Fault(swapped_labels, ("digits", "letters"), ("class-mislabeled",)),
-    "flipped text": Fault(flipped, ("digits", "letters", "words"), ("data-mirror",)),
-}

@@ -10,6 +10,7 @@ CHANNELS = {"digits": 1, "shapes": 3, "textures": 3, "letters": 3}
 OF_OTHER_KINDS = {"stickers": 4, "waves": 5}  # channels of data that only some healthy runs have
 FOLDERS = ("shapes", "textures", "stickers")  # of images, with one folder for each class; the others are saved by `datasets`
 ARRAYS = "arrays.npz"
+TEXT = ("digits", "letters")  # of which mirrored images are a fault
 TURNED = 6  # the EXIF orientation of a camera held upright
 
 
