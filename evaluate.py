@@ -345,7 +345,7 @@ def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple
 
 def _same_content(run: Path, images: "ImageSet") -> bool:
     from utils.data.dataset import content_fingerprint
-    from utils.runs.checkpoints import list_checkpoints
+    from utils.runs.checkpoint_files import list_checkpoints
     from utils.runs.state import read_state
 
     for checkpoint in list_checkpoints(run)[-1:]:

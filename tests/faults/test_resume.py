@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from utils.core.errors import UserError
-from utils.runs.checkpoints import list_checkpoints
+from utils.runs.checkpoint_files import list_checkpoints
 from utils.runs.folder import check_options
 
 TOUCHED = (".lock", "exit_status")  # by a start that is then refused

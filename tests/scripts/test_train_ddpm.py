@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from utils.core.distributed import usable_cores
 from utils.core.errors import UserError
-from utils.runs.checkpoints import list_checkpoints
+from utils.runs.checkpoint_files import list_checkpoints
 
 CHECKPOINT_FILES = ("model.safetensors", "ema.safetensors", "optimizer.bin")
 

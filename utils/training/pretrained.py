@@ -19,7 +19,7 @@ from utils.data.autoencoder import Autoencoder
 from utils.diffusion.pipelines import exported, image_shape, load_decoder, load_network, names_of_classes, training_scheduler
 from utils.diffusion.sampling import Scheduler, is_edm
 from utils.options.flags import DDPMOptions, EDM2Options, RunOptions
-from utils.runs.checkpoints import find_checkpoint
+from utils.runs.checkpoint_files import find_checkpoint
 from utils.runs.state import read_state
 
 SCHEDULER = "pretrained.scheduler"  # its config among the options of a checkpoint

@@ -32,7 +32,8 @@ from utils.optim.clipping import AdaptiveLimit, FixedLimit
 from utils.optim.ema import EMA
 from utils.optim.power_ema import make_ema
 from utils.options.flags import RunOptions
-from utils.runs.checkpoints import attach_state_hooks, list_checkpoints, resume
+from utils.runs.checkpoint_files import list_checkpoints
+from utils.runs.checkpoints import attach_state_hooks, resume
 from utils.runs.ema_snapshots import remove_snapshots_beyond
 from utils.runs.folder import RunFolder
 from utils.runs.state import TrainState
