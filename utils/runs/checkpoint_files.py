@@ -57,7 +57,7 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def newest_checkpoint(output_dir: Path, *, every_byte: bool = True) -> tuple[Path | None, list[str]]:
-    """Returns the newest valid checkpoint (see `verify_checkpoint`), and a line per newer one. Changes nothing in the folder."""
+    """Returns the newest valid checkpoint (see `verify_checkpoint`) and a line per newer one. Changes nothing there."""
     skipped: list[str] = []
     for path in reversed(list_checkpoints(output_dir)):
         if (problem := verify_checkpoint(path, every_byte=every_byte)) is None:

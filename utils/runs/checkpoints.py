@@ -32,7 +32,7 @@ from utils.runs.checkpoint_files import (
     find_checkpoint,
     list_checkpoints,
 )
-from utils.runs.folder import check_options
+from utils.runs.folder import RunFolder, as_spelled_now, check_options
 from utils.runs.state import STATE, TrainState, read_state
 
 EMA_WEIGHTS = "ema.safetensors"
@@ -182,7 +182,9 @@ def resume(
         path, notes = find_checkpoint(output_dir, wanted)
         if path is not None:
             unfit = misfit(accelerator.unwrap_model(accelerator._models[0]), path)
-            notes += check_options(read_state(path).options, state.options, allowed_changes, unfit)
+            of_the_run = RunFolder(path.parent)
+            saved = as_spelled_now(read_state(path).options, state.options, of_the_run.record(), of_the_run.path)
+            notes += check_options(saved, state.options, allowed_changes, unfit)
         found = path, notes
 
     on_main_process(accelerator, find)
