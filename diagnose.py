@@ -145,8 +145,12 @@ def records_of(args: DiagnoseOptions) -> dict:
     from utils.diffusion.ddpm import describe_schedule
     from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
     from utils.diffusion.pipelines import image_shape, load_unconditional, training_scheduler
+    from utils.evaluation.newest import loadable
 
-    unet, scheduler_config = load_unconditional(args.pipeline)
+    pipeline, lines = loadable(args.pipeline)
+    if not args.json:
+        print(*lines, sep="\n" * bool(lines), end="\n" * bool(lines))
+    unet, scheduler_config = load_unconditional(pipeline)
     channels, *size = image_shape(unet)
     images = load(args, Size(*size).resolution, channels)
     noise_scheduler = training_scheduler(scheduler_config)

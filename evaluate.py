@@ -63,6 +63,7 @@ def main(args: EvaluateOptions) -> None:
         from utils.evaluation.extractors import make_extractor
         from utils.evaluation.feature_sets import is_stored, load_features, reference_features, save_features, sync_weights
         from utils.evaluation.image_folder import ImageFolder
+        from utils.evaluation.newest import agreed
         from utils.evaluation.table import header, lines, read_results, refuse_to_compare, sentences
 
     accelerator = make_accelerator(
@@ -77,6 +78,8 @@ def main(args: EvaluateOptions) -> None:
     earlier = [result for path in args.compare for result in read_results(path)]
     asked_channels = args.image_channels if "image_channels" in args.given else None
     folders = [ImageFolder(folder, asked_channels) for folder in args.images]
+    args.pipeline = [agreed(accelerator, pipeline) for pipeline in args.pipeline]
+    args.guide_pipeline = args.guide_pipeline and agreed(accelerator, args.guide_pipeline)
     with accelerator.main_process_first():  # one download, not one per process
         guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     networks = []

@@ -18,15 +18,11 @@ from utils.diffusion.unet import normalize_spectra
 from utils.runs.record import RunRecord
 
 
-def load_run(run: Path) -> tuple[ModelMixin, Scheduler]:
-    """(network to load averaged weights into, scheduler) of the run's exported pipeline. Raises UserError without one."""
+def load_run(run: Path, pipeline: str) -> tuple[ModelMixin, Scheduler]:
+    """(network to load averaged weights into, scheduler) of a run, from its exported `pipeline` or a checkpoint of it."""
     from diffusers import DDPMScheduler
 
-    if not (run / "model_index.json").exists():
-        raise UserError(
-            f"{run} has no exported pipeline yet\na run exports one every --save_model_steps updates, and at the end"
-        )
-    unet, config = load_network(str(run))
+    unet, config = load_network(pipeline)
     if RunRecord.read(run).options.get("spectral_norm"):
         normalize_spectra(unet)  # in training the weights stand beside their singular vectors, and so do their averages
     return unet, (EDMHeunScheduler if is_edm(config) else DDPMScheduler).from_config(config)

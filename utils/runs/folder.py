@@ -8,13 +8,11 @@ import platform
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING, Any
 
 from utils.core.entrypoint import at_end
 from utils.core.errors import UserError
@@ -25,6 +23,9 @@ from utils.options.flags import RunOptions
 from utils.options.parser import Options
 from utils.options.paths import WORKING_DIR, located, same_place
 from utils.runs.history import HISTORY
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 DATA_SOURCES = (
     *("dataset_name", "dataset_config_name", "dataset_split", "dataset_revision"),
@@ -78,6 +79,8 @@ class RunFolder:
         Raises UserError when the folder cannot be written, when another run trains here, and when a new run would be made of
         what it replaces: `inputs` are paths or names, by their flags.
         """
+        from filelock import FileLock, Timeout  # not above: the command line is looked at before packages are
+
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         at_end(self._remove_if_empty)
         try:
@@ -129,13 +132,13 @@ class RunFolder:
             for folder in self._made:
                 folder.rmdir()
 
-    def begin(self, options: RunOptions, resolved: dict) -> None:
+    def begin(self, options: RunOptions, resolved: dict, class_names: Sequence[str] | None = None) -> None:
         """Deletes the run that a new one replaces, and nothing else, and records the start (see `write_options`). To be called
         once all that could be mistaken was checked."""
         if self._replaces:
             self._clear(options.logging_dir)
         (self.path / EXIT_STATUS).unlink(missing_ok=True)
-        self.write_options(options, resolved)
+        self.write_options(options, resolved, class_names)
 
     def _clear(self, logging_dir: str) -> None:
         items = self.items()
@@ -158,8 +161,9 @@ class RunFolder:
         named = [self.path / name for name in (*RUN_FILES, *RUN_FOLDERS)]
         return [p for p in (*named, *self.path.glob("checkpoint-*"), *self.path.glob(".tmp-*")) if p.exists()]
 
-    def write_options(self, options: Options, resolved: dict) -> None:
-        """Writes options.json: every flag, what followed from them (`resolved`), versions, git commit and command line.
+    def write_options(self, options: Options, resolved: dict, class_names: Sequence[str] | None = None) -> None:
+        """Writes options.json: every flag, what followed from them (`resolved`), versions, git commit, command line and working
+        folder; for a network with classes their names.
 
         What an earlier start of the same run had recorded of itself moves to `earlier_starts`.
         """
@@ -167,6 +171,7 @@ class RunFolder:
         record: dict[str, Any] = {
             "options": options.recorded(),
             "resolved": resolved,
+            **({"class_names": list(class_names)} if class_names else {}),
             "command": command_line(options),
             WORKING_DIR: os.getcwd(),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -198,7 +198,7 @@ def begin_run(
     _check_samples(options, len(data.training), objective)
     if state.step < length.max_train_steps:
         on_main_process(accelerator, _check_disk, folder, data, objective, state, length, options)
-    on_main_process(accelerator, folder.begin, options, facts)
+    on_main_process(accelerator, folder.begin, options, facts, data.images.class_names if objective.classes else None)
     on_main_process(accelerator, remove_snapshots_beyond, folder.path, state.step)
 
     stop = StopSignal(accelerator.num_processes, options.collective_timeout, tells=accelerator.is_main_process)
