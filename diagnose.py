@@ -147,10 +147,7 @@ def records_of(args: DiagnoseOptions) -> dict:
     from utils.diffusion.pipelines import image_shape, load_unconditional, training_scheduler
     from utils.evaluation.newest import loadable
 
-    pipeline, lines = loadable(args.pipeline)
-    if not args.json:
-        print(*lines, sep="\n" * bool(lines), end="\n" * bool(lines))
-    unet, scheduler_config = load_unconditional(pipeline)
+    unet, scheduler_config = load_unconditional(loadable(args.pipeline))
     channels, *size = image_shape(unet)
     images = load(args, Size(*size).resolution, channels)
     noise_scheduler = training_scheduler(scheduler_config)

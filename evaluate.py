@@ -28,6 +28,7 @@ from utils.core.files import whole_file
 from utils.core.size import Size
 from utils.options.flags import DataOptions, EvaluateOptions
 from utils.options.parser import parse_options
+from utils.options.paths import located, same_place
 from utils.runs.folder import DATA_SOURCES, WITHOUT
 
 if TYPE_CHECKING:
@@ -336,12 +337,13 @@ def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple
     names = {each.name for each in fields(DataOptions)} - HOW_IT_IS_READ
     for folder in (Path(source), Path(source).parent):
         try:
-            options = json.loads((folder / "options.json").read_text())["options"]
+            options = located(json.loads((folder / "options.json").read_text()), folder, DataOptions.paths())
             trained_on = DataOptions.from_record(WITHOUT | options)
             split = (options["validation_images"], options["seed"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no run, or not one of this version
             continue
         differing = {name for name in names if getattr(trained_on, name) != getattr(given, name)}
+        differing -= {n for n in DataOptions.paths() if same_place(getattr(trained_on, n), getattr(given, n))}
         return split if not differing or (differing <= set(DATA_SOURCES) and _same_content(folder, images)) else None
     return (args.validation_images, 0) if args.validation_images else None
 

@@ -34,7 +34,7 @@ def main(args: ReconstructionOptions) -> None:
     step = args.step or snapshots[-1].step
     recipes = {width: recipe(snapshots, width, step) for width in widths}  # refuses what cannot be made
     check_output(args.output_dir, args.run)
-    pipeline, _ = loadable(str(args.run))  # of a checkpoint, the network alone is taken
+    pipeline = loadable(str(args.run))  # of which the weights are replaced
     unet, scheduler = load_run(args.run, pipeline)
     decoder = load_decoder(pipeline, unet)
 

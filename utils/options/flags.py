@@ -284,7 +284,7 @@ class OutputOptions(Options):
         None, "checkpoints to keep: the newest ones (at least 2); the best one is also kept", at_least=1, free=True
     )
     resume_from_checkpoint: str | None = flag(
-        None, "latest, best, checkpoint-N or a path; latest starts a new run if there is no checkpoint", free=True, once=True
+        None, "latest, best, checkpoint-N or a path; latest starts a new run if there is none yet", free=True, once=True
     )
     allow_option_change: list[str] = flag([], "allow these options to change on resume", free=True, once=True, metavar="NAME")
     save_model_epochs: int = flag(10, "epochs between two exports of the pipeline (10)", at_least=1, free=True)

@@ -37,7 +37,7 @@ from utils.runs.checkpoints import attach_state_hooks, resume
 from utils.runs.ema_snapshots import remove_snapshots_beyond
 from utils.runs.folder import RunFolder
 from utils.runs.start import Start, done_line, start_of
-from utils.runs.state import TrainState
+from utils.runs.state import TrainState, read_state
 from utils.training.disk_plan import DiskPlan
 from utils.training.doctor import Doctor
 from utils.training.latents import settle_scale, spread
@@ -198,6 +198,7 @@ def begin_run(
     _check_samples(options, len(data.training), objective)
     if state.step < length.max_train_steps:
         on_main_process(accelerator, _check_disk, folder, data, objective, state, length, options)
+    before = folder.record()
     on_main_process(accelerator, folder.begin, options, facts, data.images.class_names if objective.classes else None)
     on_main_process(accelerator, remove_snapshots_beyond, folder.path, state.step)
 
@@ -214,13 +215,15 @@ def begin_run(
         enabled=accelerator.is_main_process,
         print_line=progress.print_line,
         log=trackers.log,
+        before=before,
     )
     clipping = AdaptiveLimit(accelerator.device, state.grad_norm_mean)
     if not options.adaptive_clipping:
         clipping = FixedLimit(options.max_grad_norm)
     for note in (", ".join(f"{name} {value}" for name, value in facts.items() if name not in kept), *notes):
         progress.print_line(note)
-    if accelerator.is_main_process and not doctor.knows("data"):
+    measured = doctor.knows("data") and checkpoint is not None and read_state(checkpoint).options == state.options
+    if accelerator.is_main_process and not measured:  # what was measured with other options may be of other images
         schedule = {"schedule": shape} if (shape := objective.schedule()) else {}
         with progress.part("checking the images"):
             checked = check_data(data.training, seed=options.seed)
@@ -229,6 +232,7 @@ def begin_run(
             checked["latent_spread"] = spread(data.encoded.autoencoder, data.encoded.latents)
         about = {"data": checked, "data_checks": looked_at, "network": examine(objective, data.samples)}
         doctor.record(state.step, about | schedule)
+    if accelerator.is_main_process:
         doctor.look()  # what the data and the options say alone is said before the first update
     return Run(
         *(options, accelerator, folder, data, objective, ema, ema_decay, clipping),
