@@ -52,6 +52,35 @@ def test_a_changed_option_is_refused_with_a_diff(server, script, run_to_resume, 
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
+def test_a_finished_run_that_is_started_again_stays_as_it_is(server, script, script_flags, tmp_path):
+    """Before any library is loaded, on each of two processes; without its checkpoints it is not trained over."""
+    flags = [
+        *script_flags,
+        "--max_train_steps",
+        2,
+        "--checkpointing_steps",
+        2,
+        "--train_batch_size",
+        4,
+        "--output_dir",
+        tmp_path,
+    ]
+    runs = server.start([script, *flags], 2)
+    assert [run.wait() for run in runs] == [0, 0], runs[0].text()
+    resume = [*flags, "--resume_from_checkpoint", "latest"]
+    for without_checkpoints in (False, True):
+        if without_checkpoints:
+            shutil.rmtree(tmp_path / "checkpoint-2")
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        runs = server.start([script, *resume], 2)
+        assert [run.wait() for run in runs] == [0, 0], runs[0].text()
+        assert "".join(run.text() for run in runs).count(f"finished: the run in {tmp_path} has come to its end") == 1
+        runs = server.start([script, *resume, "--seed", 1], 2)
+        assert [run.wait() for run in runs] == [2, 2], runs[0].text()
+        assert "seed: 0 " in "".join(run.text() for run in runs)
+        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
 def test_weights_that_do_not_fit_cannot_be_allowed(server, script, run_to_resume, tmp_path):
     """Neither is the flag advised then, nor does it lead to pages of size mismatches."""
     flags, _ = run_to_resume

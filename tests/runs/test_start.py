@@ -242,8 +242,19 @@ def test_the_record_of_a_run_means_the_same_from_everywhere(project, monkeypatch
     moved = from_record(place / "moved/work/runs/a", *LATEST)
     assert (moved.train_data_dir, moved.output_dir) == (str(place / "moved/photos"), str(place / "moved/work/runs/a"))
     assert start_of(moved, LAUNCHED) is Start.ON
-    shutil.move(place / "moved/work/runs/a", place / "a")  # the run without its data, which are where they were
-    (place / "moved").rename(place / "project")
+    RunFolder(place / "moved/work/runs/a").write_options(moved, LAUNCHED)  # now with absolute paths
+    (place / "moved").rename(place / "again")
+    again = from_record(place / "again/work/runs/a")
+    assert (again.train_data_dir, again.output_dir) == (str(place / "again/photos"), str(place / "again/work/runs/a"))
+    (place / "again").rename(place / "moved")
+
+
+def test_a_run_that_was_moved_alone_finds_its_data_where_they_were(project, monkeypatch):
+    place, _ = project
+    monkeypatch.chdir(place / "elsewhere")
+    shutil.copy(place / "project/work/runs/a/options.json", place / "elsewhere")  # as a file for --config
+    assert from_record(place / "elsewhere").output_dir == str(place / "project/work/runs/a")
+    shutil.move(place / "project/work/runs/a", place / "a")
     assert from_record(place / "a").train_data_dir == str(place / "project/photos")
     shutil.rmtree(place / "project")
     assert from_record(place / "a").train_data_dir == "../photos/"

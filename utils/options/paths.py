@@ -1,4 +1,4 @@
-"""Relative paths among the options of a run: they count from the folder in which the run was started, wherever that is now."""
+"""Paths among the options of a run: relative ones count from where the run was started, and all may have moved with the run."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -9,7 +9,7 @@ WORKING_DIR = "working_dir"  # in options.json: where the run was started last; 
 
 
 def located(record: Mapping[str, Any], folder: Path, names: Collection[str]) -> dict[str, Any]:
-    """Returns the options of an options.json in `folder`, with the relative paths that lead elsewhere from here made absolute.
+    """Returns the options of an options.json in `folder`, with the paths that do not lead there from here made absolute.
 
     Args:
         record: the content of options.json.
@@ -18,11 +18,10 @@ def located(record: Mapping[str, Any], folder: Path, names: Collection[str]) -> 
     options = dict(record["options"])
     for name in names:
         value: Any = options.get(name)
-        for start in _starts(record, folder) if isinstance(value, str) and not os.path.isabs(value) else ():
-            place = os.path.normpath(start / value)
-            if os.path.exists(place):
-                options[name] = value if same_place(value, place) else place
-                break
+        if not isinstance(value, str) or (os.path.isabs(value) and os.path.exists(value)):
+            continue
+        place = next((place for place in _places(value, record, folder) if os.path.exists(place)), value)
+        options[name] = value if same_place(value, place) else place
     return options
 
 
@@ -34,11 +33,13 @@ def same_place(value: Any, other: Any) -> bool:
     return both and os.path.exists(value) and os.path.exists(other) and os.path.samefile(value, other)
 
 
-def _starts(record: Mapping[str, Any], folder: Path) -> list[Path]:
-    """The folders in which the run may have been started, the likeliest first: where it lies now if it was moved together with
-    the run, and where it was."""
+def _places(value: str, record: Mapping[str, Any], folder: Path) -> list[str]:
+    """Where the path may be, the likeliest place first: moved together with the run, if that lies elsewhere now, and where it
+    was."""
     start, output_dir = record.get(WORKING_DIR), record["options"].get("output_dir")
     if not isinstance(start, str) or not isinstance(output_dir, str):
         return []
-    way = os.path.relpath(start, os.path.realpath(os.path.join(start, output_dir)))
-    return [Path(os.path.normpath(folder.resolve() / way)), Path(start)]
+    was, run = os.path.normpath(os.path.join(start, value)), os.path.realpath(os.path.join(start, output_dir))
+    now = str(folder.resolve())
+    moved = [os.path.normpath(os.path.join(now, os.path.relpath(was, run)))] if Path(now).name == Path(run).name else []
+    return [*moved, was]
