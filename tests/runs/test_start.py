@@ -86,7 +86,7 @@ def corrupt(folder: Path) -> None:
 
 HAS_A_RUN = "already has a run"
 NO_CHECKPOINT = "has no (such|best) checkpoint"
-OTHER = r"(?s)learning_rate: 0.001 (in the checkpoint|there), 0.002 now.*use (its options|the checkpoint's values)"
+OTHER = r"(?s)learning_rate: 0.001 (in the checkpoint|there), 0.002 now.*(--overwrite_output_dir|use the checkpoint's values)"
 TABLE = [  # folder, flags -> with the same options, with another learning rate; text: what a UserError says
     (empty, [], Start.NEW, Start.NEW),
     (empty, LATEST, Start.ON, Start.ON),
@@ -177,7 +177,28 @@ def test_a_finished_run_without_checkpoints_cannot_become_longer_but_a_shorter_o
                 DDPMOptions, "", [*FLAGS[:2], *FLAGS[4:], "--num_epochs", "3", "--output_dir", str(tmp_path), *LATEST]
             )
         )
-    assert start_of(options(tmp_path, *LATEST, "--save_images_steps", "3")) is Start.DONE  # a picture is no reason
+    assert start_of(options(tmp_path, *LATEST, "--save_images_steps", "3"), LAUNCHED) is Start.DONE  # a picture is no reason
+    larger = options(tmp_path, *LATEST, "--train_batch_size", "32")
+    assert nothing_to_do(larger) is None
+    with pytest.raises(UserError, match="global_batch_size: 16 there, 32 now"):
+        start_of(larger, LAUNCHED | {"global_batch_size": 32})
+
+
+def test_a_resume_that_leaves_out_what_the_run_began_with_says_so_first(tmp_path):
+    """The defaults that --pretrained would have changed are not the reason."""
+    record(tmp_path)
+    checkpoint(tmp_path, 4)
+    state = json.loads((tmp_path / "checkpoint-4/state.json").read_text())
+    state["options"] |= {"pretrained": "some/pipeline", "vae": "some/vae"}
+    (tmp_path / "checkpoint-4/state.json").write_text(json.dumps(state))
+    manifest = json.loads((tmp_path / "checkpoint-4/MANIFEST.json").read_text())
+    content = (tmp_path / "checkpoint-4/state.json").read_bytes()
+    manifest["files"]["state.json"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (tmp_path / "checkpoint-4/MANIFEST.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="pretrained: some/pipeline in the checkpoint, None now\n  vae: some/vae in"):
+        start_of(options(tmp_path, *LATEST))
+    flags = ["--dataset_name", "digits", "--output_dir", str(tmp_path), *LATEST, "--pretrained", "moved/pipeline"]
+    assert start_of(parse_options(DDPMOptions, "", flags)) is Start.ON
 
 
 def test_the_launch_counts_as_an_option(tmp_path):

@@ -12,10 +12,11 @@ from utils.core.errors import UserError
 from utils.options.flags import RunOptions
 from utils.options.paths import WORKING_DIR, located
 from utils.runs.checkpoint_files import list_checkpoints, newest_checkpoint, verify_checkpoint
-from utils.runs.folder import DATA_SOURCES, RunFolder, as_spelled_now, check_options, differences
+from utils.runs.folder import DATA_SOURCES, OPTIONS, RunFolder, as_spelled_now, check_options, differences
 from utils.runs.state import read_state
 
-BY_CONTENT = {*DATA_SOURCES, "model_preset", "pretrained", "vae"}  # a checkpoint knows what these named, not its name alone
+BY_CONTENT = {*DATA_SOURCES, "model_preset", "pretrained", "vae"}  # a checkpoint knows what these named
+OF_THE_LAUNCH = {"global_batch_size", "mixed_precision"}
 LENGTH = ("max_train_steps", "num_epochs")
 
 
@@ -29,7 +30,7 @@ def start_of(options: RunOptions, launched: dict[str, Any] | None = None) -> Sta
     """Returns how a start begins, from what its folder holds.
 
     Args:
-        launched: "global_batch_size" and "mixed_precision", once all options have their last values; None: before.
+        launched: values of OF_THE_LAUNCH, once all options have their last values; None: before.
 
     Raises UserError where the start would replace what it may not, or go on with options that would change the run.
     """
@@ -45,43 +46,56 @@ def start_of(options: RunOptions, launched: dict[str, Any] | None = None) -> Sta
         return Start.NEW
     record, asked = folder.record(), options.shaping(**(launched or {}))
     _check_paths(options, record, folder.path)
-    known = asked.keys() if launched else options.given & asked.keys()  # --pretrained and --vae decide others
-    if not launched and options.pretrained is None and options.vae is None:
-        known = asked.keys() - {"global_batch_size", "mixed_precision"}
+    known = set(asked)
+    if not launched:
+        known -= OF_THE_LAUNCH
+        if options.pretrained or options.vae:  # which decide those that were not given
+            known &= options.given
+    asked = {n: asked[n] for n in known}
     if list_checkpoints(folder.path) or wanted != "latest":
-        checkpoint = _checkpoint(folder.path, wanted)
-        if checkpoint is not None:
-            names, saved = known - BY_CONTENT, read_state(checkpoint).options
-            saved, compared = ({n: values[n] for n in names if n in values} for values in (saved, asked))
-            check_options(saved, compared, [n for n in options.allow_option_change if n in names])
+        _compare_with_checkpoint(options, asked, folder, wanted)
         again = wanted == "latest" and folder.is_done() and record and not _changed(options, record, folder.path)
         return Start.DONE if again else Start.ON
     if not found:
         return Start.ON
-    if not record:
-        if replaces:
-            return Start.NEW
+    problem = (
+        _other_run(options, asked, folder, record)
+        if record
+        else f"has {found[0].name}, and no {OPTIONS} that says of which run"
+    )
+    if problem and not replaces:
         raise UserError(
-            f"--output_dir {folder.path} has {found[0].name}, and no options.json that says of which run\n"
-            "choose another --output_dir, or replace what is there with --overwrite_output_dir"
+            f"--output_dir {folder.path} {problem}\nchoose another --output_dir, or replace what is there with "
+            "--overwrite_output_dir"
         )
-    saved = record["options"] | {n: value for n, value in record.get("resolved", {}).items() if n in (launched or {})}
-    saved = as_spelled_now({n: saved.get(n) for n in known}, asked, record, folder.path)
-    differing = differences(saved, {n: asked[n] for n in known})
-    done = folder.is_done()
-    if done and _is_longer(options, record):
-        differing += [n for n in LENGTH if record["options"].get(n) != getattr(options, n)]
-    if differing and replaces:
-        return Start.NEW
-    if differing:
-        now = asked | {n: getattr(options, n) for n in LENGTH}
-        lines = [f"  {n}: {record['options'].get(n) if n in LENGTH else saved.get(n)} there, {now[n]} now" for n in differing]
-        what = "a finished run" if done else "a run"
-        raise UserError(
-            "\n".join([f"--output_dir {folder.path} has {what} without checkpoints, of other options:", *lines])
-            + "\nuse its options, replace it with --overwrite_output_dir, or choose another --output_dir"
-        )
-    return Start.DONE if done else Start.ON
+    done = folder.is_done() and (launched is not None or not _changed(options, record, folder.path))  # else not known yet
+    return Start.NEW if problem else Start.DONE if done else Start.ON
+
+
+def _compare_with_checkpoint(options: RunOptions, asked: dict[str, Any], folder: RunFolder, wanted: str) -> None:
+    """Raises UserError where the options that are `asked` for would change the run. What names the data and the network counts
+    by its content, which is compared later; but not whether there is such a name."""
+    checkpoint = _checkpoint(folder.path, wanted)
+    if checkpoint is None:
+        return
+    saved = read_state(checkpoint).options
+    later = {n for n in BY_CONTENT & asked.keys() if n not in ("pretrained", "vae") or bool(saved.get(n)) == bool(asked[n])}
+    names = asked.keys() - later
+    saved = {n: saved[n] for n in names if n in saved}
+    check_options(saved, {n: asked[n] for n in names}, [n for n in options.allow_option_change if n in names])
+
+
+def _other_run(options: RunOptions, asked: dict[str, Any], folder: RunFolder, record: dict) -> str:
+    """Returns what to say where the run in the folder, without checkpoints, is not the one that is `asked` for; else nothing."""
+    recorded, resolved = record["options"], record.get("resolved", {})
+    saved = recorded | {n: resolved.get(n) for n in OF_THE_LAUNCH}
+    saved = as_spelled_now({n: saved.get(n) for n in asked}, asked, record, folder.path)
+    if folder.is_done() and _is_longer(options, record):
+        saved |= {n: recorded.get(n) for n in LENGTH}
+        asked = asked | {n: getattr(options, n) for n in LENGTH}
+    lines = [f"  {n}: {saved.get(n)} there, {asked[n]} now" for n in differences(saved, asked)]
+    kind = "finished run" if folder.is_done() else "run"
+    return "\n".join([f"has a {kind} without checkpoints, of other options:", *lines]) if lines else ""
 
 
 def nothing_to_do(options: RunOptions) -> str | None:
