@@ -178,7 +178,7 @@ def test_a_finished_run_without_checkpoints_cannot_become_longer_but_a_shorter_o
             )
         )
     assert start_of(options(tmp_path, *LATEST, "--save_images_steps", "3"), LAUNCHED) is Start.DONE  # a picture is no reason
-    larger = options(tmp_path, *LATEST, "--train_batch_size", "32")
+    larger = options(tmp_path, *LATEST, "--train_batch_size", "24")
     assert nothing_to_do(larger) is None
     with pytest.raises(UserError, match="global_batch_size: 16 there, 32 now"):
         start_of(larger, LAUNCHED | {"global_batch_size": 32})

@@ -86,7 +86,7 @@ def _compare_with_checkpoint(options: RunOptions, asked: dict[str, Any], folder:
 
 
 def _other_run(options: RunOptions, asked: dict[str, Any], folder: RunFolder, record: dict) -> str:
-    """Returns what to say where the run in the folder, without checkpoints, is not the one that is `asked` for; else nothing."""
+    """Returns what to say where the run in the folder, without checkpoints, is another than `asked` for; nothing where not."""
     recorded, resolved = record["options"], record.get("resolved", {})
     saved = recorded | {n: resolved.get(n) for n in OF_THE_LAUNCH}
     saved = as_spelled_now({n: saved.get(n) for n in asked}, asked, record, folder.path)
