@@ -121,7 +121,8 @@ def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder | N
         on_main_process(accelerator, _announce_push, options)
     on_main_process(accelerator, start_trackers, accelerator, options)
     folder = RunFolder(Path(options.output_dir))
-    inputs = {name: getattr(options, name) for name in options.paths() if name not in ("output_dir", "cache_dir")}
+    names = ("pretrained", *options.paths())  # the first that is in the way is told, and this one may have set --vae
+    inputs = {name: getattr(options, name) for name in names if name not in ("output_dir", "cache_dir")}
     on_main_process(accelerator, folder.claim, replaces=start is Start.NEW, inputs=inputs)
     return folder
 
