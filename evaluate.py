@@ -30,6 +30,7 @@ from utils.core.files import make_folder
 from utils.core.size import Size
 from utils.options.flags import DataOptions, EvaluateOptions
 from utils.options.parser import parse_options
+from utils.options.paths import located, same_place
 from utils.runs.evaluations import run_of
 from utils.runs.folder import DATA_SOURCES, WITHOUT
 
@@ -66,6 +67,7 @@ def main(args: EvaluateOptions) -> None:
         from utils.evaluation.extractors import make_extractor
         from utils.evaluation.feature_sets import is_stored, load_features, reference_features, save_features, sync_weights
         from utils.evaluation.image_folder import ImageFolder
+        from utils.evaluation.newest import agreed
         from utils.evaluation.table import header, lines, read_results, refuse_to_compare, sentences
 
     accelerator = make_accelerator(
@@ -80,6 +82,8 @@ def main(args: EvaluateOptions) -> None:
     earlier = [result for path in args.compare for result in read_results(path)]
     asked_channels = args.image_channels if "image_channels" in args.given else None
     folders = [ImageFolder(folder, asked_channels) for folder in args.images]
+    args.pipeline = [agreed(accelerator, pipeline) for pipeline in args.pipeline]
+    args.guide_pipeline = args.guide_pipeline and agreed(accelerator, args.guide_pipeline)
     with accelerator.main_process_first():  # one download, not one per process
         guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     networks = []
@@ -344,19 +348,20 @@ def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple
     names = {each.name for each in fields(DataOptions)} - HOW_IT_IS_READ
     for folder in (Path(source), Path(source).parent):
         try:
-            options = json.loads((folder / "options.json").read_text())["options"]
+            options = located(json.loads((folder / "options.json").read_text()), folder, DataOptions.paths())
             trained_on = DataOptions.from_record(WITHOUT | options)
             split = (options["validation_images"], options["seed"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no run, or not one of this version
             continue
         differing = {name for name in names if getattr(trained_on, name) != getattr(given, name)}
+        differing -= {n for n in DataOptions.paths() if same_place(getattr(trained_on, n), getattr(given, n))}
         return split if not differing or (differing <= set(DATA_SOURCES) and _same_content(folder, images)) else None
     return (args.validation_images, 0) if args.validation_images else None
 
 
 def _same_content(run: Path, images: "ImageSet") -> bool:
     from utils.data.dataset import content_fingerprint
-    from utils.runs.checkpoints import list_checkpoints
+    from utils.runs.checkpoint_files import list_checkpoints
     from utils.runs.state import read_state
 
     for checkpoint in list_checkpoints(run)[-1:]:

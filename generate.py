@@ -59,6 +59,7 @@ def main(args: GenerateOptions) -> None:
             to_uint8,
             to_uint16,
         )
+        from utils.evaluation.newest import agreed
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,
@@ -69,6 +70,8 @@ def main(args: GenerateOptions) -> None:
     shown = accelerator.is_main_process and not args.quiet
 
     # Pipeline
+    args.pipeline = agreed(accelerator, args.pipeline)
+    args.guide_pipeline = args.guide_pipeline and agreed(accelerator, args.guide_pipeline)
     with accelerator.main_process_first():  # one download, not one per process
         unet, scheduler_config = load_network(args.pipeline)
         autoencoder = load_decoder(args.pipeline, unet)

@@ -121,17 +121,25 @@ def _call_at_end() -> None:
             function()
 
 
-def parse_early(parse_args: Callable[[], T]) -> T:
+def parse_early(parse_args: Callable[[], T], nothing_to_do: Callable[[T], str | None] = lambda options: None) -> T:
     """The options of this process's command line, for a script that asks for them above its heavy imports: neither `--help` nor
-    a mistake in the command should wait for these, and packages that are missing are named together."""
+    a mistake in the command should wait for these, and packages that are missing are named together.
+
+    Where `nothing_to_do` gives a line, it is printed, and the process ends with status 0.
+    """
     sys.excepthook = _tell_of_interrupt
     try:
         options = parse_args()
         if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
             raise UserError(f"not installed: {', '.join(missing)}\npip install -r requirements.txt")
+        line = nothing_to_do(options)
     except UserError as error:
         _leave(_tell(error))
         raise
+    if line is not None:
+        if os.environ.get("RANK", "0") == "0":
+            print(line)
+        _leave(0)
     leave_progress_to_us(options)
     _imports.enter_context(loading_libraries(options))
     return options
