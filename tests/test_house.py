@@ -40,3 +40,13 @@ def test_packages_are_empty_and_no_utility_imports_a_script():
     for name, path in MODULES.items():
         words = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
         assert not words & scripts, name
+
+
+def test_the_doctor_of_any_script_imports_nothing_of_the_trainer():
+    paths = list((ROOT / "steady_doctor").rglob("*.py"))
+    assert len(paths) > 5
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [part.name for part in node.names] if isinstance(node, ast.Import) else []
+            assert not [name for name in names if str(name).split(".")[0] in ("utils", "models", "benchmarks")], path
