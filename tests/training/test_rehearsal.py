@@ -20,7 +20,6 @@ WHOLE = f"""--max_train_images 40 --max_train_steps {STEPS} --logging_steps {REP
     --gradient_accumulation_steps {MICRO_STEPS} --validation_images 8 --validation_steps {STEPS}
     --checkpointing_steps {STEPS} --eval_steps {STEPS} --eval_images 12 --save_images_steps 9 --save_model_steps 9"""
 OWN = {"train_ddpm.py": ["--class_conditional"], "train_edm2.py": []}
-UPLOADS = 3  # of a micro step: sample numbers, images, labels; 2 without classes
 # What a run makes between two updates and at its end: (reads, uploads that the host waits for) today. Lower them.
 MADE = {
     "train_ddpm.py": {
@@ -65,7 +64,12 @@ def updates_alone(monkeypatch):
     monkeypatch.setattr(Periodic, "finish", lambda self: self._monitor.close() or 0)
 
 
-def check_updates(device: Device, steps: int, report_every: int, micro_steps: int, uploads: int) -> None:
+def uploads(script: str, classes: bool) -> int:
+    """Of a micro step: sample numbers, images and labels, which an EDM2 network is told in any case."""
+    return 3 if classes or script == "train_edm2.py" else 2
+
+
+def check_updates(device: Device, steps: int, report_every: int, micro_steps: int, sent_each: int) -> None:
     """Fails with the events that should not be."""
     for number in range(1, steps + 1):
         events = device.of_update(number)
@@ -76,13 +80,13 @@ def check_updates(device: Device, steps: int, report_every: int, micro_steps: in
         if number == 1:  # diffusers moves its table of the noise schedule when it is used first
             sent = [event for event in sent if event.calls[-1] != "DDPM.losses"]
         assert not [event for event in sent if event.waits]
-        assert len(sent) == uploads * micro_steps, sent
+        assert len(sent) == sent_each * micro_steps, sent
 
 
 def test_the_host_waits_for_the_device_at_reports_alone(whole_run, script):
     """One read at a report, none in between; the batch goes to the device from pinned memory, and nothing else does."""
     device, _ = whole_run
-    check_updates(device, STEPS, REPORT_EVERY, MICRO_STEPS, UPLOADS)
+    check_updates(device, STEPS, REPORT_EVERY, MICRO_STEPS, uploads(script, classes=True))
 
 
 def test_what_is_made_between_updates(whole_run, script):
@@ -149,7 +153,7 @@ def test_no_option_makes_the_host_wait(script, script_flags, precision, rehearse
     flags = [*script_flags, *EVERY_OPTION[script].split(), "--mixed_precision", precision, "--max_train_images", 64]
     flags += ["--max_train_steps", 3, "--logging_steps", 2]
     device = rehearse([*flags, "--output_dir", tmp_path / "run"], importlib.import_module(Path(script).stem))
-    check_updates(device, 3, 2, 1, 2)
+    check_updates(device, 3, 2, 1, uploads(script, classes=False))
 
 
 # What changes what is drawn, encoded or validated.
@@ -183,7 +187,7 @@ def test_pairs_of_options_on_the_device(name, row, rehearse, tmp_path):
     words = " ".join(on).format(vae=tmp_path / "vae").split()
     flags += ["--max_train_images", "40", "--max_train_steps", "3", "--logging_steps", "2", *words]
     device = rehearse([*flags, "--output_dir", tmp_path / "run"], importlib.import_module(Path(name).stem))
-    check_updates(device, 3, 2, 1, UPLOADS if classes or name == "train_edm2.py" else 2)  # which is sent them in any case
+    check_updates(device, 3, 2, 1, uploads(name, classes))
     history = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
     assert sum("validation/loss" in record for record in history) == 2 * (PAIRED[2] in on)
     assert sum("evaluation" in record for record in history) == 2 * (PAIRED[5] in on)
