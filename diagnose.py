@@ -7,8 +7,9 @@
     python diagnose.py --cache                                          # the packed images; --prune_cache 30 removes old ones
     python diagnose.py --watch my_train.py --its_flags ...              # any training script; --watch is the last flag
 
-Exit status: 0 no findings; 1 findings; 2 it could not run. Findings for information do not count. With --compare: 0 the same
-bits as far as both runs went; 1 they differ; 2 they cannot be compared. With --watch, it is the exit status of the script.
+Exit status: 0 no findings; 1 findings; 2 it could not run. Findings for information do not count; with --fail_on critical, nor
+do warnings. With --compare: 0 the same bits as far as both runs went; 1 they differ; 2 they cannot be compared. With --watch,
+it is that of the script; with --fail_on, a script that ends with 0 gets 1 for findings, and 2 if nothing was judged.
 """
 
 import json
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.core.entrypoint import loading_libraries, run_script
 from utils.core.errors import UserError
+from utils.core.files import make_folder
 from utils.core.size import Size
 from utils.options.flags import DiagnoseOptions
 from utils.options.parser import parse_options
@@ -45,10 +47,12 @@ def _split(argv: list[str] | None) -> tuple[list[str], list[str]]:
 def main(args: DiagnoseOptions) -> int:
     # Imported here because torch takes seconds, which --help and a mistyped flag should not pay for.
     if args.watch is not None:
+        from utils.diagnostics.watching.result import Result
         from utils.diagnostics.watching.script import watch_script
 
         folder = args.watch_dir or Path("watch") / Path(args.watch).stem
-        sys.exit(watch_script(Path(args.watch), _split(None)[1], folder, args.watch_updates))
+        result = Result(folder, shows_all=args.all, fail_on=args.fail_on)
+        sys.exit(watch_script(Path(args.watch), _split(None)[1], result, args.watch_updates))
     if args.cache or args.prune_cache is not None:
         return show_caches(args)
     if args.compare:
@@ -57,44 +61,40 @@ def main(args: DiagnoseOptions) -> int:
         comparison = compare(*args.compare)
         print(json.dumps(vars(comparison), indent=2) if args.json else "\n".join(comparison.lines()))
         return comparison.status
+    if args.report_dir is not None:
+        make_folder(args.report_dir, "--report_dir")
     with loading_libraries(args):
         from utils.diagnostics import diagnose as diagnostics
-        from utils.diagnostics.report.report import write_report
+        from utils.diagnostics.finding import DIAGNOSIS, any_at_least, write_findings
+        from utils.diagnostics.report.report import REPORT, write_report
         from utils.runs.record import RunRecord
-        from utils.training.doctor import DIAGNOSIS, REPORT, write_diagnosis
 
+    folder = args.report_dir
     if args.run is not None:
-        record = RunRecord.read(args.run)
-        findings, judged = diagnostics.judge(record)
-        if not args.no_report:
-            try:
-                write_report(record, findings, args.run / REPORT)
-            except OSError as error:
-                raise UserError(
-                    f"cannot write {args.run / REPORT}: {error.strerror or error}\nadd --no_report, or make room there"
-                ) from None
-            write_diagnosis(args.run / DIAGNOSIS, findings)
-        if not record.history:
-            raise UserError(
-                f"{args.run} has no history.jsonl: the run has not recorded anything yet\n"
-                "try again after its first --logging_steps updates"
-            )
+        record, folder = RunRecord.read(args.run), None if args.no_report else args.run
     else:
         record = RunRecord(args.report_dir or Path(), history=[{"step": 0, **records_of(args)}])
-        findings, judged = diagnostics.judge(record)
-        if args.report_dir is not None:
-            try:
-                write_report(record, findings, args.report_dir / REPORT)
-            except OSError as error:
-                raise UserError(
-                    f"cannot write {args.report_dir / REPORT}: {error.strerror or error}\nchoose another --report_dir"
-                ) from None
+    findings, judged = diagnostics.judge(record)
+    report = folder and folder / REPORT
+    if folder is not None:
+        try:
+            write_report(record, findings, folder / REPORT)
+            if args.run is not None:
+                write_findings(folder / DIAGNOSIS, findings)
+        except OSError as error:  # the findings are worth having without
+            report = None
+            print(f"note: no report: cannot write {folder}: {error.strerror or error}", file=sys.stderr)
+    if args.run is not None and not record.history:
+        raise UserError(
+            f"{args.run} has no history.jsonl: the run has not recorded anything yet\n"
+            "try again after its first --logging_steps updates"
+        )
     try:
-        show(record, findings, judged, as_json=args.json)
+        show(record, findings, judged, args, report)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads it has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1 if any(finding.severity != "info" for finding in findings) else 0
+    return int(any_at_least(findings, args.fail_on or "warning"))
 
 
 def show_caches(args: DiagnoseOptions) -> int:
@@ -145,8 +145,9 @@ def records_of(args: DiagnoseOptions) -> dict:
     from utils.diffusion.ddpm import describe_schedule
     from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
     from utils.diffusion.pipelines import image_shape, load_unconditional, training_scheduler
+    from utils.evaluation.newest import loadable
 
-    unet, scheduler_config = load_unconditional(args.pipeline)
+    unet, scheduler_config = load_unconditional(loadable(args.pipeline))
     channels, *size = image_shape(unet)
     images = load(args, Size(*size).resolution, channels)
     noise_scheduler = training_scheduler(scheduler_config)
@@ -177,37 +178,50 @@ def load(args: DiagnoseOptions, resolution: int | str, image_channels: int) -> "
         return load_images(replace(args, **own), bar.set)
 
 
-def show(record: "RunRecord", findings: list, judged: set[str], as_json: bool) -> None:
-    """What could be judged, FAIL, WARN or OK, with cause and fixes; then the figures of a dataset or a probe."""
-    from utils.diagnostics.audit.verdict import step_lines
+def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOptions, report: Path | None) -> None:
+    """What was looked at, with --all each check and figure; then the findings, with cause and fixes. `report`: the page."""
+    from utils.diagnostics.audit.verdict import step_summary
     from utils.diagnostics.catalog import CATALOG
-    from utils.diagnostics.finding import described
+    from utils.diagnostics.finding import told
     from utils.diagnostics.rules.audit import audited
     from utils.runs.history import to_json
 
     found = {finding.code for finding in findings}
-    healthy = judged - found
+    healthy = [code for code in CATALOG if code in judged - found]
     figures = {kind: record.records(kind)[-1][1] for kind in ("data", "schedule", "probe") if record.records(kind)}
-    if as_json:
+    if args.json:
         shown = {"findings": [vars(finding) for finding in findings], "healthy": sorted(healthy)}
         print(json.dumps(to_json(shown | figures), indent=2))
         return
-    if record.options:
-        print(*_run_lines(record), sep="\n", end="\n\n")
-    for finding in findings:
-        print("\n".join(described(finding)))
-    if steps := audited(record):
-        print(*step_lines(steps), sep="\n", end="\n\n")
     # Of a dataset or a pipeline most is missing, and some options have no meaning for a run.
     missing = CATALOG.keys() - judged - found - {"rule-failed"} if record.options else set()
     missing = {code for code in missing if not code.startswith("option-")}
+    steps = audited(record)
+    lines = _run_lines(record) if record.options else []
+    lines.append(f"{len(healthy)} checks found nothing" + f", {len(missing)} had too few figures" * bool(missing))
+    lines += [step_summary(steps)] if steps else []
+    lines += [f"report: {report}"] if report else []
+    lines += [] if args.all else ["all checks and figures: --all"]
+    print(*lines, sep="\n", end="\n\n")
+    if args.all:
+        print(*_all_lines(steps, healthy, missing, figures), sep="\n", end="\n\n")
+    print(*told(findings), sep="\n")
+
+
+def _all_lines(steps: list[dict], healthy: list[str], missing: set[str], figures: dict) -> list[str]:
+    """Each check and each figure."""
+    from utils.diagnostics.audit.verdict import step_lines
+    from utils.diagnostics.catalog import CATALOG
+
+    lines = [*step_lines(steps), ""] if steps else []
     for word, before, codes in (("OK", "", healthy), ("-", "not enough was recorded to judge: ", missing)):
-        listed = before + ", ".join(code for code in CATALOG if code in codes)
+        text = before + ", ".join(code for code in CATALOG if code in codes)
         if codes:
-            print(textwrap.fill(listed, 110, initial_indent=f"{word:<6}", subsequent_indent=" " * 6, break_on_hyphens=False))
-    for kind in ("data", "probe"):
+            lines += textwrap.wrap(text, 110, initial_indent=f"{word:<6}", subsequent_indent=" " * 6, break_on_hyphens=False)
+    for kind, said in (("data", "data (values as the network sees them, in [-1, 1])"), ("probe", "probe")):
         if kind in figures:
-            print(f"\n{kind}", *_figure_lines(figures[kind]), sep="\n")
+            lines += ["", said, *_figure_lines(figures[kind])]
+    return lines
 
 
 def _run_lines(record: "RunRecord") -> list[str]:
@@ -219,16 +233,16 @@ def _run_lines(record: "RunRecord") -> list[str]:
     state, plural = run_state(record, done, total)[0].lower(), "s" * (reports != 1)
     lines = [f"{record.output_dir}: {state}, {done} of {total} updates, {reports} report{plural}"]
     if reports < 4:
-        lines.append("there are only a few reports: what is OK now may still go wrong")
+        lines.append("with fewer than 4 reports, what is OK now may still go wrong")
     if record.unreadable:
         lines.append(f"{record.unreadable} damaged lines of history.jsonl are left out")
     return lines
 
 
 def _figure_lines(figures: dict) -> list[str]:
-    from utils.diagnostics.report.tables import cell, flatten
+    from utils.diagnostics.report.tables import cell, figure_name, flatten
 
-    return [f"  {key.replace('_', ' '):<30} {cell(value)}" for key, value in flatten(figures).items()]
+    return [f"  {figure_name(key)}: {cell(value)}" for key, value in flatten(figures).items()]
 
 
 if __name__ == "__main__":

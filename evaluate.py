@@ -17,17 +17,21 @@ evaluated, also if there are findings; 2 a mistake in the command or the data.
 
 import contextlib
 import json
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from utils.core.entrypoint import loading_libraries, run_script
-from utils.core.errors import UserError
-from utils.core.files import whole_file
+from utils.core.errors import UserError, one_line
+from utils.core.files import make_folder
 from utils.core.size import Size
 from utils.options.flags import DataOptions, EvaluateOptions
 from utils.options.parser import parse_options
+from utils.options.paths import located, same_place
+from utils.runs.evaluations import run_of
 from utils.runs.folder import DATA_SOURCES, WITHOUT
 
 if TYPE_CHECKING:
@@ -56,13 +60,14 @@ def main(args: EvaluateOptions) -> None:
         from utils.data.arrays import is_array_file
         from utils.diagnostics.finding import Finding, described
         from utils.diagnostics.rules.samples import MIN_VARIED
-        from utils.diffusion.guidance import class_numbers, make_guided_prediction
+        from utils.diffusion.guidance import asked_classes, make_guided_prediction
         from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes
         from utils.diffusion.sampling import SamplePlan, full_precision, is_edm, make_sampler, sampling_steps
         from utils.evaluation.evaluator import ClassJudge, Evaluation, pipeline_images, refuse_too_few
         from utils.evaluation.extractors import make_extractor
         from utils.evaluation.feature_sets import is_stored, load_features, reference_features, save_features, sync_weights
         from utils.evaluation.image_folder import ImageFolder
+        from utils.evaluation.newest import agreed
         from utils.evaluation.table import header, lines, read_results, refuse_to_compare, sentences
 
     accelerator = make_accelerator(
@@ -77,6 +82,8 @@ def main(args: EvaluateOptions) -> None:
     earlier = [result for path in args.compare for result in read_results(path)]
     asked_channels = args.image_channels if "image_channels" in args.given else None
     folders = [ImageFolder(folder, asked_channels) for folder in args.images]
+    args.pipeline = [agreed(accelerator, pipeline) for pipeline in args.pipeline]
+    args.guide_pipeline = args.guide_pipeline and agreed(accelerator, args.guide_pipeline)
     with accelerator.main_process_first():  # one download, not one per process
         guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     networks = []
@@ -87,7 +94,7 @@ def main(args: EvaluateOptions) -> None:
         sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
         scheduler = make_sampler(sampler, scheduler_config)
         steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
-        class_labels = class_numbers(args.class_labels, names_of_classes(pipeline))
+        class_labels = asked_classes(args.class_labels, names_of_classes(pipeline), unet)
         predict = make_guided_prediction(unet, scheduler_config, class_labels, args.guidance, guide, guide_config)
         made: dict[str, Any] = {"sampler": sampler, "num_inference_steps": steps, "mixed_precision": args.mixed_precision}
         made |= {"class_labels": class_labels, "guidance": args.guidance, "guide_pipeline": args.guide_pipeline}
@@ -208,7 +215,8 @@ def main(args: EvaluateOptions) -> None:
         print(
             f"note: {name}: unknown split: copies are searched among all images, also those that were held out of its training"
         )
-    for name in dict.fromkeys(result["name"] for result in results if folder_of(args, result) is None):
+    unsaved = (each["name"] for each in results if folder_of(args, each) is None and run_of(each["name"]) is None)
+    for name in dict.fromkeys(unsaved):
         print(f"note: {name}: the figures are not saved; set --output_dir to save them")
     print("\n" + "\n".join(lines([*results, *earlier])) + "\n")
     print("\n".join(sentences([*results, *earlier])))
@@ -221,7 +229,7 @@ def main(args: EvaluateOptions) -> None:
 
 
 def check_paths(args: EvaluateOptions) -> None:
-    """Raises UserError where there is no such file or folder, before the libraries load."""
+    """Raises UserError where there is no such file or folder, or results cannot be written, before the libraries load."""
     weights = [args.feature_weights] if args.feature_weights else []
     data = [Path(args.train_data_dir)] if args.train_data_dir and not args.dataset_name else []
     named = {"images": args.images, "compare": args.compare, "feature_weights": weights, "train_data_dir": data}
@@ -230,6 +238,10 @@ def check_paths(args: EvaluateOptions) -> None:
         for path in paths:
             if not path.exists():
                 raise UserError(f"--{flag} {path}: no such file or folder\ncheck the path")
+    if os.environ.get("RANK", "0") == "0":
+        for flag, folder in (("output_dir", args.output_dir), ("output", args.output and args.output.parent)):
+            if folder is not None:
+                make_folder(folder, f"--{flag}")
 
 
 def same_shape(shapes: dict[str, tuple[int, int, int]]) -> tuple[int, int, int]:
@@ -277,11 +289,14 @@ def reference_facts(images: "ImageSet", extractor: "Extractor", features: "Featu
 
 def check_reference(args: EvaluateOptions, facts: dict, extractor: "Extractor", shape: tuple[int, int, int]) -> None:
     """Raises UserError where stored statistics are of another extractor or image size than what is evaluated."""
+    from utils.evaluation.table import COMPARABLE, shown
+
     wanted = extractor.identity() | {"image_shape": list(shape)}
     for key, value in wanted.items():
         if facts.get(key) != value:
+            name = COMPARABLE.get(key, key)
             raise UserError(
-                f"--reference {args.reference} does not fit: its {key} is {facts.get(key)}, not {value}\n"
+                f"--reference {args.reference} does not fit: its {name} is {shown(facts.get(key))}, not {shown(value)}\n"
                 "use the --features and the image size that it was made with, or make it again"
             )
 
@@ -333,19 +348,20 @@ def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple
     names = {each.name for each in fields(DataOptions)} - HOW_IT_IS_READ
     for folder in (Path(source), Path(source).parent):
         try:
-            options = json.loads((folder / "options.json").read_text())["options"]
+            options = located(json.loads((folder / "options.json").read_text()), folder, DataOptions.paths())
             trained_on = DataOptions.from_record(WITHOUT | options)
             split = (options["validation_images"], options["seed"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no run, or not one of this version
             continue
         differing = {name for name in names if getattr(trained_on, name) != getattr(given, name)}
+        differing -= {n for n in DataOptions.paths() if same_place(getattr(trained_on, n), getattr(given, n))}
         return split if not differing or (differing <= set(DATA_SOURCES) and _same_content(folder, images)) else None
     return (args.validation_images, 0) if args.validation_images else None
 
 
 def _same_content(run: Path, images: "ImageSet") -> bool:
     from utils.data.dataset import content_fingerprint
-    from utils.runs.checkpoints import list_checkpoints
+    from utils.runs.checkpoint_files import list_checkpoints
     from utils.runs.state import read_state
 
     for checkpoint in list_checkpoints(run)[-1:]:
@@ -361,34 +377,28 @@ def folder_of(args: EvaluateOptions, result: dict) -> Path | None:
 
 
 def write_result(args: EvaluateOptions, results: list[dict], sheet: "Image.Image | None") -> None:
-    """The last of the results, and the sheet of its closest pairs, beside those before it of the same folder."""
-    from utils.core.images import save_png
+    """The last of the results, and the sheet of its closest pairs, beside those before it of the same folder; and what was
+    found, in the record of the run. A run that cannot be written is no reason to lose the figures. Raises UserError where
+    --output_dir does not take them."""
+    from utils.evaluation.results import add_to_record, write_figures
 
-    folder = folder_of(args, results[-1])
-    if folder is None:
-        return
-    own = [result for result in results if folder_of(args, result) == folder]
+    folder, owner = folder_of(args, results[-1]), run_of(results[-1]["name"])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with whole_file(folder / "evaluation.json") as draft:
-            draft.write_text(json.dumps({"results": own}, indent=2) + "\n")
-        if sheet is not None:
-            save_png(sheet, folder / ("nearest.png" if len(own) == 1 else f"nearest-{len(own) - 1}.png"))
-        if not args.output_dir:
-            refresh_report(folder.parent)
+        if folder is not None:
+            write_figures(folder, [result for result in results if folder_of(args, result) == folder], sheet)
     except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror or error}\nchoose another --output_dir") from None
+        if args.output_dir:
+            raise UserError(f"cannot write {folder}: {error.strerror or error}\nchoose another --output_dir") from None
+        tell(f"the figures are not saved: cannot write {folder}: {error.strerror or error}; set --output_dir to save them")
+    if owner is not None:
+        try:
+            add_to_record(*owner, results[-1])
+        except (OSError, UserError) as error:
+            tell(f"what was found is not in the record of {owner[0]}: {one_line(error)}")
 
 
-def refresh_report(run: Path) -> None:
-    """The run's report.html, with this evaluation. Raises OSError where the disk does not take it."""
-    from utils.diagnostics.diagnose import diagnose
-    from utils.diagnostics.report.report import write_report
-    from utils.runs.record import RunRecord
-    from utils.training.doctor import REPORT
-
-    record = RunRecord.read(run)
-    write_report(record, diagnose(record), run / REPORT)
+def tell(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def main(args: GenerateOptions) -> None:
         from utils.core.bars import Bar
         from utils.core.distributed import make_accelerator, on_main_process
         from utils.core.images import image_suffix, is_complete_image, make_grid, read_image, save_image, save_png
-        from utils.diffusion.guidance import class_numbers, make_guided_prediction
+        from utils.diffusion.guidance import asked_classes, make_guided_prediction
         from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes, trained_bits
         from utils.diffusion.sampling import (
             SamplePlan,
@@ -59,6 +59,7 @@ def main(args: GenerateOptions) -> None:
             to_uint8,
             to_uint16,
         )
+        from utils.evaluation.newest import agreed
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,
@@ -69,6 +70,8 @@ def main(args: GenerateOptions) -> None:
     shown = accelerator.is_main_process and not args.quiet
 
     # Pipeline
+    args.pipeline = agreed(accelerator, args.pipeline)
+    args.guide_pipeline = args.guide_pipeline and agreed(accelerator, args.guide_pipeline)
     with accelerator.main_process_first():  # one download, not one per process
         unet, scheduler_config = load_network(args.pipeline)
         autoencoder = load_decoder(args.pipeline, unet)
@@ -82,7 +85,7 @@ def main(args: GenerateOptions) -> None:
     num_inference_steps = sampling_steps(sampler, args.num_inference_steps, scheduler)
     made = (args.seed, args.batch_size, accelerator.device, autoencoder)
     plan = SamplePlan(scheduler, num_inference_steps, image_shape(unet), *made)
-    class_labels = class_numbers(args.class_labels, names_of_classes(args.pipeline))
+    class_labels = asked_classes(args.class_labels, names_of_classes(args.pipeline), unet)
     predict = make_guided_prediction(unet, scheduler_config, class_labels, args.guidance, guide, guide_config)
 
     # Settings: one folder holds one set of images
@@ -186,14 +189,24 @@ def claim_folder(output_dir: Path, settings: dict) -> None:
         raise UserError(f"cannot use --output_dir {output_dir}: {error}\nchoose another --output_dir") from error
 
 
+# What to say of settings that are no flags, where they differ.
+OTHER_IMAGES = {
+    "weights_sha256": "images of other weights: another pipeline, or one that was trained further since",
+    "guide_sha256": "images with another --guide_pipeline, or one that was trained further since",
+    "autoencoder": "images of another autoencoder",
+    "sampler_version": "images of an earlier version of this sampler",
+}
+
+
 def refuse_other_settings(output_dir: Path, recorded: dict, settings: dict) -> None:
     for key, value in settings.items():
         # The pipeline is recognized by its weights, so that it may be moved or reached by another path.
         if key not in ("pipeline", "num_images") and recorded.get(key) != value:
-            raise UserError(
-                f"--output_dir {output_dir} has images of another {key} ({recorded.get(key)}, now {value})\n"
-                "choose another --output_dir"
-            )
+            was, now = ("not set" if each is None else each for each in (recorded.get(key), value))
+            other = OTHER_IMAGES.get(key, f"images with another --{key} ({was}, now {now})")
+            if key == "weights_sha256" and recorded.get("pipeline") == settings["pipeline"]:
+                other = "images of an earlier state of this pipeline: it was trained further since, or changed"
+            raise UserError(f"--output_dir {output_dir} has {other}\nchoose another --output_dir")
     if recorded["num_images"] > settings["num_images"]:
         raise UserError(
             f"--output_dir {output_dir} has {recorded['num_images']} images, more than --num_images "

@@ -22,10 +22,12 @@ def main(args: ReconstructionOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
     with loading_libraries(args):
         from utils.core.distributed import make_accelerator
-        from utils.diffusion.export import export_pipeline, model_card
+        from utils.diffusion.export import export_pipeline
+        from utils.diffusion.model_card import model_card
         from utils.diffusion.pipelines import load_decoder, names_of_classes
         from utils.evaluation.ema_reconstruction import check_output, describe, load_run, load_weights
         from utils.evaluation.ema_sweep import make_judge, write_sweep
+        from utils.evaluation.newest import loadable
         from utils.runs.ema_snapshots import fp16_error, list_snapshots, recipe, reconstruct
 
     widths = [args.width] if args.width is not None else read_widths(args.widths or "")
@@ -33,13 +35,15 @@ def main(args: ReconstructionOptions) -> None:
     step = args.step or snapshots[-1].step
     recipes = {width: recipe(snapshots, width, step) for width in widths}  # refuses what cannot be made
     check_output(args.output_dir, args.run)
-    unet, scheduler = load_run(args.run)
+    pipeline = loadable(str(args.run))  # of which the weights are replaced
+    unet, scheduler = load_run(args.run, pipeline)
+    decoder = load_decoder(pipeline, unet)
 
     best = widths[0]
     if args.widths is not None:
         accelerator = make_accelerator(cpu_threads=args.cpu_threads)
         sampling = {"num_images": args.num_images, "batch_size": args.batch_size, "seed": args.seed}
-        judge = make_judge(accelerator, args.run, scheduler, args.metric, **sampling)
+        judge = make_judge(accelerator, args.run, scheduler, args.metric, decoder, **sampling)
         values = {}
         for width in widths:
             load_weights(unet, reconstruct(snapshots, width, step), args.run)
@@ -51,10 +55,10 @@ def main(args: ReconstructionOptions) -> None:
     weights = reconstruct(snapshots, best, step)
     rounding = fp16_error(snapshots, best, step, weights)
     load_weights(unet, weights, args.run)
-    facts = {"updates": step, "ema_width": best, "pipeline": str(args.output_dir)}
-    names = names_of_classes(str(args.run))
-    card = model_card(describe(args.run, unet) | facts | {"class_names": names or None})
-    export_pipeline(unet, scheduler, args.output_dir, card, class_names=names, autoencoder=load_decoder(str(args.run), unet))
+    facts = {"ema_width": best, "pipeline": args.output_dir.resolve().name}
+    names = names_of_classes(pipeline)
+    card = model_card(describe(args.run, unet, scheduler, step, names) | facts)
+    export_pipeline(unet, scheduler, args.output_dir, card, class_names=names, autoencoder=decoder)
     used, error = recipes[best].snapshots, recipes[best].error
     off = f"profile {error:.1%} off"
     if rounding:

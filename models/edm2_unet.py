@@ -224,6 +224,10 @@ class EDM2Block(nn.Module):
     def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
         """Cosine attention: q, k and v have unit magnitude in each head. [B, 3 C, H, W] -> [B, C, H, W]."""
         batch, channels, height, width = qkv.shape
+        if qkv.device.type != "cpu":
+            # A pixel's channels side by side, or no fused kernel takes them. On a CPU it would be another kernel, which rounds
+            # otherwise than that of all runs so far.
+            qkv = qkv.contiguous(memory_format=torch.channels_last)
         # [3, B, heads, pixels, head channels]
         heads = qkv.reshape(batch, 3, self.num_heads, channels // 3 // self.num_heads, height * width).permute(1, 0, 2, 4, 3)
         q, k, v = normalize(heads, dim=-1).unbind(0)

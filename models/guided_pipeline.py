@@ -3,6 +3,9 @@
 One file that imports torch and diffusers alone, because an exported pipeline carries it.
 """
 
+import difflib
+import re
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -32,6 +35,40 @@ def guided(
         return main
     weak = unet(x, timestep, no_class).sample if guide is None else guide(x, timestep, class_labels).sample
     return torch.lerp(weak.float(), main.float(), guidance)
+
+
+def class_number(asked: str, labels: Mapping[str, int], num_classes: int) -> int:
+    """Returns the number of the class that a text means; `labels` maps the names of classes, if they have any, to numbers.
+
+    It is a name first, so that "2" means the class "2" where classes are called 1, 2 and 3. A number from 0 on is "#1", or
+    plain "1" where no name is a number. Raises ValueError for a text that means no class, with what to write.
+    """
+    plain = "" if any(map(_is_number, labels)) else "?"
+    number = labels.get(asked)
+    if number is None and (digits := re.fullmatch(f"#{plain}([0-9]{{1,9}})", asked)):
+        number = int(digits[1])
+    if number is None or number >= num_classes:
+        raise ValueError(_no_such_class(asked, labels, num_classes))
+    return number
+
+
+def _is_number(name: str) -> bool:
+    try:
+        float(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _no_such_class(asked: str, labels: Mapping[str, int], num_classes: int) -> str:
+    problem = f"class_labels {asked}: the pipeline has no "
+    if not num_classes:
+        return problem + "classes\nleave it out"
+    if not labels:
+        return problem + f"such class\nuse numbers from 0 to {num_classes - 1}: its classes have no names"
+    near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(asked, labels, n=1))
+    names = [*list(labels)[:20], *(["..."] if len(labels) > 20 else [])]
+    return problem + f"such class\n{near}its classes: {', '.join(names)}, or '#0' to '#{num_classes - 1}'"
 
 
 class GuidedPipeline(DiffusionPipeline):
@@ -83,7 +120,8 @@ class GuidedPipeline(DiffusionPipeline):
 
         Args:
         batch_size: number of images; as many as `class_labels`, or 1.
-        class_labels: the class of each image, or of all of them, by number or by name; None leaves it open.
+        class_labels: the class of each image, or of all of them; None leaves it open. An int is the number of a class, for a
+            text see `class_number`.
         guidance_scale: 1 for none. See `guided`.
         guide: another pipeline of this kind, whose network guides away from its own mistakes.
         num_inference_steps: None for all that a DDPM was trained with, and 32 for EDM2, whose Heun's method asks the network
@@ -130,14 +168,12 @@ class GuidedPipeline(DiffusionPipeline):
         return self.vae.decode((x * std + mean).to(self.vae.dtype)).sample.float()
 
     def _numbers(self, class_labels: int | str | list[int | str] | torch.Tensor) -> int | list[int] | torch.Tensor:
-        """The numbers of classes; raises ValueError for unknown names."""
         if isinstance(class_labels, str):
             class_labels = [class_labels]
-        if not isinstance(class_labels, list):
+        if not isinstance(class_labels, list | tuple):
             return class_labels
-        if unknown := [label for label in class_labels if isinstance(label, str) and label not in self.labels]:
-            raise ValueError(f"unknown class {unknown[0]!r}; the classes are {', '.join(self.labels) or 'numbers'}")
-        return [self.labels[label] if isinstance(label, str) else label for label in class_labels]
+        known = self.labels, self.num_classes
+        return [class_number(label, *known) if isinstance(label, str) else label for label in class_labels]
 
     def _check_guidance(
         self, guidance_scale: float, guide: "DiffusionPipeline | None", class_labels: torch.Tensor | None

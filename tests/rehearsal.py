@@ -46,6 +46,7 @@ CAST_DOWN = (
 
 
 PERIODIC = {"Periodic.catch_up", "Periodic.after_update", "Periodic.finish"}
+OF_UPDATES = {"Monitor.show_first", "Monitor.report"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,7 +63,7 @@ class Event:
     @property
     def milestone(self) -> bool:
         """Whether it is of what a run makes between two updates: validation, pictures, checkpoints ..."""
-        return not PERIODIC.isdisjoint(self.calls) and "Monitor.report" not in self.calls
+        return not PERIODIC.isdisjoint(self.calls) and OF_UPDATES.isdisjoint(self.calls)
 
     def __repr__(self) -> str:
         update = "outside of the loop" if self.step is None else f"update {self.step + 1}"

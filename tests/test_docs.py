@@ -25,11 +25,12 @@ OTHERS = {  # of launchers and tools
         "--machine_rank",
         "--main_process_ip",
         "--cpu",
+        "--multi_gpu",
         "--standalone",
         "--nproc_per_node",
     ),
     *("--help", "--local_rank", "--logdir", "--nodes", "--signal", "--time", "--check", "--wait"),
-    *("--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"),
+    *("--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--cpus"),
     *("--my_flags", "--its_flags"),  # of a script that is not ours
     "--train-batch-size",  # how a flag may also be written
 }

@@ -49,7 +49,8 @@ from utils.optim.ema import EMA
 from utils.optim.optimizers import make_optimizer
 from utils.options.flags import DDPMOptions
 from utils.options.presets import FLAGS
-from utils.runs.checkpoints import attach_state_hooks, save_checkpoint, verify_checkpoint
+from utils.runs.checkpoint_files import verify_checkpoint
+from utils.runs.checkpoints import attach_state_hooks, save_checkpoint
 from utils.runs.state import TrainState
 from utils.training.audit import audited_updates
 from utils.training.ledger import Ledger
@@ -198,11 +199,13 @@ def time_checkpoints(presets: list[str], repeats: int) -> None:
         with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", ".")) as folder:
             for state.step in range(1, repeats + 1):
                 start = time.perf_counter()
-                assert save_checkpoint(accelerator, Path(folder), state, total_limit=2) is None
+                problem = save_checkpoint(accelerator, Path(folder), state, total_limit=2)
                 saved = time.perf_counter()
-                assert verify_checkpoint(Path(folder, f"checkpoint-{state.step}")) is None
+                problem = problem or verify_checkpoint(Path(folder, f"checkpoint-{state.step}"))
                 times["save"].append(saved - start)
                 times["verify"].append(time.perf_counter() - saved)
+                if problem:
+                    raise RuntimeError(f"what was saved is not whole: {problem}")
                 start = time.perf_counter()
                 save_file(tensors, Path(folder, "plain.safetensors"))
                 times["plain"].append(time.perf_counter() - start)

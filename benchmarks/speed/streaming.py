@@ -148,7 +148,6 @@ def main() -> None:
             streamed = load_images(DataOptions(dataset_name=name, streaming=True, **how))
             print(f"opened {words}: {time.perf_counter() - start:.1f} s", flush=True)
         blocks = streamed.blocks()
-        assert blocks is not None
         order = WindowedOrder(blocks, DataOptions.shuffle_window, 0)
         updates = (args.first or args.images) // args.batch
         speed, begun, seen = read(streamed, order, 0, updates, args.batch)

@@ -133,3 +133,30 @@ def test_ctrl_c_while_the_libraries_load_is_one_line_and_a_crash_keeps_its_trace
         ended = subprocess.run(command, check=False, **how)
         assert ended.returncode == status
         assert ended.stderr == said or (said is None and ended.stderr.startswith("Traceback"))
+
+
+STOPPED = """
+import os, signal, sys
+from utils.core import entrypoint, signals
+entrypoint.launcher_reports = lambda: True
+signals.launcher_words = lambda: ["accelerate", "launch"]
+def main(_):
+    signals.StopSignal(1)
+    signal.raise_signal(getattr(signal, sys.argv[1]))
+    print("stopped after 3 updates", file=sys.stderr)
+    return signals.EXIT_STOPPED
+entrypoint.run_script(main, lambda: None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "last"),
+    [
+        ("SIGINT", "stopped after 3 updates"),  # of Ctrl-C and the launcher's traceback it has told before
+        ("SIGTERM", "(the text below is from the launcher: you can ignore it)"),
+    ],
+)
+def test_of_the_launcher_is_spoken_once(number, last):
+    result = subprocess.run([sys.executable, "-c", STOPPED, number], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 75 and result.stderr.splitlines()[-1] == last
+    assert result.stderr.count("launcher") == 1

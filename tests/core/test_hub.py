@@ -170,7 +170,8 @@ def test_the_advice_to_log_in_is_for_the_token_that_is_used(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["/no/where", "./runs", "../data", "runs/a/b", "~/photos"])
-def test_what_can_only_be_a_path_is_no_matter_of_the_hub(name):
+def test_what_can_only_be_a_path_is_no_matter_of_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert told(ConnectionError("no route"), name, "model") == "no such file or folder\ncheck the path"
 
 
@@ -180,4 +181,7 @@ def test_a_mistyped_folder_may_look_like_a_name_on_the_hub(tmp_path, monkeypatch
     told_of = told(ConnectionError("no route"), "runs/digits", "model")
     assert told_of.startswith("no folder here has this name, and the Hub could not be reached, or the connection broke (")
     (tmp_path / "runs" / "digits").mkdir(parents=True)
-    assert told(ConnectionError("no route"), "runs/digits", "model").startswith("the Hub could not be reached")
+    for name, offline in (("runs/digits", ""), ("./runs", "1")):
+        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+        told_of = told(ConnectionError("no route"), name, "model")
+        assert told_of == "it is here, but no model is found in it (no route)\ncheck its files"

@@ -1,6 +1,7 @@
 """diagnose.py and the doctor in the loop, on runs that the training script made."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ import utils.diagnostics.probe
 import utils.training.doctor
 from benchmarks.shared.replace import replace_everywhere
 from utils.core.errors import UserError
-from utils.diagnostics.finding import table
+from utils.diagnostics.catalog import CATALOG
+from utils.diagnostics.finding import Finding, table
 from utils.runs.history import HISTORY, read_history
 
 
@@ -55,6 +57,10 @@ def test_a_healthy_run_has_no_findings_and_a_report(healthy, train, flags, capsy
     assert "<svg" in (healthy / "report.html").read_text()
     status, output = run_doctor(capsys, healthy)
     assert status == 0
+    lines = output.splitlines()
+    assert len(lines) < 10 and lines[-1] == "0 critical, 0 warnings: nothing found"
+    status, output = run_doctor(capsys, healthy, "--all")
+    assert status == 0 and output.splitlines()[-1] == lines[-1]  # the findings last
     assert "OK    step-data" in output and " data-range," in output and "FAIL" not in output and "WARN" not in output
     assert "OK    target: target of the loss: squared error of the epsilon prediction | epsilon" in output
     # A pipeline that this project's training did not record, on the data that it was made from.
@@ -82,7 +88,12 @@ def test_a_fault_is_said_once_recorded_and_can_end_the_run(train, flags, tmp_pat
     assert codes(tmp_path / "on")[:2] == ["step-data", "data-range"]
     assert logged_scalars(tmp_path / "on", "diagnosis/data-range") == {10: 2.0}
     status, output = run_doctor(capsys, tmp_path / "on", "--no_report")
-    assert status == 1 and output.splitlines()[2].startswith("FAIL  step-data")
+    found = json.loads((tmp_path / "on" / "diagnosis.json").read_text())
+    severities = [finding["severity"] for finding in found]
+    critical, warnings = severities.count("critical"), severities.count("warning")
+    place = output.splitlines().index(f"{critical} critical, {warnings} warnings")
+    assert status == 1 and output.splitlines()[place + 1].startswith("FAIL  step-data")
+    assert output.splitlines()[-1] == f"      try: {found[-1]['fixes'][-1]}"
     assert output.startswith(f"{tmp_path / 'on'}: finished, 60 of 60 updates, 6 reports")
     assert train([*flags, "--output_dir", tmp_path / "off", "--stop_on", "critical", "--checkpointing_steps", "50"]) == 3
     assert (tmp_path / "off" / "checkpoint-10").is_dir() and not (tmp_path / "off" / "model_index.json").exists()
@@ -117,6 +128,64 @@ def test_what_earlier_versions_recorded_is_still_shown(tmp_path, capsys):
     _, output = run_doctor(capsys, run)
     assert "20 reports" in output and "rule-failed" not in output
     assert "ema-frozen" not in codes(run) and "</html>" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("severity", "statuses"),
+    [("critical", (1, 1, 1)), ("warning", (1, 0, 1)), ("info", (0, 0, 0)), (None, (0, 0, 0))],
+)
+def test_the_exit_status_is_of_the_severity_asked_for(tmp_path, capsys, monkeypatch, severity, statuses):
+    """Without --fail_on, with critical, with warning."""
+    found = [] if severity is None else [Finding("lr-too-high", severity, "made up")]
+    monkeypatch.setattr("utils.diagnostics.diagnose.judge", lambda record: (found, set()))
+    run = synthetic_run(tmp_path / "run", reports=4, samples=0)
+    asked = ([], ["--fail_on", "critical"], ["--fail_on", "warning"])
+    assert tuple(run_doctor(capsys, run, "--no_report", *flags)[0] for flags in asked) == statuses
+
+
+def test_findings_are_counted_and_a_few_reports_are_said_to_be(tmp_path, capsys, monkeypatch):
+    found = [Finding("lr-too-high", "critical", "a"), Finding("no-warmup", "warning", "b"), Finding("data-blank", "info", "c")]
+    monkeypatch.setattr("utils.diagnostics.diagnose.judge", lambda record: (found, set()))
+    _, output = run_doctor(capsys, synthetic_run(tmp_path / "run", reports=3, samples=0))
+    assert "\n\n1 critical, 1 warning, 1 for information\nFAIL  lr-too-high: " in output
+    assert "with fewer than 4 reports, what is OK now may still go wrong" in output
+    assert "1 critical, 1 warning, 1 for information" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_figure_below_0_says_what_it_is_relative_to(tmp_path, capsys):
+    run = synthetic_run(tmp_path / "run", reports=3, samples=0)
+    with open(run / HISTORY, "a") as file:
+        file.write('{"step": 150, "probe": {"ideal_denoiser_gap_held_out": {"0": -997.0, "500": 0.25}}}\n')
+    said = "error minus that of the ideal denoiser, held-out images (below 0: better than it)"
+    _, output = run_doctor(capsys, run, "--all")
+    assert f"  {said}: 0: -997, 500: 0.25\n" in output
+    assert said in (run / "report.html").read_text()
+
+
+def test_a_run_that_cannot_be_written_is_diagnosed_all_the_same(tmp_path, capsys):
+    run = synthetic_run(tmp_path / "run", reports=4, samples=0)
+    (run / "report.html").mkdir()  # in the place of a read-only folder, which stops no root
+    status = diagnose.main(diagnose.parse_args([str(run)]))
+    said = capsys.readouterr()
+    assert status in (0, 1) and " critical, " in said.out and "report:" not in said.out
+    assert said.err.splitlines()[-1] == f"note: no report: cannot write {run}: Is a directory"
+
+
+def test_the_folder_of_a_report_is_made_or_refused_before_the_data_is_read(tmp_path, monkeypatch):
+    class Read(Exception):
+        pass
+
+    def records_of(args):
+        raise Read
+
+    monkeypatch.setattr(diagnose, "records_of", records_of)
+    asked = ["--dataset_name", "digits", "--report_dir"]
+    with pytest.raises(Read):
+        diagnose.main(diagnose.parse_args([*asked, str(tmp_path / "new" / "er")]))
+    assert (tmp_path / "new" / "er").is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write to --report_dir .*file/x: Not a directory\nchoose another --report_dir"):
+        diagnose.main(diagnose.parse_args([*asked, str(tmp_path / "file" / "x")]))
 
 
 def test_json_is_valid_whatever_the_figures(tmp_path, capsys):
@@ -177,6 +246,16 @@ def test_a_reader_that_has_seen_enough_is_no_crash(tmp_path):
     command = [*script_command("diagnose.py", [run]), "|", "head", "-1", ";", "exit", "${PIPESTATUS[0]}"]
     result = run_command(["bash", "-c", " ".join(command)], script_environment())
     assert result.returncode in (0, 1) and without_progress(result.stderr) == [], result.stderr
+
+
+def test_titles_name_no_amount_that_the_figures_may_contradict():
+    """A title is the same for all figures: 16 of 52 images are not most of them."""
+    amounts = re.compile(r"\b(most|many|few|half|nearly all|hardly)\b(?! to\b)")
+    assert [
+        entry.title
+        for entry in CATALOG.values()
+        if amounts.search(entry.title.replace("too many", "")) and "too few" not in entry.title
+    ] == ["nearly all of every gradient is clipped away"]  # 299 of 300 parts and more
 
 
 def test_every_finding_is_documented():

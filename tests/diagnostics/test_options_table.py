@@ -1,16 +1,31 @@
 """What is said of options before the first update: faults and recipes that were written down before the table was made."""
 
 import json
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
-from benchmarks.doctor.option_faults import FAULTS, RECIPES
-from benchmarks.doctor.options import above_info, record_of
+from benchmarks.doctor.sets import asked
+from utils.diagnostics.diagnose import diagnose
+from utils.diagnostics.finding import Finding
 from utils.diagnostics.options_table import ROWS, Facts, UnknownFact, table
+from utils.runs.record import RunRecord
 from utils.training.doctor import foretold
 
+CASES = {case.name.removeprefix("healthy: "): case for case in asked.option_cases()}
+FAULTS = {name: case for name, case in CASES.items() if case.codes}
+RECIPES = {name: case for name, case in CASES.items() if not case.codes}
 FAST = 6  # one in so many is asked in the fast tests
+
+
+def record_of(case) -> RunRecord:
+    options, resolved, first = asked.record_of(case)
+    return RunRecord(Path(), options=options, resolved=resolved, history=[first])
+
+
+def above_info(case) -> list[Finding]:
+    return [finding for finding in diagnose(record_of(case)) if finding.severity != "info"]
 
 
 def some(names):
@@ -63,10 +78,6 @@ def test_a_run_says_it_before_its_first_update(train, tiny_flags, tmp_path, caps
 
 
 def test_what_the_options_say_alone():
-    options = vars(RECIPES["digits16 of train_ddpm.py"]) | {
-        "lr_warmup_steps": 50,
-        "max_train_steps": 60,
-        "lr_scheduler": "cosine",
-    }
+    options = {"lr_warmup_steps": 50, "max_train_steps": 60, "lr_scheduler": "cosine"}
     assert foretold(options, {}, None)[0].startswith("WARN  option-warmup")
     assert foretold(options | {"max_train_steps": 600}, {}, None) == ["options: nothing found (the images were not read)"]

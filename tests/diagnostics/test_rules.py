@@ -364,6 +364,49 @@ def test_samples_of_a_short_run_are_not_judged(of):
     assert found not in codes(record)
 
 
+def of_evaluate(step: int | None, state: str = "", time: float = 1.0, seed: int = 0, **changes) -> dict:
+    """A result of evaluate.py, as the record of a run has it."""
+    made = {"sampler": "ddim", "num_inference_steps": 50, "features": "randconv", "images": 40, "seed": seed}
+    return made | {"state": state, "step": step, "time": time, "figures": evaluated(**changes)(0)["evaluation"]}
+
+
+def test_what_evaluate_py_measured_is_judged_however_short_the_run_is():
+    record = run()
+    record.resolved["max_train_steps"], last = 60, record.history[-1]["step"]
+    record.evaluations = [of_evaluate(last, precision=0.0)]
+    (finding,) = diagnose(record)
+    assert (finding.code, finding.severity, finding.step) == ("samples-unlike-data", "critical", last)
+    assert finding.source == "evaluate.py"
+    assert finding.evidence.endswith("; evaluate.py: 40 samples, ddim 50 steps, randconv")
+    assert {"samples-alike", "samples-unlike-data"} <= judge(record)[1]
+    record.history.append({"step": last + 500})
+    assert diagnose(record)[0].evidence.endswith(f"the run has gone on to update {last + 500} since: evaluate it again")
+    record.evaluations = [of_evaluate(20, "checkpoint-20", precision=0.0)]
+    assert "; evaluate.py on checkpoint-20: 40 samples" in diagnose(record)[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("results", "found"),
+    [
+        ([of_evaluate(20, "checkpoint-20", 9.0, precision=0.0), of_evaluate(60, time=1.0)], 0),  # the newest state counts
+        ([of_evaluate(20, "checkpoint-20", 1.0), of_evaluate(60, time=9.0, precision=0.0)], 1),
+        ([of_evaluate(None, time=9.0), of_evaluate(60, "checkpoint-60", 1.0, precision=0.0)], 0),
+        ([of_evaluate(60, seed=0), of_evaluate(60, seed=1, precision=0.0)], 1),  # another evaluation
+        ([of_evaluate(60, seed=0, precision=0.0), of_evaluate(60, seed=1, precision=0.0)], 1),  # said once
+        ([of_evaluate(60) | {"figures": {}}], 0),  # of another version
+        ([of_evaluate(60, precision=float("nan"))], 0),
+    ],
+)
+def test_of_evaluations_of_several_states_the_newest_state_counts(results, found):
+    record = run()
+    record.evaluations = results
+    findings = diagnose(record)
+    assert [finding.code for finding in findings] == ["samples-unlike-data"] * found
+    if len({result["seed"] for result in results}) > 1:
+        wrong = sum(result["figures"]["precision"] == 0 for result in results)
+        assert f"so in {wrong} of 2 evaluations" in findings[0].evidence
+
+
 def test_previews_of_the_first_half_are_not_judged():
     early = run(samples=distance("raw", 0.01))
     assert codes(early) == ["samples-alike"]

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import slow_turns
 
+from utils.diagnostics.watching.result import Result
+from utils.diagnostics.watching.watcher import Watcher
+
 LOOPS = Path(__file__).parents[1] / "watched"
 HEALTHY = {
     "plain_ddpm.py": "trains epsilon-prediction on a linear schedule of 1000 steps; errors weighed equally; AdamW",
@@ -93,7 +96,7 @@ def test_a_healthy_loop_is_identified_and_trains_the_same_bits(server, tmp_path,
     steps = 9
     status, text, findings = watch(server, tmp_path, LOOPS / script, steps)
     assert (status, findings) == (0, {}), text[-3000:]
-    assert HEALTHY[script] in text
+    assert HEALTHY[script] in text and text.endswith("\n0 critical, 0 warnings: nothing found\n")
     assert "averaged weights" in text
     losses = server.run([LOOPS / script, steps])
     assert losses.count("0x") == steps and text.startswith(losses.rstrip("\n"))
@@ -118,15 +121,87 @@ def test_a_fault_is_named_by_its_stage(server, tmp_path, script, old, new, code,
 
 @pytest.mark.parametrize(
     ("how", "status"),
-    [("end", 0), ("crash", 1), ("_exit", 5), *slow_turns(("exit", 7), ("word", 1), ("interrupt", -2), ("workers", 0))],
+    [
+        *(("end", 0), ("crash", 1), ("_exit", 5), ("SIGTERM", -15)),
+        *slow_turns(("exit", 7), ("word", 1), ("interrupt", -2), ("SIGINT", -2), ("SIGHUP", -1), ("SIGUSR1", -10)),
+        *slow_turns(("workers", 0)),
+    ],
 )
 def test_the_script_ends_as_it_would(server, tmp_path, how, status):
     seen, text, findings = watch(server, tmp_path, LOOPS / "misbehaving.py", how, 6)
     assert seen == status
     assert findings == {}
-    assert ("6 updates of Network" in text) == (how != "_exit")
+    assert "6 updates of Network" in text and text.endswith("nothing found\n" if how != "word" else "\n")
+    page = (tmp_path / "seen" / "report.html").read_text()
+    assert "6 updates of Network" in page and "0 critical, 0 warnings" in page
     if how == "crash":
         assert "ValueError: the script's own error" in text and "runpy" not in text
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM)", -15),
+        *slow_turns(("os._exit(3)", 3), ("raise GeneratorExit", 1), ("os.kill(os.getpid(), signal.SIGKILL)", -9)),
+        *slow_turns(("signal.signal(signal.SIGTERM, lambda *_: sys.exit(4)); signal.raise_signal(signal.SIGTERM)", 4)),
+    ],
+)
+def test_a_script_that_ends_before_anything_was_looked_at_leaves_a_report(server, tmp_path, end, status):
+    (tmp_path / "early.py").write_text(f"import os, signal, sys\n{end}\n")
+    (tmp_path / "seen").mkdir()
+    (tmp_path / "seen" / "report.html").write_text("of an earlier script")
+    seen, text, findings = watch(server, tmp_path, tmp_path / "early.py")
+    assert (seen, findings) == (status, {})
+    assert ("nothing was judged" in text) == (status != -9) and "nothing found" not in text
+    page = (tmp_path / "seen" / "report.html").read_text()
+    assert "of an earlier script" not in page and "Nothing was recorded that could be checked" in page
+
+
+@pytest.mark.parametrize(
+    ("severity", "found", "own", "status"),
+    [
+        *(("critical", "critical", 0, 1), ("critical", "warning", 0, 0), ("warning", "warning", 0, 1)),
+        *(("critical", None, 0, 0), ("critical", "critical", 7, 7), (None, "critical", 0, 0)),
+        *(("critical", "nothing judged", 0, 2), ("warning", "failure", 0, 2)),
+    ],
+)
+def test_the_exit_status_of_both(monkeypatch, tmp_path, capsys, severity, found, own, status):
+    """That of the script where it failed; else that of the findings, or of nothing that was looked at."""
+    check = {"stage": "input", "name": "x", "declared": "a", "observed": "b", "looks": 1, "message": "m"}
+    check |= {"healthy": found not in ("critical", "warning"), "severity": found}
+    history = [] if found == "nothing judged" else [{"step": 2, "audit": {"checks": [check]}}]
+    watcher = Watcher(lambda watcher: None)
+    watcher.judge.history, watcher.failure = history, "an error" if found == "failure" else ""
+    assert Result(tmp_path, fail_on=severity).status(watcher, own) == status
+    assert capsys.readouterr().err.count("error: --fail_on") == (status == 2)
+    monkeypatch.setenv("RANK", "1")
+    assert Result(tmp_path, fail_on=severity).status(watcher, own) == own
+
+
+def test_a_fault_can_fail_a_script_that_ends_well(server, tmp_path):
+    shutil.copytree(LOOPS, tmp_path / "loops", ignore=shutil.ignore_patterns("__pycache__"))
+    broken = tmp_path / "loops" / "plain_ddpm.py"
+    broken.write_text(broken.read_text().replace("(1 - a).sqrt() * noise", "(1 - a) * noise"))
+    [run] = server.start(["diagnose.py", "--watch_dir", tmp_path / "seen", "--fail_on", "critical", "--watch", broken, 5])
+    assert run.wait(200) == 1
+    count = run.text().index("\n1 critical, 0 warnings\nFAIL  step-input: ")
+    assert "watched: 5 updates" in run.text()[:count] and "declared | observed" not in run.text()
+
+
+def test_a_flag_of_ours_after_the_script_is_said_to_be_the_scripts(server, tmp_path):
+    (tmp_path / "silent.py").write_text("")
+    words = ["--steps", 3, "--watch_updates", 5, "--fail-on=critical"]
+    _, text, _ = watch(server, tmp_path, tmp_path / "silent.py", *words)
+    note = "note: the script gets --watch_updates, --fail-on, and diagnose.py does not: its own flags stand before --watch"
+    assert text.count(note) == 2
+    assert text.startswith("note: ")  # before it runs for hours
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_the_script_runs(server, tmp_path):
+    (tmp_path / "loud.py").write_text("print('runs')")
+    [run] = server.start(["diagnose.py", "--watch_dir", tmp_path / "loud.py" / "x", "--watch", tmp_path / "loud.py"])
+    assert run.wait() == 2
+    assert run.text().splitlines()[0].startswith("error: cannot write to --watch_dir ") and "runs" not in run.text()
 
 
 def test_a_script_that_never_trains(server, tmp_path):

@@ -906,7 +906,7 @@ def test_threads_of_process_groups_get_time_at_the_end(monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "1")
     for size in ("1", "2"):
         monkeypatch.setenv("WORLD_SIZE", size)
-        Result(tmp_path).finish(SimpleNamespace(end=lambda ended: None), contextlib.ExitStack(), True)
+        Result(tmp_path).finish(SimpleNamespace(end=lambda ended, last_look: None), contextlib.ExitStack(), ended=True)
     assert waited == [SETTLING]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.edm2_unet import (
@@ -162,6 +163,27 @@ class OnDevice(torch.Tensor):
 
     def __bool__(self):
         raise AssertionError("the host waits for the device")
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("sample_size", [8, (8, 2), 2])
+def test_attention_gets_what_fused_kernels_take(monkeypatch, memory_format, sample_size):
+    """On a device without values, as on a GPU. A kernel for a CPU, which asks the same of the last stride, judges."""
+    attention, seen = F.scaled_dot_product_attention, []
+
+    def spy(*qkv: torch.Tensor) -> torch.Tensor:
+        seen.append(qkv)
+        return attention(*qkv)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    with torch.device("meta"):
+        unet = EDM2UNet(**TINY | {"sample_size": sample_size}).to(memory_format=memory_format)
+        unet(torch.randn(2, 1, *((sample_size,) * 2 if isinstance(sample_size, int) else sample_size)), torch.zeros(2))
+    assert len(seen) == sum(isinstance(module, EDM2Block) and module.num_heads > 0 for module in unet.modules()) > 0
+    for qkv in seen:
+        assert [part.stride(-1) for part in qkv] == [1, 1, 1]
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # which raises where it refuses
+            attention(*(torch.empty_strided(part.shape, part.stride()).zero_() for part in qkv))
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

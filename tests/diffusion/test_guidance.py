@@ -5,16 +5,16 @@ import json
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from diffusers import UNet2DModel
+from diffusers import DDPMScheduler, UNet2DModel
 from test_edm2_unet import tiny
 
 import generate
 from models.edm_heun import EDMHeunScheduler
-from models.guided_pipeline import guided
+from models.guided_pipeline import ClassDDPMPipeline, EDM2Pipeline, guided
 from utils.core.errors import UserError
 from utils.core.images import is_complete_png
 from utils.diffusion.export import export_pipeline
-from utils.diffusion.guidance import make_guided_prediction
+from utils.diffusion.guidance import asked_classes, make_guided_prediction
 from utils.diffusion.pipelines import load_network
 
 CONFIG = EDMHeunScheduler().config
@@ -62,7 +62,7 @@ def test_images_are_of_the_classes_asked_for(pipelines, tmp_path):
     assert other[0] == in_turn[0] and other[1] != in_turn[1] and other[2] != in_turn[2]
     settings = json.loads((tmp_path / "other/generate.json").read_text())
     assert settings["class_labels"] == [0, 2] and settings["sampler"] == "heun"
-    with pytest.raises(UserError, match="images of another class_labels"):
+    with pytest.raises(UserError, match="images with another --class_labels"):
         make(pipelines, tmp_path / "other")
 
 
@@ -75,8 +75,53 @@ def test_classes_are_asked_for_by_name(pipelines, tmp_path):
     assert json.loads((tmp_path / "named/generate.json").read_text())["class_labels"] == [2, 1, 0]
     with pytest.raises(UserError, match=r"--class_labels dogs: .*\ndid you mean dog\? its classes: cat, dog, red fox"):
         make(pipelines, tmp_path / "out", "--class_labels", "dogs", *pipeline)
-    with pytest.raises(UserError, match=r"--class_labels cat: .*\nuse numbers: its classes have no names"):
+    with pytest.raises(UserError, match=r"--class_labels cat: .*\nuse numbers from 0 to 2: its classes have no names"):
         make(pipelines, tmp_path / "out", "--class_labels", "cat")
+
+
+MEANT = [  # names of three classes; what is asked for; the number that it means, None: it is refused
+    (["1", "2", "3"], {"1": 0, "2": 1, "3": 2, "#0": 0, "#1": 1, "0": None, "4": None, "#3": None, "²": None, "01": None}),
+    (["1.5", "2.5", "x"], {"1.5": 0, "x": 2, "1": None, "#1": 1}),  # "1" is too near to a name
+    (["cat", "dog", "red fox"], {"red fox": 2, "1": 1, "#1": 1, "3": None, "-1": None, "#-1": None, "²": None, "": None}),
+    (["#1", "²", "x"], {"#1": 0, "²": 1, "1": 1, "#2": 2, "#": None}),
+    ([], {"0": 0, "2": 2, "#2": 2, "3": None, "cat": None, "9" * 5000: None}),
+]
+
+
+@pytest.mark.parametrize(("names", "meant"), MEANT)
+def test_scripts_and_pipelines_take_the_same_text_for_the_same_class(names, meant):
+    edm2, ddpm = tiny().eval(), UNet2DModel(**TINY, num_class_embeds=4).eval()
+    id2label = dict(enumerate(names)) or None
+    pipelines = EDM2Pipeline(edm2, EDMHeunScheduler(), id2label), ClassDDPMPipeline(ddpm, DDPMScheduler(), id2label)
+    told = []  # what the networks are told
+    for pipeline in pipelines:
+        pipeline.set_progress_bar_config(disable=True)
+        pipeline.unet.register_forward_pre_hook(lambda module, inputs: told.append(inputs[2].tolist()))
+    for text, number in meant.items():
+        for pipeline in pipelines:
+            asked = {"class_labels": [text, 2], "num_inference_steps": 1, "output_type": "latent"}
+            if number is None:
+                with pytest.raises(ValueError, match=r"^class_labels .*: the pipeline has no such class\n"):
+                    pipeline(**asked)
+            else:
+                pipeline(**asked)
+                assert told.pop() == [number, 2] and not told, text
+        for unet in (edm2, ddpm):
+            if number is None:
+                with pytest.raises(UserError, match=r"^--class_labels .*: the pipeline has no such class\n"):
+                    asked_classes([text], names, unet)
+            else:
+                assert asked_classes([text, "#2"], names, unet) == [number, 2], text
+
+
+def test_classes_that_are_called_1_2_3_are_asked_for_by_these_names(pipelines, tmp_path):
+    export_pipeline(tiny(), EDMHeunScheduler(), tmp_path / "p", "", class_names=["1", "2", "3"])
+    pipeline = ["--pipeline", tmp_path / "p"]
+    named = make(pipelines, tmp_path / "named", "--class_labels", 3, 1, *pipeline)
+    assert named == make(pipelines, tmp_path / "numbered", "--class_labels", 2, 0)  # of a pipeline without names
+    assert json.loads((tmp_path / "named/generate.json").read_text())["class_labels"] == [2, 0]
+    with pytest.raises(UserError, match=r"--class_labels 0: .*\nits classes: 1, 2, 3, or '#0' to '#2'"):
+        make(pipelines, tmp_path / "out", "--class_labels", 0, *pipeline)
 
 
 def test_guidance_changes_the_images_and_is_on_record(pipelines, tmp_path):
@@ -125,15 +170,15 @@ def test_a_network_of_ddpm_is_asked_by_class_and_without_one():
         found = make_guided_prediction(unet, config, [2, 0], 1.5)(x, step, numbers)
     torch.testing.assert_close(found, without + 1.5 * (of_class - without))
     with pytest.raises(UserError, match=r"--class_labels 3: .*\nuse numbers from 0 to 2"):
-        make_guided_prediction(unet, config, [3])  # that of no class
+        asked_classes(["3"], [], unet)  # that of no class
 
 
 def test_an_unconditional_ddpm_takes_no_classes():
     config, unet = {"beta_schedule": "linear"}, UNet2DModel(**TINY)
     with pytest.raises(UserError, match=r"no classes, .*\nset --guide_pipeline"):
         make_guided_prediction(unet, config, guidance=2.0)
-    with pytest.raises(UserError, match="leave it out: the pipeline has no classes"):
-        make_guided_prediction(unet, config, [0])
+    with pytest.raises(UserError, match="--class_labels 0: the pipeline has no classes\nleave it out"):
+        asked_classes(["0"], [], unet)
     assert make_guided_prediction(unet, config) is None
     with pytest.raises(UserError, match=r"no classes, .*\nset --guide_pipeline"):
         make_guided_prediction(tiny(num_class_embeds=0), CONFIG, guidance=2.0)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from test_edm2_unet import tiny as tiny_edm2
 from test_sampling import tiny_unet
 
+import diagnose
 import evaluate
 from models.edm_heun import EDMHeunScheduler
 from utils.core.errors import UserError
@@ -26,6 +27,7 @@ from utils.evaluation.pretrained import INCEPTION_SHA256
 from utils.evaluation.quality import MIN_IMAGES
 from utils.evaluation.table import read_results
 from utils.options.flags import FEWEST_IMAGES, DataOptions
+from utils.runs.evaluations import read_evaluations
 
 SAMPLING = ["--num_images", "37", "--batch_size", "8", "--num_inference_steps", "3"]
 
@@ -154,8 +156,8 @@ def test_the_split_is_the_run_s_own_or_unknown(folder, call, tmp_path):
 def test_edm2_with_classes_and_guidance_is_evaluated_as_it_is_generated(folder, call, tmp_path):
     import generate
 
-    export_pipeline(tiny_edm2(), EDMHeunScheduler(sigma_data=0.5), tmp_path / "edm2", "")
-    sampling = [*SAMPLING, "--class_labels", 2, 0, "--guidance", 1.5]
+    export_pipeline(tiny_edm2(), EDMHeunScheduler(sigma_data=0.5), tmp_path / "edm2", "", class_names=["1", "2", "3"])
+    sampling = [*SAMPLING, "--class_labels", 3, "#0", "--guidance", 1.5]
     flags = ["--pipeline", tmp_path / "edm2", "--output_dir", tmp_path / "out", *sampling]
     generate.main(generate.parse_args([str(flag) for flag in flags]))
     flags = ["--pipeline", tmp_path / "edm2", "--images", tmp_path / "out", *sampling, "--output_dir", tmp_path / "figures"]
@@ -208,7 +210,7 @@ def test_stored_reference_statistics_serve_like_the_images(folder, call, tmp_pat
     for key in ("fd", "kd", "recall", "coverage", "modes", "floor"):
         assert stored["figures"][key] == direct["figures"][key]
     assert stored["reference_fingerprint"] == direct["reference_fingerprint"]
-    with pytest.raises(UserError, match="its image_shape is"):
+    with pytest.raises(UserError, match=r"its image size is \[1, 8, 8\], not \[1, 16, 16\]"):
         make_images(tmp_path / "large", [16] * 20)
         call("--images", tmp_path / "large", "--reference", path)
     with pytest.raises(UserError, match="needs the reference images"):
@@ -280,6 +282,47 @@ def test_a_result_is_kept_as_soon_as_it_is_made(folder, call, tmp_path, monkeypa
     assert (tmp_path / "out" / "nearest.png").exists()
 
 
+def test_what_was_found_stands_in_the_record_of_the_run(folder, call, tmp_path, capsys):
+    run = shutil.copytree(folder / "run", tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
+    common = ["--dataset_name", "digits", *SAMPLING, "--no_classes"]
+    output = call("--pipeline", run / "checkpoint-5", run, *common)
+    assert "are not saved" not in output
+    (found,) = json.loads((run / "diagnosis.json").read_text())
+    assert (found["code"], found["severity"], found["source"]) == ("samples-unlike-data", "critical", "evaluate.py")
+    page = (run / "report.html").read_text()
+    assert ">1 critical, 0 warnings</b>" in page and 'class="good"' not in page and "samples-unlike-data" in page
+    # diagnose.py judges the run anew, and does not lose it.
+    (run / "history.jsonl").write_text('{"step": 5, "train/loss": 1.0}\n')
+    assert diagnose.main(diagnose.parse_args([str(run), "--fail_on", "critical"])) == 1
+    assert "samples-unlike-data" in (run / "diagnosis.json").read_text()
+    # Also where the figures go elsewhere; and again, in the place of the first.
+    call("--pipeline", run, *common, "--output_dir", tmp_path / "out")
+    assert len(read_evaluations(run)) == 2 and (tmp_path / "out" / "evaluation.json").exists()
+    # A pipeline that is no run has no record.
+    shutil.copytree(run, tmp_path / "elsewhere", ignore=lambda folder, names: {"options.json", "evaluation", "diagnosis.json"})
+    call("--pipeline", tmp_path / "elsewhere", *common)
+    assert not (tmp_path / "elsewhere" / "evaluation").exists() and not (tmp_path / "elsewhere" / "diagnosis.json").exists()
+
+
+def test_a_run_that_cannot_be_written_is_said_and_evaluated_all_the_same(folder, tmp_path, call, capsys):
+    run = shutil.copytree(folder / "run", tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
+    (run / "evaluation").write_text("")  # in the place of a read-only folder, which stops no root
+    flags = ["--pipeline", run, "--dataset_name", "digits", *SAMPLING, "--no_classes", "--json"]
+    evaluate.main(evaluate.parse_args([*map(str, flags), "--cache_dir", str(folder / "cache")]))
+    said = capsys.readouterr()
+    assert results(said.out)[0]["figures"]["findings"][0]["code"] == "samples-unlike-data"
+    notes = [line for line in said.err.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 2 and "the figures are not saved" in notes[0] and f"not in the record of {run}" in notes[1]
+
+
+@pytest.mark.parametrize("flag", ["--output_dir", "--output"])
+def test_what_cannot_be_written_is_said_before_the_work(tmp_path, call, flag):
+    (tmp_path / "file").write_text("")
+    work = ["make-reference"] if flag == "--output" else ["--pipeline", "nowhere"]
+    with pytest.raises(UserError, match=f"cannot write to {flag} .*file/x: Not a directory"):
+        call(*work, "--dataset_name", "digits", flag, tmp_path / "file" / "x" / ("r" * (flag == "--output")))
+
+
 def make_images(folder, sides):
     for number, side in enumerate(sides):
         pixels = np.random.default_rng(number).integers(0, 256, (side, side), dtype=np.uint8)
@@ -340,7 +383,7 @@ def test_bad_input_is_one_line(folder, call, tmp_path):
     [
         (["--sampler", "heun"], "--sampler heun does not work"),
         (["--num_inference_steps", 21], "from 1 to 20"),
-        (["--class_labels", 3], "--class_labels 3: the pipeline has no such class"),
+        (["--class_labels", 3], "--class_labels 3: the pipeline has no classes"),
         (["--guidance", 2], "--guidance: the pipeline has no classes"),
     ],
 )
@@ -378,12 +421,11 @@ def test_the_fewest_images_that_flags_allow_are_those_that_figures_need():
     assert FEWEST_IMAGES == MIN_IMAGES
 
 
-def test_a_checkpoint_needs_what_an_export_leaves(folder, call, tmp_path):
-    shutil.copytree(folder / "run" / "checkpoint-5", tmp_path / "bare" / "checkpoint-5")
+def test_what_has_no_weights_is_told(folder, call, tmp_path):
+    (tmp_path / "bare").mkdir()
     shutil.copy(folder / "run" / "options.json", tmp_path / "bare")
-    for pipeline in (tmp_path / "bare" / "checkpoint-5", tmp_path / "bare"):
-        with pytest.raises(UserError, match=r"has no exported pipeline yet\n.*--max_train_steps N"):
-            call("--pipeline", pipeline, "--dataset_name", "digits")
+    with pytest.raises(UserError, match="the run has no exported pipeline and no valid checkpoint yet"):
+        call("--pipeline", tmp_path / "bare", "--dataset_name", "digits")
     (tmp_path / "no-run").mkdir()
     with pytest.raises(UserError, match=r"it has no model_index\.json"):
         call("--pipeline", f"{tmp_path}/no-run/", "--dataset_name", "digits")

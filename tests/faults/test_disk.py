@@ -9,7 +9,7 @@ import pytest
 from conftest import logged_scalars, same_bytes, slow_turns
 from kills import differences, invalid_checkpoints
 
-from utils.runs.checkpoints import find_checkpoint, list_checkpoints
+from utils.runs.checkpoint_files import find_checkpoint, list_checkpoints
 
 FLAGS = ["--checkpointing_steps", 2]
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from benchmarks.shared.replace import replace_everywhere
-from utils.runs.checkpoints import verify_checkpoint
+from utils.runs.checkpoint_files import verify_checkpoint
 from utils.runs.state import read_state
 
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, end_group, logged_scalars, script_environment, slow_turns, start_command
 from kills import BYTES, newest, same
 
-from utils.runs.checkpoints import list_checkpoints, verify_checkpoint
+from utils.runs.checkpoint_files import list_checkpoints, verify_checkpoint
 
 INJECT = "tests/faults/inject.py"
 TIMEOUT, GRACE = 10, 25  # seconds: for a collective; for the others to notice and leave, on a busy machine

@@ -1,17 +1,20 @@
 """Power-function EMA and its reconstruction, against numerical integration and averages computed directly."""
 
+import os
 import re
 import shutil
+import signal
 
 import numpy as np
 import pytest
 import torch
-from conftest import same_bytes
+from conftest import same_bytes, slow_turns
 from safetensors.torch import load_file, save_file
 from scipy.integrate import quad
 from torch import nn
 
 import reconstruct_ema
+import train_ddpm
 from utils.core.errors import UserError
 from utils.optim.ema import EMA
 from utils.optim.power_ema import (
@@ -25,6 +28,7 @@ from utils.optim.power_ema import (
 from utils.options.flags import EMAOptions
 from utils.runs.ema_snapshots import FOLDER, _rounding, fp16_error, list_snapshots, reconstruct, save_snapshots
 from utils.runs.state import TrainState
+from utils.training.progress import ProgressBar
 
 FINITE = torch.tensor(True)
 
@@ -305,6 +309,45 @@ def test_a_run_s_snapshots_survive_a_resume_and_are_the_same(train, tiny_flags, 
     assert all(torch.equal(averaged[name], tensor) for name, tensor in exported.items())
 
 
+def test_a_run_that_stops_early_takes_a_last_snapshot(train, tiny_flags, tmp_path):
+    flags = [*tiny_flags, "--ema_type", "power", "--ema_snapshot_steps", "5", "--ema_snapshot_dtype", "fp32"]
+    flags += ["--learning_rate", "1e-30", "--validation_images", "8", "--validation_steps", "3"]
+    assert train([*flags, "--early_stopping_patience", "1", "--output_dir", tmp_path]) == 0
+    snapshots = list_snapshots(tmp_path)
+    assert [(s.step, s.width) for s in snapshots] == [(step, w) for step in (5, 6) for w in (0.05, 0.1)]
+    saved, exported = (load_file(path) for path in (snapshots[2].path, tmp_path / "unet/diffusion_pytorch_model.safetensors"))
+    assert all(torch.equal(saved[name], tensor) for name, tensor in exported.items())
+
+
+@pytest.mark.parametrize("ending", ["signal", *slow_turns("gradients that are not finite")])
+def test_a_run_that_can_go_on_takes_its_last_snapshot_when_it_is_ended(train, tiny_flags, tmp_path, monkeypatch, ending):
+    """Until then it has those of a run that nobody stopped."""
+    flags = [*tiny_flags, "--ema_type", "power", "--ema_snapshot_steps", "5", "--ema_snapshot_dtype", "fp32"]
+    flags += ["--output_dir", tmp_path, "--lr_scheduler", "constant", "--max_bad_steps", "2"]
+    update, made = ProgressBar.update, []
+
+    def stop_after_six(bar: ProgressBar) -> None:
+        made.append(update(bar))
+        if len(made) == 6 and ending == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def spoiled(loss: torch.Tensor) -> torch.Tensor:
+        return loss * (float("nan") if len(made) >= 4 and ending != "signal" else 1.0)
+
+    with monkeypatch.context() as during:
+        during.setattr(ProgressBar, "update", stop_after_six)
+        during.setattr(train_ddpm, "propagate_nonfinite", spoiled)
+        assert train(flags) == (75 if ending == "signal" else 3)
+    assert [s.step for s in list_snapshots(tmp_path)] == [5, 5]
+    assert train([*flags, "--resume_from_checkpoint", "latest", "--max_train_steps", "6"]) == 0
+    snapshots = list_snapshots(tmp_path)
+    assert [(s.step, s.width) for s in snapshots] == [(step, w) for step in (5, 6) for w in (0.05, 0.1)]
+    kept, made_of = load_file(tmp_path / "checkpoint-6/ema.safetensors"), reconstruct(snapshots, 0.05)
+    for name, tensor in load_file(tmp_path / "unet/diffusion_pytorch_model.safetensors").items():
+        assert torch.equal(kept[name], tensor)
+        torch.testing.assert_close(made_of[name], tensor, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_snapshots_of_a_branch_that_was_left_are_gone_when_the_run_goes_on(train_script, script_flags, tmp_path):
     """Even where the new branch takes its own at other steps, or there is no checkpoint to go on from."""
@@ -315,6 +358,7 @@ def test_snapshots_of_a_branch_that_was_left_are_gone_when_the_run_goes_on(train
     assert [s.step for s in list_snapshots(tmp_path)] == [3, 3, 5, 5, 6, 6]
     for checkpoint in tmp_path.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
+    (tmp_path / "exit_status").unlink()  # as a kill leaves it
     assert train_script([*resume, "latest", "--max_train_steps", "2"]) == 0
     assert [s.step for s in list_snapshots(tmp_path)] == [2, 2]
 

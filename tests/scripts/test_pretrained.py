@@ -1,12 +1,14 @@
 """Fine-tuning, --pretrained: what is taken of a pipeline, what is refused, what a resume needs, and what stays as it was."""
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, run_script, same_bytes
+from conftest import ROOT, TINY_EDM2_NETWORK, TINY_NETWORK, make_tiny_flags, run_script, same_bytes
 from diffusers import DDIMPipeline, DDIMScheduler, UNet2DModel
 from safetensors.torch import load_file
 
@@ -21,6 +23,9 @@ from utils.diffusion.pipelines import load_network
 from utils.training.pretrained import Pretrained, load_weights
 
 LETTERS = ["a", "b", "c"]
+ATTENTION = {"down_block_types": ["DownBlock2D", "AttnDownBlock2D"], "up_block_types": ["AttnUpBlock2D", "UpBlock2D"]}
+PAGE = (ROOT / "docs/fine-tuning.md").read_text().replace("\\\n", " ")
+DOCUMENTED = re.findall(r"^accelerate launch train_ddpm\.py (.*)$", PAGE, re.MULTILINE)
 
 
 def network(**others) -> UNet2DModel:
@@ -122,6 +127,21 @@ def test_only_the_named_layers_are_trained(train, flags, pipeline, tmp_path):
     assert changed and all(name.startswith(("up_blocks.", "conv_out.")) for name in changed)
     averaged = load_file(tmp_path / "checkpoint-8/ema.safetensors")
     assert all(torch.equal(averaged[name], before[name]) for name in averaged if name in before and name not in changed)
+
+
+def test_there_are_documented_commands():
+    assert len(DOCUMENTED) > 1 and any("--train_only" in command for command in DOCUMENTED)
+
+
+@pytest.mark.parametrize("command", DOCUMENTED)
+def test_documented_commands_train_a_network_with_attention(train, flags, tmp_path, command):
+    """Attention leaves another layout in memory, of which torch's kernels for a CPU do not take all."""
+    noise_scheduler = make_noise_scheduler(beta_schedule="linear", prediction_type="epsilon")
+    export_pipeline(network(**ATTENTION), noise_scheduler, tmp_path / "start", "")
+    documented = without(shlex.split(command), "--pretrained", "--train_data_dir", "--output_dir")
+    here = ["--pretrained", tmp_path / "start", "--output_dir", tmp_path / "run", "--max_train_steps", "2"]
+    assert train([*flags, *documented, *here]) == 0
+    assert wrong_in(tmp_path / "run") == []
 
 
 @pytest.mark.slow

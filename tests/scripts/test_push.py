@@ -12,9 +12,9 @@ from PIL import Image
 
 from utils.core.errors import UserError
 from utils.diffusion.hub import check_hub
+from utils.diffusion.model_card import local_name
 from utils.options.flags import DDPMOptions
 from utils.options.parser import parse_options
-from utils.training.export import local_name
 from utils.training.push import pushes_alone
 
 REFUSED = [

@@ -1,10 +1,13 @@
 """The doctor in the loop: when it looks, what it says and records, and when it has a run stopped."""
 
+import json
 from pathlib import Path
 
 import pytest
 from made_up_runs import DATA, EVERY, REPORTS, SCHEDULE, report, run
 
+from utils.runs.evaluations import write_evaluation
+from utils.runs.record import RunRecord
 from utils.training.doctor import Doctor
 
 TOTAL = REPORTS * EVERY
@@ -27,6 +30,25 @@ def tell(watching: Doctor, number: int, **changes) -> bool:
     """The `number`-th report. Whether anything is critical."""
     figures = report(number) | changes
     return watching.record_report(figures.pop("step"), figures, figures.pop("layers"))
+
+
+def test_what_another_tool_found_stays_in_the_file_and_stops_nothing(tmp_path):
+    """evaluate.py, while the run goes on and before it is resumed."""
+    said: list[str] = []
+    figures = {"precision": 0.0, "variance_ratio": 0.97, "rows": 400, "modes": {}, "floor": {"precision": 0.96}}
+    watching = doctor(tmp_path, said=said)
+    assert not tell(watching, 1)
+    write_evaluation(tmp_path, "checkpoint-20", 20, {"features": "randconv", "images": 40, "figures": figures})
+    assert not any(tell(watching, number) for number in (2, 3))
+    resumed = doctor(tmp_path, first_step=3 * EVERY, said=said)
+    assert not tell(resumed, 4)
+    assert said == []
+    (found,) = json.loads((tmp_path / "diagnosis.json").read_text())
+    assert (found["code"], found["severity"], found["source"]) == ("samples-unlike-data", "critical", "evaluate.py")
+    # The run's own finding of the same code is told all the same, and counts.
+    resumed.record(REPORTS * EVERY - 1, {"evaluation": figures})
+    assert len(said) == 1 and said[0].startswith("critical: samples-unlike-data") and "evaluate.py" not in said[0]
+    assert tell(resumed, REPORTS)
 
 
 @pytest.mark.parametrize("fault", [{"data/max": 255.0}, {"train/skipped_updates": 40.0}])
@@ -64,3 +86,38 @@ def test_a_probe_or_validation_late_in_a_long_run_is_examined_at_once(tmp_path, 
     watching.record(11 * EVERY + 1, fault)
     watching.record(11 * EVERY + 2, fault)
     assert len(said) == 1 and tell(watching, 12)  # which is not examined by itself
+
+
+def test_what_follows_from_other_options_is_told_on_a_resume_and_nothing_else(tmp_path):
+    """A warm-up that took a twentieth of the run takes most of it once the run is shorter."""
+    said: list[str] = []
+    first = doctor(tmp_path, said=said)
+    first.record(0, {"data": DATA, "schedule": SCHEDULE})
+    first.look()
+    for number in range(1, 4):
+        tell(first, number)
+    assert said == []
+    healthy = run()
+    options, long = (
+        healthy.options | {"lr_scheduler": "cosine", "lr_warmup_steps": TOTAL // 20},
+        healthy.resolved | {"max_train_steps": TOTAL},
+    )
+    short = long | {"max_train_steps": TOTAL // 18}
+    common = {"options": options, "first_step": 3 * EVERY, "expected_reports": REPORTS, "enabled": True}
+    for resolved, before, told in ((short, long, ["option-warmup"]), (short, short, []), (long, short, []), (long, {}, [])):
+        said = []
+        record = {"options": options, "resolved": before} if before else {}
+        Doctor(tmp_path, resolved=resolved, print_line=said.append, before=record, **common).look()
+        assert [line.split(": ")[1] for line in said] == told
+
+
+@pytest.mark.slow
+def test_a_resume_with_other_options_says_what_a_new_run_would_and_looks_at_its_data(train, tiny_flags, tmp_path, capsys):
+    flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", 4, "--lr_warmup_steps", 8]
+    assert train([*flags, "--max_train_steps", 80, "--max_train_images", 80]) == 0
+    capsys.readouterr()
+    resume = [*flags, "--resume_from_checkpoint", "checkpoint-4", "--max_train_steps", 10, "--max_train_images", 120]
+    assert train([*resume, "--allow_option_change", "max_train_images", "data_fingerprint"]) == 0
+    assert "option-warmup: the warm-up takes most of the run (--lr_warmup_steps 8 of 10 updates)" in capsys.readouterr().out
+    records = RunRecord.read(tmp_path).records("data")
+    assert [(step, data["images"]) for step, data in records] == [(0, 80), (4, 120)]

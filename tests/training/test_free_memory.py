@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from utils.core import control_groups
 from utils.training import free_memory as module
 from utils.training.free_memory import free_memory
 
@@ -25,8 +26,8 @@ def free_in(monkeypatch, tmp_path):
             (root / folder / names[1]).write_text(f"{usage}\n")
             (root / folder / "memory.stat").write_text("".join(f"{key} {value}\n" for key, value in statistics.items()))
         (tmp_path / "own").write_text(own)
-        monkeypatch.setattr(module, "CGROUPS", root)
-        monkeypatch.setattr(module, "OWN_CGROUPS", tmp_path / "own")
+        monkeypatch.setattr(control_groups, "ROOT", root)
+        monkeypatch.setattr(control_groups, "OWN", tmp_path / "own")
         monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=AVAILABLE))
         return free_memory(CPU, local_processes)
 
@@ -62,7 +63,7 @@ def test_version_1(free_in):
 def test_without_a_limit_it_is_the_machine_s(free_in):
     assert free_in("0::/\n", {"": ("max", 900, CACHE)}) == AVAILABLE
     assert free_in("", {}) == AVAILABLE
-    module.OWN_CGROUPS.unlink()
+    control_groups.OWN.unlink()
     assert free_memory(CPU) == AVAILABLE
 
 
@@ -77,5 +78,5 @@ def test_processes_of_a_machine_share_its_memory(free_in):
 def test_this_machine_has_some(monkeypatch):
     total = module.psutil.virtual_memory().total
     assert 0 < free_memory(CPU) < total
-    monkeypatch.setattr(module, "CGROUPS", Path("nowhere"))
+    monkeypatch.setattr(control_groups, "ROOT", Path("nowhere"))
     assert 0 < free_memory(CPU) < total

@@ -36,7 +36,7 @@ def test_the_loss_to_show_and_the_loss_that_is_trained(tmp_path, monkeypatch):
         clipping=FixedLimit(1.0),
         state=state,
         length=RunLength(3, 4, 4),
-        progress=SimpleNamespace(show=lambda report: None),
+        progress=SimpleNamespace(awaits_loss=True, show=mock.Mock()),
         attempts=SimpleNamespace(make=lambda what, write, *arguments: write(*arguments)),
         trackers=SimpleNamespace(log=lambda report, step: shown.update(report)),
         doctor=SimpleNamespace(record_report=lambda *arguments: False),

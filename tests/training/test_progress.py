@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
+from utils.core.bars import duration
 from utils.optim.clipping import Gradients
 from utils.training import progress as progress_module
 from utils.training.progress import QUARTILES, ProgressBar, StepStatistics, Stopwatch, read_together
@@ -84,19 +85,22 @@ def test_values_read_together_are_exact():
     assert read_together(tensors) == [tensor.flatten().tolist() for tensor in tensors]
 
 
-REPORT = {"train/loss": 0.25, "train/lr": 1e-3, "perf/images_per_second": 40.0}
+REPORT = 0.25, 1e-3, 40.0  # loss, learning rate, images per second
 
 
 def test_without_a_terminal_each_report_is_one_plain_line_with_the_time_left(monkeypatch, capsys):
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    progress = ProgressBar(True, first_step=10, total_steps=40)  # resumed
-    for _ in range(10):
+    progress = ProgressBar(True, first_step=10, total_steps=60)  # resumed
+    now += 5.0
+    progress.update()  # the first updates do more
+    progress.show(0.5, 1e-4)
+    for _ in range(18):
         now += 0.5
         progress.update()
-    progress.show(REPORT)
     now += 100.0
     progress.update()  # long without a line
+    progress.show(*REPORT)
     now += 6.0
     progress.update()
     now += 5.0
@@ -109,12 +113,54 @@ def test_without_a_terminal_each_report_is_one_plain_line_with_the_time_left(mon
     progress.update()
     progress.close()
     assert capsys.readouterr().err.splitlines() == [
-        "update 20 of 40: loss 0.2500, lr 1.00e-03, 40 images/s, 0:10 left",
-        "update 21 of 40: 3:01 left",
-        "update 23 of 40: 2:32 left",
-        "update 24 of 40: 13:38 left",
-        "update 26 of 40: 11:20 left",
+        "update 11 of 60: loss 0.5000, lr 1.00e-04, estimating the time left",
+        "update 26 of 60: estimating the time left",
+        "update 30 of 60: 0:15 left",  # half a second each
+        "update 30 of 60: loss 0.2500, lr 1.00e-03, 40 images/s, 0:15 left",
+        "update 32 of 60: 0:14 left",
+        "update 33 of 60: 0:14 left",
+        "update 35 of 60: 0:12 left",
     ]
+
+
+def test_the_time_left_is_that_of_recent_updates(monkeypatch, capsys):
+    """In the order of a run: audits in the first updates, a preview once in so many, and a machine that becomes slower."""
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    progress = ProgressBar(True, first_step=0, total_steps=1000)
+    told = []
+    for number in range(1, 501):
+        now += 1.0 if number <= 300 else 2.0
+        now += 30.0 * (number in (1, 2, 3, 5, 8, 13, 20)) + 200.0 * (number % 50 == 0)
+        progress.update()
+        capsys.readouterr()
+        progress.show(*REPORT)
+        told.append(capsys.readouterr().err.split("images/s, ")[1].strip())
+    progress.close()
+    assert set(told[:19]) == {"estimating the time left"}
+    assert told[19:300] == [f"{duration(1000 - number)} left" for number in range(20, 301)]
+    assert told[399:] == [f"{duration(2 * (1000 - number))} left" for number in range(400, 501)]
+
+
+def test_the_bar_of_a_terminal_has_the_loss_from_the_first_update_on_and_the_same_time_left(monkeypatch, capsys):
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr(progress_module, "on_terminal", lambda: True)
+    progress = ProgressBar(True, first_step=0, total_steps=100)
+    assert progress.awaits_loss
+    now += 30.0
+    progress.update()
+    progress.show(0.5, 1e-4)
+    assert not progress.awaits_loss
+    first = capsys.readouterr().err.split("\r")[-1]
+    assert "1/100 [" in first and "<estimating, 30.00s/update, loss 0.5000, lr 1.00e-04]" in first
+    for _ in range(39):
+        now += 2.0
+        progress.update()
+    progress.show(*REPORT)
+    later = capsys.readouterr().err.split("\r")[-1]
+    assert "<02:00,  2.00s/update, loss 0.2500, lr 1.00e-03, 40 images/s]" in later
+    progress.close()
 
 
 def test_an_update_that_takes_long_shows_that_it_goes_on(monkeypatch, capsys):
@@ -145,10 +191,10 @@ def test_an_update_that_takes_long_shows_that_it_goes_on(monkeypatch, capsys):
     progress.look()
     progress.close()
     assert capsys.readouterr().err.splitlines() == [
-        "update 1 of 5: 0:10 so far",
-        "update 1 of 5: 1:36 left",
-        "update 2 of 5: 0:10 so far, 4:40 left",
-        "update 3 of 5: 0:52 left",
+        "update 1 of 5: 0:10 so far, estimating the time left",
+        "update 1 of 5: estimating the time left",
+        "update 2 of 5: 0:10 so far, estimating the time left",
+        "update 3 of 5: estimating the time left",
     ]
 
 
@@ -186,8 +232,9 @@ def test_somebody_looks_while_an_update_goes_on(monkeypatch):
 
 def test_quiet_prints_lines_for_the_user_and_no_progress(capsys):
     progress = ProgressBar(True, first_step=0, total_steps=4, quiet=True)
+    assert not progress.awaits_loss  # which the host would wait for
     progress.update()
-    progress.show(REPORT)
+    progress.show(*REPORT)
     progress.print_line("a finding")
     assert progress.part("sampling")._shown is False
     assert capsys.readouterr() == ("a finding\n", "")

@@ -21,7 +21,7 @@ from utils.evaluation.extractors import RandomConvolutions
 from utils.evaluation.feature_sets import evenly
 from utils.options.flags import DataOptions, DDPMOptions
 from utils.options.parser import parse_options
-from utils.runs.checkpoints import list_checkpoints
+from utils.runs.checkpoint_files import list_checkpoints
 from utils.runs.history import HISTORY, read_history
 from utils.runs.state import TrainState, read_state
 from utils.training.attempts import Attempts

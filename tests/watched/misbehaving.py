@@ -1,6 +1,7 @@
 """A script that ends in many ways, and does what scripts do: forks workers, replaces sys.argv, has modules called utils."""
 
 import os
+import signal
 import sys
 
 import torch
@@ -54,5 +55,7 @@ if how == "word":
     sys.exit("a word")
 if how == "_exit":
     os._exit(5)
+if how.startswith("SIG"):
+    os.kill(os.getpid(), getattr(signal, how))
 if how == "interrupt":
     raise KeyboardInterrupt

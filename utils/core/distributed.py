@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,7 +19,8 @@ from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.core.errors import FailedElsewhere, UserError, memory_problem, one_line
-from utils.core.launcher import asked_threads, check_precision, refuse_launch, stop_with_launcher
+from utils.core.launcher import asked_threads, check_precision, lone_process, refuse_launch, stop_with_launcher
+from utils.core.processors import usable_cores
 
 T = TypeVar("T")
 
@@ -32,11 +34,6 @@ SUPPORTED_LAUNCHES = {
     DistributedType.MULTI_XPU,
     DistributedType.MULTI_MLU,
 }
-
-
-def usable_cores() -> int:
-    """Counts the cores that this process may run on, which a container or `taskset` can make fewer than the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def make_accelerator(
@@ -83,6 +80,8 @@ def make_accelerator(
             DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=broadcast_buffers),
         ],
     )
+    if warning := lone_process(accelerator.num_processes, on_cpu):
+        print(warning, file=sys.stderr, flush=True)
     if accelerator.distributed_type not in SUPPORTED_LAUNCHES:
         raise UserError(
             f"launched with {accelerator.distributed_type.value}, which is not supported: only one process, or DDP\n"

@@ -29,6 +29,7 @@ LAUNCHER_BESIDE = "(you can ignore the traceback of the launcher)"  # which ends
 WAIT_FOR_FIRST = 5.0  # seconds, in which a launcher ends the other ranks
 PATIENCE = 5.0  # seconds, in which whoever counts what the ranks say answers, unless it hangs
 _at_end: list[Callable[[], None]] = []
+said_of_launcher: set[str] = set()  # once is enough, and the run's own line then is the last one
 _imports = contextlib.ExitStack()  # says that they take long
 
 
@@ -55,7 +56,7 @@ def run_script(
         options = parse_args()
         leave_progress_to_us(options)
         status = main(options)
-        if status and os.environ.get("RANK", "0") == "0" and launcher_reports():  # a stopped run, say
+        if status and not said_of_launcher and os.environ.get("RANK", "0") == "0" and launcher_reports():  # a stopped run, say
             _say_last(LAUNCHER_NEXT)
     except UserError as error:
         status = _tell(error)
@@ -123,17 +124,25 @@ def _call_at_end() -> None:
             function()
 
 
-def parse_early(parse_args: Callable[[], T]) -> T:
+def parse_early(parse_args: Callable[[], T], nothing_to_do: Callable[[T], str | None] = lambda options: None) -> T:
     """The options of this process's command line, for a script that asks for them above its heavy imports: neither `--help` nor
-    a mistake in the command should wait for these, and packages that are missing are named together."""
+    a mistake in the command should wait for these, and packages that are missing are named together.
+
+    Where `nothing_to_do` gives a line, it is printed, and the process ends with status 0.
+    """
     sys.excepthook = _tell_of_interrupt
     try:
         options = parse_args()
         if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
             raise UserError(f"not installed: {', '.join(missing)}\npip install -r requirements.txt")
+        line = nothing_to_do(options)
     except UserError as error:
         _leave(_tell(error))
         raise
+    if line is not None:
+        if os.environ.get("RANK", "0") == "0":
+            print(line)
+        _leave(0)
     leave_progress_to_us(options)
     _imports.enter_context(loading_libraries(options))
     return options

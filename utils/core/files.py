@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from utils.core.errors import UserError
+
 
 @contextlib.contextmanager
 def whole_file(path: Path, *, durable: bool = False, shared: bool = False) -> Iterator[Path]:
@@ -24,6 +26,17 @@ def whole_file(path: Path, *, durable: bool = False, shared: bool = False) -> It
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
+
+
+def make_folder(folder: Path, flag: str) -> None:
+    """Makes a folder for what is about to be computed. Raises UserError, which names `flag`, where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".write-test-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write to {flag} {folder}: {error.strerror or error}\nchoose another {flag}") from None
 
 
 def sync(path: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from utils.core.errors import in_full
 
+_NO_CONNECTION = {"ConnectionError", "LocalEntryNotFoundError", "TransportError", "OfflineModeIsEnabled"}
+
 
 def log_in() -> str:
     """Returns how to get the Hub to take a token, or another one than the token that is used now."""
@@ -24,16 +26,20 @@ def told(error: BaseException, name: str, kind: str) -> str:
     """
     from huggingface_hub import get_token
 
-    if is_only_a_path(name) and not os.path.exists(name):
+    is_here = os.path.exists(name)
+    if is_only_a_path(name) and not is_here:
         return "no such file or folder\ncheck the path"
     errors = list(_chain(error))
     classes = {each.__name__ for found in errors for each in type(found).__mro__}
     text = " ".join(" ".join(str(found).split()) for found in errors)
-    here = "" if os.path.exists(name) else "no folder here has this name, and "
+    here = "no folder here has this name, and "
     page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
     if "GatedRepoError" in classes or f"is a gated {kind}" in text:
         return f"it is gated\nask for access at {page}, {'or' if get_token() else 'then'} {log_in()}"
-    if classes & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
+    not_there, no_way = classes & {"RepositoryNotFoundError", "DatasetNotFoundError"}, classes & _NO_CONNECTION
+    if is_here and (not_there or no_way):  # so a library took it for a name on the Hub
+        return f"it is here, but no {kind} is found in it ({in_full(error)})\ncheck its files"
+    if not_there:
         return f"{here}it doesn't exist on the Hub, or it is private\ncheck the name, or {log_in()}"
     if found := re.search(r"available configs: \[(.*?)\]", text):
         return f"it has several configs\nset --dataset_config_name to one of {_plain(found[1])}"
@@ -51,13 +57,13 @@ def told(error: BaseException, name: str, kind: str) -> str:
     if status is not None and (status == 429 or status >= 500):
         reason = ": too many requests from this address or account" if status == 429 else ""
         return f"the Hub answered {status}{reason}\ntry again later"
-    if classes & {"ConnectionError", "LocalEntryNotFoundError", "TransportError", "OfflineModeIsEnabled"}:
+    if no_way:
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
             return (
                 f"{here}it is not in the cache, and HF_HUB_OFFLINE does not allow a download\nunset HF_HUB_OFFLINE for one run"
             )
         why = f"the Hub could not be reached, or the connection broke ({in_full(error)})"
-        return f"{here}{why}\ncheck the {'name and the ' if here else ''}network, and start again"
+        return f"{here}{why}\ncheck the name and the network, and start again"
     return f"{in_full(error)}\ncheck its name or path, and its files"
 
 

@@ -10,7 +10,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from utils.core.entrypoint import LAUNCHER_BESIDE, leave_now
+from utils.core.entrypoint import LAUNCHER_BESIDE, leave_now, said_of_launcher
 from utils.core.launcher import launcher_words
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run the same command again to continue
@@ -77,6 +77,7 @@ class StopSignal:
             os._exit(128 + number)  # published checkpoints are complete whenever this happens
         if self._tells and self.received is None:
             again = self._again if number == signal.SIGINT else ""
+            said_of_launcher.update([LAUNCHER_BESIDE] if LAUNCHER_BESIDE in again else [])
             _tell(f"{signal.Signals(number).name}: the run stops after this update and saves a checkpoint{again}")
         self.received = signal.Signals(number).name
 

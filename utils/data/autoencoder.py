@@ -88,7 +88,7 @@ class Autoencoder:
 
     def facts(self) -> dict[str, Any]:
         """What a run keeps of it, by names in its options.json and its checkpoints; JSON. The scale has to be known."""
-        mean, std = self._known_scale()
+        mean, std = self.known_scale()
         shape = list(self.latent_shape)
         return {
             "vae.weights": self.fingerprint(),
@@ -141,7 +141,8 @@ class Autoencoder:
             parts = [self.network.decode(part).sample for part in (normalized.float() * std + mean).split(self.at_once)]
         return torch.cat(parts).clamp_(-1.0, 1.0)
 
-    def _known_scale(self) -> Scale:
+    def known_scale(self) -> Scale:
+        """Returns `scale`; raises ValueError before it is set."""
         if self.scale is None:
             raise ValueError("the scale of the latents is not known yet")
         return self.scale
@@ -149,7 +150,7 @@ class Autoencoder:
     def _scale_on(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if like.device not in self._scales:  # made once: the host waits for such a copy to a GPU
             self._scales[like.device] = [
-                torch.tensor(values, dtype=torch.float32, device=like.device)[:, None, None] for values in self._known_scale()
+                torch.tensor(values, dtype=torch.float32, device=like.device)[:, None, None] for values in self.known_scale()
             ]
         mean, std = self._scales[like.device]
         return mean, std

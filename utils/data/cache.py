@@ -29,6 +29,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from utils.core.errors import UserError
+from utils.core.processors import usable_cores
 from utils.core.signals import signals_held
 from utils.core.size import Size
 from utils.data.bad_images import BadImage, BadImages, UndecodableImage
@@ -258,7 +259,7 @@ def _prepared_in_order(count: int, read_files: ReadFiles, prepare: ImagePreparat
     """All images in the order of the rows. The chunks under way are few."""
     first = read_files(0, min(_FIRST_CHUNK, count))
     remote = any(file.path and file.data is None and is_remote(file.path) for file in first)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     workers = min(max(cores, _REMOTE_WORKERS) if remote else cores, -(-count // _FIRST_CHUNK) or 1)
     # Threads wait for each other where images are small, since most of the work is then Python's. Elsewhere than on Linux,
     # libraries that have started threads do not survive a fork.

@@ -85,7 +85,7 @@ class ImageSet:
         class_names: list of strings, or None.
         fingerprint: hex string that changes with the data or with an option that alters pixels.
         notes: sentences on choices and conversions that a user should see once.
-        description: the source and the size, for the model card.
+        description: the source and the size, for people.
     """
 
     store: PackedImages | DecodedImages | StreamedImages

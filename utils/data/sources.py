@@ -258,6 +258,6 @@ def contents_key(files: list[Path], fingerprint: str) -> str:
 
 def hub_name(dataset_name: str | None) -> str | None:
     """`dataset_name` where it means a dataset of the Hub, for the model card; None for local data and the digits."""
-    if dataset_name is None or dataset_name == "digits" or Path(dataset_name).exists():
+    if dataset_name is None or dataset_name == "digits" or _only_a_path(dataset_name) or Path(dataset_name).exists():
         return None
     return dataset_name

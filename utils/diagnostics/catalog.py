@@ -110,7 +110,7 @@ CATALOG: dict[str, Entry] = {
         stage="data",
     ),
     "data-alike": Entry(
-        "the images are copies of a few, or nearly so",
+        "images are copies of others, or nearly so",
         "duplicate rows, a broken decoder that returns the same image, or a small data set that was repeated",
         (
             "remove the duplicates",
@@ -179,7 +179,7 @@ CATALOG: dict[str, Entry] = {
         stage="data",
     ),
     "data-copies": Entry(
-        "many images are changed copies of others",
+        "images are changed copies of others",
         "the data was augmented on disk, or consists of video frames: there are fewer different images than files",
         (
             "remove the copies, and augment during the training: --random_flip, --color_jitter",
@@ -209,7 +209,7 @@ CATALOG: dict[str, Entry] = {
         stage="data",
     ),
     "class-imbalance": Entry(
-        "one class is most of the data",
+        "one class is far larger than the others",
         "the classes have very different sizes; rare classes will rarely be generated",
         (
             "--balanced_sampling",
@@ -224,7 +224,7 @@ CATALOG: dict[str, Entry] = {
         stage="data",
     ),
     "class-mislabeled": Entry(
-        "the nearest images contradict many of the labels",
+        "labels are contradicted by the nearest images",
         "labels are wrong, or belong to other images",
         (
             "look at these images in the report, and correct their labels",
@@ -260,8 +260,8 @@ CATALOG: dict[str, Entry] = {
         stage="input",
     ),
     "schedule-destroys-early": Entry(
-        "most timesteps are pure noise",
-        "the betas are too large for the number of steps: at most timesteps, there is nothing to learn",
+        "too many timesteps are pure noise",
+        "the betas are too large for the number of steps: at these timesteps, there is nothing to learn",
         (
             "--ddpm_beta_schedule squaredcos_cap_v2",
             "smaller betas or fewer steps",
@@ -484,7 +484,7 @@ CATALOG: dict[str, Entry] = {
         stage="network",
     ),
     "ema-too-long": Entry(
-        "the average still holds much of the run's beginning",
+        "the average still holds the weights of the run's beginning",
         "the EMA's decay is too high for a run of this length",
         (
             "--ema_max_decay 0.999 (or 1 - 10 / updates)",

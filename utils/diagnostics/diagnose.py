@@ -34,7 +34,12 @@ from utils.diagnostics.rules.optimizer import (
 from utils.diagnostics.rules.options import options_amiss
 from utils.diagnostics.rules.process import sampler_mismatch, schedule
 from utils.diagnostics.rules.ranks import device_errs, slow_rank
-from utils.diagnostics.rules.samples import evaluated_samples, previewed_samples, saturated_samples
+from utils.diagnostics.rules.samples import (
+    evaluated_samples,
+    previewed_samples,
+    saturated_samples,
+    separately_evaluated_samples,
+)
 from utils.runs.record import RunRecord
 
 
@@ -70,6 +75,7 @@ RULES: tuple[Callable[[RunRecord], Found], ...] = (
     *(
         train_eval_gap,
         evaluated_samples,
+        separately_evaluated_samples,
         previewed_samples,
         saturated_samples,
         gradients_exploding,

@@ -1,11 +1,15 @@
 """What the doctor found in a run, and how it is shown."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
+from pathlib import Path
 
+from utils.core.files import whole_file
 from utils.diagnostics.catalog import CATALOG
 
 SEVERITIES = ("critical", "warning", "info")
+DIAGNOSIS = "diagnosis.json"
 
 
 @dataclass
@@ -20,6 +24,7 @@ class Finding:
     declared: str = ""  # what the stage should do, where it was measured
     observed: str = ""
     picture: str = ""  # its path in the folder of the run, where there is one
+    source: str = ""  # the tool that found it, where that is not the doctor itself
     stage: str = field(init=False)  # of a training step, see `audit.verdict`; empty where it is none of them
     title: str = field(init=False)
     cause: str = field(init=False)
@@ -39,6 +44,29 @@ class Finding:
 
 # What a rule gives: the code of each finding that there was enough recorded to judge, and the findings.
 Found = Iterator[str | Finding]
+
+
+def count_line(findings: Sequence[Finding]) -> str:
+    """Returns how many there are of each severity: 1 critical, 0 warnings."""
+    critical, warnings, info = (sum(f.severity == severity for f in findings) for severity in SEVERITIES)
+    return f"{critical} critical, {warnings} warning{'s' * (warnings != 1)}" + f", {info} for information" * bool(info)
+
+
+def told(findings: Sequence[Finding]) -> list[str]:
+    """Returns the findings as the doctor prints them, in lines. The first one is their number."""
+    nothing = ": nothing found" * (not findings)
+    return [count_line(findings) + nothing, *(line for finding in findings for line in described(finding))]
+
+
+def any_at_least(findings: Sequence[Finding], severity: str) -> bool:
+    """Returns whether any of them is as severe as this."""
+    return any(SEVERITIES.index(finding.severity) <= SEVERITIES.index(severity) for finding in findings)
+
+
+def write_findings(path: Path, findings: Sequence[Finding]) -> None:
+    """Writes them as JSON, complete or not at all; several processes may do so at once. Raises OSError."""
+    with whole_file(path, shared=True) as draft:
+        draft.write_text(json.dumps([vars(finding) for finding in findings], indent=2) + "\n")
 
 
 def described(finding: Finding) -> list[str]:

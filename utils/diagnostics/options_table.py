@@ -1,7 +1,7 @@
 """Options beside each other, the data and the length of the run: what is compared, the limits, why, and what to say.
 
 A row gives one number, which is small where all is well. The limits stand between what published recipes have and what ruins a
-training; benchmarks/doctor/option_faults.py has both. Beyond `info` a finding is for information, beyond
+training; benchmarks/doctor/sets/options.toml has both. Beyond `info` a finding is for information, beyond
 `warning` it is a warning.
 """
 
@@ -30,8 +30,8 @@ class Facts:
 
     def __init__(self, record: RunRecord):
         self._values: dict[str, Any] = {**record.options, **{k: v for k, v in record.resolved.items() if v is not None}}
-        self._values |= next((data for _, data in record.known("data")), {})
-        self._values |= next((schedule for _, schedule in record.known("schedule")), {})
+        for kind in ("data", "schedule"):
+            self._values |= next((known for _, known in reversed(record.known(kind))), {})
 
     def __getattr__(self, name: str) -> Any:
         value = self._values.get(name)
@@ -111,7 +111,7 @@ def warm_up(run: Facts) -> tuple[float, str]:
     share = run.lr_warmup_steps / run.max_train_steps
     if run.lr_warmup_steps == DEFAULT_WARM_UP:  # nobody chose it for this run, which may be a short trial: for information
         share = min(share, MOST_OF_A_RUN)
-    return share, f"--lr_warmup_steps {run.lr_warmup_steps} of {run.max_train_steps} updates"
+    return share, f"--lr_warmup_steps {run.lr_warmup_steps}, and the run has {run.max_train_steps} updates"
 
 
 def cycles(run: Facts) -> tuple[float, str]:
@@ -178,8 +178,8 @@ def noise_levels(run: Facts) -> tuple[float, str]:
     center = math.log(run.sigma_data) - run.P_mean
     low, high = ((center + side * math.log(10)) / run.P_std / math.sqrt(2) for side in (-1, 1))
     share = (math.erf(high) - math.erf(low)) / 2
-    what = f"--P_mean {run.P_mean:g} --P_std {run.P_std:g}: {share:.0%} of the levels lie within a factor of 10 of --sigma_data"
-    return 1 - share, f"{what} {run.sigma_data:g}"
+    what = f"--P_mean {run.P_mean:g} --P_std {run.P_std:g}: {1 - share:.0%} of the levels are beyond 10 times --sigma_data"
+    return 1 - share, f"{what} {run.sigma_data:g}, or below a tenth of it"
 
 
 def noise_spread(run: Facts) -> tuple[float, str]:
@@ -197,10 +197,8 @@ def resolution(run: Facts) -> tuple[float, str]:
 
 
 def batch(run: Facts) -> tuple[float, str]:
-    return (
-        run.global_batch_size / run.training_images,
-        f"{run.global_batch_size} of {run.training_images} images in each update",
-    )
+    share = run.global_batch_size / run.training_images
+    return share, f"{run.global_batch_size} of {run.training_images} images in each update, {share:.0%}"
 
 
 def held_out(run: Facts) -> tuple[float, str]:
@@ -266,7 +264,7 @@ def l1_penalty(run: Facts) -> tuple[float, str]:
 
 def label_dropout(run: Facts) -> tuple[float, str]:
     run.require(run.class_conditional and run.classes and (isinstance(run.classes, dict) or run.classes > 0))
-    return run.label_dropout, f"--label_dropout {run.label_dropout:g}"
+    return run.label_dropout, f"--label_dropout {run.label_dropout:g}: {run.label_dropout:.0%} of the labels"
 
 
 def color_jitter(run: Facts) -> tuple[float, str]:
@@ -287,7 +285,7 @@ ROWS: tuple[Row, ...] = (
         reason="published runs warm up for less than a fifth of the run; a warm-up longer than the run never ends",
         source="Karras et al. 2022, table 7: 10 of 200 M images; diffusers' tutorial: 500 of 3150 updates",
         entry=Entry(
-            "the warm-up takes most of the run",
+            "the warm-up is long for this run",
             "the warm-up was chosen for a longer run",
             ("set --lr_warmup_steps to a tenth of the run or less", "more --max_train_steps"),
             stage="learning_rate",
@@ -302,7 +300,7 @@ ROWS: tuple[Row, ...] = (
         reason="in ten updates, the network cannot learn anything at one rate",
         source="Loshchilov & Hutter 2017: cycles of an epoch or more",
         entry=Entry(
-            "the learning rate restarts every few updates",
+            "the learning rate restarts too often",
             "--lr_cycles is the number of cycles in the whole run, not the updates of a cycle",
             ("--lr_cycles 1 to 10",),
             stage="learning_rate",
@@ -359,7 +357,7 @@ ROWS: tuple[Row, ...] = (
         reason="gradients fall by a factor of 10 to 100 in a run; with a large epsilon, Adam's steps fall with them",
         source="Kingma & Ba 2015: 1e-8",
         entry=Entry(
-            "epsilon is as large as the gradients",
+            "epsilon is large beside the gradients",
             "the optimizer divides by epsilon instead of the size of the gradients: its steps are much too small",
             ("--adam_epsilon 1e-8",),
             stage="optimizer",
@@ -383,7 +381,7 @@ ROWS: tuple[Row, ...] = (
         reason="the average of ten updates is as noisy as the weights; published runs have 100 and more",
         source="Lin et al. 2023: 0.99; most have 0.9999",
         entry=Entry(
-            "the average spans only a few updates",
+            "the average is too short to smooth the weights",
             "the decay or the warm-up of the EMA is too small",
             ("--ema_max_decay 0.999 or more", "--ema_inv_gamma 1 --ema_power 0.75", "--ema_widths 0.05 0.1"),
             stage="ema",
@@ -413,7 +411,7 @@ ROWS: tuple[Row, ...] = (
         reason="the noise levels are made for data of this size",
         source="Rombach et al. 2022, appendix G; Karras et al. 2024",
         entry=Entry(
-            "the latents are much larger or smaller than the noise is made for",
+            "the latents are larger or smaller than the noise is made for",
             "the scaling_factor in the config of the autoencoder is that of another one",
             ("--latent_scale auto",),
             stage="data",
@@ -428,7 +426,7 @@ ROWS: tuple[Row, ...] = (
         reason="images form where noise and images have about the same size; published runs have 8 % to 25 % beyond",
         source="Karras et al. 2022, 2024: P_mean -1.2 to -0.4; Blattmann et al. 2023: 1.0",
         entry=Entry(
-            "most training is at noise levels where there is little to learn",
+            "part of the training is at noise levels where there is little to learn",
             "--P_mean, --P_std or --sigma_data are for other data, or have the wrong sign: they are values of ln sigma",
             ("--P_mean -0.8 --P_std 1.6", "for other units, start with --P_mean ln(sigma_data)"),
             stage="timestep",
@@ -452,7 +450,7 @@ ROWS: tuple[Row, ...] = (
         reason="the resizing makes 15 of 16 pixels; samples will be as soft as these images",
         source="CIFAR-10 at 64 and the digits at 16 are enlarged twice",
         entry=Entry(
-            "the images are enlarged many times",
+            "the files are far smaller than the resolution",
             "--resolution is much higher than that of the files",
             ("a lower --resolution", "larger files"),
             stage="data",
@@ -464,10 +462,10 @@ ROWS: tuple[Row, ...] = (
         batch,
         info=0.25,
         warning=0.5,
-        reason="each update sees most of the data: little noise in the gradient, few updates per pass",
+        reason="each update sees a large part of the data: little noise in the gradient, few updates per pass",
         source="published runs: 0.4 % at most",
         entry=Entry(
-            "each update sees most of the images",
+            "each update sees a large part of the images",
             "the batch is too large for the data, or there are fewer images than expected",
             ("a smaller --train_batch_size", "more images: check the folder, the split and --max_train_images"),
             stage="data",
@@ -482,7 +480,7 @@ ROWS: tuple[Row, ...] = (
         reason="a few hundred images are enough to measure the loss; the others are lost for the training",
         source="CIFAR-10: 10,000 of 60,000",
         entry=Entry(
-            "more images are held out than trained on",
+            "a large part of the images is held out",
             "--validation_images is a number of images, and the dataset is smaller than expected",
             ("set --validation_images to a tenth of the data or less",),
             stage="data",
@@ -594,7 +592,7 @@ ROWS: tuple[Row, ...] = (
         reason="the penalty is a sum over all weights; its gradient has the norm l1_weight x sqrt(parameters)",
         source="",
         entry=Entry(
-            "the L1 penalty is larger than the loss",
+            "the L1 penalty is large beside the loss",
             "--l1_weight multiplies the sum over all weights, not their mean",
             ("--l1_weight 0.01 / parameters", "--l1_weight 0"),
             stage="gradient",
@@ -609,7 +607,7 @@ ROWS: tuple[Row, ...] = (
         reason="guidance needs few samples without a label; the network learns the classes from the others",
         source="Ho & Salimans 2022: 0.1 and 0.2 are best",
         entry=Entry(
-            "most labels are dropped",
+            "labels are dropped too often",
             "--label_dropout is the share that is dropped, not the share that is kept",
             ("--label_dropout 0.1",),
             stage="condition",
@@ -639,7 +637,7 @@ ROWS: tuple[Row, ...] = (
         reason="with a gamma below 0.1, only the noisiest levels have a weight",
         source="Hang et al. 2023, table 1: 1 to 20, best 5",
         entry=Entry(
-            "with this --snr_gamma, most noise levels have nearly no weight",
+            "--snr_gamma is low: noise levels with a higher signal-to-noise ratio lose their weight",
             "gamma is a signal-to-noise ratio; at 1, image and noise have the same size",
             ("--snr_gamma 5", "leave out --snr_gamma"),
             stage="weight",

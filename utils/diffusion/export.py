@@ -1,8 +1,7 @@
-"""The finished product: a diffusers pipeline at the top of a run's folder, and its model card."""
+"""The finished product: a diffusers pipeline at the top of a run's folder."""
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -171,6 +170,10 @@ def _save_pipeline(
     else:
         pipeline = DDPMPipeline(unet=unet, scheduler=scheduler)
     pipeline.save_pretrained(draft, max_shard_size="1TB")  # one weights file whatever the size: a single rename replaces it
+    for path in (draft / name for name in CONFIGS if (draft / name).is_file()):
+        config = json.loads(path.read_text())
+        if config.pop("_name_or_path", None):  # where diffusers had loaded it from, on this machine
+            path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     if code:
         index = json.loads((draft / PIPELINE_INDEX).read_text())
         for name, (module, class_name, folder) in code.items():
@@ -212,7 +215,8 @@ def check_pipeline(output_dir: Path | str, num_inference_steps: int = 2, timeout
         "pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, use_safetensors=True, **trust)\n"
         "pipeline.set_progress_bar_config(disable=True)\n"
         "images = pipeline(num_inference_steps=int(sys.argv[2]), output_type='np').images\n"
-        "assert numpy.isfinite(images).all(), 'the image is not finite'\n"
+        "if not numpy.isfinite(images).all():\n"
+        "    sys.exit('the image is not finite')\n"
     )
     # Only a pipeline class that is a file of the folder needs its code to be run; of those the run has just written that file.
     pipeline_class = (_settings(Path(output_dir, PIPELINE_INDEX)) or {}).get("_class_name")
@@ -231,90 +235,3 @@ def check_pipeline(output_dir: Path | str, num_inference_steps: int = 2, timeout
     if result.returncode != 0:
         reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
         raise RuntimeError(f"the pipeline in {output_dir} does not work: {reason}")
-
-
-FACTS = {
-    "data": "Data",
-    "resolution": "Resolution",
-    "pretrained": "Fine-tuned from",
-    "autoencoder": "Autoencoder",
-    "prediction_type": "Prediction type",
-    "updates": "Updates",
-    "samples_seen": "Samples seen",
-    "noise_levels": "ln sigma in training",
-    "classes": "Classes",
-    "class_names": "Class names",
-    "label_dropout": "Label dropout",
-    "ema_decay": "EMA decay",
-    "ema_width": "EMA width (relative)",
-    "sampler": "Sampler",
-    "sampler_steps": "Sampling steps",
-}
-_NAMED = 100  # classes whose names the card lists
-OTHER_FACTS = ("title", "license", "hub_dataset", "command", "metrics", "grid", "pipeline", "carries_code", "channels")
-
-
-def model_card(facts: Mapping) -> str:
-    """Returns a Hugging Face model card in Markdown, with its YAML header, from what is known of a run; nothing else is stated.
-
-    Keys, all optional: those of `FACTS` (a table row each), "title", "license", "hub_dataset" (its Hub name),
-    "command", "metrics" (a mapping of names to values), "grid" (path of a picture, relative to the card),
-    "pipeline" (the name or path to load from) and "carries_code" (whether loading runs code in it: EDM2), "channels" (of the
-    images). Tokens in the command are masked. Raises ValueError for an unknown key.
-    """
-    unknown = set(facts) - set(FACTS) - set(OTHER_FACTS)
-    if unknown:
-        raise ValueError(f"unknown facts for the model card: {', '.join(sorted(unknown))}")
-    carries_code = bool(facts.get("carries_code"))
-    kind = "class-conditional" if facts.get("classes") else "unconditional"
-    header = ["library_name: diffusers", "tags:", "- diffusers", f"- {kind}-image-generation"]
-    is_edm2 = carries_code and not facts.get("prediction_type")
-    header.append("- edm2" if is_edm2 else "- ddpm")
-    if facts.get("license"):
-        header.insert(0, f"license: {json.dumps(facts['license'])}")  # a JSON string is a YAML string
-    if facts.get("hub_dataset"):
-        header += ["datasets:", f"- {json.dumps(facts['hub_dataset'])}"]
-    sections = ["\n".join(["---", *header, "---"]), f"# {facts.get('title', 'Denoising diffusion model')}"]
-    if facts.get("grid"):
-        sections.append(f"![Samples]({facts['grid']})")
-    sections.append(_table("Training", {label: facts[key] for key, label in FACTS.items() if facts.get(key) is not None}))
-    if facts.get("metrics"):
-        sections.append("## Metrics\n\n" + _table("Metric", facts["metrics"]))
-    if facts.get("command"):
-        command = re.sub(r"(--hub_token[= ]+)\S+|hf_\w{20,}", lambda match: f"{match[1] or ''}***", facts["command"])
-        sections.append(f"## Training command\n\n```bash\n{command}\n```")
-    name, trust = ("DiffusionPipeline", ", trust_remote_code=True") if carries_code else ("DDPMPipeline", "")
-    place = json.dumps(str(facts.get("pipeline", ".")), ensure_ascii=False)
-    load = f"pipeline = {name}.from_pretrained({place}{trust})"
-    first = next(iter(facts.get("class_names") or [0]))
-    given = f"class_labels=[{json.dumps(first, ensure_ascii=False)}], guidance_scale=1.5" if facts.get("classes") else ""
-    if facts.get("channels", 1) > 4:
-        given += ", " * bool(given) + 'output_type="np"'
-    call = f"pipeline({given})"
-    lines = [f"from diffusers import {name}", "", load, f"image = {call}.images[0]"]
-    warning = "Loading it runs the Python files of this repository: read them first.\n\n" if carries_code else ""
-    sections.append(f"## Use\n\n{warning}```python\n" + "\n".join(lines) + "\n```")
-    if carries_code and not is_edm2 and not facts.get("autoencoder"):
-        plain = [  # a pipeline of diffusers that asks any UNet2DModel for classes, with any scheduler
-            "from diffusers import ConsistencyModelPipeline, DDIMScheduler, UNet2DModel",
-            "",
-            f'unet = UNet2DModel.from_pretrained({place}, subfolder="unet")',
-            f'pipeline = ConsistencyModelPipeline(unet, DDIMScheduler.from_pretrained({place}, subfolder="scheduler"))',
-            "image = pipeline(class_labels=[0], num_inference_steps=50).images[0]",
-        ]
-        sections.append("With classes of diffusers alone, without guidance:\n\n```python\n" + "\n".join(plain) + "\n```")
-    return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def _table(heading: str, rows: Mapping) -> str:
-    if not rows:
-        return ""
-    return "\n".join([f"| {heading} | |", "|---|---|", *(f"| {name} | {_shown(value)} |" for name, value in rows.items())])
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    if isinstance(value, list):
-        value = ", ".join(value[:_NAMED]) + (f" and {len(value) - _NAMED:,} more" if len(value) > _NAMED else "")
-    return f"{value:.6g}" if isinstance(value, float) else str(value).replace("|", "\\|")

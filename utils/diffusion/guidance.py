@@ -1,34 +1,26 @@
 """Asking a network for classes, with guidance away from a weaker prediction."""
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from diffusers import ModelMixin
 
-from models.guided_pipeline import guided
+from models.guided_pipeline import class_number, guided
 from utils.core.errors import UserError
 from utils.diffusion.classes import classes_known, has_class_for_none
 from utils.diffusion.sampling import is_edm
 
-_NAMED = 20  # classes that a message lists
 
-
-def class_numbers(asked: Sequence[str] | None, names: Sequence[str]) -> list[int] | None:
-    """The numbers of the classes that --class_labels names, by number or by name. Raises UserError for an unknown name."""
+def asked_classes(asked: Sequence[str] | None, names: Sequence[str], unet: ModelMixin) -> list[int] | None:
+    """Returns the numbers of the classes of `unet` that --class_labels asks for, as exported pipelines read it; `names` are
+    those of its classes. Raises UserError for a class that it does not know."""
     if asked is None:
         return None
-    numbers = {name: number for number, name in enumerate(names)}
-    for label in asked:
-        if not label.isdigit() and label not in numbers:
-            near = difflib.get_close_matches(label, names, n=1)
-            known = f"did you mean {near[0]}? " if near else ""
-            listed = ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
-            raise UserError(
-                f"--class_labels {label}: the pipeline has no class of this name\n{known}"
-                + (f"its classes: {listed} (or numbers, from 0)" if names else "use numbers: its classes have no names")
-            )
-    return [int(label) if label.isdigit() else numbers[label] for label in asked]
+    try:
+        labels = {name: number for number, name in enumerate(names)}
+        return [class_number(label, labels, classes_known(unet)) for label in asked]
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
 
 
 def make_guided_prediction(
@@ -43,12 +35,9 @@ def make_guided_prediction(
     again. None for an unconditional DDPM without a guide, which is to be asked plainly.
 
     See `models.guided_pipeline.guided` for `guidance` and `guide`; the configs are the pipelines' schedulers'. Raises UserError
-    for classes that the network does not know, for guidance without a guide, and for a guide of other data.
+    for guidance without a guide, and for a guide of other data.
     """
     num_classes = classes_known(unet)
-    if class_labels is not None and not all(0 <= label < num_classes for label in class_labels):
-        known = f"use numbers from 0 to {num_classes - 1}" if num_classes else "leave it out: the pipeline has no classes"
-        raise UserError(f"--class_labels {' '.join(map(str, class_labels))}: the pipeline has no such class\n{known}")
     if guidance != 1.0 and guide is None and not num_classes:
         raise UserError("--guidance: the pipeline has no classes, so it needs a second network\nset --guide_pipeline")
     if guide is not None:

@@ -1,6 +1,5 @@
 """The way of a pipeline to the Hugging Face Hub: what could refuse it is asked before a training, and not after it."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from utils.core.errors import UserError
 from utils.core.hub import log_in
 from utils.diffusion.export import PIPELINE_INDEX, PUBLISHED, check_pipeline, write_card
+from utils.diffusion.model_card import loaded_from
 from utils.options.flags import OutputOptions
 
 TOKENS = "https://huggingface.co/settings/tokens"
@@ -48,7 +48,7 @@ def push_to_hub(options: OutputOptions) -> str:
         api = _api(options)
         repository = api.create_repo(_name(options), private=options.hub_private_repo or None, exist_ok=True)
         card = (folder / "README.md").read_text()
-        write_card(folder, re.sub(r'(from_pretrained\()"[^"]*"', rf'\1"{repository.repo_id}"', card))
+        write_card(folder, loaded_from(card, repository.repo_id))
         api.upload_folder(repo_id=repository.repo_id, folder_path=folder, allow_patterns=list(PUBLISHED))
     return str(repository)
 

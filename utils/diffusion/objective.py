@@ -78,7 +78,7 @@ class Objective(ABC):
 
     @abstractmethod
     def card(self) -> dict:
-        """Returns facts of this recipe for the model card, see `export.model_card`."""
+        """Returns facts of this recipe for the model card, see `model_card`."""
 
     def schedule(self) -> dict:
         """Returns facts of the noise schedule for the report; JSON."""

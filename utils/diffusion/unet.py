@@ -157,6 +157,22 @@ def freeze_others(network: nn.Module, patterns: list[str]) -> None:
             raise UserError(f"--train_only {pattern} matches no parameter\nthe names begin with {parts}")
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    for module in network.modules():
+        if isinstance(module, nn.GroupNorm):
+            module.register_forward_pre_hook(_in_plain_layout)
+
+
+def _in_plain_layout(norm: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+    """Returns the input of a trained group norm behind frozen layers with its channels outermost in memory.
+
+    On a CPU, torch's backward pass for channels that are innermost, as diffusers' attention leaves them, always writes the
+    gradient of the input, also where none is asked for: into a null pointer.
+    """
+    (x,) = inputs
+    trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in norm.parameters())
+    if x.device.type != "cpu" or x.requires_grad or not trained:
+        return None
+    return (x.clone(memory_format=torch.contiguous_format),)  # `contiguous` may keep the strides of a single pixel
 
 
 def to_channels_last(model: nn.Module) -> None:

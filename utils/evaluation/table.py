@@ -35,9 +35,15 @@ def refuse_to_compare(first: dict, second: dict) -> None:
         if first.get(key) != second.get(key):
             raise UserError(
                 f"{first['name']} and {second['name']} cannot be compared: another {name} "
-                f"({first.get(key)}, {second.get(key)})\n"
+                f"({shown(first.get(key))}, {shown(second.get(key))})\n"
                 "evaluate both with the same flags"
             )
+
+
+def shown(value: object) -> str:
+    """Returns a fact of a result as a message shows it: of a hash its beginning."""
+    text = str(value)
+    return text[:12] if len(text) == 64 else text
 
 
 def read_results(path: Path) -> list[dict]:
@@ -132,4 +138,6 @@ def sentences(results: list[dict]) -> list[str]:
         for source, values in by_name.items():
             if len(values) > 1:
                 found.append(f"{source}: {name} over {len(values)} seeds: mean {mean(values):.4g}, minimum {min(values):.4g}")
+    if any(figures["kd"] < 0 for result in results for figures in (result["figures"], result["figures"]["floor"])):
+        found.append("a kernel distance (kd) below 0 is one of 0: it is an estimate, and chance takes it to either side")
     return found

@@ -36,8 +36,10 @@ class Snapshot:
 
 
 class Snapshots:
-    """Takes snapshots of a run's `ema`: every `every` updates (None: a fortieth of the run) and after the last.
+    """Takes snapshots of a run's `ema`: every `every` updates (None: a fortieth of the run) and where the run ends.
 
+    A run that was stopped or has failed has not ended: it goes on from its checkpoint, which holds the averages, and takes the
+    snapshots of a run that nobody stopped.
     Reconstruction is good with 30 or more over the training, of two widths (Karras et al. 2024, appendix C).
     """
 
@@ -49,14 +51,17 @@ class Snapshots:
         """Only a `PowerEMA` has any; with another `ema`, or none, nothing is ever due."""
         self._accelerator, self._ema, self._output_dir, self._state, self._dtype = accelerator, ema, output_dir, state, dtype
         self._every = every or max(1, state.max_train_steps // self.PER_RUN)
+        self._newest: int | None = None  # update of the newest one of this start
 
-    def due(self, step: int) -> bool:
-        return isinstance(self._ema, PowerEMA) and (step % self._every == 0 or step == self._state.max_train_steps)
+    def due(self, step: int, ended: bool = False) -> bool:
+        """Whether there should be one after `step` updates, with which the run may have `ended`, and is none yet."""
+        return isinstance(self._ema, PowerEMA) and step != self._newest and (ended or step % self._every == 0)
 
     def save(self, step: int) -> None:
         """`save_snapshots`, to be called on every rank. Raises UserError when the disk does not take them."""
         what = {"fingerprint": self._state.fingerprint, "dtype": self._dtype}
         on_main_process(self._accelerator, save_snapshots, self._ema, self._output_dir, step, **what)
+        self._newest = step
 
 
 def save_snapshots(ema: PowerEMA, output_dir: Path, step: int, *, fingerprint: str, dtype: str) -> None:

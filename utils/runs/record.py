@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.core.errors import UserError
+from utils.runs.evaluations import read_evaluations
 from utils.runs.folder import EXIT_STATUS
 from utils.runs.history import HISTORY, read_history
 
@@ -26,6 +27,7 @@ class RunRecord:
     versions: dict = field(default_factory=dict)
     exit_status: int | None = None  # None while the run goes on, and after a crash
     summary: str = ""  # in a sentence, of a script that is not ours
+    evaluations: list[dict] = field(default_factory=list)  # by evaluate.py, see utils/runs/evaluations.py
     unreadable: int = 0  # lines of the history that are damaged and left out
     _derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -49,6 +51,7 @@ class RunRecord:
             git_commit=recorded.get("git_commit"),
             versions=recorded.get("versions") or {},
             exit_status=_exit_status(output_dir),
+            evaluations=read_evaluations(output_dir),
             unreadable=_whole_lines(output_dir / HISTORY) - len(history),
         )
 
@@ -66,7 +69,7 @@ class RunRecord:
     def alphas_cumprod(self) -> list[float] | None:
         """Of the schedule that is trained, at evenly spread timesteps; None where it was not recorded."""
         schedules = self.records("schedule")
-        values = (schedules[0][1].get("alphas_cumprod") if schedules else None) or []
+        values = (schedules[-1][1].get("alphas_cumprod") if schedules else None) or []
         return values if values and all(0.0 <= value <= 1.0 for value in values) else None
 
     def records(self, key: str) -> list[tuple[int, dict]]:
@@ -74,8 +77,8 @@ class RunRecord:
         return [(record["step"], record[key]) for record in self.history if isinstance(record.get(key), dict)]
 
     def known(self, key: str) -> list[tuple[int, dict]]:
-        """`records` without what is not finite in them and in their parts: no rule can judge by it."""
-        return [(step, _finite_part(record)) for step, record in self.records(key)]
+        """The `finite_part` of `records`: no rule can judge by the rest."""
+        return [(step, finite_part(record)) for step, record in self.records(key)]
 
     def derived(self, key: str, function: Callable[[dict], float | None]) -> list[tuple[int, float | None]]:
         """(step, `function` of the record) of each of `records(key)`. Each is computed once: a run's history is only added to,
@@ -86,9 +89,10 @@ class RunRecord:
         return [(step, value) for (step, _), value in zip(records, known)]
 
 
-def _finite_part(value: Any) -> Any:
+def finite_part(value: Any) -> Any:
+    """Returns a record without what is not finite in it and in its parts."""
     if isinstance(value, dict):
-        return {k: _finite_part(v) for k, v in value.items() if not (isinstance(v, float) and not math.isfinite(v))}
+        return {k: finite_part(v) for k, v in value.items() if not (isinstance(v, float) and not math.isfinite(v))}
     return value
 
 

@@ -22,6 +22,7 @@ from utils.training.monitor import Monitor
 from utils.training.profile import Profile
 from utils.training.run import Run
 from utils.training.samples import SampleGrids
+from utils.training.shared_cpu import SharedCPU
 from utils.training.validation import Validation
 
 
@@ -36,6 +37,7 @@ class Periodic:
         every, dtype = options.ema_snapshot_steps, options.ema_snapshot_dtype
         self._snapshots = Snapshots(accelerator, run.ema, run.output_dir, run.state, every=every, dtype=dtype)
         self._exit_status, self._forecast, self._profile = 0, Forecast(run), Profile(run)
+        self._shared_cpu = SharedCPU(run)
         self._preview_steps = preview_steps(options, run.length.updates_per_epoch)
         self._repetitions = ExitStack()  # of an update that is made again
 
@@ -75,7 +77,9 @@ class Periodic:
             return
         run.progress.update()
         self._forecast.after_update()
-        if self._monitor.due:  # here alone the host waits for the device
+        self._shared_cpu.after_update()
+        self._monitor.show_first(learning_rate)
+        if self._monitor.due:  # here the host waits for the device; else it does after the first update alone
             self._exit_status = self._monitor.report(learning_rate)
         elif self._monitor.ledger.due and not self._monitor.ledger.write():
             self._exit_status = EXIT_DIVERGED
@@ -115,10 +119,14 @@ class Periodic:
         if self._is_due(options.save_model_steps, options.save_model_epochs):
             self._make_pipeline()
         if self._snapshots.due(state.step):
-            with run.progress.part("saving the averaged weights"):
-                if run.attempts.make("the snapshots of averages", self._snapshots.save, state.step):
-                    run.attempts.make("the check of snapshots", self._monitor.audit.check_snapshots)
+            self._take_snapshot()
         return improved
+
+    def _take_snapshot(self) -> None:
+        attempts = self._run.attempts
+        with self._run.progress.part("saving the averaged weights"):
+            if attempts.make("the snapshots of averages", self._snapshots.save, self._run.state.step):
+                attempts.make("the check of snapshots", self._monitor.audit.check_snapshots)
 
     def _again(self) -> bool:
         """Whether the update is to be made once more, whose time is left out of the images per second."""
@@ -135,8 +143,8 @@ class Periodic:
         return False
 
     def finish(self) -> int:
-        """The pipeline and the last pictures of a run that has come to its end, in this order: no picture may cost it the
-        pipeline. Closes all that is open. Returns the exit status."""
+        """The pipeline, the last snapshot and the last pictures of a run that has come to its end, in this order: nothing may
+        cost it the pipeline. Closes all that is open. Returns the exit status."""
         run = self._run
         run.progress.end()
         self._monitor.close()
@@ -165,7 +173,10 @@ class Periodic:
         if not self._make_pipeline():
             self._save()
             self._exit_status = 1
-        elif self._grids.newest_step != run.state.step:
+            return
+        if self._snapshots.due(run.state.step, ended=True):
+            self._take_snapshot()
+        if self._grids.newest_step != run.state.step:
             self._show()
             if self._grids.newest_step == run.state.step:
                 run.attempts.make("the model card", self._export.write_card)

@@ -1,19 +1,19 @@
 """The doctor in the loop: records what a run shows of itself, tells each finding once, keeps diagnosis.json up to date."""
 
 import contextlib
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-from utils.core.files import whole_file
 from utils.diagnostics.diagnose import diagnose
-from utils.diagnostics.finding import SEVERITIES, Finding, described
-from utils.diagnostics.report.report import write_report
+from utils.diagnostics.finding import DIAGNOSIS, SEVERITIES, Finding, described, write_findings
+from utils.diagnostics.report.report import REPORT, write_report
+from utils.runs.evaluations import read_evaluations
 from utils.runs.history import History
 from utils.runs.record import RunRecord
 
-DIAGNOSIS, REPORT = "diagnosis.json", "report.html"
 # That a run of any length records layer by layer, or its history would fill memory and disk; and examines, beside the first
 # ones, in which most faults show, while looking costs little.
 DETAILED_REPORTS, FIRST_REPORTS = 200, 200
@@ -34,6 +34,7 @@ class Doctor:
         expected_reports: of the whole run, however it is resumed.
         print_line: prints a line for the user.
         log: takes figures and the step, for the trackers: diagnosis/<code> is 1 for a warning and 2 for what is critical.
+        before: options.json as an earlier start of the run left it; empty where there was none.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Doctor:
         enabled: bool,
         print_line: Callable[[str], None],
         log: Callable[[dict, int], None] | None = None,
+        before: Mapping[str, Any] = MappingProxyType({}),
     ):
         self._enabled, self._print_line, self._log, self._first_step = enabled, print_line, log, first_step
         self._history = History(output_dir, first_step=first_step, enabled=enabled)
@@ -58,8 +60,11 @@ class Doctor:
         self._critical = False
         self.findings: list[Finding] = []
         if enabled and self._earlier:
-            self.findings = diagnose(self._record)  # what was told before the resume is not told again
-            self._told = {finding.code: finding.severity for finding in self.findings}
+            self.findings = diagnose(self._record)
+            # What was told before the resume is not told again. What follows from other options was not told.
+            options, resolved = before.get("options") or self._record.options, before.get("resolved") or self._record.resolved
+            told = {finding.line for finding in diagnose(replace(self._record, options=options, resolved=resolved))}
+            self._told = {finding.code: finding.severity for finding in self.findings if finding.line in told}
 
     def record(self, step: int, values: dict) -> None:
         """Records them, and examines the run where they say much of it."""
@@ -87,20 +92,24 @@ class Doctor:
     def look(self) -> None:
         """Looks at all that is recorded, says what is new or has become more severe, but nothing that is for information alone.
 
-        What is critical after a resume is so by what was recorded since: the cause may have been mended.
+        What is critical after a resume is so by what was recorded since: the cause may have been mended. What another tool
+        found stands in the file too, but that tool has told it, and it says nothing of the update that is made now.
         """
         if not self._enabled:
             return
+        self._record.evaluations = read_evaluations(self._record.output_dir)
         self.findings = diagnose(self._record)
-        for finding in self.findings:
+        own = [finding for finding in self.findings if not finding.source]
+        for finding in own:
             rank, told = SEVERITIES.index(finding.severity), SEVERITIES.index(self._told.get(finding.code, "info"))
             if rank < told:
                 self._told[finding.code] = finding.severity
                 self._print_line(finding.line)
                 if self._log is not None:
                     self._log({f"diagnosis/{finding.code}": LEVELS[finding.severity]}, self._record.history[-1]["step"])
-        write_diagnosis(self._record.output_dir / DIAGNOSIS, self.findings)
-        self._critical = any(finding.severity == "critical" for finding in self.findings) and self._still_critical()
+        with contextlib.suppress(OSError):  # a full disk is no reason to stop
+            write_findings(self._record.output_dir / DIAGNOSIS, self.findings)
+        self._critical = any(finding.severity == "critical" for finding in own) and self._still_critical()
 
     def _still_critical(self) -> bool:
         if not self._first_step:
@@ -114,7 +123,7 @@ class Doctor:
                 history += [record] if "data" in record or "schedule" in record or resumed else []
             else:
                 history.append(record | {skipped: record[skipped] - before} if skipped in record else record)
-        findings = diagnose(replace(self._record, history=history))
+        findings = diagnose(replace(self._record, history=history, evaluations=[]))
         since = [f for f in findings if f.step is not None and f.step >= self._first_step + (not f.code.startswith("step-"))]
         return any(f.severity == "critical" for f in since)
 
@@ -127,12 +136,6 @@ class Doctor:
                 write_report(RunRecord.read(self._record.output_dir), self.findings, path)
             except Exception as error:
                 self._print_line(f"{path} was not written: {type(error).__name__}: {error}")
-
-
-def write_diagnosis(path: Path, findings: list[Finding]) -> None:
-    """The findings as JSON, complete or not at all; a full disk is no reason to stop."""
-    with contextlib.suppress(OSError), whole_file(path) as draft:
-        draft.write_text(json.dumps([vars(finding) for finding in findings], indent=2) + "\n")
 
 
 def foretold(options: dict, facts: dict, schedule: dict | None) -> list[str]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import torch
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")  # lines of number:controllers:path; version 2 has the number 0 and no controllers
+from utils.core.control_groups import own_groups
+
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
 
@@ -25,23 +25,8 @@ def free_memory(device: torch.device, local_processes: int = 1) -> int:
 
 
 def _left_in_cgroups() -> list[int]:
-    """Bytes that each control group with a limit has left, of those that this process is in and sees.
-
-    All above its own count, for the tightest decides. In a container the path may be the host's, of which only the container's
-    own group is there, as the root.
-    """
-    left = []
-    with contextlib.suppress(OSError):  # not Linux
-        for line in OWN_CGROUPS.read_text().splitlines():
-            number, controllers, path = line.split(":", 2)
-            if "memory" in controllers.split(","):
-                root, names = CGROUPS / "memory", V1
-            elif number == "0":
-                root, names = CGROUPS, V2
-            else:
-                continue
-            own = Path(path.lstrip("/"))
-            left += [_left(root / group, *names) for group in (own, *own.parents)]
+    """Bytes that each control group with a limit has left, of those that this process is in and sees."""
+    left = [_left(group, *(V1 if version == 1 else V2)) for version, group in own_groups("memory")]
     return [size for size in left if size is not None]
 
 

@@ -57,5 +57,4 @@ def settle_scale(options: RunOptions, autoencoder: Autoencoder, latents: PackedL
 
 def spread(autoencoder: Autoencoder, latents: PackedLatents) -> list[float]:
     """The standard deviation of what the network is trained on, by channel."""
-    assert autoencoder.scale is not None
-    return [seen / used for seen, used in zip(latents.measured.std, autoencoder.scale.std)]
+    return [seen / used for seen, used in zip(latents.measured.std, autoencoder.known_scale().std)]

@@ -58,6 +58,7 @@ class Monitor:
         )
         self._bad_images.update()
         self.due = False  # whether the update under way is reported
+        self._first_losses: list[torch.Tensor] = []  # of the micro steps of the first update of a start
 
     def measure_eagerly(self) -> None:
         """From here on the updates of reports run eagerly, as all others do once compiling is given up."""
@@ -105,6 +106,8 @@ class Monitor:
         """Those of a micro step, and what they are of."""
         self._statistics.add_losses(losses.shown, self._run.objective.ranks(**drawn))
         self._bad_updates.add_losses(losses.trained)
+        if self._run.progress.awaits_loss:
+            self._first_losses.append(losses.shown.detach())
         self.ledger.add(losses, drawn)
         self.rerun.add(losses, drawn)
         if not self.rerun.repeating:
@@ -143,6 +146,12 @@ class Monitor:
         """Around what is no part of an update: its time is left out of the images per second."""
         return self._stopwatch.paused()
 
+    def show_first(self, learning_rate: float) -> None:
+        """Shows the loss of the first update of a start, of the main process's samples alone, unless that is reported. The host
+        waits for the device once in a start, as it does for the audit of this update."""
+        if self._run.progress.awaits_loss and not self.due:
+            self._run.progress.show(torch.cat(self._first_losses).float().mean().item(), learning_rate)
+
     def report(self, learning_rate: float) -> int:
         """Logs what was seen since the last report, the last update's `learning_rate` among it, and has the doctor look at it.
 
@@ -175,7 +184,7 @@ class Monitor:
         report |= {} if times is None else times.figures()
         run.trackers.log(report, step=step)
         critical = run.doctor.record_report(step, report | ({} if times is None else {"ranks": times._asdict()}), layers)
-        run.progress.show(report)
+        run.progress.show(report["train/loss"], report["train/lr"], report["perf/images_per_second"])
         if math.isfinite(report["train/loss"]):
             run.state.metrics["training loss"] = report["train/loss"]
         if self._bad_updates.first is not None:

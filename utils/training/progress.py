@@ -1,13 +1,16 @@
 """What a run reports: figures accumulated on the device, and the one progress bar."""
 
+import collections
 import math
 import resource
+import statistics
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +25,8 @@ _WAITING = 64  # micro batches whose losses are summed up together
 MINUTE, FIRST_MINUTES = 60.0, 600.0
 WATCH_SECONDS = 1.0  # between two looks at how long the update at hand takes
 SOON = 3.0  # an update that ends so long before a line is due has it
+RECENT = 100  # updates whose median gives the time left and the speed
+UNKNOWN = 20  # first updates without a time left: many of them are slower, because they are audited
 
 
 class StepStatistics:
@@ -139,6 +144,40 @@ def peak_memory_gib(device: torch.device) -> float:
     return torch.accelerator.max_memory_allocated(device) / 2**30
 
 
+class _Speed:
+    """How long an update takes: the median of recent ones, for the first ones do more, and some are followed by other work."""
+
+    def __init__(self) -> None:
+        self._seconds: collections.deque[float] = collections.deque(maxlen=RECENT)
+
+    def add(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+
+    def updates_per_second(self) -> float:
+        """Returns 0 before the first update."""
+        return 1 / max(statistics.median(self._seconds), 1e-9) if self._seconds else 0.0
+
+    def seconds_of(self, updates: int) -> float | None:
+        """Returns how long so many updates will take; None while that is not known."""
+        return updates / self.updates_per_second() if len(self._seconds) >= UNKNOWN else None
+
+
+class _UpdatesBar(tqdm):
+    """tqdm's own rate is a mean, which the slow first updates spoil for long."""
+
+    def __init__(self, speed: _Speed, **options: Any):
+        self._speed = speed
+        super().__init__(
+            unit="update", bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{left}, {rate_fmt}{postfix}]", **options
+        )
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        seconds = self._speed.seconds_of(self.total - self.n)
+        left = "estimating" if seconds is None else self.format_interval(seconds)
+        return super().format_dict | {"rate": self._speed.updates_per_second(), "left": left}
+
+
 class ProgressBar:
     """The updates of a run, on the main process: on a terminal tqdm's bar with speed and time left, elsewhere a plain line for
     each report. An update that takes long shows that it goes on. `part` gives the bars of what happens between updates.
@@ -152,13 +191,14 @@ class ProgressBar:
         self._start = self._last_line = self._last_update = time.monotonic()
         self._closed = threading.Event()
         self._watch: threading.Thread | None = None
-        self._bar = tqdm(
+        self._speed = _Speed()
+        self.awaits_loss = self._shown  # until the first figures
+        self._bar = _UpdatesBar(
+            self._speed,
             initial=first_step,
             total=total_steps,
-            unit="update",
             disable=not (self._shown and on_terminal()),
             dynamic_ncols=True,
-            smoothing=0.05,
         )
 
     def begin(self) -> None:
@@ -169,9 +209,11 @@ class ProgressBar:
             self._watch.start()
 
     def update(self) -> None:
+        now = time.monotonic()
         self._step += 1
+        self._speed.add(now - self._last_update)
+        self._last_update = now
         self._bar.update()
-        self._last_update = time.monotonic()
         if self._is_silent(self._last_update + SOON):  # a report is far away
             self._line("")
 
@@ -188,11 +230,12 @@ class ProgressBar:
     def _is_silent(self, now: float) -> bool:
         return now - self._last_line > (MINUTE if now - self._start > FIRST_MINUTES else LINE_SECONDS)
 
-    def show(self, report: dict[str, float]) -> None:
-        """The newest figures of the run."""
-        figures = (
-            f"loss {report['train/loss']:.4f}, lr {report['train/lr']:.2e}, {report['perf/images_per_second']:.0f} images/s"
-        )
+    def show(self, loss: float, learning_rate: float, images_per_second: float | None = None) -> None:
+        """The newest figures of the run; the speed where it was measured."""
+        figures = f"loss {loss:.4f}, lr {learning_rate:.2e}"
+        if images_per_second is not None:
+            figures += f", {images_per_second:.0f} images/s"
+        self.awaits_loss = False
         self._bar.set_postfix_str(figures, refresh=False)
         self._line(figures)
 
@@ -204,10 +247,8 @@ class ProgressBar:
         self._bar.refresh()
         if not self._bar.disable:
             return
-        done, left = self._step - self._first_step, ""
-        if done:
-            each = (self._last_line - self._start) / done
-            left = f"{duration(each * (self._total_steps - self._step))} left"
+        seconds = self._speed.seconds_of(self._total_steps - self._step)
+        left = "estimating the time left" if seconds is None else f"{duration(seconds)} left"
         print_progress(f"update {step or self._step} of {self._total_steps}: " + ", ".join(filter(None, [figures, left])))
 
     def part(self, what: str, total: int | None = None, unit: str = "images", *, afterwards: str | None = None) -> Bar:

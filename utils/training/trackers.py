@@ -18,7 +18,7 @@ from PIL import Image
 from utils.core.errors import UserError, one_line
 from utils.core.files import whole_file
 from utils.options.flags import RunOptions
-from utils.runs.checkpoints import find_checkpoint, list_checkpoints
+from utils.runs.checkpoint_files import find_checkpoint, list_checkpoints
 from utils.runs.folder import TRACKED
 
 # Trackers that take names: the variables that name project and run for them, and what `init` calls the name of a run.

@@ -37,6 +37,13 @@ def not_observed(stage: str, name: str, declared: str, why: str) -> Check:
     return Check(stage, name, declared, f"not observed: {why}", None)
 
 
+def step_summary(checks: list[dict]) -> str:
+    """Returns how many of the checks found what is declared, in a line for the terminal."""
+    fine, wrong, unknown = (sum(check["healthy"] is kind for check in checks) for kind in (True, False, None))
+    text = f"the training step: {fine} of {len(checks)} quantities as declared" + f", {wrong} not" * bool(wrong)
+    return text + f", {unknown} not observed" * bool(unknown)
+
+
 def step_lines(checks: list[dict]) -> list[str]:
     """Checks as a table for the terminal: stage, quantity, declared | observed."""
     lines = ["the training step    declared | observed"]

@@ -44,7 +44,7 @@ def contradicted(sample: Sample) -> Iterator[Seen]:
     share = float(wrong.float().mean())
     if purity > 0.6 and known and np.quantile(known, 0.25) >= 0.5 and share > FLOOR:
         severity = "warning" if share > 1.4 * FLOOR else "info"
-        what = f"nearly all of the nearest images contradict {share:.1%} of the labels; below {FLOOR:.1%} nothing can be said"
+        what = f"75% of the nearest images contradict {share:.1%} of the labels; below {FLOOR:.1%} nothing can be said"
         chosen = np.flatnonzero(wrong.numpy())[:16]
         pair = (sample.images[kept[chosen]], sample.images[kept[nearest[chosen, 0].numpy()]])
         yield Seen("class-mislabeled", severity, what, compared(*pair, ("labels contradicted", "nearest images")))

@@ -42,7 +42,7 @@ def write_page(path: Path, *, title: str, header: str, sections: Sequence[tuple[
 </body>
 </html>
 """
-    with whole_file(Path(path)) as draft:
+    with whole_file(Path(path), shared=True) as draft:
         draft.write_text(page, encoding="utf-8", errors="replace")
 
 

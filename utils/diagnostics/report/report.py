@@ -11,6 +11,7 @@ from pathlib import Path
 
 from utils.core.signals import EXIT_DIVERGED, EXIT_STOPPED
 from utils.core.size import Size
+from utils.diagnostics.finding import count_line
 from utils.diagnostics.report.curves import (
     PROBED,
     columns,
@@ -26,11 +27,12 @@ from utils.diagnostics.report.evaluation import evaluation_section
 from utils.diagnostics.report.page import write_page
 from utils.diagnostics.report.plots import number, prose
 from utils.diagnostics.report.samples import LARGE, picture, samples_section
-from utils.diagnostics.report.tables import cell, flatten, table
+from utils.diagnostics.report.tables import cell, figure_name, flatten, table
 from utils.diagnostics.rules.audit import audited
 from utils.options.presets import FLAGS
 from utils.runs.record import RunRecord
 
+REPORT = "report.html"
 SYMBOLS = {"critical": "✖", "warning": "▲", "info": "●"}  # severity is told by more than color
 
 
@@ -43,7 +45,7 @@ def write_report(record: RunRecord, findings: list, path: Path) -> None:
     write_page(
         path,
         title=f"{name} - training report",
-        header=_header(record, name),
+        header=_header(record, findings, name),
         sections=_sections(record, findings),
         source=str(record.output_dir),
     )
@@ -97,7 +99,7 @@ def _profile(record: RunRecord) -> str:
     return ""
 
 
-def _header(record: RunRecord, name: str) -> str:
+def _header(record: RunRecord, findings: list, name: str) -> str:
     resolved, options = record.resolved, record.options
     done = updates_done(record)
     total = resolved.get("max_train_steps") or options.get("max_train_steps") or 0
@@ -126,9 +128,12 @@ def _header(record: RunRecord, name: str) -> str:
     }
     entries = "".join(f"<div><dt>{key}</dt><dd>{escape(str(value))}</dd></div>" for key, value in facts.items() if value)
     state, kind = run_state(record, done, total)
+    worst = next((severity for severity in ("critical", "warning") if any(f.severity == severity for f in findings)), "good")
+    kind = "info" if kind == "good" and worst != "good" else kind  # green means that nothing is known to be wrong
+    found = f'<a href="#findings"><b class="{worst}">{count_line(findings)}</b></a>' if findings or record.history else ""
     summary = f"<p>{escape(record.summary)}</p>" if record.summary else ""
     return (
-        f'<header><h1>{escape(name)}</h1><p class="state"><b class="{kind}">{escape(state)}</b> {updates}</p>{share}'
+        f'<header><h1>{escape(name)}</h1><p class="state"><b class="{kind}">{escape(state)}</b> {found} {updates}</p>{share}'
         f"{summary}<dl>{entries}</dl></header>"
     )
 
@@ -209,13 +214,6 @@ def _findings(findings: list, record: RunRecord) -> str:
 
 # ---- probes, data, options
 
-PROBE_WORDS = {
-    "errors_as/": "error if the output is read as ",
-    "timestep_response": "change of the output for another timestep",
-    "batch_response": "change of an output when its image is alone in the batch",
-    "training_error": "error in training mode, dropout included",
-    "ideal_denoiser_gap_held_out": "gap to the ideal denoiser, held-out images",
-}
 PROBE_READINGS = {
     "errors_as": "Errors are listed as 'timestep: error', over the size of what was to be predicted. Healthy: mostly lowest "
     "where the output is read as what it was trained for.",
@@ -233,22 +231,16 @@ def _probes(record: RunRecord) -> str:
     (first_step, first), (step, newest) = records[0], records[-1]
     rest, before = (flatten({k: v for k, v in probe.items() if k not in PROBED}) for probe in (newest, first))
     several = len(records) > 1
-    rows = [[_probe_name(key), *([cell(before.get(key))] if several else []), cell(value)] for key, value in rest.items()]
+    rows = [[figure_name(key), *([cell(before.get(key))] if several else []), cell(value)] for key, value in rest.items()]
     head = ["", *([f"update {first_step:,}"] if several else []), f"update {step:,}"]
     readings = [text for key, text in PROBE_READINGS.items() if key in newest]
     reading = " ".join([*readings, *(["The first and the newest time they were made."] if several else [])])
     return columns(*probe_plots(records)) + table("Checks on a real batch", reading, head, rows)
 
 
-def _probe_name(key: str) -> str:
-    for name, words in PROBE_WORDS.items():
-        key = key.replace(name, words)
-    return key.replace("_", " ").replace("v prediction", "v_prediction")
-
-
 def _data(record: RunRecord) -> str:
     records = record.records("data")
-    rows = [[key.replace("_", " "), cell(value)] for key, value in flatten(records[-1][1]).items()] if records else []
+    rows = [[figure_name(key), cell(value)] for key, value in flatten(records[-1][1]).items()] if records else []
     reading = "Shares are of the images, sizes in pixels, values as the network sees them, in [-1, 1]."
     return table("Check of the data at the start", reading, ["", ""], rows) + columns(data_plot(record))
 

@@ -37,6 +37,24 @@ def _cell(text: str) -> str:
     return f"<td{' class=short' if len(text) <= SHORT_CELL else ''}>{prose(text)}</td>"
 
 
+# What figures of a probe are called.
+PROBE_WORDS = {
+    "errors_as/": "error if the output is read as ",
+    "timestep_response": "change of the output for another timestep",
+    "batch_response": "change of an output when its image is alone in the batch",
+    "training_error": "error in training mode, dropout included",
+    "ideal_denoiser_gap_held_out": "error minus that of the ideal denoiser, held-out images (below 0: better than it)",
+    "ideal_denoiser_gap": "squared distance to the ideal denoiser",
+}
+
+
+def figure_name(key: str) -> str:
+    """Returns what a figure of a probe or a dataset is called, of which `flatten` gives the key."""
+    for name, words in PROBE_WORDS.items():
+        key = key.replace(name, words)
+    return key.replace("_", " ").replace("v prediction", "v_prediction")
+
+
 def flatten(values: dict, prefix: str = "") -> dict:
     """Nested dicts as one, keys joined by a slash; what is known by timestep, and lists, as text; nothing of what is empty."""
     flat = {}

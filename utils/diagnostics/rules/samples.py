@@ -7,9 +7,10 @@ that of the explanations: where all samples are alike, missing modes follow from
 import math
 from collections.abc import Iterator
 
-from utils.diagnostics.finding import Finding, Found
+from utils.diagnostics.finding import SEVERITIES, Finding, Found
 from utils.diagnostics.rules.loss import has_had_a_chance
-from utils.runs.record import RunRecord
+from utils.runs.evaluations import settings_of
+from utils.runs.record import RunRecord, finite_part
 
 SIGNIFICANCE = 0.05  # of the test of each bin, as in Richardson & Weiss 2018
 MIN_ACCURACY = 0.7  # of a classifier whose verdict on missing classes is believed
@@ -26,24 +27,62 @@ def evaluated_samples(record: RunRecord) -> Found:
     of a short run."""
     total = record.resolved.get("max_train_steps") or 0
     for step, figures in record.known("evaluation")[-1:] if total >= _RIPE else ():
-        measured = {"variance_ratio", "precision", "rows", "modes"} <= figures.keys()
-        if measured and "precision" in figures.get("floor", {}) and step >= 0.5 * total:
-            found = collapse(figures, step)
-            # What stands first hides the rest, and is all that was judged.
-            codes = {finding.code for finding in found}
-            yield "samples-alike"
-            if "samples-alike" not in codes:
-                yield from ("samples-unlike-data", *(["samples-copied"] if _copies(figures) else []))
-            if codes.isdisjoint(("samples-alike", "samples-unlike-data")):
-                yield from ("modes-missing", "mode-dominates")
-                yield from ["samples-lack-variety"] if figures["rows"] >= MIN_VARIED else []
-            yield from found
+        if step >= 0.5 * total:
+            yield from _judged(figures, step)
+
+
+def separately_evaluated_samples(record: RunRecord) -> Found:
+    """What evaluate.py measured of the run and of its checkpoints. Of the same evaluation of several states the newest state
+    counts: samples of earlier ones are not meant to be as good."""
+    newest: dict[str, dict] = {}
+    for result in sorted(record.evaluations, key=_state_of):
+        newest[settings_of(result)] = result
+    found: dict[str, list[tuple[Finding, dict]]] = {}
+    for result in newest.values():
+        for item in _judged(finite_part(result["figures"]), result.get("step")):
+            if isinstance(item, str):
+                yield item
+            else:
+                found.setdefault(item.code, []).append((item, result))
+    updates = max((entry["step"] for entry in record.history), default=0)
+    for each in found.values():
+        worst, result = min(each, key=lambda pair: SEVERITIES.index(pair[0].severity))
+        made = f"{result['sampler']} {result['num_inference_steps']} steps, " if result.get("sampler") else ""
+        which = f" on {result['state']}" if result.get("state") else ""
+        what = f"{worst.evidence}; evaluate.py{which}: {result.get('images')} samples, {made}{result.get('features')}"
+        what += f"; so in {len(each)} of {len(newest)} evaluations" * (len(newest) > 1)
+        if not which and updates > (worst.step or updates):
+            what += f"; the run has gone on to update {updates} since: evaluate it again"
+        yield Finding(worst.code, worst.severity, what, worst.step, source="evaluate.py")
+
+
+def _state_of(result: dict) -> tuple[float, float]:
+    """(its update, when it was evaluated); what is exported has no known update while the run goes on, and is the newest."""
+    step = result.get("step")
+    return math.inf if step is None else step, result["time"]
+
+
+def _judged(figures: dict, step: int | None) -> Found:
+    """Of an evaluation's figures: the codes that can be judged by them, and the findings."""
+    measured = {"variance_ratio", "precision", "rows", "modes"} <= figures.keys()
+    if not measured or "precision" not in figures.get("floor", {}):
+        return
+    found = collapse(figures, step)
+    # What stands first hides the rest, and is all that was judged.
+    codes = {finding.code for finding in found}
+    yield "samples-alike"
+    if "samples-alike" not in codes:
+        yield from ("samples-unlike-data", *(["samples-copied"] if _copies(figures) else []))
+    if codes.isdisjoint(("samples-alike", "samples-unlike-data")):
+        yield from ("modes-missing", "mode-dominates")
+        yield from ["samples-lack-variety"] if figures["rows"] >= MIN_VARIED else []
+    yield from found
 
 
 def previewed_samples(record: RunRecord) -> Found:
     """The newest preview: a look at few images, which tells whether all are one, gray or not, and nothing finer."""
     checks, total = record.known("data"), record.resolved.get("max_train_steps") or 0
-    data = checks[0][1] if checks else {}
+    data = checks[-1][1] if checks else {}
     repeated = max((data.get("copies") or {}).get("share", 0.0), data.get("constant_share") or 0.0)
     if not data.get("pairwise_distance") or repeated > 0.1 or not has_had_a_chance(record):  # a few of such data may be alike
         return

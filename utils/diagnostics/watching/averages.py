@@ -158,7 +158,7 @@ def _decay(average: Average, slope: float, first: First, update: Update, blur: f
     if settings is None:
         rises = decay > max(first.decays[0] + 1e-3, RISEN)  # a decay that begins low: a warm-up
         if MOST_NEW < slope < 1 - 1e-6 and update.step + 1 >= SETTLED and not rises:
-            text = f"{name} forgets nearly all in each update (decay {decay:.4g}): are decay and 1 - decay exchanged?"
+            text = f"{name} forgets {1 - decay:.0%} in each update (decay {decay:.4g}): are decay and 1 - decay exchanged?"
             return Check("ema", name, wanted, observed, False, text, "warning")
         if len(first.decays) > 2 and all(b < a for a, b in pairwise(first.decays)) and decay < first.decays[0] - FALL:
             text = f"the decay of {name} falls, from {first.decays[0]:.3g} to {decay:.3g}: are decay and 1 - decay exchanged?"

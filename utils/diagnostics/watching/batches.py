@@ -132,10 +132,11 @@ class Batches:
         count, different = self._marks.total(), len(self._marks)
         if count < MANY_IMAGES or not images:
             return []
-        few = different <= FEW * min(count, images)
+        least = FEW * min(count, images)
         text = f"{count} images that were looked at are {different} different ones, and the dataset has {images}: "
         text += "which does the sampler leave out?"
-        return [Check("data", "different images", "most of them", f"{different} of {count}", not few, text, "info")]
+        wanted = f"more than {least:.0f} of {count}"
+        return [Check("data", "different images", wanted, f"{different} of {count}", different > least, text, "info")]
 
 
 def _share_at_an_end(levels: torch.Tensor) -> float:

@@ -64,9 +64,9 @@ def _size_of_step(update: Update, observer: Observer) -> Check:
             own = max(float(before.square().mean()), 1 / (3 * math.prod(shape[1:])))
             sizes.append((float((after - before).square().mean()) / own) ** 0.5)
     size = sorted(sizes)[len(sizes) // 2] if sizes else 0.0
-    text = f"one update changes most weights by {size:.0%} of their size: is the learning rate far too high?"
+    text = f"one update changes the weights of a typical layer by {size:.0%} of their size: is the learning rate far too high?"
     name = "size of an update beside the weights"
-    return Check("learning_rate", name, "a few percent", f"{size:.2g}", size <= MOST_CHANGE, text, "warning")
+    return Check("learning_rate", name, f"{MOST_CHANGE:g} at most", f"{size:.2g}", size <= MOST_CHANGE, text, "warning")
 
 
 def rates_of(groups: list[dict]) -> list[float]:
@@ -134,7 +134,7 @@ def _epsilon(update: Update) -> list[Check]:
     share = float((sizes < epsilon).double().mean())
     text = f"the epsilon of {epsilon:g} is larger than {share:.0%} of the gradients: it makes their steps far smaller"
     name, found = "gradients that are smaller than epsilon", f"{share:.0%}"
-    return [Check("optimizer", name, "few", found, share < MOST_BELOW_EPSILON, text, "warning")]
+    return [Check("optimizer", name, f"below {MOST_BELOW_EPSILON:.0%}", found, share < MOST_BELOW_EPSILON, text, "warning")]
 
 
 def _decay(groups: list[dict]) -> list[Check]:

@@ -202,7 +202,7 @@ def check_ends(table: torch.Tensor, images: bool) -> list[Check]:
         "network never sees: are the betas too small, or the steps too few?"
     )
     name, found = "image that is left at the last step", f"{left**0.5:.2g}"
-    checks = [Check("input", name, "hardly any", found, left < MOST_LEFT, text, severity)]
+    checks = [Check("input", name, f"below {MOST_LEFT**0.5:.2g}", found, left < MOST_LEFT, text, severity)]
     text = f"{lost:.0%} of the steps have noise alone, from which nothing is learned: are the betas too large?"
     name = "share of the steps that have noise alone"
     return [*checks, Check("input", name, "a small one", f"{lost:.0%}", lost < MOST_LOST, text, "warning")]

@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 
 from utils.core.errors import UserError
+from utils.diagnostics.watching.ending import tell_before_death
 from utils.diagnostics.watching.hooks import install
 from utils.diagnostics.watching.result import Result
 from utils.diagnostics.watching.watcher import Enough, Watcher
@@ -17,24 +18,32 @@ OURS = Path(__file__).resolve().parents[3]
 ALIAS = "steady_diffusion_doctor"  # before the names of our modules, while a script runs that may have some of these names
 
 
-def watch_script(script: Path, arguments: list[str], result_dir: Path, most_updates: int | None) -> int:
-    """Returns the script's exit status. Raises UserError where there is no script."""
+def watch_script(script: Path, arguments: list[str], result: Result, most_updates: int | None) -> int:
+    """Returns the exit status: that of the script, or of --fail_on. Raises UserError where there is no script, and where the
+    result cannot be written."""
     if not script.is_file():
         raise UserError(f"--watch {script}: no such script\ncheck the path")
-    result = Result(result_dir)
+    result.note_passed_on(arguments)
     watcher = Watcher(result.write, most_updates)
+    result.begin(watcher)
     hooks = install(watcher)
+
+    def finish(status: int | None, last_look: bool = True, ended: bool | None = None) -> int:
+        """`status`: None of a signal. `ended`: by itself; None: where the status is 0."""
+        watcher.exit_status = status
+        result.finish(watcher, hooks, ended=status == 0 if ended is None else ended, last_look=last_look)
+        return 0 if status is None else result.status(watcher, status)
+
+    tell_before_death(finish)
     gc.freeze()  # what is there before the script: no look at all objects goes through it
     try:
         status, ended = _run(script, arguments)
     except KeyboardInterrupt:
-        result.finish(watcher, hooks, ended=False)
+        finish(None)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever waits is told that it was interrupted
         os.kill(os.getpid(), signal.SIGINT)
         return 130
-    watcher.exit_status = status
-    result.finish(watcher, hooks, ended)
-    return status
+    return finish(status, ended=ended)
 
 
 def _run(script: Path, arguments: list[str]) -> tuple[int, bool]:
@@ -55,7 +64,9 @@ def _run(script: Path, arguments: list[str]) -> tuple[int, bool]:
             return end.code or 0, not end.code
         print(end.code, file=sys.stderr)
         return 1, False
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         trace = error.__traceback__
         while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve() != script.resolve():
             trace = trace.tb_next

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from utils.diagnostics.watching.ending import tell_before_death
 from utils.diagnostics.watching.facts import Average, Facts
 from utils.diagnostics.watching.hooks import install
 from utils.diagnostics.watching.result import Result
@@ -44,5 +45,11 @@ def watch(
     watcher.told(model, optimizer, facts)
     hooks = install(watcher)
 
-    atexit.register(result.finish, watcher, hooks, True)
+    def finish(status: int | None, last_look: bool) -> int:
+        watcher.exit_status = status
+        result.finish(watcher, hooks, ended=status == 0, last_look=last_look)
+        return status or 0
+
+    tell_before_death(finish)
+    atexit.register(result.finish, watcher, hooks, ended=True)
     return watcher

@@ -189,7 +189,7 @@ class UpdateJudge:
         if len(self._clipped) <= FEWEST_LOOKS:
             return []
         text = f"in all looks clipping has left at most {most:.1g} of the gradient: is its limit far too low?"
-        name, wanted = "what clipping leaves of the gradient", "most of it, after the first updates"
+        name, wanted = "what clipping leaves of the gradient", f"{FAR_CLIPPED:g} or more"
         severity = "warning" if min(clip.limit for clip in look.clips) < LOW else "info"  # a summed loss has large gradients
         return [Check("gradient", name, wanted, f"up to {most:.2g}", most >= FAR_CLIPPED, text, severity)]
 

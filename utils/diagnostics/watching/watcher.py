@@ -519,9 +519,10 @@ class Watcher:
                 clip = Clip(kind, float(limit), len(micro_steps), self._stepped, whole, elsewhere, not clipped)
                 self._clips.append(clip)
 
-    def end(self, ended: bool) -> None:
-        """When the script is over; `ended`: by itself, and not by an error, an interruption or `--watch_updates`."""
-        if self._stepped and self._auditing:
+    def end(self, ended: bool, last_look: bool = True) -> None:
+        """When the script is over; `ended`: by itself, and not by an error, an interruption or `--watch_updates`; `last_look`:
+        not in the midst of an update."""
+        if self._stepped and self._auditing and last_look:
             self.safely(self._finish)
         self.safely(self._judge_former)
         self.safely(self.judge.end, self.updates, ended, list(self._copies.values()), self._skipped)

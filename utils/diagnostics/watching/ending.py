@@ -1,0 +1,41 @@
+"""What ends a process without the end of its script: a signal, and os._exit. What was seen is told before."""
+
+import contextlib
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from utils.core.signals import STOP_SIGNALS
+
+
+def tell_before_death(tell: Callable[[int | None, bool], int]) -> None:
+    """Has `tell` called before a signal or os._exit ends this process, which then ends as it would have.
+
+    It is called with the exit status (None of a signal), and whether the script stands at a place where its update under way
+    can be looked at; it returns the status to end with. Signals that the script handles or ignores are left to it. Processes
+    that this one forks are not its business.
+    """
+    process = os.getpid()
+
+    def die(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() == process:
+            tell(None, False)
+        os.kill(os.getpid(), number)
+
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            with contextlib.suppress(ValueError):  # in another thread than the main one
+                signal.signal(number, die)
+    leave = os._exit
+
+    @functools.wraps(leave)
+    def _exit(status: int) -> None:
+        if os.getpid() == process:
+            status = tell(status, threading.current_thread() is threading.main_thread())
+        leave(status)
+
+    os._exit = _exit  # type: ignore[assignment]
