@@ -197,7 +197,7 @@ def main(args: EvaluateOptions) -> None:
         for seed in args.seeds:
             made_by = (seed, args.batch_size, accelerator.device, autoencoder)
             plan = SamplePlan(scheduler, made["num_inference_steps"], image_shape(unet), *made_by)
-            with full_precision(unet):
+            with plan.decoding(accelerator), full_precision(unet):
                 source = pipeline_images(accelerator, unet, plan, name=pipeline, predict=predict)
                 add(pipeline, source, count, seed=seed, **made)
         unet.cpu()

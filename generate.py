@@ -124,7 +124,7 @@ def main(args: GenerateOptions) -> None:
             network.compile()
     done = args.num_images - sum(map(len, todo))
     bar = Bar("making images", args.num_images, shown=shown, done=done, afterwards="writing the grid")
-    with bar, full_precision(unet, compiled=args.compile):
+    with bar, plan.decoding(accelerator), full_precision(unet, compiled=args.compile):
         for first in range(0, len(todo), accelerator.num_processes):
             turn = todo[first : first + accelerator.num_processes]
             if accelerator.process_index < len(turn):

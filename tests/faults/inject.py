@@ -16,6 +16,7 @@ Updates are counted from 1 in each process. FAULT is one of
                    WHERE alone: bit 0 in update N, bit 1 in the next one, and so on
     oom            update N runs out of memory
     oom-between    random numbers for what happens between updates run out of memory: those whose purpose begins as V (V,W)
+    fail-between   each validation fails: inside what a process does by itself (V = alone), or while the others meet (V = apart)
     wrong-compiler  --compile compiles to code that runs, with a backward pass whose gradients are V times too large
     signal         the process sends itself signal V (or several: V,W) in update N
     signal-in-setup  the process sends itself signal V before it loads the data
@@ -59,6 +60,7 @@ from utils.training.evaluation import SampleEvaluation
 from utils.training.hang_watch import PERIOD
 from utils.training.monitor import Monitor
 from utils.training.samples import SampleGrids
+from utils.training.validation import Validation
 
 TOUCHES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
@@ -190,6 +192,16 @@ def oom_between(step: int, purposes: str) -> None:
         return normal(seed, purpose, *arguments)
 
     replace_everywhere("utils.core.randomness.normal", fail)
+
+
+def fail_between(step: int, where: str) -> None:
+    def planted(*arguments):
+        raise LookupError("planted")
+
+    if where == "alone":
+        utils.data.training_data.TrainingData.validation_batch = planted
+    else:
+        Validation.mean_loss = planted
 
 
 def wrong_compiler(step: int, factor: str) -> None:
@@ -394,6 +406,7 @@ FAULTS = {
     "flip": flip,
     "oom": oom,
     "oom-between": oom_between,
+    "fail-between": fail_between,
     "wrong-compiler": wrong_compiler,
     "signal": send_signal,
     "signal-in-setup": signal_in_setup,

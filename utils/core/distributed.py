@@ -18,7 +18,7 @@ from accelerate.utils import (
 from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.core.errors import UserError, memory_problem
+from utils.core.errors import FailedElsewhere, UserError, memory_problem, one_line
 from utils.core.launcher import asked_threads, check_precision, lone_process, refuse_launch, stop_with_launcher
 from utils.core.processors import usable_cores
 
@@ -125,23 +125,29 @@ def check_tracker(name: str) -> None:
 
 
 def on_main_process(accelerator: Accelerator, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-    """Calls `function` on the main process alone; a UserError, a failure to write and memory that runs out become a UserError
-    on every rank."""
-    error = None
+    """Calls `function` on the main process alone. What fails there fails on every rank: a UserError, which a failure to write
+    and memory that runs out become, on all alike; anything else as it is, on the others as FailedElsewhere."""
+    failure: Exception | None = None
     if accelerator.is_main_process:
         try:
             function(*args, **kwargs)
-        except UserError as exception:
-            error = str(exception)
         except OSError as exception:  # a full disk, say
-            error = f"{exception.strerror or exception}: {exception.filename or function.__name__}"
+            failure = UserError(f"{exception.strerror or exception}: {exception.filename or function.__name__}")
         except SafetensorError as exception:  # the same, met by its writer
-            error = f"{exception}: {function.__name__}"
+            failure = UserError(f"{exception}: {function.__name__}")
         except Exception as exception:
-            if not (error := memory_problem(exception)):
-                raise
-    if error := from_main_process(error):
-        raise UserError(error)
+            failure = _to_tell(exception)
+    try:
+        told = from_main_process(None if failure is None else (isinstance(failure, UserError), _words(accelerator, failure)))
+    except Exception as lost:
+        if failure is None:
+            raise
+        raise failure from lost
+    if failure is not None:
+        raise failure
+    if told is not None:
+        mendable, words = told
+        raise UserError(words) if mendable else FailedElsewhere(words)
 
 
 def from_main_process(value: T) -> T:
@@ -151,27 +157,56 @@ def from_main_process(value: T) -> T:
 
 def agree(accelerator: Accelerator, problem: str | None) -> None:
     """Raises UserError on all processes where one has a problem: the first one's. Every process must call it."""
-    if accelerator.num_processes == 1:
-        if problem is not None:
-            raise UserError(problem)
-        return
-    text = (problem or "").encode()[:_MESSAGE_BYTES]
-    mine = torch.zeros(1, _MESSAGE_BYTES, dtype=torch.uint8)
-    mine[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    for row in accelerator.gather(mine.to(accelerator.device)).cpu():
-        if row.any():
-            raise UserError(bytes(row[row > 0].tolist()).decode(errors="ignore"))
+    _agree(accelerator, None if problem is None else UserError(problem))
 
 
 @contextlib.contextmanager
-def if_memory_allows(accelerator: Accelerator, what: str, advice: str) -> Iterator[None]:
-    """Around what each process does by itself, without a collective call: where memory runs out on any, `what` is left out on
-    all of them, by a UserError that also says the `advice`. Every process must call it."""
-    problem = None
+def together(accelerator: Accelerator, advice: str = "") -> Iterator[None]:
+    """Around what each process does by itself, without a collective call: what fails on any fails on all of them, so that none
+    waits for one that has given up. Memory that runs out becomes a UserError that also says the `advice`; what is no UserError
+    is FailedElsewhere on the others. Every process must call it."""
+    failure = None
     try:
         yield
     except Exception as error:
-        if not (problem := memory_problem(error)):
+        failure = _to_tell(error, advice)
+    _agree(accelerator, failure)
+
+
+def _to_tell(error: Exception, advice: str = "") -> Exception:
+    """Memory that ran out as a UserError, which holds none of what took the memory; any other error as it is."""
+    if (problem := memory_problem(error)) is None:
+        return error
+    return UserError(f"{problem}; {advice}" if advice else problem)
+
+
+def _words(accelerator: Accelerator, failure: Exception) -> str:
+    """What the other processes are told of it."""
+    return str(failure) if isinstance(failure, UserError) else f"rank {accelerator.process_index}: {one_line(failure)}"
+
+
+def _agree(accelerator: Accelerator, failure: Exception | None) -> None:
+    """Raises on all processes where one has a failure: what no user can mend before what one can, and the first one's."""
+    if accelerator.num_processes == 1:
+        if failure is not None:
+            raise failure
+        return
+    mine = torch.zeros(1, 1 + _MESSAGE_BYTES, dtype=torch.uint8)  # 0: none; 1: a UserError; 2: another; and the words
+    if failure is not None:
+        words = _words(accelerator, failure).encode()[:_MESSAGE_BYTES]
+        mine[0, 0] = 1 if isinstance(failure, UserError) else 2
+        mine[0, 1 : 1 + len(words)] = torch.tensor(list(words), dtype=torch.uint8)
+    try:
+        rows = accelerator.gather(mine.to(accelerator.device)).cpu()
+    except Exception as lost:
+        if failure is None:
             raise
-        problem = f"{what}: {problem}; {advice}"
-    agree(accelerator, problem)
+        raise failure from lost
+    worst = int(rows[:, 0].max())
+    if worst == 0:
+        return
+    if failure is not None and worst == 2 == int(mine[0, 0]):
+        raise failure
+    first = next(row[1:] for row in rows if row[0] == worst)
+    said = bytes(first[first > 0].tolist()).decode(errors="ignore")
+    raise UserError(said) if worst == 1 else FailedElsewhere(said)

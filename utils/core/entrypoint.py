@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from utils.core.bars import Bar
 from utils.core.deadline import within
-from utils.core.errors import OUT_OF_MEMORY, UserError, memory_advice, out_of_memory
+from utils.core.errors import OUT_OF_MEMORY, FailedElsewhere, UserError, memory_advice, out_of_memory
 from utils.core.launcher import launcher_reports, launcher_words
 
 if sys.platform == "win32":  # which lacks SIGUSR1 and the module `resource`, and was never tried
@@ -60,6 +60,9 @@ def run_script(
             _say_last(LAUNCHER_NEXT)
     except UserError as error:
         status = _tell(error)
+    except FailedElsewhere:
+        status = crash_status
+        time.sleep(WAIT_FOR_FIRST)  # a rank that ended before the one that says why would have it killed unheard
     except Exception as error:
         status = crash_status
         if out_of_memory(error):

@@ -24,6 +24,10 @@ class UserError(Exception):
     """
 
 
+class FailedElsewhere(Exception):
+    """Something that the processes do together failed on another one, which says why."""
+
+
 def one_line(error: BaseException) -> str:
     """Returns what an error says, for a message: of one that is not a UserError with its type, which often says more."""
     text = " ".join(str(error).split())

@@ -63,7 +63,7 @@ RUN_FILES = (
 )
 RUN_FOLDERS = (
     *("unet", "scheduler", "vae", "samples", "logs", "nan_report", "ema_snapshots"),
-    *("evaluation", "data_check", "hang", "profile"),
+    *("evaluation", "data_check", "hang", "profile", "errors"),
 )
 
 

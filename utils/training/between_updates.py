@@ -106,7 +106,7 @@ class Periodic:
         improved = False
         if self._validation.due():
             with self._judged_weights():
-                validated = run.progress.try_or_warn(self._validation.make)
+                validated = run.attempts.make("the validation", self._validation.make)
             improved = validated and state.best_step == state.step  # nothing else was judged yet
         if self._evaluation.due():
             with self._judged_weights():
@@ -123,10 +123,10 @@ class Periodic:
         return improved
 
     def _take_snapshot(self) -> None:
-        progress = self._run.progress
-        with progress.part("saving the averaged weights"):
-            if progress.try_or_warn(self._snapshots.save, self._run.state.step):
-                progress.try_or_warn(self._monitor.audit.check_snapshots)
+        attempts = self._run.attempts
+        with self._run.progress.part("saving the averaged weights"):
+            if attempts.make("the snapshots of averages", self._snapshots.save, self._run.state.step):
+                attempts.make("the check of snapshots", self._monitor.audit.check_snapshots)
 
     def _again(self) -> bool:
         """Whether the update is to be made once more, whose time is left out of the images per second."""
@@ -151,6 +151,8 @@ class Periodic:
         self._profile.close()
         if self._exit_status == 0:
             self._finish_well()
+        if summary := run.attempts.summary():
+            run.print_line(summary)
         if self._exit_status == 0:
             run.print_line("done: " + run.objective.loader.format(path=str(run.output_dir)))
         elif self._exit_status == EXIT_STOPPED:
@@ -177,25 +179,26 @@ class Periodic:
         if self._grids.newest_step != run.state.step:
             self._show()
             if self._grids.newest_step == run.state.step:
-                run.progress.try_or_warn(self._export.write_card)
+                run.attempts.make("the model card", self._export.write_card)
 
     def _make_pipeline(self) -> bool:
         """Whether it was exported; then it is compared with what was trained."""
-        progress = self._run.progress
-        with progress.part("exporting the pipeline"):
-            exported = progress.try_or_warn(self._export.make)
+        attempts = self._run.attempts
+        with self._run.progress.part("exporting the pipeline"):
+            exported = attempts.make("the pipeline", self._export.make)
             if exported:
-                progress.try_or_warn(self._monitor.audit.check_exported)
+                attempts.make("the check of the pipeline", self._monitor.audit.check_exported)
         return exported
 
     def _show(self) -> None:
         """Pictures and a look at the network; each may fail alone."""
+        attempts = self._run.attempts
         if self._grids.newest is None:
             with self._run.progress.part("checking the sampler"):
-                self._run.progress.try_or_warn(self._monitor.audit.check_sampler)
-        self._run.progress.try_or_warn(self._grids.make)
+                attempts.make("the check of the sampler", self._monitor.audit.check_sampler)
+        attempts.make("the samples", self._grids.make)
         if not self._grids.stopped:
-            self._run.progress.try_or_warn(self._grids.probe)
+            attempts.make("the look at the network", self._grids.probe)
 
     def _write_report(self) -> None:
         with self._run.progress.part("writing report.html"):
@@ -216,7 +219,7 @@ class Periodic:
             run.print_line(f"checkpoint-{run.state.step} was not saved, earlier ones are whole: {problem}")
         else:
             with run.progress.part(f"reading checkpoint-{run.state.step} back"):
-                run.progress.try_or_warn(self._monitor.audit.check_saved)
+                run.attempts.make("the check of the checkpoint", self._monitor.audit.check_saved)
         return problem is None
 
     @contextmanager

@@ -188,7 +188,8 @@ class Monitor:
         if math.isfinite(report["train/loss"]):
             run.state.metrics["training loss"] = report["train/loss"]
         if self._bad_updates.first is not None:
-            run.progress.try_or_warn(self._nan_reports.write, self._bad_updates.first, step, report["train/lr"])
+            what = "the report on a skipped update"
+            run.attempts.make(what, self._nan_reports.write, self._bad_updates.first, step, report["train/lr"])
         if self.ledger.due:
             self.ledger.write(others[0])
         return self._judge(critical)

@@ -41,7 +41,7 @@ class Profile:
         self._wanted = None
         profiler.stop()
         path = run.output_dir / "profile" / f"updates-{self._begin + 1}-{run.state.step}.json.gz"
-        run.progress.try_or_warn(_export, profiler, path)
+        run.attempts.make("the profile", _export, profiler, path)
         rows = _longest(profiler, run.accelerator.device.type)
         run.doctor.record(run.state.step, {"profile": {"updates": updates, "rows": rows}})
         run.print_line(f"profiled {updates} updates: {path}; the longest operations are in report.html")

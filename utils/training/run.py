@@ -38,6 +38,7 @@ from utils.runs.ema_snapshots import remove_snapshots_beyond
 from utils.runs.folder import RunFolder
 from utils.runs.start import Start, done_line, start_of
 from utils.runs.state import TrainState, read_state
+from utils.training.attempts import Attempts
 from utils.training.disk_plan import DiskPlan
 from utils.training.doctor import Doctor
 from utils.training.latents import settle_scale, spread
@@ -66,6 +67,7 @@ class Run:
     doctor: Doctor
     stop: StopSignal
     resumed_from: Path | None  # a checkpoint
+    attempts: Attempts  # at what it can do without
 
     @property
     def output_dir(self) -> Path:
@@ -205,6 +207,7 @@ def begin_run(
 
     stop = StopSignal(accelerator.num_processes, options.collective_timeout, tells=accelerator.is_main_process)
     progress = ProgressBar(accelerator.is_main_process, state.step, length.max_train_steps, quiet=options.quiet)
+    attempts = Attempts(accelerator, folder.path, state, progress.print_line, options.collective_timeout)
     trackers = Trackers(accelerator, options, state.step, progress.print_line)
     trackers.describe(options.recorded() | facts)
     doctor = Doctor(
@@ -238,6 +241,7 @@ def begin_run(
     return Run(
         *(options, accelerator, folder, data, objective, ema, ema_decay, clipping),
         *(state, length, facts, progress, trackers, doctor, stop, checkpoint),
+        attempts=attempts,
     )
 
 

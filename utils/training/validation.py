@@ -3,7 +3,7 @@
 import torch
 
 from utils.core import randomness
-from utils.core.distributed import if_memory_allows
+from utils.core.distributed import together
 from utils.training.run import Run
 
 DRAWS = 4  # noisings of each image
@@ -21,10 +21,8 @@ class Validation:
         return (last or step % run.options.validation_steps == 0) and len(run.data.validation) > 0
 
     def make(self) -> None:
-        """Logs the loss and notes it in the state. Call it on all processes, with the weights to judge in full precision.
-
-        Raises UserError on all of them where memory runs out: then it is as if it had not been due.
-        """
+        """Logs the loss and notes it in the state. Call it on all processes, with the weights to judge in full precision. What
+        fails on any fails on all of them."""
         run, loss = self._run, self.mean_loss()
         run.trackers.log({"validation/loss": loss}, step=run.state.step)
         run.doctor.record(run.state.step, {"validation/loss": loss})
@@ -49,8 +47,7 @@ class Validation:
             losses = objective.losses(objective.network, **drawn).shown
             return losses.sum().cpu().double()  # in this order: not every device has float64
 
-        advice = "set a smaller --train_batch_size, by which it is shared out"
-        with if_memory_allows(accelerator, "a validation", advice):
+        with together(accelerator, "set a smaller --train_batch_size, by which it is shared out"):
             batches = list(range(0, total, size))[accelerator.process_index :: accelerator.num_processes]
             with run.progress.part("validating", len(batches), "batches") as bar:
                 for first in batches:
