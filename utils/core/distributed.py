@@ -13,16 +13,16 @@ from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
     broadcast_object_list,
+    gather_object,
 )
 from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.core.errors import UserError, memory_problem
 from utils.core.launcher import asked_threads, check_precision, refuse_launch, stop_with_launcher
+from utils.core.waiting import LONGEST, Meeting, start_waiting, waiting_of_this_process
 
 T = TypeVar("T")
-
-_MESSAGE_BYTES = 500  # of what one process tells the others of its failure
 
 SUPPORTED_LAUNCHES = {
     DistributedType.NO,
@@ -62,6 +62,7 @@ def make_accelerator(
     another one in the next process. `broadcast_buffers`: DDP copies the main process's buffers to the others before each
     forward pass, for networks whose training changes them; constants need no copies.
     `collective_timeout` is what a lost or hanging peer costs, in seconds, before every process gives up (gloo's own: 1800).
+    What one process does while the others wait may take longer, see `waited_for`.
 
     Raises UserError for fp16 on a CPU, an unusable tracker, and for launches other than plain and DDP
     (FSDP, DeepSpeed, Megatron, TPU, a dynamo backend).
@@ -88,6 +89,7 @@ def make_accelerator(
             f"launched with {accelerator.distributed_type.value}, which is not supported: only one process, or DDP\n"
             "launch with --multi_gpu, or without a distributed config"
         )
+    start_waiting(accelerator.num_processes, collective_timeout)
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
@@ -125,54 +127,97 @@ def check_tracker(name: str) -> None:
         raise UserError(f"--logger {name}: its package is not installed\npip install {name}")
 
 
-def on_main_process(accelerator: Accelerator, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-    """Calls `function` on the main process alone; a UserError, a failure to write and memory that runs out become a UserError
-    on every rank."""
-    error = None
+def on_main_process(accelerator: Accelerator, what: str, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    """Calls `function` on the main process alone, for which the others wait; `what` is this work. A UserError, a failure to
+    write and memory that runs out become a UserError on every rank, whatever else fails a LostProcess on the others."""
+    problem = None
     if accelerator.is_main_process:
-        try:
-            function(*args, **kwargs)
-        except UserError as exception:
-            error = str(exception)
-        except OSError as exception:  # a full disk, say
-            error = f"{exception.strerror or exception}: {exception.filename or function.__name__}"
-        except SafetensorError as exception:  # the same, met by its writer
-            error = f"{exception}: {function.__name__}"
-        except Exception as exception:
-            if not (error := memory_problem(exception)):
-                raise
-    if error := from_main_process(error):
-        raise UserError(error)
+        with _telling(accelerator):
+            try:
+                function(*args, **kwargs)
+            except UserError as error:
+                problem = str(error)
+            except OSError as error:  # a full disk, say
+                problem = f"{error.strerror or error}: {error.filename or what}"
+            except SafetensorError as error:  # the same, met by its writer
+                problem = f"{error}: {what}"
+            except Exception as error:
+                if not (problem := memory_problem(error)):
+                    raise
+    agree(accelerator, what, problem)
 
 
 def from_main_process(value: T) -> T:
-    """Returns the main process's `value`, on all of them."""
-    return broadcast_object_list([value])[0]
+    """Returns the main process's `value`, on all of them. No process may have to wait for it long: see `waited_for`."""
+    with Meeting():
+        return broadcast_object_list([value])[0]
 
 
-def agree(accelerator: Accelerator, problem: str | None) -> None:
-    """Raises UserError on all processes where one has a problem: the first one's. Every process must call it."""
-    if accelerator.num_processes == 1:
-        if problem is not None:
-            raise UserError(problem)
-        return
-    text = (problem or "").encode()[:_MESSAGE_BYTES]
-    mine = torch.zeros(1, _MESSAGE_BYTES, dtype=torch.uint8)
-    mine[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    for row in accelerator.gather(mine.to(accelerator.device)).cpu():
-        if row.any():
-            raise UserError(bytes(row[row > 0].tolist()).decode(errors="ignore"))
+def from_all(accelerator: Accelerator, own: torch.Tensor) -> list:
+    """Returns the numbers of every process, [processes x len(own)]; the host waits for them."""
+    with Meeting():
+        return accelerator.gather(own).tolist()
+
+
+def objects_from_all(own: list) -> list:
+    """Returns what the lists of all processes hold, as one list; in that of one process, what it holds."""
+    with Meeting():
+        return gather_object(own)
 
 
 @contextlib.contextmanager
-def if_memory_allows(accelerator: Accelerator, what: str, advice: str) -> Iterator[None]:
-    """Around what each process does by itself, without a collective call: where memory runs out on any, `what` is left out on
-    all of them, by a UserError that also says the `advice`. Every process must call it."""
-    problem = None
-    try:
+def waited_for(accelerator: Accelerator, what: str) -> Iterator[None]:
+    """Around work that some processes may have to do while others wait for them: the main one, say, or one of each machine. All
+    leave it together. `what`: the work, for the line that says what is waited for.
+
+    No collective call is to be made inside. An exception ends the run: it is the same UserError on those that wait, or a
+    LostProcess. Every process must call it.
+    """
+    with _telling(accelerator):
         yield
-    except Exception as error:
-        if not (problem := memory_problem(error)):
-            raise
-        problem = f"{what}: {problem}; {advice}"
-    agree(accelerator, problem)
+    agree(accelerator, what, None)
+
+
+@contextlib.contextmanager
+def main_process_first(accelerator: Accelerator, what: str) -> Iterator[None]:
+    """Around what each process does, the main one before the others: they find the download, say, that it made."""
+    with waited_for(accelerator, what):
+        if accelerator.is_main_process:
+            yield
+    with waited_for(accelerator, what):
+        if not accelerator.is_main_process:
+            yield
+
+
+def _telling(accelerator: Accelerator) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if accelerator.num_processes == 1 else waiting_of_this_process().telling()
+
+
+def agree(accelerator: Accelerator, what: str, problem: str | None, *, alike: bool = False) -> None:
+    """Waits until all processes have come from the work `what`, and raises UserError on all of them where one has a problem:
+    the first one's. Every process must call it.
+
+    `alike`: all of them work as long, and one that comes a collective timeout later than another hangs.
+    """
+    if accelerator.num_processes > 1:
+        waiting = waiting_of_this_process()
+        waiting.meet(what, problem, waiting.patience if alike else LONGEST)
+    elif problem is not None:
+        raise UserError(problem)
+
+
+@contextlib.contextmanager
+def if_memory_allows(accelerator: Accelerator, what: str, advice: str, *, alike: bool = True) -> Iterator[None]:
+    """Around what each process does by itself, without a collective call: where memory runs out on any, `what` is left out on
+    all of them, by a UserError that also says the `advice`. Every process must call it. `alike` as in `agree`."""
+    problem = None
+    with _telling(accelerator):
+        try:
+            yield
+        except UserError as error:
+            problem = str(error)
+        except Exception as error:
+            if not (problem := memory_problem(error)):
+                raise
+            problem = f"{what}: {problem}; {advice}"
+    agree(accelerator, what, problem, alike=alike)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from utils.core.bars import Bar
 from utils.core.deadline import within
-from utils.core.errors import OUT_OF_MEMORY, UserError, memory_advice, out_of_memory
+from utils.core.errors import OUT_OF_MEMORY, LostProcess, UserError, memory_advice, out_of_memory
 from utils.core.launcher import launcher_reports, launcher_words
 
 if sys.platform == "win32":  # which lacks SIGUSR1 and the module `resource`, and was never tried
@@ -39,8 +39,8 @@ def run_script(
 
     `outlives_output`: what cannot be printed is lost and ends nothing, for work that is kept in files.
 
-    A UserError becomes one line on stderr and status 2. Any other exception ends with `crash_status`: memory that ran out with
-    one message of the first rank that met it, the rest with their traceback.
+    A UserError becomes one line on stderr and status 2. Any other exception ends with `crash_status`: a LostProcess with one
+    line, memory that ran out with one message of the first rank that met it, the rest with their traceback.
     """
     _imports.close()
     sys.excepthook = _tell_of_interrupt
@@ -59,6 +59,10 @@ def run_script(
             _say_last(LAUNCHER_NEXT)
     except UserError as error:
         status = _tell(error)
+    except LostProcess as error:
+        status = crash_status
+        if not _was_said(OUT_OF_MEMORY) and _first_to_say(str(error)):  # else that is why it was lost
+            _say_last(f"error: {error}")
     except Exception as error:
         status = crash_status
         if out_of_memory(error):

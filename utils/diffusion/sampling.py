@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from models.edm_heun import EDMHeunScheduler
 from utils.core import randomness
-from utils.core.distributed import if_memory_allows
+from utils.core.distributed import from_all, if_memory_allows
 from utils.core.errors import UserError
 from utils.data.autoencoder import Autoencoder
 from utils.diffusion.ddpm import config_for_any
@@ -296,7 +296,7 @@ def sample_sharded(
                 gathered[turn, : len(numbers), 1:] = path
         # What the gather will need must be had now, when all can still leave it out together; the allocator keeps it.
         gathered.new_empty(accelerator.num_processes, *gathered.shape)
-    if accelerator.gather(stopped).any():
+    if any(from_all(accelerator, stopped)):
         return None
     # [process, round, ...] -> [round, process, ...] is the order of the chunks; only the last one is short, so that
     # what follows image n - 1 is padding.

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from utils.core.distributed import agree, from_main_process
+from utils.core.distributed import agree, from_all, from_main_process, waited_for
 from utils.core.errors import UserError, memory_problem, one_line
 from utils.core.files import whole_file
 from utils.data.dataset import ImageSet, content_fingerprint
@@ -70,7 +70,7 @@ def sharded(
             made = make(turn[min(accelerator.process_index, len(turn) - 1)])
         except Exception as error:
             problem = memory_problem(error) or one_line(error)
-        agree(accelerator, problem)
+        agree(accelerator, "features of images", problem, alike=True)
         if processes == 1:
             yield turn[0], made
             continue
@@ -158,7 +158,7 @@ def reference_features(
         found = load_features(path)[0] if path is not None and path.exists() else None
     except UserError:  # damaged: made again
         found = None
-    everywhere = all(accelerator.gather(torch.tensor([int(found is not None)], device=accelerator.device)).tolist())
+    everywhere = all(from_all(accelerator, torch.tensor([int(found is not None)], device=accelerator.device)))
     if found is not None and everywhere:
         return found
 
@@ -175,9 +175,10 @@ def reference_features(
         hash_pixels=True,
         progress=progress,
     )
-    if path is not None and accelerator.is_main_process:
-        with contextlib.suppress(OSError):  # a cache that cannot be written is made again next time
-            save_features(path, features, {})
+    with waited_for(accelerator, "writing the features"):
+        if path is not None and accelerator.is_main_process:
+            with contextlib.suppress(OSError):  # a cache that cannot be written is made again next time
+                save_features(path, features, {})
     return features
 
 

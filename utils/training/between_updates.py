@@ -4,10 +4,10 @@ Plain calls in one fixed order, not a list of callbacks: the order matters (a va
 and every process must make the same collective calls.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from utils.core.distributed import on_main_process
+from utils.core.distributed import on_main_process, waited_for
 from utils.core.signals import EXIT_DIVERGED, EXIT_STOPPED
 from utils.diffusion.hub import push_to_hub
 from utils.diffusion.sampling import full_precision
@@ -117,7 +117,7 @@ class Periodic:
         if self._snapshots.due(state.step):
             with run.progress.part("saving the averaged weights"):
                 if run.progress.try_or_warn(self._snapshots.save, state.step):
-                    run.progress.try_or_warn(self._monitor.audit.check_snapshots)
+                    self._audit(self._monitor.audit.check_snapshots)
         return improved
 
     def _again(self) -> bool:
@@ -150,7 +150,7 @@ class Periodic:
             run.print_line(f"stopped after {updates}; continue with --resume_from_checkpoint latest")
         run.progress.close()
         run.stop.close()
-        on_main_process(run.accelerator, run.folder.release, self._exit_status)
+        on_main_process(run.accelerator, "closing the folder", run.folder.release, self._exit_status)
         self._write_report()
         run.trackers.close()
         if run.options.push_to_hub and self._exit_status == 0 and run.accelerator.is_main_process:
@@ -174,21 +174,26 @@ class Periodic:
         with progress.part("exporting the pipeline"):
             exported = progress.try_or_warn(self._export.make)
             if exported:
-                progress.try_or_warn(self._monitor.audit.check_exported)
+                self._audit(self._monitor.audit.check_exported)
         return exported
 
     def _show(self) -> None:
         """Pictures and a look at the network; each may fail alone."""
         if self._grids.newest is None:
             with self._run.progress.part("checking the sampler"):
-                self._run.progress.try_or_warn(self._monitor.audit.check_sampler)
+                self._audit(self._monitor.audit.check_sampler)
         self._run.progress.try_or_warn(self._grids.make)
         if not self._grids.stopped:
             self._run.progress.try_or_warn(self._grids.probe)
 
     def _write_report(self) -> None:
-        with self._run.progress.part("writing report.html"):
-            self._run.doctor.report()
+        run, what = self._run, "writing report.html"
+        with run.progress.part(what), waited_for(run.accelerator, what):
+            run.doctor.report()
+
+    def _audit(self, check: Callable[[], None]) -> None:
+        """On the main process, which reads files for it."""
+        self._run.progress.try_or_warn(on_main_process, self._run.accelerator, "checking what was made", check)
 
     def _save(self) -> bool:
         """Whether a checkpoint was published; why not is said."""
@@ -205,7 +210,7 @@ class Periodic:
             run.print_line(f"checkpoint-{run.state.step} was not saved, earlier ones are whole: {problem}")
         else:
             with run.progress.part(f"reading checkpoint-{run.state.step} back"):
-                run.progress.try_or_warn(self._monitor.audit.check_saved)
+                self._audit(self._monitor.audit.check_saved)
         return problem is None
 
     @contextmanager

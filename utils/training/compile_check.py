@@ -79,7 +79,7 @@ def check_compiled(
         print_line(unknown)
         return True
     try:
-        agree(accelerator, problem)
+        agree(accelerator, "checking --compile", problem, alike=True)
     except UserError as agreed:
         compiled._compiled_call_impl = None
         print_line(f"--compile is off: {agreed}. {EAGERLY}")

@@ -8,7 +8,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from PIL.Image import Image
 
-from utils.core.distributed import if_memory_allows, on_main_process
+from utils.core.distributed import if_memory_allows, on_main_process, waited_for
 from utils.core.errors import OUT_OF_MEMORY, UserError
 from utils.core.images import save_png
 from utils.data.dataset import ImageSet, cache_root
@@ -84,11 +84,12 @@ class SampleEvaluation:
         logged |= {f"eval/{name}": figures[name] for name in LOGGED}
         logged |= {"eval/modes_hit": figures["modes"]["hit"], "eval/modes_different": figures["modes"]["different"]}
         logged |= {"eval/near_duplicates": figures["memorisation"]["near_duplicates"], "eval/seconds": done - start}
-        run.trackers.log(logged, step=step)
-        run.doctor.record(step, logged | {"evaluation": figures})
+        with waited_for(run.accelerator, "logging the evaluation"):
+            run.trackers.log(logged, step=step)
+            run.doctor.record(step, logged | {"evaluation": figures})
         try:
             picture = run.output_dir / "evaluation" / "nearest.png"
-            on_main_process(run.accelerator, lambda: save_png(cast(Image, sheet), picture))
+            on_main_process(run.accelerator, "writing the closest pairs", lambda: save_png(cast(Image, sheet), picture))
         except UserError as error:  # a full disk takes no picture, and the figures are worth having without
             run.print_line(f"left out: {error}")
         floor = figures["floor"]

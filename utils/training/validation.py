@@ -3,7 +3,8 @@
 import torch
 
 from utils.core import randomness
-from utils.core.distributed import if_memory_allows
+from utils.core.distributed import if_memory_allows, waited_for
+from utils.core.waiting import Meeting
 from utils.training.run import Run
 
 DRAWS = 4  # noisings of each image
@@ -26,8 +27,9 @@ class Validation:
         Raises UserError on all of them where memory runs out: then it is as if it had not been due.
         """
         run, loss = self._run, self.mean_loss()
-        run.trackers.log({"validation/loss": loss}, step=run.state.step)
-        run.doctor.record(run.state.step, {"validation/loss": loss})
+        with waited_for(run.accelerator, "logging the validation"):
+            run.trackers.log({"validation/loss": loss}, step=run.state.step)
+            run.doctor.record(run.state.step, {"validation/loss": loss})
         run.state.record("validation loss", loss, decides=run.options.best_metric == "loss")
 
     @torch.no_grad()
@@ -56,4 +58,5 @@ class Validation:
                 for first in batches:
                     loss_sum += summed(first)
                     bar.update()
-        return accelerator.reduce(loss_sum.float().to(accelerator.device), "sum").item() / total
+        with Meeting():
+            return accelerator.reduce(loss_sum.float().to(accelerator.device), "sum").item() / total
