@@ -85,10 +85,12 @@ def test_stop_signals_are_heard_while_waiting(start, tmp_path):
     runs[1].kill()
 
 
-def test_a_process_that_hangs_is_ended_after_the_longest_time(start):
-    runs = start("hangs", works=1)
+@pytest.mark.parametrize(("kind", "seconds", "what"), [("hangs", 2, "packing the images"), ("lags", 1, "a validation")])
+def test_a_process_that_hangs_is_ended_after_the_longest_time(start, kind, seconds, what):
+    """Of work that all do alike, the timeout of a collective call."""
+    runs = start(kind, works=1)
     assert [run.wait(60) for run in runs] == [1, 1]
-    said = "error: rank 1 took 2 s longer than the other processes; the others waited for this: packing the images"
+    said = f"error: rank 1 took {seconds} s longer than the other processes; the others waited for this: {what}"
     assert last_line(runs[0]) == said
     assert "the Python stacks of rank 1, for which the others waited:" in runs[1].text() and "in work" in runs[1].text()
 

@@ -40,7 +40,7 @@ def work() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "leaves":
         os.kill(os.getpid(), signal.SIGTERM)
-    if kind in ("hangs", "works"):
+    if kind in ("hangs", "lags", "works"):
         time.sleep(3600)
     if kind == "fails":
         raise ValueError("broken")
@@ -69,6 +69,10 @@ def main(options: None) -> None:
         return
     if kind == "hangs":
         distributed.LONGEST = 2 * TIMEOUT
+    if kind == "lags":
+        if rank == int(sys.argv[3]):
+            work()
+        agree(accelerator, "a validation", None, alike=True)
     with waited_for(accelerator, "packing the images"):
         if rank == int(sys.argv[3]):
             work()

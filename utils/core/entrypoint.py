@@ -28,7 +28,7 @@ LAUNCHER_NEXT = "(the text below is from the launcher: you can ignore it)"
 LAUNCHER_BESIDE = "(you can ignore the traceback of the launcher)"  # which ends at the same signal
 WAIT_FOR_FIRST = 5.0  # seconds, in which a launcher ends the other ranks
 PATIENCE = 5.0  # seconds, in which whoever counts what the ranks say answers, unless it hangs
-_at_end: list[Callable[[], None]] = []
+_at_end: list[Callable[[int], None]] = []
 _imports = contextlib.ExitStack()  # says that they take long
 
 
@@ -107,21 +107,21 @@ class LossyOutput:
         return getattr(self._stream, name)
 
 
-def at_end(function: Callable[[], None]) -> None:
-    """Has `function` called when this process ends by `run_script`, or by `leave_now`."""
+def at_end(function: Callable[[int], None]) -> None:
+    """Has `function` called with the exit status when this process ends by `run_script`, or by `leave_now`."""
     _at_end.append(function)
 
 
 def leave_now(status: int) -> NoReturn:
     """Ends the process at once, also from within a signal's handler."""
-    _call_at_end()
+    _call_at_end(status)
     os._exit(status)
 
 
-def _call_at_end() -> None:
+def _call_at_end(status: int) -> None:
     for function in _at_end:
         with contextlib.suppress(OSError):
-            function()
+            function(status)
 
 
 def parse_early(parse_args: Callable[[], T]) -> T:
@@ -162,7 +162,7 @@ def _tell(error: UserError) -> int:
 
 
 def _leave(status: int | None) -> None:
-    _call_at_end()
+    _call_at_end(status or 0)
     sys.stdout.flush()
     sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -156,8 +156,8 @@ class Waiting:
         self._state = state, text
         self._try(self._show)
 
-    def _end(self) -> None:
-        if self._state[0] == _WORKS:
+    def _end(self, status: int) -> None:
+        if status and self._state[0] == _WORKS:  # nobody waits for one that is done, and the store may be gone
             self._change(_ENDED, "")
 
     def _give_up(self) -> None:

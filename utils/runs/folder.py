@@ -71,7 +71,7 @@ class RunFolder:
         overwritten, and when a new run would be made of what `clear` deletes: `inputs` are paths or names, by their flags.
         """
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        at_end(self._remove_if_empty)
+        at_end(lambda status: self._remove_if_empty())
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / ".write-test"
