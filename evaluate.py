@@ -68,6 +68,7 @@ def main(args: EvaluateOptions) -> None:
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,
         cpu_threads=args.cpu_threads,
+        collective_timeout=3600.0,  # a batch of samples takes long on a CPU, and one process may have slower cores
     )
 
     shown = accelerator.is_main_process and not args.quiet

@@ -62,7 +62,12 @@ def main(options: None) -> None:
         problems = []
         for number in range(200):  # a process that was refused goes on with the others
             try:
-                agree(accelerator, "trying", f"rank {rank} at {number}" if number % 3 in (1 - rank, 2) else None, alike=True)
+                agree(
+                    accelerator,
+                    "trying",
+                    f"rank {rank} at {number} \udce9" if number % 3 in (1 - rank, 2) else None,
+                    alike=True,
+                )
             except UserError as error:
                 problems.append(str(error))
         print(problems, distributed.from_main_process(rank), flush=True)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.core.errors import UserError, memory_problem
 from utils.core.launcher import asked_threads, check_precision, refuse_launch, stop_with_launcher
-from utils.core.waiting import LONGEST, Meeting, start_waiting, waiting_of_this_process
+from utils.core.waiting import LONGEST, Meeting, Waiting
 
 T = TypeVar("T")
 
@@ -89,7 +89,10 @@ def make_accelerator(
             f"launched with {accelerator.distributed_type.value}, which is not supported: only one process, or DDP\n"
             "launch with --multi_gpu, or without a distributed config"
         )
-    start_waiting(accelerator.num_processes, collective_timeout)
+    if accelerator.num_processes > 1:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        waiting = Waiting(store, accelerator.process_index, accelerator.num_processes, patience=collective_timeout)
+        accelerator.waiting = waiting  # type: ignore[attr-defined]  # which other functions of this file ask for
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
@@ -190,7 +193,11 @@ def main_process_first(accelerator: Accelerator, what: str) -> Iterator[None]:
 
 
 def _telling(accelerator: Accelerator) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext() if accelerator.num_processes == 1 else waiting_of_this_process().telling()
+    return contextlib.nullcontext() if accelerator.num_processes == 1 else _waiting(accelerator).telling()
+
+
+def _waiting(accelerator: Accelerator) -> Waiting:
+    return accelerator.waiting  # type: ignore[attr-defined]  # of make_accelerator
 
 
 def agree(accelerator: Accelerator, what: str, problem: str | None, *, alike: bool = False) -> None:
@@ -200,7 +207,7 @@ def agree(accelerator: Accelerator, what: str, problem: str | None, *, alike: bo
     `alike`: all of them work as long, and one that comes a collective timeout later than another hangs.
     """
     if accelerator.num_processes > 1:
-        waiting = waiting_of_this_process()
+        waiting = _waiting(accelerator)
         waiting.meet(what, problem, waiting.patience if alike else LONGEST)
     elif problem is not None:
         raise UserError(problem)

@@ -14,8 +14,6 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from utils.core.bars import duration, print_progress
 from utils.core.deadline import within
 from utils.core.entrypoint import PATIENCE, at_end, leave_now
@@ -83,7 +81,7 @@ class Waiting:
         self._number += 1
         self._waits = True
         answer: Future[list[str]] = Future()
-        exchange = threading.Thread(target=self._exchange, args=(answer, self._number, problem or ""), daemon=True)
+        exchange = threading.Thread(target=self._exchange, args=(answer, self._number, _encodable(problem or "")), daemon=True)
         exchange.start()
         look = _Look(self, what, longest)
         while True:
@@ -113,6 +111,9 @@ class Waiting:
                 time.sleep(PERIOD)
                 with contextlib.suppress(RuntimeError):
                     self._store = connected_anew(self._store)
+            except Exception as error:
+                answer.set_exception(error)
+                return
 
     # ---- in a thread that lasts as long as the process
 
@@ -153,7 +154,7 @@ class Waiting:
     # ---- the end
 
     def _change(self, state: str, text: str) -> None:
-        self._state = state, text
+        self._state = state, _encodable(text)
         self._try(self._show)
 
     def _end(self, status: int) -> None:
@@ -223,6 +224,11 @@ def connected_anew(store: Any) -> Any:
     return store.clone() if hasattr(store, "clone") else store
 
 
+def _encodable(text: str) -> str:
+    """Names of files may be no UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _names(ranks: list[int]) -> str:
     others = [str(rank) for rank in ranks if rank]
     names = ["the main process"] * (0 in ranks) + [f"rank{'s' * (len(others) > 1)} {', '.join(others)}"] * bool(others)
@@ -240,18 +246,3 @@ class Meeting:
 
     def __exit__(self, *_: object) -> None:
         Meeting.active = False
-
-
-_of_this_process: Waiting | None = None
-
-
-def start_waiting(num_processes: int, patience: float) -> None:
-    """Gives signs of life from here on, where there are several processes. To be called by all of them."""
-    global _of_this_process
-    if num_processes > 1:
-        _of_this_process = Waiting(dist.distributed_c10d._get_default_store(), dist.get_rank(), num_processes, patience)
-
-
-def waiting_of_this_process() -> Waiting:
-    assert _of_this_process is not None, "made by make_accelerator"
-    return _of_this_process
