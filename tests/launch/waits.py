@@ -13,7 +13,8 @@ from utils.core.entrypoint import run_script
 from utils.core.errors import UserError
 from utils.core.signals import leave_on_signal
 
-TIMEOUT = 1.0  # seconds: a collective call gives up after it, and a process without a sign of life counts as lost
+TIMEOUT = 3.0  # seconds, after which a collective call gives up
+PATIENCE = 2.0  # seconds without a sign of life, after which a process counts as lost
 waiting.PERIOD, waiting.TOLD_AFTER = 0.05, 0.2
 
 
@@ -26,10 +27,14 @@ waiting.print_progress = tell
 
 
 def until_told() -> None:
-    """Until the other process has said that it waits, and longer than a collective call would."""
-    start = time.monotonic()
-    while not Path(sys.argv[2]).exists() or time.monotonic() < start + 1.5 * TIMEOUT:
+    """Until the other process has said that it waits."""
+    while not Path(sys.argv[2]).exists():
         time.sleep(0.02)
+
+
+def work_long() -> None:
+    until_told()
+    time.sleep(1.2 * TIMEOUT)
 
 
 def work() -> None:
@@ -51,10 +56,10 @@ def work() -> None:
 def main(options: None) -> None:
     kind = sys.argv[1]
     leave_on_signal()
-    accelerator = make_accelerator(cpu_threads=1, collective_timeout=TIMEOUT)
+    accelerator = make_accelerator(cpu_threads=1, collective_timeout=TIMEOUT if kind == "long" else 60.0)
     rank = accelerator.process_index
     if kind == "long":
-        on_main_process(accelerator, "hashing", until_told)
+        on_main_process(accelerator, "hashing", work_long)
         with main_process_first(accelerator, "loading"):
             print("loads", time.monotonic(), flush=True)
             time.sleep(0.1)
@@ -72,8 +77,9 @@ def main(options: None) -> None:
                 problems.append(str(error))
         print(problems, distributed.from_main_process(rank), flush=True)
         return
+    accelerator.waiting.patience = PATIENCE
     if kind == "hangs":
-        distributed.LONGEST = 2 * TIMEOUT
+        distributed.LONGEST = 1.0
     if kind == "lags":
         if rank == int(sys.argv[3]):
             work()

@@ -90,8 +90,7 @@ def make_accelerator(
             "launch with --multi_gpu, or without a distributed config"
         )
     if accelerator.num_processes > 1:
-        store = torch.distributed.distributed_c10d._get_default_store()
-        waiting = Waiting(store, accelerator.process_index, accelerator.num_processes, patience=collective_timeout)
+        waiting = Waiting(accelerator.process_index, accelerator.num_processes, patience=collective_timeout)
         accelerator.waiting = waiting  # type: ignore[attr-defined]  # which other functions of this file ask for
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")

@@ -19,6 +19,9 @@ from utils.core.launcher import launcher_reports, launcher_words
 if sys.platform == "win32":  # which lacks SIGUSR1 and the module `resource`, and was never tried
     print("error: Windows is not supported: use Linux, or WSL 2", file=sys.stderr)
     sys.exit(2)
+os.environ.setdefault(
+    "TORCH_CPP_LOG_LEVEL", "ERROR"
+)  # else C++ stacks hide the line about a process that is lost
 T = TypeVar("T")
 REQUIRED = (  # to import, of requirements.txt; trackers are asked for by --logger
     *("torch", "accelerate", "diffusers", "datasets", "huggingface_hub", "safetensors", "yaml", "psutil", "tqdm", "PIL"),

@@ -1,18 +1,24 @@
-"""Waiting for processes that work alone: at the store through which torch's processes find each other.
+"""Waiting for processes that work alone: at a store in the main process.
 
 A collective call gives up after --collective_timeout, and does not say who is missing. At the store a process that works may
-take hours, while one that is lost is noticed as soon: each process gives a sign of life once a second.
+take hours, while one that is lost is noticed as soon: each process gives a sign of life once a second. It is not the store
+through which the processes have found each other, for that may lie in a launcher, which may be killed.
 """
 
 import contextlib
 import faulthandler
+import ipaddress
+import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import torch.distributed as dist
 
 from utils.core.bars import duration, print_progress
 from utils.core.deadline import within
@@ -46,16 +52,17 @@ class Sign(NamedTuple):
 class Waiting:
     """What a process among several has to do with the others at the store. Every method is for the main thread."""
 
-    def __init__(self, store: Any, rank: int, num_processes: int, patience: float):
+    def __init__(self, rank: int, num_processes: int, patience: float):
         """`patience`: seconds without a sign of life, after which a process counts as lost."""
         self._rank, self._ranks, self.patience = rank, range(num_processes), patience
         self._number, self._tick = 0, 0  # of waits so far, which is the same for each process; of signs of life
         self._state = _WORKS, ""
         self._signs = {rank: Sign(0, 0, _WORKS, "") for rank in self._ranks}
         self._answers = 0  # of the store
+        self.lost = False  # whether the connection to the store is
         self._waits = False
         # One connection for the signs of life, one for waiting: a call has the other calls of its connection wait.
-        self._store, self._signs_store = connected_anew(store), connected_anew(store)
+        self._store, self._signs_store = _connections(rank, patience)
         self._show()
         at_end(self._end)
         threading.Thread(target=self._live, name="signs of life", daemon=True).start()
@@ -98,48 +105,40 @@ class Waiting:
     # ---- in a thread that lasts until all have come
 
     def _exchange(self, answer: "Future[list[str]]", number: int, problem: str) -> None:
-        keys = [f"wait/{number}/{rank}" for rank in self._ranks]
-        while True:
-            try:
-                self._store.set(keys[self._rank], problem)
-                if number > 2:  # whoever comes to this wait has left the one before, to which all had come from that one
-                    self._store.delete_key(f"wait/{number - 2}/{self._rank}")
-                self._store.wait(keys, timedelta(seconds=2 * LONGEST))
-                answer.set_result([value.decode() for value in self._store.multi_get(keys)])
-                return
-            except RuntimeError:  # the connection is lost, or the store is gone, which the main thread will notice
-                time.sleep(PERIOD)
-                with contextlib.suppress(RuntimeError):
-                    self._store = connected_anew(self._store)
-            except Exception as error:
-                answer.set_exception(error)
-                return
+        keys = [f"{number}/{rank}" for rank in self._ranks]
+        try:
+            self._store.set(keys[self._rank], problem)
+            if number > 2:  # whoever comes to this wait has left the one before, to which all had come from that one
+                self._store.delete_key(f"{number - 2}/{self._rank}")
+            self._store.wait(keys, timedelta(seconds=2 * LONGEST))
+            answer.set_result([value.decode() for value in self._store.multi_get(keys)])
+        except RuntimeError:
+            self.lost = True
+        except Exception as error:
+            answer.set_exception(error)
 
     # ---- in a thread that lasts as long as the process
 
     def _live(self) -> None:
-        lost = False
-        while True:
+        while not self.lost:
             time.sleep(PERIOD)
             try:
-                self._signs_store = connected_anew(self._signs_store) if lost else self._signs_store
-                lost = False
                 self._show()
-                if self._signs_store.check(["wait/given up"]):
+                if self._signs_store.check(["given up"]):
                     time.sleep(PERIOD)  # whoever gave up says why
                     self._leave()
                 if self._waits:
                     self._read_signs()
                 self._answers += 1
             except RuntimeError:
-                lost = True
+                self.lost = True
 
     def _show(self) -> None:
         self._tick += 1
-        self._signs_store.set(f"wait/sign/{self._rank}", Sign(self._tick, self._number, *self._state).value())
+        self._signs_store.set(f"sign/{self._rank}", Sign(self._tick, self._number, *self._state).value())
 
     def _read_signs(self) -> None:
-        keys = {rank: f"wait/sign/{rank}" for rank in self._ranks}
+        keys = {rank: f"sign/{rank}" for rank in self._ranks}
         if not self._signs_store.check(list(keys.values())):  # not all have begun
             keys = {rank: key for rank, key in keys.items() if self._signs_store.check([key])}
         self._signs = self._signs | dict(zip(keys, map(Sign.read, self._signs_store.multi_get(list(keys.values())))))
@@ -158,17 +157,27 @@ class Waiting:
         self._try(self._show)
 
     def _end(self, status: int) -> None:
-        if status and self._state[0] == _WORKS:  # nobody waits for one that is done, and the store may be gone
+        if self._state[0] == _WORKS:
             self._change(_ENDED, "")
+        if self._rank == 0:
+            self._try(self._outlast)
+
+    def _outlast(self) -> None:
+        """The store ends with this process: not before those who wait have read why."""
+        deadline = time.monotonic() + (_GRACE + 3) * PERIOD
+        while time.monotonic() < deadline and any(sign.state == _WORKS for sign in self._signs.values()):
+            self._read_signs()
+            time.sleep(PERIOD / 100)
 
     def _give_up(self) -> None:
         """Has all processes end, also those that hang."""
-        self._try(lambda: self._signs_store.set("wait/given up", "1"))
+        self._try(lambda: self._signs_store.set("given up", "1"))
 
     def _try(self, call: Callable[[], object]) -> None:
         """The store may be gone, or hang."""
         with contextlib.suppress(RuntimeError, TimeoutError):
-            within(PATIENCE, call)
+            if not self.lost:
+                within(PATIENCE + _GRACE, call)
 
 
 class _Look:
@@ -187,8 +196,11 @@ class _Look:
         self._before, self._waited = now, self._waited + passed
         news = waiting._answers != self._answers
         self._answers, self._unanswered = waiting._answers, 0.0 if news else self._unanswered + passed
-        if self._unanswered > waiting.patience:
-            self._raise("the store through which the processes talk (in rank 0, or in the launcher) does not answer")
+        if self._unanswered > waiting.patience and not waiting.lost:
+            self._raise(f"the main process does not answer for {waiting.patience:.0f} s")
+        self._ended += waiting.lost
+        if self._ended > _GRACE:
+            self._raise(f"{_names([0])} has ended, or cannot be reached")
         signs = waiting._signs
         missing = [rank for rank, sign in signs.items() if sign.number < waiting._number and rank != waiting._rank]
         for rank in missing:
@@ -219,9 +231,29 @@ class _Look:
         raise LostProcess(f"{problem}; the others waited for this: {self._what}")
 
 
-def connected_anew(store: Any) -> Any:
-    """Returns another connection to the same store, where its kind has connections."""
-    return store.clone() if hasattr(store, "clone") else store
+def _connections(rank: int, patience: float) -> tuple[dist.TCPStore, dist.TCPStore]:
+    """Returns two to the store, which the main process makes."""
+    known, timeout = dist.distributed_c10d._get_default_store(), timedelta(seconds=patience)
+
+    def connect(host: str, port: int, makes: bool = False) -> dist.TCPStore:
+        return dist.TCPStore(host, port, is_master=makes, wait_for_workers=False, timeout=timeout)
+
+    if rank == 0:
+        store = connect("127.0.0.1", 0, makes=True)
+        known.set("waiting", f"{_address()} {store.port}")
+        return store, connect("127.0.0.1", store.port)
+    address, port = known.get("waiting").decode().split()
+    return connect(address, int(port)), connect(address, int(port))
+
+
+def _address() -> str:
+    """Returns that under which other processes of this launch reach this host."""
+    master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    family, kind, _, _, place = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # sends nothing
+        own = probe.getsockname()[0]
+    return master if ipaddress.ip_address(own).is_loopback else own
 
 
 def _encodable(text: str) -> str:

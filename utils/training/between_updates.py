@@ -38,6 +38,7 @@ class Periodic:
         self._exit_status, self._forecast, self._profile = 0, Forecast(run), Profile(run)
         self._preview_steps = preview_steps(options, run.length.updates_per_epoch)
         self._repetitions = ExitStack()  # of an update that is made again
+        self._reported = False  # whether there is a report.html, on every process alike
 
     def catch_up(self) -> None:
         """Makes the evaluation that a stop had left out, and pictures by a --pretrained network; the updates begin."""
@@ -110,8 +111,8 @@ class Periodic:
         if self._previews():
             self._show()
             self._write_report()  # what stays of the run if it is killed
-        elif self._monitor.due and not (run.output_dir / REPORT).exists():
-            self._write_report()
+        elif self._monitor.due and not self._reported:
+            self._write_report(unless_there=True)
         if self._is_due(options.save_model_steps, options.save_model_epochs):
             self._make_pipeline()
         if self._snapshots.due(state.step):
@@ -186,10 +187,12 @@ class Periodic:
         if not self._grids.stopped:
             self._run.progress.try_or_warn(self._grids.probe)
 
-    def _write_report(self) -> None:
+    def _write_report(self, unless_there: bool = False) -> None:
         run, what = self._run, "writing report.html"
+        self._reported = True
         with run.progress.part(what), waited_for(run.accelerator, what):
-            run.doctor.report()
+            if not (unless_there and (run.output_dir / REPORT).exists()):
+                run.doctor.report()
 
     def _audit(self, check: Callable[[], None]) -> None:
         """On the main process, which reads files for it."""

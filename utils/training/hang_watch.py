@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from utils.core.deadline import within
 from utils.core.entrypoint import leave_now
-from utils.core.waiting import Meeting, connected_anew
+from utils.core.waiting import Meeting
 
 LEAST, FACTOR = 30.0, 10.0  # seconds; times the longest update so far
 LEAST_STREAMING = 300.0  # seconds, in which the reader of a shard has given up
@@ -74,7 +74,7 @@ class HangWatch:
         `collective_timeout` that the stacks are written before the collectives give up; 0: nothing is watched."""
         self._folder, self._timeout, self._least = output_dir / "hang", hang_timeout, least
         self._rank, self._ranks, self._most = rank, range(num_processes), collective_timeout
-        self._last = max(collective_timeout - 2 * (SILENT + 1) * PERIOD, collective_timeout / 2)  # in time to be heard
+        self._last = max(collective_timeout - 2 * (SILENT + 1) * PERIOD, 0.8 * collective_timeout)  # in time to be heard
         self._place, self._step, self._began, self._longest, self._updates = Place("between", 0, 0), 0, 0.0, 0.0, 0
         self._waited = self._place, 0.0  # where the main thread was at the newest tick, and the seconds since it moved there
         self._silent = 0  # ticks since the store answered
@@ -82,7 +82,7 @@ class HangWatch:
         self._closed = threading.Event()
         self._on = num_processes > 1 and hang_timeout != 0
         if self._on:
-            self._store = connected_anew(dist.distributed_c10d._get_default_store())
+            self._store = _connected_anew(dist.distributed_c10d._get_default_store())
             for task in (self._count, self._exchange):
                 threading.Thread(target=task, name="hang watch", daemon=True).start()
 
@@ -155,7 +155,7 @@ class HangWatch:
         while not self._closed.wait(PERIOD):
             tick += 1
             try:
-                self._store = connected_anew(self._store) if lost else self._store
+                self._store = _connected_anew(self._store) if lost else self._store
                 lost = False
                 self._store.set(f"hang/{self._rank}", self._own_news(tick).text())
                 if self._store.check(["hang/verdict"]):
@@ -222,6 +222,10 @@ class HangWatch:
             self._folder.mkdir(parents=True, exist_ok=True)
             with open(self._folder / f"rank-{self._rank}.txt", "w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
+
+
+def _connected_anew(store: Any) -> Any:
+    return store.clone() if hasattr(store, "clone") else store
 
 
 def verdict(places: dict[int, News | None], folder: Path) -> str:
