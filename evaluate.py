@@ -56,7 +56,7 @@ def main(args: EvaluateOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
     with loading_libraries(args):
         from utils.core.bars import Bar
-        from utils.core.distributed import make_accelerator, on_main_process
+        from utils.core.distributed import main_process_first, make_accelerator, on_main_process, waited_for
         from utils.data.arrays import is_array_file
         from utils.diagnostics.finding import Finding, described
         from utils.diagnostics.rules.samples import MIN_VARIED
@@ -73,7 +73,7 @@ def main(args: EvaluateOptions) -> None:
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,
         cpu_threads=args.cpu_threads,
-        collective_timeout=86400.0,  # a day: the others wait while the main process computes the figures
+        collective_timeout=3600.0,  # a batch of samples takes long on a CPU, and one process may have slower cores
     )
 
     shown = accelerator.is_main_process and not args.quiet
@@ -84,11 +84,11 @@ def main(args: EvaluateOptions) -> None:
     folders = [ImageFolder(folder, asked_channels) for folder in args.images]
     args.pipeline = [agreed(accelerator, pipeline) for pipeline in args.pipeline]
     args.guide_pipeline = args.guide_pipeline and agreed(accelerator, args.guide_pipeline)
-    with accelerator.main_process_first():  # one download, not one per process
+    with main_process_first(accelerator, "loading the guide"):  # one download, not one per process
         guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     networks = []
     for pipeline in args.pipeline:
-        with accelerator.main_process_first():
+        with main_process_first(accelerator, "loading the pipeline"):
             unet, scheduler_config = load_network(pipeline)
             autoencoder = load_decoder(pipeline, unet)
         sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
@@ -117,14 +117,15 @@ def main(args: EvaluateOptions) -> None:
     else:
         if args.reference:
             args.train_data_dir = str(args.reference)
-        images, folder_cache = load_reference(args, shape, shown)
+        with waited_for(accelerator, "reading the real images"):  # one of each machine packs them
+            images, folder_cache = load_reference(args, shape, shown)
     references = len(stored if stored is not None else images)
     count = args.num_images or min(10_000, references)
     sizes = [(str(folder.folder), len(folder)) for folder in folders] + [(pipeline, count) for pipeline in args.pipeline]
     for name, size in sizes:
         refuse_too_few(size, references, name)
     # A classifier is trained once.
-    with Bar("preparing the extractors", shown=shown), accelerator.main_process_first():
+    with Bar(what := "preparing the extractors", shown=shown), main_process_first(accelerator, what):
         extractor = make_extractor(
             args.features,
             images,
@@ -150,7 +151,7 @@ def main(args: EvaluateOptions) -> None:
             digest = save_features(cast(Path, args.output), stored, facts)
             print(f"{len(stored):,} images, {extractor.name}, SHA-256 {digest} in {args.output}")
 
-        on_main_process(accelerator, write)
+        on_main_process(accelerator, "writing the reference", write)
         return
 
     # ---- figures, one source after the other
@@ -184,7 +185,7 @@ def main(args: EvaluateOptions) -> None:
         with Bar(name, count, shown=shown, afterwards=f"{name}: computing the figures") as progress:
             figures, sheet = evaluation.measure(source, count, progress=progress.update)
         results.append({"name": name, **common, "images": count, **made, "figures": figures})
-        on_main_process(accelerator, write_result, args, results, sheet)
+        on_main_process(accelerator, "writing the result", write_result, args, results, sheet)
 
     for folder in folders:
         source = folder.source(accelerator.device)

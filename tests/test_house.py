@@ -33,6 +33,14 @@ def test_there_is_no_circle():
     assert len(list(TopologicalSorter(IMPORTS).static_order())) == len(MODULES)  # raises where there is one
 
 
+def test_nobody_waits_in_a_barrier_for_a_process_that_works_alone():
+    """A collective call gives up after --collective_timeout: see `waited_for` and `main_process_first`."""
+    barriers = ["wait_for_everyone", "main_process_first", "local_main_process_first", "barrier", "monitored_barrier"]
+    for path in [*MODULES.values(), *ROOT.glob("*.py")]:
+        called = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert not called.intersection(barriers), path
+
+
 def test_packages_are_empty_and_no_utility_imports_a_script():
     written = [name for name, path in MODULES.items() if path.name == "__init__.py" and path.read_text()]
     assert written == ["utils.diagnostics.__init__"]  # `watch`, for loops that are not ours; it imports nothing before

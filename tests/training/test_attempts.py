@@ -171,10 +171,10 @@ SCRIPT = """
 import os, sys
 sys.path.insert(0, {root!r})
 import torch
-from accelerate import Accelerator
-from utils.core.distributed import on_main_process, together
+from utils.core.distributed import make_accelerator, on_main_process, together
+from utils.core.entrypoint import leave_now
 from utils.core.errors import UserError
-accelerator = Accelerator(cpu=True)
+accelerator = make_accelerator(cpu_threads=1)
 rank = accelerator.process_index
 
 def fails(where, error):
@@ -188,7 +188,7 @@ def outcome(call):
         return f"{{type(error).__name__}}: {{error}}"
 
 def in_turn(*failures):
-    with together(accelerator, "buy more"):
+    with together(accelerator, "shopping", "buy more"):
         for where, error in failures:
             fails(where, error)
 
@@ -199,13 +199,13 @@ found = [
     outcome(lambda: in_turn(([1], memory))),
     outcome(lambda: in_turn(([0], UserError("u")), ([1], ValueError("v")))),
     outcome(lambda: in_turn(([0], UserError("first")), ([1], UserError("second")))),
-    outcome(lambda: on_main_process(accelerator, fails, [0], ValueError("v"))),
-    outcome(lambda: on_main_process(accelerator, fails, [0], UserError("two\\nlines"))),
-    outcome(lambda: on_main_process(accelerator, fails, [0], OSError(28, "full", "a.png"))),
+    outcome(lambda: on_main_process(accelerator, "shopping", fails, [0], ValueError("v"))),
+    outcome(lambda: on_main_process(accelerator, "shopping", fails, [0], UserError("two\\nlines"))),
+    outcome(lambda: on_main_process(accelerator, "shopping", fails, [0], OSError(28, "full", "a.png"))),
     outcome(lambda: in_turn()),
 ]
 print(repr(found), flush=True)
-os._exit(0)
+leave_now(0)
 """
 
 
@@ -228,9 +228,9 @@ def test_two_processes_fail_together(server, tmp_path):
 
 def test_one_process_meets_its_own_failure():
     process = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True)
-    with pytest.raises(LookupError, match="planted"), together(process):
+    with pytest.raises(LookupError, match="planted"), together(process, "shopping"):
         fail()
     with pytest.raises(LookupError, match="planted"):
-        on_main_process(process, fail)
-    with pytest.raises(UserError, match=r"out of memory \(no room\); buy more"), together(process, "buy more"):
+        on_main_process(process, "shopping", fail)
+    with pytest.raises(UserError, match=r"out of memory \(no room\); buy more"), together(process, "shopping", "buy more"):
         raise torch.OutOfMemoryError("no room")

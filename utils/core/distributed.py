@@ -14,17 +14,18 @@ from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
     broadcast_object_list,
+    gather_object,
 )
 from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.core.errors import FailedElsewhere, UserError, memory_problem, one_line
+from utils.core.errors import FailedElsewhere, LostProcess, UserError, memory_problem, one_line
 from utils.core.launcher import asked_threads, check_precision, lone_process, refuse_launch, stop_with_launcher
 from utils.core.processors import usable_cores
+from utils.core.waiting import LONGEST, Meeting, Waiting
 
 T = TypeVar("T")
-
-_MESSAGE_BYTES = 500  # of what one process tells the others of its failure
+_MENDABLE, _BROKEN = "1", "2"  # before what a process tells the others: a UserError, or another one
 
 SUPPORTED_LAUNCHES = {
     DistributedType.NO,
@@ -59,6 +60,7 @@ def make_accelerator(
     another one in the next process. `broadcast_buffers`: DDP copies the main process's buffers to the others before each
     forward pass, for networks whose training changes them; constants need no copies.
     `collective_timeout` is what a lost or hanging peer costs, in seconds, before every process gives up (gloo's own: 1800).
+    What one process does while the others wait may take longer, see `waited_for`.
 
     Raises UserError for fp16 on a CPU, an unusable tracker, and for launches other than plain and DDP
     (FSDP, DeepSpeed, Megatron, TPU, a dynamo backend).
@@ -87,6 +89,9 @@ def make_accelerator(
             f"launched with {accelerator.distributed_type.value}, which is not supported: only one process, or DDP\n"
             "launch with --multi_gpu, or without a distributed config"
         )
+    if accelerator.num_processes > 1:
+        waiting = Waiting(accelerator.process_index, accelerator.num_processes, patience=collective_timeout)
+        accelerator.waiting = waiting  # type: ignore[attr-defined]  # which other functions of this file ask for
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
@@ -124,53 +129,81 @@ def check_tracker(name: str) -> None:
         raise UserError(f"--logger {name}: its package is not installed\npip install {name}")
 
 
-def on_main_process(accelerator: Accelerator, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-    """Calls `function` on the main process alone. What fails there fails on every rank: a UserError, which a failure to write
-    and memory that runs out become, on all alike; anything else as it is, on the others as FailedElsewhere."""
+def on_main_process(accelerator: Accelerator, what: str, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    """Calls `function` on the main process alone, for which the others wait; `what` is this work. What fails there fails on
+    every rank: a UserError, which a failure to write and memory that runs out become, on all alike; anything else as it is, on
+    the others as FailedElsewhere."""
     failure: Exception | None = None
     if accelerator.is_main_process:
         try:
             function(*args, **kwargs)
-        except OSError as exception:  # a full disk, say
-            failure = UserError(f"{exception.strerror or exception}: {exception.filename or function.__name__}")
-        except SafetensorError as exception:  # the same, met by its writer
-            failure = UserError(f"{exception}: {function.__name__}")
-        except Exception as exception:
-            failure = _to_tell(exception)
-    try:
-        told = from_main_process(None if failure is None else (isinstance(failure, UserError), _words(accelerator, failure)))
-    except Exception as lost:
-        if failure is None:
-            raise
-        raise failure from lost
-    if failure is not None:
-        raise failure
-    if told is not None:
-        mendable, words = told
-        raise UserError(words) if mendable else FailedElsewhere(words)
+        except OSError as error:  # a full disk, say
+            failure = UserError(f"{error.strerror or error}: {error.filename or what}")
+        except SafetensorError as error:  # the same, met by its writer
+            failure = UserError(f"{error}: {what}")
+        except Exception as error:
+            failure = _to_tell(error)
+    _meet(accelerator, what, failure)
 
 
 def from_main_process(value: T) -> T:
-    """Returns the main process's `value`, on all of them."""
-    return broadcast_object_list([value])[0]
+    """Returns the main process's `value`, on all of them. No process may have to wait for it long: see `waited_for`."""
+    with Meeting():
+        return broadcast_object_list([value])[0]
 
 
-def agree(accelerator: Accelerator, problem: str | None) -> None:
-    """Raises UserError on all processes where one has a problem: the first one's. Every process must call it."""
-    _agree(accelerator, None if problem is None else UserError(problem))
+def from_all(accelerator: Accelerator, own: torch.Tensor) -> list:
+    """Returns the numbers of every process, [processes x len(own)]; the host waits for them."""
+    with Meeting():
+        return accelerator.gather(own).tolist()
+
+
+def objects_from_all(own: list) -> list:
+    """Returns what the lists of all processes hold, as one list; in that of one process, what it holds."""
+    with Meeting():
+        return gather_object(own)
 
 
 @contextlib.contextmanager
-def together(accelerator: Accelerator, advice: str = "") -> Iterator[None]:
+def waited_for(accelerator: Accelerator, what: str) -> Iterator[None]:
+    """Around work that some processes may have to do while others wait for them: the main one, say, or one of each machine. All
+    leave it together, and what fails on any fails on all of them as in `together`. `what`: the work, for the line that says
+    what is waited for. No collective call is to be made inside. Every process must call it."""
+    with together(accelerator, what, alike=False):
+        yield
+
+
+@contextlib.contextmanager
+def main_process_first(accelerator: Accelerator, what: str) -> Iterator[None]:
+    """Around what each process does, the main one before the others: they find the download, say, that it made."""
+    with waited_for(accelerator, what):
+        if accelerator.is_main_process:
+            yield
+    with waited_for(accelerator, what):
+        if not accelerator.is_main_process:
+            yield
+
+
+def agree(accelerator: Accelerator, what: str, problem: str | None, *, alike: bool = False) -> None:
+    """Waits until all processes have come from the work `what`, and raises UserError on all of them where one has a problem:
+    the first one's. Every process must call it. `alike` as in `together`."""
+    _meet(accelerator, what, None if problem is None else UserError(problem), alike=alike)
+
+
+@contextlib.contextmanager
+def together(accelerator: Accelerator, what: str, advice: str = "", *, alike: bool = True) -> Iterator[None]:
     """Around what each process does by itself, without a collective call: what fails on any fails on all of them, so that none
     waits for one that has given up. Memory that runs out becomes a UserError that also says the `advice`; what is no UserError
-    is FailedElsewhere on the others. Every process must call it."""
+    is FailedElsewhere on the others. Every process must call it.
+
+    `alike`: all of them work as long, and one that comes a collective timeout later than another hangs.
+    """
     failure = None
     try:
         yield
     except Exception as error:
         failure = _to_tell(error, advice)
-    _agree(accelerator, failure)
+    _meet(accelerator, what, failure, alike=alike)
 
 
 def _to_tell(error: Exception, advice: str = "") -> Exception:
@@ -180,33 +213,23 @@ def _to_tell(error: Exception, advice: str = "") -> Exception:
     return UserError(f"{problem}; {advice}" if advice else problem)
 
 
-def _words(accelerator: Accelerator, failure: Exception) -> str:
-    """What the other processes are told of it."""
-    return str(failure) if isinstance(failure, UserError) else f"rank {accelerator.process_index}: {one_line(failure)}"
-
-
-def _agree(accelerator: Accelerator, failure: Exception | None) -> None:
+def _meet(accelerator: Accelerator, what: str, failure: Exception | None, *, alike: bool = False) -> None:
     """Raises on all processes where one has a failure: what no user can mend before what one can, and the first one's."""
     if accelerator.num_processes == 1:
         if failure is not None:
             raise failure
         return
-    mine = torch.zeros(1, 1 + _MESSAGE_BYTES, dtype=torch.uint8)  # 0: none; 1: a UserError; 2: another; and the words
-    if failure is not None:
-        words = _words(accelerator, failure).encode()[:_MESSAGE_BYTES]
-        mine[0, 0] = 1 if isinstance(failure, UserError) else 2
-        mine[0, 1 : 1 + len(words)] = torch.tensor(list(words), dtype=torch.uint8)
+    waiting: Waiting = accelerator.waiting  # type: ignore[attr-defined]  # of make_accelerator
+    mine = "" if failure is None else f"{_MENDABLE if isinstance(failure, UserError) else _BROKEN}{failure}"
+    if mine.startswith(_BROKEN) and failure is not None:
+        mine = f"{_BROKEN}rank {accelerator.process_index}: {one_line(failure)}"
     try:
-        rows = accelerator.gather(mine.to(accelerator.device)).cpu()
-    except Exception as lost:
-        if failure is None:
-            raise
-        raise failure from lost
-    worst = int(rows[:, 0].max())
-    if worst == 0:
+        told = [each for each in waiting.meet(what, mine, waiting.patience if alike else LONGEST) if each]
+    except LostProcess as lost:
+        raise failure or lost from lost
+    if not told:
         return
-    if failure is not None and worst == 2 == int(mine[0, 0]):
+    worst = next((each for each in told if each.startswith(_BROKEN)), told[0])
+    if failure is not None and mine[0] == worst[0] == _BROKEN:
         raise failure
-    first = next(row[1:] for row in rows if row[0] == worst)
-    said = bytes(first[first > 0].tolist()).decode(errors="ignore")
-    raise UserError(said) if worst == 1 else FailedElsewhere(said)
+    raise (FailedElsewhere if worst[0] == _BROKEN else UserError)(worst[1:])

@@ -13,12 +13,13 @@ from typing import Any, NoReturn, TypeVar
 
 from utils.core.bars import Bar
 from utils.core.deadline import within
-from utils.core.errors import OUT_OF_MEMORY, FailedElsewhere, UserError, memory_advice, out_of_memory
+from utils.core.errors import OUT_OF_MEMORY, FailedElsewhere, LostProcess, UserError, memory_advice, out_of_memory
 from utils.core.launcher import launcher_reports, launcher_words
 
 if sys.platform == "win32":  # which lacks SIGUSR1 and the module `resource`, and was never tried
     print("error: Windows is not supported: use Linux, or WSL 2", file=sys.stderr)
     sys.exit(2)
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else C++ stacks hide the line about a process that is lost
 T = TypeVar("T")
 REQUIRED = (  # to import, of requirements.txt; trackers are asked for by --logger
     *("torch", "accelerate", "diffusers", "datasets", "huggingface_hub", "safetensors", "yaml", "psutil", "tqdm", "PIL"),
@@ -28,7 +29,7 @@ LAUNCHER_NEXT = "(the text below is from the launcher: you can ignore it)"
 LAUNCHER_BESIDE = "(you can ignore the traceback of the launcher)"  # which ends at the same signal
 WAIT_FOR_FIRST = 5.0  # seconds, in which a launcher ends the other ranks
 PATIENCE = 5.0  # seconds, in which whoever counts what the ranks say answers, unless it hangs
-_at_end: list[Callable[[], None]] = []
+_at_end: list[Callable[[int], None]] = []
 said_of_launcher: set[str] = set()  # once is enough, and the run's own line then is the last one
 _imports = contextlib.ExitStack()  # says that they take long
 
@@ -40,8 +41,8 @@ def run_script(
 
     `outlives_output`: what cannot be printed is lost and ends nothing, for work that is kept in files.
 
-    A UserError becomes one line on stderr and status 2. Any other exception ends with `crash_status`: memory that ran out with
-    one message of the first rank that met it, the rest with their traceback.
+    A UserError becomes one line on stderr and status 2. Any other exception ends with `crash_status`: a LostProcess with one
+    line, memory that ran out with one message of the first rank that met it, the rest with their traceback.
     """
     _imports.close()
     sys.excepthook = _tell_of_interrupt
@@ -63,6 +64,10 @@ def run_script(
     except FailedElsewhere:
         status = crash_status
         time.sleep(WAIT_FOR_FIRST)  # a rank that ended before the one that says why would have it killed unheard
+    except LostProcess as error:
+        status = crash_status
+        if not _was_said(OUT_OF_MEMORY) and _first_to_say(str(error)):  # else that is why it was lost
+            _say_last(f"error: {error}")
     except Exception as error:
         status = crash_status
         if out_of_memory(error):
@@ -107,21 +112,21 @@ class LossyOutput:
         return getattr(self._stream, name)
 
 
-def at_end(function: Callable[[], None]) -> None:
-    """Has `function` called when this process ends by `run_script`, or by `leave_now`."""
+def at_end(function: Callable[[int], None]) -> None:
+    """Has `function` called with the exit status when this process ends by `run_script`, or by `leave_now`."""
     _at_end.append(function)
 
 
 def leave_now(status: int) -> NoReturn:
     """Ends the process at once, also from within a signal's handler."""
-    _call_at_end()
+    _call_at_end(status)
     os._exit(status)
 
 
-def _call_at_end() -> None:
+def _call_at_end(status: int) -> None:
     for function in _at_end:
         with contextlib.suppress(OSError):
-            function()
+            function(status)
 
 
 def parse_early(parse_args: Callable[[], T], nothing_to_do: Callable[[T], str | None] = lambda options: None) -> T:
@@ -170,7 +175,7 @@ def _tell(error: UserError) -> int:
 
 
 def _leave(status: int | None) -> None:
-    _call_at_end()
+    _call_at_end(status or 0)
     sys.stdout.flush()
     sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from models.edm_heun import EDMHeunScheduler
 from utils.core import randomness
-from utils.core.distributed import together
+from utils.core.distributed import from_all, together
 from utils.core.errors import UserError
 from utils.data.autoencoder import Autoencoder
 from utils.diffusion.ddpm import config_for_any
@@ -167,7 +167,7 @@ class SamplePlan:
         process must call it."""
         with ExitStack() as moved:
             if self.autoencoder is not None:
-                with together(accelerator, "the autoencoder does not fit beside the network"):
+                with together(accelerator, "moving the autoencoder", "the autoencoder does not fit beside the network"):
                     moved.enter_context(self.autoencoder.on(self.device))
             yield
 
@@ -286,7 +286,7 @@ def sample_sharded(
     rounds = -(-len(chunks) // accelerator.num_processes)
     slots = 1 + len(record_timesteps or ())  # the image and its path travel together
     stopped = torch.zeros(1, device=accelerator.device)
-    with together(accelerator, "set a smaller --eval_batch_size"):
+    with together(accelerator, "making samples", "set a smaller --eval_batch_size"):
         gathered = torch.zeros(rounds, plan.batch_size, slots, *plan.image_shape, device=accelerator.device)
         for turn, numbers in enumerate(chunks[accelerator.process_index :: accelerator.num_processes]):
             result = sample(
@@ -306,7 +306,7 @@ def sample_sharded(
                 gathered[turn, : len(numbers), 1:] = path
         # What the gather will need must be had now, when all can still leave it out together; the allocator keeps it.
         gathered.new_empty(accelerator.num_processes, *gathered.shape)
-    if accelerator.gather(stopped).any():
+    if any(from_all(accelerator, stopped)):
         return None
     # [process, round, ...] -> [round, process, ...] is the order of the chunks; only the last one is short, so that
     # what follows image n - 1 is padding.

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from utils.core.distributed import from_main_process, together
+from utils.core.distributed import from_all, from_main_process, together, waited_for
 from utils.core.errors import UserError
 from utils.core.files import whole_file
 from utils.data.dataset import ImageSet, content_fingerprint
@@ -65,7 +65,7 @@ def sharded(
     for first in range(0, len(chunks), processes):
         turn = chunks[first : first + processes]
         # Who has no chunk left makes the last one again, so that shapes agree; nothing waits for it longer.
-        with together(accelerator):
+        with together(accelerator, "features of images"):
             made = make(turn[min(accelerator.process_index, len(turn) - 1)])
         if processes == 1:
             yield turn[0], made
@@ -154,7 +154,7 @@ def reference_features(
         found = load_features(path)[0] if path is not None and path.exists() else None
     except UserError:  # damaged: made again
         found = None
-    everywhere = all(accelerator.gather(torch.tensor([int(found is not None)], device=accelerator.device)).tolist())
+    everywhere = all(from_all(accelerator, torch.tensor([int(found is not None)], device=accelerator.device)))
     if found is not None and everywhere:
         return found
 
@@ -171,9 +171,10 @@ def reference_features(
         hash_pixels=True,
         progress=progress,
     )
-    if path is not None and accelerator.is_main_process:
-        with contextlib.suppress(OSError):  # a cache that cannot be written is made again next time
-            save_features(path, features, {})
+    with waited_for(accelerator, "writing the features"):
+        if path is not None and accelerator.is_main_process:
+            with contextlib.suppress(OSError):  # a cache that cannot be written is made again next time
+                save_features(path, features, {})
     return features
 
 

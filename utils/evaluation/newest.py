@@ -34,5 +34,5 @@ def loadable(name: str) -> str:
 def agreed(accelerator: Accelerator, name: str) -> str:
     """Returns what `loadable` does, the same on every process: a run that goes on may have saved another one meanwhile."""
     found: list[str] = []
-    on_main_process(accelerator, lambda: found.append(loadable(name)))
+    on_main_process(accelerator, "looking at the run", lambda: found.append(loadable(name)))
     return from_main_process(found)[0]

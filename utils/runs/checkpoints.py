@@ -20,7 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from utils.core.distributed import from_main_process, on_main_process
+from utils.core.distributed import agree, from_main_process, on_main_process
+from utils.core.errors import UserError
 from utils.core.files import sync
 from utils.optim.ema import EMA
 from utils.optim.optimizers import change_settings, match_layouts, settings_of
@@ -81,29 +82,34 @@ def save_checkpoint(
     """
     temporary = output_dir / f".tmp-checkpoint-{state.step}"
     final = output_dir / f"checkpoint-{state.step}"
-    if accelerator.is_main_process:
+    what = f"saving {final.name}"
+
+    def clear() -> None:
         for leftover in output_dir.glob(".tmp-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-    accelerator.wait_for_everyone()
-    error = ""
+
+    def publish() -> None:
+        try:
+            _publish(temporary, final, state.step)
+        except Exception as exception:
+            raise UserError(f"{type(exception).__name__}: {exception}") from exception
+        with contextlib.suppress(OSError):  # the next save tries again
+            prune_checkpoints(output_dir, total_limit, newest_step=state.step, keep_step=state.best_step)
+
     try:
-        accelerator.save_state(str(temporary))  # makes the folder
-    except Exception as exception:  # a full disk arrives as OSError, RuntimeError or SafetensorError
-        error = f"rank {accelerator.process_index}: {type(exception).__name__}: {exception}"
-    failed = torch.tensor([bool(error)], device=accelerator.device, dtype=torch.int32)
-    failed = bool(accelerator.reduce(failed, "sum").item())
-    if accelerator.is_main_process:
-        if not failed:
-            try:
-                _publish(temporary, final, state.step)
-                with contextlib.suppress(OSError):  # the next save tries again
-                    prune_checkpoints(output_dir, total_limit, newest_step=state.step, keep_step=state.best_step)
-            except Exception as exception:
-                error = f"{type(exception).__name__}: {exception}"
-        if failed or error:
+        on_main_process(accelerator, what, clear)
+        problem = None
+        try:
+            accelerator.save_state(str(temporary))  # makes the folder
+        except Exception as exception:  # a full disk arrives as OSError, RuntimeError or SafetensorError
+            problem = f"rank {accelerator.process_index}: {type(exception).__name__}: {exception}"
+        agree(accelerator, what, problem)  # the main process writes the most
+        on_main_process(accelerator, what, publish)
+    except UserError as error:
+        if accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
-            error = error or "another rank could not write its part"
-    return from_main_process(error) or None
+        return str(error)
+    return None
 
 
 def _publish(temporary: Path, final: Path, step: int) -> None:
@@ -187,7 +193,7 @@ def resume(
             notes += check_options(saved, state.options, allowed_changes, unfit)
         found = path, notes
 
-    on_main_process(accelerator, find)
+    on_main_process(accelerator, "reading the checkpoint", find)
     checkpoint, notes = from_main_process(found)
     if checkpoint is None:
         return None, [*notes, f"no checkpoint in {output_dir} yet: starting a new run"]

@@ -87,7 +87,7 @@ class RunFolder:
         from filelock import FileLock, Timeout  # not above: the command line is looked at before packages are
 
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        at_end(self._remove_if_empty)
+        at_end(lambda status: self._remove_if_empty())
         make_folder(self.path, "--output_dir")
         self._lock = FileLock(self.path / ".lock", is_singleton=True)  # in one process, as in tests, run may follow on run
         try:

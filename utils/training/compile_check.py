@@ -54,9 +54,9 @@ def check_compiled(
     smallest = 8 * ROUNDINGS[arithmetic] / tolerance  # differences of 8 roundings of its largest sibling are none of a layer
     with _comparable(raw):
         try:
-            with together(accelerator, "the updates need less"):
+            with together(accelerator, "checking --compile", "the updates need less"):
                 eager = _gradients(accelerator, model, raw, loss, eagerly=True)
-            with together(accelerator, "set a smaller --train_batch_size"):
+            with together(accelerator, "checking --compile", "set a smaller --train_batch_size"):
                 try:
                     found = _gradients(accelerator, model, raw, loss, eagerly=False)
                     error, layer = _largest_error(eager, found, smallest)
@@ -79,7 +79,7 @@ def check_compiled(
         print_line(unknown)
         return True
     try:
-        agree(accelerator, problem)
+        agree(accelerator, "checking --compile", problem, alike=True)
     except UserError as agreed:
         compiled._compiled_call_impl = None
         print_line(f"--compile is off: {agreed}. {EAGERLY}")

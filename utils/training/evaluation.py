@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from PIL.Image import Image
 
-from utils.core.distributed import on_main_process, together
+from utils.core.distributed import on_main_process, together, waited_for
 from utils.core.errors import OUT_OF_MEMORY, UserError
 from utils.core.images import save_png
 from utils.data.dataset import ImageSet, cache_root
@@ -87,11 +87,12 @@ class SampleEvaluation:
         logged |= {f"eval/{name}": figures[name] for name in LOGGED}
         logged |= {"eval/modes_hit": figures["modes"]["hit"], "eval/modes_different": figures["modes"]["different"]}
         logged |= {"eval/near_duplicates": figures["memorisation"]["near_duplicates"], "eval/seconds": done - start}
-        run.trackers.log(logged, step=step)
-        run.doctor.record(step, logged | {"evaluation": figures})
+        with waited_for(run.accelerator, "logging the evaluation"):
+            run.trackers.log(logged, step=step)
+            run.doctor.record(step, logged | {"evaluation": figures})
         try:
             picture = run.output_dir / "evaluation" / "nearest.png"
-            on_main_process(run.accelerator, lambda: save_png(cast(Image, sheet), picture))
+            on_main_process(run.accelerator, "writing the closest pairs", lambda: save_png(cast(Image, sheet), picture))
         except UserError as error:  # a full disk takes no picture, and the figures are worth having without
             run.print_line(f"left out: {error}")
         floor = figures["floor"]
@@ -107,7 +108,7 @@ class SampleEvaluation:
         run, size = self._run, self._run.options.evaluation_batch_size
         training, others = run.data.training, run.data.validation
         real = _some(training, REFERENCE_ROWS)
-        with together(run.accelerator, ADVICE):
+        with together(run.accelerator, "preparing the evaluation", ADVICE):
             extractor = make_extractor(FEATURES, real).to(run.accelerator.device)
 
         def features(images: ImageSet) -> FeatureSet:

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from utils.core.bars import Bar
-from utils.core.distributed import from_main_process, local_processes, on_main_process
+from utils.core.distributed import from_all, from_main_process, local_processes, on_main_process
 from utils.core.errors import UserError, explain_out_of_memory, out_of_memory
 from utils.data.autoencoder import Autoencoder
 from utils.diagnostics.probe import probe_batch
@@ -286,7 +286,7 @@ class MemoryPlan:
             print(DiskPlan(options, size, options.max_train_steps, autoencoder=carried).line(Path(options.output_dir)))
             print(*foretold(vars(options), facts, schedule), sep="\n")
 
-        on_main_process(self._accelerator, write)
+        on_main_process(self._accelerator, "predicting the memory of an update", write)
         return 0 if from_main_process(fits) else EXIT_DOES_NOT_FIT
 
     def asked(self, micro_batch_size: int, accumulation: int) -> str:
@@ -374,7 +374,7 @@ class MemoryPlan:
     def _gathered(self, value: int) -> list[int]:
         """The whole number `value` of every process."""
         own = torch.tensor([int(value)], device=self._accelerator.device)  # not every device has float64
-        return self._accelerator.gather(own).tolist()
+        return from_all(self._accelerator, own)
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:

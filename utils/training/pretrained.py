@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from diffusers import ModelMixin
 
-from utils.core.distributed import from_main_process, on_main_process
+from utils.core.distributed import from_main_process, on_main_process, waited_for
 from utils.core.errors import UserError, in_full
 from utils.core.size import Size
 from utils.data.autoencoder import Autoencoder
@@ -84,8 +84,9 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
     else:
         pipeline = agreed(accelerator, options.pretrained)
         first: list = []  # one download, and one message where it fails
-        on_main_process(accelerator, lambda: first.append(_loaded(pipeline)))
-        unet, scheduler, decoder = first[0] if first else _loaded(pipeline)
+        on_main_process(accelerator, "loading the pipeline", lambda: first.append(_loaded(pipeline)))
+        with waited_for(accelerator, "loading the pipeline"):
+            unet, scheduler, decoder = first[0] if first else _loaded(pipeline)
         edm, wants_edm = is_edm(scheduler), isinstance(options, EDM2Options)
         if edm != wants_edm:
             script = "train_edm2.py" if edm else "train_ddpm.py"
@@ -118,7 +119,7 @@ def checkpoint_to_resume(options: RunOptions, accelerator: Accelerator) -> Path 
         nonlocal found
         found, _ = find_checkpoint(Path(options.output_dir), str(options.resume_from_checkpoint))
 
-    on_main_process(accelerator, find)
+    on_main_process(accelerator, "reading the checkpoint", find)
     return from_main_process(found)
 
 

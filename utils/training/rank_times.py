@@ -11,6 +11,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.autograd import Variable
 
+from utils.core.distributed import from_all
+
 KINDS = ("compute", "data", "collectives")
 RING = 256  # marks at most; what lies half as many marks back is over: a GPU's queue holds about 1,000 kernels
 
@@ -34,14 +36,17 @@ class RankTimes:
             self._marks.append((kind, self._moment()))
             self._tells(kind)
 
-    def before_backward(self, loss: Tensor) -> None:
-        """Has the time from the end of this rank's own backward pass on count as waiting, while DDP awaits what it sent."""
+    def before_backward(self, loss: Tensor, now: Callable[[str | None], None]) -> None:
+        """Has `now` told of the end of this rank's own backward pass, from which on it waits: DDP awaits what it sent."""
         if self._on:
-            loss.register_hook(self._at_own_end)
+            # Callbacks run once the pass is over, in their order; DDP adds the one that waits for its collectives after this.
+            queue = Variable._execution_engine.queue_callback
+            loss.register_hook(lambda gradient: queue(lambda: now("collectives")))
 
-    def _at_own_end(self, gradient: Tensor) -> None:
-        # Callbacks run once the pass is over, in their order; DDP adds the one that waits for its collectives after this.
-        Variable._execution_engine.queue_callback(lambda: self.now("collectives"))
+    def wait_for_device(self) -> None:
+        """Until all is done that was begun before the newest mark, the collectives of an update among it."""
+        if self._marks and not isinstance(self._marks[-1][1], float):
+            self._marks[-1][1].synchronize()
 
     def _moment(self) -> Any:
         if self._accelerator.device.type == "cpu":
@@ -68,7 +73,7 @@ class RankTimes:
         self._unused += [event for _, event in self._marks if not isinstance(event, float)]
         self._marks, own, self._own = [], self._own, dict.fromkeys(KINDS, 0.0)
         rows = torch.tensor([list(own.values())], dtype=torch.float32).to(self._accelerator.device)
-        return Shares(*zip(*self._accelerator.gather(rows).tolist()))
+        return Shares(*zip(*from_all(self._accelerator, rows)))
 
 
 class Shares(NamedTuple):

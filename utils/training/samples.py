@@ -70,13 +70,14 @@ class SampleGrids:
         self.stopped = None in results
         if not self.stopped:
             path = run.output_dir / "samples" / f"{step:07d}.png"
-            on_main_process(run.accelerator, self._write, path, step, raw=results[0], ema=results[-1])
+            on_main_process(run.accelerator, "writing the samples", self._write, path, step, raw=results[0], ema=results[-1])
             self.newest, self.newest_step = path, step
 
     def probe(self) -> None:
         """Records what the network is like. Every process must call it."""
         run = self._run
-        with together(run.accelerator, "set a smaller --train_batch_size, by which the images are shared out"):
+        advice = "set a smaller --train_batch_size, by which the images are shared out"
+        with together(run.accelerator, "examining the network", advice, alike=False):
             if run.accelerator.is_main_process:
                 with full_precision(run.objective.exported), run.progress.part("examining the network"):
                     found = run.objective.probe(run.data)
