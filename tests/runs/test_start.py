@@ -11,6 +11,7 @@ import pytest
 from utils.core.errors import UserError
 from utils.options.flags import DDPMOptions
 from utils.options.parser import parse_options
+from utils.options.paths import located
 from utils.runs.checkpoint_files import find_checkpoint
 from utils.runs.folder import RunFolder
 from utils.runs.start import Start, nothing_to_do, start_of
@@ -205,6 +206,41 @@ def test_the_launch_counts_as_an_option(tmp_path):
     killed_early(tmp_path)
     with pytest.raises(UserError, match="global_batch_size: 16 there, 32 now"):
         start_of(options(tmp_path, *LATEST), LAUNCHED | {"global_batch_size": 32})
+
+
+def test_flags_that_an_earlier_version_lacked_are_what_it_did(tmp_path):
+    finished(tmp_path)
+    saved = json.loads((tmp_path / "options.json").read_text())
+    for name in ("streaming", "class_conditional", "vae", "latent_scale"):
+        del saved["options"][name]
+    (tmp_path / "options.json").write_text(json.dumps(saved))
+    assert start_of(options(tmp_path, *LATEST), LAUNCHED) is Start.DONE
+    with pytest.raises(UserError, match="streaming: False there, True now"):
+        start_of(options(tmp_path, *LATEST, "--streaming"), LAUNCHED)
+
+
+def test_a_folder_that_cannot_be_looked_at_is_one_line():
+    with pytest.raises(UserError, match="cannot use --output_dir x+: File name too long\nchoose another --output_dir"):
+        nothing_to_do(options(Path("x" * 300)))
+
+
+def test_several_processes_decide_together_that_there_is_nothing_to_do(tmp_path, monkeypatch):
+    finished(tmp_path)
+    assert nothing_to_do(options(tmp_path, *LATEST)).startswith("finished: ")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert nothing_to_do(options(tmp_path, *LATEST)) is None
+
+
+def test_the_digits_of_scikit_learn_are_no_folder(tmp_path, monkeypatch):
+    """Though a folder is called so: that of the run."""
+    monkeypatch.chdir(tmp_path)
+    run = Path("digits")
+    run.mkdir()
+    record(run)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    saved = json.loads((tmp_path / run / "options.json").read_text())
+    assert located(saved, tmp_path / run, ["dataset_name"])["dataset_name"] == "digits"
 
 
 def test_a_history_whose_options_are_lost_is_not_replaced(tmp_path):

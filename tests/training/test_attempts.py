@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import same_bytes
 
-from utils.core.distributed import on_main_process, together
-from utils.core.errors import UserError
+from utils.core.distributed import from_main_process, on_main_process, together, waited_for
+from utils.core.errors import LostProcess, UserError
 from utils.runs.state import TrainState
 from utils.training.attempts import Attempts
 from utils.training.samples import SampleGrids
@@ -224,6 +224,33 @@ def test_two_processes_fail_together(server, tmp_path):
     assert eval(second.text().splitlines()[-1]) == [
         *("ValueError: v", *of_user, "ValueError: v", "UserError: first", elsewhere.format(0), *disk),
     ]
+
+
+def test_a_lost_process_ends_the_run_and_is_no_failure_of_what_was_tried(tmp_path):
+    def lose():
+        raise LostProcess("rank 1 has ended")
+
+    process = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=torch.device("cpu"))
+    attempts = Attempts(process, tmp_path, TrainState({}), print)
+    with pytest.raises(LostProcess):
+        attempts.make("the samples", lose)
+    assert not (tmp_path / "errors").exists()
+
+
+def test_what_needs_all_processes_is_refused_where_each_works_alone(tmp_path):
+    """Also in one process, where it would do no harm: in several, those that wait would never come."""
+    process = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=torch.device("cpu"))
+    attempts = Attempts(process, tmp_path, TrainState({}), print)
+    for meeting in (
+        lambda: attempts.make("the profile", print),
+        lambda: on_main_process(process, "writing", print),
+        lambda: from_main_process(1),
+    ):
+        with pytest.raises(RuntimeError, match="needs all processes, inside 'packing'"), waited_for(process, "packing"):
+            meeting()
+        with pytest.raises(RuntimeError, match="needs all processes, inside 'hashing'"):
+            on_main_process(process, "hashing", meeting)
+        meeting()  # and outside it is none
 
 
 def test_one_process_meets_its_own_failure():

@@ -1,6 +1,7 @@
 """How a script becomes a set of connected processes: the Accelerator, CPU threads, and refused launches."""
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ from utils.core.processors import usable_cores
 from utils.core.waiting import LONGEST, Meeting, Waiting
 
 T = TypeVar("T")
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)  # what a user can mend
+_works_alone: list[str] = []  # what this process does just now without the others, the innermost last
 _MENDABLE, _BROKEN = "1", "2"  # before what a process tells the others: a UserError, or another one
 
 SUPPORTED_LAUNCHES = {
@@ -136,9 +139,11 @@ def on_main_process(accelerator: Accelerator, what: str, function: Callable[...,
     failure: Exception | None = None
     if accelerator.is_main_process:
         try:
-            function(*args, **kwargs)
+            with _alone(what):
+                function(*args, **kwargs)
         except OSError as error:  # a full disk, say
             failure = UserError(f"{error.strerror or error}: {error.filename or what}")
+            failure.__cause__ = None if error.errno in OF_THE_DISK else error
         except SafetensorError as error:  # the same, met by its writer
             failure = UserError(f"{error}: {what}")
         except Exception as error:
@@ -148,18 +153,21 @@ def on_main_process(accelerator: Accelerator, what: str, function: Callable[...,
 
 def from_main_process(value: T) -> T:
     """Returns the main process's `value`, on all of them. No process may have to wait for it long: see `waited_for`."""
+    needs_all("the main process's value")
     with Meeting():
         return broadcast_object_list([value])[0]
 
 
 def from_all(accelerator: Accelerator, own: torch.Tensor) -> list:
     """Returns the numbers of every process, [processes x len(own)]; the host waits for them."""
+    needs_all("the numbers of all processes")
     with Meeting():
         return accelerator.gather(own).tolist()
 
 
 def objects_from_all(own: list) -> list:
     """Returns what the lists of all processes hold, as one list; in that of one process, what it holds."""
+    needs_all("the lists of all processes")
     with Meeting():
         return gather_object(own)
 
@@ -200,10 +208,27 @@ def together(accelerator: Accelerator, what: str, advice: str = "", *, alike: bo
     """
     failure = None
     try:
-        yield
+        with _alone(what):
+            yield
     except Exception as error:
         failure = _to_tell(error, advice)
     _meet(accelerator, what, failure, alike=alike)
+
+
+@contextlib.contextmanager
+def _alone(what: str) -> Iterator[None]:
+    _works_alone.append(what)
+    try:
+        yield
+    finally:
+        _works_alone.pop()
+
+
+def needs_all(what: str) -> None:
+    """Raises RuntimeError inside `together` and its kin, where other processes may wait and would never come: also in one
+    process, so that tests see it."""
+    if _works_alone:
+        raise RuntimeError(f"{what} needs all processes, inside {_works_alone[-1]!r}, at which each works alone")
 
 
 def _to_tell(error: Exception, advice: str = "") -> Exception:
@@ -215,6 +240,7 @@ def _to_tell(error: Exception, advice: str = "") -> Exception:
 
 def _meet(accelerator: Accelerator, what: str, failure: Exception | None, *, alike: bool = False) -> None:
     """Raises on all processes where one has a failure: what no user can mend before what one can, and the first one's."""
+    needs_all(what)
     if accelerator.num_processes == 1:
         if failure is not None:
             raise failure
@@ -226,10 +252,12 @@ def _meet(accelerator: Accelerator, what: str, failure: Exception | None, *, ali
     try:
         told = [each for each in waiting.meet(what, mine, waiting.patience if alike else LONGEST) if each]
     except LostProcess as lost:
-        raise failure or lost from lost
+        if failure is None:
+            raise
+        raise failure from lost
     if not told:
         return
     worst = next((each for each in told if each.startswith(_BROKEN)), told[0])
-    if failure is not None and mine[0] == worst[0] == _BROKEN:
+    if failure is not None and (mine == worst or mine[0] == worst[0] == _BROKEN):
         raise failure
     raise (FailedElsewhere if worst[0] == _BROKEN else UserError)(worst[1:])

@@ -179,11 +179,12 @@ class _Look:
         self._answers, self._unanswered = waiting._answers, 0.0 if news else self._unanswered + passed
         if self._unanswered > waiting.patience and not waiting.lost:
             self._raise(f"the main process does not answer for {waiting.patience:.0f} s")
-        self._ended += waiting.lost
-        if self._ended > _GRACE:
-            self._raise(f"{_names([0])} has ended, or cannot be reached")
         signs = waiting._signs
         missing = [rank for rank, sign in signs.items() if sign.number < waiting._number and rank != waiting._rank]
+        ended = [rank for rank in missing if signs[rank].state == _ENDED]
+        self._ended += bool(ended) or waiting.lost
+        if self._ended > _GRACE:
+            self._raise(f"{_names(ended)} has ended" if ended else f"{_names([0])} has ended, or cannot be reached")
         for rank in missing:
             self._look_at(rank, signs[rank], passed)
         if missing and self._waited > self._longest:
@@ -195,9 +196,6 @@ class _Look:
                 print_progress(f"waiting for {_names(missing)}: {self._what} ({duration(self._waited)} so far)")
 
     def _look_at(self, rank: int, sign: Sign, passed: float) -> None:
-        self._ended += sign.state == _ENDED
-        if self._ended > _GRACE:
-            self._raise(f"{_names([rank])} has ended")
         before, seconds = self._silent.get(rank, (None, 0.0))
         seconds = seconds + passed if sign == before else 0.0
         self._silent[rank] = sign, seconds

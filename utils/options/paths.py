@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+DIGITS = "digits"  # the dataset that scikit-learn carries
 WORKING_DIR = "working_dir"  # in options.json: where the run was started last; absent in those of earlier versions
 
 
@@ -18,6 +19,8 @@ def located(record: Mapping[str, Any], folder: Path, names: Collection[str]) -> 
     options = dict(record["options"])
     for name in names:
         value: Any = options.get(name)
+        if name == "dataset_name" and value == DIGITS:  # a folder may be called so, but it is not meant
+            continue
         if not isinstance(value, str) or (os.path.isabs(value) and os.path.exists(value)):
             continue
         place = next((place for place in _places(value, record, folder) if os.path.exists(place)), value)

@@ -12,7 +12,7 @@ from utils.core.errors import UserError
 from utils.options.flags import RunOptions
 from utils.options.paths import WORKING_DIR, located
 from utils.runs.checkpoint_files import list_checkpoints, newest_checkpoint, verify_checkpoint
-from utils.runs.folder import DATA_SOURCES, OPTIONS, RunFolder, as_spelled_now, check_options, differences
+from utils.runs.folder import DATA_SOURCES, OPTIONS, WITHOUT, RunFolder, as_spelled_now, check_options, differences
 from utils.runs.state import read_state
 
 BY_CONTENT = {*DATA_SOURCES, "model_preset", "pretrained", "vae"}  # a checkpoint knows what these named
@@ -87,7 +87,7 @@ def _compare_with_checkpoint(options: RunOptions, asked: dict[str, Any], folder:
 
 def _other_run(options: RunOptions, asked: dict[str, Any], folder: RunFolder, record: dict) -> str:
     """Returns what to say where the run in the folder, without checkpoints, is another than `asked` for; nothing where not."""
-    recorded, resolved = record["options"], record.get("resolved", {})
+    recorded, resolved = _with_later_flags(record), record.get("resolved", {})
     saved = recorded | {n: resolved.get(n) for n in OF_THE_LAUNCH}
     saved = as_spelled_now({n: saved.get(n) for n in asked}, asked, record, folder.path)
     if folder.is_done() and _is_longer(options, record):
@@ -101,9 +101,15 @@ def _other_run(options: RunOptions, asked: dict[str, Any], folder: RunFolder, re
 def nothing_to_do(options: RunOptions) -> str | None:
     """`done_line` where a start can end before the libraries are loaded. Raises UserError as `start_of` does. A dry run starts
     nothing, and a push of a finished run asks for other things."""
-    if options.dry_run or options.push_to_hub or start_of(options) is not Start.DONE:
+    if options.dry_run or options.push_to_hub:
         return None
-    return done_line(options)
+    try:
+        start = start_of(options)
+    except OSError as error:
+        where = f"--output_dir {options.output_dir}"
+        raise UserError(f"cannot use {where}: {error.strerror or error}\nchoose another --output_dir") from None
+    several = os.environ.get("WORLD_SIZE", "1") != "1"  # which decide together, once they are connected
+    return done_line(options) if start is Start.DONE and not several else None
 
 
 def done_line(options: RunOptions) -> str:
@@ -123,8 +129,14 @@ def _checkpoint(output_dir: Path, wanted: str) -> Path | None:
 def _changed(options: RunOptions, record: dict, folder: Path) -> bool:
     """Whether any option differs from those of the last start, but for those that are of one start alone."""
     asked = options.lasting()
-    saved = as_spelled_now({n: record["options"].get(n) for n in asked}, asked, record, folder)
+    recorded = _with_later_flags(record)
+    saved = as_spelled_now({n: recorded.get(n) for n in asked}, asked, record, folder)
     return bool(differences(saved, asked))
+
+
+def _with_later_flags(record: dict) -> dict[str, Any]:
+    """The options of a record; of flags that its version did not have, what it did."""
+    return WITHOUT | record["options"]
 
 
 def _is_longer(options: RunOptions, record: dict) -> bool:

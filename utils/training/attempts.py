@@ -17,8 +17,10 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 
-from utils.core.errors import FailedElsewhere, UserError, one_line
+from utils.core.distributed import needs_all
+from utils.core.errors import FailedElsewhere, LostProcess, UserError, one_line
 from utils.core.files import whole_file
+from utils.core.waiting import Meeting
 from utils.runs.state import TrainState
 
 FOLDER = "errors"  # in the folder of a run, with tracebacks
@@ -63,12 +65,15 @@ class Attempts:
         random numbers and the state are those before it. Why is said once for each cause, with the traceback in a file where it
         is no mistake that a user can mend. Signals, and what ends a process, pass through.
 
-        Raises RuntimeError where the processes cannot go on together.
+        Raises RuntimeError or LostProcess where the processes cannot go on together.
         """
         before = _Before(self._state, self._accelerator.device)
         problem, file, first_hand = None, "", True
+        needs_all(what)
         try:
             action(*arguments)
+        except LostProcess:  # there is nobody to agree with
+            raise
         except Exception as error:
             problem, file = self._described(what, error)
             first_hand = not isinstance(error, FailedElsewhere)
@@ -126,7 +131,8 @@ class Attempts:
         outcomes: list[Any] = [None] * self._accelerator.num_processes
         problem = mine.problem or "another process did not come to its end"
         try:
-            dist.all_gather_object(outcomes, mine, group=self._group)
+            with Meeting():
+                dist.all_gather_object(outcomes, mine, group=self._group)
         except Exception as lost:
             raise RuntimeError(f"{what} after {self._state.step} updates: {problem}") from lost
         if len({outcome.collectives for outcome in outcomes}) > 1:

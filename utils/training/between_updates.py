@@ -173,7 +173,7 @@ class Periodic:
         run = self._run
         if not self._make_pipeline():
             self._save()
-            self._exit_status = 1
+            self._exit_status = self._exit_status or 1
             return
         if self._snapshots.due(run.state.step, ended=True):
             self._take_snapshot()

@@ -5,7 +5,7 @@ from typing import cast
 
 from torch.profiler import ProfilerActivity, profile
 
-from utils.core.distributed import waited_for
+from utils.core.distributed import on_main_process
 from utils.core.files import whole_file
 from utils.training.run import Run
 
@@ -43,16 +43,15 @@ class Profile:
         updates = self._run.state.step - self._begin
         if self._began and self._wanted is not None and updates >= 1:
             self._wanted = None
-            with waited_for(self._run.accelerator, "writing the profile"):
-                if self._profiler is not None:
-                    self._write(self._profiler, updates)
-                self._profiler = None
+            accelerator, what = self._run.accelerator, "writing the profile"
+            self._run.attempts.make("the profile", on_main_process, accelerator, what, self._write, self._profiler, updates)
+            self._profiler = None
 
     def _write(self, profiler: profile, updates: int) -> None:
         run = self._run
         profiler.stop()
         path = run.output_dir / "profile" / f"updates-{self._begin + 1}-{run.state.step}.json.gz"
-        run.attempts.make("the profile", _export, profiler, path)
+        _export(profiler, path)
         rows = _longest(profiler, run.accelerator.device.type)
         run.doctor.record(run.state.step, {"profile": {"updates": updates, "rows": rows}})
         run.print_line(f"profiled {updates} updates: {path}; the longest operations are in report.html")

@@ -32,6 +32,7 @@ from utils.optim.clipping import AdaptiveLimit, FixedLimit
 from utils.optim.ema import EMA
 from utils.optim.power_ema import make_ema
 from utils.options.flags import RunOptions
+from utils.options.paths import DIGITS
 from utils.runs.checkpoint_files import list_checkpoints
 from utils.runs.checkpoints import attach_state_hooks, resume
 from utils.runs.ema_snapshots import remove_snapshots_beyond
@@ -125,6 +126,8 @@ def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder | N
     folder = RunFolder(Path(options.output_dir))
     names = ("pretrained", *options.paths())  # the first that is in the way is told, and this one may have set --vae
     inputs = {name: getattr(options, name) for name in names if name not in ("output_dir", "cache_dir")}
+    if options.dataset_name == DIGITS:
+        del inputs["dataset_name"]
     claim = {"replaces": start is Start.NEW, "inputs": inputs}
     on_main_process(accelerator, "claiming the folder", folder.claim, **claim)
     return folder
