@@ -220,7 +220,7 @@ def test_flags_that_an_earlier_version_lacked_are_what_it_did(tmp_path):
 
 
 def test_a_folder_that_cannot_be_looked_at_is_one_line():
-    with pytest.raises(UserError, match="cannot use --output_dir x+: File name too long\nchoose another --output_dir"):
+    with pytest.raises(UserError, match=r"cannot use --output_dir x+: File name too long\nchoose another --output_dir"):
         nothing_to_do(options(Path("x" * 300)))
 
 
