@@ -63,7 +63,11 @@ def test_the_planted_code_would_run(tmp_path):
 def test_no_source_asks_for_code_to_be_run():
     """No unrestricted loading anywhere in the scripts: not by torch, numpy, pickle, datasets or diffusers."""
     unsafe = {("weights_only", False), ("trust_remote_code", True), ("allow_pickle", True)}
-    files = [*ROOT.glob("*.py"), *(ROOT / "utils").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    files = [
+        *ROOT.glob("*.py"),
+        *(file for room in ("utils", "steady_doctor", "benchmarks") for file in (ROOT / room).rglob("*.py")),
+    ]
+    files = [file for file in files if file.parent.name != "blind"]  # those of others, which load what they have written
     assert len(files) > 30
     found = []
     for file in files:

@@ -5,6 +5,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from utils.core.waiting import LONGEST, Meeting, Waiting
 
 T = TypeVar("T")
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)  # what a user can mend
-_works_alone: list[str] = []  # what this process does just now without the others, the innermost last
+_works_alone: ContextVar[str | None] = ContextVar("what this process does just now without the others", default=None)
 _MENDABLE, _BROKEN = "1", "2"  # before what a process tells the others: a UserError, or another one
 
 SUPPORTED_LAUNCHES = {
@@ -217,18 +218,18 @@ def together(accelerator: Accelerator, what: str, advice: str = "", *, alike: bo
 
 @contextlib.contextmanager
 def _alone(what: str) -> Iterator[None]:
-    _works_alone.append(what)
+    before = _works_alone.set(what)
     try:
         yield
     finally:
-        _works_alone.pop()
+        _works_alone.reset(before)
 
 
 def needs_all(what: str) -> None:
     """Raises RuntimeError inside `together` and its kin, where other processes may wait and would never come: also in one
     process, so that tests see it."""
-    if _works_alone:
-        raise RuntimeError(f"{what} needs all processes, inside {_works_alone[-1]!r}, at which each works alone")
+    if (alone := _works_alone.get()) is not None:
+        raise RuntimeError(f"{what} needs all processes, inside {alone!r}, at which each works alone")
 
 
 def _to_tell(error: Exception, advice: str = "") -> Exception:
