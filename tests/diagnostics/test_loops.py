@@ -1,4 +1,4 @@
-"""diagnose.py --watch, asked about mutations of training loops: the stage of a fault is named, and what is right is not accused."""
+"""diagnose.py --watch, asked about mutated training loops: a fault is named by its stage, what is right is not accused."""
 
 import json
 import shutil

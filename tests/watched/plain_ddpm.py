@@ -1,5 +1,5 @@
-"""A training loop as people write it by hand: DDPM without diffusers, labels that are dropped now and then, a copy of the network
-as its average, a learning rate that warms up.
+"""A training loop as people write it by hand: DDPM without diffusers, with labels that are dropped now and then, a copy of the
+network as its average, and a learning rate that warms up.
 """
 
 import copy
