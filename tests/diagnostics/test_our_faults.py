@@ -52,7 +52,7 @@ FAULTS = {
     """,
 }
 NAMES = [(script, name.strip()) for script, names in FAULTS.items() for name in names.strip().splitlines()]
-OF_TINY_RUNS = ("resolution", "network", "cpu_threads", "learning_rate", "lr_warmup_steps", "train_batch_size", "eval_batch_size")
+OF_TINY_RUNS = ("resolution", "network", "cpu_threads", "learning_rate", "train_batch_size", "eval_batch_size")
 
 
 def flags_of(case: cases.Case) -> list[str]:

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(1, str(ROOT))
+sys.path.insert(1, str(Path(__file__).parents[2]))
 
 from benchmarks.doctor.edits import Edit, changed_files
+
+ROOT = Path(__file__).parents[2]
 
 
 def functions_of(code: CodeType, owner: object) -> Iterator[tuple[object, CodeType]]:
