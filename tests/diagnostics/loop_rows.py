@@ -158,6 +158,7 @@ FLOW_LOOP = [
 ]
 
 CONTROL_LOOP = [
+    row("target", "hint)) - noise", "hint)) - noise.roll(1, 0)"),
     # ---- condition
     row("condition", "hint)) - noise", "hint[:1].expand_as(hint))) - noise", updates=22),
     row("condition", "control(t, label, hint)", "control(t, label * 0, hint)", updates=22),
@@ -167,6 +168,7 @@ CONTROL_LOOP = [
 ]
 
 CLOSURE_LOOP = [
+    row("noise", "torch.randn_like(x0)", "0.5 * torch.randn_like(x0)"),
     # ---- input
     row("input|timestep", "(1 - a).sqrt()", "(1 - a)"),
     # ---- condition
