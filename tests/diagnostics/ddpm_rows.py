@@ -413,7 +413,6 @@ PLAIN_DDPM = [
         updates=22,
     ),
     row("", BUILT, "nn.init.zeros_(self.last.weight)\nself.classes =", updates=22),
-    row("", LOSS, "x_in = x_t\n" + LOSS),
     row(
         "",
         LOSS,
@@ -421,14 +420,7 @@ PLAIN_DDPM = [
         updates=22,
     ),
     row("", *options(lr=1e-3, lr_warmup_steps=4, batch_size=16), updates=22),
-    row("", LOSS, "x_t.requires_grad_(False)\n" + LOSS, IMAGES, "x0, label = images[chosen].clone(), labels[chosen]"),
-    row(
-        "",
-        "for step in range(int(sys.argv[1])):",
-        ("for step in range(int(sys.argv[1])):\n    with torch.autocast('cpu', torch.bfloat16):\n        pass"),
-    ),
     row("", *ZERO_BEGIN, *loss("F.smooth_l1_loss(out, noise)")),
-    row("", *weighed("torch.where(snr > 1, 1.0, -1.0)")),
     row("", LOSS, SNR + "loss = ((model(x_t, t, told) - noise).abs().mean((1, 2, 3)) * snr.clamp(max=5) / snr).mean()"),
     row("", *loss("((out - noise).square() * torch.rand_like(noise)).mean()")),
     row(
@@ -497,7 +489,6 @@ PLAIN_DDPM = [
         updates=22,
     ),
     row("", AVERAGE, "average.lerp_(weight, 1 - min(0.99, (1 + step) / (10 + step)))", updates=22),
-    row("", TOLD, TOLD + "\nimages[0, 0, 0, 0]"),
     row("", "loss.backward()", "(2 * loss).backward()"),
     row(
         "",
