@@ -52,13 +52,12 @@ FAULTS = {
     """,
 }
 NAMES = [(script, name.strip()) for script, names in FAULTS.items() for name in names.strip().splitlines()]
-OF_TINY_RUNS = ("resolution", "network", "cpu_threads", "learning_rate", "train_batch_size", "eval_batch_size")
 
 
-def flags_of(case: cases.Case) -> list[str]:
+def flags_of(case: cases.Case, of_every_run: dict) -> list:
     """Of the fault itself; the size of the run, and when it validates and saves, is that of a tiny one."""
-    own = {name: value for name, value in case.flags.items() if name not in OF_TINY_RUNS and not name.endswith("_steps")}
-    return [word for name, value in own.items() if value is not False for word in (f"--{name}", value) if word is not True]
+    own = {name: value for name, value in case.flags.items() if name not in {*of_every_run, "network"} and value is not False}
+    return [word for name, value in own.items() for word in (f"--{name}", value) if word is not True]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_a_fault_of_our_scripts_is_named_by_its_stage(server, tmp_path, script, 
     [case] = [variants[0] for variants in cases.faults_of(of_script) if variants[0].name == name]
     (tmp_path / "edits.json").write_text(json.dumps([[edit.file, edit.old, edit.new] for edit in case.edits]))
     rhythm = ["--validation_images", 16, "--validation_steps", 4, "--save_images_steps", 4, "--save_model_steps", 8]
-    flags = [*make_tiny_flags(tmp_path, script), *rhythm, *flags_of(case), "--output_dir", tmp_path / "run"]
+    flags = [*make_tiny_flags(tmp_path, script), *rhythm, *flags_of(case, of_script["flags"]), "--output_dir", tmp_path / "run"]
     [run] = server.start(["tests/faults/edited.py", script, tmp_path / "edits.json", *flags])
     run.wait(200)
     found = [one for one in json.loads((tmp_path / "run" / "diagnosis.json").read_text()) if one["severity"] != "info"]
