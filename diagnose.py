@@ -145,8 +145,9 @@ def records_of(args: DiagnoseOptions) -> dict:
     from utils.diffusion.ddpm import describe_schedule
     from utils.diffusion.ideal_denoiser import GapPlan, denoiser_gap, gap_by_timestep
     from utils.diffusion.pipelines import image_shape, load_unconditional, training_scheduler
+    from utils.evaluation.newest import loadable
 
-    unet, scheduler_config = load_unconditional(args.pipeline)
+    unet, scheduler_config = load_unconditional(loadable(args.pipeline))
     channels, *size = image_shape(unet)
     images = load(args, Size(*size).resolution, channels)
     noise_scheduler = training_scheduler(scheduler_config)

@@ -30,6 +30,7 @@ from utils.core.files import make_folder
 from utils.core.size import Size
 from utils.options.flags import DataOptions, EvaluateOptions
 from utils.options.parser import parse_options
+from utils.options.paths import located, same_place
 from utils.runs.evaluations import run_of
 from utils.runs.folder import DATA_SOURCES, WITHOUT
 
@@ -55,7 +56,7 @@ def main(args: EvaluateOptions) -> None:
     # Imported here because torch and diffusers take seconds, which --help and a mistyped flag should not pay for.
     with loading_libraries(args):
         from utils.core.bars import Bar
-        from utils.core.distributed import make_accelerator, on_main_process
+        from utils.core.distributed import main_process_first, make_accelerator, on_main_process, waited_for
         from utils.data.arrays import is_array_file
         from utils.diagnostics.finding import Finding, described
         from utils.diagnostics.rules.samples import MIN_VARIED
@@ -66,12 +67,13 @@ def main(args: EvaluateOptions) -> None:
         from utils.evaluation.extractors import make_extractor
         from utils.evaluation.feature_sets import is_stored, load_features, reference_features, save_features, sync_weights
         from utils.evaluation.image_folder import ImageFolder
+        from utils.evaluation.newest import agreed
         from utils.evaluation.table import header, lines, read_results, refuse_to_compare, sentences
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,
         cpu_threads=args.cpu_threads,
-        collective_timeout=86400.0,  # a day: the others wait while the main process computes the figures
+        collective_timeout=3600.0,  # a batch of samples takes long on a CPU, and one process may have slower cores
     )
 
     shown = accelerator.is_main_process and not args.quiet
@@ -80,11 +82,13 @@ def main(args: EvaluateOptions) -> None:
     earlier = [result for path in args.compare for result in read_results(path)]
     asked_channels = args.image_channels if "image_channels" in args.given else None
     folders = [ImageFolder(folder, asked_channels) for folder in args.images]
-    with accelerator.main_process_first():  # one download, not one per process
+    args.pipeline = [agreed(accelerator, pipeline) for pipeline in args.pipeline]
+    args.guide_pipeline = args.guide_pipeline and agreed(accelerator, args.guide_pipeline)
+    with main_process_first(accelerator, "loading the guide"):  # one download, not one per process
         guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
     networks = []
     for pipeline in args.pipeline:
-        with accelerator.main_process_first():
+        with main_process_first(accelerator, "loading the pipeline"):
             unet, scheduler_config = load_network(pipeline)
             autoencoder = load_decoder(pipeline, unet)
         sampler = args.sampler or ("heun" if is_edm(scheduler_config) else "ddim")
@@ -113,14 +117,15 @@ def main(args: EvaluateOptions) -> None:
     else:
         if args.reference:
             args.train_data_dir = str(args.reference)
-        images, folder_cache = load_reference(args, shape, shown)
+        with waited_for(accelerator, "reading the real images"):  # one of each machine packs them
+            images, folder_cache = load_reference(args, shape, shown)
     references = len(stored if stored is not None else images)
     count = args.num_images or min(10_000, references)
     sizes = [(str(folder.folder), len(folder)) for folder in folders] + [(pipeline, count) for pipeline in args.pipeline]
     for name, size in sizes:
         refuse_too_few(size, references, name)
     # A classifier is trained once.
-    with Bar("preparing the extractors", shown=shown), accelerator.main_process_first():
+    with Bar(what := "preparing the extractors", shown=shown), main_process_first(accelerator, what):
         extractor = make_extractor(
             args.features,
             images,
@@ -146,7 +151,7 @@ def main(args: EvaluateOptions) -> None:
             digest = save_features(cast(Path, args.output), stored, facts)
             print(f"{len(stored):,} images, {extractor.name}, SHA-256 {digest} in {args.output}")
 
-        on_main_process(accelerator, write)
+        on_main_process(accelerator, "writing the reference", write)
         return
 
     # ---- figures, one source after the other
@@ -180,7 +185,7 @@ def main(args: EvaluateOptions) -> None:
         with Bar(name, count, shown=shown, afterwards=f"{name}: computing the figures") as progress:
             figures, sheet = evaluation.measure(source, count, progress=progress.update)
         results.append({"name": name, **common, "images": count, **made, "figures": figures})
-        on_main_process(accelerator, write_result, args, results, sheet)
+        on_main_process(accelerator, "writing the result", write_result, args, results, sheet)
 
     for folder in folders:
         source = folder.source(accelerator.device)
@@ -193,7 +198,7 @@ def main(args: EvaluateOptions) -> None:
         for seed in args.seeds:
             made_by = (seed, args.batch_size, accelerator.device, autoencoder)
             plan = SamplePlan(scheduler, made["num_inference_steps"], image_shape(unet), *made_by)
-            with full_precision(unet):
+            with plan.decoding(accelerator), full_precision(unet):
                 source = pipeline_images(accelerator, unet, plan, name=pipeline, predict=predict)
                 add(pipeline, source, count, seed=seed, **made)
         unet.cpu()
@@ -344,19 +349,20 @@ def known_split(args: EvaluateOptions, images: "ImageSet", source: str) -> tuple
     names = {each.name for each in fields(DataOptions)} - HOW_IT_IS_READ
     for folder in (Path(source), Path(source).parent):
         try:
-            options = json.loads((folder / "options.json").read_text())["options"]
+            options = located(json.loads((folder / "options.json").read_text()), folder, DataOptions.paths())
             trained_on = DataOptions.from_record(WITHOUT | options)
             split = (options["validation_images"], options["seed"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no run, or not one of this version
             continue
         differing = {name for name in names if getattr(trained_on, name) != getattr(given, name)}
+        differing -= {n for n in DataOptions.paths() if same_place(getattr(trained_on, n), getattr(given, n))}
         return split if not differing or (differing <= set(DATA_SOURCES) and _same_content(folder, images)) else None
     return (args.validation_images, 0) if args.validation_images else None
 
 
 def _same_content(run: Path, images: "ImageSet") -> bool:
     from utils.data.dataset import content_fingerprint
-    from utils.runs.checkpoints import list_checkpoints
+    from utils.runs.checkpoint_files import list_checkpoints
     from utils.runs.state import read_state
 
     for checkpoint in list_checkpoints(run)[-1:]:

@@ -44,7 +44,7 @@ def main(args: GenerateOptions) -> None:
         import torch
 
         from utils.core.bars import Bar
-        from utils.core.distributed import make_accelerator, on_main_process
+        from utils.core.distributed import main_process_first, make_accelerator, on_main_process, waited_for
         from utils.core.images import image_suffix, is_complete_image, make_grid, read_image, save_image, save_png
         from utils.diffusion.guidance import asked_classes, make_guided_prediction
         from utils.diffusion.pipelines import image_shape, load_decoder, load_network, names_of_classes, trained_bits
@@ -59,17 +59,19 @@ def main(args: GenerateOptions) -> None:
             to_uint8,
             to_uint16,
         )
+        from utils.evaluation.newest import agreed
 
     accelerator = make_accelerator(
         mixed_precision=args.mixed_precision,
         cpu_threads=args.cpu_threads,
-        collective_timeout=86400.0,  # a day: the processes only meet at the end, and one may have a batch more to make
     )
 
     shown = accelerator.is_main_process and not args.quiet
 
     # Pipeline
-    with accelerator.main_process_first():  # one download, not one per process
+    args.pipeline = agreed(accelerator, args.pipeline)
+    args.guide_pipeline = args.guide_pipeline and agreed(accelerator, args.guide_pipeline)
+    with main_process_first(accelerator, "loading the pipeline"):  # one download, not one per process
         unet, scheduler_config = load_network(args.pipeline)
         autoencoder = load_decoder(args.pipeline, unet)
         guide, guide_config = load_network(args.guide_pipeline) if args.guide_pipeline else (None, None)
@@ -103,12 +105,12 @@ def main(args: GenerateOptions) -> None:
         "bits": bits,
         "num_images": args.num_images,
     }
-    on_main_process(accelerator, claim_folder, args.output_dir, settings)
+    on_main_process(accelerator, "claiming the folder", claim_folder, args.output_dir, settings)
 
     # Work: whole chunks that lack an image, shared out evenly
     chunks = torch.arange(args.num_images).split(args.batch_size)
     complete = torch.zeros(len(chunks), device=accelerator.device)
-    with Bar("looking for existing images", shown=shown):
+    with Bar(what := "looking for existing images", shown=shown), waited_for(accelerator, what):
         for c in range(accelerator.process_index, len(chunks), accelerator.num_processes):
             complete[c] = all(is_complete_image(image_path(args.output_dir, i, suffix), shape) for i in chunks[c].tolist())
     todo = [chunk for chunk, done in zip(chunks, accelerator.reduce(complete, "sum").tolist()) if not done]
@@ -121,7 +123,9 @@ def main(args: GenerateOptions) -> None:
             network.compile()
     done = args.num_images - sum(map(len, todo))
     bar = Bar("making images", args.num_images, shown=shown, done=done, afterwards="writing the grid")
-    with bar, full_precision(unet, compiled=args.compile):
+    # One process may have a batch more to make, or be slower.
+    waited = waited_for(accelerator, "making images")
+    with bar, plan.decoding(accelerator), full_precision(unet, compiled=args.compile), waited:
         for first in range(0, len(todo), accelerator.num_processes):
             turn = todo[first : first + accelerator.num_processes]
             if accelerator.process_index < len(turn):
@@ -142,7 +146,6 @@ def main(args: GenerateOptions) -> None:
             bar.done = done  # the other processes keep about the same pace
 
     # Grid
-    accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         paths = [image_path(args.output_dir, i, suffix) for i in range(min(args.num_images, GRID_IMAGES))]
         first_images = torch.stack([read_image(path) for path in paths])
@@ -150,7 +153,6 @@ def main(args: GenerateOptions) -> None:
             first_images = (first_images.float() / 257).round().to(torch.uint8)
         save_png(make_grid(first_images), args.output_dir / "grid.png")
         print(f"{args.num_images} images in {args.output_dir}")
-    accelerator.wait_for_everyone()
 
 
 def weights_hash(unet: "nn.Module", scheduler_config: dict) -> str:

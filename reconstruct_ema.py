@@ -27,6 +27,7 @@ def main(args: ReconstructionOptions) -> None:
         from utils.diffusion.pipelines import load_decoder, names_of_classes
         from utils.evaluation.ema_reconstruction import check_output, describe, load_run, load_weights
         from utils.evaluation.ema_sweep import make_judge, write_sweep
+        from utils.evaluation.newest import loadable
         from utils.runs.ema_snapshots import fp16_error, list_snapshots, recipe, reconstruct
 
     widths = [args.width] if args.width is not None else read_widths(args.widths or "")
@@ -34,13 +35,15 @@ def main(args: ReconstructionOptions) -> None:
     step = args.step or snapshots[-1].step
     recipes = {width: recipe(snapshots, width, step) for width in widths}  # refuses what cannot be made
     check_output(args.output_dir, args.run)
-    unet, scheduler = load_run(args.run)
+    pipeline = loadable(str(args.run))  # of which the weights are replaced
+    unet, scheduler = load_run(args.run, pipeline)
+    decoder = load_decoder(pipeline, unet)
 
     best = widths[0]
     if args.widths is not None:
         accelerator = make_accelerator(cpu_threads=args.cpu_threads)
         sampling = {"num_images": args.num_images, "batch_size": args.batch_size, "seed": args.seed}
-        judge = make_judge(accelerator, args.run, scheduler, args.metric, **sampling)
+        judge = make_judge(accelerator, args.run, scheduler, args.metric, decoder, **sampling)
         values = {}
         for width in widths:
             load_weights(unet, reconstruct(snapshots, width, step), args.run)
@@ -53,9 +56,9 @@ def main(args: ReconstructionOptions) -> None:
     rounding = fp16_error(snapshots, best, step, weights)
     load_weights(unet, weights, args.run)
     facts = {"ema_width": best, "pipeline": args.output_dir.resolve().name}
-    card = model_card(describe(args.run, unet, scheduler, step) | facts)
-    names, autoencoder = names_of_classes(str(args.run)), load_decoder(str(args.run), unet)
-    export_pipeline(unet, scheduler, args.output_dir, card, class_names=names, autoencoder=autoencoder)
+    names = names_of_classes(pipeline)
+    card = model_card(describe(args.run, unet, scheduler, step, names) | facts)
+    export_pipeline(unet, scheduler, args.output_dir, card, class_names=names, autoencoder=decoder)
     used, error = recipes[best].snapshots, recipes[best].error
     off = f"profile {error:.1%} off"
     if rounding:

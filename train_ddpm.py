@@ -13,13 +13,14 @@ or a dry run does not fit; 75 stopped by a signal: run it again. (Launchers retu
 from utils.core.entrypoint import parse_early, run_script
 from utils.options.flags import DDPMOptions
 from utils.options.parser import parse_options
+from utils.runs.start import nothing_to_do
 
 
 def parse_args(argv: list[str] | None = None) -> DDPMOptions:
     return parse_options(DDPMOptions, __doc__, argv)
 
 
-OPTIONS = parse_early(parse_args) if __name__ == "__main__" else None  # above the imports that take seconds
+OPTIONS = parse_early(parse_args, nothing_to_do) if __name__ == "__main__" else None  # above the imports that take seconds
 
 from functools import partial
 
@@ -128,6 +129,8 @@ def main(options: DDPMOptions) -> int:
     if options.dry_run:
         return plan.show(describe_schedule(start.make_scheduler() if start else scheduler_of(options)))
     folder = claim_folder(options, accelerator)
+    if folder is None:  # its run is finished
+        return 0
 
     # ---- data, network, noise schedule, optimizer, EMA; a fresh run or a resumed one, and what watches it
     data = load_data(options, accelerator, autoencoder)

@@ -12,13 +12,14 @@ or a dry run does not fit; 75 stopped by a signal: run it again. (Launchers retu
 from utils.core.entrypoint import parse_early, run_script
 from utils.options.flags import EDM2Options
 from utils.options.parser import parse_options
+from utils.runs.start import nothing_to_do
 
 
 def parse_args(argv: list[str] | None = None) -> EDM2Options:
     return parse_options(EDM2Options, __doc__, argv)
 
 
-OPTIONS = parse_early(parse_args) if __name__ == "__main__" else None  # above the imports that take seconds
+OPTIONS = parse_early(parse_args, nothing_to_do) if __name__ == "__main__" else None  # above the imports that take seconds
 
 import math
 from dataclasses import replace
@@ -117,6 +118,8 @@ def main(options: EDM2Options) -> int:
     if options.dry_run:
         return plan.show()
     folder = claim_folder(options, accelerator)
+    if folder is None:  # its run is finished
+        return 0
 
     # ---- data, network, noise levels, optimizer, EMA; a fresh run or a resumed one, and what watches it
     data = load_data(options, accelerator, autoencoder)

@@ -6,8 +6,7 @@
 processes=$1 output_dir=$2
 shift 2
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}  # torchrun's own 30 s are few for a checkpoint
-started=$(mktemp)
-trap 'rm -f "$started"' EXIT
+before=$(stat -c '%i %y' "$output_dir/exit_status" 2>/dev/null)
 # Once, and always SIGTERM: torchrun does not pass on SIGUSR1. $! is torchrun.
 trap 'trap "" TERM INT USR1 HUP; [ "$!" ] || exit 75; kill -TERM $!' TERM INT USR1 HUP
 
@@ -19,6 +18,10 @@ while kill -0 $! 2>/dev/null; do  # a signal has ended the waiting
     wait $!
     status=$?
 done
-# torchrun gives 1 for all but 0. The file tells, unless it is of an earlier start: then this one has crashed, or was refused.
-[ "$output_dir/exit_status" -nt "$started" ] && status=$(cat "$output_dir/exit_status")
+# torchrun gives 1 for all but 0. The file tells which, unless it is of an earlier start: then this one has crashed, or was
+# refused. A 0 in it does not count: what came after the training, such as a push, has failed.
+if [ $status != 0 ] && [ "$(stat -c '%i %y' "$output_dir/exit_status" 2>/dev/null)" != "$before" ]; then
+    told=$(cat "$output_dir/exit_status" 2>/dev/null)
+    [ "${told:-0}" = 0 ] || status=$told
+fi
 exit $status

@@ -230,7 +230,8 @@ def train():
     import train_ddpm
     from utils.diagnostics.data_checks import copies
 
-    def run(flags: list[str], script=train_ddpm) -> int:
+    def run(flags: list[str], script=train_ddpm, fails: bool = False) -> int:
+        """`fails`: whether something is meant to fail that a run can do without; it would go unnoticed else."""
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -238,7 +239,11 @@ def train():
         try:
             # Each start of a run looks for copies among its images: among few of them here.
             with patch.multiple(copies, QUERIES=8, REFERENCES=64):
-                return script.main(script.parse_args([str(flag) for flag in flags]))
+                options = script.parse_args([str(flag) for flag in flags])
+                status = script.main(options)
+                if not fails:
+                    assert [path.read_text() for path in Path(options.output_dir, "errors").glob("*")] == []
+                return status
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
             for number, handler in handlers.items():  # a script keeps its own to the end of its process
@@ -249,10 +254,11 @@ def train():
 
 @pytest.fixture(scope="session")
 def rehearse(train):
-    """Runs a script's main on the device of tests/rehearsal.py; returns that device, which noted all that crossed. Without the
-    step audit, which reads what it measures in the updates that it looks at."""
+    """Runs a script's main on the device of tests/rehearsal.py; returns that device, which noted all that crossed. Whatever
+    fails ends it. Without the step audit, which reads what it measures in the updates that it looks at."""
     from rehearsal import Device, stand_ins
 
+    from utils.training.attempts import Attempts
     from utils.training.audit import StepAudit
 
     def run(flags: list, script) -> Device:
@@ -260,6 +266,7 @@ def rehearse(train):
             stand_ins(device, monkeypatch)
             for name in ("begin", "end_update", "check_sampler", "check_exported"):
                 monkeypatch.setattr(StepAudit, name, lambda *arguments: None)
+            monkeypatch.setattr(Attempts, "make", lambda self, what, action, *arguments: action(*arguments) or True)
             assert train(flags, script=script) == 0
         return device
 

@@ -145,16 +145,16 @@ class Device(TorchDispatchMode):
         made = func(*args, **kwargs)
         if goes_to != META:
             return made
+        return self._to_meta(made, {id(tensor) for tensor in given}, meta_of)
 
-        def to_meta(value):
-            if isinstance(value, (list, tuple)):
-                return type(value)(to_meta(part) for part in value)
-            if not isinstance(value, torch.Tensor) or any(value is tensor for tensor in given):
-                return value
-            changed = meta_of.get(id(value))  # in place
-            return self._on_device(value) if changed is None else changed
-
-        return to_meta(made)
+    def _to_meta(self, made, given: set[int], meta_of: dict[int, torch.Tensor]):
+        """What an operation gives on the device, of what it `made` on the CPU; `meta_of`: of what it changed in place."""
+        if isinstance(made, (list, tuple)):
+            return type(made)(self._to_meta(part, given, meta_of) for part in made)
+        if not isinstance(made, torch.Tensor) or id(made) in given:
+            return made
+        changed = meta_of.get(id(made))
+        return self._on_device(made) if changed is None else changed
 
     def _note(self, func, args, kwargs, given, goes_to) -> None:
         tags, op = func.tags, str(func)

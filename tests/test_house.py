@@ -33,6 +33,14 @@ def test_there_is_no_circle():
     assert len(list(TopologicalSorter(IMPORTS).static_order())) == len(MODULES)  # raises where there is one
 
 
+def test_nobody_waits_in_a_barrier_for_a_process_that_works_alone():
+    """A collective call gives up after --collective_timeout: see `waited_for` and `main_process_first`."""
+    barriers = ["wait_for_everyone", "main_process_first", "local_main_process_first", "barrier", "monitored_barrier"]
+    for path in [*MODULES.values(), *ROOT.glob("*.py")]:
+        called = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert not called.intersection(barriers), path
+
+
 def test_packages_are_empty_and_no_utility_imports_a_script():
     written = [name for name, path in MODULES.items() if path.name == "__init__.py" and path.read_text()]
     assert written == ["utils.diagnostics.__init__"]  # `watch`, for loops that are not ours; it imports nothing before
@@ -40,3 +48,13 @@ def test_packages_are_empty_and_no_utility_imports_a_script():
     for name, path in MODULES.items():
         words = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
         assert not words & scripts, name
+
+
+def test_the_doctor_of_any_script_imports_nothing_of_the_trainer():
+    paths = list((ROOT / "steady_doctor").rglob("*.py"))
+    assert len(paths) > 5
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [part.name for part in node.names] if isinstance(node, ast.Import) else []
+            assert not [name for name in names if str(name).split(".")[0] in ("utils", "models", "benchmarks")], path

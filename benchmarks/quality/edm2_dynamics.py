@@ -41,7 +41,7 @@ from utils.diagnostics.report.plots import Curve, plot
 from utils.diffusion.edm2 import EDM2Denoiser, denoise, losses_per_sample, noise_levels_at
 from utils.diffusion.pipelines import load_network
 from utils.options.flags import DataOptions
-from utils.runs.checkpoints import list_checkpoints
+from utils.runs.checkpoint_files import list_checkpoints
 from utils.runs.ema_snapshots import list_snapshots, reconstruct
 from utils.runs.record import RunRecord
 

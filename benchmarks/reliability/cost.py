@@ -49,7 +49,8 @@ from utils.optim.ema import EMA
 from utils.optim.optimizers import make_optimizer
 from utils.options.flags import DDPMOptions
 from utils.options.presets import FLAGS
-from utils.runs.checkpoints import attach_state_hooks, save_checkpoint, verify_checkpoint
+from utils.runs.checkpoint_files import verify_checkpoint
+from utils.runs.checkpoints import attach_state_hooks, save_checkpoint
 from utils.runs.state import TrainState
 from utils.training.audit import audited_updates
 from utils.training.ledger import Ledger

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from utils.core import entrypoint
+from utils.core.errors import FailedElsewhere
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -100,6 +101,19 @@ def test_a_count_of_what_was_said_that_never_comes_is_not_waited_for(monkeypatch
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     assert entrypoint._times_said("out of memory", 1) == (3 if kept else 0)
+
+
+def test_a_rank_that_is_well_leaves_the_word_to_the_one_that_failed(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(entrypoint.time, "sleep", waited.append)
+
+    def main(options):
+        raise FailedElsewhere("rank 0: ValueError: v")
+
+    with pytest.raises(SystemExit) as ended:
+        entrypoint.run_script(main, lambda: None)
+    assert ended.value.code == 1 and waited == [entrypoint.WAIT_FOR_FIRST]
+    assert "".join(capsys.readouterr()) == ""
 
 
 def test_ctrl_c_while_the_libraries_load_is_one_line_and_a_crash_keeps_its_traceback():

@@ -18,7 +18,7 @@ def on_a_gpu(monkeypatch):
     def accelerator(**options):
         given.update(options)
         state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
-        return SimpleNamespace(device=torch.device("cuda"), distributed_type=DistributedType.NO, state=state)
+        return SimpleNamespace(device=torch.device("cuda"), distributed_type=DistributedType.NO, state=state, num_processes=1)
 
     monkeypatch.setattr(utils.core.distributed, "Accelerator", accelerator)
     for name in ("benchmark", "allow_tf32"):

@@ -25,7 +25,7 @@ def bad_image(row: int) -> BadImage:
 def test_bad_images_of_all_processes_and_of_earlier_parts_of_the_run_are_listed(tmp_path, monkeypatch):
     path, said, known = tmp_path / "bad_images.json", [], BadImages(3)
     path.write_text(json.dumps([{"row": 9, "file": "9.png", "reason": "earlier", "replaced_by": 8}]))
-    monkeypatch.setattr(bad_images, "gather_object", lambda mine: [*mine, bad_image(4), bad_image(2)])
+    monkeypatch.setattr(bad_images, "objects_from_all", lambda mine: [*mine, bad_image(4), bad_image(2)])
     parts = (Part(known, {0, 1, 2}), Part(known, {3, 4, 5}))
     main, other = SimpleNamespace(is_main_process=True), SimpleNamespace(is_main_process=False)
     report = BadImageReport(main, path, parts, gathers=True, print_line=said.append)

@@ -13,21 +13,27 @@ from utils.evaluation.feature_sets import evenly, extract, load_features, save_f
 
 
 class Process:
-    """One of several processes that run as threads: `gather` is the accelerator's."""
+    """One of several processes that run as threads: `gather` is the accelerator's; `waiting` is itself."""
 
-    device = torch.device("cpu")
+    device, patience = torch.device("cpu"), 30.0
 
     def __init__(self, rank: int, group: list, barrier: threading.Barrier):
         self.process_index, self.num_processes = rank, barrier.parties
         self.is_main_process = rank == 0
-        self._group, self._barrier = group, barrier
+        self._group, self._barrier, self.waiting = group, barrier, self
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._group[self.process_index] = tensor
+    def _exchanged(self, own) -> list:
+        self._group[self.process_index] = own
         self._barrier.wait(timeout=30)
-        together = torch.cat(self._group)
+        together = list(self._group)
         self._barrier.wait(timeout=30)
         return together
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._exchanged(tensor))
+
+    def meet(self, what: str, words: str, longest: float) -> list[str]:
+        return self._exchanged(words)
 
 
 def on_processes(count: int, work) -> list:

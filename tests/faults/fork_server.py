@@ -62,6 +62,7 @@ class Run:
 class ForkServer:
     def __init__(self):
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as utils.core.entrypoint sets it before it imports torch
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
         self._process = subprocess.Popen(

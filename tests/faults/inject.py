@@ -8,6 +8,8 @@ Updates are counted from 1 in each process. FAULT is one of
     slow-compute   from forward pass N on, each takes V seconds longer
     slow-data      from the N-th time on that images are fetched, it takes V seconds longer
     hang           in update N, before the backward pass, the process waits for ever
+    hang-unseen    the same, and no process waits in the backward pass of update N, as the host does not with NCCL
+    hang-repeated  in the first update that is made again, before the backward pass, the process waits for ever
     stop           in update N, before the backward pass, the process stops (SIGSTOP) once the other ranks know where it is
     hang-data      the N-th time that images are fetched takes for ever
     nudge          after the backward pass of update N, the largest element of parameter V is one ulp larger
@@ -16,6 +18,7 @@ Updates are counted from 1 in each process. FAULT is one of
                    WHERE alone: bit 0 in update N, bit 1 in the next one, and so on
     oom            update N runs out of memory
     oom-between    random numbers for what happens between updates run out of memory: those whose purpose begins as V (V,W)
+    fail-between   each validation fails: inside what a process does by itself (V = alone), or while the others meet (V = apart)
     wrong-compiler  --compile compiles to code that runs, with a backward pass whose gradients are V times too large
     signal         the process sends itself signal V (or several: V,W) in update N
     signal-in-setup  the process sends itself signal V before it loads the data
@@ -56,9 +59,10 @@ from benchmarks.shared.replace import check_fired, fired, replace_everywhere
 from utils.core.entrypoint import run_script
 from utils.optim.ema import EMA
 from utils.training.evaluation import SampleEvaluation
-from utils.training.hang_watch import PERIOD
+from utils.training.hang_watch import PERIOD, News
 from utils.training.monitor import Monitor
 from utils.training.samples import SampleGrids
+from utils.training.validation import Validation
 
 TOUCHES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
@@ -156,9 +160,43 @@ def hang(step: int, value: str) -> None:
     at_update(step, lambda loss: time.sleep(3600))
 
 
+def hang_unseen(step: int, value: str) -> None:
+    hang(step, value)
+    all_reduce_later(step)
+
+
+def all_reduce_later(step: int) -> None:
+    """The gradients of update `step` are not reduced: as if the host did not wait for it, as with NCCL."""
+    forward, passes = DistributedDataParallel.forward, itertools.count(1)
+
+    def unsynchronized(model, *arguments, **keywords):
+        model.require_backward_grad_sync &= next(passes) != step
+        return forward(model, *arguments, **keywords)
+
+    DistributedDataParallel.forward = unsynchronized
+
+
+def hang_repeated(step: int, value: str) -> None:
+    backward = Accelerator.backward
+    begin, repeating = Monitor.begin, [False]
+
+    def new_turn(monitor, finished):
+        repeating[:] = [monitor.rerun.repeating]
+        begin(monitor, finished)
+
+    def stuck(accelerator, loss, **keywords):
+        time.sleep(3600 * repeating[0])
+        backward(accelerator, loss, **keywords)
+
+    Monitor.begin, Accelerator.backward = new_turn, stuck
+
+
 def stop(step: int, value: str) -> None:
     def stopped(loss):
-        time.sleep(3 * PERIOD)
+        told = torch.distributed.distributed_c10d._get_default_store()
+        while (news := News.read(told.get(f"hang/{os.environ['RANK']}"))).kind != "compute" or news.step != step:
+            time.sleep(PERIOD / 10)
+        time.sleep(3 * PERIOD)  # in which the others read it
         os.kill(os.getpid(), signal.SIGSTOP)
 
     at_update(step, stopped)
@@ -190,6 +228,16 @@ def oom_between(step: int, purposes: str) -> None:
         return normal(seed, purpose, *arguments)
 
     replace_everywhere("utils.core.randomness.normal", fail)
+
+
+def fail_between(step: int, where: str) -> None:
+    def planted(*arguments):
+        raise LookupError("planted")
+
+    if where == "alone":
+        utils.data.training_data.TrainingData.validation_batch = planted
+    else:
+        Validation.mean_loss = planted
 
 
 def wrong_compiler(step: int, factor: str) -> None:
@@ -386,6 +434,8 @@ FAULTS = {
     "none": None,
     "nan": nan,
     "hang": hang,
+    "hang-unseen": hang_unseen,
+    "hang-repeated": hang_repeated,
     "stop": stop,
     "hang-data": hang_data,
     "slow-compute": slow_compute,
@@ -394,6 +444,7 @@ FAULTS = {
     "flip": flip,
     "oom": oom,
     "oom-between": oom_between,
+    "fail-between": fail_between,
     "wrong-compiler": wrong_compiler,
     "signal": send_signal,
     "signal-in-setup": signal_in_setup,
@@ -422,6 +473,8 @@ if __name__ == "__main__":
         FAULTS[options.fault](options.step, options.value)
     elif options.fault == "wrong-compiler":  # on the other ranks a right one, as quick
         wrong_compiler(options.step, "1")
+    elif options.fault == "hang-unseen":
+        all_reduce_later(options.step)
     if options.record:
         record(options.record)
     if options.phases and os.environ.get("RANK", "0") == "0":

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from conftest import logged_scalars, same_bytes
 from fork_server import ForkServer, Run
 
-from utils.runs.checkpoints import list_checkpoints, verify_checkpoint
+from utils.runs.checkpoint_files import list_checkpoints, verify_checkpoint
 
 BYTES = ("model.safetensors", "ema.safetensors", "optimizer.bin")
 EXPORTED = "unet/diffusion_pytorch_model.safetensors"

@@ -8,7 +8,7 @@ import pytest
 from conftest import end_group, slow_turns, start_script
 from kills import DELAYS, PHASED, PHASES, Killer, Tally, differences, invalid_checkpoints, newest
 
-from utils.runs.checkpoints import find_checkpoint, list_checkpoints
+from utils.runs.checkpoint_files import find_checkpoint, list_checkpoints
 
 FREQUENT = ["--max_train_steps", 24, "--checkpointing_steps", 3]
 

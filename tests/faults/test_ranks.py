@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, end_group, logged_scalars, script_environment, slow_turns, start_command
 from kills import BYTES, newest, same
 
-from utils.runs.checkpoints import list_checkpoints, verify_checkpoint
+from utils.runs.checkpoint_files import list_checkpoints, verify_checkpoint
 
 INJECT = "tests/faults/inject.py"
 TIMEOUT, GRACE = 10, 25  # seconds: for a collective; for the others to notice and leave, on a busy machine
@@ -107,6 +107,15 @@ def test_two_interrupts_leave_at_once(server, script, script_flags, tmp_path):
     [run] = server.start([INJECT, script, "signal", "--value", "SIGINT,SIGINT", "--step", 5, "--", *flags])
     assert run.wait() == 128 + signal.SIGINT, run.text()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"] and all_valid(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_save_may_take_longer_than_a_collective_call(server, script, script_flags, tmp_path):
+    flags = [*script_flags, *HALVES, *LEAVES_SOON, "--checkpointing_steps", 4, "--output_dir", tmp_path]
+    fault = ["disk-frozen", "--rank", 0, "--step", 4, "--value", 1.5 * TIMEOUT]
+    runs = server.start([INJECT, script, *fault, "--", *flags], 2)
+    assert [run.wait() for run in runs] == [0, 0], runs[1].text()
+    assert newest(tmp_path) == 8 and all_valid(tmp_path)
 
 
 # ---- launched as users do

@@ -13,10 +13,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from utils.core.errors import UserError
-from utils.runs.checkpoints import list_checkpoints
+from utils.runs.checkpoint_files import list_checkpoints
 from utils.runs.folder import check_options
 
-TOUCHED = (".lock", "exit_status")  # by a start that is then refused
+TOUCHED = (".lock",)  # by a start that is then refused
 INJECT = "tests/faults/inject.py"
 STEPS, IMAGES, BATCH = 24, 40, 8
 WEIGHTS_TOLERANCE = 1e-3  # relative, per tensor; 1e-4 was measured: Adam enlarges rounding where gradients are tiny
@@ -50,6 +50,35 @@ def test_a_changed_option_is_refused_with_a_diff(server, script, run_to_resume, 
     assert difference in run.text() and "--allow_option_change " in run.text()
     assert "Traceback" not in run.text()
     assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_a_finished_run_that_is_started_again_stays_as_it_is(server, script, script_flags, tmp_path):
+    """Before any library is loaded, on each of two processes; without its checkpoints it is not trained over."""
+    flags = [
+        *script_flags,
+        "--max_train_steps",
+        2,
+        "--checkpointing_steps",
+        2,
+        "--train_batch_size",
+        4,
+        "--output_dir",
+        tmp_path,
+    ]
+    runs = server.start([script, *flags], 2)
+    assert [run.wait() for run in runs] == [0, 0], runs[0].text()
+    resume = [*flags, "--resume_from_checkpoint", "latest"]
+    for without_checkpoints in (False, True):
+        if without_checkpoints:
+            shutil.rmtree(tmp_path / "checkpoint-2")
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        runs = server.start([script, *resume], 2)
+        assert [run.wait() for run in runs] == [0, 0], runs[0].text()
+        assert "".join(run.text() for run in runs).count(f"finished: the run in {tmp_path} has come to its end") == 1
+        runs = server.start([script, *resume, "--seed", 1], 2)
+        assert [run.wait() for run in runs] == [2, 2], runs[0].text()
+        assert "seed: 0 " in "".join(run.text() for run in runs)
+        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_weights_that_do_not_fit_cannot_be_allowed(server, script, run_to_resume, tmp_path):
@@ -114,7 +143,8 @@ def test_the_same_data_by_another_path_is_the_same_run(server, script, script_fl
         flags[named + 1] = place
         [run] = server.start([script, *flags, "--resume_from_checkpoint", "checkpoint-4"])
         assert run.wait() == 0, run.text()
-        assert f"train_data_dir was {folder} and is now {place}: the content is the same" in run.text()
+        moved = f"train_data_dir was {folder} and is now {place}: the content is the same"
+        assert (moved in run.text()) == (place == archive)  # a slash at the end is no other place
         assert all(same_bytes(tmp_path / "run/checkpoint-8" / name, content) for name, content in weights.items())
     next(folder.rglob("*.png")).unlink()
     flags[named + 1] = folder

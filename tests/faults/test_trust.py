@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, slow_turns
 
-from utils.runs.checkpoints import verify_checkpoint
+from utils.runs.checkpoint_files import verify_checkpoint
 
 
 class Malicious:

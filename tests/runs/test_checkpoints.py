@@ -13,16 +13,14 @@ from torch import nn
 
 from utils.core.errors import UserError
 from utils.optim.ema import EMA
-from utils.runs import checkpoints
+from utils.runs import checkpoint_files, checkpoints
+from utils.runs.checkpoint_files import find_checkpoint, list_checkpoints, verify_checkpoint
 from utils.runs.checkpoints import (
     TrainState,
     attach_state_hooks,
-    find_checkpoint,
-    list_checkpoints,
     load_checkpoint,
     prune_checkpoints,
     save_checkpoint,
-    verify_checkpoint,
 )
 
 
@@ -194,7 +192,7 @@ def test_killed_between_any_two_steps_leaves_valid_checkpoints_only(run, saved, 
     for moment in range(1, 100):
         calls = 0
         with monkeypatch.context() as patch:
-            for module, name in ((checkpoints, "sync"), (os, "rename"), (shutil, "rmtree"), (checkpoints, "_sha256")):
+            for module, name in ((checkpoints, "sync"), (os, "rename"), (shutil, "rmtree"), (checkpoints, "file_sha256")):
                 patch.setattr(module, name, dies_at(moment, getattr(module, name)))
             try:
                 run.save(tmp_path, total_limit=2)
@@ -246,8 +244,13 @@ def test_best_hashes_the_newest_valid_checkpoint_and_itself_alone(run, tmp_path,
         run.state.best_step = 2 if step >= 2 else None
         run.save(tmp_path)
     (tmp_path / "checkpoint-4" / "model.safetensors").write_bytes(b"damaged")
-    seen, verify = [], checkpoints.verify_checkpoint
-    monkeypatch.setattr(checkpoints, "verify_checkpoint", lambda path: (seen.append(path.name), verify(path))[1])
+    seen, verify = [], checkpoint_files.verify_checkpoint
+
+    def noted(path, **how):
+        seen.append(path.name)
+        return verify(path, **how)
+
+    monkeypatch.setattr(checkpoint_files, "verify_checkpoint", noted)
     assert find_checkpoint(tmp_path, "best")[0].name == "checkpoint-2"
     assert seen == ["checkpoint-4", "checkpoint-3", "checkpoint-2"]
 
@@ -286,7 +289,7 @@ def test_code_hidden_in_a_checkpoint_is_not_run(run, saved, tmp_path):
         (forged / name).write_bytes(pickle.dumps(Malicious()))
         manifest = json.loads((forged / "MANIFEST.json").read_text())
         file = forged / name
-        manifest["files"][name] = {"size": file.stat().st_size, "sha256": checkpoints._sha256(file)}
+        manifest["files"][name] = {"size": file.stat().st_size, "sha256": checkpoint_files.file_sha256(file)}
         (forged / "MANIFEST.json").write_text(json.dumps(manifest))
         assert verify_checkpoint(forged) is None
         with contextlib.suppress(Exception):  # Accelerate passes over a random state that it cannot read

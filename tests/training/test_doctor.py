@@ -7,6 +7,7 @@ import pytest
 from made_up_runs import DATA, EVERY, REPORTS, SCHEDULE, report, run
 
 from utils.runs.evaluations import write_evaluation
+from utils.runs.record import RunRecord
 from utils.training.doctor import Doctor
 
 TOTAL = REPORTS * EVERY
@@ -85,3 +86,38 @@ def test_a_probe_or_validation_late_in_a_long_run_is_examined_at_once(tmp_path, 
     watching.record(11 * EVERY + 1, fault)
     watching.record(11 * EVERY + 2, fault)
     assert len(said) == 1 and tell(watching, 12)  # which is not examined by itself
+
+
+def test_what_follows_from_other_options_is_told_on_a_resume_and_nothing_else(tmp_path):
+    """A warm-up that took a twentieth of the run takes most of it once the run is shorter."""
+    said: list[str] = []
+    first = doctor(tmp_path, said=said)
+    first.record(0, {"data": DATA, "schedule": SCHEDULE})
+    first.look()
+    for number in range(1, 4):
+        tell(first, number)
+    assert said == []
+    healthy = run()
+    options, long = (
+        healthy.options | {"lr_scheduler": "cosine", "lr_warmup_steps": TOTAL // 20},
+        healthy.resolved | {"max_train_steps": TOTAL},
+    )
+    short = long | {"max_train_steps": TOTAL // 18}
+    common = {"options": options, "first_step": 3 * EVERY, "expected_reports": REPORTS, "enabled": True}
+    for resolved, before, told in ((short, long, ["option-warmup"]), (short, short, []), (long, short, []), (long, {}, [])):
+        said = []
+        record = {"options": options, "resolved": before} if before else {}
+        Doctor(tmp_path, resolved=resolved, print_line=said.append, before=record, **common).look()
+        assert [line.split(": ")[1] for line in said] == told
+
+
+@pytest.mark.slow
+def test_a_resume_with_other_options_says_what_a_new_run_would_and_looks_at_its_data(train, tiny_flags, tmp_path, capsys):
+    flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", 4, "--lr_warmup_steps", 8]
+    assert train([*flags, "--max_train_steps", 80, "--max_train_images", 80]) == 0
+    capsys.readouterr()
+    resume = [*flags, "--resume_from_checkpoint", "checkpoint-4", "--max_train_steps", 10, "--max_train_images", 120]
+    assert train([*resume, "--allow_option_change", "max_train_images", "data_fingerprint"]) == 0
+    assert "option-warmup: the warm-up takes most of the run (--lr_warmup_steps 8 of 10 updates)" in capsys.readouterr().out
+    records = RunRecord.read(tmp_path).records("data")
+    assert [(step, data["images"]) for step, data in records] == [(0, 80), (4, 120)]

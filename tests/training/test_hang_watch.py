@@ -10,8 +10,11 @@ import time
 import pytest
 import torch.distributed as dist
 
-from utils.training import hang_watch
+from utils.core.waiting import Meeting
+from utils.training import hang_watch, monitor
+from utils.training.audit import StepAudit
 from utils.training.hang_watch import HangWatch, News, verdict
+from utils.training.rank_times import RankTimes
 
 INJECT = "tests/faults/inject.py"
 TIMEOUT = 6  # seconds
@@ -144,6 +147,57 @@ def test_a_rank_that_works_between_updates_is_not_accused_because_it_is_out_of_t
         waiting._judge(silent | {1: News(5, "collectives", 7, 11.0)}, silent | {1: News(9, "collectives", 7, 15.0)})
 
 
+@pytest.mark.parametrize(("seconds", "ends"), [(591.0, True), (589.0, False)])
+def test_before_a_collective_between_updates_gives_up_it_is_said_who_is_missing(waiting, capsys, seconds, ends):
+    """Rank 1 reads what all validated, rank 0 never came: after 600 s the call would fail without saying so."""
+    waiting._step = 7
+    waiting.now(None)
+    with Meeting():
+        waiting._waited = waiting._where(), seconds
+    store = {"set": lambda *arguments: None, "check": lambda *arguments: True}
+    waiting._store, limit = type("", (), store)(), waiting._limit_here()
+    assert limit == 590.0 and waiting._where().kind == "between"
+    with pytest.raises(Left) if ends else contextlib.nullcontext():
+        waiting._judge({}, {0: News(9, "between", 7, 300.0), 1: News(9, "collectives", 7, seconds)})
+    said = "hang: rank 0 has been at work between two updates for 300 s, after update 7; rank 1 waits in a collective"
+    assert (said in capsys.readouterr().err) is ends
+
+
+def test_where_the_host_first_waits_for_the_device_it_waits_in_a_collective(train, tiny_flags, tmp_path, monkeypatch):
+    """A collective call of NCCL returns at once. In an update that is reported, the host first waits for the other ranks when
+    it waits for the device: before the audit looks, or where the report reads."""
+    places, watches = [], []
+    begin, read, audit = HangWatch.begin, monitor.read_together, StepAudit.end_update
+
+    class Event:
+        """As of a device."""
+
+        def synchronize(self) -> None:
+            places.append(("device", watches[-1]._where().kind))
+
+    def began(watch, step):
+        watches.append(watch)
+        begin(watch, step)
+
+    def reading(tensors):
+        places.append(("report", watches[-1]._where().kind))
+        return read(tensors)
+
+    def auditing(*arguments):
+        places.append(("audit", watches[-1]._where().kind))
+        audit(*arguments)
+
+    monkeypatch.setattr(HangWatch, "begin", began)
+    monkeypatch.setattr(monitor, "read_together", reading)
+    monkeypatch.setattr(StepAudit, "end_update", auditing)
+    monkeypatch.setattr(RankTimes, "now", lambda times, kind: times._marks.append((kind, Event())))
+    flags = ["--max_train_steps", 4, "--logging_steps", 4, "--logger", "none", "--save_images_epochs", 999]
+    assert train([*tiny_flags, *flags, "--output_dir", tmp_path]) == 0
+    device, work = ("device", "collectives"), ("audit", "between")
+    assert places[:2] == [device, work]  # the first update is audited
+    assert places[-3:] == [device, work, ("report", "collectives")]
+
+
 def broken(*arguments):
     raise RuntimeError("Broken pipe")
 
@@ -199,6 +253,21 @@ def test_a_rank_that_is_stopped_for_a_while_ends_nothing(server, tiny_flags, tmp
     os.kill(runs[1].pid, signal.SIGCONT)
     runs[0].send_signal(signal.SIGTERM)
     assert [run.wait() for run in runs] == [75, 75], runs[1].text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["hang-unseen", "hang-repeated"])
+def test_a_hang_outside_of_the_collectives_of_an_update_is_named(server, tiny_flags, tmp_path, fault):
+    """As with NCCL, where an update's collectives do not wait: the report's reduction is the first that does. And in an update
+    that is made again."""
+    flags = ["--train_batch_size", 4, "--max_train_steps", 500, "--hang_timeout", TIMEOUT, "--rerun_steps", 7]
+    command = [INJECT, "train_ddpm.py", fault, "--rank", 1, "--step", 6, "--", *tiny_flags, *flags, "--output_dir", tmp_path]
+    runs = server.start(command, 2)
+    assert [run.wait(120) for run in runs] == [1, 1], runs[0].text()
+    [said] = [line for run in runs for line in run.text().splitlines() if "error: hang" in line]
+    assert "rank 1 has been computing for" in said and "rank 0 waits in a collective" in said
+    found = (tmp_path / "hang/rank-0.txt").read_text()
+    assert ("monitor.py" in found and " in report" in found) if fault == "hang-unseen" else "backward" in found
 
 
 @pytest.mark.slow

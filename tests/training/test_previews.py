@@ -1,6 +1,5 @@
 """When a run makes sample grids, and what it leaves out once it is told to stop."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -37,8 +36,8 @@ def test_a_stop_while_samples_are_made_also_leaves_out_the_look_at_the_network(s
     done = []
     grids = SimpleNamespace(newest="a.png", stopped=stopped)
     grids.make, grids.probe = lambda: done.append("grid"), lambda: done.append("look")
-    progress = SimpleNamespace(part=lambda what: nullcontext(), try_or_warn=lambda action: action())
+    attempts = SimpleNamespace(make=lambda what, action: action())
     periodic = Periodic.__new__(Periodic)
-    periodic._run, periodic._grids = SimpleNamespace(progress=progress), grids
+    periodic._run, periodic._grids = SimpleNamespace(attempts=attempts), grids
     periodic._show()
     assert done == made

@@ -1,13 +1,18 @@
 """Slow ranks: named, with the part in which they are slow; and what the others' waiting does to the images per second."""
 
+import itertools
 import json
+import random
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import slow_turns
 
 from utils.core.signals import StopSignal
-from utils.training.rank_times import Shares
+from utils.training import rank_times
+from utils.training.rank_times import RING, RankTimes, Shares
 
 INJECT = "tests/faults/inject.py"
 
@@ -16,6 +21,63 @@ def test_the_slowest_rank_is_set_beside_the_median_of_the_others():
     """The wait of the others for it is no work of theirs."""
     figures = Shares((1.0, 2.0, 1.0, 1.2), (0.0, 0.4, 0.1, 0.0), (1.4, 0.0, 1.3, 1.2)).figures()
     assert figures == {"perf/slowest_rank": 1, "perf/rank_spread": pytest.approx(2.4 / 1.1)}
+
+
+class Stream:
+    """A device's, which comes to an event only when the host waits for it; a moment lasts a second, or as long as is drawn."""
+
+    def __init__(self):
+        self.draw, self.made, self.recorded, self.reached, self.now = random.Random(0), 0, 0, 0, 0.0
+
+    def event(self, device, enable_timing):
+        assert (device, enable_timing) == ("accelerator", True)
+        self.made += 1
+        return Event(self)
+
+
+class Event:
+    def __init__(self, stream):
+        self.stream = stream
+
+    def record(self):
+        self.stream.recorded += 1
+        self.stream.now += self.stream.draw.random()
+        self.number, self.seconds = self.stream.recorded, self.stream.now
+
+    def synchronize(self):
+        self.stream.reached = max(self.stream.reached, self.number)
+        self.behind = self.stream.recorded - self.number
+
+    def elapsed_time(self, end):
+        assert max(self.number, end.number) <= self.stream.reached, "the device has not come there"
+        return 1000 * (end.seconds - self.seconds)
+
+
+class OnHost(str):
+    """A device that is called otherwise, and whose tensors lie on the host."""
+
+    type = "accelerator"
+
+
+def test_the_events_of_a_report_are_a_ring(monkeypatch):
+    """However many updates there are between two reports; the host never waits for an event of now."""
+    stream, told = Stream(), []
+    monkeypatch.setattr(rank_times.torch, "Event", stream.event)
+    accelerator = SimpleNamespace(num_processes=2, device=OnHost("cpu"), gather=lambda rows: torch.cat([rows, 0 * rows]))
+    times = RankTimes(accelerator, told.append)
+    for marks in (3, RING - 1, RING, RING + 1, 5000):
+        expected, began, before = dict.fromkeys(rank_times.KINDS, 0.0), stream.now, None
+        for kind in itertools.islice(itertools.cycle(["data", "compute", "collectives", None]), marks):
+            reached = stream.reached
+            times.now(kind)
+            assert stream.reached == reached or stream.reached <= stream.recorded - RING // 2 + 1
+            if before is not None:
+                expected[before] += stream.now - began
+            before, began = kind, stream.now
+        shares = times.report()
+        assert {kind: getattr(shares, kind)[0] for kind in expected} == pytest.approx(expected, rel=1e-6)
+    assert stream.made <= RING and len(told) == stream.recorded
+    assert times.report().compute == (0.0, 0.0)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 
 from utils.core import control_groups, processors
 from utils.core.processors import thread_times
@@ -89,7 +90,7 @@ while time.perf_counter_ns() - clock < 2e8:
 later, processor_later, after = now()
 print(later - clock, processor_later - processor, after.ran - before.ran, after.waited - before.waited)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     clock, processor, ran, waited = map(int, found.stdout.split())
     tick = 1e9 / 100  # the coarsest of the clocks that Linux counts by
     assert abs(ran - processor) < 2 * tick and abs(ran + waited - clock) < 2 * tick

@@ -93,7 +93,7 @@ def test_names_of_project_and_run(server, monkeypatch, given, variables, project
 def test_a_resumed_run_goes_on_in_its_run_of_the_tracker(
     server, monkeypatch, tmp_path, capsys, resumed, recorded, variable, about
 ):
-    monkeypatch.setattr("utils.runs.checkpoints.verify_checkpoint", lambda path: None)
+    monkeypatch.setattr("utils.runs.checkpoint_files.verify_checkpoint", lambda path, **_: None)
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     if variable is not None:
         monkeypatch.setenv("WANDB_RUN_ID", variable)

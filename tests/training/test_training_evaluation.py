@@ -21,9 +21,10 @@ from utils.evaluation.extractors import RandomConvolutions
 from utils.evaluation.feature_sets import evenly
 from utils.options.flags import DataOptions, DDPMOptions
 from utils.options.parser import parse_options
-from utils.runs.checkpoints import list_checkpoints
+from utils.runs.checkpoint_files import list_checkpoints
 from utils.runs.history import HISTORY, read_history
 from utils.runs.state import TrainState, read_state
+from utils.training.attempts import Attempts
 from utils.training.evaluation import SampleEvaluation
 from utils.training.length import RunLength
 from utils.training.progress import ProgressBar
@@ -164,6 +165,7 @@ def evaluate_in(tmp_path):
         recorded, said = [], []
         options = DDPMOptions(eval_steps=5, eval_images=40, best_metric="fd", evaluation_batch_size=10, seed=seed)
         options.cache_dir, options.ddpm_num_inference_steps = str(tmp_path), 3
+        state = TrainState(step=5)
         run = SimpleNamespace(
             options=options,
             accelerator=process,
@@ -174,7 +176,8 @@ def evaluate_in(tmp_path):
             objective=SimpleNamespace(
                 exported=tiny_unet().eval(), noise_scheduler=DDPMScheduler(num_train_timesteps=20), predict=None
             ),
-            state=TrainState(step=5),
+            state=state,
+            attempts=Attempts(process, tmp_path, state, said.append),
             length=RunLength(8, 1, 12),
             progress=ProgressBar(False, 0, 1),
             trackers=SimpleNamespace(log=lambda *args, **kwargs: None),
@@ -222,7 +225,7 @@ def test_any_seed_will_do(digits, evaluate_in):
 
 
 @pytest.mark.parametrize("fails", ["utils.evaluation.evaluator.compare", "utils.training.evaluation.to_uint8"])
-def test_what_fails_costs_the_evaluation_and_not_the_training(digits, evaluate_in, monkeypatch, fails):
+def test_what_fails_costs_the_evaluation_and_not_the_training(digits, evaluate_in, tmp_path, monkeypatch, fails):
     def fail(*args, **kwargs):
         raise torch.linalg.LinAlgError("the algorithm failed to converge")
 
@@ -231,3 +234,4 @@ def test_what_fails_costs_the_evaluation_and_not_the_training(digits, evaluate_i
     assert not evaluation.make() and not evaluation.due()
     assert recorded == [] and len(said) == 1
     assert said[0].startswith("left out: the evaluation after 5 updates: ") and "LinAlgError: the algorithm failed" in said[0]
+    assert "in fail\n" in (tmp_path / "errors" / "evaluation-5-rank0.txt").read_text()

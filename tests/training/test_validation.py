@@ -50,6 +50,7 @@ def process(rank: int, of: int):
         device=torch.device("cpu"),
         reduce=lambda tensor, how: tensor,
         gather=lambda tensor: tensor,
+        waiting=SimpleNamespace(meet=lambda what, words, longest: [words], patience=600.0),
     )
 
 

@@ -1,6 +1,7 @@
 """How a script becomes a set of connected processes: the Accelerator, CPU threads, and refused launches."""
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,17 +15,20 @@ from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
     broadcast_object_list,
+    gather_object,
 )
 from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.core.errors import UserError, memory_problem
+from utils.core.errors import FailedElsewhere, LostProcess, UserError, memory_problem, one_line
 from utils.core.launcher import asked_threads, check_precision, lone_process, refuse_launch, stop_with_launcher
 from utils.core.processors import usable_cores
+from utils.core.waiting import LONGEST, Meeting, Waiting
 
 T = TypeVar("T")
-
-_MESSAGE_BYTES = 500  # of what one process tells the others of its failure
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)  # what a user can mend
+_works_alone: list[str] = []  # what this process does just now without the others, the innermost last
+_MENDABLE, _BROKEN = "1", "2"  # before what a process tells the others: a UserError, or another one
 
 SUPPORTED_LAUNCHES = {
     DistributedType.NO,
@@ -59,6 +63,7 @@ def make_accelerator(
     another one in the next process. `broadcast_buffers`: DDP copies the main process's buffers to the others before each
     forward pass, for networks whose training changes them; constants need no copies.
     `collective_timeout` is what a lost or hanging peer costs, in seconds, before every process gives up (gloo's own: 1800).
+    What one process does while the others wait may take longer, see `waited_for`.
 
     Raises UserError for fp16 on a CPU, an unusable tracker, and for launches other than plain and DDP
     (FSDP, DeepSpeed, Megatron, TPU, a dynamo backend).
@@ -87,6 +92,9 @@ def make_accelerator(
             f"launched with {accelerator.distributed_type.value}, which is not supported: only one process, or DDP\n"
             "launch with --multi_gpu, or without a distributed config"
         )
+    if accelerator.num_processes > 1:
+        waiting = Waiting(accelerator.process_index, accelerator.num_processes, patience=collective_timeout)
+        accelerator.waiting = waiting  # type: ignore[attr-defined]  # which other functions of this file ask for
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
@@ -124,54 +132,132 @@ def check_tracker(name: str) -> None:
         raise UserError(f"--logger {name}: its package is not installed\npip install {name}")
 
 
-def on_main_process(accelerator: Accelerator, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-    """Calls `function` on the main process alone; a UserError, a failure to write and memory that runs out become a UserError
-    on every rank."""
-    error = None
+def on_main_process(accelerator: Accelerator, what: str, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    """Calls `function` on the main process alone, for which the others wait; `what` is this work. What fails there fails on
+    every rank: a UserError, which a failure to write and memory that runs out become, on all alike; anything else as it is, on
+    the others as FailedElsewhere."""
+    failure: Exception | None = None
     if accelerator.is_main_process:
         try:
-            function(*args, **kwargs)
-        except UserError as exception:
-            error = str(exception)
-        except OSError as exception:  # a full disk, say
-            error = f"{exception.strerror or exception}: {exception.filename or function.__name__}"
-        except SafetensorError as exception:  # the same, met by its writer
-            error = f"{exception}: {function.__name__}"
-        except Exception as exception:
-            if not (error := memory_problem(exception)):
-                raise
-    if error := from_main_process(error):
-        raise UserError(error)
+            with _alone(what):
+                function(*args, **kwargs)
+        except OSError as error:  # a full disk, say
+            failure = UserError(f"{error.strerror or error}: {error.filename or what}")
+            failure.__cause__ = None if error.errno in OF_THE_DISK else error
+        except SafetensorError as error:  # the same, met by its writer
+            failure = UserError(f"{error}: {what}")
+        except Exception as error:
+            failure = _to_tell(error)
+    _meet(accelerator, what, failure)
 
 
 def from_main_process(value: T) -> T:
-    """Returns the main process's `value`, on all of them."""
-    return broadcast_object_list([value])[0]
+    """Returns the main process's `value`, on all of them. No process may have to wait for it long: see `waited_for`."""
+    needs_all("the main process's value")
+    with Meeting():
+        return broadcast_object_list([value])[0]
 
 
-def agree(accelerator: Accelerator, problem: str | None) -> None:
-    """Raises UserError on all processes where one has a problem: the first one's. Every process must call it."""
-    if accelerator.num_processes == 1:
-        if problem is not None:
-            raise UserError(problem)
-        return
-    text = (problem or "").encode()[:_MESSAGE_BYTES]
-    mine = torch.zeros(1, _MESSAGE_BYTES, dtype=torch.uint8)
-    mine[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    for row in accelerator.gather(mine.to(accelerator.device)).cpu():
-        if row.any():
-            raise UserError(bytes(row[row > 0].tolist()).decode(errors="ignore"))
+def from_all(accelerator: Accelerator, own: torch.Tensor) -> list:
+    """Returns the numbers of every process, [processes x len(own)]; the host waits for them."""
+    needs_all("the numbers of all processes")
+    with Meeting():
+        return accelerator.gather(own).tolist()
+
+
+def objects_from_all(own: list) -> list:
+    """Returns what the lists of all processes hold, as one list; in that of one process, what it holds."""
+    needs_all("the lists of all processes")
+    with Meeting():
+        return gather_object(own)
 
 
 @contextlib.contextmanager
-def if_memory_allows(accelerator: Accelerator, what: str, advice: str) -> Iterator[None]:
-    """Around what each process does by itself, without a collective call: where memory runs out on any, `what` is left out on
-    all of them, by a UserError that also says the `advice`. Every process must call it."""
-    problem = None
+def waited_for(accelerator: Accelerator, what: str) -> Iterator[None]:
+    """Around work that some processes may have to do while others wait for them: the main one, say, or one of each machine. All
+    leave it together, and what fails on any fails on all of them as in `together`. `what`: the work, for the line that says
+    what is waited for. No collective call is to be made inside. Every process must call it."""
+    with together(accelerator, what, alike=False):
+        yield
+
+
+@contextlib.contextmanager
+def main_process_first(accelerator: Accelerator, what: str) -> Iterator[None]:
+    """Around what each process does, the main one before the others: they find the download, say, that it made."""
+    with waited_for(accelerator, what):
+        if accelerator.is_main_process:
+            yield
+    with waited_for(accelerator, what):
+        if not accelerator.is_main_process:
+            yield
+
+
+def agree(accelerator: Accelerator, what: str, problem: str | None, *, alike: bool = False) -> None:
+    """Waits until all processes have come from the work `what`, and raises UserError on all of them where one has a problem:
+    the first one's. Every process must call it. `alike` as in `together`."""
+    _meet(accelerator, what, None if problem is None else UserError(problem), alike=alike)
+
+
+@contextlib.contextmanager
+def together(accelerator: Accelerator, what: str, advice: str = "", *, alike: bool = True) -> Iterator[None]:
+    """Around what each process does by itself, without a collective call: what fails on any fails on all of them, so that none
+    waits for one that has given up. Memory that runs out becomes a UserError that also says the `advice`; what is no UserError
+    is FailedElsewhere on the others. Every process must call it.
+
+    `alike`: all of them work as long, and one that comes a collective timeout later than another hangs.
+    """
+    failure = None
+    try:
+        with _alone(what):
+            yield
+    except Exception as error:
+        failure = _to_tell(error, advice)
+    _meet(accelerator, what, failure, alike=alike)
+
+
+@contextlib.contextmanager
+def _alone(what: str) -> Iterator[None]:
+    _works_alone.append(what)
     try:
         yield
-    except Exception as error:
-        if not (problem := memory_problem(error)):
+    finally:
+        _works_alone.pop()
+
+
+def needs_all(what: str) -> None:
+    """Raises RuntimeError inside `together` and its kin, where other processes may wait and would never come: also in one
+    process, so that tests see it."""
+    if _works_alone:
+        raise RuntimeError(f"{what} needs all processes, inside {_works_alone[-1]!r}, at which each works alone")
+
+
+def _to_tell(error: Exception, advice: str = "") -> Exception:
+    """Memory that ran out as a UserError, which holds none of what took the memory; any other error as it is."""
+    if (problem := memory_problem(error)) is None:
+        return error
+    return UserError(f"{problem}; {advice}" if advice else problem)
+
+
+def _meet(accelerator: Accelerator, what: str, failure: Exception | None, *, alike: bool = False) -> None:
+    """Raises on all processes where one has a failure: what no user can mend before what one can, and the first one's."""
+    needs_all(what)
+    if accelerator.num_processes == 1:
+        if failure is not None:
+            raise failure
+        return
+    waiting: Waiting = accelerator.waiting  # type: ignore[attr-defined]  # of make_accelerator
+    mine = "" if failure is None else f"{_MENDABLE if isinstance(failure, UserError) else _BROKEN}{failure}"
+    if mine.startswith(_BROKEN) and failure is not None:
+        mine = f"{_BROKEN}rank {accelerator.process_index}: {one_line(failure)}"
+    try:
+        told = [each for each in waiting.meet(what, mine, waiting.patience if alike else LONGEST) if each]
+    except LostProcess as lost:
+        if failure is None:
             raise
-        problem = f"{what}: {problem}; {advice}"
-    agree(accelerator, problem)
+        raise failure from lost
+    if not told:
+        return
+    worst = next((each for each in told if each.startswith(_BROKEN)), told[0])
+    if failure is not None and (mine == worst or mine[0] == worst[0] == _BROKEN):
+        raise failure
+    raise (FailedElsewhere if worst[0] == _BROKEN else UserError)(worst[1:])

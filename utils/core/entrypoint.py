@@ -13,12 +13,13 @@ from typing import Any, NoReturn, TypeVar
 
 from utils.core.bars import Bar
 from utils.core.deadline import within
-from utils.core.errors import OUT_OF_MEMORY, UserError, memory_advice, out_of_memory
+from utils.core.errors import OUT_OF_MEMORY, FailedElsewhere, LostProcess, UserError, memory_advice, out_of_memory
 from utils.core.launcher import launcher_reports, launcher_words
 
 if sys.platform == "win32":  # which lacks SIGUSR1 and the module `resource`, and was never tried
     print("error: Windows is not supported: use Linux, or WSL 2", file=sys.stderr)
     sys.exit(2)
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else C++ stacks hide the line about a process that is lost
 T = TypeVar("T")
 REQUIRED = (  # to import, of requirements.txt; trackers are asked for by --logger
     *("torch", "accelerate", "diffusers", "datasets", "huggingface_hub", "safetensors", "yaml", "psutil", "tqdm", "PIL"),
@@ -28,7 +29,7 @@ LAUNCHER_NEXT = "(the text below is from the launcher: you can ignore it)"
 LAUNCHER_BESIDE = "(you can ignore the traceback of the launcher)"  # which ends at the same signal
 WAIT_FOR_FIRST = 5.0  # seconds, in which a launcher ends the other ranks
 PATIENCE = 5.0  # seconds, in which whoever counts what the ranks say answers, unless it hangs
-_at_end: list[Callable[[], None]] = []
+_at_end: list[Callable[[int], None]] = []
 said_of_launcher: set[str] = set()  # once is enough, and the run's own line then is the last one
 _imports = contextlib.ExitStack()  # says that they take long
 
@@ -40,8 +41,8 @@ def run_script(
 
     `outlives_output`: what cannot be printed is lost and ends nothing, for work that is kept in files.
 
-    A UserError becomes one line on stderr and status 2. Any other exception ends with `crash_status`: memory that ran out with
-    one message of the first rank that met it, the rest with their traceback.
+    A UserError becomes one line on stderr and status 2. Any other exception ends with `crash_status`: a LostProcess with one
+    line, memory that ran out with one message of the first rank that met it, the rest with their traceback.
     """
     _imports.close()
     sys.excepthook = _tell_of_interrupt
@@ -60,6 +61,13 @@ def run_script(
             _say_last(LAUNCHER_NEXT)
     except UserError as error:
         status = _tell(error)
+    except FailedElsewhere:
+        status = crash_status
+        time.sleep(WAIT_FOR_FIRST)  # a rank that ended before the one that says why would have it killed unheard
+    except LostProcess as error:
+        status = crash_status
+        if not _was_said(OUT_OF_MEMORY) and _first_to_say(str(error)):  # else that is why it was lost
+            _say_last(f"error: {error}")
     except Exception as error:
         status = crash_status
         if out_of_memory(error):
@@ -104,34 +112,42 @@ class LossyOutput:
         return getattr(self._stream, name)
 
 
-def at_end(function: Callable[[], None]) -> None:
-    """Has `function` called when this process ends by `run_script`, or by `leave_now`."""
+def at_end(function: Callable[[int], None]) -> None:
+    """Has `function` called with the exit status when this process ends by `run_script`, or by `leave_now`."""
     _at_end.append(function)
 
 
 def leave_now(status: int) -> NoReturn:
     """Ends the process at once, also from within a signal's handler."""
-    _call_at_end()
+    _call_at_end(status)
     os._exit(status)
 
 
-def _call_at_end() -> None:
+def _call_at_end(status: int) -> None:
     for function in _at_end:
         with contextlib.suppress(OSError):
-            function()
+            function(status)
 
 
-def parse_early(parse_args: Callable[[], T]) -> T:
+def parse_early(parse_args: Callable[[], T], nothing_to_do: Callable[[T], str | None] = lambda options: None) -> T:
     """The options of this process's command line, for a script that asks for them above its heavy imports: neither `--help` nor
-    a mistake in the command should wait for these, and packages that are missing are named together."""
+    a mistake in the command should wait for these, and packages that are missing are named together.
+
+    Where `nothing_to_do` gives a line, it is printed, and the process ends with status 0.
+    """
     sys.excepthook = _tell_of_interrupt
     try:
         options = parse_args()
         if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
             raise UserError(f"not installed: {', '.join(missing)}\npip install -r requirements.txt")
+        line = nothing_to_do(options)
     except UserError as error:
         _leave(_tell(error))
         raise
+    if line is not None:
+        if os.environ.get("RANK", "0") == "0":
+            print(line)
+        _leave(0)
     leave_progress_to_us(options)
     _imports.enter_context(loading_libraries(options))
     return options
@@ -159,7 +175,7 @@ def _tell(error: UserError) -> int:
 
 
 def _leave(status: int | None) -> None:
-    _call_at_end()
+    _call_at_end(status or 0)
     sys.stdout.flush()
     sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -24,6 +24,15 @@ class UserError(Exception):
     """
 
 
+class FailedElsewhere(Exception):
+    """Something that the processes do together failed on another one, which says why."""
+
+
+class LostProcess(Exception):
+    """Ends a script with its message as one clear line and the exit status of a crash: a process for which this one waited has
+    ended, or hangs."""
+
+
 def one_line(error: BaseException) -> str:
     """Returns what an error says, for a message: of one that is not a UserError with its type, which often says more."""
     text = " ".join(str(error).split())

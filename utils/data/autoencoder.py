@@ -50,7 +50,16 @@ class Autoencoder:
         self.image_shape = image_shape
         self.latent_shape = (channels, image_shape[1] // factor, image_shape[2] // factor)
         self.at_once = max(1, min(MOST_AT_ONCE, BATCH_PIXELS // (image_shape[1] * image_shape[2])))
-        self.scale: Scale | None = None
+        self.scale = None
+
+    @property
+    def scale(self) -> Scale | None:
+        return self._scale
+
+    @scale.setter
+    def scale(self, scale: Scale | None) -> None:
+        self._scale = scale
+        self._scales: dict[torch.device, list[torch.Tensor]] = {}  # mean and std where they were asked for
 
     @property
     def config(self) -> dict[str, Any]:
@@ -99,13 +108,15 @@ class Autoencoder:
 
     @contextlib.contextmanager
     def on(self, device: torch.device | str) -> Iterator[None]:
-        """Inside it the network is on `device`, without gradients and without autocast."""
-        self.network.to(device)
+        """Inside it the network is on `device`, without gradients and without autocast; then it is where it was before. Around
+        several calls of `decode` it moves once."""
+        before = self.network.device
         try:
+            self.network.to(device)
             with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False):
                 yield
         finally:
-            self.network.to("cpu")
+            self.network.to(before)
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         """Mean, and where the autoencoder has one, spread of the latents: [B, 1 or 2, c, h, w] of images [B, C, H, W] in
@@ -137,8 +148,11 @@ class Autoencoder:
         return self.scale
 
     def _scale_on(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = self.known_scale()
-        mean, std = (torch.tensor(values, dtype=torch.float32, device=like.device)[:, None, None] for values in scale)
+        if like.device not in self._scales:  # made once: the host waits for such a copy to a GPU
+            self._scales[like.device] = [
+                torch.tensor(values, dtype=torch.float32, device=like.device)[:, None, None] for values in self.known_scale()
+            ]
+        mean, std = self._scales[like.device]
         return mean, std
 
 

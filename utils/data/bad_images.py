@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
+from utils.core.distributed import objects_from_all
 from utils.core.errors import UserError
 from utils.core.files import whole_file
 
@@ -100,7 +100,7 @@ class BadImageReport:
         """
         bad_images = self._image_sets[0].bad_images
         if self._gathers:
-            bad_images.learn(gather_object(list(bad_images.values())))
+            bad_images.learn(objects_from_all(list(bad_images.values())))
         if not self._writes or bad_images.limit == 0:
             return {}
         entries = dict(self._entries)

@@ -27,6 +27,7 @@ from utils.core.hub import is_only_a_path, told
 from utils.data.file_tree import FileTree, archive_stem, scan, suffix_of
 from utils.data.image_folder import ImageFolder
 from utils.options.flags import DataOptions
+from utils.options.paths import DIGITS
 
 if TYPE_CHECKING:
     import datasets
@@ -66,7 +67,7 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
                 "no dataset was given\nset --dataset_name (a Hub name, a local path or 'digits') or --train_data_dir"
             )
         return _open_image_folder(options.train_data_dir, dataset_split)
-    if dataset_name == "digits":
+    if dataset_name == DIGITS:
         return _open_digits(dataset_split)
     path = Path(dataset_name)
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -258,6 +259,6 @@ def contents_key(files: list[Path], fingerprint: str) -> str:
 
 def hub_name(dataset_name: str | None) -> str | None:
     """`dataset_name` where it means a dataset of the Hub, for the model card; None for local data and the digits."""
-    if dataset_name is None or dataset_name == "digits" or _only_a_path(dataset_name) or Path(dataset_name).exists():
+    if dataset_name is None or dataset_name == DIGITS or _only_a_path(dataset_name) or Path(dataset_name).exists():
         return None
     return dataset_name

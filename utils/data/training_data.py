@@ -192,10 +192,11 @@ class TrainingData:
         return None if self.encoded is None else self.encoded.autoencoder
 
     def validation_batch(self, numbers: torch.Tensor) -> Batch:
-        """Samples int64 [B] of a validation: image i modulo their number, cut in the middle, with noise of its own."""
-        device, rows = self.samples.device, (numbers % len(self.validation)).numpy()
-        clean_images = _held_out(self.validation, rows, numbers.to(device), self.samples)
-        noise = randomness.normal(self.samples.seed, "validation noise", numbers.to(device), self.samples.shape)
+        """Samples int64 [B], numbers on the host, of a validation: image i modulo their number, cut in the middle, with noise
+        of its own."""
+        rows, numbers = (numbers % len(self.validation)).numpy(), numbers.to(self.samples.device)
+        clean_images = _held_out(self.validation, rows, numbers, self.samples)
+        noise = randomness.normal(self.samples.seed, "validation noise", numbers, self.samples.shape)
         known = self.validation.labels
         labels = None if known is None else torch.from_numpy(known[self.validation.shown(rows)])
         return Batch(numbers, clean_images, noise, labels)

@@ -30,8 +30,8 @@ class Facts:
 
     def __init__(self, record: RunRecord):
         self._values: dict[str, Any] = {**record.options, **{k: v for k, v in record.resolved.items() if v is not None}}
-        self._values |= next((data for _, data in record.known("data")), {})
-        self._values |= next((schedule for _, schedule in record.known("schedule")), {})
+        for kind in ("data", "schedule"):
+            self._values |= next((known for _, known in reversed(record.known(kind))), {})
 
     def __getattr__(self, name: str) -> Any:
         value = self._values.get(name)

@@ -65,8 +65,9 @@ def probe_network(
     """
     device = next((parameter.device for parameter in unet.parameters()), clean_images.device)
     batch_size = max(2, batch_size or len(clean_images))
+    of_images, of_others = (told if told is None else told.to(device) for told in labels)  # sent once
 
-    def predict(noisy_images: torch.Tensor, timesteps: torch.Tensor, told: torch.Tensor | None = labels[0]) -> torch.Tensor:
+    def predict(noisy_images: torch.Tensor, timesteps: torch.Tensor, told: torch.Tensor | None = of_images) -> torch.Tensor:
         inputs = (noisy_images, timesteps) if told is None else (noisy_images, timesteps, told[: len(timesteps)])
         parts = zip(*(value.to(device).split(batch_size) for value in inputs))
         return torch.cat([unet(*part).sample.float().to(noisy_images.device) for part in parts])
@@ -101,7 +102,7 @@ def probe_network(
             others, noise_of_others, their_steps = validation_images[:count], noise[:count], timesteps[:count]
             noisy_others = noise_scheduler.add_noise(others, noise_of_others, their_steps)
             wanted = training_target(noise_scheduler, others, noise_of_others, their_steps)
-            error = predict(noisy_others, their_steps, labels[1]) - wanted
+            error = predict(noisy_others, their_steps, of_others) - wanted
             found["held_out_error"][str(step)] = error.square().mean().item()
         velocity = noise_scheduler.get_velocity(clean_images, noise, timesteps)
         for name, other in zip(PREDICTION_TYPES, (noise, clean_images, velocity)):

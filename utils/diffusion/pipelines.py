@@ -3,14 +3,17 @@
 import contextlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
 
 from utils.core.errors import UserError, in_full
 from utils.core.hub import told
-from utils.diffusion.ddpm import PREDICTION_TYPES
+from utils.core.size import Size
+from utils.diffusion.ddpm import PREDICTION_TYPES, config_for_any, make_noise_scheduler
 from utils.diffusion.unet import load_plain
+from utils.options.paths import located
 
 if TYPE_CHECKING:
     from diffusers import DDPMScheduler, DiffusionPipeline, UNet2DModel
@@ -22,18 +25,28 @@ T = TypeVar("T", bound=nn.Module)
 
 # The classes of ours by which pipelines that carry code are known.
 EDM2, OURS = "EDM2UNet", ("ClassDDPMPipeline", "LatentDDPMPipeline")
+SCHEDULER = "pretrained.scheduler"  # among the options of a checkpoint: the config of the scheduler that --pretrained had
 
 
 def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
-    """Returns the U-Net in fp32 and the scheduler's config, of a folder or a name on the Hub.
+    """Returns the U-Net in fp32 and the scheduler's config, of a folder or a name on the Hub, or as `load_network` of a
+    checkpoint.
 
     Weights may be safetensors or pickled tensors (of which nothing is run), in fp32 or as the variant "fp16"; the parts may lie
     in folders of their own or, as in the first releases, side by side. Raises UserError for a pipeline of another kind, before
     its weights are loaded, and for one whose scheduler has no betas, such as EDM's or one for flow matching.
     """
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline, UNet2DModel
     from diffusers.utils import logging
 
+    if _is_checkpoint(pipeline):
+        network, config = load_network(pipeline)
+        plain = isinstance(network, UNet2DModel) and not network.config.num_class_embeds
+        if not plain or _state(pipeline).get("vae"):
+            raise UserError(
+                f"{pipeline} is not an unconditional pipeline of pixels\nuse a run of train_ddpm.py without classes and latents"
+            )
+        return network, config
     logging.disable_progress_bar()  # one bar, the script's own
     try:
         index = _index(pipeline)
@@ -102,15 +115,18 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
 
     An unconditional pipeline as for `load_unconditional`; an EDM2 pipeline, with or without classes, or a DDPM pipeline of ours
     with classes or of latents, of which no code of its own is run; or `checkpoint-<N>` of a run's folder, with its
-    averaged weights (the raw ones of a run without EMA) in the network that the run has exported.
+    averaged weights (the raw ones of a run without EMA), in the network that the run has exported or, where it has exported
+    none yet, in the one that its options mean.
     """
     path = Path(pipeline)
-    is_checkpoint = (path / "state.json").is_file()
-    folder = exported(pipeline)
-    kind = _kind(pipeline)
-    load = _load_edm2 if kind == EDM2 else _load_parts if kind in OURS else load_unconditional
-    unet, scheduler_config = load(folder)
-    if is_checkpoint:
+    if _is_checkpoint(pipeline) and not _has_index(path.parent):
+        unet, scheduler_config = _made_by_options(path)
+    else:
+        folder = exported(pipeline)
+        kind = _kind(pipeline)
+        load = _load_edm2 if kind == EDM2 else _load_parts if kind in OURS else load_unconditional
+        unet, scheduler_config = load(folder)
+    if _is_checkpoint(pipeline):
         from safetensors.torch import load_file
 
         weights = next(path / name for name in ("ema.safetensors", "model.safetensors") if (path / name).is_file())
@@ -127,32 +143,96 @@ def load_network(pipeline: str) -> tuple["UNet2DModel | EDM2UNet", dict]:
 def load_decoder(pipeline: str, unet: "UNet2DModel | EDM2UNet") -> "Autoencoder | None":
     """The autoencoder by which what `unet` of the pipeline, or of the checkpoint of a run, makes becomes images; None where it
     makes images. Raises UserError for one that cannot be loaded."""
-    from utils.data.autoencoder import Scale, autoencoder_of
+    from utils.data.autoencoder import Scale, autoencoder_of, load_autoencoder
 
     index = _index_if_any(pipeline)
+    if not index and _is_checkpoint(pipeline) and (saved := _state(pipeline)).get("vae"):
+        name = place_of_decoder(pipeline)
+        autoencoder = load_autoencoder(name, (saved["image_channels"], *Size.of(saved["resolution"])))
+        if autoencoder.fingerprint() != saved["vae.weights"]:
+            raise UserError(f"--vae {name} of the run of {pipeline} is another autoencoder now\nput that of the run there")
+        autoencoder.scale = Scale(saved["vae.latent_mean"], saved["vae.latent_std"])
+        return autoencoder
     if "latent_std" not in index:
         return None
     return autoencoder_of(exported(pipeline), image_shape(unet), Scale(index["latent_mean"], index["latent_std"]))
 
 
+def place_of_decoder(pipeline: str) -> str:
+    """Returns where the autoencoder of a pipeline of latents is, or of a checkpoint's run: in the pipeline, or what --vae of
+    the run named where it has exported none yet."""
+    folder = Path(exported(pipeline))
+    if _has_index(folder) or not _is_checkpoint(pipeline):
+        return str(folder)
+    record, saved = _record(folder), _state(pipeline)
+    return str(located({**record, "options": {**record.get("options", {}), "vae": saved["vae"]}}, folder, ["vae"])["vae"])
+
+
 def exported(pipeline: str) -> str:
     """The pipeline of a checkpoint's run, or that pipeline itself."""
-    path = Path(pipeline)
-    return str(path.parent) if (path / "state.json").is_file() else pipeline
+    return str(Path(pipeline).parent) if _is_checkpoint(pipeline) else pipeline
+
+
+def _is_checkpoint(pipeline: str) -> bool:
+    return (Path(pipeline) / "state.json").is_file()
+
+
+def _has_index(folder: Path) -> bool:
+    return (folder / "model_index.json").is_file()
+
+
+def _state(checkpoint: str | Path) -> dict[str, Any]:
+    """The options in a checkpoint. Raises UserError for one that is damaged."""
+    try:
+        return dict(json.loads((Path(checkpoint) / "state.json").read_text())["options"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"cannot load {checkpoint}: its state.json is damaged: {in_full(error)}\nuse another checkpoint"
+        ) from None
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """What options.json of a run holds; empty where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(json.loads((folder / "options.json").read_text()))
+    return {}
+
+
+def _made_by_options(checkpoint: Path) -> tuple["UNet2DModel | EDM2UNet", dict]:
+    """A network of any weights, and the config of its scheduler, as the options of a checkpoint mean them."""
+    from diffusers import DDPMScheduler, UNet2DModel
+
+    from models.edm2_unet import EDM2UNet
+    from models.edm_heun import EDMHeunScheduler
+
+    options = _state(checkpoint)
+    config = {name.removeprefix("network."): value for name, value in options.items() if name.startswith("network.")}
+    if not config:  # of an early version
+        raise UserError(
+            f"cannot load {checkpoint}: it does not say which network it is of, and its run has no exported pipeline\n"
+            "resume the run with --max_train_steps N, where N is not more than the updates that it has made: this exports one"
+        )
+    with torch.random.fork_rng(devices=[]):
+        if "sigma_data" in options:
+            return EDM2UNet.from_config(config), dict(EDMHeunScheduler(sigma_data=options["sigma_data"]).config)
+        unet = UNet2DModel.from_config(config)
+    if SCHEDULER in options:
+        scheduler = training_scheduler(options[SCHEDULER])
+    else:
+        scheduler = make_noise_scheduler(
+            beta_schedule=options["ddpm_beta_schedule"],
+            num_train_timesteps=options["ddpm_num_steps"],
+            prediction_type=options["prediction_type"],
+            rescale_betas_zero_snr=options["rescale_betas_zero_snr"],
+            clips=not options.get("vae"),
+        )
+    return unet, dict(DDPMScheduler.from_config(config_for_any(scheduler.config)).config)
 
 
 def _index(pipeline: str) -> dict:
     """What model_index.json of the pipeline, or of a checkpoint's run, says. Raises UserError where it cannot be read."""
     from diffusers import DiffusionPipeline
 
-    folder = Path(exported(pipeline))
-    of_a_run = (Path(pipeline) / "state.json").is_file() or (folder / "options.json").is_file()
-    if of_a_run and not (folder / "model_index.json").is_file():
-        raise UserError(
-            f"cannot load a pipeline from {pipeline}: the run has no exported pipeline yet\n"
-            "a run exports one every --save_model_steps updates, and at the end. To end it now, resume it with "
-            "--max_train_steps N, where N is not more than the updates that it has made"
-        )
     try:
         return DiffusionPipeline.load_config(exported(pipeline))
     except Exception as error:  # each library raises its own kind
@@ -169,7 +249,10 @@ def _index_if_any(pipeline: str) -> dict:
 
 def names_of_classes(pipeline: str) -> list[str]:
     """The names of a pipeline's classes, or of those of a checkpoint's run, by their numbers; empty where they have none."""
-    names = _index_if_any(pipeline).get("id2label") or {}
+    index = _index_if_any(pipeline)
+    if not index and _is_checkpoint(pipeline):
+        return _record(Path(pipeline).parent).get("class_names") or []
+    names = index.get("id2label") or {}
     with contextlib.suppress(KeyError, TypeError):  # another's, numbered in another way
         return [names[str(number)] for number in range(len(names))]
     return []
@@ -208,8 +291,8 @@ def _load_parts(pipeline: str) -> tuple["UNet2DModel", dict]:
 def trained_bits(pipeline: str) -> int:
     """16 for a run, or a checkpoint of one, whose images have as many bits; 8 for everything else."""
     for folder in (Path(pipeline), Path(pipeline).parent):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return 16 if json.loads((folder / "options.json").read_text())["options"]["preserve_input_precision"] else 8
+        with contextlib.suppress(KeyError, TypeError):
+            return 16 if _record(folder)["options"]["preserve_input_precision"] else 8
     return 8
 
 

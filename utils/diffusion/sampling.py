@@ -9,7 +9,7 @@ on how many there are.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from models.edm_heun import EDMHeunScheduler
 from utils.core import randomness
-from utils.core.distributed import if_memory_allows
+from utils.core.distributed import from_all, together
 from utils.core.errors import UserError
 from utils.data.autoencoder import Autoencoder
 from utils.diffusion.ddpm import config_for_any
@@ -161,6 +161,16 @@ class SamplePlan:
         """Images in [-1, 1] of what the network makes, [B, C, H, W]."""
         return made.clamp(-1.0, 1.0) if self.autoencoder is None else self.autoencoder.decode(made)
 
+    @contextmanager
+    def decoding(self, accelerator: Accelerator) -> Iterator[None]:
+        """Around what decodes several times: the autoencoder, where there is one, moves to the device and back once. Every
+        process must call it."""
+        with ExitStack() as moved:
+            if self.autoencoder is not None:
+                with together(accelerator, "moving the autoencoder", "the autoencoder does not fit beside the network"):
+                    moved.enter_context(self.autoencoder.on(self.device))
+            yield
+
     def denoising_steps(self, num_images: int) -> int:
         """Returns how often `sample` asks `should_stop` while it makes so many images."""
         set_timesteps(self.scheduler, self.num_inference_steps)
@@ -269,14 +279,14 @@ def sample_sharded(
     """`sample` of images 0 ... num_images - 1 over all processes, in order, on every process.
 
     Chunk c goes to process c modulo their number, so the plan's batch size decides how many processes have work. Every process
-    must call it. `should_stop` may answer differently on each: if any stopped, all return None. Raises UserError on all where
-    memory runs out on any.
+    must call it. `should_stop` may answer differently on each: if any stopped, all return None. What fails on any fails on
+    all, see `together`.
     """
     chunks = torch.arange(num_images).split(plan.batch_size)
     rounds = -(-len(chunks) // accelerator.num_processes)
     slots = 1 + len(record_timesteps or ())  # the image and its path travel together
     stopped = torch.zeros(1, device=accelerator.device)
-    with if_memory_allows(accelerator, f"a preview of {num_images} samples", "set a smaller --eval_batch_size"):
+    with together(accelerator, "making samples", "set a smaller --eval_batch_size"):
         gathered = torch.zeros(rounds, plan.batch_size, slots, *plan.image_shape, device=accelerator.device)
         for turn, numbers in enumerate(chunks[accelerator.process_index :: accelerator.num_processes]):
             result = sample(
@@ -296,7 +306,7 @@ def sample_sharded(
                 gathered[turn, : len(numbers), 1:] = path
         # What the gather will need must be had now, when all can still leave it out together; the allocator keeps it.
         gathered.new_empty(accelerator.num_processes, *gathered.shape)
-    if accelerator.gather(stopped).any():
+    if any(from_all(accelerator, stopped)):
         return None
     # [process, round, ...] -> [round, process, ...] is the order of the chunks; only the last one is short, so that
     # what follows image n - 1 is padding.

@@ -12,18 +12,18 @@ from utils.core.errors import UserError
 from utils.core.files import make_folder
 from utils.diffusion.classes import classes_known
 from utils.diffusion.model_card import facts_of_run, options_of_record
-from utils.diffusion.pipelines import load_network, names_of_classes
+from utils.diffusion.pipelines import load_network
 from utils.diffusion.sampling import Scheduler, is_edm
 from utils.diffusion.unet import normalize_spectra
 from utils.options.flags import EDM2Options
 from utils.runs.record import RunRecord
 
 
-def load_run(run: Path) -> tuple[ModelMixin, Scheduler]:
-    """(network to load averaged weights into, scheduler) of the run's exported pipeline. Raises UserError without one."""
+def load_run(run: Path, pipeline: str) -> tuple[ModelMixin, Scheduler]:
+    """(network to load averaged weights into, scheduler) of a run, from its exported `pipeline` or a checkpoint of it."""
     from diffusers import DDPMScheduler
 
-    unet, config = load_network(str(run))
+    unet, config = load_network(pipeline)
     if RunRecord.read(run).options.get("spectral_norm"):
         normalize_spectra(unet)  # in training the weights stand beside their singular vectors, and so do their averages
     return unet, (EDMHeunScheduler if is_edm(config) else DDPMScheduler).from_config(config)
@@ -56,7 +56,7 @@ def check_output(output_dir: Path, run: Path) -> None:
     make_folder(output_dir, "--output_dir")
 
 
-def describe(run: Path, unet: ModelMixin, scheduler: Scheduler, step: int) -> dict:
+def describe(run: Path, unet: ModelMixin, scheduler: Scheduler, step: int, class_names: list[str]) -> dict:
     """Returns facts for the model card (see `model_card`) after `step` updates, from what the run recorded."""
     record = RunRecord.read(run)
     options, classes = options_of_record(record.options), classes_known(unet)
@@ -72,4 +72,4 @@ def describe(run: Path, unet: ModelMixin, scheduler: Scheduler, step: int) -> di
         facts["prediction_type"] = scheduler.config.prediction_type
     if classes:
         facts |= {"classes": classes, "label_dropout": record.options.get("label_dropout")}
-    return facts_of_run(options, record.resolved | {"classes": classes}, scheduler, names_of_classes(str(run))) | facts
+    return facts_of_run(options, record.resolved | {"classes": classes}, scheduler, class_names) | facts

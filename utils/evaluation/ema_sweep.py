@@ -12,34 +12,43 @@ from torch import nn
 from utils.core.bars import Bar
 from utils.core.errors import UserError
 from utils.core.files import whole_file
+from utils.data.autoencoder import Autoencoder
 from utils.data.dataset import cache_root, load_images
 from utils.data.split import split_validation
 from utils.diagnostics.report.page import write_page
 from utils.diagnostics.report.plots import Curve, plot
 from utils.diffusion.guidance import make_guided_prediction
-from utils.diffusion.pipelines import image_shape, load_decoder
+from utils.diffusion.pipelines import image_shape
 from utils.diffusion.sampling import SamplePlan, Scheduler, full_precision, make_sampler, sample, sampling_steps, to_uint8
 from utils.evaluation.extractors import make_extractor
 from utils.evaluation.feature_sets import extract, reference_features
 from utils.evaluation.quality import MIN_IMAGES, compare
-from utils.options.flags import DataOptions
-from utils.runs.folder import WITHOUT
-from utils.runs.record import RunRecord
+from utils.options.flags import DataOptions, RunOptions
+from utils.options.paths import located
+from utils.runs.folder import WITHOUT, RunFolder
 
 METRICS = ("fd_randconv", "kd_randconv", "fd_pixels", "kd_pixels")
 
 
 def make_judge(
-    accelerator: Accelerator, run: Path, scheduler: Scheduler, metric: str, *, num_images: int, batch_size: int, seed: int
+    accelerator: Accelerator,
+    run: Path,
+    scheduler: Scheduler,
+    metric: str,
+    decoder: Autoencoder | None,
+    *,
+    num_images: int,
+    batch_size: int,
+    seed: int,
 ) -> Callable[[nn.Module], float]:
     """A function from a network to the `metric` (of METRICS) of its samples beside the run's training images; the lower the
-    better. The samples are those that generate.py makes with the run's own sampler and `seed`, of all classes in turn.
+    better. `decoder`: of a run on latents. The samples are those that generate.py makes with the run's own sampler and `seed`,
+    of all classes in turn.
 
     Raises UserError for too few images.
     """
     kind, features = metric.split("_")
-    record = RunRecord.read(run)
-    options = record.options
+    options = located(RunFolder(run).record(), run, RunOptions.paths())
     images = load_images(DataOptions.from_record(WITHOUT | options))
     images, _ = split_validation(images, options["validation_images"], options["seed"])
     if len(images) < MIN_IMAGES:
@@ -53,7 +62,7 @@ def make_judge(
     num_inference_steps = sampling_steps(options["sampler"], requested, scheduler)
 
     def judge(unet: nn.Module) -> float:
-        made_by = (seed, batch_size, accelerator.device, load_decoder(str(run), unet))
+        made_by = (seed, batch_size, accelerator.device, decoder)
         plan = SamplePlan(sampler, num_inference_steps, image_shape(unet), *made_by)
         predict = make_guided_prediction(unet, scheduler.config)
 

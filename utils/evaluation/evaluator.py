@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from PIL import Image
 from torch import nn
 
-from utils.core.distributed import from_main_process, on_main_process
+from utils.core.distributed import from_all, from_main_process, on_main_process
 from utils.core.errors import UserError, memory_problem, one_line
 from utils.diagnostics.rules.samples import collapse
 from utils.diffusion.sampling import SamplePlan, sample, to_uint8
@@ -123,7 +123,7 @@ class Evaluation:
         )
         if canceled is not None:
             told = torch.tensor([int(canceled())], device=self.accelerator.device)
-            if self.accelerator.gather(told).any():
+            if any(from_all(self.accelerator, told)):
                 return None, None
         result = None, None
 
@@ -135,7 +135,7 @@ class Evaluation:
                 problem = memory_problem(error) or one_line(error)
                 raise UserError(f"the figures could not be computed: {problem}") from error
 
-        on_main_process(self.accelerator, figures)
+        on_main_process(self.accelerator, "computing the figures", figures)
         return from_main_process(result[0]), result[1]
 
     def _figures(self, sets: list[FeatureSet], images: torch.Tensor | None) -> tuple[dict, Image.Image | None]:

@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from utils.core.distributed import agree, from_main_process
-from utils.core.errors import UserError, memory_problem, one_line
+from utils.core.distributed import from_all, from_main_process, together, waited_for
+from utils.core.errors import UserError
 from utils.core.files import whole_file
 from utils.data.dataset import ImageSet, content_fingerprint
 from utils.evaluation.distances import Moments
@@ -58,19 +58,15 @@ def sharded(
     """(numbers int64 [n], tensors [n, ...]) chunk by chunk, in order, on every process; `make` gives the tensors of `numbers`.
 
     Chunk c is made by process c modulo their number. Memory holds one chunk of each process. All processes must go to the end.
-    Raises UserError on all of them where `make` fails on any: nobody waits for one that has given up.
+    Where `make` fails on any, all of them raise, see `together`.
     """
     chunks = torch.arange(count).split(batch_size) if count else ()
     processes = accelerator.num_processes
     for first in range(0, len(chunks), processes):
         turn = chunks[first : first + processes]
         # Who has no chunk left makes the last one again, so that shapes agree; nothing waits for it longer.
-        made, problem = [], None
-        try:
+        with together(accelerator, "features of images"):
             made = make(turn[min(accelerator.process_index, len(turn) - 1)])
-        except Exception as error:
-            problem = memory_problem(error) or one_line(error)
-        agree(accelerator, problem)
         if processes == 1:
             yield turn[0], made
             continue
@@ -158,7 +154,7 @@ def reference_features(
         found = load_features(path)[0] if path is not None and path.exists() else None
     except UserError:  # damaged: made again
         found = None
-    everywhere = all(accelerator.gather(torch.tensor([int(found is not None)], device=accelerator.device)).tolist())
+    everywhere = all(from_all(accelerator, torch.tensor([int(found is not None)], device=accelerator.device)))
     if found is not None and everywhere:
         return found
 
@@ -175,9 +171,10 @@ def reference_features(
         hash_pixels=True,
         progress=progress,
     )
-    if path is not None and accelerator.is_main_process:
-        with contextlib.suppress(OSError):  # a cache that cannot be written is made again next time
-            save_features(path, features, {})
+    with waited_for(accelerator, "writing the features"):
+        if path is not None and accelerator.is_main_process:
+            with contextlib.suppress(OSError):  # a cache that cannot be written is made again next time
+                save_features(path, features, {})
     return features
 
 

@@ -31,7 +31,7 @@ def add_to_record(run: Path, state: str, result: dict) -> None:
     """
     record, number = RunRecord.read(run), state.removeprefix("checkpoint-")
     step = int(number) if number.isdigit() else None
-    if not state and record.exit_status is not None:  # a run that goes on has exported an earlier state
+    if not state and record.exit_status == 0:  # any other may have exported an earlier state
         step = updates_done(record)
     write_evaluation(run, state, step, result)
     record = RunRecord.read(run)

@@ -1,27 +1,32 @@
 """Options from a file, and as one: YAML with a flag per line, or the options.json of an earlier run."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from utils.core.errors import UserError
+from utils.options.paths import located
 from utils.options.values import Values
 
 HIDDEN = "<hidden>"  # in place of a secret
 
 
-def read_config(path: Path, values: Mapping[str, Values], not_from_records: set[str]) -> dict[str, Any]:
+def read_config(
+    path: Path, values: Mapping[str, Values], not_from_records: Collection[str], paths: Collection[str]
+) -> dict[str, Any]:
     """Returns the values that a file gives to flags, by their names.
 
     Args:
         values: those of each flag, by its name.
         not_from_records: flags that belong to one start of a run, and are left out where the file is an options.json.
+        paths: flags whose values may be paths, which in an options.json count from where that run was started.
 
     Raises UserError where the file cannot be read, and KeyError, with the name, for a flag that does not exist.
     """
-    content, is_record = _content(path)
-    if is_record:
+    content = _content(path)
+    if isinstance(content.get("options"), dict):  # an options.json
+        content = located(content, path.parent, paths)
         content = {name: value for name, value in content.items() if name not in not_from_records and value != HIDDEN}
         if content.get("global_batch_size") is not None:
             content.pop("gradient_accumulation_steps", None)  # it followed, and follows again on other processes
@@ -37,8 +42,8 @@ def read_config(path: Path, values: Mapping[str, Values], not_from_records: set[
     return found
 
 
-def _content(path: Path) -> tuple[dict[str, Any], bool]:
-    """(the mapping in a file, all scalars as text but JSON's null, true and false; whether it is an options.json)"""
+def _content(path: Path) -> dict[str, Any]:
+    """The mapping in a file, all scalars as text but JSON's null, true and false."""
     import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
     try:
@@ -54,13 +59,11 @@ def _content(path: Path) -> tuple[dict[str, Any], bool]:
             f"--config {path} is neither YAML nor JSON: {' '.join(str(error).split())}\n"
             "write one flag per line, for example `resolution: 32`"
         ) from None
-    if isinstance(content, dict) and isinstance(content.get("options"), dict):
-        return content["options"], True
     if content is None or content == "":
-        return {}, False
+        return {}
     if not isinstance(content, dict):
         raise UserError(f"--config {path} is not a list of flags\nwrite one flag per line, for example `resolution: 32`")
-    return content, False
+    return content
 
 
 def config_text(values: Mapping[str, Any]) -> str:

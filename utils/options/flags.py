@@ -23,16 +23,18 @@ MOST_WIDTHS = 1000
 class DataOptions(Options):
     """data"""
 
-    dataset_name: str | None = flag(None, "Hub name, local dataset (folder, parquet, .npz, save_to_disk), or digits (built in)")
+    dataset_name: str | None = flag(
+        None, "Hub name, local dataset (folder, parquet, .npz, save_to_disk), or digits (built in)", path=True
+    )
     dataset_config_name: str | None = flag(None, "config of the Hub dataset, if it has several")
     dataset_split: str = flag("train", "split of the dataset (train)")
     dataset_revision: str | None = flag(None, "git revision of the Hub dataset")
     train_data_dir: str | None = flag(
-        None, "folder of images, or a .zip or .tar file of it; sub-folders are classes; ignored with --dataset_name"
+        None, "folder of images, or a .zip or .tar file of it; sub-folders are classes; ignored with --dataset_name", path=True
     )
     image_column: str | None = flag(None, "column with the images (found by its type)")
     label_column: str | None = flag(None, "column with the class labels (found by its type)")
-    cache_dir: str | None = flag(None, "folder for downloads and packed images (Hugging Face's cache)", free=True)
+    cache_dir: str | None = flag(None, "folder for downloads and packed images (Hugging Face's cache)", free=True, path=True)
     cache_images: Literal["yes", "no"] = flag(
         "yes", "yes: decode once into a packed uint8 file; no: decode during the training (yes)", free=True
     )
@@ -89,6 +91,7 @@ class LatentOptions(Options):
         None,
         "train on latents of this autoencoder: Hub name or folder of an AutoencoderKL, AutoencoderTiny or AutoencoderDC, "
         "or of a pipeline that has one",
+        path=True,
     )
     latent_scale: Literal["config", "auto"] | None = flag(
         None,
@@ -274,14 +277,14 @@ class ReportOptions(Options):
 class OutputOptions(Options):
     """output, checkpoints and resuming"""
 
-    output_dir: str = flag("ddpm-model-64", "folder of the run and of the exported pipeline", free=True)
+    output_dir: str = flag("ddpm-model-64", "folder of the run and of the exported pipeline", free=True, path=True)
     overwrite_output_dir: bool = flag(False, "delete the run in --output_dir and start a new one", free=True, once=True)
     checkpointing_steps: int = flag(500, "updates between two checkpoints (500)", at_least=1, free=True)
     checkpoints_total_limit: int | None = flag(
         None, "checkpoints to keep: the newest ones (at least 2); the best one is also kept", at_least=1, free=True
     )
     resume_from_checkpoint: str | None = flag(
-        None, "latest, best, checkpoint-N or a path; latest starts a new run if there is no checkpoint", free=True, once=True
+        None, "latest, best, checkpoint-N or a path; latest starts a new run if there is none yet", free=True, once=True
     )
     allow_option_change: list[str] = flag([], "allow these options to change on resume", free=True, once=True, metavar="NAME")
     save_model_epochs: int = flag(10, "epochs between two exports of the pipeline (10)", at_least=1, free=True)
@@ -307,7 +310,7 @@ class PretrainedOptions(Options):
     """network"""
 
     pretrained: str | None = flag(
-        None, "start from this pipeline: folder of a run, or Hub name; its network and noise schedule are taken"
+        None, "start from this pipeline: folder of a run, or Hub name; its network and noise schedule are taken", path=True
     )
     train_only: list[str] | None = flag(
         None, 'with --pretrained: train only the parameters of these names, such as "up_blocks.*" (all)', metavar="NAME"
@@ -450,7 +453,9 @@ class DDPMNetworkOptions(Options):
     model_preset: str | None = flag(
         None, "digits16, small32, small64, cifar10, celeba64 or 256, see below (only a network, by the resolution)"
     )
-    model_config_name_or_path: str | None = flag(None, "config of a diffusers UNet2DModel: Hub name, folder or file", free=True)
+    model_config_name_or_path: str | None = flag(
+        None, "config of a diffusers UNet2DModel: Hub name, folder or file", free=True, path=True
+    )
     activation: Literal["silu", "mish", "gelu", "relu"] | None = flag(None, "(the network's own)")
     dropout: float | None = flag(None, "(the network's own)", at_least=0, below=1)
     initialisation: Literal["default", "xavier", "he"] = flag("default")
@@ -519,7 +524,7 @@ class EDM2NetworkOptions(Options):
     model_preset: str | None = flag(
         None, "digits16, small32, small64, or XXS, XS, S, M, L, XL, XXL (XS; digits16 for the digits)"
     )
-    model_config_name_or_path: str | None = flag(None, "config of an EDM2UNet: Hub name, folder or file", free=True)
+    model_config_name_or_path: str | None = flag(None, "config of an EDM2UNet: Hub name, folder or file", free=True, path=True)
     dropout: float | None = flag(None, "(the network's own)", at_least=0, below=1)
     force_weight_norm: bool = flag(True, "scale each weight vector to unit variance after each update (yes)")
 

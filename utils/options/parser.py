@@ -33,7 +33,7 @@ def flag(default: Any = None, help: str = "", **about) -> Any:
         about: at_least, above, below: the range of its values; reads: what makes a value of a text, and words: what to call
             such values; free=True: a resumed run may have another value; secret=True: it
             is never recorded; once=True: it is of one start of a run, and no other start takes it from options.json;
-            positional=True: it has no dashes; metavar: how `--help` calls its value.
+            positional=True: it has no dashes; path=True: its value may be a path; metavar: how `--help` calls its value.
     """
     about["help"] = help
     if isinstance(default, list):
@@ -73,6 +73,16 @@ class Options:
         values = {each.name: getattr(self, each.name) for each in fields(self) if not each.metadata.get("free")}
         return json.loads(json.dumps(values | computed))
 
+    def lasting(self) -> dict[str, Any]:
+        """Returns what a record has of the values that are neither secret nor of one start of a run; JSON types only."""
+        left_out = {each.name for each in fields(self) if each.metadata.get("secret") or each.metadata.get("once")}
+        return {name: value for name, value in json.loads(json.dumps(self.recorded())).items() if name not in left_out}
+
+    @classmethod
+    def paths(cls) -> list[str]:
+        """Returns the names of the flags whose values may be paths."""
+        return [each.name for each in fields(cls) if each.metadata.get("path")]
+
     def secrets(self) -> list[str]:
         """Returns the values that no record may hold."""
         return [value for each in fields(self) if each.metadata.get("secret") and (value := getattr(self, each.name))]
@@ -110,7 +120,8 @@ def parse_options(cls: type[T], description: str, argv: list[str] | None = None)
     filed = {}
     if path is not None:
         try:
-            filed = read_config(path, values, {each.name for each in fields(cls) if each.metadata.get("once")})
+            once = {each.name for each in fields(cls) if each.metadata.get("once")}
+            filed = read_config(path, values, once, cls.paths())
         except KeyError as error:
             raise UserError("\n".join(about_unknown(error.args[0], values, parser, f"--config {path}: "))) from None
     options = resolve(cls, filed, given)

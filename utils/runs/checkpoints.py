@@ -7,10 +7,8 @@ names, so that any number of processes can load them; the optimizer's state is t
 """
 
 import contextlib
-import hashlib
 import json
 import os
-import re
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -22,21 +20,23 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from utils.core.distributed import from_main_process, on_main_process
+from utils.core.distributed import agree, from_main_process, on_main_process
 from utils.core.errors import UserError
 from utils.core.files import sync
 from utils.optim.ema import EMA
 from utils.optim.optimizers import change_settings, match_layouts, settings_of
-from utils.runs.folder import check_options
+from utils.runs.checkpoint_files import (
+    MANIFEST,
+    MODEL_WEIGHTS,
+    REPLACED,
+    file_sha256,
+    find_checkpoint,
+    list_checkpoints,
+)
+from utils.runs.folder import RunFolder, as_spelled_now, check_options
 from utils.runs.state import STATE, TrainState, read_state
 
-MANIFEST = "MANIFEST.json"
-OF_ANOTHER_SCRIPT = "it was written by another script, such as diffusers' train_unconditional.py"
-PRETRAINED = "start from the pipeline of that script with --pretrained, in another --output_dir"
-MODEL_WEIGHTS = "model.safetensors"
 EMA_WEIGHTS = "ema.safetensors"
-REPLACED = ".tmp-replaced-"  # a checkpoint on its way out, while a newer one of its name comes in
-CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def attach_state_hooks(accelerator: Accelerator, ema: EMA | None, state: TrainState) -> None:
@@ -82,35 +82,40 @@ def save_checkpoint(
     """
     temporary = output_dir / f".tmp-checkpoint-{state.step}"
     final = output_dir / f"checkpoint-{state.step}"
-    if accelerator.is_main_process:
+    what = f"saving {final.name}"
+
+    def clear() -> None:
         for leftover in output_dir.glob(".tmp-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-    accelerator.wait_for_everyone()
-    error = ""
+
+    def publish() -> None:
+        try:
+            _publish(temporary, final, state.step)
+        except Exception as exception:
+            raise UserError(f"{type(exception).__name__}: {exception}") from exception
+        with contextlib.suppress(OSError):  # the next save tries again
+            prune_checkpoints(output_dir, total_limit, newest_step=state.step, keep_step=state.best_step)
+
     try:
-        accelerator.save_state(str(temporary))  # makes the folder
-    except Exception as exception:  # a full disk arrives as OSError, RuntimeError or SafetensorError
-        error = f"rank {accelerator.process_index}: {type(exception).__name__}: {exception}"
-    failed = torch.tensor([bool(error)], device=accelerator.device, dtype=torch.int32)
-    failed = bool(accelerator.reduce(failed, "sum").item())
-    if accelerator.is_main_process:
-        if not failed:
-            try:
-                _publish(temporary, final, state.step)
-                with contextlib.suppress(OSError):  # the next save tries again
-                    prune_checkpoints(output_dir, total_limit, newest_step=state.step, keep_step=state.best_step)
-            except Exception as exception:
-                error = f"{type(exception).__name__}: {exception}"
-        if failed or error:
+        on_main_process(accelerator, what, clear)
+        problem = None
+        try:
+            accelerator.save_state(str(temporary))  # makes the folder
+        except Exception as exception:  # a full disk arrives as OSError, RuntimeError or SafetensorError
+            problem = f"rank {accelerator.process_index}: {type(exception).__name__}: {exception}"
+        agree(accelerator, what, problem)  # the main process writes the most
+        on_main_process(accelerator, what, publish)
+    except UserError as error:
+        if accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
-            error = error or "another rank could not write its part"
-    return from_main_process(error) or None
+        return str(error)
+    return None
 
 
 def _publish(temporary: Path, final: Path, step: int) -> None:
     files = {}
     for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
-        files[path.relative_to(temporary).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        files[path.relative_to(temporary).as_posix()] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
         sync(path)
     manifest = temporary / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=2))
@@ -127,86 +132,6 @@ def _publish(temporary: Path, final: Path, step: int) -> None:
         raise
     sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def verify_checkpoint(path: Path) -> str | None:
-    """None for a complete checkpoint whose every byte is as it was written; otherwise one line saying what is wrong."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        listed = manifest["files"].items()
-        for name, expected in listed:
-            file = path / name
-            if ".." in Path(name).parts or Path(name).is_absolute():
-                return f"{MANIFEST} names {name}, outside the checkpoint"
-            if not file.is_file():
-                return f"{name} is missing"
-            if file.stat().st_size != expected["size"]:
-                return f"{name} has {file.stat().st_size} bytes instead of {expected['size']}"
-            if _sha256(file) != expected["sha256"]:
-                return f"{name} was changed or damaged after it was written (SHA-256 differs)"
-        if missing := {STATE, MODEL_WEIGHTS} - dict(listed).keys():
-            return f"{MANIFEST} does not list {', '.join(sorted(missing))}"
-        read_state(path)
-    except FileNotFoundError:
-        if (path / "options.json").is_file() or (path / "model_index.json").is_file():
-            return "it is no checkpoint, but the folder of a run or of a pipeline"
-        if (path / "unet").is_dir():
-            return OF_ANOTHER_SCRIPT
-        return f"no {MANIFEST}: it was never completed"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"unreadable: {error}"
-    return None
-
-
-def list_checkpoints(output_dir: Path) -> list[Path]:
-    """Folders `checkpoint-<step>` of a run, oldest first, valid or not."""
-    found = [(int(m[1]), p) for p in output_dir.glob("checkpoint-*") if (m := CHECKPOINT_NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(found)]
-
-
-def find_checkpoint(output_dir: Path, wanted: str) -> tuple[Path | None, list[str]]:
-    """Returns the checkpoint meant by `latest`, `best`, `checkpoint-N` or a path, verified, and a line per one passed over.
-
-    `latest` takes the newest valid one, and None where the run has none yet, so that one command line can start a run and
-    continue it. Raises UserError for one that was named and is not valid, and when all of several are damaged.
-    """
-    for replaced in output_dir.glob(f"{REPLACED}checkpoint-*"):
-        if not (final := output_dir / replaced.name.removeprefix(REPLACED)).exists():
-            os.rename(replaced, final)
-    candidates = list_checkpoints(output_dir)
-    if wanted == "latest":
-        skipped: list[str] = []
-        for path in reversed(candidates):
-            if (problem := verify_checkpoint(path)) is None:
-                return path, skipped
-            skipped.append(f"skipping {path.name}: {problem}")
-        if candidates:
-            foreign = all(OF_ANOTHER_SCRIPT in line for line in skipped)
-            advice = PRETRAINED if foreign else "restore one from a copy, or start again with --overwrite_output_dir"
-            raise UserError(f"{output_dir} has no valid checkpoint: {'; '.join(skipped)}\n{advice}")
-        return None, []
-    if wanted == "best":
-        newest = next((path for path in reversed(candidates) if verify_checkpoint(path) is None), None)
-        best_step = None if newest is None else read_state(newest).best_step
-        if best_step is None:
-            raise UserError(
-                f"{output_dir} has no best checkpoint: a run keeps one if it has --validation_images, or --eval_steps and "
-                "--best_metric\nresume from latest"
-            )
-        path = output_dir / f"checkpoint-{best_step}"
-    else:
-        path = next((p for p in (output_dir / wanted, Path(wanted)) if p.is_dir()), None)
-        if path is None:
-            there = ", ".join(p.name for p in candidates) or "none"
-            raise UserError(f"--resume_from_checkpoint {wanted}: {output_dir} has no such checkpoint\nchoose from: {there}")
-    if problem := verify_checkpoint(path):
-        advice = PRETRAINED if problem == OF_ANOTHER_SCRIPT else "resume from another checkpoint, or from latest"
-        if (path / "options.json").is_file():
-            advice = f"resume that run with --output_dir {path} --resume_from_checkpoint latest"
-        elif (path / "model_index.json").is_file():
-            advice = f"start from the pipeline with --pretrained {path}"
-        raise UserError(f"cannot resume from {path}: {problem}\n{advice}")
-    return path, []
 
 
 def load_checkpoint(accelerator: Accelerator, path: Path) -> None:
@@ -263,10 +188,12 @@ def resume(
         path, notes = find_checkpoint(output_dir, wanted)
         if path is not None:
             unfit = misfit(accelerator.unwrap_model(accelerator._models[0]), path)
-            notes += check_options(read_state(path).options, state.options, allowed_changes, unfit)
+            of_the_run = RunFolder(path.parent)
+            saved = as_spelled_now(read_state(path).options, state.options, of_the_run.record(), of_the_run.path)
+            notes += check_options(saved, state.options, allowed_changes, unfit)
         found = path, notes
 
-    on_main_process(accelerator, find)
+    on_main_process(accelerator, "reading the checkpoint", find)
     checkpoint, notes = from_main_process(found)
     if checkpoint is None:
         return None, [*notes, f"no checkpoint in {output_dir} yet: starting a new run"]
@@ -305,8 +232,3 @@ def misfit(network: nn.Module, checkpoint: Path) -> str | None:
 
 def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}  # safetensors wants plain layouts
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -60,7 +60,8 @@ class Snapshots:
     def save(self, step: int) -> None:
         """`save_snapshots`, to be called on every rank. Raises UserError when the disk does not take them."""
         what = {"fingerprint": self._state.fingerprint, "dtype": self._dtype}
-        on_main_process(self._accelerator, save_snapshots, self._ema, self._output_dir, step, **what)
+        doing = "saving the averaged weights"
+        on_main_process(self._accelerator, doing, save_snapshots, self._ema, self._output_dir, step, **what)
         self._newest = step
 
 

@@ -3,24 +3,29 @@
 import contextlib
 import difflib
 import json
+import os
 import platform
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING, Any
 
 from utils.core.entrypoint import at_end
 from utils.core.errors import UserError
 from utils.core.files import make_folder, whole_file
 from utils.core.versions import git_commit, library_versions
 from utils.options.config_file import HIDDEN
+from utils.options.flags import RunOptions
 from utils.options.parser import Options
+from utils.options.paths import WORKING_DIR, located, same_place
+from utils.runs.history import HISTORY
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 DATA_SOURCES = (
     *("dataset_name", "dataset_config_name", "dataset_split", "dataset_revision"),
@@ -39,24 +44,26 @@ ABOUT = {  # what is compared beside the flags
     "vae.weights": "vae.weights: the weights of the autoencoder",
 }
 EXIT_STATUS = "exit_status"  # there only once a run has ended by itself or by a signal: not while it goes on, nor after a crash
+PIPELINE_INDEX = "model_index.json"
+OPTIONS = "options.json"
 TRACKED = "trackers.json"  # the run that each tracker has of it
 RUN_FILES = (
-    "options.json",
+    OPTIONS,
     EXIT_STATUS,
     TRACKED,
-    "model_index.json",
+    PIPELINE_INDEX,
     "guided_pipeline.py",
     "edm2_pipeline.py",  # of earlier versions
     "README.md",
     "bad_images.json",
-    "history.jsonl",
+    HISTORY,
     "ledger.jsonl",
     "diagnosis.json",
     "report.html",
 )
 RUN_FOLDERS = (
     *("unet", "scheduler", "vae", "samples", "logs", "nan_report", "ema_snapshots"),
-    *("evaluation", "data_check", "hang", "profile"),
+    *("evaluation", "data_check", "hang", "profile", "errors"),
 )
 
 
@@ -65,18 +72,22 @@ class RunFolder:
 
     def __init__(self, output_dir: Path):
         self.path = output_dir
+        self._replaces = True
         self._lock: FileLock | None = None
         self._made: list[Path] = []  # by `claim`, the innermost first
 
-    def claim(self, *, resuming: bool, overwrite: bool, inputs: Mapping[str, str | None] = MappingProxyType({})) -> None:
+    def claim(self, *, replaces: bool, inputs: Mapping[str, str | None] = MappingProxyType({})) -> None:
         """Makes the folder, proves that it can be written, and keeps other runs out until this process ends, however it does.
 
-        The exit status of an earlier start goes. A folder that is made here and gets no run goes at the end. Raises UserError
-        when the folder cannot be written, when another run trains here, when it holds a run that is neither resumed nor to be
-        overwritten, and when a new run would be made of what `clear` deletes: `inputs` are paths or names, by their flags.
+        `replaces`: a new run begins, and not one that goes on. The exit status of an earlier start goes, but for that of a run
+        that is done: it still is if nothing comes of this start. A folder that is made here and gets no run goes at the end.
+        Raises UserError when the folder cannot be written, when another run trains here, and when a new run would be made of
+        what it replaces: `inputs` are paths or names, by their flags.
         """
+        from filelock import FileLock, Timeout  # not above: the command line is looked at before packages are
+
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        at_end(self._remove_if_empty)
+        at_end(lambda status: self._remove_if_empty())
         make_folder(self.path, "--output_dir")
         self._lock = FileLock(self.path / ".lock", is_singleton=True)  # in one process, as in tests, run may follow on run
         try:
@@ -87,20 +98,29 @@ class RunFolder:
             ) from None
         except (NotImplementedError, OSError):  # a file system without locks
             self._lock = None
-        found = self._items()
-        if found and not resuming and not overwrite:
-            raise UserError(
-                f"--output_dir {self.path} already has a run ({found[0].name})\n"
-                "continue it with --resume_from_checkpoint latest, "
-                "replace it with --overwrite_output_dir, or choose another --output_dir"
-            )
-        for name, value in inputs.items() if found and not resuming else ():
+        self._replaces, found = replaces, self.items()
+        for name, value in inputs.items() if found and replaces else ():
             path = Path(value or "").resolve()
             if value and (path == self.path.resolve() or any(item.resolve() in (path, *path.parents) for item in found)):
                 raise UserError(
                     f"--{name} {value} is part of the run that --overwrite_output_dir deletes\nchoose another --output_dir"
                 )
-        (self.path / EXIT_STATUS).unlink(missing_ok=True)
+        if not self.is_done():
+            (self.path / EXIT_STATUS).unlink(missing_ok=True)
+
+    def is_done(self) -> bool:
+        """Returns whether the run in the folder came to its end, and its pipeline is there."""
+        with contextlib.suppress(OSError):
+            return (self.path / EXIT_STATUS).read_text().strip() == "0" and (self.path / PIPELINE_INDEX).is_file()
+        return False
+
+    def record(self) -> dict[str, Any]:
+        """Returns the content of options.json, with "options"; empty where there is none, or it is damaged."""
+        with contextlib.suppress(OSError, ValueError):
+            content = json.loads((self.path / OPTIONS).read_text())
+            if isinstance(content, dict) and isinstance(content.get("options"), dict):
+                return content
+        return {}
 
     def _remove_if_empty(self) -> None:
         """Leaves nothing of a start that came to nothing, such as a mistyped command."""
@@ -109,9 +129,16 @@ class RunFolder:
             for folder in self._made:
                 folder.rmdir()
 
-    def clear(self, logging_dir: str = "logs") -> None:
-        """Deletes the run in the folder and nothing else. To be called once all that could be mistaken was checked."""
-        items = self._items()
+    def begin(self, options: RunOptions, resolved: dict, class_names: Sequence[str] | None = None) -> None:
+        """Deletes the run that a new one replaces, and nothing else, and records the start (see `write_options`). To be called
+        once all that could be mistaken was checked."""
+        if self._replaces:
+            self._clear(options.logging_dir)
+        (self.path / EXIT_STATUS).unlink(missing_ok=True)
+        self.write_options(options, resolved, class_names)
+
+    def _clear(self, logging_dir: str) -> None:
+        items = self.items()
         logs = (self.path / logging_dir).resolve()
         if items and logs.is_dir() and self.path.resolve() in logs.parents:
             shutil.rmtree(logs)
@@ -120,27 +147,30 @@ class RunFolder:
 
     def size(self) -> int:
         """Returns the bytes of the run in the folder."""
-        files = (path for item in self._items() for path in (item, *item.rglob("*")))
+        files = (path for item in self.items() for path in (item, *item.rglob("*")))
         return sum(path.stat().st_size for path in files if path.is_file())
 
-    def _items(self) -> list[Path]:
-        """What a run of ours leaves at the top of its folder; anything else there is the user's."""
-        is_run = (self.path / "options.json").exists() or any(self.path.glob("checkpoint-*"))
-        if not is_run and not (self.path / "model_index.json").exists():
+    def items(self) -> list[Path]:
+        """Returns what a run of ours leaves at the top of its folder; anything else there is the user's."""
+        of_a_run = any((self.path / name).exists() for name in (OPTIONS, HISTORY, PIPELINE_INDEX))
+        if not of_a_run and not any(self.path.glob("checkpoint-*")):
             return []
         named = [self.path / name for name in (*RUN_FILES, *RUN_FOLDERS)]
         return [p for p in (*named, *self.path.glob("checkpoint-*"), *self.path.glob(".tmp-*")) if p.exists()]
 
-    def write_options(self, options: Options, resolved: dict) -> None:
-        """Writes options.json: every flag, what followed from them (`resolved`), versions, git commit and command line.
+    def write_options(self, options: Options, resolved: dict, class_names: Sequence[str] | None = None) -> None:
+        """Writes options.json: every flag, what followed from them (`resolved`), versions, git commit, command line and working
+        folder; for a network with classes their names.
 
         What an earlier start of the same run had recorded of itself moves to `earlier_starts`.
         """
-        path = self.path / "options.json"
+        path = self.path / OPTIONS
         record: dict[str, Any] = {
             "options": options.recorded(),
             "resolved": resolved,
+            **({"class_names": list(class_names)} if class_names else {}),
             "command": command_line(options),
+            WORKING_DIR: os.getcwd(),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "git_commit": git_commit(),
             "versions": library_versions(),
@@ -172,6 +202,19 @@ def command_line(options: Options) -> str:
     return command
 
 
+def differences(saved: dict, current: dict) -> list[str]:
+    """Returns the names of the options whose values differ, sorted. What one side lacks is None there: flags are added."""
+    return [n for n in sorted(saved.keys() | current.keys()) if saved.get(n) != current.get(n)]
+
+
+def as_spelled_now(saved: dict, current: dict, record: dict, folder: Path) -> dict:
+    """Returns `saved` options of the run in `folder`, whose options.json has the `record`, with the spelling that `current` has
+    of each path that leads to the same place."""
+    names = [n for n in RunOptions.paths() if n in saved and n in current]
+    places = located({**record, "options": record.get("options", {}) | saved}, folder, names)
+    return saved | {n: current[n] for n in names if same_place(places[n], current[n])}
+
+
 def check_options(saved: dict, current: dict, allowed: list[str], misfit: str | None = None) -> list[str]:
     """Compares the options that shape the result with the checkpoint's, and returns notes for the user.
 
@@ -186,7 +229,7 @@ def check_options(saved: dict, current: dict, allowed: list[str], misfit: str | 
         near = difflib.get_close_matches(unknown[0], names, n=3)
         advice = f"nearest: {', '.join(near)}" if near else "leave it out, or take a name of options.json"
         raise UserError(f"--allow_option_change {unknown[0]}: no option has this name\n{advice}")
-    differing = [n for n in names if saved.get(n) != current.get(n)]  # a flag that is new since is None there
+    differing = differences(saved, current)
     fixed = [n for n in differing if n in OF_THE_AVERAGES and saved.get("use_ema") and current.get("use_ema")]
     changed = [n for n in differing if misfit or n in fixed or n not in allowed]
     moved = [n for n in changed if n in _same_sources(saved, current)]

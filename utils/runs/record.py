@@ -69,7 +69,7 @@ class RunRecord:
     def alphas_cumprod(self) -> list[float] | None:
         """Of the schedule that is trained, at evenly spread timesteps; None where it was not recorded."""
         schedules = self.records("schedule")
-        values = (schedules[0][1].get("alphas_cumprod") if schedules else None) or []
+        values = (schedules[-1][1].get("alphas_cumprod") if schedules else None) or []
         return values if values and all(0.0 <= value <= 1.0 for value in values) else None
 
     def records(self, key: str) -> list[tuple[int, dict]]:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from accelerate.utils import gather_object
 
+from utils.core.distributed import from_all, objects_from_all
+from utils.core.waiting import Meeting
 from utils.diagnostics.audit.averages import check_averages
 from utils.diagnostics.audit.built import check_built, check_config
 from utils.diagnostics.audit.continuity import Continuity
@@ -128,6 +129,11 @@ class StepAudit:
         self._numbers -= due
         return bool(due)
 
+    @property
+    def looks(self) -> bool:
+        """Whether it looks at the update under way."""
+        return self._scheduled
+
     def begin_micro_step(self, batch: dict[str, Any]) -> None:
         self._data.begin_micro_step(batch)
         if self._scheduled:
@@ -186,8 +192,7 @@ class StepAudit:
 
     def check_sampler(self) -> None:
         """Asks the sampler of the run's pictures what it makes of a network that knows the answer. On the main process."""
-        if self._run.accelerator.is_main_process:
-            self._record(self._guarded(self._ask_sampler))
+        self._record(self._guarded(self._ask_sampler))
 
     def _ask_sampler(self) -> list[Check]:
         options, objective = self._run.options, self._run.objective
@@ -208,8 +213,7 @@ class StepAudit:
 
     def check_exported(self) -> None:
         """Compares the pipeline that was just exported with what it should be. On the main process."""
-        if self._run.accelerator.is_main_process:
-            self._record(self._guarded(self._read_exported))
+        self._record(self._guarded(self._read_exported))
 
     def _read_exported(self) -> list[Check]:
         run, declared = self._run, self.declared.process
@@ -245,7 +249,7 @@ class StepAudit:
     def check_saved(self) -> None:
         """Compares the first checkpoint that this run saves with what it has. On the main process."""
         run = self._run
-        if run.accelerator.is_main_process and not self._saved:
+        if not self._saved:
             self._saved = True
             checkpoint = run.output_dir / f"checkpoint-{run.state.step}"
             state = self._stored_state(run.accelerator._optimizers[0])
@@ -254,7 +258,7 @@ class StepAudit:
     def check_snapshots(self) -> None:
         """Compares the first snapshots of averages that this run saves with what it has. On the main process."""
         run, several = self._run, self._run.ema
-        if run.accelerator.is_main_process and not self._snapped and isinstance(several, PowerEMA):
+        if not self._snapped and isinstance(several, PowerEMA):
             self._snapped = True
             averages = {width: average.shadow for width, average in several.averages.items()}
             self._record(self._guarded(check_snapshots, run.output_dir / "ema_snapshots", run.state.step, averages))
@@ -286,7 +290,7 @@ class StepAudit:
             self._say_failed(self._observer.failure or "nothing was seen")
         self._observer.failure = ""
         accelerator = self._run.accelerator
-        everywhere = bool(accelerator.gather(torch.tensor([update is not None], device=accelerator.device)).all())
+        everywhere = all(from_all(accelerator, torch.tensor([update is not None], device=accelerator.device)))
         if update is not None and not everywhere:
             self._say_failed("it failed on another process")
         return everywhere
@@ -298,13 +302,15 @@ class StepAudit:
         if accelerator.num_processes == 1:
             return self._guarded(self._judge_alone, update, last)
         own = self._observer.sample.take(self._observer.parameters.values()) * 0 if last is None else last.clone()
-        mean = accelerator.reduce(own, "mean")
+        with Meeting():
+            mean = accelerator.reduce(own, "mean")
         checks = self._guarded(self._judge_alone, update, mean)
         num_levels = 2.0**24 if self.declared.noising is None else self.declared.noising.steps
         mine = digests_of(update, self._observer, num_levels)
-        everyone = accelerator.gather(torch.stack([v.to(accelerator.device) for v in mine.values()])[None])
-        checks += check_ranks(list(mine), everyone.cpu())
-        others = gather_object([[(accelerator.process_index, c) for c in checks if c.healthy is False]])
+        with Meeting():
+            everyone = accelerator.gather(torch.stack([v.to(accelerator.device) for v in mine.values()])[None]).cpu()
+        checks += check_ranks(list(mine), everyone)
+        others = objects_from_all([[(accelerator.process_index, c) for c in checks if c.healthy is False]])
         told = {(check.stage, check.name) for check in checks if check.healthy is False}
         return checks + [
             replace(check, message=f"on process {rank}: {check.message}")

@@ -4,10 +4,10 @@ Plain calls in one fixed order, not a list of callbacks: the order matters (a va
 and every process must make the same collective calls.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from utils.core.distributed import on_main_process
+from utils.core.distributed import on_main_process, waited_for
 from utils.core.signals import EXIT_DIVERGED, EXIT_STOPPED
 from utils.diffusion.hub import push_to_hub
 from utils.diffusion.sampling import full_precision
@@ -40,6 +40,7 @@ class Periodic:
         self._shared_cpu = SharedCPU(run)
         self._preview_steps = preview_steps(options, run.length.updates_per_epoch)
         self._repetitions = ExitStack()  # of an update that is made again
+        self._reported = False  # whether there is a report.html, on every process alike
 
     def catch_up(self) -> None:
         """Makes the evaluation that a stop had left out, and pictures by a --pretrained network; the updates begin."""
@@ -106,7 +107,7 @@ class Periodic:
         improved = False
         if self._validation.due():
             with self._judged_weights():
-                validated = run.progress.try_or_warn(self._validation.make)
+                validated = run.attempts.make("the validation", self._validation.make)
             improved = validated and state.best_step == state.step  # nothing else was judged yet
         if self._evaluation.due():
             with self._judged_weights():
@@ -114,8 +115,8 @@ class Periodic:
         if self._previews():
             self._show()
             self._write_report()  # what stays of the run if it is killed
-        elif self._monitor.due and not (run.output_dir / REPORT).exists():
-            self._write_report()
+        elif self._monitor.due and not self._reported:
+            self._write_report(unless_there=True)
         if self._is_due(options.save_model_steps, options.save_model_epochs):
             self._make_pipeline()
         if self._snapshots.due(state.step):
@@ -123,10 +124,10 @@ class Periodic:
         return improved
 
     def _take_snapshot(self) -> None:
-        progress = self._run.progress
-        with progress.part("saving the averaged weights"):
-            if progress.try_or_warn(self._snapshots.save, self._run.state.step):
-                progress.try_or_warn(self._monitor.audit.check_snapshots)
+        attempts = self._run.attempts
+        with self._run.progress.part("saving the averaged weights"):
+            if attempts.make("the snapshots of averages", self._snapshots.save, self._run.state.step):
+                self._check("snapshots", self._monitor.audit.check_snapshots)
 
     def _again(self) -> bool:
         """Whether the update is to be made once more, whose time is left out of the images per second."""
@@ -151,6 +152,8 @@ class Periodic:
         self._profile.close()
         if self._exit_status == 0:
             self._finish_well()
+        if summary := run.attempts.summary():
+            run.print_line(summary)
         if self._exit_status == 0:
             run.print_line("done: " + run.objective.loader.format(path=str(run.output_dir)))
         elif self._exit_status == EXIT_STOPPED:
@@ -158,7 +161,7 @@ class Periodic:
             run.print_line(f"stopped after {updates}; continue with --resume_from_checkpoint latest")
         run.progress.close()
         run.stop.close()
-        on_main_process(run.accelerator, run.folder.release, self._exit_status)
+        on_main_process(run.accelerator, "closing the folder", run.folder.release, self._exit_status)
         self._write_report()
         run.trackers.close()
         if run.options.push_to_hub and self._exit_status == 0 and run.accelerator.is_main_process:
@@ -170,36 +173,45 @@ class Periodic:
         run = self._run
         if not self._make_pipeline():
             self._save()
-            self._exit_status = 1
+            self._exit_status = self._exit_status or 1
             return
         if self._snapshots.due(run.state.step, ended=True):
             self._take_snapshot()
         if self._grids.newest_step != run.state.step:
             self._show()
             if self._grids.newest_step == run.state.step:
-                run.progress.try_or_warn(self._export.write_card)
+                run.attempts.make("the model card", self._export.write_card)
 
     def _make_pipeline(self) -> bool:
         """Whether it was exported; then it is compared with what was trained."""
-        progress = self._run.progress
-        with progress.part("exporting the pipeline"):
-            exported = progress.try_or_warn(self._export.make)
+        attempts = self._run.attempts
+        with self._run.progress.part("exporting the pipeline"):
+            exported = attempts.make("the pipeline", self._export.make)
             if exported:
-                progress.try_or_warn(self._monitor.audit.check_exported)
+                self._check("the pipeline", self._monitor.audit.check_exported)
         return exported
 
     def _show(self) -> None:
         """Pictures and a look at the network; each may fail alone."""
+        attempts = self._run.attempts
         if self._grids.newest is None:
             with self._run.progress.part("checking the sampler"):
-                self._run.progress.try_or_warn(self._monitor.audit.check_sampler)
-        self._run.progress.try_or_warn(self._grids.make)
+                self._check("the sampler", self._monitor.audit.check_sampler)
+        attempts.make("the samples", self._grids.make)
         if not self._grids.stopped:
-            self._run.progress.try_or_warn(self._grids.probe)
+            attempts.make("the look at the network", self._grids.probe)
 
-    def _write_report(self) -> None:
-        with self._run.progress.part("writing report.html"):
-            self._run.doctor.report()
+    def _write_report(self, unless_there: bool = False) -> None:
+        run, what = self._run, "writing report.html"
+        self._reported = True
+        with run.progress.part(what), waited_for(run.accelerator, what):
+            if not (unless_there and (run.output_dir / REPORT).exists()):
+                run.doctor.report()
+
+    def _check(self, what: str, check: Callable[[], None]) -> None:
+        """On the main process, which reads files for it."""
+        run = self._run
+        run.attempts.make(f"the check of {what}", on_main_process, run.accelerator, f"checking {what}", check)
 
     def _save(self) -> bool:
         """Whether a checkpoint was published; why not is said."""
@@ -216,7 +228,7 @@ class Periodic:
             run.print_line(f"checkpoint-{run.state.step} was not saved, earlier ones are whole: {problem}")
         else:
             with run.progress.part(f"reading checkpoint-{run.state.step} back"):
-                run.progress.try_or_warn(self._monitor.audit.check_saved)
+                self._check("the checkpoint", self._monitor.audit.check_saved)
         return problem is None
 
     @contextmanager

@@ -14,7 +14,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.core.distributed import agree, if_memory_allows
+from utils.core.distributed import agree, together
 from utils.core.errors import UserError, one_line, out_of_memory
 from utils.training.memory_plan import NO_ACTIVATIONS
 from utils.training.monitor import Monitor
@@ -54,9 +54,9 @@ def check_compiled(
     smallest = 8 * ROUNDINGS[arithmetic] / tolerance  # differences of 8 roundings of its largest sibling are none of a layer
     with _comparable(raw):
         try:
-            with if_memory_allows(accelerator, "--compile is not checked", "the updates need less"):
+            with together(accelerator, "checking --compile", "the updates need less"):
                 eager = _gradients(accelerator, model, raw, loss, eagerly=True)
-            with if_memory_allows(accelerator, "--compile is not checked", "set a smaller --train_batch_size"):
+            with together(accelerator, "checking --compile", "set a smaller --train_batch_size"):
                 try:
                     found = _gradients(accelerator, model, raw, loss, eagerly=False)
                     error, layer = _largest_error(eager, found, smallest)
@@ -70,7 +70,7 @@ def check_compiled(
                         raise
                     problem = one_line(exception)[:300]
         except UserError as failed:
-            unknown = str(failed)
+            unknown = f"--compile is not checked: {failed}"
         else:
             unknown = None
     eager = found = None
@@ -79,7 +79,7 @@ def check_compiled(
         print_line(unknown)
         return True
     try:
-        agree(accelerator, problem)
+        agree(accelerator, "checking --compile", problem, alike=True)
     except UserError as agreed:
         compiled._compiled_call_impl = None
         print_line(f"--compile is off: {agreed}. {EAGERLY}")

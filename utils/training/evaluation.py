@@ -5,10 +5,9 @@ import time
 from typing import cast
 
 import torch
-from accelerate.utils.memory import clear_device_cache
 from PIL.Image import Image
 
-from utils.core.distributed import if_memory_allows, on_main_process
+from utils.core.distributed import on_main_process, together, waited_for
 from utils.core.errors import OUT_OF_MEMORY, UserError
 from utils.core.images import save_png
 from utils.data.dataset import ImageSet, cache_root
@@ -57,38 +56,43 @@ class SampleEvaluation:
         figures (see `Evaluation.measure`), records them for the doctor and the report, says what they cost, and writes
         evaluation/nearest.png. The training's weights and random numbers are left as they were.
         """
+        run, best = self._run, self._run.state.best_step
+        if not run.attempts.make("the evaluation", self._evaluate):
+            run.state.evaluated_step = run.state.step  # to no avail, but it would fail again
+            return False
+        return run.state.best_step != best
+
+    def _evaluate(self) -> None:
         run, state = self._run, self._run.state
         step = state.step
         start = time.perf_counter()
-        self._stopped, problem = False, None
+        self._stopped = False
         try:
             if self._evaluation is None:
                 self._evaluation = self._prepare()
             prepared = time.perf_counter()
             count = run.options.eval_images
-            with run.progress.part("evaluating samples", count, "samples", afterwards="computing the figures") as self._bar:
+            bar = run.progress.part("evaluating samples", count, "samples", afterwards="computing the figures")
+            with bar as self._bar, self._plan.decoding(run.accelerator):
                 figures, sheet = self._evaluation.measure(self._sample, count, canceled=lambda: self._stopped)
-        except UserError as error:  # on all processes alike: no memory for it, say
-            problem = str(error)
-        if problem is not None:
-            clear_device_cache(garbage_collection=True)  # what it held, for the updates to come
-            advice = f"; {ADVICE}" if OUT_OF_MEMORY in problem and ADVICE not in problem else ""
-            run.print_line(f"left out: the evaluation after {step} updates: {problem}{advice}")
-            state.evaluated_step = step  # to no avail, but it would fail again
-            return False
+        except UserError as error:  # on all processes alike
+            if OUT_OF_MEMORY not in str(error) or ADVICE in str(error):
+                raise
+            raise UserError(f"{error}; {ADVICE}") from None
         if figures is None:
-            return False
+            return
         state.evaluated_step = step
         done = time.perf_counter()
         logged = {f"eval/{kind}_{FEATURES}": figures[kind] for kind in ("fd", "kd")}
         logged |= {f"eval/{name}": figures[name] for name in LOGGED}
         logged |= {"eval/modes_hit": figures["modes"]["hit"], "eval/modes_different": figures["modes"]["different"]}
         logged |= {"eval/near_duplicates": figures["memorisation"]["near_duplicates"], "eval/seconds": done - start}
-        run.trackers.log(logged, step=step)
-        run.doctor.record(step, logged | {"evaluation": figures})
+        with waited_for(run.accelerator, "logging the evaluation"):
+            run.trackers.log(logged, step=step)
+            run.doctor.record(step, logged | {"evaluation": figures})
         try:
             picture = run.output_dir / "evaluation" / "nearest.png"
-            on_main_process(run.accelerator, lambda: save_png(cast(Image, sheet), picture))
+            on_main_process(run.accelerator, "writing the closest pairs", lambda: save_png(cast(Image, sheet), picture))
         except UserError as error:  # a full disk takes no picture, and the figures are worth having without
             run.print_line(f"left out: {error}")
         floor = figures["floor"]
@@ -97,16 +101,14 @@ class SampleEvaluation:
             f"kd_{FEATURES} {figures['kd']:.4g} ({floor['kd']:.4g}), N {figures['images']}; it took {done - start:.1f} s"
             + (f", {prepared - start:.1f} s of it for the training images, once" if prepared - start > 0.1 else "")
         )
-        kinds = [
-            state.record(f"{kind}_{FEATURES}", figures[kind], decides=kind == run.options.best_metric) for kind in ("fd", "kd")
-        ]
-        return any(kinds)
+        for kind in ("fd", "kd"):
+            state.record(f"{kind}_{FEATURES}", figures[kind], decides=kind == run.options.best_metric)
 
     def _prepare(self) -> Evaluation:
         run, size = self._run, self._run.options.evaluation_batch_size
         training, others = run.data.training, run.data.validation
         real = _some(training, REFERENCE_ROWS)
-        with if_memory_allows(run.accelerator, "the extractor", ADVICE):
+        with together(run.accelerator, "preparing the evaluation", ADVICE):
             extractor = make_extractor(FEATURES, real).to(run.accelerator.device)
 
         def features(images: ImageSet) -> FeatureSet:

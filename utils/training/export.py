@@ -19,11 +19,12 @@ class Export:
         arguments = network, scheduler, run.output_dir, self._card()
         carried = {"class_names": run.data.images.class_names, "autoencoder": run.data.autoencoder}
         with run.averaged():
-            on_main_process(run.accelerator, export.export_pipeline, *arguments, **carried)
+            on_main_process(run.accelerator, "exporting the pipeline", export.export_pipeline, *arguments, **carried)
 
     def write_card(self) -> None:
         """Again, with the newest picture."""
-        on_main_process(self._run.accelerator, export.write_card, self._run.output_dir, self._card())
+        run = self._run
+        on_main_process(run.accelerator, "writing the model card", export.write_card, run.output_dir, self._card())
 
     def _card(self) -> str:
         run, options, newest = self._run, self._run.options, self._grids.newest

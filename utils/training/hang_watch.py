@@ -15,27 +15,34 @@ import torch.distributed as dist
 
 from utils.core.deadline import within
 from utils.core.entrypoint import leave_now
+from utils.core.waiting import Meeting
 
 LEAST, FACTOR = 30.0, 10.0  # seconds; times the longest update so far
 LEAST_STREAMING = 300.0  # seconds, in which the reader of a shard has given up
 PERIOD = 1.0  # seconds, in which each rank tells the others where it is
 SILENT = 4  # periods without news
-PLACES = {"compute": "computing", "data": "waiting for data", "collectives": "waiting in a collective"}
+PLACES = {
+    "compute": "computing",
+    "data": "waiting for data",
+    "collectives": "waiting in a collective",
+    "between": "at work between two updates",
+}
 
 
 class Place(NamedTuple):
     """Where the main thread of a rank is."""
 
-    kind: str | None  # of PLACES; None between two updates, where other limits hold
+    kind: str  # of PLACES
     step: int  # the update under way
     changes: int  # of place so far
+    meetings: int = 0  # between two updates so far, where it is in one
 
 
 class News(NamedTuple):
     """What a rank tells the others."""
 
     tick: int  # grows with each one
-    kind: str  # of PLACES, or "between"
+    kind: str  # of PLACES
     step: int
     seconds: float  # since the main thread moved on
 
@@ -67,7 +74,8 @@ class HangWatch:
         `collective_timeout` that the stacks are written before the collectives give up; 0: nothing is watched."""
         self._folder, self._timeout, self._least = output_dir / "hang", hang_timeout, least
         self._rank, self._ranks, self._most = rank, range(num_processes), collective_timeout
-        self._place, self._step, self._began, self._longest, self._updates = Place(None, 0, 0), 0, 0.0, 0.0, 0
+        self._last = max(collective_timeout - 2 * (SILENT + 1) * PERIOD, 0.8 * collective_timeout)  # in time to be heard
+        self._place, self._step, self._began, self._longest, self._updates = Place("between", 0, 0), 0, 0.0, 0.0, 0
         self._waited = self._place, 0.0  # where the main thread was at the newest tick, and the seconds since it moved there
         self._silent = 0  # ticks since the store answered
         self._first: News | None = None  # the newest of rank 0, which may work alone between two updates
@@ -83,8 +91,8 @@ class HangWatch:
         self._step, self._began = step + 1, time.monotonic()
 
     def now(self, kind: str | None) -> None:
-        """From here on the main thread is there: one of PLACES, or between two updates."""
-        self._place = Place(kind, self._step, self._place.changes + 1)
+        """From here on the main thread is there: one of PLACES; None: between two updates."""
+        self._place = Place(kind or "between", self._step, self._place.changes + 1)
 
     def end(self) -> None:
         self._updates += 1
@@ -96,8 +104,22 @@ class HangWatch:
 
     # ---- in a thread that waits for nobody
 
+    def _where(self) -> Place:
+        if Meeting.active and self._place.kind == "between":
+            return self._place._replace(kind="collectives", meetings=Meeting.number)
+        return self._place
+
+    def _limit_here(self) -> float:
+        """Seconds that the main thread may be where it is. Before a collective call gives up, it is said who is missing."""
+        place, _ = self._waited
+        if place.kind == "between":
+            return math.inf
+        if place.kind == "collectives":
+            return self._last if place.meetings else min(self._limit(), self._last)
+        return self._limit()
+
     def _limit(self) -> float:
-        """Seconds; inf while updates may take any time."""
+        """Seconds, in an update; inf while updates may take any time."""
         if self._updates < _UNUSUAL + (self._timeout is None):
             return math.inf
         if self._timeout is not None:
@@ -108,18 +130,14 @@ class HangWatch:
     def _count(self) -> None:
         before = time.monotonic()
         while not self._closed.wait(PERIOD):
-            (place, seconds), now = self._waited, time.monotonic()
+            (place, seconds), here, now = self._waited, self._where(), time.monotonic()
             # A process that was suspended, and so are all of a job, has not waited meanwhile.
-            self._waited = self._place, seconds + min(now - before, 2 * PERIOD) if place == self._place else 0.0
+            self._waited = here, seconds + min(now - before, 2 * PERIOD) if place == here else 0.0
             before, self._silent = now, self._silent + 1
             works = self._first is not None and self._first.kind == "between"
-            limit = max(self._limit(), self._most) if works else self._limit()
-            if self._silent > max(SILENT, limit / PERIOD) and self._too_long(limit):
+            limit = max(self._limit_here(), self._most) if works else self._limit_here()
+            if self._silent > max(SILENT, limit / PERIOD) and self._waited[1] > limit:
                 self._end_alone()
-
-    def _too_long(self, limit: float) -> bool:
-        place, seconds = self._waited
-        return place.kind is not None and seconds > limit
 
     def _end_alone(self) -> None:
         """The ranks cannot talk: their store lies in a process that hangs, or that no network leads to."""
@@ -143,7 +161,7 @@ class HangWatch:
                 if self._store.check(["hang/verdict"]):
                     self._leave()
                 self._first = self._news([0]).get(0)
-                if not self._too_long(self._limit()):
+                if self._waited[1] <= self._limit_here():
                     earlier = {}
                 elif not earlier:
                     earlier, asked = self._news(self._ranks), tick
@@ -156,7 +174,7 @@ class HangWatch:
 
     def _own_news(self, tick: int) -> News:
         place, seconds = self._waited
-        return News(tick, place.kind or "between", place.step, seconds)
+        return News(tick, place.kind, place.step, seconds)
 
     def _news(self, ranks: Iterable[int]) -> dict[int, News]:
         keys = {rank: f"hang/{rank}" for rank in ranks}
@@ -164,9 +182,15 @@ class HangWatch:
 
     def _judge(self, earlier: dict[int, News], newest: dict[int, News]) -> None:
         alive = {rank: news for rank, news in newest.items() if rank not in earlier or news.tick > earlier[rank].tick}
-        works = any(news.kind == "between" for news in newest.values())  # maybe alone, and out of touch for a while
-        moves = works or any(news.seconds <= self._limit() / 2 for news in alive.values())
-        if moves or self._rank != min(alive, default=self._rank):  # the first of those that are there speaks
+        place, seconds = self._waited
+        speakers = list(alive)
+        if place.kind == "collectives" and seconds > self._last:  # it is about to give up
+            speakers = [r for r, news in alive.items() if news.kind == "collectives" and news.seconds > self._last]
+        else:
+            works = any(news.kind == "between" for news in newest.values())  # maybe alone, and out of touch for a while
+            if works or any(news.seconds <= self._limit() / 2 for news in alive.values()):
+                return
+        if self._rank != min(speakers, default=self._rank):  # the first of those that are there speaks
             return
         said = verdict({rank: alive.get(rank) for rank in self._ranks}, self._folder)
         self._store.set("hang/verdict", said)
@@ -222,7 +246,8 @@ def verdict(places: dict[int, News | None], folder: Path) -> str:
 def where(rank: int, news: News | None) -> str:
     if news is None:
         return f"rank {rank} does not answer"
-    return f"rank {rank} has been {PLACES[news.kind]} for {news.seconds:.0f} s, in update {news.step}"
+    when = "after" if news.kind == "between" else "in"
+    return f"rank {rank} has been {PLACES[news.kind]} for {news.seconds:.0f} s, {when} update {news.step}"
 
 
 def stacks_in(folder: Path) -> str:

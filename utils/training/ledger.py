@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from utils.core.distributed import from_all
+from utils.core.waiting import Meeting
 from utils.diagnostics.audit.elements import bits_of, digest, digests, fingerprint
 from utils.diffusion.objective import Losses
 from utils.optim.ema import UNIT_VECTORS
@@ -66,6 +68,10 @@ class Ledger:
         self._kinds = [kind for kind, tensors in states.items() if tensors]
         return self._run.accelerator.gather(torch.stack(own))
 
+    def _measured(self) -> list[int]:
+        with Meeting():
+            return self.measure().tolist()
+
     def _hash(self, tensors: list[Tensor]) -> Tensor:
         """Of the bits of all, and of the places of the large ones. It is the same wherever the small ones lie: on a GPU,
         counters stay on the host, and the device gets nothing but their sum."""
@@ -91,7 +97,7 @@ class Ledger:
         """
         step = self._run.state.step
         if not self.parted and self._written != step:
-            values, self._written = self.measure().tolist() if values is None else values, step
+            values, self._written = self._measured() if values is None else values, step
             columns = {name: values[place :: len(HASHES)] for place, name in enumerate(HASHES)}
             kind = next((kind for kind in OF_THE_STATE if len(set(columns[kind])) > 1), None)
             if kind is not None:
@@ -113,7 +119,7 @@ class Ledger:
         """The first tensor of the first kind that differs, and the ranks that differ from most others."""
         tensors = tensors_of(self._run, kind)
         each = digests(moved(tensors.values(), self._device))
-        everyone = self._run.accelerator.gather(each[None]).tolist()
+        everyone = from_all(self._run.accelerator, each[None])
         places = [place for place, column in enumerate(zip(*everyone)) if len(set(column)) > 1]
         usual = Counter(map(tuple, everyone)).most_common(1)[0][0]  # of two ranks, that of rank 0
         ranks = ", ".join(str(rank) for rank, own in enumerate(everyone) if tuple(own) != usual)
@@ -132,7 +138,7 @@ class Ledger:
         line = ledger.get(run.state.step, {})
         if not ledger and (checkpoint.parent / LEDGER).exists():
             run.print_line(f"{checkpoint} is not compared with {LEDGER}, whose hashes another version has made")
-        values = dict(zip(HASHES, self.measure().tolist()))
+        values = dict(zip(HASHES, self._measured()))
         changed = {"optimizer", "momentum"} & set(run.options.allow_option_change)  # momentum: RMSprop keeps more with it
         kinds = {"weights", "ema"} if changed else set(OF_THE_STATE)
         names = [name for name in self._kinds if name in line and name in kinds]

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from utils.core.bars import Bar
-from utils.core.distributed import from_main_process, local_processes, on_main_process
+from utils.core.distributed import from_all, from_main_process, local_processes, on_main_process
 from utils.core.errors import UserError, explain_out_of_memory, out_of_memory
 from utils.data.autoencoder import Autoencoder
 from utils.diagnostics.probe import probe_batch
@@ -92,7 +92,7 @@ class MemoryPlan:
         self._evaluation_batch_size = options.evaluation_batch_size if options.eval_steps else 0
         self._probe_bytes = probe_bytes
         self._passes: dict[int, int] = {}  # batch size -> bytes of a forward pass
-        self._autoencoder, self._decoding = autoencoder, 0  # bytes of decoding, once it was asked for
+        self._autoencoder, self._decoding = autoencoder, 0  # bytes of a pass that decodes, once it was asked for
 
     def estimate(
         self,
@@ -149,18 +149,20 @@ class MemoryPlan:
             options = {"image_shape": parts.image_shape, "batch_size": batch_size, "device": self._accelerator.device}
             self._passes[batch_size] = forward_peak(parts.make_network, **options)
         shape = self._options.image_shape if decodes else parts.image_shape
-        beside = max(self._passes[batch_size], self._decoding_bytes() if decodes else 0)  # the one comes after the other
+        weights, decoding = self._decoder_bytes() if decodes else (0, 0)  # these are there all the while
+        beside = weights + max(self._passes[batch_size], decoding)  # the one comes after the other
         return estimate.between_updates + beside + 4 * images * math.prod(shape)
 
-    def _decoding_bytes(self) -> int:
-        """What the autoencoder takes while it decodes: its weights, and a pass of as many latents as it decodes at once."""
-        if self._autoencoder is not None and not self._decoding:
+    def _decoder_bytes(self) -> tuple[int, int]:
+        """What the autoencoder takes: its weights, and a pass of as many latents as it decodes at once."""
+        if self._autoencoder is None:
+            return 0, 0
+        if not self._decoding:
             network, config = self._autoencoder.network, self._autoencoder.network.config
             shape, at_once = self._autoencoder.latent_shape, self._autoencoder.at_once
             make = partial(Decoding, type(network), config)
-            most = forward_peak(make, image_shape=shape, batch_size=at_once, device=self._accelerator.device)
-            self._decoding = most + self._autoencoder.bytes
-        return self._decoding
+            self._decoding = forward_peak(make, image_shape=shape, batch_size=at_once, device=self._accelerator.device)
+        return self._autoencoder.bytes, self._decoding
 
     def settle(self) -> None:
         """Makes numbers of the options about the batch, on every process, and says what to set when memory runs out later."""
@@ -284,7 +286,7 @@ class MemoryPlan:
             print(DiskPlan(options, size, options.max_train_steps, autoencoder=carried).line(Path(options.output_dir)))
             print(*foretold(vars(options), facts, schedule), sep="\n")
 
-        on_main_process(self._accelerator, write)
+        on_main_process(self._accelerator, "predicting the memory of an update", write)
         return 0 if from_main_process(fits) else EXIT_DOES_NOT_FIT
 
     def asked(self, micro_batch_size: int, accumulation: int) -> str:
@@ -372,7 +374,7 @@ class MemoryPlan:
     def _gathered(self, value: int) -> list[int]:
         """The whole number `value` of every process."""
         own = torch.tensor([int(value)], device=self._accelerator.device)  # not every device has float64
-        return self._accelerator.gather(own).tolist()
+        return from_all(self._accelerator, own)
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:

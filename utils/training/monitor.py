@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from utils.core.distributed import from_main_process
+from utils.core.distributed import from_main_process, waited_for
 from utils.core.signals import EXIT_DIVERGED
 from utils.data.bad_images import BadImageReport
 from utils.diagnostics.dynamics import Dynamics
@@ -69,6 +69,7 @@ class Monitor:
         """Before the update that follows `step` finished ones. When one is made again, what is counted of it is counted anew;
         the audit and the times are of the first time alone."""
         if self.rerun.repeating:
+            self._hang.now("compute")
             self._dynamics.begin(self.due)
             return
         self.due = (step + 1) % self._run.options.logging_steps == 0 or step + 1 == self._run.length.max_train_steps
@@ -99,8 +100,7 @@ class Monitor:
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """With what the gradient of a micro step is about to be taken of."""
-        if not self.rerun.repeating:
-            self._rank_times.before_backward(loss)
+        self._rank_times.before_backward(loss, self._hang.now if self.rerun.repeating else self._rank_times.now)
 
     def add(self, losses: Losses, drawn: dict[str, torch.Tensor]) -> None:
         """Those of a micro step, and what they are of."""
@@ -110,7 +110,9 @@ class Monitor:
             self._first_losses.append(losses.shown.detach())
         self.ledger.add(losses, drawn)
         self.rerun.add(losses, drawn)
-        if not self.rerun.repeating:
+        if self.rerun.repeating:
+            self._hang.now("compute")
+        else:
             self._rank_times.now("compute")
             self.audit.add(drawn)
 
@@ -130,9 +132,14 @@ class Monitor:
     def end_update(self, between: bool) -> None:
         """After the averages are updated; `between`: whether anything is made before the next update that may touch weights."""
         if self.rerun.repeating:
+            self._hang.now(None)
             return
-        self._rank_times.now(None)  # the audit compares ranks, and waits for them
+        self._rank_times.now(None)
         self._hang.end()
+        if self.due or self.audit.looks:  # the host waits for the device anyway, and so, with NCCL, for the other ranks
+            self._hang.now("collectives")
+            self._rank_times.wait_for_device()
+            self._hang.now(None)  # the audit's work takes as long as it takes
         self.audit.end_update(between or self.rerun.due, self.due)
 
     @contextmanager
@@ -167,9 +174,11 @@ class Monitor:
             scale = accelerator.scaler._scale  # None before its first update; get_scale() would wait a second time
             figures |= {"train/loss_scale": accelerator.scaler.get_scale() if scale is None else scale}
         on_device = {name: value for name, value in figures.items() if isinstance(value, torch.Tensor)}
+        self._hang.now("collectives")
         parts = [self._statistics.sums(accelerator), self._bad_updates.counts(), self._dynamics.measured()]
         parts += [self.ledger.measure()] if self.ledger.due else []
         sums, counts, measured, *others = read_together([*parts, *on_device.values()])
+        self._hang.now(None)
         values = others[self.ledger.due :]
         figures = figures | {name: value for name, (value,) in zip(on_device, values)}
         report: dict[str, Any] = self._statistics.report(accelerator, sums) | self._bad_updates.report(counts)
@@ -182,13 +191,15 @@ class Monitor:
         report |= seen
         times = self._rank_times.report()
         report |= {} if times is None else times.figures()
-        run.trackers.log(report, step=step)
-        critical = run.doctor.record_report(step, report | ({} if times is None else {"ranks": times._asdict()}), layers)
-        run.progress.show(report["train/loss"], report["train/lr"], report["perf/images_per_second"])
+        with waited_for(accelerator, "logging the report"):
+            run.trackers.log(report, step=step)
+            critical = run.doctor.record_report(step, report | ({} if times is None else {"ranks": times._asdict()}), layers)
+            run.progress.show(report["train/loss"], report["train/lr"], report["perf/images_per_second"])
         if math.isfinite(report["train/loss"]):
             run.state.metrics["training loss"] = report["train/loss"]
         if self._bad_updates.first is not None:
-            run.progress.try_or_warn(self._nan_reports.write, self._bad_updates.first, step, report["train/lr"])
+            what = "the report on a skipped update"
+            run.attempts.make(what, self._nan_reports.write, self._bad_updates.first, step, report["train/lr"])
         if self.ledger.due:
             self.ledger.write(others[0])
         return self._judge(critical)

@@ -6,11 +6,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from accelerate.utils import gather_object
 from safetensors.torch import save
 from torch import nn
 
-from utils.core.distributed import on_main_process
+from utils.core.distributed import objects_from_all, on_main_process
 from utils.core.files import whole_file
 from utils.core.images import make_grid, save_png
 from utils.data.autoencoder import Autoencoder
@@ -93,7 +92,7 @@ class NanReports:
                 self._network.buffers(), buffers
             ):  # spectral normalization moves its own in a forward pass
                 buffer.copy_(before)
-        samples, replays, problems = gather_object(samples), gather_object([replay]), gather_object([problem])
+        samples, replays, problems = (objects_from_all(own) for own in (samples, [replay], [problem]))
         blamed = next((r["first_bad_module"] for r in replays if r["first_bad_module"]), None)
         suspects = [s for s in samples if isinstance(s["loss"], str)]
         suspects = suspects or [s for s in samples if isinstance(s["loss_again"], str)]
@@ -115,7 +114,7 @@ class NanReports:
             with whole_file(folder / "report.json") as draft:
                 draft.write_text(json.dumps(report, indent=2))
 
-        on_main_process(run.accelerator, write)
+        on_main_process(run.accelerator, "writing nan_report", write)
         where = next(filter(None, problems), None) or folder.relative_to(run.output_dir)
         summary = _summary(blamed, suspects, bad_names, replays, run.objective.level.removesuffix("s"))
         run.print_line(f"update {bad.step + 1} skipped, {summary}: {where}")

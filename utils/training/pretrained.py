@@ -12,17 +12,26 @@ import torch
 from accelerate import Accelerator
 from diffusers import ModelMixin
 
-from utils.core.distributed import from_main_process, on_main_process
+from utils.core.distributed import from_main_process, on_main_process, waited_for
 from utils.core.errors import UserError, in_full
 from utils.core.size import Size
 from utils.data.autoencoder import Autoencoder
-from utils.diffusion.pipelines import exported, image_shape, load_decoder, load_network, names_of_classes, training_scheduler
+from utils.diffusion.pipelines import (
+    SCHEDULER,
+    exported,
+    image_shape,
+    load_decoder,
+    load_network,
+    names_of_classes,
+    place_of_decoder,
+    training_scheduler,
+)
 from utils.diffusion.sampling import Scheduler, is_edm
+from utils.evaluation.newest import agreed
 from utils.options.flags import DDPMOptions, EDM2Options, RunOptions
-from utils.runs.checkpoints import find_checkpoint
+from utils.runs.checkpoint_files import find_checkpoint
 from utils.runs.state import read_state
 
-SCHEDULER = "pretrained.scheduler"  # its config among the options of a checkpoint
 EMBEDDING = "class_embedding.weight"
 LEARNING_RATES = {"train_ddpm": 1e-5, "train_edm2": 1e-3}  # a tenth of what a training from scratch begins with
 _NAMED = 8  # classes that a note lists
@@ -73,9 +82,11 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
         own = exported(options.pretrained)
         start.vae = own if Path(own, "vae").is_dir() else saved.get("vae")
     else:
+        pipeline = agreed(accelerator, options.pretrained)
         first: list = []  # one download, and one message where it fails
-        on_main_process(accelerator, lambda: first.append(_loaded(str(options.pretrained))))
-        unet, scheduler, decoder = first[0] if first else _loaded(options.pretrained)
+        on_main_process(accelerator, "loading the pipeline", lambda: first.append(_loaded(pipeline)))
+        with waited_for(accelerator, "loading the pipeline"):
+            unet, scheduler, decoder = first[0] if first else _loaded(pipeline)
         edm, wants_edm = is_edm(scheduler), isinstance(options, EDM2Options)
         if edm != wants_edm:
             script = "train_edm2.py" if edm else "train_ddpm.py"
@@ -85,9 +96,9 @@ def start_from_pipeline(options: DDPMOptions | EDM2Options, accelerator: Acceler
         scheduler = {name: value for name, value in public.items() if not name.startswith("_")}
         shape = decoder.image_shape if decoder else image_shape(unet)
         start = Pretrained(options.pretrained, config, scheduler, shape, unet.state_dict())
-        start.class_names = names_of_classes(options.pretrained)
+        start.class_names = names_of_classes(pipeline)
         if decoder is not None:
-            start.autoencoder, start.vae, start.decoder = decoder.facts(), exported(options.pretrained), decoder
+            start.autoencoder, start.vae, start.decoder = decoder.facts(), place_of_decoder(pipeline), decoder
     _take_over(options, start)
     return start
 
@@ -108,7 +119,7 @@ def checkpoint_to_resume(options: RunOptions, accelerator: Accelerator) -> Path 
         nonlocal found
         found, _ = find_checkpoint(Path(options.output_dir), str(options.resume_from_checkpoint))
 
-    on_main_process(accelerator, find)
+    on_main_process(accelerator, "reading the checkpoint", find)
     return from_main_process(found)
 
 

@@ -1,9 +1,11 @@
 """`--profile N`: on what N updates spend their time, operation by operation."""
 
 from pathlib import Path
+from typing import cast
 
 from torch.profiler import ProfilerActivity, profile
 
+from utils.core.distributed import on_main_process
 from utils.core.files import whole_file
 from utils.training.run import Run
 
@@ -12,36 +14,44 @@ _ROWS = 20
 
 
 class Profile:
-    """Of the main process: `profile/updates-A-B.json.gz` for chrome://tracing or Perfetto, and a table in report.html."""
+    """Of the main process: `profile/updates-A-B.json.gz` for chrome://tracing or Perfetto, and a table in report.html. Its
+    methods are to be called on every process: the others wait while it writes."""
 
     def __init__(self, run: Run):
-        self._run, self._wanted = run, run.options.profile if run.accelerator.is_main_process else None
+        self._run, self._wanted = run, run.options.profile  # None once they are made
         self._begin = min(run.state.step + _FIRST, run.length.max_train_steps - 1)
-        self._profiler: profile | None = None
+        self._began, self._profiler = False, cast(profile | None, None)
 
     def after_update(self) -> None:
         """To be called after each update. Profiling changes no number of the training."""
         if self._wanted is None:
             return
         step = self._run.state.step
-        if self._profiler is not None and step - self._begin >= self._wanted:
+        if self._began and step - self._begin >= self._wanted:
             self.close()
-        elif self._profiler is None and step == self._begin:
+        elif not self._began and step == self._begin:
+            self._began = True
+            if not self._run.accelerator.is_main_process:
+                return
             device = self._run.accelerator.device.type
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
             self._profiler = profile(activities=activities)
             self._profiler.start()
 
     def close(self) -> None:
-        """Writes what was profiled; nothing where that has been done, or no update was."""
-        profiler, self._profiler, run = self._profiler, None, self._run
-        updates = run.state.step - self._begin
-        if profiler is None or updates < 1:
-            return
-        self._wanted = None
+        """Writes what was profiled; nothing where that has been done, or no update was. On every process."""
+        updates = self._run.state.step - self._begin
+        if self._began and self._wanted is not None and updates >= 1:
+            self._wanted = None
+            accelerator, what = self._run.accelerator, "writing the profile"
+            self._run.attempts.make("the profile", on_main_process, accelerator, what, self._write, self._profiler, updates)
+            self._profiler = None
+
+    def _write(self, profiler: profile, updates: int) -> None:
+        run = self._run
         profiler.stop()
         path = run.output_dir / "profile" / f"updates-{self._begin + 1}-{run.state.step}.json.gz"
-        run.progress.try_or_warn(_export, profiler, path)
+        _export(profiler, path)
         rows = _longest(profiler, run.accelerator.device.type)
         run.doctor.record(run.state.step, {"profile": {"updates": updates, "rows": rows}})
         run.print_line(f"profiled {updates} updates: {path}; the longest operations are in report.html")

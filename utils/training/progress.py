@@ -8,17 +8,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils.memory import clear_device_cache
 from tqdm import tqdm
 
 from utils.core.bars import LINE_SECONDS, Bar, duration, on_terminal, print_progress
-from utils.core.errors import UserError
 from utils.optim.clipping import Gradients
 
 QUARTILES = 4
@@ -262,18 +260,6 @@ class ProgressBar:
         if self._enabled:
             tqdm.write(message)
             sys.stdout.flush()  # a log file of both streams keeps the order
-
-    def try_or_warn(self, action: Callable, *arguments) -> bool:
-        """Calls `action` on every rank; a UserError (a full disk, memory that ran out) becomes a line above the bar. Whether
-        there was none."""
-        try:
-            action(*arguments)
-            return True
-        except UserError as error:
-            problem = str(error)
-        clear_device_cache(garbage_collection=True)  # what the failed action held, for the updates to come
-        self.print_line(f"left out: {problem}")
-        return False
 
     def end(self) -> None:
         """No update follows."""

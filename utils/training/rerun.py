@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from utils.core.distributed import from_all, objects_from_all
 from utils.diagnostics.audit.elements import digest
 from utils.diffusion.objective import Losses
 from utils.training.ledger import joined, moved, tensors_of
@@ -139,7 +140,7 @@ class Rerun:
         for kind in STAGES[4:]:
             tensors = moved(tensors_of(self._run, kind, all_of_them=True).values(), device)
             own.append(digest(joined(tensors)) if tensors else torch.zeros((), dtype=torch.int64, device=device))
-        return self._run.accelerator.gather(torch.stack([value.to(device) for value in own])[None]).tolist()
+        return from_all(self._run.accelerator, torch.stack([value.to(device) for value in own])[None])
 
     # ---- what came out of it; the state is that of an execution with which most others agree
 
@@ -168,7 +169,7 @@ class Rerun:
         weights = [execution.after.weights() for execution in self._executions]
         own = torch.tensor([[0.0 if a is b else _distance(a, b) for b in weights] for a in weights])
         own = own.nan_to_num(torch.inf, posinf=torch.inf).to(self._run.accelerator.device)
-        return self._run.accelerator.gather(own[None]).amax(0).tolist()
+        return torch.tensor(from_all(self._run.accelerator, own[None])).amax(0).tolist()
 
     def _compare_ranks(self, exact: bool) -> dict[str, Any]:
         """A device that errs alike each time is found by another device. `exact`: whether the update is the same each time."""
@@ -176,16 +177,14 @@ class Rerun:
         ranks, rank = run.accelerator.num_processes, run.accelerator.process_index
         if ranks == 1:
             return {"outcome": "same"}
-        everyone: list[Any] = [None] * ranks
-        own = model_of(run.accelerator.device), [_on_host(batch) for batch in self._kept]
-        torch.distributed.all_gather_object(everyone, own)
+        everyone = objects_from_all([(model_of(run.accelerator.device), [_on_host(batch) for batch in self._kept])])
         found = []
         for other in (rank, (rank - 1) % ranks):
             self._before.restore()
             found.append(self._local(everyone[other][1], other))
         after.restore()
         # Of each rank: of its own batches, then of those of the other; of each of both: of the loss, then of the gradient.
-        bits, sizes = (run.accelerator.gather(torch.stack(each)[None]).tolist() for each in zip(*found))
+        bits, sizes = (from_all(run.accelerator, torch.stack(each)[None]) for each in zip(*found))
         exact &= len({model for model, _ in everyone}) == 1 and (self._repeats or torch.are_deterministic_algorithms_enabled())
         found = compare_neighbors(bits, sizes, exact)
         return found if found["outcome"] != "not comparable" else found | {"devices": sorted({m for m, _ in everyone})}

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch.optim import Optimizer
 
 from utils.core.bars import Bar
-from utils.core.distributed import make_accelerator, on_main_process
+from utils.core.distributed import from_main_process, make_accelerator, on_main_process, waited_for
 from utils.core.errors import UserError
 from utils.core.launcher import check_accumulation
 from utils.core.signals import StopSignal, leave_on_signal
@@ -32,18 +32,20 @@ from utils.optim.clipping import AdaptiveLimit, FixedLimit
 from utils.optim.ema import EMA
 from utils.optim.power_ema import make_ema
 from utils.options.flags import RunOptions
-from utils.runs.checkpoints import attach_state_hooks, list_checkpoints, resume
+from utils.options.paths import DIGITS
+from utils.runs.checkpoint_files import list_checkpoints
+from utils.runs.checkpoints import attach_state_hooks, resume
 from utils.runs.ema_snapshots import remove_snapshots_beyond
 from utils.runs.folder import RunFolder
-from utils.runs.state import TrainState
+from utils.runs.start import Start, done_line, start_of
+from utils.runs.state import TrainState, read_state
+from utils.training.attempts import Attempts
 from utils.training.disk_plan import DiskPlan
 from utils.training.doctor import Doctor
 from utils.training.latents import settle_scale, spread
 from utils.training.length import RunLength
 from utils.training.progress import ProgressBar
 from utils.training.trackers import Trackers, start_trackers
-
-INPUTS = ("pretrained", "vae", "model_config_name_or_path", "dataset_name", "train_data_dir")  # flags that may name a path
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Run:
     doctor: Doctor
     stop: StopSignal
     resumed_from: Path | None  # a checkpoint
+    attempts: Attempts  # at what it can do without
 
     @property
     def output_dir(self) -> Path:
@@ -101,17 +104,32 @@ def start_processes(options: RunOptions, broadcast_buffers: bool = False) -> Acc
     )
 
 
-def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder:
-    """The folder of the run, which no other may use meanwhile; trackers and the Hub are asked first, for they may refuse.
+def claim_folder(options: RunOptions, accelerator: Accelerator) -> RunFolder | None:
+    """The folder of the run, which no other may use meanwhile, or None where it holds a finished run of the same options;
+    trackers and the Hub are asked first, for they may refuse.
 
-    Raises UserError, see `check_hub`, `start_trackers` and `RunFolder.claim`.
+    Raises UserError, see `start_of`, `check_hub`, `start_trackers` and `RunFolder.claim`.
     """
+    global_batch_size = accelerator.num_processes * options.micro_batch_size * options.gradient_accumulation_steps
+    launched = {"global_batch_size": global_batch_size, "mixed_precision": accelerator.mixed_precision}
+    found: list[Start] = []
+    on_main_process(accelerator, "looking at the folder", lambda: found.append(start_of(options, launched)))
+    [start] = from_main_process(found)
+    if start is Start.DONE:
+        if options.push_to_hub:
+            raise UserError(f"{done_line(options)}\npush it with --output_dir {options.output_dir} --push_to_hub alone")
+        on_main_process(accelerator, "saying that it is done", print, done_line(options))
+        return None
     if options.push_to_hub:
-        on_main_process(accelerator, _announce_push, options)
-    on_main_process(accelerator, start_trackers, accelerator, options)
-    folder, resuming = RunFolder(Path(options.output_dir)), bool(options.resume_from_checkpoint)
-    inputs = {name: getattr(options, name) for name in INPUTS}
-    on_main_process(accelerator, folder.claim, resuming=resuming, overwrite=options.overwrite_output_dir, inputs=inputs)
+        on_main_process(accelerator, "asking the Hub", _announce_push, options)
+    on_main_process(accelerator, "starting the trackers", start_trackers, accelerator, options)
+    folder = RunFolder(Path(options.output_dir))
+    names = ("pretrained", *options.paths())  # the first that is in the way is told, and this one may have set --vae
+    inputs = {name: getattr(options, name) for name in names if name not in ("output_dir", "cache_dir")}
+    if options.dataset_name == DIGITS:
+        del inputs["dataset_name"]
+    claim = {"replaces": start is Start.NEW, "inputs": inputs}
+    on_main_process(accelerator, "claiming the folder", folder.claim, **claim)
     return folder
 
 
@@ -119,10 +137,10 @@ def load_data(options: RunOptions, accelerator: Accelerator, autoencoder: Autoen
     """What the run learns from, with an `autoencoder` latents. Raises UserError for anything about the data that a user can
     mend."""
     shown = accelerator.is_main_process and not options.quiet
-    with Bar("reading the images", shown=shown) as bar:
+    with Bar(what := "reading the images", shown=shown) as bar, waited_for(accelerator, what):  # one of each machine packs them
         data = TrainingData(options, accelerator, bar.set)
     if autoencoder is not None:
-        with Bar("encoding the images", shown=shown) as bar:
+        with Bar(what := "encoding the images", shown=shown) as bar, waited_for(accelerator, what):
             latents = data.encode(options, accelerator, autoencoder, bar.set)
         data.images.notes.extend(settle_scale(options, autoencoder, latents))
         data.kept = autoencoder.facts()
@@ -143,8 +161,8 @@ def begin_run(
     """
     length = RunLength.of(options, len(data.training), accelerator.num_processes)
     shown = accelerator.is_main_process and not options.quiet
-    with Bar("testing the export of the network", shown=shown):
-        on_main_process(accelerator, check_export, objective.exported, objective.noise_scheduler, folder.path)
+    with Bar(what := "testing the export of the network", shown=shown):
+        on_main_process(accelerator, what, check_export, objective.exported, objective.noise_scheduler, folder.path)
     kept = {**objective.kept, **data.kept}
     ema, ema_decay = make_ema(objective.exported, options)
     state = TrainState(
@@ -186,17 +204,18 @@ def begin_run(
     }
     _check_samples(options, len(data.training), objective)
     if state.step < length.max_train_steps:
-        on_main_process(accelerator, _check_disk, folder, data, objective, state, length, options)
-    if resumed:
-        on_main_process(accelerator, remove_snapshots_beyond, folder.path, state.step)
-    else:
-        on_main_process(accelerator, folder.clear, options.logging_dir)
-    on_main_process(accelerator, folder.write_options, options, facts)
+        on_main_process(accelerator, "looking at the disk", _check_disk, folder, data, objective, state, length, options)
+    before = folder.record()
+    names = data.images.class_names if objective.classes else None
+    on_main_process(accelerator, "beginning in the folder", folder.begin, options, facts, names)
+    on_main_process(accelerator, "removing later snapshots", remove_snapshots_beyond, folder.path, state.step)
 
     stop = StopSignal(accelerator.num_processes, options.collective_timeout, tells=accelerator.is_main_process)
     progress = ProgressBar(accelerator.is_main_process, state.step, length.max_train_steps, quiet=options.quiet)
-    trackers = Trackers(accelerator, options, state.step, progress.print_line)
-    trackers.describe(options.recorded() | facts)
+    attempts = Attempts(accelerator, folder.path, state, progress.print_line, options.collective_timeout)
+    with waited_for(accelerator, "starting the trackers"):
+        trackers = Trackers(accelerator, options, state.step, progress.print_line)
+        trackers.describe(options.recorded() | facts)
     doctor = Doctor(
         folder.path,
         options=vars(options),
@@ -206,26 +225,38 @@ def begin_run(
         enabled=accelerator.is_main_process,
         print_line=progress.print_line,
         log=trackers.log,
+        before=before,
     )
     clipping = AdaptiveLimit(accelerator.device, state.grad_norm_mean)
     if not options.adaptive_clipping:
         clipping = FixedLimit(options.max_grad_norm)
     for note in (", ".join(f"{name} {value}" for name, value in facts.items() if name not in kept), *notes):
         progress.print_line(note)
-    if accelerator.is_main_process and not doctor.knows("data"):
-        schedule = {"schedule": shape} if (shape := objective.schedule()) else {}
-        with progress.part("checking the images"):
-            checked = check_data(data.training, seed=options.seed)
-            looked_at = look_at(Sample.of(data.training, data.validation, options.random_flip), folder.path)
-        if data.encoded is not None:
-            checked["latent_spread"] = spread(data.encoded.autoencoder, data.encoded.latents)
-        about = {"data": checked, "data_checks": looked_at, "network": examine(objective, data.samples)}
-        doctor.record(state.step, about | schedule)
-        doctor.look()  # what the data and the options say alone is said before the first update
-    return Run(
+    run = Run(
         *(options, accelerator, folder, data, objective, ema, ema_decay, clipping),
         *(state, length, facts, progress, trackers, doctor, stop, checkpoint),
+        attempts=attempts,
     )
+    measured = doctor.knows("data") and checkpoint is not None and read_state(checkpoint).options == state.options
+    with waited_for(accelerator, "checking the images"):
+        if accelerator.is_main_process and not measured:  # what was measured with other options may be of other images
+            _look_at_data(run)
+        if accelerator.is_main_process:
+            doctor.look()  # what the data and the options say alone is said before the first update
+    return run
+
+
+def _look_at_data(run: Run) -> None:
+    """Records what the images, the noise schedule and the network are like."""
+    data, objective = run.data, run.objective
+    schedule = {"schedule": shape} if (shape := objective.schedule()) else {}
+    with run.progress.part("checking the images"):
+        checked = check_data(data.training, seed=run.options.seed)
+        looked_at = look_at(Sample.of(data.training, data.validation, run.options.random_flip), run.output_dir)
+    if data.encoded is not None:
+        checked["latent_spread"] = spread(data.encoded.autoencoder, data.encoded.latents)
+    about = {"data": checked, "data_checks": looked_at, "network": examine(objective, data.samples)}
+    run.doctor.record(run.state.step, about | schedule)
 
 
 def _check_samples(options: RunOptions, training_images: int, objective: Objective) -> None:

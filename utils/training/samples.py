@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from utils.core.distributed import if_memory_allows, on_main_process
+from utils.core.distributed import on_main_process, together
 from utils.core.images import denoising_path, save_png, side_by_side
 from utils.diagnostics.probe import sample_statistics
 from utils.diffusion.sampling import (
@@ -54,8 +54,7 @@ class SampleGrids:
     def make(self) -> None:
         """Writes samples/<step>.png (raw | EMA from the same noise) and samples/<step>-path.png, and logs both.
 
-        Records what they are like. Every process must call it. Raises UserError when the disk does not take the pictures or
-        memory runs out.
+        Records what they are like. Every process must call it.
         """
         run, step = self._run, self._run.state.step
         kinds = [nullcontext, run.averaged] if run.ema is not None else [nullcontext]
@@ -66,18 +65,19 @@ class SampleGrids:
                 bar.update()
                 return run.stopping()
 
-            results = [self._sample(weights, should_stop) for weights in kinds]
+            with self._plan.decoding(run.accelerator):
+                results = [self._sample(weights, should_stop) for weights in kinds]
         self.stopped = None in results
         if not self.stopped:
             path = run.output_dir / "samples" / f"{step:07d}.png"
-            on_main_process(run.accelerator, self._write, path, step, raw=results[0], ema=results[-1])
+            on_main_process(run.accelerator, "writing the samples", self._write, path, step, raw=results[0], ema=results[-1])
             self.newest, self.newest_step = path, step
 
     def probe(self) -> None:
-        """Records what the network is like. Every process must call it. Raises UserError when memory runs out."""
-        advice = "set a smaller --train_batch_size, by which the images are shared out"
+        """Records what the network is like. Every process must call it."""
         run = self._run
-        with if_memory_allows(run.accelerator, "examining the network", advice):
+        advice = "set a smaller --train_batch_size, by which the images are shared out"
+        with together(run.accelerator, "examining the network", advice, alike=False):
             if run.accelerator.is_main_process:
                 with full_precision(run.objective.exported), run.progress.part("examining the network"):
                     found = run.objective.probe(run.data)

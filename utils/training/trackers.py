@@ -15,10 +15,11 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from PIL import Image
 
+from utils.core.distributed import waited_for
 from utils.core.errors import UserError, one_line
 from utils.core.files import whole_file
 from utils.options.flags import RunOptions
-from utils.runs.checkpoints import find_checkpoint, list_checkpoints
+from utils.runs.checkpoint_files import find_checkpoint, list_checkpoints
 from utils.runs.folder import TRACKED
 
 # Trackers that take names: the variables that name project and run for them, and what `init` calls the name of a run.
@@ -219,9 +220,9 @@ class Trackers:
 
     def close(self) -> None:
         """Finishes the trackers. Not the process groups, as Accelerator.end_training does: see `entrypoint.run_script`."""
-        self._each(lambda tracker: tracker.finish())
-        self._accelerator.trackers.clear()
-        self._accelerator.wait_for_everyone()
+        with waited_for(self._accelerator, "finishing the trackers"):
+            self._each(lambda tracker: tracker.finish())
+            self._accelerator.trackers.clear()
 
     def _each(self, action: Callable, gives_up: bool = True) -> None:
         for tracker in list(self._accelerator.trackers) if self._accelerator.is_main_process else ():

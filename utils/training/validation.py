@@ -3,7 +3,8 @@
 import torch
 
 from utils.core import randomness
-from utils.core.distributed import if_memory_allows
+from utils.core.distributed import together, waited_for
+from utils.core.waiting import Meeting
 from utils.training.run import Run
 
 DRAWS = 4  # noisings of each image
@@ -21,13 +22,12 @@ class Validation:
         return (last or step % run.options.validation_steps == 0) and len(run.data.validation) > 0
 
     def make(self) -> None:
-        """Logs the loss and notes it in the state. Call it on all processes, with the weights to judge in full precision.
-
-        Raises UserError on all of them where memory runs out: then it is as if it had not been due.
-        """
+        """Logs the loss and notes it in the state. Call it on all processes, with the weights to judge in full precision. What
+        fails on any fails on all of them."""
         run, loss = self._run, self.mean_loss()
-        run.trackers.log({"validation/loss": loss}, step=run.state.step)
-        run.doctor.record(run.state.step, {"validation/loss": loss})
+        with waited_for(run.accelerator, "logging the validation"):
+            run.trackers.log({"validation/loss": loss}, step=run.state.step)
+            run.doctor.record(run.state.step, {"validation/loss": loss})
         run.state.record("validation loss", loss, decides=run.options.best_metric == "loss")
 
     @torch.no_grad()
@@ -49,11 +49,11 @@ class Validation:
             losses = objective.losses(objective.network, **drawn).shown
             return losses.sum().cpu().double()  # in this order: not every device has float64
 
-        advice = "set a smaller --train_batch_size, by which it is shared out"
-        with if_memory_allows(accelerator, "a validation", advice):
+        with together(accelerator, "the validation", "set a smaller --train_batch_size, by which it is shared out"):
             batches = list(range(0, total, size))[accelerator.process_index :: accelerator.num_processes]
             with run.progress.part("validating", len(batches), "batches") as bar:
                 for first in batches:
                     loss_sum += summed(first)
                     bar.update()
-        return accelerator.reduce(loss_sum.float().to(accelerator.device), "sum").item() / total
+        with Meeting():
+            return accelerator.reduce(loss_sum.float().to(accelerator.device), "sum").item() / total

@@ -20,7 +20,7 @@ def data_range(record: RunRecord) -> Found:
 
 
 def data_alike(record: RunRecord) -> Found:
-    for step, data in record.known("data")[:1]:
+    for step, data in record.known("data")[-1:]:
         copies, near = data.get("copies") or {}, data.get("near_copies") or {}
         if copies:
             yield "data-alike"
@@ -33,7 +33,7 @@ def data_alike(record: RunRecord) -> Found:
 
 
 def data_blank(record: RunRecord) -> Found:
-    for step, data in record.known("data")[:1]:
+    for step, data in record.known("data")[-1:]:
         share, rows = data.get("constant_share") or 0.0, data.get("constant_rows") or []
         if data.get("constant_share") is not None:
             yield "data-blank"
@@ -44,7 +44,7 @@ def data_blank(record: RunRecord) -> Found:
 
 
 def data_damaged(record: RunRecord) -> Found:
-    for step, data in record.known("data")[:1]:
+    for step, data in record.known("data")[-1:]:
         damaged = data.get("damaged") or {}
         if damaged:
             yield "data-damaged"
@@ -61,7 +61,7 @@ DIGITS_SIDE = 16  # the built-in digits are scans of 8x8, of which there are no 
 
 
 def data_enlarged(record: RunRecord) -> Found:
-    for step, data in record.known("data")[:1]:
+    for step, data in record.known("data")[-1:]:
         sizes, size = data.get("sizes") or {}, (data.get("shape") or [0])[1:]
         if sizes:
             yield "data-enlarged"
@@ -80,7 +80,7 @@ def _listed(before: str, names: list) -> str:
 
 def data_checks(record: RunRecord) -> Found:
     """What the checks of utils/diagnostics/data_checks saw at the start."""
-    for step, checks in record.known("data_checks")[:1]:
+    for step, checks in record.known("data_checks")[-1:]:
         yield from checks.get("judged") or ()
         for seen in checks.get("findings") or ():
             yield Finding(seen["code"], seen["severity"], seen["evidence"], step, picture=seen.get("picture") or "")
@@ -89,7 +89,7 @@ def data_checks(record: RunRecord) -> Found:
 
 
 def class_empty(record: RunRecord) -> Found:
-    for step, data in record.known("data")[:1]:
+    for step, data in record.known("data")[-1:]:
         classes = data.get("classes") or {}
         if classes:
             yield "class-empty"
@@ -109,7 +109,7 @@ def class_empty(record: RunRecord) -> Found:
 
 
 def class_imbalance(record: RunRecord) -> Found:
-    for step, data in record.known("data")[:1]:
+    for step, data in record.known("data")[-1:]:
         classes = data.get("classes") or {}
         if classes:
             yield "class-imbalance"

@@ -92,7 +92,7 @@ def has_had_a_chance(record: RunRecord) -> bool:
 def error_impossible(record: RunRecord) -> Found:
     """A network that knows what its input does not show: it is told the noise or the image another way."""
     checks = record.known("data")
-    variety, (_, stds) = (checks[0][1].get("variety") if checks else None), record.finite("data/std")
+    variety, (_, stds) = (checks[-1][1].get("variety") if checks else None), record.finite("data/std")
     variety = None if record.options.get("vae") else variety  # that of images is not that of latents
     for step, probe in record.known("probe")[-1:]:
         kind, errors, targets = probe.get("prediction_type"), probe.get("error") or {}, probe.get("target_std") or {}
@@ -147,7 +147,7 @@ def edm2_denoiser(record: RunRecord) -> Found:
 
 def _loss_of_zeros(record: RunRecord, sigma: float) -> float | None:
     """lambda times the mean squared error of D(x) = c_skip x; None where the images' mean and spread are not known."""
-    for _, data in record.known("data")[:1]:
+    for _, data in record.known("data")[-1:]:
         means, stds = data.get("mean") or [], data.get("std") or []
         if not means or len(means) != len(stds):
             return None
@@ -170,7 +170,7 @@ def errors_of_a_constant(record: RunRecord) -> dict[int, float]:
     the mean image. Quartiles in which the loss is weighted are left out.
     """
     alphas_cumprod, (_, stds) = record.alphas_cumprod, record.finite("data/std")
-    varieties = [data.get("variety") for _, data in record.known("data")[:1]]
+    varieties = [data.get("variety") for _, data in record.known("data")[-1:]]
     kind, gamma = record.options.get("prediction_type"), record.options.get("snr_gamma")
     if alphas_cumprod is None or not stds or not varieties or not varieties[0] or kind is None:
         return {}

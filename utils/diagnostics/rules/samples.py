@@ -82,7 +82,7 @@ def _judged(figures: dict, step: int | None) -> Found:
 def previewed_samples(record: RunRecord) -> Found:
     """The newest preview: a look at few images, which tells whether all are one, gray or not, and nothing finer."""
     checks, total = record.known("data"), record.resolved.get("max_train_steps") or 0
-    data = checks[0][1] if checks else {}
+    data = checks[-1][1] if checks else {}
     repeated = max((data.get("copies") or {}).get("share", 0.0), data.get("constant_share") or 0.0)
     if not data.get("pairwise_distance") or repeated > 0.1 or not has_had_a_chance(record):  # a few of such data may be alike
         return

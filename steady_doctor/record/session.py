@@ -1,0 +1,194 @@
+"""Makes a tape of some updates, by torch's hooks of optimizers and by wrapping its backward passes and data loaders."""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from steady_doctor.record.tape import Tape, sample
+
+
+def recorded_updates() -> Iterator[int]:
+    """The Fibonacci numbers from 2 on: often at first, where faults can be cheap, and seldom later."""
+    one, two = 2, 3
+    while True:
+        yield one
+        one, two = two, one + two
+
+
+class Session:
+    """Watches the optimizers of this process. `judge` is called with each recorded update, and keeps what it needs of it.
+
+    Nothing here raises into the script: an error of the doctor's is kept in `failure`, and ends the recording.
+    """
+
+    def __init__(self, judge: Callable[["Recorded"], None]):
+        self.updates = 0
+        self.failure: BaseException | None = None
+        self.tape: Tape | None = None
+        self._judge = judge
+        self._due = recorded_updates()
+        self._next = next(self._due)
+        self._main: Optimizer | None = None
+        self._process = os.getpid()
+        self._recorded: Recorded | None = None
+
+    def install(self) -> ExitStack:
+        """Closing the result takes all hooks away."""
+        hooks = ExitStack()
+        hooks.callback(self._stop)
+        hooks.callback(
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self._safely(self._before_step, optimizer)).remove
+        )
+        hooks.callback(
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._safely(self._after_step, optimizer)).remove
+        )
+        _wrap(hooks, torch.autograd, "backward", self._backward)
+        _wrap(hooks, _BaseDataLoaderIter, "__next__", self._load)
+        return hooks
+
+    def _safely(self, look: Callable, *arguments: Any) -> None:
+        if self.failure is not None or os.getpid() != self._process:
+            return
+        try:
+            with self._pause():
+                look(*arguments)
+        except Exception as error:
+            self.failure = error
+            self._stop()
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        tape = self.tape
+        if tape is not None:
+            tape.paused += 1
+        try:
+            yield
+        finally:
+            if tape is not None:
+                tape.paused -= 1
+
+    def _stop(self) -> None:
+        self._recorded = None
+        if self.tape is not None:
+            self.tape.__exit__(None, None, None)
+            self.tape = None
+
+    def _backward(self, original: Callable, tensors: Any, *arguments: Any, **options: Any) -> Any:
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        self._safely(self._before_backward, roots)
+        try:
+            with self._pause():
+                return original(tensors, *arguments, **options)
+        finally:
+            self._safely(self._after_backward)
+
+    def _before_backward(self, roots: list[Tensor]) -> None:
+        if self.tape is not None and self._recorded is not None:
+            self._recorded.before_backward(roots)
+
+    def _after_backward(self) -> None:
+        if self._recorded is not None:
+            self._recorded.after_backward()
+
+    def _load(self, original: Callable, iterator: Any) -> Any:
+        with self._pause():
+            batch = original(iterator)
+            if self.tape is not None:
+                self.tape.known((x for x in tree_flatten(batch)[0] if isinstance(x, Tensor)), "data")
+        return batch
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if self._main is None or _size(optimizer) > _size(self._main):  # the network's, beside a discriminator's
+            self._main = optimizer
+        if optimizer is self._main and self._recorded is not None:
+            self._recorded.before_step()
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if optimizer is not self._main:
+            return
+        if self._recorded is not None:
+            self._recorded.after_step()
+        self.updates += 1
+        if self.tape is not None and self._recorded is not None:
+            recorded = self._recorded
+            self._stop()
+            self._judge(recorded)
+        if self.updates + 1 == self._next:
+            self._next = next(self._due)
+            self.tape = Tape(parameters_of(optimizer))
+            self._recorded = Recorded(self.tape, optimizer, self.updates + 1)
+            self.tape.__enter__()
+
+
+class Recorded:
+    """One recorded update: its tape, from the end of the step before to the end of its own step, and some numbers of each
+    parameter and gradient at the events between."""
+
+    def __init__(self, tape: Tape, optimizer: Optimizer, update: int):
+        self.tape, self.optimizer, self.update = tape, optimizer, update
+        self.parameters = parameters_of(optimizer)
+        self.events: list[tuple[int, str]] = []  # (length of the tape, "backward", "step" or "stepped")
+        self.at_start = self._weights()
+        self.weights: list[list[Tensor]] = []  # before the first forward pass was differentiated, before the step, after it
+        self.before: list[list[Tensor | None]] = []  # gradients before each backward pass
+        self.after: list[list[Tensor | None]] = []  # and after it
+        self.at_step: list[Tensor | None] = []  # what the optimizer got
+        tape.known((p.grad for p in self.parameters if p.grad is not None), "gradient")
+
+    def before_backward(self, roots: list[Tensor]) -> None:
+        self.events.append((len(self.tape.ops), "backward"))
+        self.weights.append(self._weights())
+        self.before.append(self._gradients())
+        for root in roots:
+            self.tape.root(root)
+
+    def after_backward(self) -> None:
+        self.after.append(self._gradients())
+        if self.at_step:  # a closure's, within the step
+            self.at_step = self._gradients()
+        self.tape.known((p.grad for p in self.parameters if p.grad is not None), "gradient")
+
+    def before_step(self) -> None:
+        self.events.append((len(self.tape.ops), "step"))
+        self.weights.append(self._weights())
+        self.at_step = self._gradients()
+        states = (x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
+        self.tape.known(states, "state")
+
+    def after_step(self) -> None:
+        self.events.append((len(self.tape.ops), "stepped"))
+        self.weights.append(self._weights())
+
+    def _weights(self) -> list[Tensor]:
+        return [sample(parameter) for parameter in self.parameters]
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [None if parameter.grad is None else sample(parameter.grad) for parameter in self.parameters]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _size(optimizer: Optimizer) -> int:
+    return sum(parameter.numel() for parameter in parameters_of(optimizer))
+
+
+def _wrap(hooks: ExitStack, owner: Any, name: str, around: Callable) -> None:
+    original = vars(owner)[name]
+
+    @functools.wraps(original)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        return around(original, *arguments, **options)
+
+    setattr(owner, name, wrapped)
+    hooks.callback(setattr, owner, name, original)

@@ -1,0 +1,255 @@
+"""Waiting for processes that work alone: at a store in the main process.
+
+A collective call gives up after --collective_timeout, and does not say who is missing. At the store a process that works may
+take hours, while one that is lost is noticed as soon: each process gives a sign of life once a second. It is not the store
+through which the processes have found each other, for that may lie in a launcher, which may be killed.
+"""
+
+import contextlib
+import faulthandler
+import ipaddress
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from utils.core.bars import duration, print_progress
+from utils.core.deadline import within
+from utils.core.entrypoint import PATIENCE, at_end, leave_now
+from utils.core.errors import LostProcess
+
+PERIOD = 1.0  # seconds between two signs of life, and between two looks at those of the others
+TOLD_AFTER = 120.0  # seconds, after which it is said, once, what is waited for
+LONGEST = 86400.0  # seconds that the work of one process may take: a day
+_GRACE = 3  # looks at a process that has ended, before it is said: what ended it may reach this one, too
+_WORKS, _ENDED = "works", "ended"  # states
+
+
+class Sign(NamedTuple):
+    """The newest sign of life of a process."""
+
+    tick: int  # grows with each one
+    number: int  # of waits that it has come to
+    state: str
+
+    @classmethod
+    def read(cls, value: bytes) -> "Sign":
+        tick, number, state = value.decode().split()
+        return cls(int(tick), int(number), state)
+
+    def value(self) -> str:
+        return " ".join(map(str, self))
+
+
+class Waiting:
+    """What a process among several has to do with the others at the store. Every method is for the main thread."""
+
+    def __init__(self, rank: int, num_processes: int, patience: float):
+        """`patience`: seconds without a sign of life, after which a process counts as lost."""
+        self._rank, self._ranks, self.patience = rank, range(num_processes), patience
+        self._number, self._tick = 0, 0  # of waits so far, which is the same for each process; of signs of life
+        self._state = _WORKS
+        self._signs = {rank: Sign(0, 0, _WORKS) for rank in self._ranks}
+        self._answers = 0  # of the store
+        self.lost = False  # whether the connection to the store is
+        self._waits = False
+        # One connection for the signs of life, one for waiting: a call has the other calls of its connection wait.
+        self._store, self._signs_store = _connections(rank, patience)
+        self._show()
+        at_end(self._end)
+        threading.Thread(target=self._live, name="signs of life", daemon=True).start()
+
+    def meet(self, what: str, words: str, longest: float) -> list[str]:
+        """Returns the `words` of all processes once all have called it. `what`: the work that they come from.
+
+        Raises LostProcess where a process ends or gives no sign of life, or comes more than `longest` seconds later than this
+        one.
+        """
+        self._number += 1
+        self._waits = True
+        answer: Future[list[str]] = Future()
+        exchange = threading.Thread(target=self._exchange, args=(answer, self._number, _encodable(words)), daemon=True)
+        exchange.start()
+        look = _Look(self, what, longest)
+        while True:
+            try:  # in slices, and not in a call of the store: so signals are heard
+                told = answer.result(PERIOD)
+                break
+            except TimeoutError:
+                look.again()
+        self._waits = False
+        return told
+
+    # ---- in a thread that lasts until all have come
+
+    def _exchange(self, answer: "Future[list[str]]", number: int, words: str) -> None:
+        keys = [f"{number}/{rank}" for rank in self._ranks]
+        try:
+            self._store.set(keys[self._rank], words)
+            if number > 2:  # whoever comes to this wait has left the one before, to which all had come from that one
+                self._store.delete_key(f"{number - 2}/{self._rank}")
+            self._store.wait(keys, timedelta(seconds=2 * LONGEST))
+            answer.set_result([value.decode() for value in self._store.multi_get(keys)])
+        except RuntimeError:
+            self.lost = True
+        except Exception as error:
+            answer.set_exception(error)
+
+    # ---- in a thread that lasts as long as the process
+
+    def _live(self) -> None:
+        while not self.lost:
+            time.sleep(PERIOD)
+            try:
+                self._show()
+                if self._signs_store.check(["given up"]):
+                    time.sleep(PERIOD)  # whoever gave up says why
+                    self._leave()
+                if self._waits:
+                    self._read_signs()
+                self._answers += 1
+            except RuntimeError:
+                self.lost = True
+
+    def _show(self) -> None:
+        self._tick += 1
+        self._signs_store.set(f"sign/{self._rank}", Sign(self._tick, self._number, self._state).value())
+
+    def _read_signs(self) -> None:
+        keys = {rank: f"sign/{rank}" for rank in self._ranks}
+        if not self._signs_store.check(list(keys.values())):  # not all have begun
+            keys = {rank: key for rank, key in keys.items() if self._signs_store.check([key])}
+        self._signs = self._signs | dict(zip(keys, map(Sign.read, self._signs_store.multi_get(list(keys.values())))))
+
+    def _leave(self) -> None:
+        if not self._waits:  # it hangs, and so cannot end by itself
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                print(f"the Python stacks of rank {self._rank}, for which the others waited:", file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        leave_now(1)
+
+    # ---- the end
+
+    def _end(self, status: int) -> None:
+        self._state = _ENDED
+        self._try(self._show)
+        if self._rank == 0:
+            self._try(self._outlast)
+
+    def _outlast(self) -> None:
+        """The store ends with this process: not before those who wait have read why."""
+        deadline = time.monotonic() + (_GRACE + 3) * PERIOD
+        while time.monotonic() < deadline and any(sign.state == _WORKS for sign in self._signs.values()):
+            self._read_signs()
+            time.sleep(PERIOD / 100)
+
+    def _give_up(self) -> None:
+        """Has all processes end, also those that hang."""
+        self._try(lambda: self._signs_store.set("given up", "1"))
+
+    def _try(self, call: Callable[[], object]) -> None:
+        """The store may be gone, or hang."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            if not self.lost:
+                within(PATIENCE + _GRACE, call)
+
+
+class _Look:
+    """At those who are missing in a wait, once in a while."""
+
+    def __init__(self, waiting: Waiting, what: str, longest: float):
+        self._waiting, self._what, self._longest = waiting, what, longest
+        self._before, self._waited, self._told = time.monotonic(), 0.0, False
+        self._answers, self._unanswered = waiting._answers, 0.0
+        self._silent: dict[int, tuple[Sign, float]] = {}  # the newest sign, and the seconds since it came
+        self._ended = 0
+
+    def again(self) -> None:
+        waiting, now = self._waiting, time.monotonic()
+        passed = min(now - self._before, 2 * PERIOD)  # a job that was suspended as a whole has not waited meanwhile
+        self._before, self._waited = now, self._waited + passed
+        news = waiting._answers != self._answers
+        self._answers, self._unanswered = waiting._answers, 0.0 if news else self._unanswered + passed
+        if self._unanswered > waiting.patience and not waiting.lost:
+            self._raise(f"the main process does not answer for {waiting.patience:.0f} s")
+        signs = waiting._signs
+        missing = [rank for rank, sign in signs.items() if sign.number < waiting._number and rank != waiting._rank]
+        ended = [rank for rank in missing if signs[rank].state == _ENDED]
+        self._ended += bool(ended) or waiting.lost
+        if self._ended > _GRACE:
+            self._raise(f"{_names(ended)} has ended" if ended else f"{_names([0])} has ended, or cannot be reached")
+        for rank in missing:
+            self._look_at(rank, signs[rank], passed)
+        if missing and self._waited > self._longest:
+            waiting._give_up()
+            self._raise(f"{_names(missing)} took {self._longest:.0f} s longer than the other processes")
+        if missing and self._waited > TOLD_AFTER and not self._told:
+            self._told = True
+            if waiting._rank == min(signs.keys() - set(missing)):
+                print_progress(f"waiting for {_names(missing)}: {self._what} ({duration(self._waited)} so far)")
+
+    def _look_at(self, rank: int, sign: Sign, passed: float) -> None:
+        before, seconds = self._silent.get(rank, (None, 0.0))
+        seconds = seconds + passed if sign == before else 0.0
+        self._silent[rank] = sign, seconds
+        if seconds > self._waiting.patience:
+            self._raise(f"{_names([rank])} gives no sign of life for {self._waiting.patience:.0f} s")
+
+    def _raise(self, problem: str) -> None:
+        raise LostProcess(f"{problem}; the others waited for this: {self._what}")
+
+
+def _connections(rank: int, patience: float) -> tuple[dist.TCPStore, dist.TCPStore]:
+    """Returns two to the store, which the main process makes."""
+    known, timeout = dist.distributed_c10d._get_default_store(), timedelta(seconds=patience)
+
+    def connect(host: str, port: int, makes: bool = False) -> dist.TCPStore:
+        return dist.TCPStore(host, port, is_master=makes, wait_for_workers=False, timeout=timeout)
+
+    if rank == 0:
+        store = connect("127.0.0.1", 0, makes=True)
+        known.set("waiting", f"{_address()} {store.port}")
+        return store, connect("127.0.0.1", store.port)
+    address, port = known.get("waiting").decode().split()
+    return connect(address, int(port)), connect(address, int(port))
+
+
+def _address() -> str:
+    """Returns that under which other processes of this launch reach this host."""
+    master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    family, kind, _, _, place = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # sends nothing
+        own = probe.getsockname()[0]
+    return master if ipaddress.ip_address(own).is_loopback else own
+
+
+def _encodable(text: str) -> str:
+    """Names of files may be no UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _names(ranks: list[int]) -> str:
+    others = [str(rank) for rank in ranks if rank]
+    names = ["the main process"] * (0 in ranks) + [f"rank{'s' * (len(others) > 1)} {', '.join(others)}"] * bool(others)
+    return " and ".join(names)
+
+
+class Meeting:
+    """Around a collective call between two updates and the read of what it gives, in which the host waits for the slowest
+    process; the hang watch then knows where this one is."""
+
+    active, number = False, 0
+
+    def __enter__(self) -> None:
+        Meeting.active, Meeting.number = True, Meeting.number + 1
+
+    def __exit__(self, *_: object) -> None:
+        Meeting.active = False
