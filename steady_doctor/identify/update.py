@@ -52,21 +52,12 @@ def identify_update(recorded: Recorded) -> Update:
 
 
 def _gradient(recorded: Recorded) -> Gradient:
-    tape = recorded.tape
     found = Gradient(len(recorded.before))
     if not recorded.before:
         return found
-    found.left_over = any(one is not None and bool(one.any()) for one in recorded.before[0])
-    given: list[Tensor | None] = [None] * len(recorded.parameters)
-    for before, after in zip(recorded.before, recorded.after):
-        for k, (old, new) in enumerate(zip(before, after)):
-            if new is not None:
-                change = new if old is None else new - old
-                so_far = given[k]
-                given[k] = change if so_far is None else so_far + change
-    for earlier, later in zip(recorded.after, recorded.before[1:]):
-        pairs = [(old, new) for old, new in zip(earlier, later) if old is not None and bool(old.any())]
-        found.cleared_between |= bool(pairs) and all(new is None or not bool(new.any()) for _, new in pairs)
+    found.left_over = any(_is_some(one) for one in recorded.before[0])
+    found.cleared_between = any(map(_is_cleared, recorded.after, recorded.before[1:]))
+    given = _given(recorded)
     both = [(got, gave) for got, gave in zip(recorded.at_step, given) if got is not None and gave is not None]
     if both:
         got, gave = (torch.cat(one) for one in zip(*both))
@@ -74,19 +65,35 @@ def _gradient(recorded: Recorded) -> Gradient:
             found.ratio = float((got @ gave) / (gave @ gave))
             found.rest = float((got - found.ratio * gave).norm() / got.norm().clamp(min=1e-30))
     first = next(at for at, what in recorded.events if what == "backward")
-    found.changed_after_step = tuple(
-        op.name for op in tape.ops[:first] if "gradient" in op.changes and op.name not in ("zero_", "_foreach_zero_")
-    )
-    used, outside = 0, set()
-    for root in tape.roots:
-        if root is not None:
-            used |= root.uses
-            outside |= {op.index for op in tape.upstream(root) if op.kind == "unowned"}
-    found.unowned = len(outside)
-    has = [one is not None and bool(one.any()) for one in given]
-    found.without = tuple(k for k in range(len(has)) if used >> k & 1 and not has[k] and recorded.parameters[k].requires_grad)
-    found.unread = tuple(k for k in range(len(has)) if not used >> k & 1)
+    changing = (op.name for op in recorded.tape.ops[:first] if "gradient" in op.changes)
+    found.changed_after_step = tuple(name for name in changing if name not in ("zero_", "_foreach_zero_"))
+    roots = [root for root in recorded.tape.roots if root is not None]
+    used = [any(root.uses >> k & 1 for root in roots) for k in range(len(given))]
+    wanted = [parameter.requires_grad for parameter in recorded.parameters]
+    found.without = tuple(k for k, one in enumerate(given) if used[k] and wanted[k] and not _is_some(one))
+    found.unread = tuple(k for k, reads in enumerate(used) if not reads)
+    found.unowned = len({op for root in roots for op in recorded.tape.upstream(root) if op.kind == "unowned"})
     return found
+
+
+def _given(recorded: Recorded) -> list[Tensor | None]:
+    """What the backward passes have added to each gradient, in all."""
+    given: list[Tensor | None] = [None] * len(recorded.parameters)
+    for before, after in zip(recorded.before, recorded.after):
+        for k, (old, new) in enumerate(zip(before, after)):
+            if new is not None:
+                change, so_far = new if old is None else new - old, given[k]
+                given[k] = change if so_far is None else so_far + change
+    return given
+
+
+def _is_some(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(gradient.any())
+
+
+def _is_cleared(earlier: list[Tensor | None], later: list[Tensor | None]) -> bool:
+    """Whether nothing is left of the gradients after one pass when the next one begins."""
+    return any(map(_is_some, earlier)) and not any(_is_some(new) for old, new in zip(earlier, later) if _is_some(old))
 
 
 def _averages(recorded: Recorded) -> list[Average]:
