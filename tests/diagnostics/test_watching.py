@@ -1,4 +1,4 @@
-"""diagnose.py --watch: training loops that are not ours, healthy and with faults; scripts that end in many ways."""
+"""diagnose.py --watch: what is said of healthy training loops, their bits, scripts that end in many ways."""
 
 import json
 import os
@@ -24,56 +24,6 @@ HEALTHY = {
     "errors weighed by min(SNR, gamma) / SNR with gamma 5; AdamW",
     "control_loop.py": "Controlled by Control beside it, which trains epsilon-prediction on a linear schedule of 1000 steps",
 }
-FAULTS = [  # (script, what is replaced, by what, code of the finding)
-    ("plain_ddpm.py", "(1 - a).sqrt() * noise", "(1 - a) * noise", "step-input"),
-    ("plain_ddpm.py", "model(x_t, t)", "model(x_t, t.flip(0))", "step-timestep"),
-    ("plain_ddpm.py", "(x_t, t), noise)", "(x_t, t), torch.randn_like(noise))", "step-target"),
-    ("plain_ddpm.py", "optimizer.zero_grad()", "pass", "step-gradient"),
-    ("plain_ddpm.py", "images / 127.5 - 1", "images", "data-range"),
-    ("plain_ddpm.py", "lerp_(weight, 0.01)", "lerp_(weight, -0.01)", "step-ema"),
-    ("plain_ddpm.py", "torch.randn_like(x0)", "torch.randn_like(x0[:1]).expand_as(x0)", "step-noise"),
-    ("plain_ddpm.py", "torch.randn_like(x0)", "torch.randn_like(x0).clamp(-1, 1)", "step-noise"),
-    ("plain_ddpm.py", "step += 1", "step += 1; step == 4 and model.load_state_dict(ema.state_dict())", "step-state"),
-    ("plain_ddpm.py", "self.first(x) + self.time(t.float()[:, None] / T)[:, :, None, None]", "self.first(x)", "step-timestep"),
-    ("plain_ddpm.py", "images / 127.5 - 1", "(images.byte() + 90) / 127.5 - 1", "step-data"),
-    ("plain_ddpm.py", "copy.deepcopy(model)", "model", "step-ema"),
-    ("adapter_loop.py", "clamp(max=5)", "clamp(min=5)", "step-weight"),
-    ("adapter_loop.py", "noise, t)", "noise, t.flip(0))", "step-timestep"),
-    ("adapter_loop.py", "AdamW(adapters.parameters()", "AdamW(adapters[:2].parameters()", "step-optimizer"),
-    ("adapter_loop.py", "AdamW(adapters.parameters()", "AdamW(model.parameters()", "step-optimizer"),
-    ("adapter_loop.py", "lerp_(p, 0.01)", "lerp_(p, -0.01)", "step-ema"),
-    ("adapter_loop.py", "    optimizer.zero_grad()\n", "", "step-gradient"),
-    ("control_loop.py", "control(t, label, hint)) - noise", "control(t, label, hint)) - noise.roll(1, 0)", "step-target"),
-    ("accelerated.py", "model(noisy, timesteps)", "model(noisy, timesteps.roll(1))", "step-timestep"),
-    ("accelerated.py", "get_velocity(clean, noise,", "get_velocity(noise, clean,", "step-target"),
-    ("accelerated.py", "backward(loss)\n", "backward(loss); ema.step(model.parameters())\n", "step-ema"),
-    (
-        "accelerated.py",
-        "if accelerator.sync_gradients:\n                    acc",
-        "if 1:\n                    acc",
-        "step-gradient",
-    ),
-    ("closure_loop.py", "(1 - a).sqrt()", "(1 - a)", "step-input"),
-    ("closure_loop.py", "    optimizer.zero_grad()\n", "", "step-gradient"),
-    ("closure_loop.py", "decay * self.shadow[name]", "(1 - decay) * self.shadow[name]", "step-ema"),
-    ("closure_loop.py", "torch.randn_like(x0)", "0.5 * torch.randn_like(x0)", "step-noise"),
-    ("edm_loop.py", "* noise, sigma)", "* noise / 2, sigma)", "step-noise"),
-    ("edm_loop.py", "SIGMA_DATA**2 / total, s *", "SIGMA_DATA / total, s *", "step-network"),
-    ("edm_loop.py", "* noise, sigma)", "* noise, sigma.roll(1))", "step-timestep"),
-    ("edm_loop.py", "(denoised - y)", "(denoised - y.roll(1, 0))", "step-target"),
-    ("flow_loop.py", "torch.randperm(len(images))", "torch.arange(len(images))", "step-data"),
-    ("flow_loop.py", "velocity = noise - x0", "velocity = x0 - noise", "step-target"),
-    ("flow_loop.py", "model(x, s * 1000)", "model(x, (1 - s) * 1000)", "step-timestep"),
-    ("flow_loop.py", "(1 - s)[:, None", "(1 - s).sqrt()[:, None", "step-input"),
-    ("flow_loop.py", "(loss / ROUNDS).backward()", "optimizer.zero_grad(); (loss / ROUNDS).backward()", "step-gradient"),
-    ("flow_loop.py", "    optimizer.step()\n", "    average.update_parameters(model); optimizer.step()\n", "step-ema"),
-]
-
-
-LATER_FAULTS = [  # that need more looks
-    ("control_loop.py", "hint)) - noise", "hint[:1].expand_as(hint))) - noise", "step-condition"),
-    ("control_loop.py", "control(t, label, hint)", "control(t, label * 0, hint)", "step-condition"),
-]
 
 
 def slow(script: str) -> list:
@@ -100,23 +50,6 @@ def test_a_healthy_loop_is_identified_and_trains_the_same_bits(server, tmp_path,
     assert "averaged weights" in text
     losses = server.run([LOOPS / script, steps])
     assert losses.count("0x") == steps and text.startswith(losses.rstrip("\n"))
-
-
-@pytest.mark.parametrize(
-    ("script", "old", "new", "code", "updates"),
-    [pytest.param(*fault, 5, marks=slow(fault[0])) for fault in FAULTS]
-    + [pytest.param(*fault, 22, marks=slow(fault[0])) for fault in LATER_FAULTS],
-)
-def test_a_fault_is_named_by_its_stage(server, tmp_path, script, old, new, code, updates):
-    shutil.copytree(LOOPS, tmp_path / "loops", ignore=shutil.ignore_patterns("__pycache__"))
-    broken = tmp_path / "loops" / script
-    source = broken.read_text()
-    assert source.count(old) == 1
-    broken.write_text(source.replace(old, new))
-    status, text, findings = watch(server, tmp_path, broken, 50, updates=updates)
-    assert status == 0
-    assert [finding["code"] for finding in findings.values() if finding["severity"] != "info"][:2].count(code), text[-3000:]
-    assert findings[code]["declared"] and findings[code]["observed"]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +191,7 @@ def test_two_processes(server, tmp_path, fault):
 def test_an_error_of_the_watcher_is_one_line(server, tmp_path):
     shutil.copytree(LOOPS, tmp_path / "loops", ignore=shutil.ignore_patterns("__pycache__"))
     script = tmp_path / "loops" / "plain_ddpm.py"
-    script.write_text(script.read_text().replace("model = Network()", "model = Network(); model.modules = None"))
+    script.write_text(script.read_text().replace("    optimizer = ", "    model.modules = None\n    optimizer = "))
     [run] = server.start(["diagnose.py", "--watch_dir", tmp_path / "seen", "--watch", script, 6])
     assert run.wait(100) == 0
     assert run.text().count("the watcher stopped, the script goes on: TypeError") == 1 and run.text().count("0x") == 6

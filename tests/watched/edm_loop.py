@@ -6,7 +6,6 @@ import torch
 from plain_ddpm import Network, pictures
 from torch import nn
 
-STEPS = int(sys.argv[1])
 SIGMA_DATA = 0.5
 
 
@@ -19,7 +18,8 @@ class Denoiser(nn.Module):
         s = sigma[:, None, None, None]
         total = s**2 + SIGMA_DATA**2
         c_skip, c_out, c_in = SIGMA_DATA**2 / total, s * SIGMA_DATA / total.sqrt(), 1 / total.sqrt()
-        return c_skip * x + c_out * self.net(c_in * x, sigma.log() / 4)
+        c_noise = sigma.log() / 4
+        return c_skip * x + c_out * self.net(c_in * x, c_noise)
 
 
 torch.manual_seed(0)
@@ -27,9 +27,9 @@ images = pictures() / 127.5 - 1
 model = Denoiser()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 ema_weights = [p.detach().clone() for p in model.parameters()]
-for step in range(STEPS):
-    y = images[torch.randint(0, len(images), (8,))]
-    sigma = (torch.randn(8) * 1.2 - 1.2).exp()
+for step in range(int(sys.argv[1])):
+    y = images[torch.randint(0, len(images), (16,))]
+    sigma = (torch.randn(len(y)) * 1.2 - 1.2).exp()
     noise = torch.randn_like(y)
     weight = (sigma**2 + SIGMA_DATA**2) / (sigma * SIGMA_DATA) ** 2
     denoised = model(y + sigma[:, None, None, None] * noise, sigma)
