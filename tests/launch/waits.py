@@ -14,7 +14,7 @@ from utils.core.errors import UserError
 from utils.core.signals import leave_on_signal
 
 TIMEOUT = 3.0  # seconds, after which a collective call gives up
-PATIENCE = 2.0  # seconds without a sign of life, after which a process counts as lost
+PATIENCE = 8.0  # seconds without a sign of life, after which a process counts as lost
 waiting.PERIOD, waiting.TOLD_AFTER = 0.05, 0.2
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -62,6 +63,9 @@ class Waiting:
         self._waits = False
         # One connection for the signs of life, one for waiting: a call has the other calls of its connection wait.
         self._store, self._signs_store = _connections(rank, patience)
+        self._store.set(f"place/{rank}", _place())
+        self._beside: dict[int, int] = {}  # ranks on this machine, and their process numbers
+        self._knows_places = False
         self._show()
         at_end(self._end)
         threading.Thread(target=self._live, name="signs of life", daemon=True).start()
@@ -126,7 +130,22 @@ class Waiting:
         keys = {rank: f"sign/{rank}" for rank in self._ranks}
         if not self._signs_store.check(list(keys.values())):  # not all have begun
             keys = {rank: key for rank, key in keys.items() if self._signs_store.check([key])}
-        self._signs = self._signs | dict(zip(keys, map(Sign.read, self._signs_store.multi_get(list(keys.values())))))
+        signs = dict(zip(keys, map(Sign.read, self._signs_store.multi_get(list(keys.values())))))
+        self._find_places()
+        gone = {rank: signs[rank]._replace(state=_ENDED) for rank, pid in self._beside.items() if _is_gone(pid)}
+        self._signs = self._signs | signs | gone
+
+    def _find_places(self) -> None:
+        """Those of this machine, whose end is seen at once; of others only their signs of life tell."""
+        places = {rank: f"place/{rank}" for rank in self._ranks}
+        if self._knows_places or not self._signs_store.check(list(places.values())):
+            return
+        self._knows_places = True
+        here = _place().rpartition(" ")[0]
+        for rank, place in zip(places, self._signs_store.multi_get(list(places.values()))):
+            machine, _, pid = place.decode().rpartition(" ")
+            if here and machine == here and rank != self._rank:
+                self._beside[rank] = int(pid)
 
     def _leave(self) -> None:
         if not self._waits:  # it hangs, and so cannot end by itself
@@ -229,6 +248,25 @@ def _address() -> str:
         probe.connect(place)  # sends nothing
         own = probe.getsockname()[0]
     return master if ipaddress.ip_address(own).is_loopback else own
+
+
+def _place() -> str:
+    """Returns machine, namespace and number of this process; no machine where the system does not tell."""
+    try:
+        machine = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        machine = ""
+    return f"{machine} {os.getpid()}"
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether a process of this machine has ended, also if nobody has asked for its exit status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def _encodable(text: str) -> str:
