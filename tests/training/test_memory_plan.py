@@ -198,6 +198,7 @@ def test_a_dry_run_with_an_automatic_batch_size_tries_nothing_out(train_script, 
 @pytest.mark.slow
 def test_a_given_global_batch_stays_on_another_number_of_processes(server, script, script_flags, tmp_path):
     flags = [*script_flags, "--output_dir", tmp_path, "--train_batch_size", 4, "--global_batch_size", 8]
+    flags += ["--checkpointing_steps", 1]
     steps = ["--lr_scheduler", "constant_with_warmup", "--max_train_steps"]
     [run] = server.start([script, *flags, *steps, 1], 1)
     assert run.wait() == 0, run.text()
