@@ -272,11 +272,11 @@ def test_a_start_that_comes_to_nothing_leaves_a_finished_run_finished(tmp_path):
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """project/photos, and project/work/runs/a, the run, started in project/work with --train_data_dir ../photos/"""
+    """project/photos, and project/job/runs/a, the run, started in project/job with --train_data_dir ../photos/"""
     (tmp_path / "project" / "photos").mkdir(parents=True)
-    (tmp_path / "project" / "work" / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "project" / "job" / "runs" / "a").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "project" / "work")
+    monkeypatch.chdir(tmp_path / "project" / "job")
     start = ["--train_data_dir", "../photos/", "--resolution", "32", "--output_dir", "runs/a"]
     folder = RunFolder(Path("runs/a"))
     folder.write_options(parse_options(DDPMOptions, "", start), LAUNCHED)
@@ -292,26 +292,26 @@ def test_the_record_of_a_run_means_the_same_from_everywhere(project, monkeypatch
     here = from_record(Path("runs/a"))
     assert (here.train_data_dir, here.output_dir) == ("../photos/", "runs/a")  # as it was written
     monkeypatch.chdir(place / "elsewhere")
-    there = from_record(place / "project/work/runs/a", *LATEST)
-    assert (there.train_data_dir, there.output_dir) == (str(place / "project/photos"), str(place / "project/work/runs/a"))
+    there = from_record(place / "project/job/runs/a", *LATEST)
+    assert (there.train_data_dir, there.output_dir) == (str(place / "project/photos"), str(place / "project/job/runs/a"))
     assert start_of(there, LAUNCHED) is Start.ON
     (place / "project").rename(place / "moved")
-    moved = from_record(place / "moved/work/runs/a", *LATEST)
-    assert (moved.train_data_dir, moved.output_dir) == (str(place / "moved/photos"), str(place / "moved/work/runs/a"))
+    moved = from_record(place / "moved/job/runs/a", *LATEST)
+    assert (moved.train_data_dir, moved.output_dir) == (str(place / "moved/photos"), str(place / "moved/job/runs/a"))
     assert start_of(moved, LAUNCHED) is Start.ON
-    RunFolder(place / "moved/work/runs/a").write_options(moved, LAUNCHED)  # now with absolute paths
+    RunFolder(place / "moved/job/runs/a").write_options(moved, LAUNCHED)  # now with absolute paths
     (place / "moved").rename(place / "again")
-    again = from_record(place / "again/work/runs/a")
-    assert (again.train_data_dir, again.output_dir) == (str(place / "again/photos"), str(place / "again/work/runs/a"))
+    again = from_record(place / "again/job/runs/a")
+    assert (again.train_data_dir, again.output_dir) == (str(place / "again/photos"), str(place / "again/job/runs/a"))
     (place / "again").rename(place / "moved")
 
 
 def test_a_run_that_was_moved_alone_finds_its_data_where_they_were(project, monkeypatch):
     place, _ = project
     monkeypatch.chdir(place / "elsewhere")
-    shutil.copy(place / "project/work/runs/a/options.json", place / "elsewhere")  # as a file for --config
-    assert from_record(place / "elsewhere").output_dir == str(place / "project/work/runs/a")
-    shutil.move(place / "project/work/runs/a", place / "a")
+    shutil.copy(place / "project/job/runs/a/options.json", place / "elsewhere")  # as a file for --config
+    assert from_record(place / "elsewhere").output_dir == str(place / "project/job/runs/a")
+    shutil.move(place / "project/job/runs/a", place / "a")
     assert from_record(place / "a").train_data_dir == str(place / "project/photos")
     shutil.rmtree(place / "project")
     assert from_record(place / "a").train_data_dir == "../photos/"
@@ -319,14 +319,14 @@ def test_a_run_that_was_moved_alone_finds_its_data_where_they_were(project, monk
 
 def test_a_relative_path_that_is_nothing_here_says_where_it_was(project, monkeypatch):
     place, start = project
-    run = place / "project/work/runs/a"
+    run = place / "project/job/runs/a"
     monkeypatch.chdir(place / "elsewhere")
     words = [*start[:-1], str(run), *LATEST]
     with pytest.raises(UserError) as caught:
         start_of(parse_options(DDPMOptions, "", words))
     assert str(caught.value).splitlines() == [
         f"--train_data_dir ../photos/: there is no such file or folder in {place}/elsewhere, and the run in {run} was started "
-        f"in {place}/project/work",
+        f"in {place}/project/job",
         f"set --train_data_dir {place}/project/photos",
     ]
     record = json.loads((run / "options.json").read_text())
@@ -337,7 +337,7 @@ def test_a_relative_path_that_is_nothing_here_says_where_it_was(project, monkeyp
 
 def test_the_same_folder_by_another_spelling_is_the_same(project, monkeypatch):
     place, start = project
-    run = place / "project/work/runs/a"
+    run = place / "project/job/runs/a"
     (place / "link").symlink_to(place / "project/photos")
     (place / "others").mkdir()
     monkeypatch.chdir(place / "elsewhere")
