@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steady_doctor.record.tape import NotRecorded, Op, Tape
+from steady_doctor.record.tape import PICKS, NotRecorded, Op, Tape
 
 LINEAR = 1e-3  # of the values: what may remain of a linear relation in float32, after a dozen operations
 LEAST_PART = 0.02  # of the elements that noise reaches: a mask may leave out the others
-LARGE = 64  # times smaller than the largest source: not of image size
+LOOKED_AT = 33  # rows of a table of noise levels
+PART = 4  # of the numbers of one sample that a draw has at the least, to be noise: a quarter
+LEAST = 64  # numbers of noise
 
 
 @dataclass
@@ -41,9 +43,13 @@ class Mixture:
     a: Tensor | None = None
     offset: Tensor | None = None  # a constant beside the two, of each sample
     levels: tuple[Op, ...] = ()  # the sources that decide a and b
-    told: Tensor | None = None  # [B]: the number of the noise level that the network is given
+    told: tuple[Tensor, ...] = ()  # [B] each: numbers on the way from the level to the network, the last first
     embedding: Tensor | None = None  # [B, ...]: the value that meets parameters there
     extra: tuple[Op, ...] = ()  # other draws that are in the input
+    only_noise: bool = False
+    index: Tensor | None = None  # [B]: the row of a table that the shares come from
+    table: Tensor | None = None  # [3, rows looked at]: row, a, b
+    given: Op | None = None  # what the network gets: the mixture itself, or what was made of it
 
     @property
     def size(self) -> int:
@@ -69,10 +75,12 @@ def find_mixture(tape: Tape, forward: list[Op]) -> Mixture:
     if not given:
         raise Nothing("nothing-given")
     noises = noise_sources(tape, given)
-    for candidate in _inputs(tape, given, noises):
+    for got, candidate in _inputs(tape, given, noises):
         if (mixture := _mixture(tape, candidate, noises)) is not None:
+            mixture.given = got
             _find_clean(tape, mixture, given)
             _find_told(tape, mixture, given)
+            _find_table(tape, mixture)
             return mixture
     raise Nothing("no-noise" if not noises else "noise-not-linear")
 
@@ -80,13 +88,21 @@ def find_mixture(tape: Tape, forward: list[Op]) -> Mixture:
 def noise_sources(tape: Tape, given: list[Given]) -> int:
     """The bits of what may be noise: draws of image size, and normal numbers of image size from outside torch."""
     sources = {source for each in given for source in tape.sources(each.value.content)}
-    largest = max((_count(source) for source in sources), default=0)
+    largest = max((each.value for each in given if each.value.floating), key=_count, default=None)
+    if largest is None:
+        return 0
+    of_one = _count(largest) // max(1, largest.shape[0])
     bits = 0
     for source in sources:
-        is_large = _count(source) * LARGE > largest and _count(source) > LARGE
+        is_large = _count(source) * PART > of_one and _count(source) > LEAST
         if is_large and (source.kind == "drawn" or _is_standard_normal(tape.values.get(source.index))):
             bits |= 1 << source.index
-    return bits
+    told = 0
+    for each in given:
+        if not each.value.content & bits:
+            told |= each.value.content | each.value.choice
+    small = [source for source in sources if source.kind == "drawn" and source.floating and not 1 << source.index & (bits | told)]
+    return bits | sum(1 << source.index for source in small if told)  # an offset of each sample
 
 
 def _count(op: Op) -> int:
@@ -102,8 +118,8 @@ def _is_standard_normal(value: Tensor | None) -> bool:
     return all(abs(float(moment) - expected) < 6 * (variance / n) ** 0.5 for moment, expected, variance in moments)
 
 
-def _inputs(tape: Tape, given: list[Given], noises: int) -> Iterator[Op]:
-    """Values that may be the mixture, the best first: what is given to the network, then what that was made of."""
+def _inputs(tape: Tape, given: list[Given], noises: int) -> Iterator[tuple[Op, Op]]:
+    """What is given to the network, the best first, each with what may be the mixture: itself, then what it was made of."""
 
     def rank(op: Op) -> tuple[int, int]:
         return bool(op.content & noises) + bool(op.content & ~noises), _count(op)
@@ -117,7 +133,7 @@ def _inputs(tape: Tape, given: list[Given], noises: int) -> Iterator[Op]:
         for op in [each, *(op for op in upstream if op.content & noises and op.content & ~noises)][:60]:
             if op not in seen and len(op.shape) > 1:
                 seen.add(op)
-                yield op
+                yield each, op
 
 
 def _mixture(tape: Tape, op: Op, noises: int) -> Mixture | None:
@@ -159,6 +175,7 @@ def multiple(y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def _find_clean(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     rest = tape.value(mixture.input, {mixture.noise: torch.zeros_like(tape.value(mixture.noise))}) * mixture.where
     if float(rest.abs().max()) < 1e-6:
+        mixture.only_noise = True
         return
     noise = mixture.noise.content
     mixture.levels = tuple(_levels(tape, mixture, given))
@@ -212,15 +229,61 @@ def _beside(mixture: Mixture, given: list[Given]) -> list[Given]:
 
 
 def _find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
+    """What the network is told: the values of one number a sample through which all passes that it gets of the level."""
     levels = sum(1 << source.index for source in mixture.levels)
     for each in _beside(mixture, given):
         if not (each.value.content | each.value.choice) & levels:
             continue
-        chain = [
-            op for op in tape.upstream(each.value) if (op.content | op.choice) & levels and _count(op) in (1, mixture.size)
-        ]
-        if chain:
-            told = tape.value(chain[-1]).double().flatten()
-            mixture.told = told.expand(mixture.size) if told.numel() == 1 else told
+        way = [op for op in tape.upstream(each.value) if (op.content | op.choice) & levels]
+        narrow = [op for op in _passed_by_all(way) if _count(op) in (1, mixture.size)]
+        values = [tape.value(op).double().flatten() for op in reversed(narrow)]
+        mixture.told = tuple(value.expand(mixture.size) if value.numel() == 1 else value for value in values)
         mixture.embedding = tape.value(each.value)
         return
+
+
+def _passed_by_all(way: list[Op]) -> list[Op]:
+    """Those of the operations, which are in order, that each path from the first ones to the last goes through."""
+    last_use: dict[Op, int] = {}
+    for op in way:
+        for need in op.needs:
+            last_use[need] = op.index
+    found, open_until = [], -1
+    for op in way:
+        if open_until <= op.index:
+            found.append(op)
+        open_until = max(open_until, last_use.get(op, -1))
+    return found
+
+
+def _find_table(tape: Tape, mixture: Mixture) -> None:
+    """Where the shares are picked from a table of the script's by a whole number: that number, and the shares of all rows."""
+    levels = sum(1 << source.index for source in mixture.levels)
+    for op in tape.upstream(mixture.input):
+        if op.name not in PICKS or op.floating and op.reads[0][1].content:
+            continue
+        which = [last for _, last in op.reads[1:] if not last.floating and last.content & levels]
+        if len(which) != 1 or _count(which[0]) != mixture.size or not op.reads[0][1].shape:
+            continue
+        index = tape.value(which[0])
+        rows = max(op.reads[0][1].shape)
+        mixture.index = index.flatten()
+        chosen = torch.linspace(0, rows - 1, LOOKED_AT).round().to(index)
+        shares = []
+        for some in chosen.split(mixture.size):
+            instead = torch.cat([some, some[-1:].expand(mixture.size - len(some))]).reshape(index.shape)
+            shares.append([share[: len(some)] for share in _shares_at(tape, mixture, {which[0]: instead})])
+        a, b = (torch.cat(list(one)) for one in zip(*shares))
+        mixture.table = torch.stack([chosen.double(), a, b])
+        return
+
+
+def _shares_at(tape: Tape, mixture: Mixture, instead: dict[Op, Tensor]) -> tuple[Tensor, Tensor]:
+    """The shares of image and noise with other values instead."""
+    zero = {mixture.noise: torch.zeros_like(tape.value(mixture.noise))}
+    rest = tape.value(mixture.input, instead | zero) * mixture.where
+    share = tape.value(mixture.input, instead) * mixture.where - rest
+    b = multiple(share, mixture.noise_value * mixture.where)[0]
+    if mixture.clean_value is None:
+        return torch.zeros_like(b), b
+    return multiple(rest, mixture.clean_value * mixture.where)[0], b

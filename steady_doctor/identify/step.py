@@ -1,25 +1,67 @@
-"""One recorded update as data: its passes and what it does around them. Nothing of the tape is kept."""
+"""One recorded update as data: its passes and what it does around them. No batch is kept, and nothing of the tape."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.mixture import Mixture, Nothing, find_mixture
 from steady_doctor.identify.target import Target, find_target
 from steady_doctor.identify.update import Update, identify_update
 from steady_doctor.record.session import Recorded
-from steady_doctor.record.tape import NotRecorded, Op
+from steady_doctor.record.tape import NotRecorded, Op, Tape
+
+SHAPES = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "clone", "_to_copy", "detach"}
+SHAPES |= {"alias", "expand", "slice", "select", "split", "cat", "stack", "unbind", "copy_", "contiguous", "lift_fresh"}
+ELEMENTWISE = {"mul", "div", "add", "sub", "rsub", "mul_", "div_"}
+LINEAR = {"mul", "div", "add", "sub", "rsub", "neg", "mul_", "div_", "add_", "sub_", "index", "constant_pad_nd"}
+
+
+@dataclass
+class Mixed:
+    """What the network got: a clean + b noise. Tensors are [B], in float64."""
+
+    size: int  # B
+    drawn_by: tuple[str, ...]  # what drew the noise: the operations' names, or "outside" where torch did not
+    noise: Figures  # before it was spread over the input's shape
+    input: Figures
+    b: Tensor
+    a: Tensor | None = None
+    offset: Tensor | None = None
+    clean: Figures | None = None
+    told: tuple[Tensor, ...] = ()  # numbers on the way from the noise level to the network, the last first
+    index: Tensor | None = None  # the row of a table that the shares come from
+    table: Tensor | None = None  # [3, rows]: row, a, b
+    embedding: Figures | None = None  # of the noise level, as it meets the network's parameters
+    only_noise: bool = False  # nothing is left of the input without the noise
+    noised: float = 0.0  # the share of the clean image that is a draw of its own
+    changed_by: tuple[str, ...] = ()  # operations other than a change of shape or scale, between the mixture and the network
+
+
+@dataclass
+class Asked:
+    """What the network is trained to give: p clean + q noise. Tensors are [B], in float64."""
+
+    kind: str  # "squared": of the error; "operand": of another function of it; "none": unknown
+    p: Tensor | None = None
+    q: Tensor | None = None
+    rest: Tensor | None = None  # the share of the target that is neither
+    seen: Tensor | None = None  # whether enough numbers of this sample count
+    slope: Tensor | None = None  # how much an error of each sample counts: the largest second derivative of the loss
+    even: float | None = None  # the smallest slope within a sample, over the largest
+    each: int = 1  # numbers of one sample of the output
+    by_network: bool = False  # another network's output is in it
 
 
 @dataclass
 class Pass:
-    """One backward pass: what the network got, and what it is trained to give. Each is None where the tape does not tell."""
+    """One backward pass. Each is None where the tape does not tell."""
 
-    mixture: Mixture | None = None
-    target: Target | None = None
+    mixture: Mixed | None = None
+    target: Asked | None = None
     why_not: str = ""  # a code: why there is no mixture
-    slope: Tensor | None = None  # of the loss, for each sample [B]: how much its error counts
-    even: float | None = None  # the smallest slope within a sample over its largest
+    squares: tuple[tuple[int, ...], ...] = ()  # shapes in the loss that have the batch along two axes
 
 
 @dataclass
@@ -36,11 +78,84 @@ def _pass(recorded: Recorded, root: Op) -> Pass:
     tape = recorded.tape
     try:
         mixture = find_mixture(tape, [op for op in tape.upstream(root) if op.kind == "op"])
+        target = find_target(tape, root, mixture)
+        asked = None if target is None else _asked(tape, root, target, mixture.size)
+        return Pass(_mixed(tape, mixture), asked, squares=_squares(tape, root, target, mixture.size))
     except (Nothing, NotRecorded) as error:
         return Pass(why_not=str(error))
-    found = Pass(mixture, find_target(tape, root, mixture))
-    if found.target is not None and found.target.slope is not None and found.target.slope.shape[0] == mixture.size:
-        slope = found.target.slope.abs().flatten(1)
-        found.slope = slope.amax(1)
-        found.even = float((slope.amin(1) / found.slope.clamp(min=1e-30)).min())
-    return found
+
+
+def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
+    return Mixed(
+        mixture.size,
+        tuple(source.name for source in mixture.draws),
+        Figures.of(tape.value(mixture.noise)),
+        Figures.of(mixture.value),
+        mixture.b,
+        mixture.a,
+        mixture.offset,
+        None if mixture.clean_value is None else Figures.of(mixture.clean_value),
+        mixture.told,
+        mixture.index,
+        mixture.table,
+        None if mixture.embedding is None else Figures.of(mixture.embedding),
+        mixture.only_noise,
+        _noised(tape, mixture),
+        _changed_by(tape, mixture),
+    )
+
+
+def _noised(tape: Tape, mixture: Mixture) -> float:
+    """How much of the clean image goes with the draws of its size: a second noise, or the spread of an encoder's latents."""
+    if mixture.clean is None or mixture.clean_value is None:
+        return 0.0
+    of_size = [
+        source
+        for source in tape.sources(mixture.clean.content)
+        if source.kind == "drawn" and torch.Size(source.shape).numel() == mixture.clean_value.numel()
+    ]
+    if not of_size:
+        return 0.0
+    without = tape.value(mixture.clean, {source: torch.zeros_like(tape.value(source)) for source in of_size})
+    change = (mixture.clean_value.reshape(without.shape) - without).double()
+    return float(change.norm() / mixture.clean_value.double().norm().clamp(min=1e-30))
+
+
+def _changed_by(tape: Tape, mixture: Mixture) -> tuple[str, ...]:
+    if mixture.given is None or mixture.given is mixture.input:
+        return ()
+    after = {mixture.input}
+    for op in tape.upstream(mixture.given, [mixture.input]):
+        if any(need in after for need in op.needs):
+            after.add(op)
+    names = (op.name for op in sorted(after - {mixture.input}, key=lambda op: op.index))
+    return tuple(dict.fromkeys(name for name in names if name not in SHAPES | LINEAR))
+
+
+def _asked(tape: Tape, root: Op, target: Target, size: int) -> Asked:
+    asked = Asked(target.kind, target.p, target.q, target.rest, target.seen)
+    asked.by_network = any(front.content and front not in target.layers for front in root.fronts)
+    if target.slope is not None and target.slope.shape[0] == size:
+        slope = target.slope.abs().flatten(1)
+        asked.slope, asked.each = slope.amax(1), slope.shape[1]
+        asked.even = float((slope.amin(1) / asked.slope.clamp(min=1e-30)).min())
+    return asked
+
+
+def _squares(tape: Tape, root: Op, target: Target | None, size: int) -> tuple[tuple[int, ...], ...]:
+    """A value for each sample beside another for each sample, along different axes: errors of all with weights of all."""
+    if target is None or size < 2:
+        return ()
+    return tuple(
+        op.shape
+        for op in tape.upstream(root, [target.output])
+        if op.name in ELEMENTWISE
+        and op.index > target.output.index
+        and len({_axis(last.shape, len(op.shape), size) for _, last in op.reads} - {None}) > 1
+    )
+
+
+def _axis(shape: tuple[int, ...], axes: int, size: int) -> int | None:
+    """The only axis, counted as in the result, along which there is a value for each sample."""
+    long = [axes - len(shape) + axis for axis, length in enumerate(shape) if length != 1]
+    return long[0] if len(long) == 1 and shape[long[0] - axes + len(shape)] == size else None

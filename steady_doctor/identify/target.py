@@ -16,6 +16,7 @@ class Target:
     """output -> loss. For squared errors the gradient is c (output - target), whatever the loss is made of."""
 
     output: Op
+    layers: frozenset[Op]  # that end in it
     kind: str  # "squared", "operand" or "none"
     value: Tensor | None = None  # [B, ...], in the shape of the input
     slope: Tensor | None = None  # c [B, ...] of each element
@@ -55,13 +56,14 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
     output = find_output(tape, root, mixture)
     if output is None:
         return None
+    layers = root.fronts & set(tape.upstream(output))
     try:
         value = tape.value(output)
         gradients = [_gradient(tape, root, output, v) for v in (value, value + _step(value), value - _step(value))]
     except (NotRecorded, RuntimeError):
-        return Target(output, "none")
+        return Target(output, layers, "none")
     if any(gradient is None for gradient in gradients):
-        return Target(output, "none")
+        return Target(output, layers, "none")
     here, above, below = (gradient.double() for gradient in gradients)  # type: ignore[union-attr]
     step = _step(value).double()
     slope, before = (above - here) / step, (here - below) / step
@@ -69,13 +71,13 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
     if largest > 0 and float((slope - before).abs().max()) <= QUADRATIC * largest:
         counts = slope.abs() > 1e-7 * largest
         wanted = torch.where(counts, value.double() - here / torch.where(counts, slope, 1.0), torch.nan)
-        found = Target(output, "squared", wanted, torch.where(counts, slope, 0.0))
+        found = Target(output, layers, "squared", wanted, torch.where(counts, slope, 0.0))
     else:
         operand = _operand(tape, root, output)
         if operand is None:
-            return Target(output, "none")
+            return Target(output, layers, "none")
         wanted = tape.value(operand).double()
-        found = Target(output, "operand", wanted)
+        found = Target(output, layers, "operand", wanted)
     _as_images(tape, root, mixture, found, wanted)
     if found.value is not None and found.value.shape == mixture.value.shape and mixture.clean_value is not None:
         _shares(mixture.clean_value, mixture, found.value, found)

@@ -1,0 +1,22 @@
+"""One file for each stage of an update. A law is asked about all that was seen, each time anew, and gives what it finds.
+
+A law speaks where the identification is exact. What may be right in somebody's script is not a finding.
+"""
+
+from collections.abc import Callable, Iterator
+
+from steady_doctor.found import Found
+from steady_doctor.laws import inputs, noise, target, timestep, weight
+from steady_doctor.seen import Seen
+
+# In the order of an update: a fault early on shows in later stages, too.
+LAWS: tuple[Callable[[Seen], Iterator[Found]], ...] = (*noise.LAWS, *timestep.LAWS, *inputs.LAWS, *target.LAWS, *weight.LAWS)
+
+
+def judge(seen: Seen) -> list[Found]:
+    """Returns what all laws find, each code once."""
+    found: dict[str, Found] = {}
+    for law in LAWS:
+        for one in law(seen):
+            found.setdefault(one.code, one)
+    return list(found.values())

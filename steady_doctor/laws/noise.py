@@ -1,0 +1,91 @@
+"""Whether the noise is new, independent, standard normal noise in each number of the input."""
+
+from collections.abc import Iterator
+
+import torch
+
+from steady_doctor.found import Found
+from steady_doctor.identify.figures import Figures
+from steady_doctor.identify.step import Mixed
+from steady_doctor.seen import Seen
+
+ERRORS = 7.0  # standard errors, beyond which chance does not explain a figure
+NORMAL_FOURTH = 3.0  # of a normal distribution, over the square of its variance; its own variance is 96 / n
+STRONGEST_OFFSET = 0.2  # of a mean of its own in each sample and channel: 0.1 is what is published
+ROUNDED = 0.02  # what half precision may do to a spread or to a fourth moment
+
+
+def shared(seen: Seen) -> Iterator[Found]:
+    """One draw for several samples, channels, rows or columns."""
+    for update, one in seen.mixed():
+        mixture = one.mixture
+        along = [axis for axis, size in enumerate(mixture.input.shape) if size > 1]
+        noise = mixture.noise
+        if len(noise.shape) == len(mixture.input.shape):
+            same = [axis for axis in along if noise.shape[axis] == 1 or axis in noise.same_along]
+            if same:
+                yield Found("noise-shared", update, {"axis": same[0], "shape": mixture.input.shape})
+        if _twice(noise):
+            yield Found("noise-shared", update, {"axis": 0, "shape": mixture.input.shape})
+
+
+def _twice(noise: Figures) -> bool:
+    """Whether two samples have the same noise."""
+    rows = noise.head
+    return noise.each > 8 and len(rows) > 1 and len(torch.unique(rows, dim=0)) < len(rows)
+
+
+def again(seen: Seen) -> Iterator[Found]:
+    """The same numbers as in an earlier pass."""
+    earlier: dict[bytes, int] = {}
+    for update, one in seen.mixed():
+        noise = one.mixture.noise
+        if noise.each <= 8:
+            continue
+        for row in {row.numpy().tobytes() for row in noise.head}:
+            if earlier.setdefault(row, update) != update:
+                yield Found("noise-again", update, {"before": earlier[row]})
+        # within an update, each micro step has its own
+    for step in seen.steps:
+        firsts = [one.mixture.noise.head[0] for one in step.passes if one.mixture is not None and one.mixture.noise.each > 8]
+        if len(firsts) > 1 and any(torch.equal(x, y) for i, x in enumerate(firsts) for y in firsts[:i] if x.shape == y.shape):
+            yield Found("noise-again", step.update.number, {"before": step.update.number})
+
+
+def normal(seen: Seen) -> Iterator[Found]:
+    """Mean 0, the spread of a normal distribution, and its fourth moment."""
+    for update, one in seen.mixed():
+        noise, count = one.mixture.noise, _independent(one.mixture)
+        if count < 512 or noise.std < 1e-12:
+            continue
+        off = abs(noise.mean) / noise.std > ERRORS * (1 / count) ** 0.5 + ROUNDED
+        uneven = abs(noise.fourth - NORMAL_FOURTH) > ERRORS * (96 / count) ** 0.5 + NORMAL_FOURTH * ROUNDED
+        if off or uneven:
+            yield Found("noise-not-normal", update, {"mean": noise.mean, "fourth": noise.fourth, "drawn": one.mixture.drawn_by})
+
+
+def _independent(mixture: Mixed) -> int:
+    noise = mixture.noise
+    return noise.count if not noise.same_along else 0
+
+
+def unit(seen: Seen) -> Iterator[Found]:
+    """A spread of 1, where the shares are on a path that tells how strong the noise should be."""
+    for update, one in seen.mixed():
+        noise, count = one.mixture.noise, _independent(one.mixture)
+        if count >= 512 and abs(noise.std - 1) > ERRORS * (0.5 / count) ** 0.5 + ROUNDED:
+            yield Found("noise-strength", update, {"std": noise.std})
+
+
+def offset(seen: Seen) -> Iterator[Found]:
+    """A mean of its own in each sample, beyond what is known to help."""
+    for update, one in seen.mixed():
+        noise = one.mixture.noise
+        if noise.count < 512 or noise.each < 64 or noise.same_along or len(noise.means) < 2:
+            continue
+        chance = noise.std / noise.each**0.5
+        if float(noise.means.square().mean()) ** 0.5 > STRONGEST_OFFSET * noise.std + ERRORS * chance:
+            yield Found("noise-offset", update, {"offset": float(noise.means.square().mean()) ** 0.5})
+
+
+LAWS = (shared, again, normal, unit, offset)

@@ -1,0 +1,58 @@
+"""The known ways from an image to noise: how the share of the image follows from that of the noise."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from steady_doctor.seen import Seen
+
+CLOSE = 2e-3  # of the larger share; half precision rounds to 4e-3
+LEAST = 4  # samples, before a path is told
+
+
+@dataclass
+class Levels:
+    """Of all samples that were seen, in float64. `kind`: "vp", a^2 + b^2 = scale^2; "flow", a + b = 1; "ve", a = 1; "edm", the same
+    times 1 / sqrt(sigma^2 + sigma_data^2); "" for none of them."""
+
+    a: Tensor
+    b: Tensor
+    kind: str
+    scale: float = 1.0  # vp: of the image against unit noise; edm: sigma_data
+
+    @property
+    def sigma(self) -> Tensor:
+        return self.b / self.a
+
+
+def levels(seen: Seen) -> Levels | None:
+    """None where no image was seen in the network's input, or too few."""
+    known = [one.mixture for _, one in seen.mixed() if one.mixture.a is not None]
+    if sum(mixture.size for mixture in known) < LEAST:
+        return None
+    a, b = (torch.cat([getattr(mixture, name) for mixture in known]) for name in "ab")
+    half = any(mixture.input.dtype in (torch.float16, torch.bfloat16) for mixture in known)
+    return Levels(a, b, *kind_of(a, b, 4 * CLOSE if half else CLOSE))
+
+
+def kind_of(a: Tensor, b: Tensor, close: float = CLOSE) -> tuple[str, float]:
+    one = torch.ones_like(a)
+
+    def near(x: Tensor, y: Tensor) -> bool:
+        return bool(((x - y).abs() <= close * y.abs().clamp(min=1.0)).all())
+
+    if near(a * a + b * b, one):
+        return "vp", 1.0
+    if near(a + b, one):
+        return "flow", 1.0
+    if float((a / a.median() - 1).abs().max()) <= close:
+        return "ve", float(a.median())
+    if bool((a > 0).all()):
+        # c_in = 1 / sqrt(sigma^2 + s^2): 1 / a^2 - (b / a)^2 = s^2
+        s2 = (1 - b * b) / (a * a)
+        chosen = s2[b < 0.95] if bool((b < 0.95).any()) else s2
+        middle = float(chosen.median())
+        if middle > 0 and near(a * a * middle + b * b, one) and float(b.max() - b.min()) > 0.05:
+            return "edm", middle**0.5
+    return "", 1.0

@@ -1,0 +1,101 @@
+"""Whether the network is trained to give something that belongs to the path of its input, made of the same image and noise."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from steady_doctor.found import Found
+from steady_doctor.identify.step import Pass
+from steady_doctor.laws.paths import levels
+from steady_doctor.seen import Seen
+
+REST = 2e-2  # of the target, that is neither of this image nor of this noise
+CLOSE = 2e-2  # of the shares
+
+
+class Asks:
+    """The shares of image and noise in the target beside those in the input, of all samples where they are known; `fits`: the
+    known targets that they are those of."""
+
+    def __init__(self, passes: list[Pass], kind: str, scale: float, has_table: bool):
+        def gathered(of: str, name: str) -> Tensor:
+            return torch.cat([getattr(getattr(one, of), name)[one.target.seen] for one in passes])
+
+        self.a, self.b = gathered("mixture", "a"), gathered("mixture", "b")
+        self.p, self.q, self.rest = (gathered("target", name) for name in ("p", "q", "rest"))
+        self.kind = kind
+        self.fits = [name for name, pair in self._known(scale, has_table).items() if self._is(*pair)]
+
+    def _is(self, p: Tensor, q: Tensor) -> bool:
+        return all(
+            bool(((x - y).abs() <= CLOSE * torch.maximum(p.abs(), q.abs()).clamp(min=1e-9)).all())
+            for x, y in ((self.p, p), (self.q, q))
+        )
+
+    def _known(self, scale: float, has_table: bool) -> dict[str, tuple[Tensor, Tensor]]:
+        a, b, one, zero = self.a, self.b, torch.ones_like(self.a), torch.zeros_like(self.a)
+        known = {"epsilon": (zero, one), "sample": (one, zero), "score": (zero, -1 / b.clamp(min=1e-12))}
+        if self.kind in ("vp", "edm"):
+            known |= {"v": (-b / scale, a * scale), "edm": (b / scale, -a * scale)}
+        if self.kind == "flow":
+            known |= {"velocity": (-one, one), "backward": (one, -one)}
+        if not (self.kind == "vp" and has_table):
+            known["minus noise"] = (zero, -one)  # a score times its sigma
+        sigma = b / a.clamp(min=1e-12)
+        square = float((-sigma * self.q / self.p).median())
+        if square > 0:  # EDM's preconditioning around the output alone; the input may have another form
+            total = (sigma * sigma + square).sqrt()
+            known["edm outside"] = sigma / (square**0.5 * total), -(square**0.5) / total
+        return known
+
+
+def asks(seen: Seen) -> tuple[int, Asks] | None:
+    """The first update that it was seen in, and what is asked."""
+    found = levels(seen)
+    known = [
+        (update, one)
+        for update, one in seen.mixed()
+        if one.mixture.a is not None and one.target is not None and one.target.p is not None and not one.target.by_network
+    ]
+    if found is None or not known or not any(bool(one.target.seen.any()) for _, one in known):
+        return None
+    has_table = any(one.mixture.index is not None for _, one in known)
+    return known[0][0], Asks([one for _, one in known], found.kind, found.scale, has_table)
+
+
+def known(seen: Seen) -> Iterator[Found]:
+    asked = asks(seen)
+    if asked is None:
+        return
+    update, found = asked
+    if float(found.rest.max()) > REST:
+        yield Found("target-other", update, {"rest": float(found.rest.max())})
+    elif not found.fits and found.kind:
+        pairs = [(round(float(p), 3), round(float(q), 3)) for p, q in list(zip(found.p, found.q))[:4]]
+        yield Found("target-path", update, {"pairs": pairs, "path": found.kind})
+
+
+def direction(seen: Seen) -> Iterator[Found]:
+    """A velocity points to where the time that the network is told grows."""
+    asked = asks(seen)
+    if asked is None or asked[1].kind != "flow" or not {"velocity", "backward"} & set(asked[1].fits):
+        return
+    told = [one.mixture for _, one in seen.mixed() if one.mixture.told and one.mixture.a is not None]
+    grows = [bool(((t := mixture.told[-1]) - t.mean()) @ (mixture.b - mixture.b.mean()) > 0) for mixture in told if mixture.size > 2]
+    if grows and (all(grows) or not any(grows)) and grows[0] != ("velocity" in asked[1].fits):
+        yield Found("target-direction", asked[0], {"fits": asked[1].fits[0]})
+
+
+def signal(seen: Seen) -> Iterator[Found]:
+    """Where the last level has no image at all, its noise tells nothing about the image."""
+    asked = asks(seen)
+    if asked is None or "epsilon" not in asked[1].fits:
+        return
+    for update, one in seen.mixed():
+        table = one.mixture.table
+        if table is not None and one.mixture.a is not None and float(table[1].abs().min()) < 1e-5:
+            yield Found("target-no-signal", update)
+
+
+LAWS = (known, direction, signal)

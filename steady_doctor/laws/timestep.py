@@ -1,0 +1,127 @@
+"""Whether the network is told the noise level of each image, and whether the levels cover the path."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from steady_doctor.found import Found
+from steady_doctor.identify.step import Mixed
+from steady_doctor.laws.paths import levels
+from steady_doctor.seen import Seen
+
+CHANCE = 1e-6  # that a healthy script is accused by chance
+LEFT_OUT = 0.25  # of a path at one end, that a script may leave out on purpose
+FEW_CHANGE = 0.2  # of an embedding's numbers
+UNCHANGED = 0.1  # of its range, by which a number of the embedding does not count as changed
+SAME = 1e-6  # of the range of the numbers that are told
+MOVED = 2e-3  # of the logarithm of the signal-to-noise ratio, by which a level is another one
+
+
+def _log_ratio(mixture: Mixed) -> Tensor:
+    assert mixture.a is not None  # noqa: S101
+    return (mixture.a.clamp(min=1e-9) / mixture.b.clamp(min=1e-9)).log()
+
+
+def _known(seen: Seen) -> list[tuple[int, Mixed]]:
+    return [(update, one.mixture) for update, one in seen.mixed() if one.mixture.a is not None]
+
+
+def told(seen: Seen) -> Iterator[Found]:
+    """The number that the network gets follows the noise level: one of those on the way does, the same one in all passes."""
+    known = _known(seen)
+    ratios = torch.cat([_log_ratio(mixture) for _, mixture in known]) if known else torch.zeros(0)
+    if len(ratios) < 4 or float(ratios.max() - ratios.min()) < 10 * MOVED:
+        return
+    if not any(mixture.told for _, mixture in known):
+        yield Found("timestep-not-told", known[0][0])
+        return
+    known = [(update, mixture) for update, mixture in known if mixture.told]
+    ratios = torch.cat([_log_ratio(mixture) for _, mixture in known])
+    if not _follows(torch.cat([mixture.told[0] for _, mixture in known]), ratios):
+        pairs = list(zip(known[0][1].told[0].tolist(), ratios.tolist()))[:4]
+        yield Found("timestep-other", known[0][0], {"pairs": pairs})
+
+
+def _follows(told: Tensor, ratios: Tensor) -> bool:
+    """Whether the one is a strictly monotone function of the other."""
+    order = torch.argsort(ratios)
+    told, ratios = told[order], ratios[order]
+    range_ = float(told.max() - told.min())
+    if range_ <= 0 or not bool(torch.isfinite(told).all()):
+        return False
+    steps, moved = told[1:] - told[:-1], ratios[1:] - ratios[:-1]
+    up, down = bool((steps >= -SAME * range_).all()), bool((steps <= SAME * range_).all())
+    same = steps.abs() <= SAME * range_
+    return (up or down) and not bool((same & (moved > MOVED * (1 + ratios[1:].abs()))).any())
+
+
+def counted(seen: Seen) -> Iterator[Found]:
+    """Where a whole number picks the level from a table, that number, or a multiple of it, is what the network is told."""
+    for update, mixture in _known(seen):
+        if mixture.index is None or not mixture.told or mixture.table is None:
+            continue
+        index = mixture.index.double()
+        if len(index.unique()) < 3:
+            continue
+        lines = [_line(index, way) for way in mixture.told]
+        straight = [line for line in lines if line is not None]
+        if not straight:
+            continue
+        if straight[0][0] < 0:
+            yield Found("timestep-reversed", update)
+        counts = [shift for slope, shift in straight if abs(slope - 1) < 1e-6]
+        first_is_a_level = float(mixture.table[2, 0]) > 1e-6
+        if counts and abs(counts[0]) > 0.5 and first_is_a_level:
+            yield Found("timestep-shifted", update, {"by": counts[0]})
+        rows = float(mixture.table[0, -1]) + 1
+        embedding = mixture.embedding
+        if embedding is not None and embedding.each >= 8 and straight[0][0] * rows <= 2:
+            spread = embedding.head.amax(0) - embedding.head.amin(0)
+            changing = float((spread > UNCHANGED * max(1e-9, embedding.high - embedding.low)).double().mean())
+            if changing < FEW_CHANGE and float(index.max() - index.min()) > 0.5 * rows:
+                yield Found("timestep-scale", update, {"range": straight[0][0] * rows, "changing": changing})
+
+
+def _line(x: Tensor, y: Tensor) -> tuple[float, float] | None:
+    """(slope, shift) where y is a line of x."""
+    dx = x - x.mean()
+    slope = float((dx * (y - y.mean())).sum() / (dx * dx).sum())
+    shift = float(y.mean() - slope * x.mean())
+    exact = float((slope * x + shift - y).abs().max()) <= 1e-4 * max(1e-12, float(y.abs().max()))
+    return (slope, shift) if exact and slope != 0 else None
+
+
+def alone(seen: Seen) -> Iterator[Found]:
+    """Each image has a level of its own."""
+    known = [(update, mixture) for update, mixture in _known(seen) if mixture.size > 1]
+    if len(known) > 1 and all(float(mixture.b.max() - mixture.b.min()) < 1e-7 for _, mixture in known):
+        yield Found("timestep-shared", known[0][0], {"size": known[0][1].size})
+
+
+def covered(seen: Seen) -> Iterator[Found]:
+    """The levels reach both ends of a path that has ends."""
+    known = _known(seen)
+    found = levels(seen)
+    if found is None:
+        return
+    place = None
+    if all(mixture.index is not None and mixture.table is not None for _, mixture in known):
+        place = torch.cat([mixture.index.double() / float(mixture.table[0, -1]) for _, mixture in known])
+    elif found.kind == "flow":
+        place = found.b
+    if place is None:
+        return
+    low, high = float(place.min()), float(place.max())
+    if low < -1e-6 or high > 1 + 1e-6:
+        yield Found("timestep-outside", known[0][0], {"low": low, "high": high})
+    by_chance = len(place) if not any(alone(seen)) else len(place.unique())
+    for left, end in ((low, "low"), (1 - high, "high")):
+        if left > LEFT_OUT and (1 - left) ** by_chance < CHANCE:
+            yield Found("timestep-left-out", known[0][0], {"share": left, "end": end, "samples": by_chance})
+    at_ends = ((place <= low + 1e-9).double().mean(), (place >= high - 1e-9).double().mean())
+    if found.kind == "flow" and len(place) >= 16 and max(map(float, at_ends)) > 0.15:
+        yield Found("timestep-piled", known[0][0], {"share": max(map(float, at_ends))})
+
+
+LAWS = (told, counted, alone, covered)

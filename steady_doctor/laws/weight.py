@@ -1,0 +1,138 @@
+"""Whether errors count by the noise level of their image alone, as one of the known weightings has it."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from steady_doctor.found import Found
+from steady_doctor.laws.paths import levels
+from steady_doctor.laws.target import asks
+from steady_doctor.seen import Seen
+
+ROUGH = 5.0  # times its range, that the logarithm of the weight moves in the order of the levels
+VARIES = 0.05  # of the logarithm of the weight
+STEEPEST = {"vp": 1.1, "edm": 1.1, "ve": 1.1, "flow": 2.1}  # growth of the weight of the image's error with the SNR, in logarithms
+MASKED = 0.5  # the smallest slope within a sample over its largest, below which something else than the level counts
+
+
+class Weights:
+    """How much an error counts, and at which signal-to-noise ratio, of all samples in the order of the latter."""
+
+    def __init__(self, seen: Seen):
+        rows = []
+        for _, one in seen.mixed():
+            mixture, target = one.mixture, one.target
+            if mixture.a is None or target is None or target.slope is None or target.by_network:
+                continue
+            if target.even is not None and target.even > MASKED:
+                snr = (mixture.a / mixture.b.clamp(min=1e-12)).square()
+                rows.append(torch.stack([snr, target.slope * mixture.size / one.mixture.size]))
+        both = torch.cat(rows, 1) if rows else torch.zeros(2, 0)
+        both = both[:, torch.argsort(both[0])]
+        self.snr, self.slope = both
+        self.log_snr, self.log_weight = self.snr.clamp(1e-8, 1e8).log(), self.slope.clamp(min=1e-30).log()
+
+    def __len__(self) -> int:
+        return len(self.snr)
+
+    @property
+    def range(self) -> float:
+        return float(self.log_weight.max() - self.log_weight.min()) if len(self) else 0.0
+
+
+def by_level(seen: Seen) -> Iterator[Found]:
+    weights = Weights(seen)
+    if len(weights) < 12 or weights.range < VARIES:
+        return
+    moved = float((weights.log_weight[1:] - weights.log_weight[:-1]).abs().sum())
+    if moved > ROUGH * weights.range:
+        yield Found("weight-not-of-level", seen.mixed()[0][0], {"moved": moved / weights.range})
+
+
+def form(seen: Seen) -> Iterator[Found]:
+    """No level counts more the less it tells, seen from the error in the image."""
+    weights, asked, found = Weights(seen), asks(seen), levels(seen)
+    if asked is None or found is None or not asked[1].fits or len(weights) < 12 or any(by_level(seen)):
+        return
+    update, fits = asked[0], asked[1].fits[0]
+    factor = _of_image(fits, weights.snr, found.kind, found.scale)
+    if factor is None or weights.range < VARIES:
+        return
+    in_image = weights.log_weight + factor.log()
+    slope = _steepness(weights.log_snr, in_image)
+    name = _known_slip(fits, weights)
+    if name or slope[0] < -0.1 or slope[1] > STEEPEST.get(found.kind, 2.1):
+        yield Found("weight-form", update, {"slope": slope, "name": name, "target": fits})
+
+
+def _of_image(target: str, snr: Tensor, kind: str, scale: float) -> Tensor | None:
+    """The square of the target's error over that of the image."""
+    one = torch.ones_like(snr)
+    if target == "sample":
+        return one
+    if target in ("epsilon", "minus noise"):
+        return snr
+    if target in ("v", "edm"):
+        return snr + 1 / scale**2 if kind == "edm" else snr + 1
+    if target in ("velocity", "backward"):
+        return (1 + snr.sqrt()).square()
+    return None
+
+
+def _steepness(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """The smallest and the largest growth of y with x, over thirds of the range of x."""
+    found = []
+    for part in torch.linspace(float(x.min()), float(x.max()), 4).unfold(0, 2, 1):
+        inside = (x >= part[0]) & (x <= part[1])
+        if int(inside.sum()) >= 4 and float(x[inside].max() - x[inside].min()) > 0.5:
+            u, v = x[inside] - x[inside].mean(), y[inside] - y[inside].mean()
+            found.append(float((u @ v) / (u @ u)))
+    return (min(found), max(found)) if found else (0.0, 0.0)
+
+
+def _known_slip(target: str, weights: Weights) -> str:
+    """Min-SNR with the larger of the two, or with the divisor of another target."""
+    snr = weights.snr
+    slips: dict[str, Tensor] = {}
+    for gamma in (2, 3, 5, 10, 20):
+        bounded = snr.clamp(max=gamma)
+        if target == "epsilon":
+            slips |= {f"max(SNR, {gamma}) / SNR": snr.clamp(min=gamma) / snr, f"min(SNR, {gamma})": bounded}
+            slips[f"min(SNR, {gamma}) / (SNR + 1)"] = bounded / (snr + 1)
+        if target == "v":
+            slips |= {f"min(SNR, {gamma}) / SNR": bounded / snr, f"max(SNR, {gamma}) / (SNR + 1)": snr.clamp(min=gamma) / (snr + 1)}
+    for name, slip in slips.items():
+        ratio = weights.log_weight - slip.clamp(min=1e-30).log()
+        if float(ratio.max() - ratio.min()) < 0.02:
+            return name
+    return ""
+
+
+def left_out(seen: Seen) -> Iterator[Found]:
+    """Each image of the batch counts."""
+    for update, one in seen.mixed():
+        if one.target is not None and one.target.slope is not None and not one.target.by_network:
+            without = one.target.slope <= 1e-6 * one.target.slope.max()
+            if bool(without.any()) and one.mixture.size > 1:
+                yield Found("weight-none", update, {"without": int(without.sum()), "size": one.mixture.size})
+
+
+def summed(seen: Seen) -> Iterator[Found]:
+    """A sum over the batch grows with its size."""
+    for update, one in seen.mixed():
+        if one.target is None or one.target.slope is None or one.target.kind != "squared" or one.mixture.size < 3:
+            continue
+        each = one.target.each
+        for over, expected in (("everything", 2.0), ("the batch", 2.0 / each)):
+            if bool((one.target.slope / expected - 1).abs().max() < 1e-2):
+                yield Found("weight-summed", update, {"over": over})
+
+
+def square(seen: Seen) -> Iterator[Found]:
+    for update, one in seen.mixed():
+        if one.squares:
+            yield Found("weight-square", update, {"shape": one.squares[0]})
+
+
+LAWS = (by_level, form, left_out, summed, square)

@@ -1,0 +1,23 @@
+"""All that was measured of a script so far. Laws read it, and nothing else."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from steady_doctor.identify.step import Pass, Step
+
+
+@dataclass
+class Seen:
+    steps: list[Step] = field(default_factory=list)  # the recorded updates, the oldest first
+    updates: int = 0  # all that were made
+    ended: bool = False  # the script came to its own end: what has not happened by now will not
+
+    def passes(self) -> Iterator[tuple[int, Pass]]:
+        """Number of the update, and each of its backward passes."""
+        for step in self.steps:
+            for one in step.passes:
+                yield step.update.number, one
+
+    def mixed(self) -> list[tuple[int, Pass]]:
+        """Those in which the network got a mixture of noise and something."""
+        return [(update, one) for update, one in self.passes() if one.mixture is not None]
