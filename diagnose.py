@@ -47,12 +47,12 @@ def _split(argv: list[str] | None) -> tuple[list[str], list[str]]:
 def main(args: DiagnoseOptions) -> int:
     # Imported here because torch takes seconds, which --help and a mistyped flag should not pay for.
     if args.watch is not None:
-        from utils.diagnostics.watching.result import Result
-        from utils.diagnostics.watching.script import watch_script
+        from steady_doctor.run import watch_script
 
-        folder = args.watch_dir or Path("watch") / Path(args.watch).stem
-        result = Result(folder, shows_all=args.all, fail_on=args.fail_on)
-        sys.exit(watch_script(Path(args.watch), _split(None)[1], result, args.watch_updates))
+        for name in [name for name in sys.modules if name.split(".")[0] in ("utils", "models")]:
+            del sys.modules[name]  # the script may have modules of these names
+        own = {"most_updates": args.watch_updates, "shows_all": args.all, "fail_on": args.fail_on}
+        sys.exit(watch_script(Path(args.watch), _split(None)[1], args.watch_dir, **own))
     if args.cache or args.prune_cache is not None:
         return show_caches(args)
     if args.compare:

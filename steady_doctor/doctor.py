@@ -1,6 +1,12 @@
 """Records a process's updates, identifies them, and asks the laws."""
 
+import contextlib
+import gc
+from collections.abc import Callable
 from contextlib import ExitStack
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from steady_doctor.found import Found
 from steady_doctor.identify.step import identify
@@ -10,20 +16,52 @@ from steady_doctor.seen import Seen
 
 
 class Doctor:
-    """`install` begins; `findings` may be asked at any time, also after the hooks are gone."""
+    """`install` begins; `findings` may be asked at any time, also after the hooks are gone.
 
-    def __init__(self) -> None:
+    Args:
+        looked: called after each recorded update.
+        stopped: called with an error of the doctor's, which ends the recording and does not reach the script.
+        network: the class of the network, where it is known.
+        optimizer: the one that trains it, where it is known.
+    """
+
+    def __init__(
+        self,
+        looked: Callable[[], None] = lambda: None,
+        stopped: Callable[[BaseException], None] = lambda error: None,
+        network: str = "",
+        optimizer: Optimizer | None = None,
+    ):
         self.seen = Seen()
-        self.session = Session(self._look)
+        self.session = Session(self._look, stopped, optimizer)
+        self.network, self.optimizer = network, ""  # classes
+        self._looked = looked
 
     def install(self) -> ExitStack:
         """Closing the result takes all hooks away."""
         return self.session.install()
 
     def _look(self, recorded: Recorded) -> None:
+        self.optimizer = type(recorded.optimizer).__name__
+        self.network = self.network or owner_of(recorded.parameters)
         self.seen.steps.append(identify(recorded))
+        self._looked()
 
     def findings(self, ended: bool = False) -> list[Found]:
         """`ended`: the script came to its own end."""
         self.seen.updates, self.seen.ended = self.session.updates, ended
-        return judge(self.seen)
+        with self.session.pause():  # an update may be under way
+            return judge(self.seen)
+
+
+def owner_of(parameters: list[Tensor]) -> str:
+    """Returns the class of the smallest module that has most of these; empty where no module has any."""
+    trained, best, name = {id(parameter) for parameter in parameters}, (0, 0), ""
+    for module in gc.get_objects():
+        if issubclass(type(module), nn.Module):  # isinstance would ask stand-ins of other libraries, which then import them
+            with contextlib.suppress(Exception):  # one that is not complete
+                own = [id(parameter) in trained for parameter in nn.Module.parameters(module)]
+                rank = sum(own), -len(list(nn.Module.modules(module)))
+                if rank[0] and rank > best:
+                    best, name = rank, type(module).__name__
+    return name

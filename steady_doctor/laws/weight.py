@@ -62,8 +62,10 @@ def form(seen: Seen) -> Iterator[Found]:
     in_image = weights.log_weight + factor.log()
     slope = _steepness(weights.log_snr, in_image)
     name = _known_slip(fits, weights)
-    if name or slope[0] < -0.1 or slope[1] > STEEPEST.get(found.kind, 2.1):
-        yield Found("weight-form", update, {"slope": slope, "name": name, "target": fits})
+    if name:
+        yield Found("weight-min-snr", update, {"name": name, "target": fits})
+    elif slope[0] < -0.1 or slope[1] > STEEPEST.get(found.kind, 2.1):
+        yield Found("weight-form", update, {"slope": slope, "target": fits})
 
 
 def _of_image(target: str, snr: Tensor, kind: str, scale: float) -> Tensor | None:

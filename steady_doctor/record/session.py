@@ -27,17 +27,23 @@ def recorded_updates() -> Iterator[int]:
 class Session:
     """Watches the optimizers of this process. `judge` is called with each recorded update, and keeps what it needs of it.
 
-    Nothing here raises into the script: an error of the doctor's is kept in `failure`, and ends the recording.
+    Nothing here raises into the script: an error of the doctor's is kept in `failure`, ends the recording, and `stopped` is
+    called with it. `optimizer`: the one whose updates count, where it is known; else it is the one with most parameters.
     """
 
-    def __init__(self, judge: Callable[["Recorded"], None]):
+    def __init__(
+        self,
+        judge: Callable[["Recorded"], None],
+        stopped: Callable[[BaseException], None] = lambda error: None,
+        optimizer: Optimizer | None = None,
+    ):
         self.updates = 0
         self.failure: BaseException | None = None
         self.tape: Tape | None = None
-        self._judge = judge
+        self._judge, self._stopped = judge, stopped
         self._due = recorded_updates()
         self._next = next(self._due)
-        self._main: Optimizer | None = None
+        self._main, self._is_known = optimizer, optimizer is not None
         self._process = os.getpid()
         self._recorded: Recorded | None = None
 
@@ -59,14 +65,16 @@ class Session:
         if self.failure is not None or os.getpid() != self._process:
             return
         try:
-            with self._pause():
+            with self.pause():
                 look(*arguments)
         except Exception as error:
             self.failure = error
             self._stop()
+            self._stopped(error)
 
     @contextmanager
-    def _pause(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
+        """Nothing is recorded within."""
         tape = self.tape
         if tape is not None:
             tape.paused += 1
@@ -86,7 +94,7 @@ class Session:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._safely(self._before_backward, roots)
         try:
-            with self._pause():
+            with self.pause():
                 return original(tensors, *arguments, **options)
         finally:
             self._safely(self._after_backward)
@@ -100,15 +108,15 @@ class Session:
             self._recorded.after_backward()
 
     def _load(self, original: Callable, iterator: Any) -> Any:
-        with self._pause():
+        with self.pause():
             batch = original(iterator)
             if self.tape is not None:
                 self.tape.known((x for x in tree_flatten(batch)[0] if isinstance(x, Tensor)), "data")
         return batch
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        if self._main is None or _size(optimizer) > _size(self._main):  # the network's, beside a discriminator's
-            self._main = optimizer
+        if self._main is None or (not self._is_known and _size(optimizer) > _size(self._main)):
+            self._main = optimizer  # the network's, beside a discriminator's
         if optimizer is self._main and self._recorded is not None:
             self._recorded.before_step()
 

@@ -1,0 +1,112 @@
+"""What a script was seen to do, in one line, and the figures of each recorded update."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from steady_doctor.identify.step import Pass, Step
+from steady_doctor.laws.paths import levels
+from steady_doctor.laws.target import asks
+from steady_doctor.laws.weight import VARIES, Weights
+from steady_doctor.seen import Seen
+from steady_doctor.words import not_identified
+
+PATHS = {
+    "vp": "variance-preserving path",
+    "flow": "straight path from images to noise",
+    "ve": "images + sigma noise",
+    "edm": "images + sigma noise, scaled for sigma_data {scale:.3g}",
+    "": "unknown path",
+}
+TARGETS = {
+    "epsilon": "epsilon",
+    "sample": "the image",
+    "score": "the score",
+    "v": "v",
+    "edm": "EDM's target",
+    "edm outside": "EDM's target",
+    "velocity": "the velocity to noise",
+    "backward": "the velocity to images",
+    "minus noise": "the score times sigma",
+}
+GAMMAS = (1, 2, 3, 5, 10, 20)  # of min-SNR
+SAME = 0.02  # of the logarithm of a weight
+COLUMNS = ("update", "share of the image", "share of the noise", "noise: mean", "spread", "target: image", "noise", "rest")
+COLUMNS += ("gradient over that of the passes", "averages")
+
+
+def described(seen: Seen, network: str = "", optimizer: str = "") -> str:
+    """`network`: the class of what the `optimizer` trains; empty where they are not known."""
+    if not seen.updates:
+        return "no optimizer step was seen: nothing was judged"
+    of = f" of {network}" if network else ""
+    parts = [f"{seen.updates} update{'s' * (seen.updates != 1)}{of}", _passes(seen), optimizer, _averages(seen)]
+    return "; ".join(part for part in parts if part)
+
+
+def _passes(seen: Seen) -> str:
+    """Path, target and weight, or why there are none."""
+    if not seen.mixed():
+        passes = [one for _, one in seen.passes()]
+        if not passes:
+            return "no backward pass was recorded: nothing was judged"
+        return f"no mixture of image and noise was identified: {not_identified(passes[-1].why_not)}"
+    found, asked = levels(seen), asks(seen)
+    if found is None:
+        return "the network gets noise, but the image in its input was not identified"
+    target = TARGETS[asked[1].fits[0]] if asked is not None and asked[1].fits else "an unknown target"
+    return ", ".join([PATHS[found.kind].format(scale=found.scale), target, *_weight(seen, asked[1].fits if asked else [])])
+
+
+def _weight(seen: Seen, fits: list[str]) -> list[str]:
+    weights = Weights(seen)
+    if not len(weights):
+        return []
+    if weights.range < VARIES:
+        return ["errors weighed equally"]
+    divisor = {"epsilon": weights.snr, "v": weights.snr + 1, "sample": torch.ones_like(weights.snr)}.get("".join(fits[:1]))
+    for gamma in GAMMAS if divisor is not None else ():
+        ratio = weights.log_weight - (weights.snr.clamp(max=gamma) / divisor).clamp(min=1e-30).log()
+        if float(ratio.max() - ratio.min()) < SAME:
+            return [f"min-SNR {gamma}"]
+    return ["errors weighed by their noise level"]
+
+
+def _averages(seen: Seen) -> str:
+    kept = sorted({_decay(one.keep) for step in seen.steps[-1:] for one in step.update.averages if 0 < one.keep < 1})
+    return f"averages of {' and '.join(kept)}" if kept else ""
+
+
+def _decay(keep: float) -> str:
+    """What is left of 1 has two digits."""
+    return f"{1 - float(f'{1 - keep:.2g}'):.8g}"
+
+
+def figures(seen: Seen) -> Iterable[list[str]]:
+    """The figures of each recorded pass, as COLUMNS has them."""
+    for step in seen.steps:
+        for one in step.passes:
+            yield [str(step.update.number), *_of_pass(one), *_of_update(step)]
+
+
+def _of_pass(one: Pass) -> list[str]:
+    mixture, target = one.mixture, one.target
+    if mixture is None:
+        return [not_identified(one.why_not), *[""] * 6]
+    known = target is not None and target.p is not None and target.seen is not None
+    asked = [(_range(values[target.seen])) for values in (target.p, target.q, target.rest)] if known else [""] * 3  # type: ignore[union-attr, index]
+    return [_range(mixture.a), _range(mixture.b), f"{mixture.noise.mean:.3f}", f"{mixture.noise.std:.3f}", *asked]
+
+
+def _of_update(step: Step) -> list[str]:
+    ratio = step.update.gradient.ratio
+    averages = dict.fromkeys(_decay(one.keep) for one in step.update.averages)
+    return ["" if ratio is None else f"{ratio:.3g}", ", ".join(averages)]
+
+
+def _range(values: Tensor | None) -> str:
+    if values is None or not len(values):
+        return ""
+    low, high = float(values.min()), float(values.max())
+    return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
