@@ -31,9 +31,11 @@ TARGETS = {
     "minus noise": "the score times sigma",
 }
 GAMMAS = (1, 2, 3, 5, 10, 20)  # of min-SNR
+ZERO = 1e-5  # of the shares
 SAME = 0.02  # of the logarithm of a weight
-COLUMNS = ("update", "share of the image", "share of the noise", "noise: mean", "spread", "target: image", "noise", "rest")
-COLUMNS += ("gradient over that of the passes", "averages")
+COLUMNS = ("update", "share of the image", "of the noise", "mean of the noise", "its spread")
+COLUMNS += ("image in the target", "noise in it", "rest of it", "gradient over that of the passes", "averages")
+FEW = 0.2  # of the averages of an update, that have a decay which is said
 
 
 def described(seen: Seen, network: str = "", optimizer: str = "") -> str:
@@ -74,8 +76,9 @@ def _weight(seen: Seen, fits: list[str]) -> list[str]:
 
 
 def _averages(seen: Seen) -> str:
-    kept = sorted({_decay(one.keep) for step in seen.steps[-1:] for one in step.update.averages if 0 < one.keep < 1})
-    return f"averages of {' and '.join(kept)}" if kept else ""
+    decays = [_decay(one.keep) for step in seen.steps[-1:] for one in step.update.averages if 0 < one.keep < 1]
+    said = [decay for decay in dict.fromkeys(decays) if decays.count(decay) > FEW * len(decays)]
+    return f"averages of {' and '.join(said)}" if said else ""
 
 
 def _decay(keep: float) -> str:
@@ -101,12 +104,11 @@ def _of_pass(one: Pass) -> list[str]:
 
 def _of_update(step: Step) -> list[str]:
     ratio = step.update.gradient.ratio
-    averages = dict.fromkeys(_decay(one.keep) for one in step.update.averages)
-    return ["" if ratio is None else f"{ratio:.3g}", ", ".join(averages)]
+    return ["" if ratio is None else f"{ratio:.3g}", ", ".join(dict.fromkeys(_decay(one.keep) for one in step.update.averages))]
 
 
 def _range(values: Tensor | None) -> str:
     if values is None or not len(values):
         return ""
-    low, high = float(values.min()), float(values.max())
-    return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+    ends = dict.fromkeys(f"{float(end):.3g}" if abs(end) > ZERO else "0" for end in torch.aminmax(values))
+    return " to ".join(ends)

@@ -42,9 +42,14 @@ class Doctor:
         return self.session.install()
 
     def _look(self, recorded: Recorded) -> None:
-        self.optimizer = type(recorded.optimizer).__name__
-        self.network = self.network or owner_of(recorded.parameters)
-        self.seen.steps.append(identify(recorded))
+        step = identify(recorded)
+        if not any(one.mixture for one in step.passes) and not self.seen.mixed() and self.session.turn():
+            self.seen.steps.clear()
+            return
+        if not self.seen.steps:
+            self.optimizer = type(recorded.optimizer).__name__
+            self.network = self.network or owner_of(recorded.parameters)
+        self.seen.steps.append(step)
         self._looked()
 
     def findings(self, ended: bool = False) -> list[Found]:

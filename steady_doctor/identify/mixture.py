@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steady_doctor.record.tape import PICKS, NotRecorded, Op, Tape
+from steady_doctor.record.tape import PARAMETERS, PICKS, NotRecorded, Op, Tape
 
 LINEAR = 1e-3  # of the values: what may remain of a linear relation in float32, after a dozen operations
 LEAST_PART = 0.02  # of the elements that noise reaches: a mask may leave out the others
@@ -238,7 +238,8 @@ def _find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
         narrow = [op for op in _passed_by_all(way) if _count(op) in (1, mixture.size)]
         values = [tape.value(op).double().flatten() for op in reversed(narrow)]
         mixture.told = tuple(value.expand(mixture.size) if value.numel() == 1 else value for value in values)
-        mixture.embedding = tape.value(each.value)
+        if not any(op.kind in PARAMETERS for op in tape.upstream(each.value)):  # else it is what a frozen network made of it
+            mixture.embedding = tape.value(each.value)
         return
 
 

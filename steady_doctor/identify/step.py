@@ -71,7 +71,9 @@ class Step:
 
 
 def identify(recorded: Recorded) -> Step:
-    return Step(identify_update(recorded), [_pass(recorded, root) for root in recorded.tape.roots if root is not None])
+    roots = [root for root in recorded.tape.roots if root is not None]
+    own = [root for root in roots if root.trained] or roots  # the others are those of another optimizer
+    return Step(identify_update(recorded), [_pass(recorded, root) for root in own])
 
 
 def _pass(recorded: Recorded, root: Op) -> Pass:
@@ -109,12 +111,13 @@ def _noised(tape: Tape, mixture: Mixture) -> float:
     """How much of the clean image goes with the draws of its size: a second noise, or the spread of an encoder's latents."""
     if mixture.clean is None or mixture.clean_value is None:
         return 0.0
+    sources = list(tape.sources(mixture.clean.content))
     of_size = [
         source
-        for source in tape.sources(mixture.clean.content)
+        for source in sources
         if source.kind == "drawn" and torch.Size(source.shape).numel() == mixture.clean_value.numel()
     ]
-    if not of_size:
+    if not of_size or all(source.kind == "drawn" for source in sources):  # images that are made of draws alone
         return 0.0
     without = tape.value(mixture.clean, {source: torch.zeros_like(tape.value(source)) for source in of_size})
     change = (mixture.clean_value.reshape(without.shape) - without).double()

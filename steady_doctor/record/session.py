@@ -2,6 +2,8 @@
 
 import functools
 import os
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -44,6 +46,8 @@ class Session:
         self._due = recorded_updates()
         self._next = next(self._due)
         self._main, self._is_known = optimizer, optimizer is not None
+        self._made: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # updates of each
+        self._turned_from: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._process = os.getpid()
         self._recorded: Recorded | None = None
 
@@ -57,8 +61,16 @@ class Session:
         hooks.callback(
             register_optimizer_step_post_hook(lambda optimizer, *_: self._safely(self._after_step, optimizer)).remove
         )
-        _wrap(hooks, torch.autograd, "backward", self._backward)
-        _wrap(hooks, _BaseDataLoaderIter, "__next__", self._load)
+        wrapped: list[tuple[Any, str]] = [(torch.autograd, "backward"), (_BaseDataLoaderIter, "__next__")]
+        for (owner, name), around in zip(wrapped, (self._backward, self._load)):
+            _wrap(hooks, owner, name, around)
+
+        def compile_(original: Callable, *arguments: Any, **options: Any) -> Any:
+            result = original(*arguments, **options)  # which imports the compiler: that takes long, and is not needed before
+            _leave_out(wrapped)
+            return result
+
+        _wrap(hooks, torch, "compile", compile_)
         return hooks
 
     def _safely(self, look: Callable, *arguments: Any) -> None:
@@ -114,26 +126,41 @@ class Session:
                 self.tape.known((x for x in tree_flatten(batch)[0] if isinstance(x, Tensor)), "data")
         return batch
 
+    def turn(self) -> bool:
+        """Goes on with another optimizer, one after the other from the largest, as this one does not train a denoiser: it may be a
+        discriminator's. Returns whether there is one; else the largest one stays."""
+        if self._is_known or self._main is None:
+            return False
+        self._turned_from.add(self._main)
+        left = [optimizer for optimizer in self._made if optimizer not in self._turned_from]
+        self._main, self._is_known = max(left or self._made, key=_size), not left
+        self.updates = self._made[self._main]
+        return bool(left)
+
     def _before_step(self, optimizer: Optimizer) -> None:
-        if self._main is None or (not self._is_known and _size(optimizer) > _size(self._main)):
-            self._main = optimizer  # the network's, beside a discriminator's
+        if optimizer not in self._made:
+            self._made[optimizer] = 0
+            if self._main is None or (not self._is_known and _size(optimizer) > _size(self._main)):
+                self._main, self.updates = optimizer, 0
         if optimizer is self._main and self._recorded is not None:
             self._recorded.before_step()
 
     def _after_step(self, optimizer: Optimizer) -> None:
+        self._made[optimizer] = self._made.get(optimizer, 0) + 1
         if optimizer is not self._main:
             return
         if self._recorded is not None:
             self._recorded.after_step()
-        self.updates += 1
+        self.updates = self._made[optimizer]
         if self.tape is not None and self._recorded is not None:
             recorded = self._recorded
             self._stop()
             self._judge(recorded)
-        if self.updates + 1 == self._next:
-            self._next = next(self._due)
-            self.tape = Tape(parameters_of(optimizer))
-            self._recorded = Recorded(self.tape, optimizer, self.updates + 1)
+        if self.updates + 1 >= self._next:
+            while self.updates + 1 >= self._next:
+                self._next = next(self._due)
+            self.tape = Tape(parameters_of(self._main))
+            self._recorded = Recorded(self.tape, self._main, self.updates + 1)
             self.tape.__enter__()
 
 
@@ -200,3 +227,12 @@ def _wrap(hooks: ExitStack, owner: Any, name: str, around: Callable) -> None:
 
     setattr(owner, name, wrapped)
     hooks.callback(setattr, owner, name, original)
+    if "torch._dynamo" in sys.modules:
+        _leave_out([(owner, name)])
+
+
+def _leave_out(wrapped: list[tuple[Any, str]]) -> None:
+    """Tells torch's compiler to call these functions, and not to go through them. `wrapped`: (owner, name) of each; emptied."""
+    while wrapped:
+        owner, name = wrapped.pop()
+        setattr(owner, name, torch._dynamo.disable(vars(owner)[name]))
