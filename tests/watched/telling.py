@@ -1,4 +1,4 @@
-"""A loop that tells the watcher what it trains."""
+"""A loop that tells the doctor what it trains."""
 
 import copy
 import sys
@@ -7,7 +7,7 @@ import torch
 from diffusers import DDPMScheduler
 from plain_ddpm import Network, pictures
 
-from utils.diagnostics import watch
+from steady_doctor import watch
 
 torch.manual_seed(0)
 images = pictures() / 127.5 - 1
