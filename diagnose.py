@@ -51,8 +51,9 @@ def main(args: DiagnoseOptions) -> int:
 
         for name in [name for name in sys.modules if name.split(".")[0] in ("utils", "models")]:
             del sys.modules[name]  # the script may have modules of these names
-        own = {"most_updates": args.watch_updates, "shows_all": args.all, "fail_on": args.fail_on}
-        sys.exit(watch_script(Path(args.watch), _split(None)[1], args.watch_dir, **own))
+        script, flags = Path(args.watch), _split(None)[1]
+        most = args.watch_updates
+        sys.exit(watch_script(script, flags, args.watch_dir, most_updates=most, shows_all=args.all, fail_on=args.fail_on))
     if args.cache or args.prune_cache is not None:
         return show_caches(args)
     if args.compare:

@@ -17,7 +17,9 @@ def main() -> int:
     )
     parser.add_argument("--watch_dir", type=Path, help="folder for the report and the findings (watch/<the script's name>)")
     parser.add_argument("--watch_updates", type=int, help="stop the script after this many updates")
-    parser.add_argument("--fail_on", choices=("critical", "warning"), help="exit status 1 for findings of this severity or above")
+    parser.add_argument(
+        "--fail_on", choices=("critical", "warning"), help="exit status 1 for findings of this severity or above"
+    )
     parser.add_argument("--all", action="store_true", help="print the figures of each recorded update, too")
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="all that follows is for the script")

@@ -2,11 +2,12 @@
 
 import gc
 import os
-import runpy
 import signal
 import sys
 import traceback
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -103,10 +104,13 @@ def _end_after(most: int, result: Result) -> None:
 def _run(script: Path, arguments: list[str]) -> tuple[int, bool]:
     """(exit status, whether it came to its own end)"""
     sys.argv = [str(script), *arguments]
+    path = os.path.abspath(script)
     if not sys.flags.safe_path:
-        sys.path[0] = str(script.resolve().parent)
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__, main.__loader__ = path, SourceFileLoader("__main__", path)
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        exec(main.__loader__.source_to_code(Path(path).read_bytes(), path), vars(main))
     except Enough:
         return 0, False
     except SystemExit as end:
@@ -118,7 +122,7 @@ def _run(script: Path, arguments: list[str]) -> tuple[int, bool]:
         raise
     except BaseException as error:
         trace = error.__traceback__
-        while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve() != script.resolve():
+        while trace is not None and trace.tb_frame.f_code.co_filename != path:
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace or error.__traceback__)
         return 1, False

@@ -18,18 +18,17 @@ SHOWN = 4  # numbers of a sequence
 
 @dataclass(frozen=True)
 class Finding:
-    """What a law found, in words. `declared`: what an update should do there; `observed`: what it does; `update`: where this was
-    first seen."""
+    """What a law found, in words."""
 
     code: str
     stage: str
     severity: str  # of SEVERITIES
     title: str
-    declared: str
-    observed: str
+    declared: str  # what an update should do there
+    observed: str  # what it does
     cause: str
     fixes: tuple[str, ...]
-    update: int
+    update: int  # in which it was first seen
 
     def to_json(self) -> dict[str, Any]:
         """As diagnosis.json has it; the update is "step" there, as in the findings about our runs."""
@@ -59,11 +58,12 @@ def finding(found: Found) -> Finding:
     """Raises KeyError where the code has no table, or a sentence wants a figure that the law does not give."""
     entry = table()[found.code]
     figures = {name: shown(value) for name, value in found.figures.items()}
-    if missing := {place for text in (*(entry[name] for name in SENTENCES), *entry["fixes"]) for place in places(text)} - set(figures):
+    texts = (*(entry[name] for name in SENTENCES), *entry["fixes"])
+    if missing := {place for text in texts for place in places(text)} - figures.keys():
         raise KeyError(f"findings.toml: [{found.code}] names {', '.join(sorted(missing))}, which its law does not give")
-    title, declared, observed, cause = (entry[name].format(**figures) for name in SENTENCES)
-    fixes = tuple(fix.format(**figures) for fix in entry["fixes"])
-    return Finding(found.code, stage(found.code), severity(found.code), title, declared, observed, cause, fixes, found.update)
+    title, declared, observed, cause, *fixes = (text.format(**figures) for text in texts)
+    own = stage(found.code), severity(found.code)
+    return Finding(found.code, *own, title, declared, observed, cause, tuple(fixes), found.update)
 
 
 def places(text: str) -> Iterator[str]:
@@ -72,17 +72,16 @@ def places(text: str) -> Iterator[str]:
 
 
 def shown(figure: Any) -> Any:
-    """Sequences as words, with 3 digits at most; what a sentence formats itself stays as it is."""
-    if isinstance(figure, str | int | float):
+    """Returns sequences as words, their numbers with 3 digits; a single number as it is: its sentence formats it."""
+    if isinstance(figure, str) or not isinstance(figure, Iterable):
         return figure
-    if isinstance(figure, Sequence) and all(isinstance(one, int) for one in figure):
-        return "x".join(map(str, figure))
-    if not isinstance(figure, Iterable):
-        return figure
-    parts = [f"{one:.3g}" if isinstance(one, int | float) else one for one in figure]
-    if any(isinstance(part, Sequence) and not isinstance(part, str) for part in parts):
-        return "; ".join(str(shown(part)) for part in parts[:SHOWN])
-    return " and ".join(map(str, parts)) if len(parts) == 2 else ", ".join(map(str, parts[:SHOWN]))
+    parts = list(figure)
+    if len(parts) > 1 and all(isinstance(part, int) for part in parts):
+        return "x".join(map(str, parts))
+    words = [f"{part:.3g}" if isinstance(part, int | float) else str(shown(part)) for part in parts[:SHOWN]]
+    if any(not isinstance(part, str | int | float) for part in parts):
+        return "; ".join(words)
+    return " and ".join(words) if len(words) == 2 else ", ".join(words)
 
 
 def not_identified(code: str) -> str:
@@ -94,7 +93,9 @@ def count_line(findings: Sequence[Finding]) -> str:
     """Returns how many there are of each severity: 1 critical, 0 warnings."""
     critical, warnings, info = (sum(one.severity == severity for one in findings) for severity in SEVERITIES)
     nothing = ": nothing found" * (not findings)
-    return f"{critical} critical, {warnings} warning{'s' * (warnings != 1)}" + f", {info} for information" * bool(info) + nothing
+    return (
+        f"{critical} critical, {warnings} warning{'s' * (warnings != 1)}" + f", {info} for information" * bool(info) + nothing
+    )
 
 
 def told(finding: Finding) -> list[str]:

@@ -101,7 +101,9 @@ def noise_sources(tape: Tape, given: list[Given]) -> int:
     for each in given:
         if not each.value.content & bits:
             told |= each.value.content | each.value.choice
-    small = [source for source in sources if source.kind == "drawn" and source.floating and not 1 << source.index & (bits | told)]
+    small = [
+        source for source in sources if source.kind == "drawn" and source.floating and not 1 << source.index & (bits | told)
+    ]
     return bits | sum(1 << source.index for source in small if told)  # an offset of each sample
 
 

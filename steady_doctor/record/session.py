@@ -62,8 +62,8 @@ class Session:
             register_optimizer_step_post_hook(lambda optimizer, *_: self._safely(self._after_step, optimizer)).remove
         )
         wrapped: list[tuple[Any, str]] = [(torch.autograd, "backward"), (_BaseDataLoaderIter, "__next__")]
-        for (owner, name), around in zip(wrapped, (self._backward, self._load)):
-            _wrap(hooks, owner, name, around)
+        _wrap(hooks, torch.autograd, "backward", self._backward)
+        _wrap(hooks, _BaseDataLoaderIter, "__next__", self._load)
 
         def compile_(original: Callable, *arguments: Any, **options: Any) -> Any:
             result = original(*arguments, **options)  # which imports the compiler: that takes long, and is not needed before
@@ -127,8 +127,8 @@ class Session:
         return batch
 
     def turn(self) -> bool:
-        """Goes on with another optimizer, one after the other from the largest, as this one does not train a denoiser: it may be a
-        discriminator's. Returns whether there is one; else the largest one stays."""
+        """Goes on with another optimizer, one after the other from the largest, as this one does not train a denoiser: it may be
+        a discriminator's. Returns whether there is one; else the largest one stays."""
         if self._is_known or self._main is None:
             return False
         self._turned_from.add(self._main)

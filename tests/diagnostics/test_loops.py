@@ -30,7 +30,7 @@ def test_a_mutation_is_named_by_its_stage_and_what_is_right_is_not_accused(serve
     loop.write_text(edited(loop.read_text(), [Edit(script, old, new) for old, new in row.edits]))
     [run] = server.start(["diagnose.py", "--watch_dir", tmp_path / "seen", "--watch", loop, row.updates])
     assert run.wait(200) == 0, run.text()[-3000:]
-    assert "watcher stopped" not in run.text(), run.text()[-3000:]
+    assert "doctor stopped" not in run.text(), run.text()[-3000:]
     found = [one for one in json.loads((tmp_path / "seen" / "diagnosis.json").read_text()) if one["severity"] != "info"]
     named = [one.get("stage") or one["code"].split("-")[0] for one in found]
     assert set(named[:2]) & set(row.stages) if row.stages else not named, (row.edits, run.text()[-3000:])

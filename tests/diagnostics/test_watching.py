@@ -1,5 +1,6 @@
 """diagnose.py --watch: what is said of healthy training loops, their bits, scripts that end in many ways."""
 
+import html
 import json
 import os
 import shutil
@@ -10,19 +11,20 @@ from pathlib import Path
 import pytest
 from conftest import slow_turns
 
-from utils.diagnostics.watching.result import Result
-from utils.diagnostics.watching.watcher import Watcher
+from steady_doctor.identify.step import Pass, Step
+from steady_doctor.identify.update import Gradient, Update
+from steady_doctor.result import SETTLING, Result
+from steady_doctor.words import Finding
 
 LOOPS = Path(__file__).parents[1] / "watched"
 HEALTHY = {
-    "plain_ddpm.py": "trains epsilon-prediction on a linear schedule of 1000 steps; errors weighed equally; AdamW",
-    "accelerated.py": "trains v-prediction on a cosine schedule of 1000 steps",
-    "edm_loop.py": "sigma_data 0.5",
-    "flow_loop.py": "trains the flow's velocity",
-    "closure_loop.py": "trains epsilon-prediction on a linear schedule of 1000 steps; errors weighed equally; Adam",
-    "adapter_loop.py": "Network by ModuleList beside it, which trains epsilon-prediction on a linear schedule of 1000 steps; "
-    "errors weighed by min(SNR, gamma) / SNR with gamma 5; AdamW",
-    "control_loop.py": "Controlled by Control beside it, which trains epsilon-prediction on a linear schedule of 1000 steps",
+    "plain_ddpm.py": "Network; variance-preserving path, epsilon, errors weighed equally; AdamW; averages of 0.99",
+    "accelerated.py": "UNet2DModel; variance-preserving path, v, errors weighed equally; AdamW; averages of 0.",
+    "edm_loop.py": "Network; images + sigma noise, scaled for sigma_data 0.5, EDM's target, errors weighed equally; Adam",
+    "flow_loop.py": "Network; straight path from images to noise, the velocity to noise, errors weighed equally; SGD",
+    "closure_loop.py": "Joined; variance-preserving path, epsilon, errors weighed equally; Adam; averages of 0.95",
+    "adapter_loop.py": "ModuleList; variance-preserving path, epsilon, min-SNR 5; AdamW; averages of 0.99",
+    "control_loop.py": "Control; variance-preserving path, epsilon, errors weighed equally; AdamW",
 }
 
 
@@ -37,7 +39,7 @@ def watch(server, folder: Path, script: Path, *arguments, updates: int | None = 
     status = run.wait(200)
     assert (folder / "seen" / "report.html").exists(), run.text()[-3000:]
     findings = json.loads((folder / "seen" / "diagnosis.json").read_text())
-    assert "watcher stopped" not in run.text(), run.text()[-3000:]
+    assert "doctor stopped" not in run.text(), run.text()[-3000:]
     return status, run.text(), {finding["code"]: finding for finding in findings}
 
 
@@ -46,8 +48,8 @@ def test_a_healthy_loop_is_identified_and_trains_the_same_bits(server, tmp_path,
     steps = 9
     status, text, findings = watch(server, tmp_path, LOOPS / script, steps)
     assert (status, findings) == (0, {}), text[-3000:]
-    assert HEALTHY[script] in text and text.endswith("\n0 critical, 0 warnings: nothing found\n")
-    assert "averaged weights" in text
+    assert f"\nwatched: 9 updates of {HEALTHY[script]}" in text
+    assert text.endswith("\n0 critical, 0 warnings: nothing found\n")
     losses = server.run([LOOPS / script, steps])
     assert losses.count("0x") == steps and text.startswith(losses.rstrip("\n"))
 
@@ -90,6 +92,10 @@ def test_a_script_that_ends_before_anything_was_looked_at_leaves_a_report(server
     assert "of an earlier script" not in page and "Nothing was recorded that could be checked" in page
 
 
+def found_as(severity: str) -> Finding:
+    return Finding("input-path", "input", severity, "a title", "this", "that", "an edit", ("undo it",), 2)
+
+
 @pytest.mark.parametrize(
     ("severity", "found", "own", "status"),
     [
@@ -100,15 +106,19 @@ def test_a_script_that_ends_before_anything_was_looked_at_leaves_a_report(server
 )
 def test_the_exit_status_of_both(monkeypatch, tmp_path, capsys, severity, found, own, status):
     """That of the script where it failed; else that of the findings, or of nothing that was looked at."""
-    check = {"stage": "input", "name": "x", "declared": "a", "observed": "b", "looks": 1, "message": "m"}
-    check |= {"healthy": found not in ("critical", "warning"), "severity": found}
-    history = [] if found == "nothing judged" else [{"step": 2, "audit": {"checks": [check]}}]
-    watcher = Watcher(lambda watcher: None)
-    watcher.judge.history, watcher.failure = history, "an error" if found == "failure" else ""
-    assert Result(tmp_path, fail_on=severity).status(watcher, own) == status
+
+    def result() -> Result:
+        made = Result(tmp_path, fail_on=severity)
+        made.findings = [found_as(found)] if found in ("critical", "warning") else []
+        made.failure = "an error" if found == "failure" else ""
+        if found != "nothing judged":
+            made.doctor.seen.steps.append(Step(Update(2, Gradient(1)), [Pass(mixture=object())]))
+        return made
+
+    assert result().status(own) == status
     assert capsys.readouterr().err.count("error: --fail_on") == (status == 2)
     monkeypatch.setenv("RANK", "1")
-    assert Result(tmp_path, fail_on=severity).status(watcher, own) == own
+    assert result().status(own) == own
 
 
 def test_a_fault_can_fail_a_script_that_ends_well(server, tmp_path):
@@ -117,17 +127,21 @@ def test_a_fault_can_fail_a_script_that_ends_well(server, tmp_path):
     broken.write_text(broken.read_text().replace("(1 - a).sqrt() * noise", "(1 - a) * noise"))
     [run] = server.start(["diagnose.py", "--watch_dir", tmp_path / "seen", "--fail_on", "critical", "--watch", broken, 5])
     assert run.wait(200) == 1
-    count = run.text().index("\n1 critical, 0 warnings\nFAIL  step-input: ")
-    assert "watched: 5 updates" in run.text()[:count] and "declared | observed" not in run.text()
+    text, page = run.text(), (tmp_path / "seen" / "report.html").read_text()
+    assert text.index("watched: 5 updates") < text.index("\nFAIL  input-path: ") < text.index("      try: ")
+    [finding] = json.loads((tmp_path / "seen" / "diagnosis.json").read_text())
+    keys = {"code", "severity", "stage", "title", "cause", "fixes", "declared", "observed", "step"}
+    assert finding.keys() == keys and (finding["stage"], finding["step"]) == ("input", 2)
+    page = html.unescape(page)
+    assert finding["title"] in page and finding["fixes"][0] in page and "<script" not in page
 
 
 def test_a_flag_of_ours_after_the_script_is_said_to_be_the_scripts(server, tmp_path):
     (tmp_path / "silent.py").write_text("")
     words = ["--steps", 3, "--watch_updates", 5, "--fail-on=critical"]
     _, text, _ = watch(server, tmp_path, tmp_path / "silent.py", *words)
-    note = "note: the script gets --watch_updates, --fail-on, and diagnose.py does not: its own flags stand before --watch"
-    assert text.count(note) == 2
-    assert text.startswith("note: ")  # before it runs for hours
+    note = "note: the script gets --watch_updates, --fail-on, and the doctor does not: its own flags stand before the script"
+    assert text.startswith(note) and text.count(note) == 2  # before it runs for hours, and at the end, where people look
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_the_script_runs(server, tmp_path):
@@ -146,7 +160,8 @@ def test_a_script_that_never_trains(server, tmp_path):
 def test_of_networks_that_are_no_denoisers_nothing_is_judged(server, tmp_path):
     status, text, findings = watch(server, tmp_path, LOOPS / "autoencoder.py", 9)
     assert (status, findings) == (0, {})
-    assert "optimizer steps (AdamW of 2,055 parameters), but no network" in text and text.count("0x") == 9
+    assert "no mixture of image and noise was identified: nothing of image size that the network gets was drawn" in text
+    assert text.count("0x") == 9
 
 
 def test_it_ends_after_the_updates_asked_for(server, tmp_path):
@@ -163,14 +178,14 @@ def test_no_such_script(server, tmp_path):
 def test_of_two_networks_the_one_that_gets_noised_images_is_judged(server, tmp_path):
     status, text, findings = watch(server, tmp_path, LOOPS / "two_networks.py", 9)
     assert (status, findings) == (0, {})
-    assert "trains epsilon-prediction" in text and "several optimizers (Network by Adam, Network by Adam)" in text
+    assert "variance-preserving path, epsilon" in text
 
 
 def test_a_loop_that_tells_what_it_trains(server, tmp_path):
     folder = tmp_path / "watch" / "telling"
     server.run([LOOPS / "telling.py", folder])
     assert json.loads((folder / "diagnosis.json").read_text()) == []
-    assert "epsilon" in (folder / "report.html").read_text()
+    assert "6 updates of Network; variance-preserving path, epsilon" in (folder / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -184,17 +199,125 @@ def test_two_processes(server, tmp_path, fault):
         script.write_text(source.replace("output = model(", "output = accelerator.unwrap_model(model)("))
     runs = server.start(["diagnose.py", "--watch_dir", tmp_path / "seen", "--watch", script, 6], num_processes=2)
     assert [run.wait(200) for run in runs] == [0, 0], runs[0].text()[-3000:]
-    codes = [finding["code"] for finding in json.loads((tmp_path / "seen" / "diagnosis.json").read_text())]
-    assert ("step-ranks" in codes) == fault, runs[0].text()[-3000:]
+    stages = [finding["stage"] for finding in json.loads((tmp_path / "seen" / "diagnosis.json").read_text())]
+    assert ("ranks" in stages) == fault, runs[0].text()[-3000:]
+    assert "watched" in runs[0].text() and "watched" not in runs[1].text()
 
 
-def test_an_error_of_the_watcher_is_one_line(server, tmp_path):
+def test_an_error_of_the_doctor_is_one_line(server, tmp_path):
+    """Here its own, of a script that takes a part of it away."""
     shutil.copytree(LOOPS, tmp_path / "loops", ignore=shutil.ignore_patterns("__pycache__"))
     script = tmp_path / "loops" / "plain_ddpm.py"
-    script.write_text(script.read_text().replace("    optimizer = ", "    model.modules = None\n    optimizer = "))
-    [run] = server.start(["diagnose.py", "--watch_dir", tmp_path / "seen", "--watch", script, 6])
+    script.write_text("import steady_doctor.doctor\nsteady_doctor.doctor.identify = None\n" + script.read_text())
+    words = ["--watch_dir", tmp_path / "seen", "--fail_on", "critical"]
+    [run] = server.start(["diagnose.py", *words, "--watch", script, 6])
+    assert run.wait(100) == 2
+    assert run.text().count("the doctor stopped, the script goes on: TypeError") == 1 and run.text().count("0x") == 6
+    assert "The doctor stopped before the script did" in (tmp_path / "seen" / "report.html").read_text()
+
+
+def test_a_full_disk_is_one_line(server, tmp_path):
+    """Each write fails as on a full disk, from the second look on; the script and its status stay as they are."""
+    script = tmp_path / "train.py"
+    full = "import sys, pathlib\nsys.path.append(sys.argv[2])\n"
+    full += "def write_text(path, text):\n    raise OSError(28, 'No space left on device')\n"
+    script.write_text(full + "pathlib.Path.write_text = write_text\nimport plain_ddpm\nplain_ddpm.main()\n")
+    [run] = server.start(["diagnose.py", "--watch_dir", tmp_path / "seen", "--watch", script, 6, LOOPS])
     assert run.wait(100) == 0
-    assert run.text().count("the watcher stopped, the script goes on: TypeError") == 1 and run.text().count("0x") == 6
+    assert run.text().count("0x") == 6 and run.text().count("no report: cannot write") == 1
+    assert "No space left on device" in run.text() and run.text().endswith("nothing found\n")
+    assert sorted(path.name for path in (tmp_path / "seen").iterdir()) == ["diagnosis.json", "report.html"]
+
+
+def test_threads_of_process_groups_get_time_at_the_end(monkeypatch, tmp_path):
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setenv("RANK", "1")
+    for size in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        Result(tmp_path).finish(ended=True)
+    assert waited == [SETTLING]
+
+
+def test_what_a_script_is_called_is_escaped(server, tmp_path):
+    script = tmp_path / "<b>.py"
+    script.write_text("")
+    watch(server, tmp_path, script)
+    assert "<h1>&lt;b&gt;.py</h1>" in (tmp_path / "seen" / "report.html").read_text()
+
+
+OWN_MODULE = """
+import sys
+from pathlib import Path
+import utils
+assert Path(utils.__file__).parent == Path(__file__).parent and Path(__file__).is_absolute()
+assert sys.modules["__main__"].Path is Path
+sys.path.append(sys.argv[1])
+sys.argv[1:] = ["3"]
+import plain_ddpm
+plain_ddpm.main()
+assert not {"diffusers", "accelerate", "datasets", "transformers"} & set(sys.modules)
+"""
+
+
+def own_module(folder: Path) -> Path:
+    """A script beside a module that has the name of one of ours."""
+    folder.mkdir()
+    (folder / "utils.py").write_text("")
+    (folder / "train.py").write_text(OWN_MODULE)
+    return folder / "train.py"
+
+
+def alone(folder: Path, *command, path: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, *map(str, command)]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_without_the_trainer(tmp_path):
+    """As a module, by its path alone: in a folder whose modules have the names of ours, and without the trainer's libraries."""
+    script = own_module(tmp_path / "own")
+    run = alone(
+        script.parent,
+        "-m",
+        "steady_doctor",
+        "--watch_updates",
+        2,
+        "--fail_on",
+        "warning",
+        "train.py",
+        LOOPS,
+        path=LOOPS.parents[1],
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("0x") == 2 and "watched: 2 updates of Network" in run.stdout
+    assert (script.parent / "watch" / "train" / "report.html").exists()
+    refused = alone(script.parent, "-m", "steady_doctor", "--watch_updates", 0, "train.py", path=LOOPS.parents[1])
+    assert refused.returncode == 2 and "at least 1" in refused.stderr
+
+
+def test_modules_of_the_script_that_have_our_names(tmp_path):
+    script = own_module(tmp_path / "own")
+    run = alone(tmp_path, LOOPS.parents[1] / "diagnose.py", "--watch", script, LOOPS, path=tmp_path)
+    assert "watched: 3 updates of Network" in run.stdout, run.stderr
+    assert [line for line in run.stderr.splitlines() if "Error" in line] == []
+
+
+@pytest.mark.slow
+def test_as_pip_installs_it(tmp_path):
+    root, tree, target = LOOPS.parents[1], tmp_path / "tree", tmp_path / "target"
+    for name in ("models", "utils", "steady_doctor"):
+        shutil.copytree(root / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (*root.glob("*.py"), *root.glob("*.toml"), root / "requirements.txt", root / "README.md", root / "LICENSE"):
+        shutil.copy(path, tree)
+    pip = alone(tree, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", target, ".", path=tmp_path)
+    assert pip.returncode == 0, pip.stderr
+    script = own_module(tmp_path / "own")
+    run = alone(script.parent, "-m", "steady_doctor", "train.py", LOOPS, path=target)
+    assert run.returncode == 0 and "watched: 3 updates of Network" in run.stdout, run.stderr
+    code = "from steady_diffusion.utils.core.commands import diagnose; diagnose()"
+    run = alone(script.parent, "-c", code, "--watch", "train.py", LOOPS, path=target)
+    assert run.returncode == 0 and "watched: 3 updates of Network" in run.stdout, run.stderr
 
 
 @pytest.mark.parametrize("part", ["step", *(pytest.param(part, marks=pytest.mark.slow) for part in ("module", "inplace"))])
@@ -207,8 +330,8 @@ def test_what_torch_compiles_runs_as_before(part, tmp_path):
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
         losses.append([line for line in run.stdout.splitlines() if line.startswith("loss")])
-        assert "watcher stopped" not in run.stderr
+        assert "doctor stopped" not in run.stderr and "Warning" not in run.stderr
     assert len(losses[0]) == 24 == len(losses[1])
     first, second = ([float(line.split()[1]) for line in one] for one in losses)
     assert first == pytest.approx(second, rel=1e-4)  # updates that are looked at run eagerly, and round otherwise
-    assert "watched: 24 updates of Network, which trains epsilon-prediction" in run.stdout
+    assert "watched: 24 updates of Network; variance-preserving path, epsilon" in run.stdout

@@ -26,7 +26,6 @@ class RunRecord:
     git_commit: str | None = None
     versions: dict = field(default_factory=dict)
     exit_status: int | None = None  # None while the run goes on, and after a crash
-    summary: str = ""  # in a sentence, of a script that is not ours
     evaluations: list[dict] = field(default_factory=list)  # by evaluate.py, see utils/runs/evaluations.py
     unreadable: int = 0  # lines of the history that are damaged and left out
     _derived: dict = field(default_factory=dict, init=False, repr=False, compare=False)

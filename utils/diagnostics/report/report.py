@@ -131,10 +131,9 @@ def _header(record: RunRecord, findings: list, name: str) -> str:
     worst = next((severity for severity in ("critical", "warning") if any(f.severity == severity for f in findings)), "good")
     kind = "info" if kind == "good" and worst != "good" else kind  # green means that nothing is known to be wrong
     found = f'<a href="#findings"><b class="{worst}">{count_line(findings)}</b></a>' if findings or record.history else ""
-    summary = f"<p>{escape(record.summary)}</p>" if record.summary else ""
     return (
         f'<header><h1>{escape(name)}</h1><p class="state"><b class="{kind}">{escape(state)}</b> {found} {updates}</p>{share}'
-        f"{summary}<dl>{entries}</dl></header>"
+        f"<dl>{entries}</dl></header>"
     )
 
 
