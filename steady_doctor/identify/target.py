@@ -8,6 +8,7 @@ from torch import Tensor
 from steady_doctor.identify.mixture import Mixture
 from steady_doctor.record.tape import NotRecorded, Op, Tape
 
+COMPARES = {"sub", "rsub", "sub_", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 QUADRATIC = 1e-2  # by how much the slope of the gradient may change between two steps
 
 
@@ -59,6 +60,7 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
     layers = root.fronts & set(tape.upstream(output))
     try:
         value = tape.value(output)
+        value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value  # the loss again, without rounding
         gradients = [_gradient(tape, root, output, v) for v in (value, value + _step(value), value - _step(value))]
     except (NotRecorded, RuntimeError):
         return Target(output, layers, "none")
@@ -73,10 +75,9 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
         wanted = torch.where(counts, value.double() - here / torch.where(counts, slope, 1.0), torch.nan)
         found = Target(output, layers, "squared", wanted, torch.where(counts, slope, 0.0))
     else:
-        operand = _operand(tape, root, output)
-        if operand is None:
+        wanted = _compared(tape, root, output, value)
+        if wanted is None:
             return Target(output, layers, "none")
-        wanted = tape.value(operand).double()
         found = Target(output, layers, "operand", wanted)
     _as_images(tape, root, mixture, found, wanted)
     if found.value is not None and found.value.shape == mixture.value.shape and mixture.clean_value is not None:
@@ -98,13 +99,23 @@ def _gradient(tape: Tape, root: Op, output: Op, value: Tensor) -> Tensor | None:
     return torch.autograd.grad(loss.sum(), leaf, allow_unused=True)[0]
 
 
-def _operand(tape: Tape, root: Op, output: Op) -> Op | None:
-    """What the output is compared with: the first value from elsewhere that it meets on its way to the loss."""
-    for op in tape.upstream(root, [output]):
-        if op.index > output.index and op.name in ("sub", "rsub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
-            others = [last for _, last in op.reads if not last.trained]
-            if others:
-                return others[0]
+def _compared(tape: Tape, root: Op, output: Op, value: Tensor) -> Tensor | None:
+    """The output at which there is no error: where what was made of it, which is a line in it, is what it is compared with."""
+    for op in reversed(tape.upstream(root, [output])):
+        pair = [last for _, last in op.reads][:2]
+        if op.name not in COMPARES or len(pair) < 2 or pair[0].trained == pair[1].trained:
+            continue
+        ours, other = sorted(pair, key=lambda last: not last.trained)
+        if torch.Size(ours.shape).numel() < value.numel() // 2 or ours.shape != other.shape:
+            continue
+        step = _step(value)
+        here, there = (tape.value(ours, {output: v}).double() for v in (value, value + step))
+        wanted = tape.value(other).double()
+        if here.shape != value.shape:
+            here, there, wanted = (v.reshape(value.shape) for v in (here, there, wanted)) if here.numel() == value.numel() else (here, there, wanted)
+        if here.shape != value.shape:
+            return None
+        return value.double() + (wanted - here) * step.double() / (there - here)
     return None
 
 

@@ -38,6 +38,9 @@ class Asks:
         known = {"epsilon": (zero, one), "sample": (one, zero), "score": (zero, -1 / b.clamp(min=1e-12))}
         if self.kind in ("vp", "edm"):
             known |= {"v": (-b / scale, a * scale), "edm": (b / scale, -a * scale)}
+        if self.kind == "vp" and not has_table:  # a quarter of a turn in a time of 1
+            factor = float((self.p * -b + self.q * a).median())
+            known["turned v"] = (-b * factor, a * factor)
         if self.kind == "flow":
             known |= {"velocity": (-one, one), "backward": (one, -one)}
         if not (self.kind == "vp" and has_table):
