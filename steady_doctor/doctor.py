@@ -11,7 +11,10 @@ from torch.optim import Optimizer
 from steady_doctor.found import Found
 from steady_doctor.identify.step import identify
 from steady_doctor.laws import judge
+from steady_doctor.record.options import Options
+from steady_doctor.record.schedulers import declared
 from steady_doctor.record.session import Recorded, Session
+from steady_doctor.record.wrapping import wrap
 from steady_doctor.seen import Seen
 
 
@@ -35,18 +38,22 @@ class Doctor:
         self.seen = Seen()
         self.session = Session(self._look, stopped, optimizer)
         self.network, self.optimizer = network, ""  # classes
-        self._looked = looked
+        self._looked, self._options = looked, Options()
 
     def install(self) -> ExitStack:
         """Closing the result takes all hooks away."""
-        return self.session.install()
+        hooks = self.session.install()
+        self._options.install(hooks, wrap)
+        return hooks
 
     def _look(self, recorded: Recorded) -> None:
         step = identify(recorded)
         if not any(one.mixture for one in step.passes) and not self.seen.mixed() and self.session.turn():
             self.seen.steps.clear()
             return
+        self.seen.options, self.seen.asked_numbers = self._options.values(), self._options.numbers()
         if not self.seen.steps:
+            self.seen.predictions, self.seen.alphas_cumprod = declared()
             self.optimizer = type(recorded.optimizer).__name__
             self.network = self.network or owner_of(recorded.parameters)
         self.seen.steps.append(step)
@@ -55,8 +62,7 @@ class Doctor:
     def findings(self, ended: bool = False) -> list[Found]:
         """`ended`: the script came to its own end."""
         self.seen.updates, self.seen.ended = self.session.updates, ended
-        with self.session.pause():  # an update may be under way
-            return judge(self.seen)
+        return judge(self.seen)
 
 
 def owner_of(parameters: list[Tensor]) -> str:

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from steady_doctor.identify.step import Pass, Step
 
@@ -10,6 +13,10 @@ from steady_doctor.identify.step import Pass, Step
 class Seen:
     steps: list[Step] = field(default_factory=list)  # the recorded updates, the oldest first
     updates: int = 0  # all that were made
+    options: dict[str, Any] = field(default_factory=dict)  # that the user gave the script, by name
+    asked_numbers: set[float] = field(default_factory=set)  # among them, and on the command line
+    predictions: set[str] = field(default_factory=set)  # prediction types of the script's noise schedulers (diffusers')
+    alphas_cumprod: list[Tensor] = field(default_factory=list)  # their different tables, [T] each, in float64
     ended: bool = False  # the script came to its own end: what has not happened by now will not
 
     def passes(self) -> Iterator[tuple[int, Pass]]:

@@ -47,6 +47,7 @@ class Mixture:
     embedding: Tensor | None = None  # [B, ...]: the value that meets parameters there
     extra: tuple[Op, ...] = ()  # other draws that are in the input
     only_noise: bool = False
+    index_range: tuple[int, int] | None = None  # of the draw that it is
     index: Tensor | None = None  # [B]: the row of a table that the shares come from
     table: Tensor | None = None  # [3, rows looked at]: row, a, b
     given: Op | None = None  # what the network gets: the mixture itself, or what was made of it
@@ -95,6 +96,8 @@ def noise_sources(tape: Tape, given: list[Given]) -> int:
     bits = 0
     for source in sources:
         is_large = _count(source) * PART > of_one and _count(source) > LEAST
+        if source.name.startswith("bernoulli") or "dropout" in source.name:
+            continue
         if is_large and (source.kind == "drawn" or _is_standard_normal(tape.values.get(source.index))):
             bits |= 1 << source.index
     told = 0
@@ -270,7 +273,7 @@ def _find_table(tape: Tape, mixture: Mixture) -> None:
             continue
         index = tape.value(which[0])
         rows = max(op.reads[0][1].shape)
-        mixture.index = index.flatten()
+        mixture.index, mixture.index_range = index.flatten(), _range_of(which[0], tape)
         chosen = torch.linspace(0, rows - 1, LOOKED_AT).round().to(index)
         shares = []
         for some in chosen.split(mixture.size):
@@ -279,6 +282,15 @@ def _find_table(tape: Tape, mixture: Mixture) -> None:
         a, b = (torch.cat(list(one)) for one in zip(*shares))
         mixture.table = torch.stack([chosen.double(), a, b])
         return
+
+
+def _range_of(op: Op, tape: Tape) -> tuple[int, int] | None:
+    """The numbers from which a whole number was drawn, where nothing but its shape was changed since."""
+    ways = [each for each in tape.upstream(op) if each.kind != "op" or each.name not in {"view", "_to_copy", "squeeze", "unsqueeze"}]
+    if len(ways) != 1 or ways[0].name != "randint":
+        return None
+    low_or_high, *more = (number for number in ways[0].args if isinstance(number, int))
+    return (low_or_high, more[0]) if more else (0, low_or_high)
 
 
 def _shares_at(tape: Tape, mixture: Mixture, instead: dict[Op, Tensor]) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from steady_doctor.seen import Seen
 
 CHANCE = 1e-6  # that a healthy script is accused by chance
 LEFT_OUT = 0.25  # of a path at one end, that a script may leave out on purpose
+SHIFTED = 0.35  # of a line
 FEW_CHANGE = 0.2  # of an embedding's numbers
 UNCHANGED = 0.1  # of its range, by which a number of the embedding does not count as changed
 SAME = 1e-6  # of the range of the numbers that are told
@@ -66,7 +67,7 @@ def counted(seen: Seen) -> Iterator[Found]:
             continue
         lines = [_line(index, way) for way in mixture.told]
         straight = [line for line in lines if line is not None]
-        if not straight:
+        if lines[0] is None:  # it is told something else than the number of a row
             continue
         if straight[0][0] < 0:
             yield Found("timestep-reversed", update)
@@ -113,10 +114,18 @@ def covered(seen: Seen) -> Iterator[Found]:
     if place is None:
         return
     low, high = float(place.min()), float(place.max())
+    drawn = {mixture.index_range for _, mixture in known}
+    if len(drawn) == 1 and (range_ := drawn.pop()) is not None and found.kind == "vp":
+        rows = int(known[0][1].table[0, -1]) + 1
+        left, end = max((range_[0] / rows, "low"), (1 - range_[1] / rows, "high"))
+        if left > LEFT_OUT:
+            yield Found("timestep-left-out", known[0][0], {"share": left, "end": end, "samples": len(place)})
+        return
     if low < -1e-6 or high > 1 + 1e-6:
         yield Found("timestep-outside", known[0][0], {"low": low, "high": high})
     by_chance = len(place) if not any(alone(seen)) else len(place.unique())
-    for left, end in ((low, "low"), (1 - high, "high")):
+    ends = ((low, "low"), (1 - high, "high")) if found.kind != "flow" else ((low + 1 - high - SHIFTED, "low"),)
+    for left, end in ends:  # of a line, times may be shifted to much noise, and need not reach the other end
         if left > LEFT_OUT and (1 - left) ** by_chance < CHANCE:
             yield Found("timestep-left-out", known[0][0], {"share": left, "end": end, "samples": by_chance})
     at_ends = ((place <= low + 1e-9).double().mean(), (place >= high - 1e-9).double().mean())

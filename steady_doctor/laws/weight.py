@@ -75,7 +75,7 @@ def _of_image(target: str, snr: Tensor, kind: str, scale: float) -> Tensor | Non
         return one
     if target in ("epsilon", "minus noise"):
         return snr
-    if target in ("v", "edm"):
+    if target in ("v", "edm", "turned v"):
         return snr + 1 / scale**2 if kind == "edm" else snr + 1
     if target in ("velocity", "backward"):
         return (1 + snr.sqrt()).square()
@@ -112,12 +112,16 @@ def _known_slip(target: str, weights: Weights) -> str:
 
 
 def left_out(seen: Seen) -> Iterator[Found]:
-    """Each image of the batch counts."""
+    """An image counts if those of the next levels on both sides do; at an end of the path a weight may come down to nothing."""
     for update, one in seen.mixed():
-        if one.target is not None and one.target.slope is not None and not one.target.by_network:
-            without = one.target.slope <= 1e-6 * one.target.slope.max()
-            if bool(without.any()) and one.mixture.size > 1:
-                yield Found("weight-none", update, {"without": int(without.sum()), "size": one.mixture.size})
+        mixture, target = one.mixture, one.target
+        if target is None or target.slope is None or target.by_network or mixture.a is None:
+            continue
+        slope = target.slope[torch.argsort(mixture.a / mixture.b.clamp(min=1e-12))]
+        without = slope <= 1e-6 * slope.max()
+        inner = [place for place in range(len(slope)) if without[place] and not (without[:place].all() or without[place:].all())]
+        if inner:
+            yield Found("weight-none", update, {"without": int(without.sum()), "size": mixture.size})
 
 
 def summed(seen: Seen) -> Iterator[Found]:
@@ -137,4 +141,10 @@ def square(seen: Seen) -> Iterator[Found]:
             yield Found("weight-square", update, {"shape": one.squares[0]})
 
 
-LAWS = (by_level, form, left_out, summed, square)
+def by_image(seen: Seen) -> Iterator[Found]:
+    for update, one in seen.mixed():
+        if one.target is not None and one.target.by_image:
+            yield Found("weight-of-image", update)
+
+
+LAWS = (by_image, by_level, form, left_out, summed, square)

@@ -1,8 +1,6 @@
 """Makes a tape of some updates, by torch's hooks of optimizers and by wrapping its backward passes and data loaders."""
 
-import functools
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from steady_doctor.record.tape import Tape, sample
+from steady_doctor.record.wrapping import compile_, wrap
 
 
 def recorded_updates() -> Iterator[int]:
@@ -61,23 +60,16 @@ class Session:
         hooks.callback(
             register_optimizer_step_post_hook(lambda optimizer, *_: self._safely(self._after_step, optimizer)).remove
         )
-        wrapped: list[tuple[Any, str]] = [(torch.autograd, "backward"), (_BaseDataLoaderIter, "__next__")]
-        _wrap(hooks, torch.autograd, "backward", self._backward)
-        _wrap(hooks, _BaseDataLoaderIter, "__next__", self._load)
-
-        def compile_(original: Callable, *arguments: Any, **options: Any) -> Any:
-            result = original(*arguments, **options)  # which imports the compiler: that takes long, and is not needed before
-            _leave_out(wrapped)
-            return result
-
-        _wrap(hooks, torch, "compile", compile_)
+        wrap(hooks, torch.autograd, "backward", self._backward)
+        wrap(hooks, _BaseDataLoaderIter, "__next__", self._load)
+        wrap(hooks, torch, "compile", compile_)
         return hooks
 
     def _safely(self, look: Callable, *arguments: Any) -> None:
         if self.failure is not None or os.getpid() != self._process:
             return
         try:
-            with self.pause():
+            with self._pause():
                 look(*arguments)
         except Exception as error:
             self.failure = error
@@ -85,8 +77,7 @@ class Session:
             self._stopped(error)
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Nothing is recorded within."""
+    def _pause(self) -> Iterator[None]:
         tape = self.tape
         if tape is not None:
             tape.paused += 1
@@ -106,7 +97,7 @@ class Session:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._safely(self._before_backward, roots)
         try:
-            with self.pause():
+            with self._pause():
                 return original(tensors, *arguments, **options)
         finally:
             self._safely(self._after_backward)
@@ -120,7 +111,7 @@ class Session:
             self._recorded.after_backward()
 
     def _load(self, original: Callable, iterator: Any) -> Any:
-        with self.pause():
+        with self._pause():
             batch = original(iterator)
             if self.tape is not None:
                 self.tape.known((x for x in tree_flatten(batch)[0] if isinstance(x, Tensor)), "data")
@@ -216,23 +207,3 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _size(optimizer: Optimizer) -> int:
     return sum(parameter.numel() for parameter in parameters_of(optimizer))
-
-
-def _wrap(hooks: ExitStack, owner: Any, name: str, around: Callable) -> None:
-    original = vars(owner)[name]
-
-    @functools.wraps(original)
-    def wrapped(*arguments: Any, **options: Any) -> Any:
-        return around(original, *arguments, **options)
-
-    setattr(owner, name, wrapped)
-    hooks.callback(setattr, owner, name, original)
-    if "torch._dynamo" in sys.modules:
-        _leave_out([(owner, name)])
-
-
-def _leave_out(wrapped: list[tuple[Any, str]]) -> None:
-    """Tells torch's compiler to call these functions, and not to go through them. `wrapped`: (owner, name) of each; emptied."""
-    while wrapped:
-        owner, name = wrapped.pop()
-        setattr(owner, name, torch._dynamo.disable(vars(owner)[name]))

@@ -162,7 +162,7 @@ class Tape(TorchDispatchMode):
             op.shape, op.floating = tuple(first.shape), first.is_floating_point()
         whole = [self._number(tensor) for tensor in written if name in OVERWRITES and _is_all_of_its_storage(tensor)]
         self._follow(op, tuple(read for read in reads if read[0] not in whole), name)
-        if DRAWS in func.tags:
+        if draws(func, *arguments):
             self._draw(op, made, written)
         self.ops.append(op)
         op.writes = tuple(self._number(tensor) for tensor in written)
@@ -234,7 +234,8 @@ class Tape(TorchDispatchMode):
         size = value.numel()
         kept = {earlier for earlier in op.fronts if earlier in self._held and self._held[earlier].numel() > MUCH * size}
         for earlier in op.fronts - kept:
-            self._held.pop(earlier, None)
+            if earlier.trained or not op.trained:  # what an encoder gives to the network is needed to make its input again
+                self._held.pop(earlier, None)
         op.fronts = frozenset({op} | kept)  # a loss that a parameter weighs does not hide the output
         self._held[op] = value.detach()
 
@@ -339,7 +340,7 @@ class Tape(TorchDispatchMode):
                     if each.index not in self.values:
                         raise NotRecorded(f"{each.name} was written over")
                     tensors[each.result] = self.values[each.index].clone()
-                elif DRAWS in each.func.tags:
+                elif draws(each.func, each.args, each.kwargs):
                     raise NotRecorded(f"{each.name} draws numbers on the way")
                 else:
                     again = tree_map_only(Ref, lambda ref: tensors[ref.number], (each.args, each.kwargs))
@@ -353,6 +354,16 @@ def sample(tensor: Tensor) -> Tensor:
     """Returns some numbers, spread evenly, in float64: at most SAMPLED."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].double().clone()
+
+
+def draws(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether the operation draws random numbers. Attention without dropout does not, though torch marks it."""
+    if DRAWS not in func.tags:
+        return False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value))
+    return True
 
 
 def _key(tensor: Tensor) -> int:

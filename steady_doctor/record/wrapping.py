@@ -1,0 +1,46 @@
+"""Functions of torch and of Python's library that are wrapped while a script runs."""
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+_in_compiler: list[tuple[Any, str]] = []  # (owner, name) of those that torch's compiler would go through
+
+
+def wrap(hooks: ExitStack, owner: Any, name: str, around: Callable) -> None:
+    """Has `around(original, *arguments, **options)` called in the place of this function, until `hooks` is closed."""
+    original = vars(owner)[name]
+
+    @functools.wraps(original)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        return around(original, *arguments, **options)
+
+    setattr(owner, name, wrapped)
+    _in_compiler.append((owner, name))
+    hooks.callback(setattr, owner, name, original)
+    hooks.callback(_forget, owner, name)
+    if "torch._dynamo" in sys.modules:
+        _leave_out()
+
+
+def compile_(original: Callable, *arguments: Any, **options: Any) -> Any:
+    """Stands around torch.compile, which imports the compiler: that takes long, and is not needed before."""
+    result = original(*arguments, **options)
+    _leave_out()
+    return result
+
+
+def _forget(owner: Any, name: str) -> None:
+    if (owner, name) in _in_compiler:
+        _in_compiler.remove((owner, name))
+
+
+def _leave_out() -> None:
+    """Tells torch's compiler to call the wrapped functions, and not to go through them."""
+    while _in_compiler:
+        owner, name = _in_compiler.pop()
+        setattr(owner, name, torch._dynamo.disable(vars(owner)[name]))
