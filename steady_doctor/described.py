@@ -24,6 +24,7 @@ TARGETS = {
     "sample": "the image",
     "score": "the score",
     "v": "v",
+    "turned v": "v",
     "edm": "EDM's target",
     "edm outside": "EDM's target",
     "velocity": "the velocity to noise",
@@ -57,7 +58,7 @@ def _passes(seen: Seen) -> str:
     found, asked = levels(seen), asks(seen)
     if found is None:
         return "the network gets noise, but the image in its input was not identified"
-    target = TARGETS[asked[1].fits[0]] if asked is not None and asked[1].fits else "an unknown target"
+    target = TARGETS.get(asked[1].fits[0], asked[1].fits[0]) if asked is not None and asked[1].fits else "an unknown target"
     return ", ".join([PATHS[found.kind].format(scale=found.scale), target, *_weight(seen, asked[1].fits if asked else [])])
 
 
