@@ -23,7 +23,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else C++ stacks hide th
 T = TypeVar("T")
 REQUIRED = (  # to import, of requirements.txt; trackers are asked for by --logger
     *("torch", "accelerate", "diffusers", "datasets", "huggingface_hub", "safetensors", "yaml", "psutil", "tqdm", "PIL"),
-    *("numpy", "sklearn", "filelock"),
+    *("numpy", "sklearn", "filelock", "jinja2"),
 )
 LAUNCHER_NEXT = "(the text below is from the launcher: you can ignore it)"
 LAUNCHER_BESIDE = "(you can ignore the traceback of the launcher)"  # which ends at the same signal
