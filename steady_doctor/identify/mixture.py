@@ -89,17 +89,11 @@ def find_mixture(tape: Tape, forward: list[Op]) -> Mixture:
 def noise_sources(tape: Tape, given: list[Given]) -> int:
     """The bits of what may be noise: draws of image size, and normal numbers of image size from outside torch."""
     sources = {source for each in given for source in tape.sources(each.value.content)}
-    largest = max((each.value for each in given if each.value.floating), key=_count, default=None)
-    if largest is None:
-        return 0
-    of_one = _count(largest) // max(1, largest.shape[0])
-    bits = 0
-    for source in sources:
-        is_large = _count(source) * PART > of_one and _count(source) > LEAST
-        if source.name.startswith("bernoulli") or "dropout" in source.name:
-            continue
-        if is_large and (source.kind == "drawn" or _is_standard_normal(tape.values.get(source.index))):
-            bits |= 1 << source.index
+    may_be = {source for source in sources if _may_be_noise(source, tape)}
+    drawn = sum(1 << source.index for source in may_be)
+    noised = [each.value for each in given if each.value.floating and each.value.content & drawn]
+    of_one = max((_count(value) // max(1, value.shape[0]) for value in noised if value.shape), default=0)
+    bits = sum(1 << source.index for source in may_be if _count(source) * PART > of_one and _count(source) > LEAST)
     told = 0
     for each in given:
         if not each.value.content & bits:
@@ -108,6 +102,13 @@ def noise_sources(tape: Tape, given: list[Given]) -> int:
         source for source in sources if source.kind == "drawn" and source.floating and not 1 << source.index & (bits | told)
     ]
     return bits | sum(1 << source.index for source in small if told)  # an offset of each sample
+
+
+def _may_be_noise(source: Op, tape: Tape) -> bool:
+    """Dropout's draws are none."""
+    if not source.floating or source.name.startswith("bernoulli") or "dropout" in source.name:
+        return False
+    return source.kind == "drawn" or _is_standard_normal(tape.values.get(source.index))
 
 
 def _count(op: Op) -> int:
@@ -197,7 +198,7 @@ def _find_clean(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
         offset = None
         if float(left.max()) > LINEAR:
             a, offset, left = _multiple_and_constant(rest, value, mixture.where)
-        if float(left.max()) < LINEAR and float(a.abs().min()) > 0:
+        if float(left.max()) < LINEAR and float(a.abs().max()) > 0:
             mixture.clean, mixture.clean_value, mixture.a, mixture.offset = op, value, a, offset
             break
     extra = mixture.input.content & ~noise & ~levels & ~(mixture.clean.content if mixture.clean else 0)

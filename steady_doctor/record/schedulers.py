@@ -9,12 +9,12 @@ from torch import Tensor
 
 def declared() -> tuple[set[str], list[Tensor]]:
     """Returns the prediction types of all noise schedulers that exist, and their different tables of cumulated alphas."""
-    if "diffusers" not in sys.modules:
+    if (of_diffusers := sys.modules.get("diffusers.schedulers.scheduling_utils")) is None:
         return set(), []
     predictions: set[str] = set()
     tables: list[Tensor] = []
     for thing in gc.get_objects():
-        if not type(thing).__module__.startswith("diffusers.schedulers.") or not hasattr(thing, "add_noise"):
+        if not issubclass(type(thing), of_diffusers.SchedulerMixin) or not hasattr(thing, "add_noise"):
             continue
         if (prediction := getattr(thing.config, "prediction_type", None)) is not None:
             predictions.add(prediction)
