@@ -78,7 +78,7 @@ def test_a_script_without_any_package_names_them_all():
 
 def test_the_required_packages_are_those_of_the_requirements():
     listed = (ROOT / "requirements.txt").read_text().split("# Development")[0]
-    names = set(re.findall(r"^[A-Za-z_-]+", listed, re.MULTILINE)) - {"tensorboard"}
+    names = set(re.findall(r"^[A-Za-z0-9_-]+", listed, re.MULTILINE)) - {"tensorboard"}
     imported = {"Pillow": "PIL", "PyYAML": "yaml", "scikit-learn": "sklearn"}
     assert {imported.get(name, name) for name in names} == set(entrypoint.REQUIRED)
 
