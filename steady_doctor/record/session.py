@@ -118,7 +118,7 @@ class Session:
         return batch
 
     def turn(self) -> bool:
-        """Goes on with another optimizer, one after the other from the largest, as this one does not train a denoiser: it may be
+        """Goes on with another optimizer, from the largest to the smallest, as this one does not train a denoiser: it may be
         a discriminator's. Returns whether there is one; else the largest one stays."""
         if self._is_known or self._main is None:
             return False
