@@ -73,7 +73,7 @@ def _weight(seen: Seen, fits: list[str]) -> list[str]:
         ratio = weights.log_weight - (weights.snr.clamp(max=gamma) / divisor).clamp(min=1e-30).log()
         if float(ratio.max() - ratio.min()) < SAME:
             return [f"min-SNR {gamma}"]
-    return ["errors weighed by their noise level"]
+    return ["errors weighed unequally"]
 
 
 def _averages(seen: Seen) -> str:
@@ -98,9 +98,11 @@ def _of_pass(one: Pass) -> list[str]:
     mixture, target = one.mixture, one.target
     if mixture is None:
         return [not_identified(one.why_not), *[""] * 6]
-    known = target is not None and target.p is not None and target.seen is not None
-    asked = [(_range(values[target.seen])) for values in (target.p, target.q, target.rest)] if known else [""] * 3  # type: ignore[union-attr, index]
-    return [_range(mixture.a), _range(mixture.b), f"{mixture.noise.mean:.3f}", f"{mixture.noise.std:.3f}", *asked]
+    noise = [f"{mixture.noise.mean:.3f}", f"{mixture.noise.std:.3f}"]
+    asked = [""] * 3
+    if target is not None and target.p is not None and target.q is not None and target.rest is not None:
+        asked = [_range(values[target.seen]) for values in (target.p, target.q, target.rest)]
+    return [_range(mixture.a), _range(mixture.b), *noise, *asked]
 
 
 def _of_update(step: Step) -> list[str]:

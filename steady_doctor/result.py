@@ -58,7 +58,8 @@ class Result:
         """The files take the place of earlier ones, which would else be taken for these after a kill."""
         Result.is_watching = True
         self._hooks = self.doctor.install()
-        self.look()
+        if self._main:
+            self._write()
 
     def look(self) -> None:
         """Judges what was seen so far, and writes it."""
@@ -101,7 +102,7 @@ class Result:
             return 1
         if self.doctor.seen.mixed() and not self.failure:
             return 0
-        why = f"the doctor stopped: {self.failure}" if self.failure else "nothing was judged"
+        why = f"the doctor stopped: {self.failure}" if self.failure else "no mixture of image and noise was identified"
         print(f"error: --fail_on {self._fail_on}: {why}", file=sys.stderr, flush=True)
         return 2
 

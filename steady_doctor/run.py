@@ -124,6 +124,6 @@ def _run(script: Path, arguments: list[str]) -> tuple[int, bool]:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != path:
             trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace or error.__traceback__)
+        traceback.print_exception(type(error), error, trace)  # none of a script that cannot be parsed
         return 1, False
     return 0, True

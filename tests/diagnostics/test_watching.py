@@ -151,6 +151,13 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_script_runs(server, 
     assert run.text().splitlines()[0].startswith("error: cannot write to --watch_dir ") and "runs" not in run.text()
 
 
+def test_a_script_that_cannot_be_parsed(tmp_path):
+    (tmp_path / "broken.py").write_text("print(\n")
+    said = [alone(tmp_path, *words, "broken.py", path=LOOPS.parents[1]) for words in ((), ("-m", "steady_doctor"))]
+    assert [run.returncode for run in said] == [1, 1] and "SyntaxError" in said[0].stderr
+    assert said[0].stderr == said[1].stderr
+
+
 def test_a_script_that_never_trains(server, tmp_path):
     status, text, findings = watch(server, tmp_path, LOOPS / "misbehaving.py", "nothing", 6)
     assert (status, findings) == (0, {})
@@ -305,6 +312,7 @@ def test_modules_of_the_script_that_have_our_names(tmp_path):
 
 @pytest.mark.slow
 def test_as_pip_installs_it(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")  # without a network, what is here has to build it
     root, tree, target = LOOPS.parents[1], tmp_path / "tree", tmp_path / "target"
     for name in ("models", "utils", "steady_doctor"):
         shutil.copytree(root / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
