@@ -62,8 +62,10 @@ class Nothing(Exception):
 
 
 def given_to_network(tape: Tape, forward: list[Op]) -> list[Given]:
-    """All values that meet trained parameters, or what was made with them, and have nothing of these themselves, before the last
-    layer: what meets the output is of the loss."""
+    """All values that meet trained parameters, or what was made with them, and have nothing of these themselves.
+
+    Before the last layer: what meets the output is of the loss.
+    """
     inside: set[Op] = set()
     for op in reversed(forward):
         if op in inside or _is_layer(op):
@@ -280,7 +282,7 @@ def _find_table(tape: Tape, mixture: Mixture) -> None:
     """Where the shares are picked from a table of the script's by a whole number: that number, and the shares of all rows."""
     levels = sum(1 << source.index for source in mixture.levels)
     for op in tape.upstream(mixture.input):
-        if op.name not in PICKS or op.floating and op.reads[0][1].content:
+        if op.name not in PICKS or (op.floating and op.reads[0][1].content):
             continue
         which = [last for _, last in op.reads[1:] if not last.floating and last.content & levels]
         if len(which) != 1 or _count(which[0]) != mixture.size or not op.reads[0][1].shape:
@@ -300,7 +302,9 @@ def _find_table(tape: Tape, mixture: Mixture) -> None:
 
 def _range_of(op: Op, tape: Tape) -> tuple[int, int] | None:
     """The numbers from which a whole number was drawn, where nothing but its shape was changed since."""
-    ways = [each for each in tape.upstream(op) if each.kind != "op" or each.name not in {"view", "_to_copy", "squeeze", "unsqueeze"}]
+    ways = [
+        each for each in tape.upstream(op) if each.kind != "op" or each.name not in {"view", "_to_copy", "squeeze", "unsqueeze"}
+    ]
     if len(ways) != 1 or ways[0].name != "randint":
         return None
     low_or_high, *more = (number for number in ways[0].args if isinstance(number, int))

@@ -90,7 +90,9 @@ def _pass(recorded: Recorded, root: Op) -> Pass:
         mixture = find_mixture(tape, [op for op in tape.upstream(root) if op.kind == "op"])
         target = find_target(tape, root, mixture)
         asked = None if target is None else _asked(tape, root, mixture, target)
-        return Pass(_mixed(tape, mixture), asked, squares=_squares(tape, root, target, mixture.size), misplaced=_misplaced(tape, root))
+        return Pass(
+            _mixed(tape, mixture), asked, squares=_squares(tape, root, target, mixture.size), misplaced=_misplaced(tape, root)
+        )
     except (Nothing, NotRecorded) as error:
         return Pass(why_not=str(error), misplaced=_misplaced(tape, root), noise_in_loss=_noise_in_loss(tape, root))
 

@@ -109,7 +109,11 @@ def _compared(tape: Tape, root: Op, output: Op, value: Tensor) -> Tensor | None:
         here, there = (tape.value(ours, {output: v}).double() for v in (value, value + step))
         wanted = tape.value(other).double()
         if here.shape != value.shape:
-            here, there, wanted = (v.reshape(value.shape) for v in (here, there, wanted)) if here.numel() == value.numel() else (here, there, wanted)
+            here, there, wanted = (
+                (v.reshape(value.shape) for v in (here, there, wanted))
+                if here.numel() == value.numel()
+                else (here, there, wanted)
+            )
         if here.shape != value.shape:
             return None
         return value.double() + (wanted - here) * step.double() / (there - here)

@@ -9,7 +9,9 @@ from steady_doctor.laws.paths import levels
 from steady_doctor.laws.target import asks
 from steady_doctor.seen import Seen
 
-MUCH_SIGNAL = 0.3  # the image's share at the last row of a table, that a network which begins at pure noise has never seen without
+MUCH_SIGNAL = (
+    0.3  # the image's share at the last row of a table, that a network which begins at pure noise has never seen without
+)
 NO_SIGNAL = 0.01  # the share below which nothing of the image is left
 TOO_MANY = 0.4  # of a table's rows without any image
 SECOND_NOISE = 0.3  # of the clean image: an encoder's latents have some hundredths
@@ -38,7 +40,13 @@ def clean(seen: Seen) -> Iterator[Found]:
 def unscaled(seen: Seen) -> Iterator[Found]:
     """An output that is preconditioned for each level, and an input that is not."""
     found, asked = levels(seen), asks(seen)
-    if found is not None and asked is not None and asked[1].fits == ["edm outside"] and found.kind == "ve" and float(found.b.max()) > 5:
+    if (
+        found is not None
+        and asked is not None
+        and asked[1].fits == ["edm outside"]
+        and found.kind == "ve"
+        and float(found.b.max()) > 5
+    ):
         yield Found("input-unscaled", asked[0], {"largest": float(found.b.max())})
 
 

@@ -8,18 +8,21 @@ from torch import Tensor
 from steady_doctor.seen import Seen
 
 CLOSE = 2e-3  # of the larger share; half precision rounds to 4e-3
+MOST_LEFT = 0.2  # of the noise, at the images' end of a line
 LEAST = 4  # samples, before a path is told
 
 
 @dataclass
 class Levels:
-    """Of all samples that were seen, in float64. `kind`: "vp", a^2 + b^2 = scale^2; "flow", a + b = 1; "ve", a = 1; "edm", the same
-    times 1 / sqrt(sigma^2 + sigma_data^2); "" for none of them."""
+    """Of all samples that were seen, in float64.
+
+    `kind`: "vp", a^2 + b^2 = 1; "flow", a + b = 1; "ve", a = 1; "edm", the latter times 1 / sqrt(sigma^2 + sigma_data^2); or "".
+    """
 
     a: Tensor
     b: Tensor
     kind: str
-    scale: float = 1.0  # vp: of the image against unit noise; edm: sigma_data
+    scale: float = 1.0  # edm: sigma_data; flow: 1 less the noise that is left at the images' end
 
     @property
     def sigma(self) -> Tensor:
@@ -46,6 +49,10 @@ def kind_of(a: Tensor, b: Tensor, close: float = CLOSE) -> tuple[str, float]:
         return "vp", 1.0
     if near(a + b, one):
         return "flow", 1.0
+    if float(a.max() - a.min()) > 0.05 and float(a.max()) > 0.1:
+        left = float(((a + b - 1) / a)[a > 0.1].median())
+        if 0 < left < MOST_LEFT and near(a * (1 - left) + b, one):
+            return "flow", 1 - left
     if float((a / a.median() - 1).abs().max()) <= close:
         return "ve", float(a.median())
     if bool((a > 0).all()):

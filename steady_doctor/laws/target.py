@@ -47,7 +47,9 @@ class Asks:
             if abs(factor) > 1.1:
                 known["turned v"] = (-b * factor, a * factor)
         if self.kind == "flow":
-            known |= {"velocity": (-one, one), "backward": (one, -one)}
+            # Where some noise is left at the images' end of the line, by as much less, which many scripts leave out of account.
+            noise = scale * one if self._is(-one, scale * one) or self._is(one, -scale * one) else one
+            known |= {"velocity": (-one, noise), "backward": (one, -noise)}
         if not (self.kind == "vp" and self.has_table):
             known["minus noise"] = (zero, -one)  # a score times its sigma
         sigma = b / a.clamp(min=1e-12)
@@ -101,10 +103,16 @@ def direction(seen: Seen) -> Iterator[Found]:
     asked = asks(seen)
     if asked is None or asked[1].kind != "flow" or not {"velocity", "backward"} & set(asked[1].fits):
         return
-    told = [one.mixture for _, one in seen.mixed() if one.mixture.told and one.mixture.a is not None]
-    grows = [bool(((t := mixture.told[-1]) - t.mean()) @ (mixture.b - mixture.b.mean()) > 0) for mixture in told if mixture.size > 2]
-    if grows and (all(grows) or not any(grows)) and grows[0] != ("velocity" in asked[1].fits):
-        yield Found("target-direction", asked[0], {"fits": asked[1].fits[0]})
+    told = [one.mixture for _, one in seen.mixed() if one.mixture.told and one.mixture.a is not None and one.mixture.size > 2]
+    for place in (0, -1):  # the number that the network gets, and that which the script drew
+        grows = [bool(_slope(mixture.told[place], mixture.b) > 0) for mixture in told]
+        if not grows or (any(grows) and not all(grows)) or grows[0] == ("velocity" in asked[1].fits):
+            return
+    yield Found("target-direction", asked[0], {"fits": asked[1].fits[0]})
+
+
+def _slope(x: Tensor, y: Tensor) -> float:
+    return float((x - x.mean()) @ (y - y.mean()))
 
 
 def signal(seen: Seen) -> Iterator[Found]:

@@ -1,6 +1,7 @@
 """Whether the network is told the noise level of each image, and whether the levels cover the path."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ def alone(seen: Seen) -> Iterator[Found]:
 def again(seen: Seen) -> Iterator[Found]:
     """The levels of a batch are drawn anew in each pass."""
     known = [(update, mixture) for update, mixture in _known(seen) if mixture.size > 3 and len(mixture.b.unique()) > 3]
-    for (_, before), (update, mixture) in zip(known, known[1:]):
+    for (_, before), (update, mixture) in pairwise(known):
         if before.b.shape == mixture.b.shape and torch.equal(before.b, mixture.b):
             yield Found("timestep-again", update, {"size": mixture.size})
 

@@ -12,7 +12,12 @@ from steady_doctor.seen import Seen
 
 ROUGH = 5.0  # times its range, that the logarithm of the weight moves in the order of the levels
 VARIES = 0.05  # of the logarithm of the weight
-STEEPEST = {"vp": 1.1, "edm": 1.1, "ve": 1.1, "flow": 2.1}  # growth of the weight of the image's error with the SNR, in logarithms
+STEEPEST = {
+    "vp": 1.1,
+    "edm": 1.1,
+    "ve": 1.1,
+    "flow": 2.1,
+}  # growth of the weight of the image's error with the SNR, in logarithms
 MASKED = 0.5  # the smallest slope within a sample over its largest, below which something else than the level counts
 
 
@@ -103,7 +108,10 @@ def _known_slip(target: str, weights: Weights) -> str:
             slips |= {f"max(SNR, {gamma}) / SNR": snr.clamp(min=gamma) / snr, f"min(SNR, {gamma})": bounded}
             slips[f"min(SNR, {gamma}) / (SNR + 1)"] = bounded / (snr + 1)
         if target == "v":
-            slips |= {f"min(SNR, {gamma}) / SNR": bounded / snr, f"max(SNR, {gamma}) / (SNR + 1)": snr.clamp(min=gamma) / (snr + 1)}
+            slips |= {
+                f"min(SNR, {gamma}) / SNR": bounded / snr,
+                f"max(SNR, {gamma}) / (SNR + 1)": snr.clamp(min=gamma) / (snr + 1),
+            }
     for name, slip in slips.items():
         ratio = weights.log_weight - slip.clamp(min=1e-30).log()
         if float(ratio.max() - ratio.min()) < 0.02:
@@ -119,7 +127,9 @@ def left_out(seen: Seen) -> Iterator[Found]:
             continue
         slope = target.slope[torch.argsort(mixture.a / mixture.b.clamp(min=1e-12))]
         without = slope <= 1e-6 * slope.max()
-        inner = [place for place in range(len(slope)) if without[place] and not (without[:place].all() or without[place:].all())]
+        inner = [
+            place for place in range(len(slope)) if without[place] and not (without[:place].all() or without[place:].all())
+        ]
         if inner:
             yield Found("weight-none", update, {"without": int(without.sum()), "size": mixture.size})
 

@@ -1,4 +1,4 @@
-"""What the user asked the script for: the options that argparse read, and numbers on the command line."""
+"""What the user asked the script for: options as argparse has them, and numbers on the command line."""
 
 import argparse
 import sys
@@ -6,27 +6,23 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-NAMESPACES = "__main__"
-
 
 class Options:
     """`install` before the script begins. Nothing is asked for that a script sets by itself."""
 
     def __init__(self) -> None:
-        self._read: list[argparse.Namespace] = []
+        self._made: list[argparse.Namespace] = []
 
     def install(self, hooks: ExitStack, wrap: Callable) -> None:
-        wrap(hooks, argparse.ArgumentParser, "parse_known_args", self._note)
+        wrap(hooks, argparse.Namespace, "__init__", self._note)
 
-    def _note(self, original: Callable, parser: Any, *arguments: Any, **options: Any) -> Any:
-        result = original(parser, *arguments, **options)
-        self._read.append(result[0])
-        return result
+    def _note(self, original: Callable, namespace: argparse.Namespace, *arguments: Any, **options: Any) -> None:
+        original(namespace, *arguments, **options)
+        self._made.append(namespace)
 
     def values(self) -> dict[str, Any]:
         """Names and values, as they are now."""
-        kept = [value for value in vars(sys.modules[NAMESPACES]).values() if isinstance(value, argparse.Namespace)]
-        return {name: value for space in (*self._read, *kept) for name, value in vars(space).items()}
+        return {name: value for namespace in self._made for name, value in vars(namespace).items()}
 
     def numbers(self) -> set[float]:
         """All numbers among them, and on the command line."""

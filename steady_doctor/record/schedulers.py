@@ -19,6 +19,8 @@ def declared() -> tuple[set[str], list[Tensor]]:
         if (prediction := getattr(thing.config, "prediction_type", None)) is not None:
             predictions.add(prediction)
         table = getattr(thing, "alphas_cumprod", None)
-        if isinstance(table, Tensor) and not any(table.shape == other.shape and torch.allclose(table.double(), other) for other in tables):
+        if isinstance(table, Tensor) and not any(
+            table.shape == other.shape and torch.allclose(table.double(), other) for other in tables
+        ):
             tables.append(table.detach().double().cpu())
     return predictions, tables

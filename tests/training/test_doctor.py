@@ -118,6 +118,9 @@ def test_a_resume_with_other_options_says_what_a_new_run_would_and_looks_at_its_
     capsys.readouterr()
     resume = [*flags, "--resume_from_checkpoint", "checkpoint-4", "--max_train_steps", 10, "--max_train_images", 120]
     assert train([*resume, "--allow_option_change", "max_train_images", "data_fingerprint"]) == 0
-    assert "option-warmup: the warm-up is long for this run (--lr_warmup_steps 8, and the run has 10 updates)" in capsys.readouterr().out
+    assert (
+        "option-warmup: the warm-up is long for this run (--lr_warmup_steps 8, and the run has 10 updates)"
+        in capsys.readouterr().out
+    )
     records = RunRecord.read(tmp_path).records("data")
     assert [(step, data["images"]) for step, data in records] == [(0, 80), (4, 120)]
