@@ -16,7 +16,7 @@ LEAST = 4  # samples, before a path is told
 class Levels:
     """Of all samples that were seen, in float64.
 
-    `kind`: "vp", a^2 + b^2 = 1; "flow", a + b = 1; "ve", a = 1; "edm", the latter times 1 / sqrt(sigma^2 + sigma_data^2); or "".
+    `kind`: "vp", a^2 + b^2 = 1; "flow", a + b = 1; "ve", a = 1; "edm", that times 1 / sqrt(sigma^2 + sigma_data^2); or "".
     """
 
     a: Tensor
