@@ -26,4 +26,5 @@ class Doctor:
     def findings(self, ended: bool = False) -> list[Found]:
         """`ended`: the script came to its own end."""
         self.seen.updates, self.seen.ended = self.session.updates, ended
+        self.seen.begins, self.seen.dataset_rows = self.session.loads.begins, self.session.loads.rows
         return judge(self.seen)

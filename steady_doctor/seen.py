@@ -10,6 +10,8 @@ from steady_doctor.identify.step import Pass, Step
 class Seen:
     steps: list[Step] = field(default_factory=list)  # the recorded updates, the oldest first
     updates: int = 0  # all that were made
+    begins: dict[int, list[tuple[float, ...]]] = field(default_factory=dict)  # of each dataset: how each pass over it begins
+    dataset_rows: dict[int, int] = field(default_factory=dict)  # of each dataset
     ended: bool = False  # the script came to its own end: what has not happened by now will not
 
     def passes(self) -> Iterator[tuple[int, Pass]]:

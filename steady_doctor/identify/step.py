@@ -1,12 +1,15 @@
 """One recorded update as data: its passes and what it does around them. No batch is kept, and nothing of the tape."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from steady_doctor.identify.batch import Batch, identify_batch
+from steady_doctor.identify.conditions import Conditions, find_conditions
 from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.mixture import Mixture, Nothing, find_mixture
+from steady_doctor.identify.network import Network, identify_network
 from steady_doctor.identify.target import Target, find_target
 from steady_doctor.identify.update import Update, identify_update
 from steady_doctor.record.session import Recorded
@@ -62,16 +65,20 @@ class Pass:
     target: Asked | None = None
     why_not: str = ""  # a code: why there is no mixture
     squares: tuple[tuple[int, ...], ...] = ()  # shapes in the loss that have the batch along two axes
+    conditions: Conditions = field(default_factory=Conditions)
+    batch: Batch | None = None
 
 
 @dataclass
 class Step:
     update: Update
     passes: list[Pass]
+    network: Network = field(default_factory=Network)
 
 
 def identify(recorded: Recorded) -> Step:
-    return Step(identify_update(recorded), [_pass(recorded, root) for root in recorded.tape.roots if root is not None])
+    passes = [_pass(recorded, root) for root in recorded.tape.roots if root is not None]
+    return Step(identify_update(recorded), passes, identify_network(recorded))
 
 
 def _pass(recorded: Recorded, root: Op) -> Pass:
@@ -80,7 +87,9 @@ def _pass(recorded: Recorded, root: Op) -> Pass:
         mixture = find_mixture(tape, [op for op in tape.upstream(root) if op.kind == "op"])
         target = find_target(tape, root, mixture)
         asked = None if target is None else _asked(tape, root, target, mixture.size)
-        return Pass(_mixed(tape, mixture), asked, squares=_squares(tape, root, target, mixture.size))
+        squares = _squares(tape, root, target, mixture.size)
+        conditions = find_conditions(tape, root, mixture, None if target is None else target.output, recorded.no_gradient)
+        return Pass(_mixed(tape, mixture), asked, "", squares, conditions, identify_batch(recorded, mixture))
     except (Nothing, NotRecorded) as error:
         return Pass(why_not=str(error))
 
