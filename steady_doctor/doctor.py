@@ -3,8 +3,10 @@
 from contextlib import ExitStack
 
 from steady_doctor.found import Found
+from steady_doctor.identify.digest import digests
 from steady_doctor.identify.step import identify
 from steady_doctor.laws import judge
+from steady_doctor.record.ranks import Ranks
 from steady_doctor.record.session import Recorded, Session
 from steady_doctor.seen import Seen
 
@@ -14,6 +16,7 @@ class Doctor:
 
     def __init__(self) -> None:
         self.seen = Seen()
+        self.ranks = Ranks()
         self.session = Session(self._look)
 
     def install(self) -> ExitStack:
@@ -21,10 +24,14 @@ class Doctor:
         return self.session.install()
 
     def _look(self, recorded: Recorded) -> None:
-        self.seen.steps.append(identify(recorded))
+        step = identify(recorded)
+        self.seen.steps.append(step)
+        self.ranks.tell(recorded.update, digests(recorded, step))
 
     def findings(self, ended: bool = False) -> list[Found]:
         """`ended`: the script came to its own end."""
         self.seen.updates, self.seen.ended = self.session.updates, ended
         self.seen.begins, self.seen.dataset_rows = self.session.loads.begins, self.session.loads.rows
+        self.ranks.collect()
+        self.seen.ranks = self.ranks.everyone
         return judge(self.seen)

@@ -12,6 +12,7 @@ class Seen:
     updates: int = 0  # all that were made
     begins: dict[int, list[tuple[float, ...]]] = field(default_factory=dict)  # of each dataset: how each pass over it begins
     dataset_rows: dict[int, int] = field(default_factory=dict)  # of each dataset
+    ranks: dict[int, list[dict[str, str]]] = field(default_factory=dict)  # of updates: digests of what each process had
     ended: bool = False  # the script came to its own end: what has not happened by now will not
 
     def passes(self) -> Iterator[tuple[int, Pass]]:

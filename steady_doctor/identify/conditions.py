@@ -36,6 +36,7 @@ class Condition:
 @dataclass
 class Conditions:
     given: list[Condition] = field(default_factory=list)
+    level_ignored: bool = False  # all parameters that read the noise level alone get a gradient of exactly 0
     dropped_in_vain: int = 0  # labels of which a part was replaced by chance in a tensor that nothing reads
 
 
@@ -47,7 +48,8 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
         barred |= 1 << source.index
     of_image = set(tape.upstream(mixture.input))
     values: dict[Op, tuple[Op | None, bool]] = {}
-    for at, value in _met(tape, output if output is not None else root, by_layers_alone=output is None):
+    end = output if output is not None else root
+    for at, value in _met(tape, end, by_layers_alone=output is None):
         if value not in of_image:
             values.setdefault(value, (at, False))
     for value in _joined(tape, mixture):
@@ -61,12 +63,21 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
             continue
         condition.joined = joined
         condition.by_layer = joined or (at is not None and at.meets)
-        condition.ignored = at is not None and at.meets and bool(at.uses) and not at.uses & ~without_gradient
+        condition.ignored = at is not None and _gets_none(tape, at, without_gradient)
         found.given.append(condition)
         made_of.append(value.content)
     _keep_least_dropped(found.given, made_of)
+    levels = sum(1 << source.index for source in mixture.levels)
+    met = _met(tape, end, by_layers_alone=True)
+    readers = [at for at, value in met if (value.content | value.choice) & levels and not value.content & mixture.noise.content]
+    found.level_ignored = bool(readers) and all(_gets_none(tape, at, without_gradient) for at in readers)
     found.dropped_in_vain = _dropped_in_vain(tape, root, mixture)
     return found
+
+
+def _gets_none(tape: Tape, at: Op, without_gradient: int) -> bool:
+    """Whether all that wants a gradient of the parameters that are read there gets one of exactly 0."""
+    return at.meets and bool(at.uses & without_gradient) and not at.uses & tape.wanted & ~without_gradient
 
 
 def _met(tape: Tape, output: Op, by_layers_alone: bool) -> Iterator[tuple[Op, Op]]:

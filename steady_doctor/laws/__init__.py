@@ -6,7 +6,7 @@ A law speaks where the identification is exact. What may be right in somebody's 
 from collections.abc import Callable, Iterator
 
 from steady_doctor.found import Found
-from steady_doctor.laws import condition, data, inputs, network, noise, target, timestep, weight
+from steady_doctor.laws import condition, data, inputs, network, noise, ranks, target, timestep, weight
 from steady_doctor.seen import Seen
 
 # In the order of an update: a fault early on shows in later stages, too.
@@ -19,6 +19,7 @@ LAWS: tuple[Callable[[Seen], Iterator[Found]], ...] = (
     *network.LAWS,
     *target.LAWS,
     *weight.LAWS,
+    *ranks.LAWS,
 )
 
 

@@ -53,4 +53,11 @@ def dead(seen: Seen) -> Iterator[Found]:
         yield Found("network-dead", late[0].update.number, {"share": min(step.network.dead for step in late)})
 
 
-LAWS = (finite, mode, batch_norm, frozen, precision, dead)
+def level_ignored(seen: Seen) -> Iterator[Found]:
+    """What reads the noise level gets no gradient: its effect is multiplied by zero, or detached."""
+    late = [(update, one) for update, one in seen.mixed() if update >= LATE]
+    if len({update for update, _ in late}) >= LOOKS and all(one.conditions.level_ignored for _, one in late):
+        yield Found("network-level-ignored", late[0][0], {"updates": len(late)})
+
+
+LAWS = (finite, mode, batch_norm, frozen, precision, dead, level_ignored)

@@ -159,7 +159,7 @@ class Recorded:
         self.before: list[list[Tensor | None]] = []  # gradients before each backward pass
         self.after: list[list[Tensor | None]] = []  # and after it
         self.at_step: list[Tensor | None] = []  # what the optimizer got
-        self.no_gradient = 0  # bits of the parameters whose gradient was exactly 0 there, or none
+        self.no_gradient = 0  # bits of the parameters that want a gradient, and got one of exactly 0 there, or none
         self.finite: list[bool] = []  # of what was differentiated
         self.modules = Modules(self.parameters)
         self.handled: list[tuple[Any, int]] = []  # what a dataset did in this process to each batch, and the batch's size
@@ -185,7 +185,7 @@ class Recorded:
         self.weights.append(self._weights())
         self.at_step = self._gradients()
         for place, parameter in enumerate(self.parameters):
-            if parameter.grad is None or not bool(parameter.grad.any()):
+            if parameter.requires_grad and (parameter.grad is None or not bool(parameter.grad.any())):
                 self.no_gradient |= 1 << place
         states = (x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
         self.tape.known(states, "state")

@@ -106,6 +106,7 @@ class Tape(TorchDispatchMode):
         self.writes: list[Write] = []  # to what is outside, with what came from trained parameters
         trained = list(trained)
         self._trained = {_key(parameter): bit for bit, parameter in enumerate(trained)}
+        self.wanted = sum(1 << bit for bit, parameter in enumerate(trained) if parameter.requires_grad)  # bits
         self._shapes = {parameter.shape for parameter in trained}
         self._kinds: dict[int, str] = {}  # by storage
         self._loads: dict[int, int] = {}  # by storage
