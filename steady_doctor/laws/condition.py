@@ -1,6 +1,6 @@
 """Whether the network is told of each image what belongs to it, of most images, and whether it listens."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -112,16 +112,16 @@ def in_order(seen: Seen) -> Iterator[Found]:
 
 
 def one_class(seen: Seen) -> Iterator[Found]:
-    """Each batch has images of one class, and the batches have different ones; the label that stands for none is left out."""
+    """Each batch has one label or text, and the batches have different ones; what stands for none is left out."""
     for looks in _places(seen).values():
-        labels = [one.labels for _, one in looks if one.labels is not None]
-        if not labels or len(labels) < len(looks):
-            continue
-        every = torch.cat(labels)
-        for empty in {int(every.min()), int(every.max())}:
-            kept = [rest for one in labels if len(rest := one[one != empty]) >= ENOUGH]
-            if len(kept) >= LOOKS and all(len(one.unique()) == 1 for one in kept) and len(torch.cat(kept).unique()) > 1:
-                yield Found("condition-one-class", looks[0][0], {"batches": len(kept)})
+        batches = [Counter(map(tuple, one.rows.tolist())) for _, one in looks if one.by_layer]
+        mixed = [set(batch) for batch in batches if len(batch) > 1]
+        empty = set.intersection(*mixed) if len(mixed) > 1 else set()
+        kept = [{row: n for row, n in batch.items() if row not in empty} for batch in batches]
+        kept = [batch for batch in kept if sum(batch.values()) >= ENOUGH]
+        alone = len(kept) > LOOKS and all(len(batch) == 1 for batch in kept) and len(empty) <= 1
+        if alone and len({row for batch in kept for row in batch}) > 1:
+            yield Found("condition-one-class", looks[0][0], {"batches": len(kept)})
 
 
 def _sorted(labels: Tensor) -> bool:

@@ -19,9 +19,10 @@ def finite(seen: Seen) -> Iterator[Found]:
 
 def mode(seen: Seen) -> Iterator[Found]:
     """Layers that leave something out by chance do so while the network trains."""
-    modes = [(step.update.number, training) for step in seen.steps for one in step.network.called for training in one.drops]
-    if len({update for update, _ in modes}) >= LOOKS and not any(training for _, training in modes):
-        yield Found("network-evaluation-mode", modes[0][0], {"layers": len(seen.steps[0].network.called[0].drops)})
+    for step in seen.steps:
+        modes = [training for one in step.network.called for training in one.drops]
+        if modes and not any(modes):
+            yield Found("network-evaluation-mode", step.update.number, {"layers": len(modes)})
 
 
 def batch_norm(seen: Seen) -> Iterator[Found]:

@@ -45,12 +45,12 @@ class Modules:
             elif _drops(each):
                 network.drops.append(each.training)
             for of_which, parameter in each.named_parameters(recurse=False):
-                if id(parameter) in self._trained:
-                    network.trained += parameter.numel()
-                elif not parameter.requires_grad:
+                if not parameter.requires_grad:
                     network.frozen += parameter.numel()
                     if parameter.ndim > 1 and _as_made(parameter):
                         network.as_made.append(f"{name}.{of_which}")
+                elif id(parameter) in self._trained:
+                    network.trained += parameter.numel()
         self.networks.append(network)
 
 

@@ -183,8 +183,9 @@ class Tape(TorchDispatchMode):
             self._hold(op, first)
 
     def _is_of_averages(self, op: Op) -> bool:
-        """Whether it was made of parameters and what has their shapes alone."""
-        return not op.fronts and all(torch.Size(source.shape) in self._shapes for source in self.sources(op.content))
+        """Whether it was made of parameters and what has their shapes alone; of no draws and of no data."""
+        made_of = self.sources(op.content)
+        return not op.fronts and all(one.kind == "outside" and torch.Size(one.shape) in self._shapes for one in made_of)
 
     def _note_writes(self, op: Op, results: list[Tensor]) -> None:
         for result in results:
