@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from steady_doctor.identify.step import Pass, Step
 
@@ -13,6 +16,10 @@ class Seen:
     begins: dict[int, list[tuple[float, ...]]] = field(default_factory=dict)  # of each dataset: how each pass over it begins
     dataset_rows: dict[int, int] = field(default_factory=dict)  # of each dataset
     ranks: dict[int, list[dict[str, str]]] = field(default_factory=dict)  # of updates: digests of what each process had
+    options: dict[str, Any] = field(default_factory=dict)  # that the user gave the script, by name
+    asked_numbers: set[float] = field(default_factory=set)  # among them, and on the command line
+    predictions: set[str] = field(default_factory=set)  # prediction types of the script's noise schedulers (diffusers')
+    alphas_cumprod: list[Tensor] = field(default_factory=list)  # their different tables, [T] each, in float64
     ended: bool = False  # the script came to its own end: what has not happened by now will not
 
     def passes(self) -> Iterator[tuple[int, Pass]]:

@@ -11,6 +11,7 @@ from steady_doctor.identify.rows import alike, origins, without
 from steady_doctor.record.tape import NotRecorded, Op, Tape
 
 REPLACES = {"where", "masked_fill", "masked_fill_", "index_put_", "index_fill_"}
+FORMS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "clone", "alias", "_to_copy", "transpose", "permute", "squeeze"}
 MOST_CLASSES = 4096
 
 
@@ -50,6 +51,7 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
     values: dict[Op, tuple[Op | None, bool]] = {}
     end = output if output is not None else root
     for at, value in _met(tape, end, by_layers_alone=output is None):
+        value = _with_a_row_each(value, mixture.size)
         if value not in of_image:
             values.setdefault(value, (at, False))
     for value in _joined(tape, mixture):
@@ -89,6 +91,13 @@ def _met(tape: Tape, output: Op, by_layers_alone: bool) -> Iterator[tuple[Op, Op
             first = not last.fronts and not last.meets
             if last.content and (first or (at.trained and not last.trained and last.kind == "op")):
                 yield at, last
+
+
+def _with_a_row_each(value: Op, size: int) -> Op:
+    """A linear layer puts all tokens of a batch in one axis: what it was before."""
+    while value.shape[:1] != (size,) and value.name in FORMS and value.reads:
+        value = value.reads[0][1]
+    return value
 
 
 def _joined(tape: Tape, mixture: Mixture) -> Iterator[Op]:

@@ -36,7 +36,7 @@ class Figures:
         channels = value.detach().double().transpose(0, 1).reshape(shape[1], -1) if len(shape) > 2 else rows.reshape(1, -1)
         spread = torch.stack([channels.mean(1), channels.std(1, correction=0)])
         low, high = (float(end) for end in torch.aminmax(rows))
-        step = max(1, rows.shape[1] // HEAD)
+        step = -(-rows.shape[1] // HEAD)
         head = rows[:, ::step][:, :HEAD].clone()
         return cls(
             shape, value.dtype, mean, std, fourth, low, high, rows.mean(1), rows.std(1, correction=0), head, same, spread

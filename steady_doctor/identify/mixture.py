@@ -47,6 +47,7 @@ class Mixture:
     embedding: Tensor | None = None  # [B, ...]: the value that meets parameters there
     extra: tuple[Op, ...] = ()  # other draws that are in the input
     only_noise: bool = False
+    index_range: tuple[int, int] | None = None  # of the draw that it is
     index: Tensor | None = None  # [B]: the row of a table that the shares come from
     table: Tensor | None = None  # [3, rows looked at]: row, a, b
     given: Op | None = None  # what the network gets: the mixture itself, or what was made of it
@@ -88,21 +89,24 @@ def find_mixture(tape: Tape, forward: list[Op]) -> Mixture:
 def noise_sources(tape: Tape, given: list[Given]) -> int:
     """The bits of what may be noise: draws of image size, and normal numbers of image size from outside torch."""
     sources = {source for each in given for source in tape.sources(each.value.content)}
-    largest = max((each.value for each in given if each.value.floating), key=_count, default=None)
-    if largest is None:
-        return 0
-    of_one = _count(largest) // max(1, largest.shape[0])
-    bits = 0
-    for source in sources:
-        is_large = _count(source) * PART > of_one and _count(source) > LEAST
-        if is_large and (source.kind == "drawn" or _is_standard_normal(tape.values.get(source.index))):
-            bits |= 1 << source.index
+    may_be = {source for source in sources if _may_be_noise(source, tape)}
+    drawn = sum(1 << source.index for source in may_be)
+    noised = [each.value for each in given if each.value.floating and each.value.content & drawn]
+    of_one = max((_count(value) // max(1, value.shape[0]) for value in noised if value.shape), default=0)
+    bits = sum(1 << source.index for source in may_be if _count(source) * PART > of_one and _count(source) > LEAST)
     told = 0
     for each in given:
         if not each.value.content & bits:
             told |= each.value.content | each.value.choice
     small = [source for source in sources if source.kind == "drawn" and source.floating and not 1 << source.index & (bits | told)]
     return bits | sum(1 << source.index for source in small if told)  # an offset of each sample
+
+
+def _may_be_noise(source: Op, tape: Tape) -> bool:
+    """Dropout's draws are none."""
+    if not source.floating or source.name.startswith("bernoulli") or "dropout" in source.name:
+        return False
+    return source.kind == "drawn" or _is_standard_normal(tape.values.get(source.index))
 
 
 def _count(op: Op) -> int:
@@ -192,7 +196,7 @@ def _find_clean(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
         offset = None
         if float(left.max()) > LINEAR:
             a, offset, left = _multiple_and_constant(rest, value, mixture.where)
-        if float(left.max()) < LINEAR and float(a.abs().min()) > 0:
+        if float(left.max()) < LINEAR and float(a.abs().max()) > 0:
             mixture.clean, mixture.clean_value, mixture.a, mixture.offset = op, value, a, offset
             break
     extra = mixture.input.content & ~noise & ~levels & ~(mixture.clean.content if mixture.clean else 0)
@@ -267,7 +271,7 @@ def _find_table(tape: Tape, mixture: Mixture) -> None:
             continue
         index = tape.value(which[0])
         rows = max(op.reads[0][1].shape)
-        mixture.index = index.flatten()
+        mixture.index, mixture.index_range = index.flatten(), _range_of(which[0], tape)
         chosen = torch.linspace(0, rows - 1, LOOKED_AT).round().to(index)
         shares = []
         for some in chosen.split(mixture.size):
@@ -276,6 +280,15 @@ def _find_table(tape: Tape, mixture: Mixture) -> None:
         a, b = (torch.cat(list(one)) for one in zip(*shares))
         mixture.table = torch.stack([chosen.double(), a, b])
         return
+
+
+def _range_of(op: Op, tape: Tape) -> tuple[int, int] | None:
+    """The numbers from which a whole number was drawn, where nothing but its shape was changed since."""
+    ways = [each for each in tape.upstream(op) if each.kind != "op" or each.name not in {"view", "_to_copy", "squeeze", "unsqueeze"}]
+    if len(ways) != 1 or ways[0].name != "randint":
+        return None
+    low_or_high, *more = (number for number in ways[0].args if isinstance(number, int))
+    return (low_or_high, more[0]) if more else (0, low_or_high)
 
 
 def _shares_at(tape: Tape, mixture: Mixture, instead: dict[Op, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """One recorded update as data: its passes and what it does around them. No batch is kept, and nothing of the tape."""
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -8,15 +9,17 @@ from torch import Tensor
 from steady_doctor.identify.batch import Batch, identify_batch
 from steady_doctor.identify.conditions import Conditions, find_conditions
 from steady_doctor.identify.figures import Figures
-from steady_doctor.identify.mixture import Mixture, Nothing, find_mixture
+from steady_doctor.identify.mixture import Mixture, Nothing, find_mixture, given_to_network
 from steady_doctor.identify.network import Network, identify_network
-from steady_doctor.identify.target import Target, find_target
+from steady_doctor.identify.target import Target, by_image, find_target
 from steady_doctor.identify.update import Update, identify_update
 from steady_doctor.record.session import Recorded
 from steady_doctor.record.tape import NotRecorded, Op, Tape
 
 SHAPES = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "clone", "_to_copy", "detach"}
 SHAPES |= {"alias", "expand", "slice", "select", "split", "cat", "stack", "unbind", "copy_", "contiguous", "lift_fresh"}
+EVEN = 0.5  # the smallest slope within a sample over its largest, below which something else than the level counts
+NORMAL = {"randn", "randn_like", "normal", "normal_", "normal_functional"}
 ELEMENTWISE = {"mul", "div", "add", "sub", "rsub", "mul_", "div_"}
 LINEAR = {"mul", "div", "add", "sub", "rsub", "neg", "mul_", "div_", "add_", "sub_", "index", "constant_pad_nd"}
 
@@ -33,6 +36,7 @@ class Mixed:
     a: Tensor | None = None
     offset: Tensor | None = None
     clean: Figures | None = None
+    index_range: tuple[int, int] | None = None  # of which it is drawn: the first, and the first beyond
     told: tuple[Tensor, ...] = ()  # numbers on the way from the noise level to the network, the last first
     index: Tensor | None = None  # the row of a table that the shares come from
     table: Tensor | None = None  # [3, rows]: row, a, b
@@ -54,6 +58,8 @@ class Asked:
     slope: Tensor | None = None  # how much an error of each sample counts: the largest second derivative of the loss
     even: float | None = None  # the smallest slope within a sample, over the largest
     each: int = 1  # numbers of one sample of the output
+    skips: bool = False  # an image is added to the output before it is compared
+    by_image: bool = False  # the image itself decides which of its errors count
     by_network: bool = False  # another network's output is in it
 
 
@@ -64,6 +70,8 @@ class Pass:
     mixture: Mixed | None = None
     target: Asked | None = None
     why_not: str = ""  # a code: why there is no mixture
+    noise_in_loss: bool = False  # a normal draw of the size of what the network gets is in the loss
+    misplaced: tuple[str, ...] = ()  # what was multiplied along another axis by a number of each sample: "noise", "image"
     squares: tuple[tuple[int, ...], ...] = ()  # shapes in the loss that have the batch along two axes
     conditions: Conditions = field(default_factory=Conditions)
     batch: Batch | None = None
@@ -86,12 +94,17 @@ def _pass(recorded: Recorded, root: Op) -> Pass:
     try:
         mixture = find_mixture(tape, [op for op in tape.upstream(root) if op.kind == "op"])
         target = find_target(tape, root, mixture)
-        asked = None if target is None else _asked(tape, root, target, mixture.size)
-        squares = _squares(tape, root, target, mixture.size)
-        conditions = find_conditions(tape, root, mixture, None if target is None else target.output, recorded.no_gradient)
-        return Pass(_mixed(tape, mixture), asked, "", squares, conditions, identify_batch(recorded, mixture))
+        asked = None if target is None else _asked(tape, root, mixture, target)
+        return Pass(
+            _mixed(tape, mixture),
+            asked,
+            squares=_squares(tape, root, target, mixture.size),
+            misplaced=_misplaced(tape, root),
+            conditions=find_conditions(tape, root, mixture, None if target is None else target.output, recorded.no_gradient),
+            batch=identify_batch(recorded, mixture),
+        )
     except (Nothing, NotRecorded) as error:
-        return Pass(why_not=str(error))
+        return Pass(why_not=str(error), misplaced=_misplaced(tape, root), noise_in_loss=_noise_in_loss(tape, root))
 
 
 def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
@@ -104,6 +117,7 @@ def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
         mixture.a,
         mixture.offset,
         None if mixture.clean_value is None else Figures.of(mixture.clean_value),
+        mixture.index_range,
         mixture.told,
         mixture.index,
         mixture.table,
@@ -141,13 +155,15 @@ def _changed_by(tape: Tape, mixture: Mixture) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name not in SHAPES | LINEAR))
 
 
-def _asked(tape: Tape, root: Op, target: Target, size: int) -> Asked:
+def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
     asked = Asked(target.kind, target.p, target.q, target.rest, target.seen)
+    asked.skips = target.skips
     asked.by_network = any(front.content and front not in target.layers for front in root.fronts)
-    if target.slope is not None and target.slope.shape[0] == size:
+    if target.slope is not None and target.slope.shape[0] == mixture.size:
         slope = target.slope.abs().flatten(1)
         asked.slope, asked.each = slope.amax(1), slope.shape[1]
         asked.even = float((slope.amin(1) / asked.slope.clamp(min=1e-30)).min())
+        asked.by_image = asked.even < EVEN and by_image(tape, root, mixture, target)
     return asked
 
 
@@ -162,6 +178,34 @@ def _squares(tape: Tape, root: Op, target: Target | None, size: int) -> tuple[tu
         and op.index > target.output.index
         and len({_axis(last.shape, len(op.shape), size) for _, last in op.reads} - {None}) > 1
     )
+
+
+def _noise_in_loss(tape: Tape, root: Op) -> bool:
+    """What is drawn for the target alone; what the network gets has nothing of it."""
+    given = given_to_network(tape, [op for op in tape.upstream(root) if op.kind == "op"])
+    sizes = {torch.Size(each.value.shape).numel() for each in given if each.value.floating}
+    inside = 0
+    for each in given:
+        inside |= each.value.content
+    drawn = (source for source in tape.sources(root.content & ~inside) if source.kind == "drawn" and source.name in NORMAL)
+    return any(torch.Size(source.shape).numel() in sizes for source in drawn)
+
+
+def _misplaced(tape: Tape, root: Op) -> tuple[str, ...]:
+    """Numbers that were drawn for each sample, along another axis of what the network gets."""
+    found = []
+    for op in tape.upstream(root):
+        if op.trained or op.name not in ELEMENTWISE or len(op.shape) < 3 or op.shape[0] < 2:
+            continue
+        size = op.shape[0]
+        for (_, one), (_, other) in itertools.permutations(op.reads, 2):
+            is_along = len(one.shape) == len(op.shape) and one.shape[0] == size
+            of_each = [source for source in tape.sources(one.content | one.choice) if torch.Size(source.shape).numel() == size]
+            many = torch.Size(one.shape).numel() > 1 and one.floating
+            if many and not is_along and any(source.kind == "drawn" for source in of_each):
+                only_drawn = all(source.kind == "drawn" for source in tape.sources(other.content))
+                found.append("noise" if only_drawn else "image")
+    return tuple(dict.fromkeys(found))
 
 
 def _axis(shape: tuple[int, ...], axes: int, size: int) -> int | None:

@@ -1,5 +1,6 @@
 """What the network is trained to give: from the loss as a function of the output, as the tape repeats it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ class Target:
     p: Tensor | None = None  # target = p clean + q noise, [B]
     q: Tensor | None = None
     rest: Tensor | None = None  # the share of the target that is neither, [B]
+    skips: bool = False  # an image is added to the output before it is compared
     seen: Tensor | None = None  # samples of which enough elements count, [B]
 
 
@@ -79,9 +81,10 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
         if wanted is None:
             return Target(output, layers, "none")
         found = Target(output, layers, "operand", wanted)
+    found.skips = _skips(tape, root, output)
     _as_images(tape, root, mixture, found, wanted)
     if found.value is not None and found.value.shape == mixture.value.shape and mixture.clean_value is not None:
-        _shares(mixture.clean_value, mixture, found.value, found)
+        _shares(tape, mixture, found.value, found)
     return found
 
 
@@ -90,10 +93,10 @@ def _step(value: Tensor) -> Tensor:
     return 0.5 * value.float().std().clamp(min=1e-3) * signs.to(value)
 
 
-def _gradient(tape: Tape, root: Op, output: Op, value: Tensor) -> Tensor | None:
+def _gradient(tape: Tape, root: Op, output: Op, value: Tensor, instead: dict[Op, Tensor] | None = None) -> Tensor | None:
     leaf = value.detach().clone().requires_grad_(True)
     with torch.enable_grad():
-        loss = tape.value(root, {output: leaf * 1}, grad=True)
+        loss = tape.value(root, {output: leaf * 1} | (instead or {}), grad=True)
     if not loss.requires_grad:
         return None
     return torch.autograd.grad(loss.sum(), leaf, allow_unused=True)[0]
@@ -101,13 +104,7 @@ def _gradient(tape: Tape, root: Op, output: Op, value: Tensor) -> Tensor | None:
 
 def _compared(tape: Tape, root: Op, output: Op, value: Tensor) -> Tensor | None:
     """The output at which there is no error: where what was made of it, which is a line in it, is what it is compared with."""
-    for op in reversed(tape.upstream(root, [output])):
-        pair = [last for _, last in op.reads][:2]
-        if op.name not in COMPARES or len(pair) < 2 or pair[0].trained == pair[1].trained:
-            continue
-        ours, other = sorted(pair, key=lambda last: not last.trained)
-        if torch.Size(ours.shape).numel() < value.numel() // 2 or ours.shape != other.shape:
-            continue
+    for ours, other in _comparisons(tape, root, output):
         step = _step(value)
         here, there = (tape.value(ours, {output: v}).double() for v in (value, value + step))
         wanted = tape.value(other).double()
@@ -117,6 +114,26 @@ def _compared(tape: Tape, root: Op, output: Op, value: Tensor) -> Tensor | None:
             return None
         return value.double() + (wanted - here) * step.double() / (there - here)
     return None
+
+
+def _comparisons(tape: Tape, root: Op, output: Op) -> Iterator[tuple[Op, Op]]:
+    """What was made of the output, and what is taken off it; the last one on the way to the loss first."""
+    size = torch.Size(output.shape).numel()
+    for op in reversed(tape.upstream(root, [output])):
+        pair = [last for _, last in op.reads][:2]
+        if op.name in COMPARES and len(pair) > 1 and pair[0].trained != pair[1].trained and pair[0].shape == pair[1].shape:
+            ours, other = sorted(pair, key=lambda last: not last.trained)
+            if torch.Size(ours.shape).numel() >= size // 2:
+                yield ours, other
+
+
+def _skips(tape: Tape, root: Op, output: Op) -> bool:
+    for ours, _ in _comparisons(tape, root, output):
+        size = torch.Size(ours.shape).numel()
+        after = [op for op in tape.upstream(ours, [output]) if op.index > output.index and op.trained]
+        beside = [last for op in after for _, last in op.reads if not last.trained]
+        return any(last.content and torch.Size(last.shape).numel() == size for last in beside)
+    return False
 
 
 def _as_images(tape: Tape, root: Op, mixture: Mixture, target: Target, value: Tensor) -> None:
@@ -137,12 +154,32 @@ def _as_images(tape: Tape, root: Op, mixture: Mixture, target: Target, value: Te
         target.slope = None if target.slope is None else target.slope[:, : shape[1]]
 
 
-def _shares(clean: Tensor, mixture: Mixture, value: Tensor, target: Target) -> None:
-    """Least squares of the target's `value` by the clean image and the noise, for each sample, where there is noise."""
+def _shares(tape: Tape, mixture: Mixture, value: Tensor, target: Target) -> None:
+    """Least squares of the target's `value` by the clean image and the noise, for each sample, where there is noise. Of noise
+    that several draws were added up to, one of them alone may be asked for."""
     known = (torch.isfinite(value) & (mixture.where > 0)).flatten(1).double()
     y = torch.nan_to_num(value).double().flatten(1) * known
-    sides = torch.stack([v.double().flatten(1) * known for v in (clean, mixture.noise_value)], -1)
-    solution = torch.linalg.lstsq(sides, y.unsqueeze(-1)).solution
     target.seen = known.mean(1) > 0.02
-    target.rest = ((sides @ solution).squeeze(-1) - y).norm(dim=1) / y.norm(dim=1).clamp(min=1e-12)
-    target.p, target.q = solution[:, 0, 0], solution[:, 1, 0]
+    of_size = [tape.values[draw.index] for draw in mixture.draws if draw.index in tape.values]
+    of_size = [drawn.reshape(value.shape) for drawn in of_size if drawn.numel() == value.numel()]
+    for noise in (mixture.noise_value, *(of_size if len(mixture.draws) > 1 else [])):
+        sides = torch.stack([v.double().flatten(1) * known for v in (mixture.clean_value, noise) if v is not None], -1)
+        solution = torch.linalg.lstsq(sides, y.unsqueeze(-1)).solution
+        rest = ((sides @ solution).squeeze(-1) - y).norm(dim=1) / y.norm(dim=1).clamp(min=1e-12)
+        if target.rest is None or float(rest.max()) < 0.1 * float(target.rest.max()):
+            target.rest, target.p, target.q = rest, solution[:, 0, 0], solution[:, 1, 0]
+
+
+def by_image(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
+    """Whether it is the image itself that decides which of its errors count: another image's would."""
+    if target.slope is None or mixture.clean is None:
+        return False
+    value = tape.value(target.output).float()
+    others = {mixture.clean: tape.value(mixture.clean).roll(1, 0)}
+    slopes = []
+    for instead in ({}, others):
+        here, above = (_gradient(tape, root, target.output, v, instead) for v in (value, value + _step(value)))
+        if here is None or above is None:
+            return False
+        slopes.append((above - here).double() / _step(value).double())
+    return bool((slopes[0] - slopes[1]).abs().max() > 0.5 * slopes[0].abs().max())

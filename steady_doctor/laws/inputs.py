@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 
+import torch
+
 from steady_doctor.found import Found
 from steady_doctor.laws.paths import levels
+from steady_doctor.laws.target import asks
 from steady_doctor.seen import Seen
 
 MUCH_SIGNAL = 0.3  # the image's share at the last row of a table, that a network which begins at pure noise has never seen without
@@ -23,6 +26,46 @@ def nothing(seen: Seen) -> Iterator[Found]:
     for update, one in seen.mixed():
         if one.mixture.clean is None and float(one.mixture.input.std) > 0 and one.mixture.only_noise:
             yield Found("input-no-image", update)
+
+
+def clean(seen: Seen) -> Iterator[Found]:
+    """Noise is asked of a network that got none."""
+    for update, one in seen.passes():
+        if one.noise_in_loss:
+            yield Found("input-clean", update)
+
+
+def unscaled(seen: Seen) -> Iterator[Found]:
+    """An output that is preconditioned for each level, and an input that is not."""
+    found, asked = levels(seen), asks(seen)
+    if found is not None and asked is not None and asked[1].fits == ["edm outside"] and found.kind == "ve" and float(found.b.max()) > 5:
+        yield Found("input-unscaled", asked[0], {"largest": float(found.b.max())})
+
+
+def of_scheduler(seen: Seen) -> Iterator[Found]:
+    """The shares of a table with as many rows as that of the script's own noise scheduler are its."""
+    for update, one in seen.mixed():
+        table = one.mixture.table
+        if table is None or one.mixture.a is None or len(seen.alphas_cumprod) != 1:
+            continue
+        alphas = seen.alphas_cumprod[0]
+        if len(alphas) != int(table[0, -1]) + 1:
+            continue
+        a, b = alphas[table[0].long()].sqrt(), (1 - alphas[table[0].long()]).clamp(min=0).sqrt()
+        if float(torch.maximum((table[1] - a).abs(), (table[2] - b).abs()).max()) > 0.02:
+            yield Found("input-not-schedulers", update, {"a": float(table[1, 16]), "declared": float(a[16])})
+
+
+def no_noise(seen: Seen) -> Iterator[Found]:
+    """A level without noise that is drawn, though the noise is asked for."""
+    asked = asks(seen)
+    for update, one in seen.mixed():
+        table, drawn = one.mixture.table, one.mixture.index_range
+        if table is None or drawn is None or asked is None or "epsilon" not in asked[1].fits:
+            continue
+        for row, b in ((table[0, 0], table[2, 0]), (table[0, -1], table[2, -1])):
+            if drawn[0] <= int(row) < drawn[1] and abs(float(b)) < 1e-7:
+                yield Found("input-no-noise", update, {"row": int(row)})
 
 
 def signs(seen: Seen) -> Iterator[Found]:
@@ -62,4 +105,11 @@ def schedule(seen: Seen) -> Iterator[Found]:
             yield Found("input-all-noise", update, {"share": float((a.abs() < NO_SIGNAL).double().mean())})
 
 
-LAWS = (path, nothing, signs, changed, twice, schedule)
+def spread(seen: Seen) -> Iterator[Found]:
+    """The image's share of each sample is spread along the samples."""
+    for update, one in seen.passes():
+        if "image" in one.misplaced:
+            yield Found("input-spread", update)
+
+
+LAWS = (spread, clean, of_scheduler, path, unscaled, no_noise, nothing, signs, changed, twice, schedule)

@@ -73,7 +73,9 @@ def unit(seen: Seen) -> Iterator[Found]:
     """A spread of 1, where the shares are on a path that tells how strong the noise should be."""
     for update, one in seen.mixed():
         noise, count = one.mixture.noise, _independent(one.mixture)
-        if count >= 512 and abs(noise.std - 1) > ERRORS * (0.5 / count) ** 0.5 + ROUNDED:
+        close = ERRORS * (0.5 / count) ** 0.5 + ROUNDED if count else 0.0
+        is_asked = any(abs(noise.std / number - 1) < close for number in seen.asked_numbers if number > 0)
+        if count >= 512 and abs(noise.std - 1) > close and not is_asked:
             yield Found("noise-strength", update, {"std": noise.std})
 
 
@@ -88,4 +90,11 @@ def offset(seen: Seen) -> Iterator[Found]:
             yield Found("noise-offset", update, {"offset": float(noise.means.square().mean()) ** 0.5})
 
 
-LAWS = (shared, again, normal, unit, offset)
+def spread(seen: Seen) -> Iterator[Found]:
+    """The noise's share of each sample is spread along the samples."""
+    for update, one in seen.passes():
+        if "noise" in one.misplaced:
+            yield Found("noise-spread", update)
+
+
+LAWS = (spread, shared, again, normal, unit, offset)

@@ -18,14 +18,16 @@ class Asks:
     """The shares of image and noise in the target beside those in the input, of all samples where they are known; `fits`: the
     known targets that they are those of."""
 
-    def __init__(self, passes: list[Pass], kind: str, scale: float, has_table: bool):
+    def __init__(self, passes: list[Pass], kind: str, scale: float):
         def gathered(of: str, name: str) -> Tensor:
             return torch.cat([getattr(getattr(one, of), name)[one.target.seen] for one in passes])
 
         self.a, self.b = gathered("mixture", "a"), gathered("mixture", "b")
         self.p, self.q, self.rest = (gathered("target", name) for name in ("p", "q", "rest"))
         self.kind = kind
-        self.fits = [name for name, pair in self._known(scale, has_table).items() if self._is(*pair)]
+        self.has_table = any(one.mixture.index is not None for one in passes)
+        self.skips = any(one.target.skips for one in passes)
+        self.fits = [name for name, pair in self._known(scale).items() if self._is(*pair)]
 
     def _is(self, p: Tensor, q: Tensor) -> bool:
         return all(
@@ -33,21 +35,24 @@ class Asks:
             for x, y in ((self.p, p), (self.q, q))
         )
 
-    def _known(self, scale: float, has_table: bool) -> dict[str, tuple[Tensor, Tensor]]:
+    def _known(self, scale: float) -> dict[str, tuple[Tensor, Tensor]]:
         a, b, one, zero = self.a, self.b, torch.ones_like(self.a), torch.zeros_like(self.a)
         known = {"epsilon": (zero, one), "sample": (one, zero), "score": (zero, -1 / b.clamp(min=1e-12))}
         if self.kind in ("vp", "edm"):
-            known |= {"v": (-b / scale, a * scale), "edm": (b / scale, -a * scale)}
-        if self.kind == "vp" and not has_table:  # a quarter of a turn in a time of 1
+            known["v"] = (-b / scale, a * scale)
+            if self.skips:
+                known["edm"] = (b / scale, -a * scale)
+        if self.kind == "vp" and not self.has_table:  # a quarter of a turn in a time of 1
             factor = float((self.p * -b + self.q * a).median())
-            known["turned v"] = (-b * factor, a * factor)
+            if factor > 1.1:
+                known["turned v"] = (-b * factor, a * factor)
         if self.kind == "flow":
             known |= {"velocity": (-one, one), "backward": (one, -one)}
-        if not (self.kind == "vp" and has_table):
+        if not (self.kind == "vp" and self.has_table):
             known["minus noise"] = (zero, -one)  # a score times its sigma
         sigma = b / a.clamp(min=1e-12)
         square = float((-sigma * self.q / self.p).median())
-        if square > 0:  # EDM's preconditioning around the output alone; the input may have another form
+        if square > 0 and self.skips:  # EDM's preconditioning around the output alone; the input may have another form
             total = (sigma * sigma + square).sqrt()
             known["edm outside"] = sigma / (square**0.5 * total), -(square**0.5) / total
         return known
@@ -63,8 +68,7 @@ def asks(seen: Seen) -> tuple[int, Asks] | None:
     ]
     if found is None or not known or not any(bool(one.target.seen.any()) for _, one in known):
         return None
-    has_table = any(one.mixture.index is not None for _, one in known)
-    return known[0][0], Asks([one for _, one in known], found.kind, found.scale, has_table)
+    return known[0][0], Asks([one for _, one in known], found.kind, found.scale)
 
 
 def known(seen: Seen) -> Iterator[Found]:
@@ -77,6 +81,19 @@ def known(seen: Seen) -> Iterator[Found]:
     elif not found.fits and found.kind:
         pairs = [(round(float(p), 3), round(float(q), 3)) for p, q in list(zip(found.p, found.q))[:4]]
         yield Found("target-path", update, {"pairs": pairs, "path": found.kind})
+        if float((found.p.abs() - 1).abs().max()) < CLOSE and float((found.p + found.q).abs().max()) < CLOSE:
+            yield Found("input-for-target", update, {"path": found.kind})  # a straight line's: either of the two is wrong
+
+
+def declared(seen: Seen) -> Iterator[Found]:
+    """What the script's own noise schedulers say that a network gives."""
+    asked = asks(seen)
+    if asked is None or len(seen.predictions) != 1 or not asked[1].fits:
+        return
+    expected = {"epsilon": "epsilon", "sample": "sample", "v_prediction": "v", "flow_prediction": "velocity"}
+    name = expected.get(next(iter(seen.predictions)))
+    if name is not None and name not in asked[1].fits and not asked[1].skips:
+        yield Found("target-not-schedulers", asked[0], {"declared": name, "fits": asked[1].fits[0]})
 
 
 def direction(seen: Seen) -> Iterator[Found]:
@@ -101,4 +118,4 @@ def signal(seen: Seen) -> Iterator[Found]:
             yield Found("target-no-signal", update)
 
 
-LAWS = (known, direction, signal)
+LAWS = (known, declared, direction, signal)

@@ -114,6 +114,13 @@ def covered(seen: Seen) -> Iterator[Found]:
     if place is None:
         return
     low, high = float(place.min()), float(place.max())
+    drawn = {mixture.index_range for _, mixture in known}
+    if len(drawn) == 1 and (range_ := drawn.pop()) is not None and found.kind == "vp":
+        rows = int(known[0][1].table[0, -1]) + 1
+        left, end = max((range_[0] / rows, "low"), (1 - range_[1] / rows, "high"))
+        if left > LEFT_OUT:
+            yield Found("timestep-left-out", known[0][0], {"share": left, "end": end, "samples": len(place)})
+        return
     if low < -1e-6 or high > 1 + 1e-6:
         yield Found("timestep-outside", known[0][0], {"low": low, "high": high})
     by_chance = len(place) if not any(alone(seen)) else len(place.unique())

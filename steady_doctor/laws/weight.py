@@ -139,4 +139,10 @@ def square(seen: Seen) -> Iterator[Found]:
             yield Found("weight-square", update, {"shape": one.squares[0]})
 
 
-LAWS = (by_level, form, left_out, summed, square)
+def by_image(seen: Seen) -> Iterator[Found]:
+    for update, one in seen.mixed():
+        if one.target is not None and one.target.by_image:
+            yield Found("weight-of-image", update)
+
+
+LAWS = (by_image, by_level, form, left_out, summed, square)

@@ -55,8 +55,8 @@ class Session:
         hooks.callback(
             register_optimizer_step_post_hook(lambda optimizer, *_: self._safely(self._after_step, optimizer)).remove
         )
-        _wrap(hooks, torch.autograd, "backward", self._backward)
-        _wrap(hooks, _BaseDataLoaderIter, "__next__", self._load)
+        wrap(hooks, torch.autograd, "backward", self._backward)
+        wrap(hooks, _BaseDataLoaderIter, "__next__", self._load)
         return hooks
 
     def _safely(self, look: Callable, *arguments: Any) -> None:
@@ -209,7 +209,7 @@ def _size(optimizer: Optimizer) -> int:
     return sum(parameter.numel() for parameter in parameters_of(optimizer))
 
 
-def _wrap(hooks: ExitStack, owner: Any, name: str, around: Callable) -> None:
+def wrap(hooks: ExitStack, owner: Any, name: str, around: Callable) -> None:
     original = vars(owner)[name]
 
     @functools.wraps(original)
