@@ -26,7 +26,9 @@ def _clean(seen: Seen) -> list[tuple[int, Pass, Figures]]:
 
 
 def _is_image(one: Pass, clean: Figures) -> bool:
-    return len(clean.shape) == 4 and clean.shape[1] in (1, 3) and not (one.batch is not None and one.batch.encoded)
+    encoded = one.batch is not None and one.batch.encoded
+    film = len(clean.shape) == 5 and 3 in clean.shape[1:3]
+    return (film or len(clean.shape) == 4 and clean.shape[1] in (1, 3)) and not encoded
 
 
 def range_(seen: Seen) -> Iterator[Found]:
