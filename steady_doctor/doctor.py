@@ -40,6 +40,7 @@ class Doctor:
         """`ended`: the script came to its own end."""
         self.seen.updates, self.seen.ended = self.session.updates, ended
         self.seen.begins, self.seen.dataset_rows = self.session.loads.begins, self.session.loads.rows
+        self.seen.data_changed = self.session.loads.changed()
         self.ranks.collect()
         self.seen.ranks = self.ranks.everyone
         return judge(self.seen)

@@ -59,18 +59,14 @@ def _known_rows(condition: Condition) -> tuple[Tensor, Tensor] | None:
 
 
 def alike(seen: Seen) -> Iterator[Found]:
-    """One value for all images of a batch, in all batches."""
+    """One value for all images in all batches, made of values that differ."""
     for looks in _places(seen).values():
-        looks = [(update, one) for update, one in looks if one.by_layer and len(one.rows) >= ENOUGH]
-        if len(looks) < LOOKS or not all(_alike(one) for _, one in looks):
+        known = [one for _, one in looks if one.by_layer and len(one.rows) >= ENOUGH]
+        if len(known) < LOOKS or not all(one.varies and one.dropped is not None and bool(one.dropped.all()) for one in known):
             continue
-        firsts = torch.stack([one.rows[0] for _, one in looks])
-        update, one = looks[0]
-        if bool((firsts == firsts[:1]).all()):
-            if all(one.varies for _, one in looks) and all(one.dropped is not None and one.dropped.all() for _, one in looks):
-                yield Found("condition-always-same", update, {"passes": len(looks)})
-        else:
-            yield Found("condition-one-for-all", update, {"passes": len(looks), "size": len(one.rows)})
+        firsts = torch.stack([one.rows[0] for one in known])
+        if all(map(_alike, known)) and bool((firsts == firsts[:1]).all()):
+            yield Found("condition-always-same", looks[0][0], {"passes": len(known)})
 
 
 def dropped(seen: Seen) -> Iterator[Found]:

@@ -131,4 +131,10 @@ def order(seen: Seen) -> Iterator[Found]:
             yield Found("data-not-shuffled", 1, {"passes": len(begins)})
 
 
-LAWS = (range_, signals, latents, whole, again, order)
+def written(seen: Seen) -> Iterator[Found]:
+    """What a dataset keeps stays as it is."""
+    if seen.data_changed:
+        yield Found("data-changed", seen.updates)
+
+
+LAWS = (range_, signals, latents, whole, again, order, written)

@@ -8,21 +8,30 @@ from steady_doctor.seen import Seen
 LOOKS = 3  # updates
 
 
-def apart(seen: Seen) -> Iterator[Found]:
-    """What should be one is another in each process."""
-    for name in ("gradient", "weights"):
-        looks = _looks(seen, name)
-        if len(looks) >= LOOKS and all(len(set(told)) > 1 for _, told in looks):
-            update, told = looks[0]
-            yield Found(f"ranks-{name}", update, {"different": len(set(told)), "processes": len(told)})
+def gradient(seen: Seen) -> Iterator[Found]:
+    looks = _looks(seen, "gradient")
+    if len(looks) >= LOOKS and all(len(set(told)) > 1 for _, told in looks):
+        update, told = looks[0]
+        yield Found("ranks-gradient", update, {"different": len(set(told)), "processes": len(told)})
 
 
-def alike(seen: Seen) -> Iterator[Found]:
-    """What each process should have of its own is the same in all."""
-    for name in ("images", "noise"):
-        looks = _looks(seen, name)
-        if len(looks) >= LOOKS and all(len(set(told)) == 1 for _, told in looks):
-            yield Found(f"ranks-{name}", looks[0][0], {"processes": len(looks[0][1])})
+def weights(seen: Seen) -> Iterator[Found]:
+    looks = _looks(seen, "weights")
+    if len(looks) >= LOOKS and all(len(set(told)) > 1 for _, told in looks):
+        update, told = looks[0]
+        yield Found("ranks-weights", update, {"different": len(set(told)), "processes": len(told)})
+
+
+def images(seen: Seen) -> Iterator[Found]:
+    looks = _looks(seen, "images")
+    if len(looks) >= LOOKS and all(len(set(told)) == 1 for _, told in looks):
+        yield Found("ranks-images", looks[0][0], {"processes": len(looks[0][1])})
+
+
+def noise(seen: Seen) -> Iterator[Found]:
+    looks = _looks(seen, "noise")
+    if len(looks) >= LOOKS and all(len(set(told)) == 1 for _, told in looks):
+        yield Found("ranks-noise", looks[0][0], {"processes": len(looks[0][1])})
 
 
 def _looks(seen: Seen, name: str) -> list[tuple[int, list[str]]]:
@@ -30,4 +39,4 @@ def _looks(seen: Seen, name: str) -> list[tuple[int, list[str]]]:
     return [(u, [one[name] for one in everyone]) for u, everyone in sorted(seen.ranks.items()) if all(name in x for x in everyone)]
 
 
-LAWS = (apart, alike)
+LAWS = (gradient, weights, images, noise)

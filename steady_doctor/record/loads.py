@@ -1,5 +1,6 @@
 """What torch's loaders returned: which tensors came together, where each pass over the data begins, how long they go on."""
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+
+from steady_doctor.record.stored import StoredImages
 
 MOST = 32  # passes whose first images are kept
 RESHAPES = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
@@ -22,6 +25,7 @@ class Loads:
         self.count = 0
         self.rows: dict[int, int] = {}  # of each dataset, by its id: 0 where it has no length
         self.begins: dict[int, list[tuple[float, ...]]] = {}  # of each dataset: means of the first images of each pass
+        self.stored: dict[int, StoredImages] = {}  # of each dataset that is read a second time
         self.last_update = 0  # at which the newest one came
         self._numbers: dict[int, tuple[weakref.ref, int]] = {}  # by id(tensor)
 
@@ -42,6 +46,12 @@ class Loads:
             if (tensor := reference()) is not None:
                 yield tensor, number
 
+    def changed(self) -> bool:
+        """Whether images that a dataset keeps have changed since it was read a second time."""
+        with contextlib.suppress(Exception):
+            return any(stored.changed() for stored in self.stored.values())
+        return False
+
     def _begin(self, key: int, dataset: Any, tensors: list[Tensor]) -> None:
         try:
             self.rows[key] = len(dataset)
@@ -49,6 +59,9 @@ class Loads:
             self.rows[key] = 0
         images = next((x for x in tensors if x.ndim > 2 and len(x) > 1), None)
         begins = self.begins.setdefault(key, [])
+        if begins and key not in self.stored:
+            with contextlib.suppress(Exception):  # that the script's own dataset raises
+                self.stored[key] = StoredImages(dataset)
         if images is not None and len(begins) < MOST:
             means = images.detach().double().flatten(1).mean(1)
             begins.append(tuple(means.tolist()))
