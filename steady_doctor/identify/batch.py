@@ -25,6 +25,7 @@ class Batch:
     rougher: float | None = None  # of images of 3 channels: how much neighbors differ, over the same as if pixels were in rows
     encoded: bool = False  # a network that is not trained made them
     load: int = -1  # the number of the loader's batch that they are made of
+    dataset: int = 0  # the id of the loader's dataset; 0: not known
     loads: int = 0  # batches that were loaded so far
     loaded_at: int = 0  # the update before the newest of these
 
@@ -39,6 +40,7 @@ def identify_batch(recorded: Recorded, mixture: Mixture) -> Batch | None:
     found.loads, found.loaded_at = recorded.loads, recorded.loaded_at
     sources = list(tape.sources(clean.content | clean.choice))
     found.load = max((source.load for source in sources), default=-1)
+    found.dataset = recorded.datasets[found.load] if found.load >= 0 else 0
     found.rows = _table(sources, mixture.size)
     found.one_row = _is_one_row(tape, clean, sources)
     upstream = tape.upstream(clean)
@@ -101,9 +103,9 @@ def _is_of_colors(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
 def _colors_flipped(upstream: list[Op], size: int) -> tuple[int, int]:
     """Where a part of a batch [B, C, H, W] alone is flipped."""
     for op in upstream:
-        if op.name == "flip" and len(op.shape) == 4 and op.shape[1] in COLORS and op.shape[0] < size:
-            if tuple(axis % 4 for axis in op.args[1]) == (1,):
-                return op.shape[0], size
+        of_images = op.name == "flip" and len(op.shape) == 4 and op.shape[1] in COLORS
+        if of_images and op.shape[0] < size and tuple(axis % 4 for axis in op.args[1]) == (1,):
+            return op.shape[0], size
     return 0, 0
 
 

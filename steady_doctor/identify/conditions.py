@@ -59,6 +59,8 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
     for value, (at, joined) in values.items():
         if (value.content | value.choice) & barred or value.shape[:1] != (mixture.size,) or not _of_data(tape, value):
             continue
+        if len(value.outs) > 1:  # which of them is meant is not known
+            continue
         try:
             condition = _condition(tape, value, mixture)
         except NotRecorded:
@@ -149,7 +151,7 @@ def _before_draws(tape: Tape, op: Op) -> Op | None:
     ends = set(tape.ends(op))
     for each in reversed(tape.upstream(op, ends)):
         drawn = any(source.kind == "drawn" for source in tape.sources(each.content))
-        fits = each.content and not drawn and each.shape[:1] == op.shape[:1] and _of_data(tape, each)
+        fits = each.content and not drawn and len(each.outs) < 2 and each.shape[:1] == op.shape[:1] and _of_data(tape, each)
         if fits and not alike(tape.value(each)):
             return each
     return None
@@ -206,5 +208,3 @@ def _dropped_in_vain(tape: Tape, root: Op, mixture: Mixture) -> int:
         if small and _of_data(tape, op) and op.index < root.index:
             return op.shape[0]
     return 0
-
-

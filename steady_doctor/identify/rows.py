@@ -1,4 +1,4 @@
-"""Which row of a source each row of a value is made of: rows of the source are exchanged for others, and what changes is seen."""
+"""Which row of a source each row of a value is made of: rows of the source are exchanged, and what changes is seen."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def origins(tape: Tape, op: Op, source: Op) -> Tensor | None:
     on the way keeps the rows of its batch. None where it cannot be told."""
     try:
         return _origins(tape, op, source)
-    except (NotRecorded, RuntimeError, IndexError):
+    except (NotRecorded, RuntimeError, LookupError):
         return None
 
 
@@ -29,7 +29,7 @@ def without(tape: Tape, op: Op, before: Op) -> Tensor | None:
             tried |= differ(value, other)
             changed |= differ(base, tape.value(op, {before: other}))
         return ~changed if bool(tried.all()) else None
-    except (NotRecorded, RuntimeError, IndexError):
+    except (NotRecorded, RuntimeError, LookupError):
         return None
 
 
@@ -53,6 +53,8 @@ def readers_of_data(tape: Tape, op: Op) -> list[Op]:
 
 
 def _origins(tape: Tape, op: Op, source: Op) -> Tensor | None:
+    if len(op.outs) > 1:  # which of them is meant is not known
+        return None
     bit = 1 << source.index
     ends = tape.ends(op)
     if source in ends or source is op:

@@ -82,7 +82,9 @@ def dropped(seen: Seen) -> Iterator[Found]:
 def null(seen: Seen) -> Iterator[Found]:
     """Labels that are dropped become one that no image has."""
     for looks in _places(seen).values():
-        known = [(update, one) for update, one in looks if one.dropped is not None and one.labels is not None and len(one.shape) == 1]
+        known = [
+            (update, one) for update, one in looks if one.dropped is not None and one.labels is not None and len(one.shape) == 1
+        ]
         kept = {label for _, one in known for label in one.labels[~one.dropped].tolist()}
         nulls = {label for _, one in known for label in one.labels[one.dropped].tolist()}
         if len(nulls) == 1 and nulls < kept and max(nulls) < max(kept):
@@ -144,7 +146,11 @@ def image(seen: Seen) -> Iterator[Found]:
             if condition.joined and condition.is_clean:
                 yield Found("condition-clean", update)
     for looks in _places(seen).values():
-        images = [(update, one) for update, one in looks if len(one.shape) == 4 and one.shape[1] <= 4 and one.floating and one.by_layer]
+        images = [
+            (update, one)
+            for update, one in looks
+            if len(one.shape) == 4 and one.shape[1] <= 4 and one.floating and one.by_layer
+        ]
         if len(images) >= LOOKS and all(0 < one.largest < FAINT for _, one in images):
             yield Found("condition-faint", images[0][0], {"largest": max(one.largest for _, one in images)})
 

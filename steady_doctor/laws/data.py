@@ -28,7 +28,7 @@ def _clean(seen: Seen) -> list[tuple[int, Pass, Figures]]:
 def _is_image(one: Pass, clean: Figures) -> bool:
     encoded = one.batch is not None and one.batch.encoded
     film = len(clean.shape) == 5 and 3 in clean.shape[1:3]
-    return (film or len(clean.shape) == 4 and clean.shape[1] in (1, 3)) and not encoded
+    return (film or (len(clean.shape) == 4 and clean.shape[1] in (1, 3))) and not encoded
 
 
 def range_(seen: Seen) -> Iterator[Found]:
@@ -101,7 +101,7 @@ def again(seen: Seen) -> Iterator[Found]:
     looks = [(update, one.batch) for update, one in seen.mixed() if one.batch is not None]
     if len({update for update, _ in looks}) < LOOKS:
         return
-    rows = max([batch.rows for _, batch in looks] + ([max(seen.dataset_rows.values())] if seen.dataset_rows else []))
+    rows = max(max(batch.rows, seen.dataset_rows.get(batch.dataset, 0)) for _, batch in looks)
     marks = torch.cat([batch.marks for _, batch in looks])
     size = len(looks[0][1].marks)
     different = len(torch.unique(_rounded(marks), dim=0))
@@ -121,7 +121,8 @@ def _rounded(marks: torch.Tensor) -> torch.Tensor:
 
 def order(seen: Seen) -> Iterator[Found]:
     """Each pass over the data begins with other images."""
-    for key, begins in seen.begins.items():
+    for key in {one.batch.dataset for _, one in seen.mixed() if one.batch is not None} & set(seen.begins):
+        begins = seen.begins[key]
         first, *others = begins
         size, rows = len(first), seen.dataset_rows.get(key, 0)
         if not others or rows < 2 * size or len(set(first)) < 2:

@@ -36,7 +36,9 @@ def noise(seen: Seen) -> Iterator[Found]:
 
 def _looks(seen: Seen, name: str) -> list[tuple[int, list[str]]]:
     """What each process told, at the updates at which all did."""
-    return [(u, [one[name] for one in everyone]) for u, everyone in sorted(seen.ranks.items()) if all(name in x for x in everyone)]
+    return [
+        (u, [one[name] for one in everyone]) for u, everyone in sorted(seen.ranks.items()) if all(name in x for x in everyone)
+    ]
 
 
 LAWS = (gradient, weights, images, noise)

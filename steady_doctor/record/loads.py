@@ -1,6 +1,7 @@
 """What torch's loaders returned: which tensors came together, where each pass over the data begins, how long they go on."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ class Loads:
 
     def __init__(self) -> None:
         self.count = 0
+        self.datasets: list[int] = []  # of each batch: the id of its dataset
         self.rows: dict[int, int] = {}  # of each dataset, by its id: 0 where it has no length
         self.begins: dict[int, list[tuple[float, ...]]] = {}  # of each dataset: means of the first images of each pass
         self.stored: dict[int, StoredImages] = {}  # of each dataset that is read a second time
@@ -34,12 +36,16 @@ class Loads:
         tensors = [x for x in tree_flatten(batch)[0] if isinstance(x, Tensor)]
         for tensor in tensors:
             key = id(tensor)
-            self._numbers[key] = weakref.ref(tensor, lambda _, key=key: self._numbers.pop(key, None)), self.count
+            self._numbers[key] = weakref.ref(tensor, functools.partial(self._forget, key)), self.count
         self.count, self.last_update = self.count + 1, updates
         dataset = id(iterator._dataset)
+        self.datasets.append(dataset)
         if iterator._num_yielded == 1:
             self._begin(dataset, iterator._dataset, tensors)
         return tensors
+
+    def _forget(self, key: int, _: weakref.ref) -> None:
+        self._numbers.pop(key, None)
 
     def alive(self) -> Iterator[tuple[Tensor, int]]:
         for reference, number in list(self._numbers.values()):
@@ -92,7 +98,7 @@ def wraps(name: str, one: Any, other: Any = 0, *_: Any) -> bool:
     values = [x for x in (one, other) if isinstance(x, Tensor)]
     if not values or any(x.dtype is not torch.uint8 for x in values) or max(x.ndim for x in values) < 3:
         return False
-    if not all(isinstance(x, Tensor) or isinstance(x, int) for x in (one, other)) or sum(x.numel() for x in values) > MOST_BYTES:
+    if not all(isinstance(x, (Tensor, int)) for x in (one, other)) or sum(x.numel() for x in values) > MOST_BYTES:
         return False
     one, other = (x.to(torch.int32) if isinstance(x, Tensor) else x for x in (one, other))
     exact = one + other if name.startswith("add") else one - other if name.startswith("sub") else one * other

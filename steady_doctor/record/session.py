@@ -133,6 +133,7 @@ class Session:
         if self.tape is not None and self._recorded is not None:
             recorded = self._recorded
             recorded.loads, recorded.loaded_at = self.loads.count, self.loads.last_update
+            recorded.datasets = self.loads.datasets
             self._stop()
             self._judge(recorded)
         if self.updates + 1 == self._next:
@@ -163,6 +164,7 @@ class Recorded:
         self.finite: list[bool] = []  # of what was differentiated
         self.modules = Modules(self.parameters)
         self.handled: list[tuple[Any, int]] = []  # what a dataset did in this process to each batch, and the batch's size
+        self.datasets: list[int] = []  # of each batch of a loader: the id of its dataset
         self.loads = self.loaded_at = 0  # batches that loaders have returned so far, and the update before the newest
         tape.known((p.grad for p in self.parameters if p.grad is not None), "gradient")
 
