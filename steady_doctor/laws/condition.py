@@ -82,13 +82,14 @@ def dropped(seen: Seen) -> Iterator[Found]:
 def null(seen: Seen) -> Iterator[Found]:
     """Labels that are dropped become one that no image has."""
     for looks in _places(seen).values():
-        known = [
-            (update, one) for update, one in looks if one.dropped is not None and one.labels is not None and len(one.shape) == 1
-        ]
-        kept = {label for _, one in known for label in one.labels[~one.dropped].tolist()}
-        nulls = {label for _, one in known for label in one.labels[one.dropped].tolist()}
+        kept: set[int] = set()
+        nulls: set[int] = set()
+        for _, one in looks:
+            if one.dropped is not None and one.labels is not None and len(one.shape) == 1:
+                kept |= set(one.labels[~one.dropped].tolist())
+                nulls |= set(one.labels[one.dropped].tolist())
         if len(nulls) == 1 and nulls < kept and max(nulls) < max(kept):
-            yield Found("condition-null", known[0][0], {"label": nulls.pop()})
+            yield Found("condition-null", looks[0][0], {"label": nulls.pop()})
 
 
 def in_vain(seen: Seen) -> Iterator[Found]:

@@ -22,7 +22,7 @@ LOOKS = 5  # recorded updates
 
 
 def _clean(seen: Seen) -> list[tuple[int, Pass, Figures]]:
-    return [(update, one, one.mixture.clean) for update, one in seen.mixed() if one.mixture.clean is not None]
+    return [(update, one, m.clean) for update, one in seen.passes() if (m := one.mixture) is not None and m.clean is not None]
 
 
 def _is_image(one: Pass, clean: Figures) -> bool:
@@ -59,7 +59,7 @@ def signals(seen: Seen) -> Iterator[Found]:
     if not looks:
         return
     update, one, clean = looks[0]
-    unit = one.mixture.noise.std
+    unit = one.mixture.noise.std if one.mixture is not None else 1.0
     spread = max(clean.std for _, _, clean in looks)
     path = levels(seen)
     if spread > RAW * unit and path is not None and path.kind in ("vp", "flow"):
