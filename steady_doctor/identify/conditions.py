@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from steady_doctor.identify.mixture import Mixture
-from steady_doctor.identify.rows import alike, origins, without
+from steady_doctor.identify.rows import alike, is_value, origins, without
 from steady_doctor.record.tape import NotRecorded, Op, Tape
 
 REPLACES = {"where", "masked_fill", "masked_fill_", "index_put_", "index_fill_"}
@@ -59,8 +59,6 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
     for value, (at, joined) in values.items():
         if (value.content | value.choice) & barred or value.shape[:1] != (mixture.size,) or not _of_data(tape, value):
             continue
-        if len(value.outs) > 1:  # which of them is meant is not known
-            continue
         try:
             condition = _condition(tape, value, mixture)
         except NotRecorded:
@@ -89,9 +87,9 @@ def _met(tape: Tape, output: Op, by_layers_alone: bool) -> Iterator[tuple[Op, Op
     for at in tape.upstream(output):
         if at.kind != "op" or not (at.meets or (at.fronts and not by_layers_alone)):
             continue
-        for _, last in at.reads:
+        for number, last in at.reads:
             first = not last.fronts and not last.meets
-            if last.content and (first or (at.trained and not last.trained and last.kind == "op")):
+            if is_value(number, last) and last.content and (first or (at.trained and not last.trained and last.kind == "op")):
                 yield at, last
 
 

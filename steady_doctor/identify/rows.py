@@ -43,18 +43,25 @@ def alike(rows: Tensor) -> bool:
     return len(rows) < 2 or not bool(differ(rows, rows[:1].expand_as(rows)).any())
 
 
+def is_value(number: int, op: Op) -> bool:
+    """Whether this is the tensor that computing `op` again gives: of several outputs the first."""
+    return len(op.outs) < 2 or number == op.result
+
+
 def readers_of_data(tape: Tape, op: Op) -> list[Op]:
     """What the networks upstream are given: values that no layer was before, where they meet a layer."""
     found: dict[Op, None] = {}
     for each in tape.upstream(op):
         if each.kind == "op" and (each.meets or each.fronts):
-            found |= dict.fromkeys(last for _, last in each.reads if last.content and not last.fronts and not last.meets)
+            found |= dict.fromkeys(
+                last
+                for number, last in each.reads
+                if is_value(number, last) and last.content and not last.fronts and not last.meets
+            )
     return list(found)
 
 
 def _origins(tape: Tape, op: Op, source: Op) -> Tensor | None:
-    if len(op.outs) > 1:  # which of them is meant is not known
-        return None
     bit = 1 << source.index
     ends = tape.ends(op)
     if source in ends or source is op:

@@ -126,9 +126,9 @@ def one_class(seen: Seen) -> Iterator[Found]:
 def _sorted(labels: Tensor) -> bool:
     for empty in (None, *labels.unique().tolist()):
         kept = labels if empty is None else labels[labels != empty]
-        if len(kept) >= LONG // 2 + 1 and len(kept.unique()) >= SEVERAL:
-            if bool((kept.diff() >= 0).all() or (kept.diff() <= 0).all()):
-                return True
+        tells = len(kept) >= LONG // 2 + 1 and len(kept.unique()) >= SEVERAL
+        if tells and bool((kept.diff() >= 0).all() or (kept.diff() <= 0).all()):
+            return True
     return False
 
 
