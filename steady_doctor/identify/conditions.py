@@ -95,7 +95,7 @@ def _met(tape: Tape, output: Op, by_layers_alone: bool) -> Iterator[tuple[Op, Op
 
 def _with_a_row_each(value: Op, size: int) -> Op:
     """A linear layer puts all tokens of a batch in one axis: what it was before."""
-    while value.shape[:1] != (size,) and value.name in FORMS and value.reads:
+    while value.shape[:1] != (size,) and value.name in FORMS and value.reads and is_value(*value.reads[0]):
         value = value.reads[0][1]
     return value
 
@@ -107,7 +107,8 @@ def _joined(tape: Tape, mixture: Mixture) -> Iterator[Op]:
     noise = mixture.noise.content
     for op in tape.upstream(mixture.given, [mixture.input]):
         if op.name == "cat" and op.index > mixture.input.index and op.content & noise:
-            yield from (last for _, last in op.reads if last.content and not last.content & noise and last.floating)
+            beside = (last for number, last in op.reads if is_value(number, last) and last.floating)
+            yield from (last for last in beside if last.content and not last.content & noise)
 
 
 def _of_data(tape: Tape, value: Op) -> bool:

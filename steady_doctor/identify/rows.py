@@ -20,8 +20,8 @@ def origins(tape: Tape, op: Op, source: Op) -> Tensor | None:
 
 
 def without(tape: Tape, op: Op, before: Op) -> Tensor | None:
-    """Returns bool [B]: the rows of `op` which do not depend on the value of `before`, whose rows are different ones. None where
-    some rows of `before` have no others to be exchanged for."""
+    """Returns bool [B]: the rows of `op` that do not depend on the value of `before`, whose rows differ. None where some rows
+    of `before` have no others to be exchanged for."""
     try:
         value, base = tape.value(before), tape.value(op)
         changed, tried = torch.zeros(len(base), dtype=torch.bool), torch.zeros(len(value), dtype=torch.bool)
