@@ -62,12 +62,24 @@ class Nothing(Exception):
 
 
 def given_to_network(tape: Tape, forward: list[Op]) -> list[Given]:
-    """All values that meet trained parameters, or what was made with them, and have nothing of these themselves."""
+    """All values that meet trained parameters, or what was made with them, and have nothing of these themselves, before the last
+    layer: what meets the output is of the loss."""
+    inside: set[Op] = set()
+    for op in reversed(forward):
+        if op in inside or _is_layer(op):
+            inside.add(op)
+            inside.update(op.needs)
     found = []
     for op in forward:
-        if op.trained:
+        if op.trained and op in inside:
             found += [Given(op, last) for _, last in op.reads if not last.trained and last.content and last.kind != "frozen"]
     return found
+
+
+def _is_layer(op: Op) -> bool:
+    """Whether it reads trained parameters, or what was made of them alone, beside other values."""
+    own = [last for _, last in op.reads if last.trained and not last.content]
+    return bool(own) and any(last.content for _, last in op.reads)
 
 
 def find_mixture(tape: Tape, forward: list[Op]) -> Mixture:
@@ -147,7 +159,8 @@ def _mixture(tape: Tape, op: Op, noises: int) -> Mixture | None:
     except NotRecorded:
         return None
     upstream = tape.upstream(op)
-    pure = [each for each in upstream if each.content and not each.content & ~noises and each.floating and each is not op]
+    pure = [each for each in upstream if each.content and not each.content & ~noises and each.floating]
+    pure = [each for each in pure if each is not op] or pure
     for noise in reversed(pure):
         if _count(noise) not in (value.numel(), 1) and not _broadcasts(noise.shape, value.shape):
             continue

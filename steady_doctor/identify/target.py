@@ -71,9 +71,9 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
     here, above, below = (gradient.double() for gradient in gradients)  # type: ignore[union-attr]
     step = _step(value).double()
     slope, before = (above - here) / step, (here - below) / step
-    largest = float(slope.abs().max())
-    if largest > 0 and float((slope - before).abs().max()) <= QUADRATIC * largest:
-        counts = slope.abs() > 1e-7 * largest
+    largest = slope.abs().flatten(1).amax(1).reshape(-1, *[1] * (slope.ndim - 1)) if slope.ndim > 1 else slope.abs()
+    if bool(largest.any()) and bool(((slope - before).abs() <= QUADRATIC * largest).all()):
+        counts = slope.abs() > 1e-4 * largest  # of its own sample: weights may span many orders
         wanted = torch.where(counts, value.double() - here / torch.where(counts, slope, 1.0), torch.nan)
         found = Target(output, layers, "squared", wanted, torch.where(counts, slope, 0.0))
     else:

@@ -44,7 +44,7 @@ class Asks:
                 known["edm"] = (b / scale, -a * scale)
         if self.kind == "vp" and not self.has_table:  # a quarter of a turn in a time of 1
             factor = float((self.p * -b + self.q * a).median())
-            if factor > 1.1:
+            if abs(factor) > 1.1:
                 known["turned v"] = (-b * factor, a * factor)
         if self.kind == "flow":
             known |= {"velocity": (-one, one), "backward": (one, -one)}

@@ -100,6 +100,14 @@ def alone(seen: Seen) -> Iterator[Found]:
         yield Found("timestep-shared", known[0][0], {"size": known[0][1].size})
 
 
+def again(seen: Seen) -> Iterator[Found]:
+    """The levels of a batch are drawn anew in each pass."""
+    known = [(update, mixture) for update, mixture in _known(seen) if mixture.size > 3 and len(mixture.b.unique()) > 3]
+    for (_, before), (update, mixture) in zip(known, known[1:]):
+        if before.b.shape == mixture.b.shape and torch.equal(before.b, mixture.b):
+            yield Found("timestep-again", update, {"size": mixture.size})
+
+
 def covered(seen: Seen) -> Iterator[Found]:
     """The levels reach both ends of a path that has ends."""
     known = _known(seen)
@@ -133,4 +141,4 @@ def covered(seen: Seen) -> Iterator[Found]:
         yield Found("timestep-piled", known[0][0], {"share": max(map(float, at_ends))})
 
 
-LAWS = (told, counted, alone, covered)
+LAWS = (told, counted, alone, again, covered)

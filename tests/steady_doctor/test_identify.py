@@ -105,10 +105,14 @@ def test_mixture_and_target_are_those_of_the_script(way, loss):
             (mixture.b, b),
             (target.p, p),
             (target.q, q),
-            (mixture.told, t / T),
+            (mixture.told[0], t / T),
         ):  # the network divides
             assert torch.allclose(found, expected.double(), rtol=1e-4, atol=1e-4)
-        assert torch.equal(mixture.clean_value, x0) and torch.equal(mixture.noise_value, noise)
+        for figures, batch in ((mixture.clean, x0), (mixture.noise, noise)):
+            assert (figures.shape, figures.same_along) == (SHAPE, ())
+            assert figures.mean == pytest.approx(float(batch.mean()), abs=1e-6)
+            assert figures.std == pytest.approx(float(batch.std(correction=0)), abs=1e-6)
+            assert torch.equal(figures.head[:, 0], batch[:, 0, 0, 0].double())
         assert (target.kind == "squared") == (loss is mse_loss) or loss is huber_loss  # small errors are squared
         assert float(target.rest.max()) < 1e-4
 
@@ -130,8 +134,8 @@ def test_each_samples_weight_is_the_slope_of_the_loss():
 
     for step, weight in zip(watched(loop), told[1:]):
         expected = 2 * weight.double() / math.prod(SHAPE)
-        assert torch.allclose(step.passes[0].slope, expected, rtol=1e-2)
-        assert step.passes[0].even > 0.9
+        assert torch.allclose(step.passes[0].target.slope, expected, rtol=1e-2)
+        assert step.passes[0].target.even > 0.9
 
 
 def test_patches_are_put_back_as_the_script_does():
