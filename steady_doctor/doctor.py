@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steady_doctor.found import Found
+from steady_doctor.identify.digest import digests
 from steady_doctor.identify.step import identify
 from steady_doctor.laws import judge
 from steady_doctor.record.options import Options
+from steady_doctor.record.ranks import Ranks
 from steady_doctor.record.schedulers import declared
 from steady_doctor.record.session import Recorded, Session
 from steady_doctor.record.wrapping import wrap
@@ -36,6 +38,7 @@ class Doctor:
         optimizer: Optimizer | None = None,
     ):
         self.seen = Seen()
+        self.ranks = Ranks()
         self.session = Session(self._look, stopped, optimizer)
         self.network, self.optimizer = network, ""  # classes
         self._looked, self._options = looked, Options()
@@ -57,11 +60,16 @@ class Doctor:
             self.optimizer = type(recorded.optimizer).__name__
             self.network = self.network or owner_of(recorded.parameters)
         self.seen.steps.append(step)
+        self.ranks.tell(recorded.update, digests(recorded, step))
         self._looked()
 
     def findings(self, ended: bool = False) -> list[Found]:
         """`ended`: the script came to its own end."""
         self.seen.updates, self.seen.ended = self.session.updates, ended
+        self.seen.begins, self.seen.dataset_rows = self.session.loads.begins, self.session.loads.rows
+        self.seen.data_changed = self.session.loads.changed()
+        self.ranks.collect()
+        self.seen.ranks = self.ranks.everyone
         return judge(self.seen)
 
 

@@ -13,6 +13,10 @@ from steady_doctor.identify.step import Pass, Step
 class Seen:
     steps: list[Step] = field(default_factory=list)  # the recorded updates, the oldest first
     updates: int = 0  # all that were made
+    begins: dict[int, list[tuple[float, ...]]] = field(default_factory=dict)  # of each dataset: how each pass over it begins
+    dataset_rows: dict[int, int] = field(default_factory=dict)  # of each dataset
+    data_changed: bool = False  # images that a dataset keeps are others than when it was read a second time
+    ranks: dict[int, list[dict[str, str]]] = field(default_factory=dict)  # of updates: digests of what each process had
     options: dict[str, Any] = field(default_factory=dict)  # that the user gave the script, by name
     asked_numbers: set[float] = field(default_factory=set)  # among them, and on the command line
     predictions: set[str] = field(default_factory=set)  # prediction types of the script's noise schedulers (diffusers')

@@ -1,13 +1,16 @@
 """One recorded update as data: its passes and what it does around them. No batch is kept, and nothing of the tape."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from steady_doctor.identify.batch import Batch, identify_batch
+from steady_doctor.identify.conditions import Conditions, find_conditions
 from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.mixture import Mixture, Nothing, find_mixture, given_to_network
+from steady_doctor.identify.network import Network, identify_network
 from steady_doctor.identify.target import Target, by_image, find_target
 from steady_doctor.identify.update import Update, identify_update
 from steady_doctor.record.session import Recorded
@@ -70,18 +73,22 @@ class Pass:
     noise_in_loss: bool = False  # a normal draw of the size of what the network gets is in the loss
     misplaced: tuple[str, ...] = ()  # what was multiplied along another axis by a number of each sample: "noise", "image"
     squares: tuple[tuple[int, ...], ...] = ()  # shapes in the loss that have the batch along two axes
+    conditions: Conditions = field(default_factory=Conditions)
+    batch: Batch | None = None
 
 
 @dataclass
 class Step:
     update: Update
     passes: list[Pass]
+    network: Network = field(default_factory=Network)
 
 
 def identify(recorded: Recorded) -> Step:
     roots = [root for root in recorded.tape.roots if root is not None]
     own = [root for root in roots if root.trained] or roots  # the others are those of another optimizer
-    return Step(identify_update(recorded), [_pass(recorded, root) for root in own])
+    passes = [_pass(recorded, root) for root in own]
+    return Step(identify_update(recorded), passes, identify_network(recorded))
 
 
 def _pass(recorded: Recorded, root: Op) -> Pass:
@@ -91,7 +98,12 @@ def _pass(recorded: Recorded, root: Op) -> Pass:
         target = find_target(tape, root, mixture)
         asked = None if target is None else _asked(tape, root, mixture, target)
         return Pass(
-            _mixed(tape, mixture), asked, squares=_squares(tape, root, target, mixture.size), misplaced=_misplaced(tape, root)
+            _mixed(tape, mixture),
+            asked,
+            squares=_squares(tape, root, target, mixture.size),
+            misplaced=_misplaced(tape, root),
+            conditions=find_conditions(tape, root, mixture, None if target is None else target.output, recorded.no_gradient),
+            batch=identify_batch(recorded, mixture),
         )
     except (Nothing, NotRecorded) as error:
         return Pass(why_not=str(error), misplaced=_misplaced(tape, root), noise_in_loss=_noise_in_loss(tape, root))

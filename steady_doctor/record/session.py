@@ -3,16 +3,18 @@
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from steady_doctor.record.loads import Handling, Loads
+from steady_doctor.record.modules import Modules
 from steady_doctor.record.tape import Tape, sample
 from steady_doctor.record.wrapping import compile_, wrap
 
@@ -41,6 +43,7 @@ class Session:
         self.updates = 0
         self.failure: BaseException | None = None
         self.tape: Tape | None = None
+        self.loads = Loads()
         self._judge, self._stopped = judge, stopped
         self._due = recorded_updates()
         self._next = next(self._due)
@@ -49,6 +52,7 @@ class Session:
         self._turned_from: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._process = os.getpid()
         self._recorded: Recorded | None = None
+        self._seeing = ExitStack()  # hooks of a recorded update
 
     def install(self) -> ExitStack:
         """Closing the result takes all hooks away."""
@@ -92,6 +96,7 @@ class Session:
         if self.tape is not None:
             self.tape.__exit__(None, None, None)
             self.tape = None
+        self._seeing.close()
 
     def _backward(self, original: Callable, tensors: Any, *arguments: Any, **options: Any) -> Any:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -111,10 +116,10 @@ class Session:
             self._recorded.after_backward()
 
     def _load(self, original: Callable, iterator: Any) -> Any:
-        with self._pause():
+        handling = Handling() if self._recorded is not None else nullcontext()
+        with self._pause(), handling:
             batch = original(iterator)
-            if self.tape is not None:
-                self.tape.known((x for x in tree_flatten(batch)[0] if isinstance(x, Tensor)), "data")
+        self._safely(self._after_load, iterator, batch, handling)
         return batch
 
     def turn(self) -> bool:
@@ -127,6 +132,13 @@ class Session:
         self._main, self._is_known = max(left or self._made, key=_size), not left
         self.updates = self._made[self._main]
         return bool(left)
+
+    def _after_load(self, iterator: Any, batch: Any, handling: Any) -> None:
+        number = self.loads.count
+        tensors = self.loads.add(iterator, batch, self.updates)
+        if self.tape is not None and self._recorded is not None:
+            self.tape.known(tensors, "data", number)
+            self._recorded.handled.append((handling, max((len(x) for x in tensors if x.ndim > 2), default=0)))
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if optimizer not in self._made:
@@ -145,6 +157,8 @@ class Session:
         self.updates = self._made[optimizer]
         if self.tape is not None and self._recorded is not None:
             recorded = self._recorded
+            recorded.loads, recorded.loaded_at = self.loads.count, self.loads.last_update
+            recorded.datasets = self.loads.datasets
             self._stop()
             self._judge(recorded)
         if self.updates + 1 >= self._next:
@@ -152,6 +166,10 @@ class Session:
                 self._next = next(self._due)
             self.tape = Tape(parameters_of(self._main))
             self._recorded = Recorded(self.tape, self._main, self.updates + 1)
+            for tensor, number in self.loads.alive():
+                self.tape.known([tensor], "data", number)
+            see = self._recorded.modules.see
+            self._seeing.callback(register_module_forward_pre_hook(lambda module, _: self._safely(see, module)).remove)
             self.tape.__enter__()
 
 
@@ -168,6 +186,12 @@ class Recorded:
         self.before: list[list[Tensor | None]] = []  # gradients before each backward pass
         self.after: list[list[Tensor | None]] = []  # and after it
         self.at_step: list[Tensor | None] = []  # what the optimizer got
+        self.no_gradient = 0  # bits of the parameters that want a gradient, and got one of exactly 0 there, or none
+        self.finite: list[bool] = []  # of what was differentiated
+        self.modules = Modules(self.parameters)
+        self.handled: list[tuple[Any, int]] = []  # what a dataset did in this process to each batch, and the batch's size
+        self.datasets: list[int] = []  # of each batch of a loader: the id of its dataset
+        self.loads = self.loaded_at = 0  # batches that loaders have returned so far, and the update before the newest
         tape.known((p.grad for p in self.parameters if p.grad is not None), "gradient")
 
     def before_backward(self, roots: list[Tensor]) -> None:
@@ -176,6 +200,7 @@ class Recorded:
         self.before.append(self._gradients())
         for root in roots:
             self.tape.root(root)
+            self.finite.append(bool(torch.isfinite(root).all()))
 
     def after_backward(self) -> None:
         self.after.append(self._gradients())
@@ -187,6 +212,9 @@ class Recorded:
         self.events.append((len(self.tape.ops), "step"))
         self.weights.append(self._weights())
         self.at_step = self._gradients()
+        for place, parameter in enumerate(self.parameters):
+            if parameter.requires_grad and (parameter.grad is None or not bool(parameter.grad.any())):
+                self.no_gradient |= 1 << place
         states = (x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
         self.tape.known(states, "state")
 

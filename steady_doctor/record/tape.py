@@ -58,6 +58,7 @@ class Op:
     fronts: frozenset["Op"] = frozenset()
     changes: frozenset[str] = frozenset()  # the kinds of sources that it writes over
     with_grad: bool = True
+    load: int = -1  # of a source that a loader returned: the number of its batch
 
     @property
     def result(self) -> int:
@@ -105,8 +106,10 @@ class Tape(TorchDispatchMode):
         self.writes: list[Write] = []  # to what is outside, with what came from trained parameters
         trained = list(trained)
         self._trained = {_key(parameter): bit for bit, parameter in enumerate(trained)}
+        self.wanted = sum(1 << bit for bit, parameter in enumerate(trained) if parameter.requires_grad)  # bits
         self._shapes = {parameter.shape for parameter in trained}
         self._kinds: dict[int, str] = {}  # by storage
+        self._loads: dict[int, int] = {}  # by storage
         self._numbers: dict[int, tuple[int, weakref.ref]] = {}  # by id(tensor)
         self._makers: dict[int, Op] = {}  # by the number of the tensor
         self._writers: dict[int, Op] = {}  # by storage
@@ -117,11 +120,11 @@ class Tape(TorchDispatchMode):
 
     # ---- recording
 
-    def known(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Tells what these tensors are: "data", "gradient" or "state"."""
+    def known(self, tensors: Iterable[Tensor], kind: str, load: int = -1) -> None:
+        """Tells what these tensors are: "data" of the batch `load`, "gradient" or "state"."""
         for tensor in tensors:
             key = self._storage(tensor)
-            self._kinds[key] = kind
+            self._kinds[key], self._loads[key] = kind, load
             self._writers.pop(key, None)  # whatever wrote to it was not recorded
             if (known := self._numbers.get(id(tensor))) is not None:
                 self._makers.pop(known[0], None)
@@ -180,8 +183,9 @@ class Tape(TorchDispatchMode):
             self._hold(op, first)
 
     def _is_of_averages(self, op: Op) -> bool:
-        """Whether it was made of parameters and what has their shapes alone."""
-        return not op.fronts and all(torch.Size(source.shape) in self._shapes for source in self.sources(op.content))
+        """Whether it was made of parameters and what has their shapes alone; of no draws and of no data."""
+        made_of = self.sources(op.content)
+        return not op.fronts and all(one.kind == "outside" and torch.Size(one.shape) in self._shapes for one in made_of)
 
     def _note_writes(self, op: Op, results: list[Tensor]) -> None:
         for result in results:
@@ -259,6 +263,7 @@ class Tape(TorchDispatchMode):
         elif kind in ("data", "outside"):
             is_table = kind == "outside" and tensor.is_floating_point() and tensor.numel() == max((1, *tensor.shape))
             op.content = 0 if is_table else 1 << op.index
+        op.load = self._loads.get(key, -1)
         self._keep(op, tensor, is_written)
         self.ops.append(op)
         self._makers[number] = op
@@ -325,6 +330,10 @@ class Tape(TorchDispatchMode):
                 if op.index not in ends and not op.is_source:
                     todo += op.needs
         return [seen[index] for index in sorted(seen)]
+
+    def ends(self, op: Op) -> list[Op]:
+        """Where computing the value of `op` again begins: at sources, and at the layers whose values are kept."""
+        return [each for each in self.upstream(op, self._held) if each.is_source or each in self._held]
 
     def sources(self, bits: int) -> Iterator[Op]:
         while bits:

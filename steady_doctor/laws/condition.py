@@ -1,0 +1,159 @@
+"""Whether the network is told of each image what belongs to it, of most images, and whether it listens."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from steady_doctor.found import Found
+from steady_doctor.identify.conditions import Condition
+from steady_doctor.seen import Seen
+
+LOOKS = 3  # passes, before what is alike in all of them is said
+ENOUGH = 4  # images of a batch
+MOST_DROPPED = 0.5  # of the labels: classifier-free guidance is trained with 0.05 to 0.3
+ERRORS = 4.0  # standard errors
+SEVERAL = 3  # different labels, for their order to say something
+LONG = 8  # images, for a sorted batch to be no chance
+FAINT = 0.02  # of an image whose values are from -1 to 1 or from 0 to 1
+LATE = 8  # the update from which on a layer that begins with zeros is none any more
+
+
+def _places(seen: Seen) -> dict[tuple, list[tuple[int, Condition]]]:
+    """Each condition over all passes: the same one by its place among those of its shape."""
+    places = defaultdict(list)
+    for update, one in seen.passes():
+        counts: dict[tuple, int] = defaultdict(int)
+        for condition in one.conditions.given:
+            kind = (condition.shape[1:], condition.floating, condition.joined, condition.by_layer)
+            places[*kind, counts[kind]].append((update, condition))
+            counts[kind] += 1
+    return places
+
+
+def _alike(condition: Condition) -> bool:
+    return bool((condition.rows == condition.rows[:1]).all())
+
+
+def other_rows(seen: Seen) -> Iterator[Found]:
+    """Row by row the condition comes from where the image comes from."""
+    for update, one in seen.passes():
+        for condition in one.conditions.given:
+            known = _known_rows(condition)
+            if known is None:
+                continue
+            own, images = known
+            if len(images) >= ENOUGH and bool((own == own[0]).all()) and not bool((images == images[0]).all()):
+                yield Found("condition-one-row", update, {"row": int(own[0]), "size": len(images)})
+            elif int((own != images).sum()) > len(own) / 2 and len(own) >= ENOUGH:
+                pairs = list(zip(images.tolist(), own.tolist()))[:4]
+                yield Found("condition-other-rows", update, {"pairs": pairs, "size": len(images)})
+
+
+def _known_rows(condition: Condition) -> tuple[Tensor, Tensor] | None:
+    if condition.own is None or condition.images is None or condition.own.shape != condition.images.shape:
+        return None
+    known = (condition.own >= 0) & (condition.images >= 0)
+    return (condition.own[known], condition.images[known]) if bool(known.any()) else None
+
+
+def alike(seen: Seen) -> Iterator[Found]:
+    """One value for all images in all batches, made of values that differ."""
+    for looks in _places(seen).values():
+        known = [one for _, one in looks if one.by_layer and len(one.rows) >= ENOUGH]
+        if len(known) < LOOKS or not all(one.varies and one.dropped is not None and bool(one.dropped.all()) for one in known):
+            continue
+        firsts = torch.stack([one.rows[0] for one in known])
+        if all(map(_alike, known)) and bool((firsts == firsts[:1]).all()):
+            yield Found("condition-always-same", looks[0][0], {"passes": len(known)})
+
+
+def dropped(seen: Seen) -> Iterator[Found]:
+    for looks in _places(seen).values():
+        rows = [one.dropped for _, one in looks if one.dropped is not None]
+        if not rows:
+            continue
+        count, share = sum(map(len, rows)), float(torch.cat(rows).double().mean())
+        if share - ERRORS * ((share * (1 - share) + 1 / count) / count) ** 0.5 > MOST_DROPPED:
+            yield Found("condition-dropped", looks[0][0], {"share": share, "count": count})
+
+
+def null(seen: Seen) -> Iterator[Found]:
+    """Labels that are dropped become one that no image has."""
+    for looks in _places(seen).values():
+        kept: set[int] = set()
+        nulls: set[int] = set()
+        for _, one in looks:
+            if one.dropped is not None and one.labels is not None and len(one.shape) == 1:
+                kept |= set(one.labels[~one.dropped].tolist())
+                nulls |= set(one.labels[one.dropped].tolist())
+        if len(nulls) == 1 and nulls < kept and max(nulls) < max(kept):
+            yield Found("condition-null", looks[0][0], {"label": nulls.pop()})
+
+
+def in_vain(seen: Seen) -> Iterator[Found]:
+    """Labels are dropped in a tensor that nothing reads."""
+    looks = [(update, one.conditions.dropped_in_vain) for update, one in seen.mixed()]
+    if len(looks) >= LOOKS and all(count for _, count in looks):
+        yield Found("condition-dropped-in-vain", looks[0][0], {"size": looks[0][1]})
+
+
+def in_order(seen: Seen) -> Iterator[Found]:
+    """Labels of each batch sorted, though they are others in each batch."""
+    for looks in _places(seen).values():
+        labels = [one.labels for _, one in looks if one.labels is not None and len(one.labels) >= LONG]
+        if len(labels) < LOOKS or len(labels) < len(looks):
+            continue
+        alike = all(one.shape == labels[0].shape and torch.equal(one, labels[0]) for one in labels)
+        if not alike and all(_sorted(one) for one in labels):
+            yield Found("condition-sorted", looks[0][0], {"batches": len(labels)})
+
+
+def one_class(seen: Seen) -> Iterator[Found]:
+    """Each batch has one label or text, and the batches have different ones; what stands for none is left out."""
+    for looks in _places(seen).values():
+        batches = [Counter(map(tuple, one.rows.tolist())) for _, one in looks if one.by_layer]
+        mixed = [set(batch) for batch in batches if len(batch) > 1]
+        empty = set.intersection(*mixed) if len(mixed) > 1 else set()
+        kept = [{row: n for row, n in batch.items() if row not in empty} for batch in batches]
+        kept = [batch for batch in kept if sum(batch.values()) >= ENOUGH]
+        alone = len(kept) > LOOKS and all(len(batch) == 1 for batch in kept) and len(empty) <= 1
+        if alone and len({row for batch in kept for row in batch}) > 1:
+            yield Found("condition-one-class", looks[0][0], {"batches": len(kept)})
+
+
+def _sorted(labels: Tensor) -> bool:
+    for empty in (None, *labels.unique().tolist()):
+        kept = labels if empty is None else labels[labels != empty]
+        tells = len(kept) >= LONG // 2 + 1 and len(kept.unique()) >= SEVERAL
+        if tells and bool((kept.diff() >= 0).all() or (kept.diff() <= 0).all()):
+            return True
+    return False
+
+
+def ignored(seen: Seen) -> Iterator[Found]:
+    """The parameters that read a condition get no gradient at all."""
+    for looks in _places(seen).values():
+        late = [(update, one) for update, one in looks if update >= LATE]
+        if len(late) >= LOOKS - 1 and all(one.ignored for _, one in late):
+            yield Found("condition-ignored", late[0][0], {"shape": late[0][1].shape, "updates": len(late)})
+
+
+def image(seen: Seen) -> Iterator[Found]:
+    """What is joined to the noised image is neither the image itself, nor next to nothing."""
+    for update, one in seen.passes():
+        for condition in one.conditions.given:
+            if condition.joined and condition.is_clean:
+                yield Found("condition-clean", update)
+    for looks in _places(seen).values():
+        images = [
+            (update, one)
+            for update, one in looks
+            if len(one.shape) == 4 and one.shape[1] <= 4 and one.floating and one.by_layer
+        ]
+        if len(images) >= LOOKS and all(0 < one.largest < FAINT for _, one in images):
+            yield Found("condition-faint", images[0][0], {"largest": max(one.largest for _, one in images)})
+
+
+LAWS = (other_rows, alike, one_class, dropped, null, in_vain, in_order, ignored, image)

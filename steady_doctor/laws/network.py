@@ -1,0 +1,64 @@
+"""The network: its mode, its precision, what of it is trained."""
+
+from collections.abc import Iterator
+
+from steady_doctor.found import Found
+from steady_doctor.seen import Seen
+
+LOOKS = 2  # recorded updates
+LATE = 8  # the update from which on a layer that begins with zeros is none any more
+MOST_DEAD = 0.5  # of the tensors
+STILL = 0.05  # of the weights
+
+
+def finite(seen: Seen) -> Iterator[Found]:
+    broken = [step.update.number for step in seen.steps if not step.network.finite]
+    if len(broken) >= LOOKS:
+        yield Found("network-not-finite", broken[0], {"updates": len(broken), "of": len(seen.steps)})
+
+
+def mode(seen: Seen) -> Iterator[Found]:
+    """Layers that leave something out by chance do so while the network trains."""
+    for step in seen.steps:
+        modes = [training for one in step.network.called for training in one.drops]
+        if modes and not any(modes):
+            yield Found("network-evaluation-mode", step.update.number, {"layers": len(modes)})
+
+
+def batch_norm(seen: Seen) -> Iterator[Found]:
+    for step in seen.steps:
+        for one in step.network.called:
+            if any(one.batch_norms) and any(each.mixture is not None for each in step.passes):
+                yield Found("network-batch-norm", step.update.number, {"layers": sum(one.batch_norms), "network": one.name})
+
+
+def frozen(seen: Seen) -> Iterator[Found]:
+    """Weights that nobody trains and nobody has trained, in a network of which most is trained."""
+    for step in seen.steps:
+        for one in step.network.called:
+            if one.as_made and one.frozen < one.trained:
+                yield Found("network-frozen", step.update.number, {"weights": len(one.as_made), "such_as": one.as_made[0]})
+
+
+def precision(seen: Seen) -> Iterator[Found]:
+    halves = [step for step in seen.steps if step.network.half]
+    if len(halves) >= LOOKS and sum(step.network.still for step in halves) / len(halves) > STILL:
+        still = sum(step.network.still for step in halves) / len(halves)
+        yield Found("network-precision", halves[0].update.number, {"dtype": halves[0].network.half, "still": still})
+
+
+def dead(seen: Seen) -> Iterator[Found]:
+    """Most of the network gets a gradient of exactly 0."""
+    late = [step for step in seen.steps if step.update.number >= LATE]
+    if len(late) >= LOOKS and all(step.network.dead > MOST_DEAD for step in late):
+        yield Found("network-dead", late[0].update.number, {"share": min(step.network.dead for step in late)})
+
+
+def level_ignored(seen: Seen) -> Iterator[Found]:
+    """What reads the noise level gets no gradient: its effect is multiplied by zero, or detached."""
+    late = [(update, one) for update, one in seen.mixed() if update >= LATE]
+    if len({update for update, _ in late}) >= LOOKS and all(one.conditions.level_ignored for _, one in late):
+        yield Found("network-level-ignored", late[0][0], {"updates": len(late)})
+
+
+LAWS = (finite, mode, batch_norm, frozen, precision, dead, level_ignored)

@@ -1,0 +1,44 @@
+"""Whether all processes train one network, each with images and noise of its own."""
+
+from collections.abc import Iterator
+
+from steady_doctor.found import Found
+from steady_doctor.seen import Seen
+
+LOOKS = 3  # updates
+
+
+def gradient(seen: Seen) -> Iterator[Found]:
+    looks = _looks(seen, "gradient")
+    if len(looks) >= LOOKS and all(len(set(told)) > 1 for _, told in looks):
+        update, told = looks[0]
+        yield Found("ranks-gradient", update, {"different": len(set(told)), "processes": len(told)})
+
+
+def weights(seen: Seen) -> Iterator[Found]:
+    looks = _looks(seen, "weights")
+    if len(looks) >= LOOKS and all(len(set(told)) > 1 for _, told in looks):
+        update, told = looks[0]
+        yield Found("ranks-weights", update, {"different": len(set(told)), "processes": len(told)})
+
+
+def images(seen: Seen) -> Iterator[Found]:
+    looks = _looks(seen, "images")
+    if len(looks) >= LOOKS and all(len(set(told)) == 1 for _, told in looks):
+        yield Found("ranks-images", looks[0][0], {"processes": len(looks[0][1])})
+
+
+def noise(seen: Seen) -> Iterator[Found]:
+    looks = _looks(seen, "noise")
+    if len(looks) >= LOOKS and all(len(set(told)) == 1 for _, told in looks):
+        yield Found("ranks-noise", looks[0][0], {"processes": len(looks[0][1])})
+
+
+def _looks(seen: Seen, name: str) -> list[tuple[int, list[str]]]:
+    """What each process told, at the updates at which all did."""
+    return [
+        (u, [one[name] for one in everyone]) for u, everyone in sorted(seen.ranks.items()) if all(name in x for x in everyone)
+    ]
+
+
+LAWS = (gradient, weights, images, noise)

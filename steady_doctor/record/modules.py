@@ -1,0 +1,73 @@
+"""The modules that are called in a recorded update, and hold what is trained."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+FEWEST = 256  # numbers of a weight, for its distribution to be told
+
+
+@dataclass
+class Network:
+    """The outermost module of a call, as it stood then."""
+
+    name: str  # of its class
+    trained: int = 0  # numbers
+    frozen: int = 0
+    drops: list[bool] = field(default_factory=list)  # of each layer that leaves something out by chance: its mode is training
+    batch_norms: list[bool] = field(default_factory=list)  # of each: its mode is training
+    as_made: list[str] = field(default_factory=list)  # frozen weights that have their first random values
+
+
+class Modules:
+    """`see` is a hook before each forward pass of any module."""
+
+    def __init__(self, parameters: Iterable[Tensor]):
+        self._trained = {id(parameter) for parameter in parameters}
+        self._inside: set[int] = set()
+        self.networks: list[Network] = []
+
+    def see(self, module: nn.Module) -> None:
+        if id(module) in self._inside or not torch.is_grad_enabled():
+            return
+        if not any(id(parameter) in self._trained for parameter in module.parameters()):
+            return
+        self._inside |= {id(each) for each in module.modules()}
+        network = Network(type(module).__name__)
+        for name, each in module.named_modules():
+            if isinstance(each, _BatchNorm):
+                network.batch_norms.append(each.training)
+            elif _drops(each):
+                network.drops.append(each.training)
+            for of_which, parameter in each.named_parameters(recurse=False):
+                if not parameter.requires_grad:
+                    network.frozen += parameter.numel()
+                    if parameter.ndim > 1 and _as_made(parameter):
+                        network.as_made.append(f"{name}.{of_which}")
+                elif id(parameter) in self._trained:
+                    network.trained += parameter.numel()
+        self.networks.append(network)
+
+
+def _as_made(weight: Tensor) -> bool:
+    """Whether a weight is uniform to 1 / sqrt(fan-in), as torch's layers begin."""
+    values = weight.detach().double().flatten() * weight[0].numel() ** 0.5
+    if values.numel() < FEWEST or float(values.abs().max()) > 1 + 1e-6:
+        return False
+    return abs(float(values.std()) * 3**0.5 - 1) < 0.1 and abs(float((values.abs() < 0.5).double().mean()) - 0.5) < 0.1
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether it leaves something out by chance in training mode."""
+    share: Any = module.p if isinstance(module, _DropoutNd) else vars(module).get("dropout")
+    if isinstance(share, float) and share > 0:
+        return True
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)  # a scripted module has none
+    if code is None or "training" not in code.co_names or type(module).__module__.startswith(("torch.", "diffusers.")):
+        return False
+    return any("drop" in name and isinstance(value, float) and 0 < value < 1 for name, value in vars(module).items())
