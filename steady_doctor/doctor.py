@@ -5,7 +5,8 @@ from contextlib import ExitStack
 from steady_doctor.found import Found
 from steady_doctor.identify.step import identify
 from steady_doctor.laws import judge
-from steady_doctor.record.session import Recorded, Session
+from steady_doctor.record.recorded import Recorded
+from steady_doctor.record.session import Session
 from steady_doctor.seen import Seen
 
 
@@ -26,4 +27,5 @@ class Doctor:
     def findings(self, ended: bool = False) -> list[Found]:
         """`ended`: the script came to its own end."""
         self.seen.updates, self.seen.ended = self.session.updates, ended
+        self.seen.history, self.seen.copies = self.session.history, self.session.copies
         return judge(self.seen)

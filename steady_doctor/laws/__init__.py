@@ -6,11 +6,14 @@ A law speaks where the identification is exact. What may be right in somebody's 
 from collections.abc import Callable, Iterator
 
 from steady_doctor.found import Found
-from steady_doctor.laws import inputs, noise, target, timestep, weight
+from steady_doctor.laws import ema, gradient, inputs, learning_rate, noise, optimizer, state, target, timestep, weight
 from steady_doctor.seen import Seen
 
 # In the order of an update: a fault early on shows in later stages, too.
-LAWS: tuple[Callable[[Seen], Iterator[Found]], ...] = (*noise.LAWS, *timestep.LAWS, *inputs.LAWS, *target.LAWS, *weight.LAWS)
+LAWS: tuple[Callable[[Seen], Iterator[Found]], ...] = (
+    *(*noise.LAWS, *timestep.LAWS, *inputs.LAWS, *target.LAWS, *weight.LAWS),
+    *(*gradient.LAWS, *optimizer.LAWS, *learning_rate.LAWS, *ema.LAWS, *state.LAWS),
+)
 
 
 def judge(seen: Seen) -> list[Found]:

@@ -2,6 +2,8 @@
 
 import functools
 import os
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -9,11 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from steady_doctor.record.tape import Tape, sample
+from steady_doctor.record.copies import Copies
+from steady_doctor.record.history import History
+from steady_doctor.record.recorded import Recorded, parameters_of
+from steady_doctor.record.tape import Tape
 
 
 def recorded_updates() -> Iterator[int]:
@@ -30,8 +36,10 @@ class Session:
     Nothing here raises into the script: an error of the doctor's is kept in `failure`, and ends the recording.
     """
 
-    def __init__(self, judge: Callable[["Recorded"], None]):
+    def __init__(self, judge: Callable[[Recorded], None]):
         self.updates = 0
+        self.history = History()
+        self.copies: Copies | None = None
         self.failure: BaseException | None = None
         self.tape: Tape | None = None
         self._judge = judge
@@ -40,6 +48,8 @@ class Session:
         self._main: Optimizer | None = None
         self._process = os.getpid()
         self._recorded: Recorded | None = None
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._inside = 0  # of how many backward passes
 
     def install(self) -> ExitStack:
         """Closing the result takes all hooks away."""
@@ -53,6 +63,10 @@ class Session:
         )
         _wrap(hooks, torch.autograd, "backward", self._backward)
         _wrap(hooks, _BaseDataLoaderIter, "__next__", self._load)
+        _wrap(hooks, Optimizer, "__init__", self._make_optimizer)
+        for kind in (lr_scheduler.LRScheduler, lr_scheduler.SequentialLR):
+            _wrap(hooks, kind, "__init__", self._make_schedule)
+        _wrap(hooks, torch.nn.utils, "clip_grad_norm_", self._clip)
         return hooks
 
     def _safely(self, look: Callable, *arguments: Any) -> None:
@@ -83,12 +97,16 @@ class Session:
             self.tape = None
 
     def _backward(self, original: Callable, tensors: Any, *arguments: Any, **options: Any) -> Any:
+        if self._inside:  # a checkpoint's, within the script's
+            return original(tensors, *arguments, **options)
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._safely(self._before_backward, roots)
+        self._inside += 1
         try:
             with self._pause():
                 return original(tensors, *arguments, **options)
         finally:
+            self._inside -= 1
             self._safely(self._after_backward)
 
     def _before_backward(self, roots: list[Tensor]) -> None:
@@ -96,21 +114,58 @@ class Session:
             self._recorded.before_backward(roots)
 
     def _after_backward(self) -> None:
+        self.history.passed()
         if self._recorded is not None:
             self._recorded.after_backward()
 
     def _load(self, original: Callable, iterator: Any) -> Any:
         with self._pause():
-            batch = original(iterator)
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                self.history.epochs += 1
+                raise
             if self.tape is not None:
                 self.tape.known((x for x in tree_flatten(batch)[0] if isinstance(x, Tensor)), "data")
         return batch
 
+    def _make_optimizer(self, original: Callable, optimizer: Optimizer, *arguments: Any, **options: Any) -> None:
+        original(optimizer, *arguments, **options)
+        self._optimizers.add(optimizer)
+
+    def _make_schedule(self, original: Callable, schedule: Any, *arguments: Any, **options: Any) -> None:
+        original(schedule, *arguments, **options)
+        self.history.made(schedule)
+
+    def _clip(self, original: Callable, parameters: Any, *arguments: Any, **options: Any) -> Any:
+        recorded = self._recorded
+        if recorded is None:
+            return original(parameters, *arguments, **options)
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._safely(recorded.clipped, parameters)
+        return original(parameters, *arguments, **options)
+
     def _before_step(self, optimizer: Optimizer) -> None:
         if self._main is None or _size(optimizer) > _size(self._main):  # the network's, beside a discriminator's
             self._main = optimizer
-        if optimizer is self._main and self._recorded is not None:
-            self._recorded.before_step()
+        elif optimizer is not self._main and self._is_made_anew(optimizer):
+            self._main = optimizer
+            self.history.remade.append(self.updates + 1)
+            if self._recorded is not None:
+                self._recorded.optimizer = optimizer
+        if optimizer is not self._main:
+            return
+        self.history.before_step(optimizer, self.updates + 1)
+        if self.copies is None and self.updates == 0:
+            self.copies = Copies(parameters_of(optimizer))
+        if self._recorded is not None:
+            others = (parameter for other in self._optimizers for parameter in parameters_of(other))
+            self._recorded.before_step({id(parameter) for parameter in others})
+
+    def _is_made_anew(self, optimizer: Optimizer) -> bool:
+        """Whether it has the parameters of the one so far."""
+        assert self._main is not None  # noqa: S101
+        return [id(p) for p in parameters_of(optimizer)] == [id(p) for p in parameters_of(self._main)]
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if optimizer is not self._main:
@@ -118,65 +173,25 @@ class Session:
         if self._recorded is not None:
             self._recorded.after_step()
         self.updates += 1
+        self.history.after_step(optimizer, self.updates)
         if self.tape is not None and self._recorded is not None:
             recorded = self._recorded
             self._stop()
+            self.history.settle()
+            self.history.accumulation = _told_micro_steps()
             self._judge(recorded)
         if self.updates + 1 == self._next:
             self._next = next(self._due)
             self.tape = Tape(parameters_of(optimizer))
-            self._recorded = Recorded(self.tape, optimizer, self.updates + 1)
+            self._recorded = Recorded(self.tape, optimizer, self.updates + 1, self.copies)
             self.tape.__enter__()
 
 
-class Recorded:
-    """One recorded update: its tape, from the end of the step before to the end of its own step, and some numbers of each
-    parameter and gradient at the events between."""
-
-    def __init__(self, tape: Tape, optimizer: Optimizer, update: int):
-        self.tape, self.optimizer, self.update = tape, optimizer, update
-        self.parameters = parameters_of(optimizer)
-        self.events: list[tuple[int, str]] = []  # (length of the tape, "backward", "step" or "stepped")
-        self.at_start = self._weights()
-        self.weights: list[list[Tensor]] = []  # before the first forward pass was differentiated, before the step, after it
-        self.before: list[list[Tensor | None]] = []  # gradients before each backward pass
-        self.after: list[list[Tensor | None]] = []  # and after it
-        self.at_step: list[Tensor | None] = []  # what the optimizer got
-        tape.known((p.grad for p in self.parameters if p.grad is not None), "gradient")
-
-    def before_backward(self, roots: list[Tensor]) -> None:
-        self.events.append((len(self.tape.ops), "backward"))
-        self.weights.append(self._weights())
-        self.before.append(self._gradients())
-        for root in roots:
-            self.tape.root(root)
-
-    def after_backward(self) -> None:
-        self.after.append(self._gradients())
-        if self.at_step:  # a closure's, within the step
-            self.at_step = self._gradients()
-        self.tape.known((p.grad for p in self.parameters if p.grad is not None), "gradient")
-
-    def before_step(self) -> None:
-        self.events.append((len(self.tape.ops), "step"))
-        self.weights.append(self._weights())
-        self.at_step = self._gradients()
-        states = (x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
-        self.tape.known(states, "state")
-
-    def after_step(self) -> None:
-        self.events.append((len(self.tape.ops), "stepped"))
-        self.weights.append(self._weights())
-
-    def _weights(self) -> list[Tensor]:
-        return [sample(parameter) for parameter in self.parameters]
-
-    def _gradients(self) -> list[Tensor | None]:
-        return [None if parameter.grad is None else sample(parameter.grad) for parameter in self.parameters]
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _told_micro_steps() -> int | None:
+    """What Accelerate was told, where the script has it."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    told = getattr(state, "_shared_state", {}).get("plugin_kwargs", {})
+    return told.get("num_steps")
 
 
 def _size(optimizer: Optimizer) -> int:

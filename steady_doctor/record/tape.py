@@ -102,6 +102,7 @@ class Tape(TorchDispatchMode):
         self.roots: list[Op | None] = []  # what was differentiated
         self.paused = 0  # by how many; nothing is recorded then
         self.samples: dict[int, Tensor] = {}  # of what became an average: its first numbers
+        self.unowned: list[Tensor] = []  # parameters that want a gradient, and that this optimizer does not have
         self.writes: list[Write] = []  # to what is outside, with what came from trained parameters
         trained = list(trained)
         self._trained = {_key(parameter): bit for bit, parameter in enumerate(trained)}
@@ -129,6 +130,10 @@ class Tape(TorchDispatchMode):
     def root(self, tensor: Tensor) -> None:
         """Notes that this is differentiated now."""
         self.roots.append(self.op_of(tensor))
+
+    def origin(self, tensor: Tensor) -> Op | None:
+        """The source that stood where this tensor lies."""
+        return self._origins.get(_key(tensor))
 
     def op_of(self, tensor: Tensor) -> Op | None:
         """The operation that wrote to this tensor last."""
@@ -255,6 +260,7 @@ class Tape(TorchDispatchMode):
             op.uses, op.meets = 1 << self._trained[key], True
         elif kind in ("frozen", "unowned"):
             op.meets = True
+            self.unowned += [tensor] if kind == "unowned" else []
         elif kind in ("data", "outside"):
             is_table = kind == "outside" and tensor.is_floating_point() and tensor.numel() == max((1, *tensor.shape))
             op.content = 0 if is_table else 1 << op.index
