@@ -103,7 +103,7 @@ def written_by_itself(recorded: Recorded) -> tuple[str, ...]:
             mixes = op.name != "copy_" or any(one.name in ("lerp", "add", "_foreach_lerp") for one in upstream)
             sources = [one for one in upstream if one.is_source]
             twice = sum(last.uses != 0 for _, last in op.reads) > 1
-            if mixes and twice and all(one.kind == "trained" or not one.content for one in sources):
+            if mixes and twice and all(one.kind == "trained" or torch.Size(one.shape).numel() == 1 for one in sources):
                 found[op.name] = None
     return tuple(found)
 

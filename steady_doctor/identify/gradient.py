@@ -137,7 +137,7 @@ def _cut(recorded: Recorded) -> tuple[float, float] | None:
 def _small(recorded: Recorded) -> float | None:
     epsilons = [group.get("eps") for group in recorded.optimizer.param_groups if "betas" in group]
     known = [one for one in recorded.at_step if one is not None]
-    if not known or not epsilons or not all(isinstance(epsilon, float) for epsilon in epsilons):
+    if not known or not epsilons or not all(isinstance(epsilon, (float, int)) for epsilon in epsilons):
         return None
     numbers = torch.cat(known).abs()
     numbers = numbers[numbers > 0]

@@ -92,7 +92,7 @@ def part(seen: Seen) -> Iterator[Found]:
         return
     free = [copy for copy in found.all if copy.alive and not copy.in_loss and not copy.shares and copy.parameter in found.changed]
     moving, standing = found.of(copy for copy in free if copy.moved), found.of(copy for copy in free if not copy.moved)
-    left = standing - moving
+    left = standing - moving - {average.parameter for _, average in _each(seen)}
     if moving and left:
         yield Found("ema-part", seen.updates, {"count": len(left), "of": len(moving | standing)})
 

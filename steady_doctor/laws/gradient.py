@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from steady_doctor.found import Found
+from steady_doctor.laws.learning_rate import STEP
 from steady_doctor.seen import Seen
 
 SETTLED = 8  # updates after which layers that begin at zero have let gradients through
@@ -65,7 +66,7 @@ def small(seen: Seen) -> Iterator[Found]:
 
 
 def _epsilon(update) -> float:
-    found = [group["eps"] for group in update.optimized.settings if isinstance(group.get("eps"), float)]
+    found = [group["eps"] for group in update.optimized.settings if isinstance(group.get("eps"), (float, int))]
     return min(found, default=1.0)
 
 
@@ -99,6 +100,8 @@ def unread(seen: Seen) -> Iterator[Found]:
 
 def finite(seen: Seen) -> Iterator[Found]:
     for update in seen.recorded():
+        if update.optimized is not None and update.optimized.size > STEP:
+            return  # steps that are too large come first
         if not update.gradient.finite:
             yield Found("gradient-not-finite", update.number)
 

@@ -93,7 +93,8 @@ def stepped(seen: Seen) -> Iterator[Found]:
         if not schedule.own:
             yield Found("rate-other-optimizer", seen.updates, figures)
         elif schedule.steps == 0:
-            if seen.history.epochs > 1 or (schedule.length or 0) > seen.updates / 2:
+            by_epochs = seen.history.batches > 0 and seen.history.epochs < 2  # it may be meant to be stepped in each
+            if not by_epochs or (schedule.length or 0) > seen.updates / 2:
                 yield Found("rate-not-stepped", seen.updates, figures)
         elif schedule.length:
             done = schedule.steps / schedule.length

@@ -36,6 +36,7 @@ class History:
         self.without_pass: list[int] = []  # updates without a backward pass since the one before
         self.remade: list[int] = []  # updates by another optimizer of the same parameters than the one before
         self.lost: list[int] = []  # updates before which the optimizer's state had gone
+        self.batches = 0  # of data loaders
         self.epochs = 0  # times that a data loader came to its end
         self.schedules: list[Schedule] = []
         self.accumulation: int | None = None  # micro steps that Accelerate was told

@@ -103,7 +103,7 @@ class Recorded:
         pairs = zip(self.parameters, self.at_start, self.weights[-1])
         moved = [parameter for parameter, old, now in pairs if parameter.ndim > 1 and not torch.equal(old, now)]
         rows = [parameter.detach().flatten(1).float().norm(dim=1) for parameter in moved if len(parameter) > 1]
-        return bool(rows) and all(float(sizes.std() / sizes.mean().clamp(min=1e-30)) < EVEN for sizes in rows)
+        return bool(rows) and all(float(sizes.std()) < EVEN * float(sizes.mean()) for sizes in rows)
 
     def _weights(self) -> list[Tensor]:
         return [sample(parameter) for parameter in self.parameters]

@@ -125,6 +125,7 @@ class Session:
             except StopIteration:
                 self.history.epochs += 1
                 raise
+            self.history.batches += 1
             if self.tape is not None:
                 self.tape.known((x for x in tree_flatten(batch)[0] if isinstance(x, Tensor)), "data")
         return batch

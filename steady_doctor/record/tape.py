@@ -273,9 +273,11 @@ class Tape(TorchDispatchMode):
 
     def _keep(self, op: Op, tensor: Tensor, is_written: bool) -> None:
         tensor = tensor.detach()
-        if is_written and tensor.shape in self._shapes:  # an average, of which some numbers are enough
+        if tensor.shape in self._shapes and op.kind in ("outside", "frozen", "unowned"):  # an average, perhaps
             self.samples[op.index] = sample(tensor)
-        elif op.kind not in ("data", "outside"):
+        if is_written and tensor.shape in self._shapes:
+            return  # some numbers are enough
+        if op.kind not in ("data", "outside"):
             self.values[op.index] = tensor
         else:
             self.values[op.index] = tensor.clone() if tensor.numel() <= COPIED else tensor
