@@ -77,7 +77,8 @@ def _shares(recorded: Recorded, write: Write, k: int) -> tuple[float, float] | N
     rest = float((sides @ shares - write.after).norm())
     keep, new = shares.tolist()
     is_other = abs(keep + new - 1) > OTHER_SUM and abs(new - 1) > OTHER_SUM  # a sum of all weights is divided later
-    return (keep, new) if is_other and rest <= ROUNDING * float(write.after.norm()) else None
+    is_mixture = keep >= 0 and new > 0  # a difference is on the way to an average
+    return (keep, new) if is_other and is_mixture and rest <= ROUNDING * float(write.after.norm()) else None
 
 
 def _interval(recorded: Recorded, index: int) -> int:

@@ -69,9 +69,8 @@ def copies(seen: Seen) -> Iterator[Found]:
 
 def still(seen: Seen) -> Iterator[Found]:
     """An average that is written in each update and never moves."""
-    known = [update for update in seen.recorded() if update.averages]
-    known = [update for update in known if len(update.averages) > 0]
-    if len(known) >= 2 and all(all(average.still for average in update.averages) for update in known):
+    known = [update for update in seen.recorded() if update.averages][-LEAST:]
+    if len(known) > 1 and all(average.still for update in known for average in update.averages):
         yield Found("ema-still", known[0].number)
 
 
@@ -81,8 +80,6 @@ def itself(seen: Seen) -> Iterator[Found]:
         if update.by_itself and not update.normalized:
             yield Found("ema-is-the-network", update.number, {"by": update.by_itself})
             return
-    if seen.copies is not None and any(copy.shares for copy in seen.copies.all):
-        yield Found("ema-is-the-network", seen.recorded()[0].number, {"by": ("set_",)})
 
 
 def part(seen: Seen) -> Iterator[Found]:
@@ -90,7 +87,7 @@ def part(seen: Seen) -> Iterator[Found]:
     found = seen.copies
     if found is None or len(seen.recorded()) < LEAST:
         return
-    free = [copy for copy in found.all if copy.alive and not copy.in_loss and not copy.shares and copy.parameter in found.changed]
+    free = [copy for copy in found.all if copy.alive and not copy.in_loss and copy.parameter in found.changed]
     moving, standing = found.of(copy for copy in free if copy.moved), found.of(copy for copy in free if not copy.moved)
     left = standing - moving - {average.parameter for _, average in _each(seen)}
     if moving and left:
@@ -104,7 +101,7 @@ def never(seen: Seen) -> Iterator[Found]:
         return
     free = [copy for copy in found.all if copy.alive and not copy.in_loss and copy.parameter in found.changed]
     covered = found.of(free)
-    if free and not any(copy.moved or copy.shares for copy in free):
+    if free and not any(copy.moved for copy in free):
         if len(covered) >= ALMOST_ALL * len(found.changed & found.eligible):
             yield Found("ema-never-updated", seen.updates, {"count": len(covered)})
 

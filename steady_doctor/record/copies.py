@@ -1,12 +1,12 @@
 """Copies of the weights as they were before the first step: averages, most often. Looked for once."""
 
 import gc
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 
 from steady_doctor.record.tape import Tape, _key, sample
@@ -19,12 +19,20 @@ CHANGED = 1e-4  # of its size: more than rounding
 @dataclass(eq=False)
 class Copy:
     parameter: int
-    tensor: weakref.ref
+    place: StorageWeakRef  # one to the tensor may outlive it: torch keeps some Python objects beyond their end
+    dtype: torch.dtype
+    device: torch.device
+    layout: tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, stride
     start: Tensor
     moved: bool = False
-    shares: bool = False  # it lies where the parameter lies by now
     in_loss: bool = False
     alive: bool = True
+
+    def tensor(self) -> Tensor | None:
+        if self.place.expired():
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.place.cdata)
+        return None if storage is None else torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, *self.layout)
 
 
 class Copies:
@@ -43,11 +51,12 @@ class Copies:
                 known.setdefault(parameters[k].shape, []).append(k)
         self.eligible = {k for places in known.values() for k in places}
         own = {_key(parameter) for parameter in parameters}
+        self._places = set(own)  # storages that were looked at
         norms: list[_NormBase] = []
         for thing in gc.get_objects():
             kind = type(thing)
-            if issubclass(kind, Tensor) and thing.shape in known and thing.is_floating_point() and thing.layout is torch.strided:
-                if _key(thing) not in own:
+            if kind is Tensor or issubclass(kind, nn.Parameter):
+                if thing.shape in known and _is_plain(thing) and _key(thing) not in self._places:  # views lie there, too
                     self._note(thing, known[thing.shape])
             elif issubclass(kind, _NormBase) and thing.running_mean is not None:
                 norms.append(thing)
@@ -56,12 +65,12 @@ class Copies:
         self._note_norms(norms, own)
 
     def _note(self, tensor: Tensor, places: list[int]) -> None:
-        if any(copy.tensor() is not None and _key(copy.tensor()) == _key(tensor) for copy in self.all):
-            return  # seen by another name, as views are
+        layout = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
         values = sample(tensor).to(self._starts[places[0]])
         for k in places:
             if torch.equal(values, self._starts[k].to(tensor.dtype).to(values)):
-                self.all.append(Copy(k, weakref.ref(tensor), values))
+                self.all.append(Copy(k, StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.device, layout, values))
+                self._places.add(_key(tensor))
                 return
 
     def _note_norms(self, norms: list[_NormBase], own: set[int]) -> None:
@@ -75,13 +84,11 @@ class Copies:
         """At a recorded update. `loss`: the indices of operations that a loss depends on."""
         ways = [sample(parameter).to(start) - start for parameter, start in zip(self._parameters, self._starts)]
         self.changed = {k for k, way in enumerate(ways) if float(way.norm()) > 10 * CHANGED * float(self._starts[k].norm())}
-        own = {_key(parameter) for parameter in self._parameters}
         for copy in self.all:
             tensor = copy.tensor()
             copy.alive = tensor is not None
             if tensor is None:
                 continue
-            copy.shares |= _key(tensor) in own
             source = tape.origin(tensor)
             copy.in_loss |= source is not None and source.index in loss
             gone, way = sample(tensor).to(copy.start) - copy.start, ways[copy.parameter]
@@ -93,6 +100,10 @@ class Copies:
 
     def of(self, which: Iterable[Copy]) -> set[int]:
         return {copy.parameter for copy in which}
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
 def _copied(norm: nn.Module) -> Tensor:
