@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 
-from steady_doctor.record.tape import Tape, _key, sample
+from steady_doctor.record.tape import SAMPLED, Tape, _key, sample
 
 DIFFERENT = 8  # numbers of a parameter that differ, so that an equal tensor is no chance
 SAME_WAY = 0.5  # cosine of two directions; rounding goes no way
@@ -47,7 +47,7 @@ class Copies:
         self._starts = [sample(parameter) for parameter in parameters]
         known: dict[torch.Size, list[int]] = {}
         for k, start in enumerate(self._starts):
-            if len(start.unique()) >= DIFFERENT:
+            if parameters[k].numel() > SAMPLED and len(start.unique()) >= DIFFERENT:  # samples of smaller ones look like copies
                 known.setdefault(parameters[k].shape, []).append(k)
         self.eligible = {k for places in known.values() for k in places}
         own = {_key(parameter) for parameter in parameters}

@@ -103,14 +103,6 @@ def two_groups(model):
     return AdamW([{"params": model.first.parameters()}, {"params": model.last.parameters()}], 1e-3)
 
 
-def keep_first(now):
-    now.kept = copy.deepcopy(now.model.state_dict()) if now.kept is None else now.kept
-
-
-class Half(nn.Module):
-    """The loss depends on weights, and the optimizer has copies of them."""
-
-
 FOUND = {
     "gradient-left-over": {"optimizer": lambda m: Deaf(m.parameters(), 1e-3), "updates": 5},
     "gradient-cleared-before-step": {"before_step": lambda now: now.optimizer.zero_grad(), "updates": 5},
@@ -135,7 +127,7 @@ FOUND = {
     "optimizer-betas": {"optimizer": lambda m: Adam(m.parameters(), betas=(0.999, 0.9)), "updates": 2},
     "optimizer-decay": {"optimizer": lambda m: AdamW(m.parameters(), 1e-4, weight_decay=10), "updates": 2},
     "optimizer-epsilon": {"optimizer": lambda m: AdamW(m.parameters(), eps=10), "updates": 5},
-    "optimizer-half-precision": {"network": lambda: Rounded(torch.bfloat16), "updates": 5},
+    "optimizer-half-precision": {"network": lambda: Rounded(torch.bfloat16), "optimizer": lambda m: AdamW(m.parameters(), 1e-5), "updates": 5},
     "rate-high": {"optimizer": lambda m: Adam(m.parameters(), 0.1), "updates": 2},
     "rate-large-steps": {"optimizer": lambda m: SGD(m.parameters(), 30.0), "updates": 3},
     "rate-low": {"optimizer": lambda m: Adam(m.parameters(), 1e-9), "updates": 3},
@@ -159,7 +151,7 @@ FOUND = {
     "ema-copies": {"end": lambda now: mix(now, 0.0)},
     "ema-still": {"averaged": lambda m: AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(1.0)), "end": lambda now: now.ema.update_parameters(now.model)},
     "ema-is-the-network": {"averaged": lambda m: m, "end": mix, "updates": 5},
-    "ema-part": {"end": lambda now: change_average(now, lambda old, new: old.lerp_(new, 0.1), 2), "updates": 13},
+    "ema-part": {"end": lambda now: change_average(now, lambda old, new: old.lerp_(new, 0.1), 1), "updates": 13},
     "ema-never-updated": {},
     "ema-statistics": {"network": lambda: Network(norm=True), "end": mix},
     "state-weights-written": {"end": every(4, lambda now: change(now, lambda weight: weight.mul_(0.99))), "updates": 7},
