@@ -28,7 +28,8 @@ class Average:
 
 def identify_averages(recorded: Recorded, loss: set[int]) -> list[Average]:
     """`loss`: the indices of operations that a loss depends on; what is written there is no average, but the network's."""
-    last, intervals = {}, {}
+    last: dict[tuple, Write] = {}
+    intervals: dict[tuple, set[int]] = {}
     for write in recorded.tape.writes:
         if write.place not in loss:
             place = write.place, write.shape

@@ -1,6 +1,7 @@
 """What became of the gradients between the first backward pass of an update and the first one of the next. Figures alone."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ SAME = 1e-4  # of a gradient, that rounding may change
 
 @dataclass
 class Gradient:
-    """Of all parameters together, by some numbers of each. Tuples of numbers are parameters, by their place in the optimizer."""
+    """Of all parameters together, by some numbers of each. Tuples of numbers are parameters, by their place."""
 
     passes: int  # backward passes
     left_over: bool = False  # what the optimizer got has that of the update before in it
@@ -63,8 +64,9 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     roots = [root for roots in recorded.roots for root in roots]
     used = [any(root.uses >> k & 1 for root in roots) for k in range(len(given))]
     wants = [parameter.requires_grad for parameter in recorded.parameters]
-    found.without = tuple(k for k, one in enumerate(recorded.at_step) if used[k] and wants[k] and one is None and given[k] is None)
-    found.zero = tuple(k for k, is_zero in enumerate(whole.zero) if is_zero and used[k] and wants[k] and not _is_some(given[k]))
+    trains = [reads and wanted for reads, wanted in zip(used, wants)]
+    found.without = tuple(k for k, one in enumerate(recorded.at_step) if trains[k] and one is None and given[k] is None)
+    found.zero = tuple(k for k, is_zero in enumerate(whole.zero) if is_zero and trains[k] and not _is_some(given[k]))
     found.unread = tuple(k for k, reads in enumerate(used) if not reads and wants[k])
     found.by_hand = whole.norm > 0 and not any(map(_is_some, given))
     return found
@@ -76,7 +78,11 @@ def _at_step(recorded: Recorded, given: list[Tensor | None], found: Gradient) ->
     some = [k for k, gave in enumerate(given) if _is_some(gave)]
     zero = recorded.gradients.zero
     found.cleared_at_step = bool(some) and len(gone) == len(some) and all(zero[k] for k in gone)
-    both = [(got, gave) for k, (got, gave) in enumerate(zip(recorded.at_step, given)) if got is not None and gave is not None and k not in gone]
+    both = [
+        (got, gave)
+        for k, (got, gave) in enumerate(zip(recorded.at_step, given))
+        if got is not None and gave is not None and k not in gone
+    ]
     if not both:
         return
     got, gave = (torch.cat(one) for one in zip(*both))
@@ -109,14 +115,13 @@ def _kind(recorded: Recorded, roots: list[Op]) -> tuple[int, int]:
 def _operations(recorded: Recorded, found: Gradient) -> None:
     """Which operations change the gradients, and when."""
     passes = [at for at, what in recorded.events if what == "backward"]
-    step = next((at for at, what in recorded.events if what == "step"), passes[-1])
     ops = recorded.tape.ops
     changing = [op for op in ops if "gradient" in op.changes and op.name in SCALES]
     unscaling = [op.index for op in ops if op.name == UNSCALES]
     found.unscaled = bool(unscaling)
     found.changed_after_step = _names(changing, 0, passes[0])
     found.changed_between = _names(changing, passes[0], passes[-1])
-    if unscaling and unscaling[-1] < max(step, passes[-1]) or unscaling:
+    if unscaling:
         found.changed_scaled = _names(changing, passes[-1], unscaling[0])
 
 
@@ -135,13 +140,13 @@ def _cut(recorded: Recorded) -> tuple[float, float] | None:
 
 
 def _small(recorded: Recorded) -> float | None:
-    epsilons = [group.get("eps") for group in recorded.optimizer.param_groups if "betas" in group]
+    epsilons: list[Any] = [group.get("eps") for group in recorded.optimizer.param_groups if "betas" in group]
     known = [one for one in recorded.at_step if one is not None]
     if not known or not epsilons or not all(isinstance(epsilon, (float, int)) for epsilon in epsilons):
         return None
     numbers = torch.cat(known).abs()
     numbers = numbers[numbers > 0]
-    return float((numbers < min(epsilons)).double().mean()) if len(numbers) else None  # type: ignore[type-var]
+    return float((numbers < min(epsilons)).double().mean()) if len(numbers) else None
 
 
 def _given(recorded: Recorded) -> list[Tensor | None]:

@@ -1,6 +1,7 @@
 """Whether averages of the weights follow the weights after each step: all of them, with shares that are 1 together."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from steady_doctor.found import Found
 from steady_doctor.identify.averages import Average
@@ -47,7 +48,7 @@ def exchanged(seen: Seen) -> Iterator[Found]:
     values = [keep for _, keep in keeps]
     if len(late) > 1 and all(1e-6 < keep < 1 - NEW for _, keep in late) and values[-1] - values[0] < RISES:
         yield Found("ema-exchanged", late[0][0], {"keep": late[0][1]})
-    if len(values) >= LEAST and all(b < a for a, b in zip(values, values[1:])) and values[-1] < values[0] - FALLS:
+    if len(values) >= LEAST and all(b < a for a, b in pairwise(values)) and values[-1] < values[0] - FALLS:
         yield Found("ema-falling", keeps[-1][0], {"first": values[0], "last": values[-1]})
 
 
@@ -101,9 +102,9 @@ def never(seen: Seen) -> Iterator[Found]:
         return
     free = [copy for copy in found.all if copy.alive and not copy.in_loss and copy.parameter in found.changed]
     covered = found.of(free)
-    if free and not any(copy.moved for copy in free):
-        if len(covered) >= ALMOST_ALL * len(found.changed & found.eligible):
-            yield Found("ema-never-updated", seen.updates, {"count": len(covered)})
+    is_whole = len(covered) >= ALMOST_ALL * len(found.changed & found.eligible)
+    if free and is_whole and not any(copy.moved for copy in free):
+        yield Found("ema-never-updated", seen.updates, {"count": len(covered)})
 
 
 def empty(seen: Seen) -> Iterator[Found]:

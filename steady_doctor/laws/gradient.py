@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from steady_doctor.found import Found
+from steady_doctor.identify.update import Update
 from steady_doctor.laws.learning_rate import STEP
 from steady_doctor.seen import Seen
 
@@ -11,6 +12,7 @@ MOSTLY = 0.9  # of the gradient's numbers
 LEAST = 3  # recorded updates that agree, where one may be chance
 TINY = 0.01  # of the gradient, and its norm, that clipping leaves
 SAME = 1e-3  # of a gradient
+USUAL = 1e-6  # epsilons of Adam are below it
 
 
 def left_over(seen: Seen) -> Iterator[Found]:
@@ -56,18 +58,22 @@ def sign(seen: Seen) -> Iterator[Found]:
 
 def small(seen: Seen) -> Iterator[Found]:
     """So small that Adam's epsilon decides, or almost nothing of what was given."""
-    known = [update for update in seen.recorded(3) if update.gradient.small is not None]
-    default = [update for update in known if _epsilon(update) < 1e-6]
-    if len(default) >= 2 and all(update.gradient.small > MOSTLY for update in default):
-        yield Found("gradient-below-epsilon", default[0].number, {"share": default[0].gradient.small, "epsilon": _epsilon(default[0])})
+    default = [update for update in seen.recorded(3) if update.gradient.small is not None and _epsilon(update) < USUAL]
+    if len(default) > 1 and all((update.gradient.small or 0.0) > MOSTLY for update in default):
+        yield Found("gradient-below-epsilon", default[0].number, _small(default[0]))
     left = [u for u in seen.recorded() if u.gradient.ratio is not None and not u.gradient.unscaled]
-    if len(left) >= LEAST and all(0 < u.gradient.ratio < TINY and u.gradient.norm < TINY for u in left):
+    if len(left) >= LEAST and all(0 < (u.gradient.ratio or 0.0) < TINY and u.gradient.norm < TINY for u in left):
         yield Found("gradient-clipped-away", left[0].number, {"ratio": left[0].gradient.ratio, "norm": left[0].gradient.norm})
 
 
-def _epsilon(update) -> float:
-    found = [group["eps"] for group in update.optimized.settings if isinstance(group.get("eps"), (float, int))]
+def _epsilon(update: Update) -> float:
+    settings = [] if update.optimized is None else update.optimized.settings
+    found = [group["eps"] for group in settings if isinstance(group.get("eps"), (float, int))]
     return min(found, default=1.0)
+
+
+def _small(update: Update) -> dict[str, float | None]:
+    return {"share": update.gradient.small, "epsilon": _epsilon(update)}
 
 
 def missing(seen: Seen) -> Iterator[Found]:
@@ -76,7 +82,7 @@ def missing(seen: Seen) -> Iterator[Found]:
     if len(known) < 2 or any(update.gradient.by_hand for update in known):
         return
     gradients = [update.gradient for update in known]
-    if all(gradient.passes and len(gradient.zero) == gradient.wanted and not gradient.cleared_at_step for gradient in gradients):
+    if all(one.passes and len(one.zero) == one.wanted and not one.cleared_at_step for one in gradients):
         yield Found("gradient-zero", known[0].number)
         return
     if not any(gradient.norm > 0 for gradient in gradients):
@@ -109,9 +115,9 @@ def finite(seen: Seen) -> Iterator[Found]:
 def none(seen: Seen) -> Iterator[Found]:
     """No pass gives a gradient to anything that an optimizer has, or could have."""
     known = seen.recorded()
-    if len(known) >= 2 and all(u.gradient.passes and not u.gradient.norm and not u.gradient.unowned for u in known):
-        if all(len(u.gradient.unread) == u.gradient.wanted for u in known):
-            yield Found("gradient-none", known[0].number)
+    nothing = [u.gradient.passes > 0 and u.gradient.norm == 0 and u.gradient.unowned == 0 for u in known]
+    if len(known) > 1 and all(nothing) and all(len(u.gradient.unread) == u.gradient.wanted for u in known):
+        yield Found("gradient-none", known[0].number)
 
 
 def micro_steps(seen: Seen) -> Iterator[Found]:

@@ -45,20 +45,22 @@ def _groups(seen: Seen) -> list[Rates]:
 
 
 def size(seen: Seen) -> Iterator[Found]:
-    groups, known = _groups(seen), [update for update in seen.recorded() if update.optimized is not None]
-    if not groups or not known:
+    groups, known = _groups(seen), [(update, update.optimized) for update in seen.recorded()]
+    steps = [(update.number, optimized) for update, optimized in known if optimized is not None]
+    if not groups or not steps:
         return
-    kind, highest, lowest = known[0].optimized.kind, max(g.highest for g in groups), min(min(g.values) for g in groups)
-    is_normalized = any(update.normalized for update in known)
+    (first, optimized), highest = steps[0], max(rates.highest for rates in groups)
+    kind, lowest = optimized.kind, min(min(rates.values) for rates in groups)
+    is_normalized = any(update.normalized for update, _ in known)
     if lowest < 0:
-        yield Found("rate-negative", known[0].number, {"rate": lowest})
+        yield Found("rate-negative", first, {"rate": lowest})
     if kind in ADAMS and highest >= HIGH and not is_normalized:
-        yield Found("rate-high", known[0].number, {"rate": highest, "optimizer": kind})
-    largest = max(known, key=lambda update: update.optimized.size)
-    if largest.optimized.size > STEP:
-        yield Found("rate-large-steps", largest.number, {"size": largest.optimized.size, "rate": highest})
+        yield Found("rate-high", first, {"rate": highest, "optimizer": kind})
+    number, largest = max(steps, key=lambda step: step[1].size)
+    if largest.size > STEP:
+        yield Found("rate-large-steps", number, {"size": largest.size, "rate": highest})
     if kind in ADAMS and 0 < highest < LOW:
-        yield Found("rate-low", known[0].number, {"rate": highest})
+        yield Found("rate-low", first, {"rate": highest})
 
 
 def nothing(seen: Seen) -> Iterator[Found]:
@@ -99,20 +101,20 @@ def stepped(seen: Seen) -> Iterator[Found]:
         elif schedule.length:
             done = schedule.steps / schedule.length
             figures["share"] = done
+            often, seldom = schedule.steps > OFF * seen.updates, schedule.steps * OFF < seen.updates
             if done > LONG:
-                yield Found("rate-schedule-short" if schedule.steps < OFF * seen.updates else "rate-stepped-often", seen.updates, figures)
+                yield Found("rate-stepped-often" if often else "rate-schedule-short", seen.updates, figures)
             elif done < SHORT:
-                seldom = schedule.steps * OFF < seen.updates
                 yield Found("rate-stepped-seldom" if seldom else "rate-schedule-long", seen.updates, figures)
 
 
 def warm_up(seen: Seen) -> Iterator[Found]:
     """A rate that rises from the first update to the last has not been reached."""
     groups = _groups(seen)
-    if seen.ended and seen.updates >= ENOUGH and groups and all(rates.rises_to_the_end for rates in groups if rates.moves):
-        if any(rates.moves for rates in groups):
-            highest = max(rates.highest for rates in groups)
-            yield Found("rate-still-rising", seen.updates, {"highest": highest, "first": groups[0].values[0]})
+    moving = [rates for rates in groups if rates.moves]
+    if seen.ended and seen.updates >= ENOUGH and moving and all(rates.rises_to_the_end for rates in moving):
+        highest = max(rates.highest for rates in moving)
+        yield Found("rate-still-rising", seen.updates, {"highest": highest, "first": moving[0].values[0]})
 
 
 def alone(seen: Seen) -> Iterator[Found]:

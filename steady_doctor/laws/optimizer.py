@@ -19,15 +19,14 @@ STUCK = 0.5  # of the weights in half precision
 def others(seen: Seen) -> Iterator[Found]:
     """Parameters that get a gradient and that no optimizer has."""
     known = seen.recorded()
-    if len(known) < 2:
+    gradients = [update.gradient for update in known]
+    if len(known) < 2 or not all(gradient.unowned for gradient in gradients):
         return
-    without = [update for update in known if update.gradient.unowned]
-    if len(without) == len(known):
-        gradients = [update.gradient for update in known]
-        if not any(gradient.norm for gradient in gradients):
-            yield Found("optimizer-of-a-copy", known[0].number, {"count": gradients[0].unowned})
-        elif not any(gradient.by_hand for gradient in gradients):
-            yield Found("optimizer-lacks-parameters", known[0].number, {"count": gradients[0].unowned, "has": gradients[0].parameters})
+    figures = {"count": gradients[0].unowned, "has": gradients[0].parameters}
+    if not any(gradient.norm for gradient in gradients):
+        yield Found("optimizer-of-a-copy", known[0].number, figures)
+    elif not any(gradient.by_hand for gradient in gradients):
+        yield Found("optimizer-lacks-parameters", known[0].number, figures)
 
 
 def again(seen: Seen) -> Iterator[Found]:
@@ -53,31 +52,36 @@ def settings(seen: Seen) -> Iterator[Found]:
 
 def _betas(update: int, group: dict[str, Any]) -> Iterator[Found]:
     betas = group.get("betas")
-    if isinstance(betas, (tuple, list)) and len(betas) == 2 and all(isinstance(beta, float) for beta in betas):
-        if betas[0] > betas[1] or betas[1] < SHORTEST:
-            yield Found("optimizer-betas", update, {"first": betas[0], "second": betas[1]})
+    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(isinstance(beta, float) for beta in betas)
+    if betas is not None and is_pair and (betas[0] > betas[1] or betas[1] < SHORTEST):
+        yield Found("optimizer-betas", update, {"first": betas[0], "second": betas[1]})
 
 
 def _decay(update: int, kind: str, group: dict[str, Any]) -> Iterator[Found]:
     decay, rate = group.get("weight_decay"), group.get("lr")
-    if kind in DECOUPLED and isinstance(decay, (int, float)) and isinstance(rate, (int, float)):
-        if decay * rate > STRONGEST or (kind == "AdamW" and decay >= HIGHEST_DECAY):
-            yield Found("optimizer-decay", update, {"decay": decay, "each": decay * rate})
+    if kind not in DECOUPLED or not isinstance(decay, (int, float)) or not isinstance(rate, (int, float)):
+        return
+    if decay * rate > STRONGEST or (kind == "AdamW" and decay >= HIGHEST_DECAY):
+        yield Found("optimizer-decay", update, {"decay": decay, "each": decay * rate})
 
 
 def epsilon(seen: Seen) -> Iterator[Found]:
-    known = [update for update in seen.recorded(3) if update.gradient.small is not None and update.optimized is not None]
-    large = [update for update in known if min(group.get("eps", 0.0) for group in update.optimized.settings) >= LARGE_EPSILON]
-    if len(large) > 1 and all(update.gradient.small > MOSTLY for update in large):
-        found = large[0].optimized.settings[0]["eps"]
-        yield Found("optimizer-epsilon", large[0].number, {"epsilon": found, "share": large[0].gradient.small})
+    found = []
+    for update in seen.recorded(3):
+        if update.optimized is not None and update.gradient.small is not None:
+            smallest = float(min(group.get("eps", 0.0) for group in update.optimized.settings))
+            if smallest >= LARGE_EPSILON:
+                found.append((update.number, update.gradient.small, smallest))
+    if len(found) > 1 and all(share > MOSTLY for _, share, _ in found):
+        yield Found("optimizer-epsilon", found[0][0], {"epsilon": found[0][2], "share": found[0][1]})
 
 
 def half(seen: Seen) -> Iterator[Found]:
     """Steps that are lost in the rounding of the weights."""
-    known = [update for update in seen.recorded() if update.optimized is not None and update.optimized.stuck is not None]
-    if len(known) > 1 and all(update.optimized.stuck > STUCK for update in known):
-        yield Found("optimizer-half-precision", known[0].number, {"share": known[0].optimized.stuck})
+    stuck = [(update.number, update.optimized.stuck) for update in seen.recorded() if update.optimized is not None]
+    known = [(number, share) for number, share in stuck if share is not None]
+    if len(known) > 1 and all(share > STUCK for _, share in known):
+        yield Found("optimizer-half-precision", known[0][0], {"share": known[0][1]})
 
 
 LAWS = (others, again, settings, epsilon, half)

@@ -16,7 +16,8 @@ def written(seen: Seen) -> Iterator[Found]:
         return
     for update in known:
         if update.weights_moved > MOVED:
-            yield Found("state-weights-written", update.number, {"by": update.weights_written_by, "moved": update.weights_moved})
+            figures = {"by": update.weights_written_by, "moved": update.weights_moved}
+            yield Found("state-weights-written", update.number, figures)
             return
     if seen.history.moved:
         yield Found("state-weights-written", seen.history.moved[0], {"by": (), "count": len(seen.history.moved)})

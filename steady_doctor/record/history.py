@@ -32,7 +32,7 @@ class History:
         self.rates: list[tuple[int, tuple[float, ...]]] = []  # update, learning rate of each group
         self.base: tuple[float, ...] = ()  # what a schedule of torch's multiplies, of each group
         self.moved: list[int] = []  # updates before whose step the weights were no longer those of the step before
-        self.repeated: list[tuple[int, int]] = []  # update whose generator stands where it stood after an earlier one, the latter
+        self.repeated: list[tuple[int, int]] = []  # an update and an earlier one with its generator state
         self.without_pass: list[int] = []  # updates without a backward pass since the one before
         self.remade: list[int] = []  # updates by another optimizer of the same parameters than the one before
         self.lost: list[int] = []  # updates before which the optimizer's state had gone
@@ -163,7 +163,8 @@ def _length(schedule: LRScheduler) -> int | None:
     if isinstance(schedule, SequentialLR):
         last = _length(schedule._schedulers[-1])
         return None if last is None else int(schedule._milestones[-1]) + last
-    if isinstance(schedule, LinearLR) and schedule.end_factor >= schedule.start_factor or hasattr(schedule, "factor"):
+    is_rising = isinstance(schedule, LinearLR) and schedule.end_factor >= schedule.start_factor
+    if is_rising or hasattr(schedule, "factor"):
         return None
     for name in ("T_max", "total_iters", "total_steps"):
         if isinstance(getattr(schedule, name, None), int):

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten
 from torch.utils.data.dataloader import _BaseDataLoaderIter
