@@ -25,8 +25,14 @@ class Copy:
     layout: tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, stride
     start: Tensor
     moved: bool = False
-    in_loss: bool = False
+    in_losses: int = 0  # recorded updates whose losses depend on it
+    looks: int = 0
     alive: bool = True
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether losses use it, as those with a teacher do: a preview that puts it into the network for once is no such use."""
+        return 2 * self.in_losses > self.looks
 
     def tensor(self) -> Tensor | None:
         if self.place.expired():
@@ -90,7 +96,8 @@ class Copies:
             if tensor is None:
                 continue
             source = tape.origin(tensor)
-            copy.in_loss |= source is not None and source.index in loss
+            copy.in_losses += source is not None and source.index in loss
+            copy.looks += 1
             gone, way = sample(tensor).to(copy.start) - copy.start, ways[copy.parameter]
             far = float(gone.norm()) > CHANGED * float(copy.start.norm())
             copy.moved |= far or float(gone @ way) > SAME_WAY * float(gone.norm() * way.norm()) > 0
