@@ -31,7 +31,7 @@ class Copy:
 
     @property
     def in_loss(self) -> bool:
-        """Whether losses use it, as those with a teacher do: a preview that puts it into the network for once is no such use."""
+        """Whether losses use it, as those with a teacher do; a preview that loads it once is no such use."""
         return 2 * self.in_losses > self.looks
 
     def tensor(self) -> Tensor | None:
