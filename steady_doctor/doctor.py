@@ -14,8 +14,9 @@ from steady_doctor.identify.step import identify
 from steady_doctor.laws import judge
 from steady_doctor.record.options import Options
 from steady_doctor.record.ranks import Ranks
+from steady_doctor.record.recorded import Recorded
 from steady_doctor.record.schedulers import declared
-from steady_doctor.record.session import Recorded, Session
+from steady_doctor.record.session import Session
 from steady_doctor.record.wrapping import wrap
 from steady_doctor.seen import Seen
 
@@ -70,6 +71,7 @@ class Doctor:
         self.seen.data_changed = self.session.loads.changed()
         self.ranks.collect()
         self.seen.ranks = self.ranks.everyone
+        self.seen.history, self.seen.copies = self.session.history, self.session.copies
         return judge(self.seen)
 
 

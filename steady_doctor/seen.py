@@ -7,6 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from steady_doctor.identify.step import Pass, Step
+from steady_doctor.identify.update import Update
+from steady_doctor.record.copies import Copies
+from steady_doctor.record.history import History
 
 
 @dataclass
@@ -22,6 +25,13 @@ class Seen:
     predictions: set[str] = field(default_factory=set)  # prediction types of the script's noise schedulers (diffusers')
     alphas_cumprod: list[Tensor] = field(default_factory=list)  # their different tables, [T] each, in float64
     ended: bool = False  # the script came to its own end: what has not happened by now will not
+
+    history: History = field(default_factory=History)  # of each update, recorded or not
+    copies: Copies | None = None  # of the weights before training
+
+    def recorded(self, first: int = 2) -> list[Update]:
+        """From this update on."""
+        return [step.update for step in self.steps if step.update.number >= first]
 
     def passes(self) -> Iterator[tuple[int, Pass]]:
         """Number of the update, and each of its backward passes."""

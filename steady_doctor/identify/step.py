@@ -13,7 +13,7 @@ from steady_doctor.identify.mixture import Mixture, Nothing, find_mixture, given
 from steady_doctor.identify.network import Network, identify_network
 from steady_doctor.identify.target import Target, by_image, find_target
 from steady_doctor.identify.update import Update, identify_update
-from steady_doctor.record.session import Recorded
+from steady_doctor.record.recorded import Recorded
 from steady_doctor.record.tape import NotRecorded, Op, Tape
 
 SHAPES = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "clone", "_to_copy", "detach"}

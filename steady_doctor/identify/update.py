@@ -1,39 +1,29 @@
 """What one update does around its passes: gradients, the order of events, averages, writes to the weights. Figures alone."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from steady_doctor.record.session import Recorded
-from steady_doctor.record.tape import Write
+from steady_doctor.identify.averages import Average, far, identify_averages, written_by_itself
+from steady_doctor.identify.gradient import Gradient, identify_gradient
+from steady_doctor.record.recorded import Recorded
+from steady_doctor.record.tape import sample
 
-MOVED = 1e-6  # of a tensor's size: a smaller distance tells no direction
-EXACT = 1e-3  # of the distance, that may remain of a straight line between two float32 tensors
-
-
-@dataclass
-class Gradient:
-    """Of all parameters together, by some numbers of each."""
-
-    passes: int  # backward passes
-    left_over: bool = False  # not cleared when the first one began
-    cleared_between: bool = False  # what an earlier pass gave was gone before the last one
-    ratio: float | None = None  # what the optimizer got = ratio x what the passes gave
-    rest: float | None = None  # the share of it that is no multiple
-    changed_after_step: tuple[str, ...] = ()  # operations that change it between the step before and the first pass
-    without: tuple[int, ...] = ()  # parameters that the losses depend on, and that get none
-    unread: tuple[int, ...] = ()  # parameters of the optimizer that no loss depends on
-    unowned: int = 0  # parameters that the losses depend on and that want a gradient, which no optimizer has
+SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
+NETWORKS_OWN = 4  # weights that no optimizer has, of which some numbers are kept
 
 
 @dataclass
-class Average:
-    """A tensor follows a parameter: after = keep x before + (1 - keep) x parameter."""
+class Optimized:
+    """The optimizer's step. Settings are those of each group."""
 
-    parameter: int
-    keep: float
-    when: str  # "after the step" (of the update before), "before the backward pass" or "before the step"
+    kind: str  # its class
+    is_torchs: bool
+    settings: list[dict[str, Any]]
+    counted: float | None = None  # steps that it has counted, this one among them
+    size: float = 0.0  # the median over layers: change of the weights over their size
+    stuck: float | None = None  # of weights in half precision that have a gradient: the share that does not move
 
 
 @dataclass
@@ -43,94 +33,53 @@ class Update:
     averages: list[Average] = field(default_factory=list)
     weights_moved: float = 0.0  # outside of the optimizer's step: the distance over the size, of the parameter that moved most
     weights_written_by: tuple[str, ...] = ()
+    normalized: bool = False  # what was written has rows of one size
+    by_itself: tuple[str, ...] = ()  # operations that mix weights with themselves
+    optimized: Optimized | None = None
+    network: tuple[float, ...] = ()  # where the losses depend on weights that the optimizer does not have: numbers of these
 
 
 def identify_update(recorded: Recorded) -> Update:
-    update = Update(recorded.update, _gradient(recorded), _averages(recorded))
+    update = Update(recorded.update, identify_gradient(recorded))
+    roots = [root for roots in recorded.roots for root in roots]
+    loss = {op.index for root in roots for op in recorded.tape.upstream(root)}
+    update.averages = identify_averages(recorded, loss)
+    update.by_itself = written_by_itself(recorded)
+    update.normalized = recorded.normalized
     _weights(recorded, update)
+    update.optimized = _optimized(recorded)
+    own = [parameter for parameter in recorded.tape.unowned if (op := recorded.tape.origin(parameter)) and op.index in loss]
+    update.network = tuple(float(sample(parameter).abs().sum()) for parameter in own[:NETWORKS_OWN])
+    if recorded.copies is not None:
+        recorded.copies.look(recorded.tape, loss)
     return update
-
-
-def _gradient(recorded: Recorded) -> Gradient:
-    found = Gradient(len(recorded.before))
-    if not recorded.before:
-        return found
-    found.left_over = any(_is_some(one) for one in recorded.before[0])
-    found.cleared_between = any(map(_is_cleared, recorded.after, recorded.before[1:]))
-    given = _given(recorded)
-    both = [(got, gave) for got, gave in zip(recorded.at_step, given) if got is not None and gave is not None]
-    if both:
-        got, gave = (torch.cat(one) for one in zip(*both))
-        if bool(gave.any()):
-            found.ratio = float((got @ gave) / (gave @ gave))
-            found.rest = float((got - found.ratio * gave).norm() / got.norm().clamp(min=1e-30))
-    first = next(at for at, what in recorded.events if what == "backward")
-    changing = (op.name for op in recorded.tape.ops[:first] if "gradient" in op.changes)
-    found.changed_after_step = tuple(name for name in changing if name not in ("zero_", "_foreach_zero_"))
-    roots = [root for root in recorded.tape.roots if root is not None]
-    used = [any(root.uses >> k & 1 for root in roots) for k in range(len(given))]
-    wanted = [parameter.requires_grad for parameter in recorded.parameters]
-    found.without = tuple(k for k, one in enumerate(given) if used[k] and wanted[k] and not _is_some(one))
-    found.unread = tuple(k for k, reads in enumerate(used) if not reads)
-    found.unowned = len({op for root in roots for op in recorded.tape.upstream(root) if op.kind == "unowned"})
-    return found
-
-
-def _given(recorded: Recorded) -> list[Tensor | None]:
-    """What the backward passes have added to each gradient, in all."""
-    given: list[Tensor | None] = [None] * len(recorded.parameters)
-    for before, after in zip(recorded.before, recorded.after):
-        for k, (old, new) in enumerate(zip(before, after)):
-            if new is not None:
-                change, so_far = new if old is None else new - old, given[k]
-                given[k] = change if so_far is None else so_far + change
-    return given
-
-
-def _is_some(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(gradient.any())
-
-
-def _is_cleared(earlier: list[Tensor | None], later: list[Tensor | None]) -> bool:
-    """Whether nothing is left of the gradients after one pass when the next one begins."""
-    return any(map(_is_some, earlier)) and not any(_is_some(new) for old, new in zip(earlier, later) if _is_some(old))
-
-
-def _averages(recorded: Recorded) -> list[Average]:
-    found = []
-    last = {(write.place, write.shape): write for write in recorded.tape.writes}
-    for write in last.values():
-        fits = [(k, keep) for k in range(len(recorded.parameters)) if (keep := _keep(recorded, write, k)) is not None]
-        if fits:  # what did not change fits each parameter of its shape
-            found.append(
-                Average(*min(fits, key=lambda fit: abs(fit[1]) if fit[1] != 1 else 2), _when(recorded, write.op.index))
-            )
-    return found
-
-
-def _keep(recorded: Recorded, write: Write, k: int) -> float | None:
-    if recorded.parameters[k].shape != write.shape:
-        return None
-    parameter = recorded.at_start[k]
-    far, now = write.before - parameter, write.after - parameter
-    if float(far.norm()) <= MOVED * float(parameter.norm()):
-        return None
-    keep = float((now @ far) / (far @ far))
-    return keep if float((now - keep * far).norm()) <= EXACT * float(far.norm()) else None
-
-
-def _when(recorded: Recorded, index: int) -> str:
-    backward = [at for at, what in recorded.events if what == "backward"]
-    if backward and index >= backward[-1]:
-        return "before the step"
-    return "after the step" if not backward or index < backward[0] else "before the backward pass"
 
 
 def _weights(recorded: Recorded, update: Update) -> None:
     """What changed the weights outside of the step."""
     step = next((at for at, what in recorded.events if what == "step"), len(recorded.tape.ops))
     at_step = recorded.weights[-2] if len(recorded.weights) > 1 else recorded.at_start
-    moved = [float((now - old).norm() / old.norm().clamp(min=1e-12)) for old, now in zip(recorded.at_start, at_step)]
-    update.weights_moved = max(moved, default=0.0)
+    update.weights_moved = max((far(now, old) for old, now in zip(recorded.at_start, at_step)), default=0.0)
     writers = (op.name for op in recorded.tape.ops[:step] if "trained" in op.changes)
     update.weights_written_by = tuple(dict.fromkeys(writers))
+
+
+def _optimized(recorded: Recorded) -> Optimized:
+    optimizer = recorded.optimizer
+    settings = [{name: group[name] for name in SETTINGS if name in group} for group in optimizer.param_groups]
+    kind = type(optimizer)
+    found = Optimized(kind.__name__, kind.__module__.startswith("torch.optim"), settings)
+    counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+    found.counted = max(counts, default=None)
+    if len(recorded.weights) < 2:
+        return found
+    sizes, stuck = [], []
+    for parameter, before, after, got in zip(recorded.parameters, *recorded.weights[-2:], recorded.at_step):
+        if parameter.ndim > 1 and not torch.equal(before, after):
+            own = max(float(before.square().mean()), len(parameter) / (3 * parameter.numel()))
+            sizes.append((float((after - before).square().mean()) / own) ** 0.5)
+        if parameter.dtype in (torch.float16, torch.bfloat16) and got is not None:
+            stuck.append((before == after)[(got != 0) & (before != 0)].double())
+    found.size = sorted(sizes)[len(sizes) // 2] if sizes else 0.0
+    found.stuck = float(torch.cat(stuck).mean()) if stuck and sum(map(len, stuck)) else None
+    return found

@@ -6,20 +6,28 @@ A law speaks where the identification is exact. What may be right in somebody's 
 from collections.abc import Callable, Iterator
 
 from steady_doctor.found import Found
-from steady_doctor.laws import condition, data, inputs, network, noise, ranks, target, timestep, weight
+from steady_doctor.laws import (
+    condition,
+    data,
+    ema,
+    gradient,
+    inputs,
+    learning_rate,
+    network,
+    noise,
+    optimizer,
+    ranks,
+    state,
+    target,
+    timestep,
+    weight,
+)
 from steady_doctor.seen import Seen
 
 # In the order of an update: a fault early on shows in later stages, too.
 LAWS: tuple[Callable[[Seen], Iterator[Found]], ...] = (
-    *data.LAWS,
-    *noise.LAWS,
-    *timestep.LAWS,
-    *inputs.LAWS,
-    *condition.LAWS,
-    *network.LAWS,
-    *target.LAWS,
-    *weight.LAWS,
-    *ranks.LAWS,
+    *(*data.LAWS, *noise.LAWS, *timestep.LAWS, *inputs.LAWS, *condition.LAWS, *network.LAWS, *target.LAWS, *weight.LAWS),
+    *(*gradient.LAWS, *optimizer.LAWS, *learning_rate.LAWS, *ema.LAWS, *state.LAWS, *ranks.LAWS),
 )
 
 

@@ -1,6 +1,7 @@
 """Makes a tape of some updates, by torch's hooks of optimizers and by wrapping its backward passes and data loaders."""
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -9,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from steady_doctor.record.copies import Copies
+from steady_doctor.record.history import History
 from steady_doctor.record.loads import Handling, Loads
-from steady_doctor.record.modules import Modules
-from steady_doctor.record.tape import Tape, sample
+from steady_doctor.record.recorded import Recorded, parameters_of
+from steady_doctor.record.tape import Tape
 from steady_doctor.record.wrapping import compile_, wrap
 
 
@@ -36,11 +39,13 @@ class Session:
 
     def __init__(
         self,
-        judge: Callable[["Recorded"], None],
+        judge: Callable[[Recorded], None],
         stopped: Callable[[BaseException], None] = lambda error: None,
         optimizer: Optimizer | None = None,
     ):
         self.updates = 0
+        self.history = History()
+        self.copies: Copies | None = None
         self.failure: BaseException | None = None
         self.tape: Tape | None = None
         self.loads = Loads()
@@ -53,6 +58,8 @@ class Session:
         self._process = os.getpid()
         self._recorded: Recorded | None = None
         self._seeing = ExitStack()  # hooks of a recorded update
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._inside = 0  # of how many backward passes
 
     def install(self) -> ExitStack:
         """Closing the result takes all hooks away."""
@@ -67,6 +74,10 @@ class Session:
         wrap(hooks, torch.autograd, "backward", self._backward)
         wrap(hooks, _BaseDataLoaderIter, "__next__", self._load)
         wrap(hooks, torch, "compile", compile_)
+        wrap(hooks, Optimizer, "__init__", self._make_optimizer)
+        for kind in (lr_scheduler.LRScheduler, lr_scheduler.SequentialLR):
+            wrap(hooks, kind, "__init__", self._make_schedule)
+        wrap(hooks, torch.nn.utils, "clip_grad_norm_", self._clip)
         return hooks
 
     def _safely(self, look: Callable, *arguments: Any) -> None:
@@ -99,12 +110,16 @@ class Session:
         self._seeing.close()
 
     def _backward(self, original: Callable, tensors: Any, *arguments: Any, **options: Any) -> Any:
+        if self._inside:  # a checkpoint's, within the script's
+            return original(tensors, *arguments, **options)
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._safely(self._before_backward, roots)
+        self._inside += 1
         try:
             with self._pause():
                 return original(tensors, *arguments, **options)
         finally:
+            self._inside -= 1
             self._safely(self._after_backward)
 
     def _before_backward(self, roots: list[Tensor]) -> None:
@@ -112,13 +127,19 @@ class Session:
             self._recorded.before_backward(roots)
 
     def _after_backward(self) -> None:
+        self.history.passed()
         if self._recorded is not None:
             self._recorded.after_backward()
 
     def _load(self, original: Callable, iterator: Any) -> Any:
         handling = Handling() if self._recorded is not None else nullcontext()
         with self._pause(), handling:
-            batch = original(iterator)
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                self.history.epochs += 1
+                raise
+        self.history.batches += 1
         self._safely(self._after_load, iterator, batch, handling)
         return batch
 
@@ -130,8 +151,13 @@ class Session:
         self._turned_from.add(self._main)
         left = [optimizer for optimizer in self._made if optimizer not in self._turned_from]
         self._main, self._is_known = max(left or self._made, key=_size), not left
-        self.updates = self._made[self._main]
+        self._begin(self._main)
         return bool(left)
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        """With this optimizer in place of another one."""
+        self._main, self.updates = optimizer, self._made[optimizer]
+        self.history, self.copies = self.history.of_another(), None
 
     def _after_load(self, iterator: Any, batch: Any, handling: Any) -> None:
         number = self.loads.count
@@ -140,13 +166,47 @@ class Session:
             self.tape.known(tensors, "data", number)
             self._recorded.handled.append((handling, max((len(x) for x in tensors if x.ndim > 2), default=0)))
 
+    def _make_optimizer(self, original: Callable, optimizer: Optimizer, *arguments: Any, **options: Any) -> None:
+        original(optimizer, *arguments, **options)
+        self._optimizers.add(optimizer)
+
+    def _make_schedule(self, original: Callable, schedule: Any, *arguments: Any, **options: Any) -> None:
+        original(schedule, *arguments, **options)
+        self.history.made(schedule)
+
+    def _clip(self, original: Callable, parameters: Any, *arguments: Any, **options: Any) -> Any:
+        recorded = self._recorded
+        if recorded is None:
+            return original(parameters, *arguments, **options)
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._safely(recorded.clipped, parameters)
+        return original(parameters, *arguments, **options)
+
     def _before_step(self, optimizer: Optimizer) -> None:
         if optimizer not in self._made:
-            self._made[optimizer] = 0
-            if self._main is None or (not self._is_known and _size(optimizer) > _size(self._main)):
-                self._main, self.updates = optimizer, 0
-        if optimizer is self._main and self._recorded is not None:
-            self._recorded.before_step()
+            self._meet(optimizer)
+        if optimizer is not self._main:
+            return
+        self.history.before_step(optimizer, self.updates + 1)
+        if self.copies is None and self.updates == 0:
+            self.copies = Copies(parameters_of(optimizer))
+        if self._recorded is not None:
+            others = (parameter for other in self._optimizers for parameter in parameters_of(other))
+            self._recorded.before_step({id(parameter) for parameter in others})
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        """At its first step."""
+        self._made[optimizer] = 0
+        if self._main is None:
+            self._main = optimizer
+        elif _same_parameters(optimizer, self._main):  # it was made anew
+            self._made[optimizer] = self.updates
+            self._main = optimizer
+            self.history.remade.append(self.updates + 1)
+            if self._recorded is not None:
+                self._recorded.optimizer = optimizer
+        elif not self._is_known and _size(optimizer) > _size(self._main):
+            self._begin(optimizer)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._made[optimizer] = self._made.get(optimizer, 0) + 1
@@ -155,17 +215,20 @@ class Session:
         if self._recorded is not None:
             self._recorded.after_step()
         self.updates = self._made[optimizer]
+        self.history.after_step(optimizer, self.updates)
         if self.tape is not None and self._recorded is not None:
             recorded = self._recorded
             recorded.loads, recorded.loaded_at = self.loads.count, self.loads.last_update
             recorded.datasets = self.loads.datasets
             self._stop()
+            self.history.settle()
+            self.history.accumulation = _told_micro_steps()
             self._judge(recorded)
         if self.updates + 1 >= self._next:
             while self.updates + 1 >= self._next:
                 self._next = next(self._due)
             self.tape = Tape(parameters_of(self._main))
-            self._recorded = Recorded(self.tape, self._main, self.updates + 1)
+            self._recorded = Recorded(self.tape, self._main, self.updates + 1, self.copies)
             for tensor, number in self.loads.alive():
                 self.tape.known([tensor], "data", number)
             see = self._recorded.modules.see
@@ -173,64 +236,15 @@ class Session:
             self.tape.__enter__()
 
 
-class Recorded:
-    """One recorded update: its tape, from the end of the step before to the end of its own step, and some numbers of each
-    parameter and gradient at the events between."""
-
-    def __init__(self, tape: Tape, optimizer: Optimizer, update: int):
-        self.tape, self.optimizer, self.update = tape, optimizer, update
-        self.parameters = parameters_of(optimizer)
-        self.events: list[tuple[int, str]] = []  # (length of the tape, "backward", "step" or "stepped")
-        self.at_start = self._weights()
-        self.weights: list[list[Tensor]] = []  # before the first forward pass was differentiated, before the step, after it
-        self.before: list[list[Tensor | None]] = []  # gradients before each backward pass
-        self.after: list[list[Tensor | None]] = []  # and after it
-        self.at_step: list[Tensor | None] = []  # what the optimizer got
-        self.no_gradient = 0  # bits of the parameters that want a gradient, and got one of exactly 0 there, or none
-        self.finite: list[bool] = []  # of what was differentiated
-        self.modules = Modules(self.parameters)
-        self.handled: list[tuple[Any, int]] = []  # what a dataset did in this process to each batch, and the batch's size
-        self.datasets: list[int] = []  # of each batch of a loader: the id of its dataset
-        self.loads = self.loaded_at = 0  # batches that loaders have returned so far, and the update before the newest
-        tape.known((p.grad for p in self.parameters if p.grad is not None), "gradient")
-
-    def before_backward(self, roots: list[Tensor]) -> None:
-        self.events.append((len(self.tape.ops), "backward"))
-        self.weights.append(self._weights())
-        self.before.append(self._gradients())
-        for root in roots:
-            self.tape.root(root)
-            self.finite.append(bool(torch.isfinite(root).all()))
-
-    def after_backward(self) -> None:
-        self.after.append(self._gradients())
-        if self.at_step:  # a closure's, within the step
-            self.at_step = self._gradients()
-        self.tape.known((p.grad for p in self.parameters if p.grad is not None), "gradient")
-
-    def before_step(self) -> None:
-        self.events.append((len(self.tape.ops), "step"))
-        self.weights.append(self._weights())
-        self.at_step = self._gradients()
-        for place, parameter in enumerate(self.parameters):
-            if parameter.requires_grad and (parameter.grad is None or not bool(parameter.grad.any())):
-                self.no_gradient |= 1 << place
-        states = (x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
-        self.tape.known(states, "state")
-
-    def after_step(self) -> None:
-        self.events.append((len(self.tape.ops), "stepped"))
-        self.weights.append(self._weights())
-
-    def _weights(self) -> list[Tensor]:
-        return [sample(parameter) for parameter in self.parameters]
-
-    def _gradients(self) -> list[Tensor | None]:
-        return [None if parameter.grad is None else sample(parameter.grad) for parameter in self.parameters]
+def _told_micro_steps() -> int | None:
+    """What Accelerate was told, where the script has it."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    told = getattr(state, "_shared_state", {}).get("plugin_kwargs", {})
+    return told.get("num_steps")
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _same_parameters(one: Optimizer, other: Optimizer) -> bool:
+    return [id(parameter) for parameter in parameters_of(one)] == [id(parameter) for parameter in parameters_of(other)]
 
 
 def _size(optimizer: Optimizer) -> int:

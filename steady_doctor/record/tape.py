@@ -103,6 +103,7 @@ class Tape(TorchDispatchMode):
         self.roots: list[Op | None] = []  # what was differentiated
         self.paused = 0  # by how many; nothing is recorded then
         self.samples: dict[int, Tensor] = {}  # of what became an average: its first numbers
+        self.unowned: list[Tensor] = []  # parameters that want a gradient, and that this optimizer does not have
         self.writes: list[Write] = []  # to what is outside, with what came from trained parameters
         trained = list(trained)
         self._trained = {_key(parameter): bit for bit, parameter in enumerate(trained)}
@@ -132,6 +133,10 @@ class Tape(TorchDispatchMode):
     def root(self, tensor: Tensor) -> None:
         """Notes that this is differentiated now."""
         self.roots.append(self.op_of(tensor))
+
+    def origin(self, tensor: Tensor) -> Op | None:
+        """The source that stood where this tensor lies."""
+        return self._origins.get(_key(tensor))
 
     def op_of(self, tensor: Tensor) -> Op | None:
         """The operation that wrote to this tensor last."""
@@ -260,6 +265,7 @@ class Tape(TorchDispatchMode):
             op.uses, op.meets = 1 << self._trained[key], True
         elif kind in ("frozen", "unowned"):
             op.meets = True
+            self.unowned += [tensor] if kind == "unowned" else []
         elif kind in ("data", "outside"):
             is_table = kind == "outside" and tensor.is_floating_point() and tensor.numel() == max((1, *tensor.shape))
             op.content = 0 if is_table else 1 << op.index
@@ -273,9 +279,11 @@ class Tape(TorchDispatchMode):
 
     def _keep(self, op: Op, tensor: Tensor, is_written: bool) -> None:
         tensor = tensor.detach()
-        if is_written and tensor.shape in self._shapes:  # an average, of which some numbers are enough
+        if tensor.shape in self._shapes and op.kind in ("outside", "frozen", "unowned"):  # an average, perhaps
             self.samples[op.index] = sample(tensor)
-        elif op.kind not in ("data", "outside"):
+        if is_written and tensor.shape in self._shapes:
+            return  # some numbers are enough
+        if op.kind not in ("data", "outside"):
             self.values[op.index] = tensor
         else:
             self.values[op.index] = tensor.clone() if tensor.numel() <= COPIED else tensor

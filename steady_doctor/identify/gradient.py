@@ -1,0 +1,164 @@
+"""What became of the gradients between the first backward pass of an update and the first one of the next. Figures alone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steady_doctor.record.recorded import Recorded
+from steady_doctor.record.tape import Op
+
+SCALES = {"mul_", "div_", "_foreach_mul_", "_foreach_div_", "clamp_", "clamp_min_", "clamp_max_"}
+SCALES |= {"_foreach_clamp_min_", "_foreach_clamp_max_"}
+UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
+SAME = 1e-4  # of a gradient, that rounding may change
+
+
+@dataclass
+class Gradient:
+    """Of all parameters together, by some numbers of each. Tuples of numbers are parameters, by their place."""
+
+    passes: int  # backward passes
+    left_over: bool = False  # what the optimizer got has that of the update before in it
+    cleared_between: bool = False  # what an earlier pass gave was gone before the last one
+    cleared_at_step: bool = False  # nothing that the passes gave was left
+    cleared_parts: tuple[int, ...] = ()  # nothing was left of these, and of others all
+    ratio: float | None = None  # what the optimizer got = ratio x what the passes gave
+    rest: float | None = None  # the share of it that is no multiple
+    changed_between: tuple[str, ...] = ()  # operations that scale it between two passes
+    changed_scaled: tuple[str, ...] = ()  # and before a loss scale is taken off
+    changed_after_step: tuple[str, ...] = ()  # operations that change it between the step before and the first pass
+    unscaled: bool = False  # a loss scale was taken off
+    without: tuple[int, ...] = ()  # parameters that the losses depend on, and that get none
+    zero: tuple[int, ...] = ()  # those of which each number is zero at the step, or that have none
+    unread: tuple[int, ...] = ()  # parameters of the optimizer that no loss depends on
+    parameters: int = 0  # of the optimizer
+    wanted: int = 0  # of these, those that want a gradient
+    unowned: int = 0  # parameters that get a gradient, which no optimizer has
+    by_hand: bool = False  # what the optimizer got is not from the passes
+    norm: float = 0.0  # at the step
+    finite: bool = True
+    small: float | None = None  # the share of its numbers, other than 0, that are below Adam's epsilon
+    cut: tuple[float, float] | None = None  # (the end that many numbers have, the other end)
+    missed: bool = False  # the script clips gradients of parameters that have none, and no others
+
+
+def identify_gradient(recorded: Recorded) -> Gradient:
+    whole = recorded.gradients
+    found = Gradient(len(recorded.before), norm=whole.norm, finite=whole.finite, unowned=recorded.unowned)
+    found.parameters = len(recorded.parameters)
+    found.wanted = sum(parameter.requires_grad for parameter in recorded.parameters)
+    found.missed = bool(recorded.clips) and not any(recorded.clips)
+    found.cut = _cut(recorded)
+    found.small = _small(recorded)
+    if not recorded.before:
+        return found
+    given = _given(recorded)
+    found.left_over = any(
+        gave is not None and all(_is_some(one[k]) for one in recorded.before) and _is_some(gave) for k, gave in enumerate(given)
+    )
+    found.cleared_between = _cleared_between(recorded)
+    _at_step(recorded, given, found)
+    _operations(recorded, found)
+    roots = [root for roots in recorded.roots for root in roots]
+    used = [any(root.uses >> k & 1 for root in roots) for k in range(len(given))]
+    wants = [parameter.requires_grad for parameter in recorded.parameters]
+    trains = [reads and wanted for reads, wanted in zip(used, wants)]
+    found.without = tuple(k for k, one in enumerate(recorded.at_step) if trains[k] and one is None and given[k] is None)
+    found.zero = tuple(k for k, is_zero in enumerate(whole.zero) if is_zero and trains[k] and not _is_some(given[k]))
+    found.unread = tuple(k for k, reads in enumerate(used) if not reads and wants[k])
+    found.by_hand = whole.norm > 0 and not any(map(_is_some, given))
+    return found
+
+
+def _at_step(recorded: Recorded, given: list[Tensor | None], found: Gradient) -> None:
+    """What the optimizer got beside what the passes gave."""
+    gone = [k for k, (got, gave) in enumerate(zip(recorded.at_step, given)) if _is_some(gave) and not _is_some(got)]
+    some = [k for k, gave in enumerate(given) if _is_some(gave)]
+    zero = recorded.gradients.zero
+    found.cleared_at_step = bool(some) and len(gone) == len(some) and all(zero[k] for k in gone)
+    both = [
+        (got, gave)
+        for k, (got, gave) in enumerate(zip(recorded.at_step, given))
+        if got is not None and gave is not None and k not in gone
+    ]
+    if not both:
+        return
+    got, gave = (torch.cat(one) for one in zip(*both))
+    if bool(gave.any()) and bool(torch.isfinite(got).all()) and bool(torch.isfinite(gave).all()):
+        found.ratio = float((got @ gave) / (gave @ gave))
+        found.rest = float((got - found.ratio * gave).norm() / got.norm().clamp(min=1e-30))
+        if found.rest < SAME and all(zero[k] for k in gone):
+            found.cleared_parts = tuple(gone)
+
+
+def _cleared_between(recorded: Recorded) -> bool:
+    """Whether a later pass of the same kind began when nothing was left of an earlier one, of some parameter."""
+    kinds = [_kind(recorded, roots) for roots in recorded.roots]
+    for k in range(len(recorded.parameters)):
+        for i, after in enumerate(recorded.after[:-1]):
+            later = [before[k] for before, kind in zip(recorded.before[i + 1 :], kinds[i + 1 :]) if kind == kinds[i]]
+            if _is_some(after[k]) and later and not any(map(_is_some, later)):
+                return True
+    return False
+
+
+def _kind(recorded: Recorded, roots: list[Op]) -> tuple[int, int]:
+    """Which parameters the losses depend on: the watched ones, and how many others."""
+    uses = 0
+    for root in roots:
+        uses |= root.uses
+    return uses, len({op for root in roots for op in recorded.tape.upstream(root) if op.kind == "unowned"})
+
+
+def _operations(recorded: Recorded, found: Gradient) -> None:
+    """Which operations change the gradients, and when."""
+    passes = [at for at, what in recorded.events if what == "backward"]
+    ops = recorded.tape.ops
+    changing = [op for op in ops if "gradient" in op.changes and op.name in SCALES]
+    unscaling = [op.index for op in ops if op.name == UNSCALES]
+    found.unscaled = bool(unscaling)
+    found.changed_after_step = _names(changing, 0, passes[0])
+    found.changed_between = _names(changing, passes[0], passes[-1])
+    if unscaling:
+        found.changed_scaled = _names(changing, passes[-1], unscaling[0])
+
+
+def _names(ops: list[Op], begin: int, end: int) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(op.name for op in ops if begin <= op.index < end))
+
+
+def _cut(recorded: Recorded) -> tuple[float, float] | None:
+    """Whether many numbers of the gradient are the very largest one, or the smallest."""
+    whole = recorded.gradients
+    many = [bool(end) and at >= max(16, 1e-3 * whole.count) for end, at in zip(whole.ends, whole.at_ends)]
+    if many[0] == many[1]:
+        return None
+    at, other = whole.ends if many[0] else whole.ends[::-1]
+    return (at, other) if abs(other) > 1.01 * abs(at) else None
+
+
+def _small(recorded: Recorded) -> float | None:
+    epsilons: list[Any] = [group.get("eps") for group in recorded.optimizer.param_groups if "betas" in group]
+    known = [one for one in recorded.at_step if one is not None]
+    if not known or not epsilons or not all(isinstance(epsilon, (float, int)) for epsilon in epsilons):
+        return None
+    numbers = torch.cat(known).abs()
+    numbers = numbers[numbers > 0]
+    return float((numbers < min(epsilons)).double().mean()) if len(numbers) else None
+
+
+def _given(recorded: Recorded) -> list[Tensor | None]:
+    """What the backward passes have added to each gradient, in all; None where no pass made one."""
+    given: list[Tensor | None] = [None] * len(recorded.parameters)
+    for before, after in zip(recorded.before, recorded.after):
+        for k, (old, new) in enumerate(zip(before, after)):
+            if new is not None and (old is None or not torch.equal(old, new)):
+                change, so_far = new if old is None else new - old, given[k]
+                given[k] = change if so_far is None else so_far + change
+    return given
+
+
+def _is_some(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(gradient.any())

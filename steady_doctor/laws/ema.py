@@ -1,0 +1,121 @@
+"""Whether averages of the weights follow the weights after each step: all of them, with shares that are 1 together."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from steady_doctor.found import Found
+from steady_doctor.identify.averages import Average
+from steady_doctor.seen import Seen
+
+LEAST = 3  # recorded updates that agree
+NEW = 0.75  # of an average that one update gives: a decay of 0.9 that is exchanged gives 0.9
+SETTLED = 13  # updates after which a decay is no longer one of a warm-up's begin
+RISES = 0.05  # of a decay
+FALLS = 0.1
+PATIENCE = 20  # updates after which an average has begun
+BEYOND = 2e-3  # of 0 and 1, by rounding
+ALMOST_ALL = 0.9  # of the parameters
+
+
+def _each(seen: Seen) -> Iterator[tuple[int, Average]]:
+    for update in seen.recorded():
+        for average in update.averages:
+            yield update.number, average
+
+
+def _keeps(seen: Seen) -> list[tuple[int, float]]:
+    """Of each recorded update with averages: the share that is kept, where all agree."""
+    found = []
+    for update in seen.recorded():
+        keeps = sorted(average.keep for average in update.averages if average.sum == 1 and not average.still)
+        if keeps and keeps[-1] - keeps[0] < 0.01:
+            found.append((update.number, keeps[len(keeps) // 2]))
+    return found
+
+
+def shares(seen: Seen) -> Iterator[Found]:
+    for update, average in _each(seen):
+        if average.sum != 1:
+            yield Found("ema-sum", update, {"keep": average.keep, "new": average.sum - average.keep})
+        elif not average.still and not -BEYOND <= average.keep <= 1 + BEYOND:
+            yield Found("ema-share", update, {"keep": average.keep})
+
+
+def exchanged(seen: Seen) -> Iterator[Found]:
+    """An average that forgets almost all in each update, or more and more of it."""
+    keeps = _keeps(seen)
+    late = [(update, keep) for update, keep in keeps if update >= SETTLED]
+    values = [keep for _, keep in keeps]
+    if len(late) > 1 and all(1e-6 < keep < 1 - NEW for _, keep in late) and values[-1] - values[0] < RISES:
+        yield Found("ema-exchanged", late[0][0], {"keep": late[0][1]})
+    if len(values) >= LEAST and all(b < a for a, b in pairwise(values)) and values[-1] < values[0] - FALLS:
+        yield Found("ema-falling", keeps[-1][0], {"first": values[0], "last": values[-1]})
+
+
+def late(seen: Seen) -> Iterator[Found]:
+    """Averages are made once in an update, after the step."""
+    for update in seen.recorded():
+        if any(average.times > 1 for average in update.averages):
+            yield Found("ema-each-pass", update.number, {"times": max(average.times for average in update.averages)})
+        elif any(average.when == "before the step" for average in update.averages):
+            yield Found("ema-before-step", update.number)
+
+
+def copies(seen: Seen) -> Iterator[Found]:
+    """Averages that are copies in each update to the end."""
+    keeps = _keeps(seen)
+    if seen.ended and seen.updates >= PATIENCE and len(keeps) >= LEAST and all(abs(keep) < 1e-6 for _, keep in keeps):
+        yield Found("ema-copies", keeps[0][0])
+
+
+def still(seen: Seen) -> Iterator[Found]:
+    """An average that is written in each update and never moves."""
+    known = [update for update in seen.recorded() if update.averages][-LEAST:]
+    if len(known) > 1 and all(average.still for update in known for average in update.averages):
+        yield Found("ema-still", known[0].number)
+
+
+def itself(seen: Seen) -> Iterator[Found]:
+    """The average lies where the weights lie."""
+    for update in seen.recorded():
+        if update.by_itself and not update.normalized:
+            yield Found("ema-is-the-network", update.number, {"by": update.by_itself})
+            return
+
+
+def part(seen: Seen) -> Iterator[Found]:
+    """Of a copy of the network, some tensors follow and others do not, though all parameters train."""
+    found = seen.copies
+    if found is None or len(seen.recorded()) < LEAST:
+        return
+    free = [copy for copy in found.all if copy.alive and not copy.in_loss and copy.parameter in found.changed]
+    moving, standing = found.of(copy for copy in free if copy.moved), found.of(copy for copy in free if not copy.moved)
+    left = standing - moving - {average.parameter for _, average in _each(seen)}
+    if moving and left:
+        yield Found("ema-part", seen.updates, {"count": len(left), "of": len(moving | standing)})
+
+
+def never(seen: Seen) -> Iterator[Found]:
+    """A copy of the network that was made before training, that no loss depends on, and that is what it was to the end."""
+    found = seen.copies
+    if found is None or not seen.ended or seen.updates < PATIENCE or any(_each(seen)):
+        return
+    free = [copy for copy in found.all if copy.alive and not copy.in_loss and copy.parameter in found.changed]
+    covered = found.of(free)
+    is_whole = len(covered) >= ALMOST_ALL * len(found.changed & found.eligible)
+    if free and is_whole and not any(copy.moved for copy in free):
+        yield Found("ema-never-updated", seen.updates, {"count": len(covered)})
+
+
+def empty(seen: Seen) -> Iterator[Found]:
+    if seen.copies is not None and seen.copies.empty_average:
+        yield Found("ema-empty", 1)
+
+
+def statistics(seen: Seen) -> Iterator[Found]:
+    """Of batch normalization, which are no parameters."""
+    if seen.copies is not None and seen.copies.left_behind and any(_each(seen)) and seen.updates >= PATIENCE:
+        yield Found("ema-statistics", seen.updates)
+
+
+LAWS = (empty, itself, shares, exchanged, late, copies, still, part, never, statistics)

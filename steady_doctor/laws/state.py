@@ -1,0 +1,39 @@
+"""Whether nothing but the optimizer's step changes the weights, and the random generators go on."""
+
+from collections.abc import Iterator
+
+from steady_doctor.found import Found
+from steady_doctor.seen import Seen
+
+MOVED = 2e-5  # of a weight's size; rounding of a merge that is undone changes 1e-7
+LEAST = 3  # recorded updates that agree
+AGAIN = 2  # repeated states of a generator: a script may begin anew on purpose, once
+
+
+def written(seen: Seen) -> Iterator[Found]:
+    known = seen.recorded()
+    if any(update.normalized or update.by_itself for update in known):
+        return
+    for update in known:
+        if update.weights_moved > MOVED:
+            figures = {"by": update.weights_written_by, "moved": update.weights_moved}
+            yield Found("state-weights-written", update.number, figures)
+            return
+    if seen.history.moved:
+        yield Found("state-weights-written", seen.history.moved[0], {"by": (), "count": len(seen.history.moved)})
+
+
+def generator(seen: Seen) -> Iterator[Found]:
+    again = seen.history.repeated
+    if len(again) >= AGAIN:
+        yield Found("state-generator", again[0][0], {"before": again[0][1], "count": len(again)})
+
+
+def copied(seen: Seen) -> Iterator[Found]:
+    """An optimizer with copies of the network's weights: these have to come back into the network."""
+    known = [update for update in seen.recorded() if update.network and update.gradient.by_hand]
+    if len(known) >= LEAST and len(known) == len(seen.recorded()) and len({update.network for update in known}) == 1:
+        yield Found("state-not-copied", known[0].number)
+
+
+LAWS = (written, generator, copied)

@@ -1,0 +1,118 @@
+"""Copies of the weights as they were before the first step: averages, most often. Looked for once."""
+
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
+
+from steady_doctor.record.tape import SAMPLED, Tape, _key, sample
+
+DIFFERENT = 8  # numbers of a parameter that differ, so that an equal tensor is no chance
+SAME_WAY = 0.5  # cosine of two directions; rounding goes no way
+CHANGED = 1e-4  # of its size: more than rounding
+
+
+@dataclass(eq=False)
+class Copy:
+    parameter: int
+    place: StorageWeakRef  # one to the tensor may outlive it: torch keeps some Python objects beyond their end
+    dtype: torch.dtype
+    device: torch.device
+    layout: tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, stride
+    start: Tensor
+    moved: bool = False
+    in_losses: int = 0  # recorded updates whose losses depend on it
+    looks: int = 0
+    alive: bool = True
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether losses use it, as those with a teacher do; a preview that loads it once is no such use."""
+        return 2 * self.in_losses > self.looks
+
+    def tensor(self) -> Tensor | None:
+        if self.place.expired():
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.place.cdata)
+        return None if storage is None else torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, *self.layout)
+
+
+class Copies:
+    """Of these parameters, before their first step."""
+
+    def __init__(self, parameters: list[Tensor]):
+        self.all: list[Copy] = []
+        self.changed: set[int] = set()  # parameters that are others than at first
+        self.empty_average = False  # an EMAModel without tensors
+        self.left_behind = False  # statistics of batches move, and those of the average stay
+        self._parameters = parameters
+        self._starts = [sample(parameter) for parameter in parameters]
+        known: dict[torch.Size, list[int]] = {}
+        for k, start in enumerate(self._starts):
+            if parameters[k].numel() > SAMPLED and len(start.unique()) >= DIFFERENT:  # samples of smaller ones look like copies
+                known.setdefault(parameters[k].shape, []).append(k)
+        self.eligible = {k for places in known.values() for k in places}
+        own = {_key(parameter) for parameter in parameters}
+        self._places = set(own)  # storages that were looked at
+        norms: list[_NormBase] = []
+        for thing in gc.get_objects():
+            kind = type(thing)
+            if kind is Tensor or issubclass(kind, nn.Parameter):
+                if thing.shape in known and _is_plain(thing) and _key(thing) not in self._places:  # views lie there, too
+                    self._note(thing, known[thing.shape])
+            elif issubclass(kind, _NormBase) and thing.running_mean is not None:
+                norms.append(thing)
+            elif kind.__name__ == "EMAModel":
+                self.empty_average |= getattr(thing, "shadow_params", None) == []
+        self._note_norms(norms, own)
+
+    def _note(self, tensor: Tensor, places: list[int]) -> None:
+        layout = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+        values = sample(tensor).to(self._starts[places[0]])
+        for k in places:
+            if torch.equal(values, self._starts[k].to(tensor.dtype).to(values)):
+                self.all.append(Copy(k, StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.device, layout, values))
+                self._places.add(_key(tensor))
+                return
+
+    def _note_norms(self, norms: list[_NormBase], own: set[int]) -> None:
+        mine = [norm for norm in norms if norm.weight is not None and _key(norm.weight) in own]
+        theirs = [norm for norm in norms if norm not in mine]
+        is_pair = [norm.num_features for norm in mine] == [norm.num_features for norm in theirs]
+        self._pairs: list[tuple[nn.Module, nn.Module]] = list(zip(mine, theirs)) if is_pair else []
+        self._statistics = [(_copied(a), _copied(b)) for a, b in self._pairs]
+
+    def look(self, tape: Tape, loss: set[int]) -> None:
+        """At a recorded update. `loss`: the indices of operations that a loss depends on."""
+        ways = [sample(parameter).to(start) - start for parameter, start in zip(self._parameters, self._starts)]
+        self.changed = {k for k, way in enumerate(ways) if float(way.norm()) > 10 * CHANGED * float(self._starts[k].norm())}
+        for copy in self.all:
+            tensor = copy.tensor()
+            copy.alive = tensor is not None
+            if tensor is None:
+                continue
+            source = tape.origin(tensor)
+            copy.in_losses += source is not None and source.index in loss
+            copy.looks += 1
+            gone, way = sample(tensor).to(copy.start) - copy.start, ways[copy.parameter]
+            far = float(gone.norm()) > CHANGED * float(copy.start.norm())
+            copy.moved |= far or float(gone @ way) > SAME_WAY * float(gone.norm() * way.norm()) > 0
+        moved = [not torch.equal(_copied(mine), before) for (mine, _), (before, _) in zip(self._pairs, self._statistics)]
+        still = [torch.equal(_copied(theirs), before) for (_, theirs), (_, before) in zip(self._pairs, self._statistics)]
+        self.left_behind = bool(moved) and all(moved) and all(still)
+
+    def of(self, which: Iterable[Copy]) -> set[int]:
+        return {copy.parameter for copy in which}
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def _copied(norm: nn.Module) -> Tensor:
+    assert isinstance(norm.running_mean, Tensor)  # noqa: S101
+    return norm.running_mean.detach().clone()
