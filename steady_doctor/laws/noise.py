@@ -7,6 +7,7 @@ import torch
 from steady_doctor.found import Found
 from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.step import Mixed
+from steady_doctor.laws.paths import levels, noise_factor
 from steady_doctor.seen import Seen
 
 ERRORS = 7.0  # standard errors, beyond which chance does not explain a figure
@@ -79,6 +80,13 @@ def unit(seen: Seen) -> Iterator[Found]:
             yield Found("noise-strength", update, {"std": noise.std})
 
 
+def share(seen: Seen) -> Iterator[Found]:
+    """The formula has the noise weaker, or stronger, than the variance of the path has it."""
+    found = levels(seen)
+    if found is not None and not found.kind and (factor := noise_factor(found.a, found.b)) is not None:
+        yield Found("noise-share", seen.mixed()[0][0], {"factor": factor})
+
+
 def offset(seen: Seen) -> Iterator[Found]:
     """A mean of its own in each sample, beyond what is known to help."""
     for update, one in seen.mixed():
@@ -97,4 +105,4 @@ def spread(seen: Seen) -> Iterator[Found]:
             yield Found("noise-spread", update)
 
 
-LAWS = (spread, shared, again, normal, unit, offset)
+LAWS = (spread, shared, again, normal, unit, share, offset)

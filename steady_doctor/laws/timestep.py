@@ -11,6 +11,7 @@ from steady_doctor.identify.step import Mixed
 from steady_doctor.laws.paths import levels
 from steady_doctor.seen import Seen
 
+ERRORS = 6.0  # standard errors
 CHANCE = 1e-6  # that a healthy script is accused by chance
 LEFT_OUT = 0.25  # of a path at one end, that a script may leave out on purpose
 SHIFTED = 0.35  # of a line
@@ -142,4 +143,19 @@ def covered(seen: Seen) -> Iterator[Found]:
         yield Found("timestep-piled", known[0][0], {"share": max(map(float, at_ends))})
 
 
-LAWS = (told, counted, alone, again, covered)
+def lognormal(seen: Seen) -> Iterator[Found]:
+    """Noise levels that the user asked for under the names of EDM: ln sigma of this mean and spread."""
+    found = levels(seen)
+    mean, spread = (seen.options.get(name) for name in ("P_mean", "P_std"))
+    if found is None or found.kind not in ("edm", "ve") or not all(isinstance(x, (int, float)) for x in (mean, spread)):
+        return
+    logs = found.sigma.clamp(min=1e-12).log()
+    count = len(logs)
+    off_mean = abs(float(logs.mean()) - mean) > ERRORS * abs(spread) / count**0.5 + 0.05
+    off_spread = abs(float(logs.std()) - abs(spread)) > ERRORS * abs(spread) / (2 * count) ** 0.5 + 0.05
+    if count >= 16 and (off_mean or off_spread):
+        figures = {"mean": float(logs.mean()), "spread": float(logs.std()), "asked_mean": mean, "asked_spread": spread}
+        yield Found("timestep-lognormal", seen.mixed()[0][0], figures)
+
+
+LAWS = (lognormal, told, counted, alone, again, covered)
