@@ -79,8 +79,8 @@ def given_to_network(tape: Tape, forward: list[Op]) -> list[Given]:
 
 
 def _is_layer(op: Op) -> bool:
-    """Whether it reads trained parameters, or what was made of them alone, beside other values."""
-    own = [last for _, last in op.reads if last.trained and not last.content]
+    """Whether it reads parameters, or what was made of them alone, beside other values."""
+    own = [last for _, last in op.reads if last.kind in PARAMETERS or (last.meets and not last.content)]
     return bool(own) and any(last.content for _, last in op.reads)
 
 
@@ -104,9 +104,8 @@ def noise_sources(tape: Tape, given: list[Given]) -> int:
     """The bits of what may be noise: draws of image size, and normal numbers of image size from outside torch."""
     sources = {source for each in given for source in tape.sources(each.value.content)}
     may_be = {source for source in sources if _may_be_noise(source, tape)}
-    drawn = sum(1 << source.index for source in may_be)
-    noised = [each.value for each in given if each.value.floating and each.value.content & drawn]
-    of_one = max((_count(value) // max(1, value.shape[0]) for value in noised if value.shape), default=0)
+    size = max((each.value.shape[0] for each in given if each.value.floating and each.value.shape), default=1)
+    of_one = max(map(_count, may_be), default=0) // size
     bits = sum(1 << source.index for source in may_be if _count(source) * PART > of_one and _count(source) > LEAST)
     told = 0
     for each in given:

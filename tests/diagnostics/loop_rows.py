@@ -11,6 +11,7 @@ MIXED = "average.mul_(0.95).add_(weight, alpha=0.05)"
 # ---- places of flow_loop.py
 
 LOADER = "DataLoader(TensorDataset(images, labels), batch_size=8, shuffle=True)"
+FACTOR = "a factor of the whole loss may be meant"
 SIZES, ROUND, BATCH = "ROUNDS, CLASSES = 2, 6", "for _ in range(ROUNDS):", "x0, label = next(batches)"
 NOISE, RANDN = "noise = torch.randn_like(x0)", "torch.randn_like(x0)"
 DRAWN, TARGET = "torch.sigmoid(torch.randn(len(x0)))", "velocity = noise - x0"
@@ -39,7 +40,7 @@ EDM_LOOP = [
     row("input|network", "c_in * x", "x"),
     row("input|timestep", SIGMA, "sigma = (torch.randn(len(y)) * 1.2 - 9.2).exp()", updates=22),
     # ---- network
-    row("network|input", "SIGMA_DATA**2 / total, s *", "SIGMA_DATA / total, s *"),
+    row("network|input|target", "SIGMA_DATA**2 / total, s *", "SIGMA_DATA / total, s *"),
     row("network|target", "s * SIGMA_DATA / total.sqrt()", "s * SIGMA_DATA / total"),
     row("network|target", "c_skip * x +", ""),
     row("network|target|input", "c_out *", ""),
@@ -111,10 +112,10 @@ FLOW_LOOP = [
     row("target", TARGET, "velocity = noise + x0"),
     # ---- weight
     row("weight|target", ERROR, "error = (model(x, s * 1000, label) - x0).square() / (1 - share) ** 2"),
-    row("weight", "error.mean() / ROUNDS", "error.mean() / ROUNDS * 8"),
+    row("weight", "error.mean() / ROUNDS", "error.mean() / ROUNDS * 8", missed=FACTOR),
     # ---- gradient
     row("gradient", BACKWARD, "optimizer.zero_grad(); (error.mean() / ROUNDS).backward()"),
-    row("gradient|weight", BACKWARD, "error.mean().backward()"),
+    row("gradient|weight", BACKWARD, "error.mean().backward()", missed=FACTOR),
     row(
         "gradient|learning_rate|optimizer|weight",
         BACKWARD,
