@@ -197,7 +197,7 @@ class Session:
     def _meet(self, optimizer: Optimizer) -> None:
         """At its first step."""
         self._made[optimizer] = 0
-        if self._main is None:
+        if self._main is None or optimizer is self._main:  # the only one so far, or the one that was told
             self._main = optimizer
         elif _same_parameters(optimizer, self._main):  # it was made anew
             self._made[optimizer] = self.updates
