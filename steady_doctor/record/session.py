@@ -19,7 +19,7 @@ from steady_doctor.record.history import History
 from steady_doctor.record.loads import Handling, Loads
 from steady_doctor.record.recorded import Recorded, parameters_of
 from steady_doctor.record.tape import Tape
-from steady_doctor.record.wrapping import compile_, wrap
+from steady_doctor.record.wrapping import compile_, without_warning, wrap
 
 
 def recorded_updates() -> Iterator[int]:
@@ -74,6 +74,9 @@ class Session:
         wrap(hooks, torch.autograd, "backward", self._backward)
         wrap(hooks, _BaseDataLoaderIter, "__next__", self._load)
         wrap(hooks, torch, "compile", compile_)
+        without_warning(
+            hooks, r"Using `torch\.compile\(module\)` when there are global hooks"
+        )  # as there are in recorded updates
         wrap(hooks, Optimizer, "__init__", self._make_optimizer)
         for kind in (lr_scheduler.LRScheduler, lr_scheduler.SequentialLR):
             wrap(hooks, kind, "__init__", self._make_schedule)

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -44,3 +45,10 @@ def _leave_out() -> None:
     while _in_compiler:
         owner, name = _in_compiler.pop()
         setattr(owner, name, torch._dynamo.disable(vars(owner)[name]))
+
+
+def without_warning(hooks: ExitStack, message: str) -> None:
+    """Leaves out warnings about what the doctor does, not the script. `message`: a regular expression of its beginning."""
+    warnings.filterwarnings("ignore", message)
+    entry = warnings.filters[0]
+    hooks.callback(lambda: warnings.filters.remove(entry) if entry in warnings.filters else None)  # type: ignore[attr-defined]
