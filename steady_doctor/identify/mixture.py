@@ -112,8 +112,10 @@ def noise_sources(tape: Tape, given: list[Given]) -> int:
         if not each.value.content & bits:
             told |= each.value.content | each.value.choice
     small = [
-        source for source in sources if source.kind == "drawn" and source.floating and not 1 << source.index & (bits | told)
-    ]
+        source
+        for source in sources
+        if source.kind == "drawn" and source.floating and _count(source) > size and not 1 << source.index & (bits | told)
+    ]  # more than one number of each sample: no level
     return bits | sum(1 << source.index for source in small if told)  # an offset of each sample
 
 
