@@ -40,7 +40,7 @@ def identify_batch(recorded: Recorded, mixture: Mixture) -> Batch | None:
     found.loads, found.loaded_at = recorded.loads, recorded.loaded_at
     sources = list(tape.sources(clean.content | clean.choice))
     found.load = max((source.load for source in sources), default=-1)
-    found.dataset = recorded.datasets[found.load] if found.load >= 0 else 0
+    found.dataset = recorded.datasets.get(found.load, 0)
     found.rows = _table(sources, mixture.size)
     found.one_row = _is_one_row(tape, clean, sources)
     upstream = tape.upstream(clean)

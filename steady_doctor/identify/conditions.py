@@ -48,15 +48,15 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
     for source in mixture.levels:
         barred |= 1 << source.index
     of_image = set(tape.upstream(mixture.input))
-    values: dict[Op, tuple[Op | None, bool]] = {}
+    values: dict[Op, tuple[list[Op], bool]] = {}  # what reads each, and whether it is joined to the mixture
     end = output if output is not None else root
     for at, value in _met(tape, end, by_layers_alone=output is None):
         value = _with_a_row_each(value, mixture.size)
         if value not in of_image:
-            values.setdefault(value, (at, False))
+            values.setdefault(value, ([], False))[0].append(at)
     for value in _joined(tape, mixture):
-        values.setdefault(value, (None, True))
-    for value, (at, joined) in values.items():
+        values.setdefault(value, ([], True))
+    for value, (readers, joined) in values.items():
         if (value.content | value.choice) & barred or value.shape[:1] != (mixture.size,) or not _of_data(tape, value):
             continue
         try:
@@ -64,8 +64,8 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
         except NotRecorded:
             continue
         condition.joined = joined
-        condition.by_layer = joined or (at is not None and at.meets)
-        condition.ignored = at is not None and _gets_none(tape, at, without_gradient)
+        condition.by_layer = joined or any(at.meets for at in readers)
+        condition.ignored = bool(readers) and all(_gets_none(tape, at, without_gradient) for at in readers)
         found.given.append(condition)
         made_of.append(value.content)
     _keep_least_dropped(found.given, made_of)

@@ -39,6 +39,7 @@ class Gradient:
     by_hand: bool = False  # what the optimizer got is not from the passes
     norm: float = 0.0  # at the step
     finite: bool = True
+    left_to_optimizer: bool = False  # which leaves out a step by itself where they are not finite, as a GradScaler told it
     small: float | None = None  # the share of its numbers, other than 0, that are below Adam's epsilon
     cut: tuple[float, float] | None = None  # (the end that many numbers have, the other end)
     missed: bool = False  # the script clips gradients of parameters that have none, and no others
@@ -47,6 +48,7 @@ class Gradient:
 def identify_gradient(recorded: Recorded) -> Gradient:
     whole = recorded.gradients
     found = Gradient(len(recorded.before), norm=whole.norm, finite=whole.finite, unowned=recorded.unowned)
+    found.left_to_optimizer = recorded.left_to_optimizer
     found.parameters = len(recorded.parameters)
     found.wanted = sum(parameter.requires_grad for parameter in recorded.parameters)
     found.missed = bool(recorded.clips) and not any(recorded.clips)
@@ -96,6 +98,8 @@ def _at_step(recorded: Recorded, given: list[Tensor | None], found: Gradient) ->
 def _cleared_between(recorded: Recorded) -> bool:
     """Whether a later pass of the same kind began when nothing was left of an earlier one, of some parameter."""
     kinds = [_kind(recorded, roots) for roots in recorded.roots]
+    if any(one is not None and not bool(torch.isfinite(one).all()) for after in recorded.after for one in after):
+        return False  # a pass that a GradScaler leaves out
     for k in range(len(recorded.parameters)):
         for i, after in enumerate(recorded.after[:-1]):
             later = [before[k] for before, kind in zip(recorded.before[i + 1 :], kinds[i + 1 :]) if kind == kinds[i]]

@@ -50,6 +50,7 @@ class Mixture:
     index_range: tuple[int, int] | None = None  # of the draw that it is
     index: Tensor | None = None  # [B]: the row of a table that the shares come from
     table: Tensor | None = None  # [3, rows looked at]: row, a, b
+    behind_frozen: bool = False  # a frozen layer stands between the mixture and the first trained one
     given: Op | None = None  # what the network gets: the mixture itself, or what was made of it
 
     @property
@@ -93,6 +94,7 @@ def find_mixture(tape: Tape, forward: list[Op]) -> Mixture:
     for got, candidate in _inputs(tape, given, noises):
         if (mixture := _mixture(tape, candidate, noises)) is not None:
             mixture.given = got
+            mixture.behind_frozen = any(op.kind in PARAMETERS for op in tape.upstream(got, [candidate]))
             _find_clean(tape, mixture, given)
             _find_told(tape, mixture, given)
             _find_table(tape, mixture)
@@ -253,16 +255,29 @@ def _beside(mixture: Mixture, given: list[Given]) -> list[Given]:
 def _find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     """What the network is told: the values of one number a sample through which all passes that it gets of the level."""
     levels = sum(1 << source.index for source in mixture.levels)
+    found: list[tuple[Op, tuple[Tensor, ...]]] = []
     for each in _beside(mixture, given):
-        if not (each.value.content | each.value.choice) & levels:
+        if not (each.value.content | each.value.choice) & levels or any(each.value is value for value, _ in found):
             continue
         way = [op for op in tape.upstream(each.value) if (op.content | op.choice) & levels]
         narrow = [op for op in _passed_by_all(way) if _count(op) in (1, mixture.size)]
         values = [tape.value(op).double().flatten() for op in reversed(narrow)]
-        mixture.told = tuple(value.expand(mixture.size) if value.numel() == 1 else value for value in values)
-        if not any(op.kind in PARAMETERS for op in tape.upstream(each.value)):  # else it is what a frozen network made of it
-            mixture.embedding = tape.value(each.value)
+        found.append((each.value, tuple(value.expand(mixture.size) if value.numel() == 1 else value for value in values)))
+    if not found:
         return
+    # A network that is told two times, as those that go from one to the other, is told the level by one of them.
+    value, mixture.told = next(((value, told) for value, told in found if told and _follows(told[0], mixture)), found[0])
+    if not any(op.kind in PARAMETERS for op in tape.upstream(value)):  # else it is what a frozen network made of it
+        mixture.embedding = tape.value(value)
+
+
+def _follows(told: Tensor, mixture: Mixture) -> bool:
+    """Whether it is in the order of the noise's share, or in the opposite one."""
+    if mixture.a is None:
+        return True
+    order = torch.argsort(mixture.b / mixture.a.clamp(min=1e-12))
+    steps = told[order].diff()
+    return bool((steps >= 0).all() or (steps <= 0).all())
 
 
 def _passed_by_all(way: list[Op]) -> list[Op]:

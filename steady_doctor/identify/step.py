@@ -42,6 +42,7 @@ class Mixed:
     table: Tensor | None = None  # [3, rows]: row, a, b
     embedding: Figures | None = None  # of the noise level, as it meets the network's parameters
     only_noise: bool = False  # nothing is left of the input without the noise
+    behind_frozen: bool = False  # a frozen layer stands between the mixture and the first trained one
     noised: float = 0.0  # the share of the clean image that is a draw of its own
     changed_by: tuple[str, ...] = ()  # operations other than a change of shape or scale, between the mixture and the network
 
@@ -125,6 +126,7 @@ def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
         mixture.table,
         None if mixture.embedding is None else Figures.of(mixture.embedding),
         mixture.only_noise,
+        mixture.behind_frozen,
         _noised(tape, mixture),
         _changed_by(tape, mixture),
     )

@@ -108,7 +108,7 @@ def finite(seen: Seen) -> Iterator[Found]:
     for update in seen.recorded():
         if update.optimized is not None and update.optimized.size > STEP:
             return  # steps that are too large come first
-        if not update.gradient.finite:
+        if not update.gradient.finite and not update.gradient.left_to_optimizer:
             yield Found("gradient-not-finite", update.number)
 
 

@@ -14,12 +14,14 @@ MUCH_SIGNAL = (
 )
 NO_SIGNAL = 0.01  # the share below which nothing of the image is left
 TOO_MANY = 0.4  # of a table's rows without any image
+WIDE = 0.1  # of the shares: in a smaller range each path looks like another one
 SECOND_NOISE = 0.3  # of the clean image: an encoder's latents have some hundredths
 
 
 def path(seen: Seen) -> Iterator[Found]:
     found = levels(seen)
-    if found is not None and not found.kind and noise_factor(found.a, found.b) is None:
+    is_wide = found is not None and max(float(x.max() - x.min()) for x in (found.a, found.b)) > WIDE
+    if found is not None and is_wide and not found.kind and noise_factor(found.a, found.b) is None:
         pairs = [(round(float(a), 3), round(float(b), 3)) for a, b in list(zip(found.a, found.b))[:4]]
         yield Found("input-path", seen.mixed()[0][0], {"pairs": pairs})
 

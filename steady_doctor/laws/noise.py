@@ -1,12 +1,12 @@
 """Whether the noise is new, independent, standard normal noise in each number of the input."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
 
 from steady_doctor.found import Found
-from steady_doctor.identify.figures import Figures
-from steady_doctor.identify.step import Mixed
+from steady_doctor.identify.step import NORMAL, Mixed
 from steady_doctor.laws.paths import levels, noise_factor
 from steady_doctor.seen import Seen
 
@@ -26,26 +26,33 @@ def shared(seen: Seen) -> Iterator[Found]:
             same = [axis for axis in along if noise.shape[axis] == 1 or axis in noise.same_along]
             if same:
                 yield Found("noise-shared", update, {"axis": same[0], "shape": mixture.input.shape})
-        if _twice(noise):
+        if _twice(mixture):
             yield Found("noise-shared", update, {"axis": 0, "shape": mixture.input.shape})
 
 
-def _twice(noise: Figures) -> bool:
-    """Whether two samples have the same noise."""
-    rows = noise.head
-    return noise.each > 8 and len(rows) > 1 and len(torch.unique(rows, dim=0)) < len(rows)
+def _twice(mixture: Mixed) -> bool:
+    """Whether two samples have the same noise, and neither the same level nor the same image: such pairs are meant."""
+    rows = mixture.noise.head
+    if mixture.noise.each <= 8 or len(rows) != mixture.size or len(torch.unique(rows, dim=0)) == len(rows):
+        return False
+    images = torch.arange(mixture.size)[:, None] if mixture.clean is None else mixture.clean.head
+    pairs = itertools.combinations(range(mixture.size), 2)
+    alike = [(i, j) for i, j in pairs if torch.equal(rows[i], rows[j])]
+    return any(mixture.b[i] != mixture.b[j] and not torch.equal(images[i], images[j]) for i, j in alike)
 
 
 def again(seen: Seen) -> Iterator[Found]:
     """The same numbers as in an earlier pass."""
-    earlier: dict[bytes, int] = {}
+    earlier: dict[bytes, tuple[int, bytes]] = {}
     for update, one in seen.mixed():
-        noise = one.mixture.noise
+        noise, clean = one.mixture.noise, one.mixture.clean
         if noise.each <= 8:
             continue
-        for row in {row.numpy().tobytes() for row in noise.head}:
-            if earlier.setdefault(row, update) != update:
-                yield Found("noise-again", update, {"before": earlier[row]})
+        images = [b""] * len(noise.head) if clean is None else [row.numpy().tobytes() for row in clean.head]
+        for row, image in zip((row.numpy().tobytes() for row in noise.head), images):
+            before, with_image = earlier.setdefault(row, (update, image))
+            if before != update and (with_image != image or not image):  # a stored pair of image and noise may come again
+                yield Found("noise-again", update, {"before": before})
         # within an update, each micro step has its own
     for step in seen.steps:
         firsts = [one.mixture.noise.head[0] for one in step.passes if one.mixture is not None and one.mixture.noise.each > 8]
@@ -57,8 +64,9 @@ def normal(seen: Seen) -> Iterator[Found]:
     """Mean 0, the spread of a normal distribution, and its fourth moment."""
     for update, one in seen.mixed():
         noise, count = one.mixture.noise, _independent(one.mixture)
-        if count < 512 or noise.std < 1e-12:
-            continue
+        normals = [name in NORMAL for name in one.mixture.drawn_by]
+        if count < 512 or noise.std < 1e-12 or one.mixture.a is None or (len(normals) > 1 and all(normals)):
+            continue  # numbers that several draws were added up to are not independent
         off = abs(noise.mean) / noise.std > ERRORS * (1 / count) ** 0.5 + ROUNDED
         uneven = abs(noise.fourth - NORMAL_FOURTH) > ERRORS * (96 / count) ** 0.5 + NORMAL_FOURTH * ROUNDED
         if off or uneven:
@@ -76,7 +84,7 @@ def unit(seen: Seen) -> Iterator[Found]:
         noise, count = one.mixture.noise, _independent(one.mixture)
         close = ERRORS * (0.5 / count) ** 0.5 + ROUNDED if count else 0.0
         is_asked = any(abs(noise.std / number - 1) < close for number in seen.asked_numbers if number > 0)
-        if count >= 512 and abs(noise.std - 1) > close and not is_asked:
+        if count >= 512 and one.mixture.a is not None and abs(noise.std - 1) > close and not is_asked:
             yield Found("noise-strength", update, {"std": noise.std})
 
 

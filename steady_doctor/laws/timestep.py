@@ -36,6 +36,8 @@ def told(seen: Seen) -> Iterator[Found]:
     ratios = torch.cat([_log_ratio(mixture) for _, mixture in known]) if known else torch.zeros(0)
     if len(ratios) < 4 or float(ratios.max() - ratios.min()) < 10 * MOVED:
         return
+    if any(mixture.behind_frozen for _, mixture in known):  # where the level may have come in
+        return
     if not any(mixture.told for _, mixture in known):
         yield Found("timestep-not-told", known[0][0])
         return
@@ -139,7 +141,11 @@ def covered(seen: Seen) -> Iterator[Found]:
         if left > LEFT_OUT and (1 - left) ** by_chance < CHANCE:
             yield Found("timestep-left-out", known[0][0], {"share": left, "end": end, "samples": by_chance})
     at_ends = ((place <= low + 1e-9).double().mean(), (place >= high - 1e-9).double().mean())
-    if found.kind == "flow" and len(place) >= 16 and max(map(float, at_ends)) > 0.15:
+    inner = place[(place > low + 1e-9) & (place < high - 1e-9)]
+    most = (
+        float(inner.unique(return_counts=True)[1].max()) / len(place) if len(inner) else 1.0
+    )  # a student of few steps has few
+    if found.kind == "flow" and len(place) >= 16 and max(map(float, at_ends)) > max(0.15, 3 * most):
         yield Found("timestep-piled", known[0][0], {"share": max(map(float, at_ends))})
 
 

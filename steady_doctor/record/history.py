@@ -11,6 +11,8 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 MOST_RATES = 4096  # updates whose rates are kept; then only every second one, and so on
 MOST_STATES = 1 << 16  # states of a random generator that are kept
+MOST_UPDATES = 1024  # that are kept of one kind
+MOVED = 2e-5  # of the size of the weights; a merge that is undone changes 1e-7
 PROBED = 16  # numbers of each of the weights that are compared
 
 
@@ -81,15 +83,24 @@ class History:
         if now is None or now.shape != self._left.shape:  # type: ignore[union-attr]
             return
         if now.device.type == "cpu":
-            if not torch.equal(now, self._left) and bool(torch.isfinite(now).all()):  # type: ignore[arg-type]
-                self.moved.append(update)
+            if bool(self._is_other(now)) and bool(torch.isfinite(now).all()):
+                self._note_moved(update)
         else:
-            self._unknown.append((update, ((now != self._left) & now.isfinite()).any()))
+            self._unknown.append((update, self._is_other(now) & now.isfinite().all()))
+
+    def _is_other(self, now: Tensor) -> Tensor:
+        """By more than the rounding of a merge that is undone."""
+        left: Tensor = self._left  # type: ignore[assignment]
+        return (now - left).norm() > MOVED * left.norm()
+
+    def _note_moved(self, update: int) -> None:
+        if len(self.moved) < MOST_UPDATES:
+            self.moved.append(update)
 
     def after_step(self, optimizer: Optimizer, update: int) -> None:
         self._had_state = bool(optimizer.state)
         self._left = None if self._probe is None else self._probe.now()
-        if self._passes == 0:
+        if self._passes == 0 and len(self.without_pass) < MOST_UPDATES:
             self.without_pass.append(update)
         self._passes = 0
         self._look_at_generator(update)
@@ -102,7 +113,11 @@ class History:
 
     def settle(self) -> None:
         """Waits for a GPU's comparisons."""
-        self.moved += [update for update, is_moved in self._unknown if bool(is_moved)]
+        if self._unknown:
+            updates, are_moved = zip(*self._unknown)
+            for update, is_moved in zip(updates, torch.stack(are_moved).tolist()):
+                if is_moved:
+                    self._note_moved(update)
         self._unknown = []
 
     def _look_at_generator(self, update: int) -> None:
@@ -111,7 +126,8 @@ class History:
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             there = torch.cuda.default_generators[torch.cuda.current_device()]
             state ^= hash(there.get_state().numpy().tobytes())
-        if state != self._state and state in self._states:  # the last one again: nothing was drawn
+        is_again = state != self._state and state in self._states  # else the last one again: nothing was drawn
+        if is_again and len(self.repeated) < MOST_UPDATES:
             self.repeated.append((update, self._states[state]))
         self._state = state
         if len(self._states) < MOST_STATES:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from steady_doctor.record.stored import StoredImages
 
+NEWEST = 4096  # batches whose dataset is known
 MOST = 32  # passes whose first images are kept
 RESHAPES = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 WRAPS = {"add", "sub", "mul", "add_", "sub_", "mul_"}
@@ -24,7 +25,7 @@ class Loads:
 
     def __init__(self) -> None:
         self.count = 0
-        self.datasets: list[int] = []  # of each batch: the id of its dataset
+        self.datasets: dict[int, int] = {}  # number of a batch, of the newest ones: the id of its dataset
         self.rows: dict[int, int] = {}  # of each dataset, by its id: 0 where it has no length
         self.begins: dict[int, list[tuple[float, ...]]] = {}  # of each dataset: means of the first images of each pass
         self.stored: dict[int, StoredImages] = {}  # of each dataset that is read a second time
@@ -39,7 +40,8 @@ class Loads:
             self._numbers[key] = weakref.ref(tensor, functools.partial(self._forget, key)), self.count
         self.count, self.last_update = self.count + 1, updates
         dataset = id(iterator._dataset)
-        self.datasets.append(dataset)
+        self.datasets[self.count - 1] = dataset
+        self.datasets.pop(self.count - 1 - NEWEST, None)
         if iterator._num_yielded == 1:
             self._begin(dataset, iterator._dataset, tensors)
         return tensors

@@ -60,11 +60,12 @@ class Recorded:
         self.unowned = 0  # parameters that got a gradient, and that no optimizer has
         self.state: list[dict[str, Any]] = []  # of the optimizer before the step: of each parameter, some numbers
         self.normalized = False  # what was changed outside of the step has rows of one size
+        self.left_to_optimizer = False  # to leave out this step where gradients are not finite
         self.no_gradient = 0  # bits of the parameters that want a gradient, and got one of exactly 0 there, or none
         self.finite: list[bool] = []  # of what was differentiated
         self.modules = Modules(self.parameters)
         self.handled: list[tuple[Any, int]] = []  # what a dataset did in this process to each batch, and the batch's size
-        self.datasets: list[int] = []  # of each batch of a loader: the id of its dataset
+        self.datasets: dict[int, int] = {}  # number of a batch of a loader, of the newest ones: the id of its dataset
         self.loads = self.loaded_at = 0  # batches that loaders have returned so far, and the update before the newest
         tape.known((p.grad for p in self.parameters if p.grad is not None), "gradient")
 
@@ -88,6 +89,7 @@ class Recorded:
 
     def before_step(self, owned: set[int]) -> None:
         """`owned`: ids of the parameters of all optimizers."""
+        self.left_to_optimizer = hasattr(self.optimizer, "found_inf")
         self.events.append((len(self.tape.ops), "step"))
         self.weights.append(self._weights())
         self._look_at_gradients()

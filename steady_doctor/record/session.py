@@ -1,5 +1,6 @@
 """Makes a tape of some updates, by torch's hooks of optimizers and by wrapping its backward passes and data loaders."""
 
+import contextlib
 import os
 import sys
 import weakref
@@ -91,7 +92,8 @@ class Session:
                 look(*arguments)
         except Exception as error:
             self.failure = error
-            self._stop()
+            with contextlib.suppress(Exception):
+                self._stop()
             self._stopped(error)
 
     @contextmanager
@@ -115,7 +117,7 @@ class Session:
     def _backward(self, original: Callable, tensors: Any, *arguments: Any, **options: Any) -> Any:
         if self._inside:  # a checkpoint's, within the script's
             return original(tensors, *arguments, **options)
-        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        tensors = roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._safely(self._before_backward, roots)
         self._inside += 1
         try:
@@ -186,6 +188,8 @@ class Session:
         return original(parameters, *arguments, **options)
 
     def _before_step(self, optimizer: Optimizer) -> None:
+        if self._inside:  # a step for each parameter within the backward pass, where torch has no place for a tape
+            return
         if optimizer not in self._made:
             self._meet(optimizer)
         if optimizer is not self._main:
@@ -200,6 +204,7 @@ class Session:
     def _meet(self, optimizer: Optimizer) -> None:
         """At its first step."""
         self._made[optimizer] = 0
+        self._optimizers.add(optimizer)
         if self._main is None or optimizer is self._main:  # the only one so far, or the one that was told
             self._main = optimizer
         elif _same_parameters(optimizer, self._main):  # it was made anew
@@ -212,6 +217,8 @@ class Session:
             self._begin(optimizer)
 
     def _after_step(self, optimizer: Optimizer) -> None:
+        if self._inside:
+            return
         self._made[optimizer] = self._made.get(optimizer, 0) + 1
         if optimizer is not self._main:
             return
@@ -226,7 +233,11 @@ class Session:
             self._stop()
             self.history.settle()
             self.history.accumulation = _told_micro_steps()
-            self._judge(recorded)
+            if recorded.tape.failure is not None:
+                raise recorded.tape.failure
+            devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+            with torch.random.fork_rng(devices):  # whatever is repeated, the script's draws go on as they would
+                self._judge(recorded)
         if self.updates + 1 >= self._next:
             while self.updates + 1 >= self._next:
                 self._next = next(self._due)

@@ -4,6 +4,7 @@ No activation is kept. The tape keeps the operations with their arguments as num
 outside or was drawn (`values`), and the outputs of the last layers (`fronts`): all else can be computed again from these.
 """
 
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 DRAWS = torch.Tag.nondeterministic_seeded
 PICKS = {"index", "index_select", "gather", "take", "embedding", "take_along_dim"}  # (values, which of them, ...)
 COPIED = 1 << 26  # elements of a source that are copied at the most; a larger one is kept by reference
+REPEATED = ("aten", "prims")  # whose operations do the same each time, and for this process alone
 PARAMETERS = ("trained", "frozen", "unowned")
 MUCH = 16  # times smaller than the layer before: not a layer that follows it
 SAMPLED = 64  # elements that are kept of an average
@@ -96,11 +98,15 @@ class NotRecorded(Exception):
 class Tape(TorchDispatchMode):
     """Records while it is entered. `trained`: the parameters of the optimizers."""
 
+    supports_higher_order_operators = True  # which end the recording, and not the script
+
     def __init__(self, trained: Iterable[Tensor]):
         super().__init__()
         self.ops: list[Op] = []
         self.values: dict[int, Tensor] = {}  # of sources and fronts, by the number of the tensor
         self.roots: list[Op | None] = []  # what was differentiated
+        self.failure: Exception | None = None  # of the tape's, after which nothing is recorded
+        self._process = os.getpid()
         self.paused = 0  # by how many; nothing is recorded then
         self.samples: dict[int, Tensor] = {}  # of what became an average: its first numbers
         self.unowned: list[Tensor] = []  # parameters that want a gradient, and that this optimizer does not have
@@ -147,19 +153,30 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self.paused or os.getpid() != self._process:  # a worker that was forked while this records
             return func(*args, **kwargs)
-        tensors = tensors_in((args, kwargs))
-        written = list(_written(func, args, kwargs))
-        reads = self._reads(tensors, written)
-        arguments = self._numbered((args, kwargs))
-        for tensor in written:  # a layer's output that is written over
-            if (front := self._writers.get(_key(tensor))) in self._held and front is not None:
-                self._held[front] = self._held[front].clone()
+        before: Any = None
+        try:
+            tensors = tensors_in((args, kwargs))
+            written = list(_written(func, args, kwargs))
+            before = self._reads(tensors, written), self._numbered((args, kwargs))
+            for tensor in written:  # a layer's output that is written over
+                if (front := self._writers.get(_key(tensor))) in self._held and front is not None:
+                    self._held[front] = self._held[front].clone()
+        except Exception as error:  # never the script's: the operation itself is not in here
+            self._fail(error)
         result = func(*args, **kwargs)
-        made = tensors_in(result)
-        self._append(func, arguments, reads, tensors, written, made)
+        if before is not None and self.failure is None:
+            try:
+                self._append(func, before[1], before[0], tensors, written, tensors_in(result))
+            except Exception as error:
+                self._fail(error)
         return result
+
+    def _fail(self, error: Exception) -> None:
+        """Records nothing more."""
+        self.failure = error
+        self.paused += 1
 
     def _append(self, func: Any, arguments: Any, reads: tuple, tensors: list, written: list, made: list) -> None:
         first = made[0] if made else written[0] if written else None
@@ -365,6 +382,8 @@ class Tape(TorchDispatchMode):
                     if each.index not in self.values:
                         raise NotRecorded(f"{each.name} was written over")
                     tensors[each.result] = self.values[each.index].clone()
+                elif each.func.namespace not in REPEATED:
+                    raise NotRecorded(f"{each.name} may draw numbers, or wait for other processes")
                 elif draws(each.func, each.args, each.kwargs):
                     raise NotRecorded(f"{each.name} draws numbers on the way")
                 else:
