@@ -76,7 +76,8 @@ def test_no_source_asks_for_code_to_be_run():
             if isinstance(node, ast.Call):
                 name = ast.unparse(node.func)
                 keywords = {(k.arg, k.value.value) for k in node.keywords if isinstance(k.value, ast.Constant)}
-                if keywords & unsafe or name in ("eval", "exec", "os.system"):
+                runs_a_script = name == "exec" and file == ROOT / "steady_doctor" / "run.py"  # the one that its user names
+                if keywords & unsafe or (name in ("eval", "exec", "os.system") and not runs_a_script):
                     found.append(f"{where}: {ast.unparse(node)}")
                 if name == "torch.load" and ("weights_only", True) not in keywords:
                     found.append(f"{where}: {ast.unparse(node)}")
