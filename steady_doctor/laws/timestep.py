@@ -36,10 +36,9 @@ def told(seen: Seen) -> Iterator[Found]:
     ratios = torch.cat([_log_ratio(mixture) for _, mixture in known]) if known else torch.zeros(0)
     if len(ratios) < 4 or float(ratios.max() - ratios.min()) < 10 * MOVED:
         return
-    if any(mixture.behind_frozen for _, mixture in known):  # where the level may have come in
-        return
     if not any(mixture.told for _, mixture in known):
-        yield Found("timestep-not-told", known[0][0])
+        if not any(mixture.behind_frozen for _, mixture in known):  # else the level may have come in there
+            yield Found("timestep-not-told", known[0][0])
         return
     known = [(update, mixture) for update, mixture in known if mixture.told]
     ratios = torch.cat([_log_ratio(mixture) for _, mixture in known])
