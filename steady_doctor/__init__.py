@@ -9,7 +9,7 @@ import atexit
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,16 +19,13 @@ if TYPE_CHECKING:
 def watch(
     model: "nn.Module",
     optimizer: "Optimizer",
-    noise_scheduler: Any = None,
     *,
-    ema: Any = None,
-    accelerator: Any = None,
     watch_dir: "str | os.PathLike | None" = None,
 ) -> None:
-    """Watches the training of `model` by `optimizer` from here to the end of the process, and changes nothing of it.
+    """Watches the training of `model` by `optimizer` from here to the end of the process, and changes nothing of it. The doctor
+    sees by itself which noise scheduler, averages and library are used beside them.
 
     Args:
-        noise_scheduler, ema, accelerator: what is used beside these. The doctor sees by itself what they do.
         watch_dir: folder for diagnosis.json and report.html; default: watch/<the script's name>.
     """
     from torch import nn  # takes seconds, which `python -m steady_doctor --help` has not

@@ -19,9 +19,7 @@ class Optimized:
     """The optimizer's step. Settings are those of each group."""
 
     kind: str  # its class
-    is_torchs: bool
     settings: list[dict[str, Any]]
-    counted: float | None = None  # steps that it has counted, this one among them
     size: float = 0.0  # the median over layers: change of the weights over their size
     stuck: float | None = None  # of weights in half precision that have a gradient: the share that does not move
 
@@ -67,10 +65,7 @@ def _weights(recorded: Recorded, update: Update) -> None:
 def _optimized(recorded: Recorded) -> Optimized:
     optimizer = recorded.optimizer
     settings = [{name: group[name] for name in SETTINGS if name in group} for group in optimizer.param_groups]
-    kind = type(optimizer)
-    found = Optimized(kind.__name__, kind.__module__.startswith("torch.optim"), settings)
-    counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
-    found.counted = max(counts, default=None)
+    found = Optimized(type(optimizer).__name__, settings)
     if len(recorded.weights) < 2:
         return found
     sizes, stuck = [], []

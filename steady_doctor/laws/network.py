@@ -1,4 +1,4 @@
-"""The network: its mode, its precision, what of it is trained."""
+"""The network: its mode, its what of it is trained."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,6 @@ from steady_doctor.seen import Seen
 LOOKS = 2  # recorded updates
 LATE = 8  # the update from which on a layer that begins with zeros is none any more
 MOST_DEAD = 0.5  # of the tensors
-STILL = 0.05  # of the weights
 
 
 def finite(seen: Seen) -> Iterator[Found]:
@@ -40,13 +39,6 @@ def frozen(seen: Seen) -> Iterator[Found]:
                 yield Found("network-frozen", step.update.number, {"weights": len(one.as_made), "such_as": one.as_made[0]})
 
 
-def precision(seen: Seen) -> Iterator[Found]:
-    halves = [step for step in seen.steps if step.network.half]
-    if len(halves) >= LOOKS and sum(step.network.still for step in halves) / len(halves) > STILL:
-        still = sum(step.network.still for step in halves) / len(halves)
-        yield Found("network-precision", halves[0].update.number, {"dtype": halves[0].network.half, "still": still})
-
-
 def dead(seen: Seen) -> Iterator[Found]:
     """Most of the network gets a gradient of exactly 0."""
     late = [step for step in seen.steps if step.update.number >= LATE]
@@ -61,4 +53,4 @@ def level_ignored(seen: Seen) -> Iterator[Found]:
         yield Found("network-level-ignored", late[0][0], {"updates": len(late)})
 
 
-LAWS = (finite, mode, batch_norm, frozen, precision, dead, level_ignored)
+LAWS = (finite, mode, batch_norm, frozen, dead, level_ignored)

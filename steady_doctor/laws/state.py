@@ -16,11 +16,15 @@ def written(seen: Seen) -> Iterator[Found]:
         return
     for update in known:
         if update.weights_moved > MOVED:
-            figures = {"by": update.weights_written_by, "moved": update.weights_moved}
+            figures = {"by": _by(update.weights_written_by), "moved": update.weights_moved}
             yield Found("state-weights-written", update.number, figures)
             return
     if seen.history.moved:
-        yield Found("state-weights-written", seen.history.moved[0], {"by": (), "count": len(seen.history.moved)})
+        yield Found("state-weights-written", seen.history.moved[0], {"by": "", "count": len(seen.history.moved)})
+
+
+def _by(operations: tuple[str, ...]) -> str:
+    return f", written by {', '.join(operations)}" if operations else ""
 
 
 def generator(seen: Seen) -> Iterator[Found]:

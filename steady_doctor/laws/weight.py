@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from steady_doctor.found import Found
+from steady_doctor.identify.step import EVEN
 from steady_doctor.laws.paths import levels
 from steady_doctor.laws.target import asks
 from steady_doctor.seen import Seen
@@ -18,7 +19,6 @@ STEEPEST = {
     "ve": 1.1,
     "flow": 2.1,
 }  # growth of the weight of the image's error with the SNR, in logarithms
-MASKED = 0.5  # the smallest slope within a sample over its largest, below which something else than the level counts
 
 
 class Weights:
@@ -30,7 +30,7 @@ class Weights:
             mixture, target = one.mixture, one.target
             if mixture.a is None or target is None or target.slope is None or target.by_network:
                 continue
-            if target.even is not None and target.even > MASKED:
+            if target.even is not None and target.even > EVEN:
                 snr = (mixture.a / mixture.b.clamp(min=1e-12)).square()
                 rows.append(torch.stack([snr, target.slope * mixture.size / one.mixture.size]))
         both = torch.cat(rows, 1) if rows else torch.zeros(2, 0)

@@ -11,7 +11,7 @@ from steady_doctor.record.copies import Copies
 from steady_doctor.record.modules import Modules
 from steady_doctor.record.tape import Op, Tape, sample
 
-EVEN = 1e-3  # spread of the sizes of rows that are normalized, over their mean
+ONE_SIZE = 1e-3  # spread of the sizes of rows that are normalized, over their mean
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Recorded:
         pairs = zip(self.parameters, self.at_start, self.weights[-1])
         moved = [parameter for parameter, old, now in pairs if parameter.ndim > 1 and not torch.equal(old, now)]
         rows = [parameter.detach().flatten(1).float().norm(dim=1) for parameter in moved if len(parameter) > 1]
-        return bool(rows) and all(float(sizes.std()) < EVEN * float(sizes.mean()) for sizes in rows)
+        return bool(rows) and all(float(sizes.std()) < ONE_SIZE * float(sizes.mean()) for sizes in rows)
 
     def _weights(self) -> list[Tensor]:
         return [sample(parameter) for parameter in self.parameters]

@@ -14,7 +14,7 @@ images = pictures() / 127.5 - 1
 model, scheduler = Network(), DDPMScheduler()
 ema = copy.deepcopy(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-watch(model, optimizer, scheduler, ema=ema, watch_dir=sys.argv[1])
+watch(model, optimizer, watch_dir=sys.argv[1])
 for _ in range(6):
     x0 = images[torch.randint(0, len(images), (8,))]
     noise, t = torch.randn_like(x0), torch.randint(0, 1000, (8,))
