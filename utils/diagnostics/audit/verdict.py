@@ -1,7 +1,11 @@
 """What the step audit says of one quantity of a training step: what it is declared to be, and what was observed."""
 
 import textwrap
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+
+from steady_doctor.found import Found
+from steady_doctor.words import finding
 
 STAGES = (
     *("data", "noise", "timestep", "input", "condition", "network", "target", "weight"),
@@ -31,6 +35,16 @@ class Check:
 
     def to_json(self) -> dict:
         return asdict(self)
+
+
+def checks_of(found: Iterable[Found]) -> list[Check]:
+    """What a law of the new doctor found, as a check."""
+    checks = []
+    for one in found:
+        said = finding(one)
+        text = f"{said.title}: {said.observed}"
+        checks.append(Check(said.stage, one.code, said.declared, said.observed, False, text, said.severity))
+    return checks
 
 
 def not_observed(stage: str, name: str, declared: str, why: str) -> Check:
