@@ -181,10 +181,9 @@ def load(args: DiagnoseOptions, resolution: int | str, image_channels: int) -> "
 
 def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOptions, report: Path | None) -> None:
     """What was looked at, with --all each check and figure; then the findings, with cause and fixes. `report`: the page."""
-    from utils.diagnostics.audit.verdict import step_summary
     from utils.diagnostics.catalog import CATALOG
     from utils.diagnostics.finding import told
-    from utils.diagnostics.rules.audit import audited
+    from utils.diagnostics.rules.audit import looks
     from utils.runs.history import to_json
 
     found = {finding.code for finding in findings}
@@ -197,24 +196,22 @@ def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOp
     # Of a dataset or a pipeline most is missing, and some options have no meaning for a run.
     missing = CATALOG.keys() - judged - found - {"rule-failed"} if record.options else set()
     missing = {code for code in missing if not code.startswith("option-")}
-    steps = audited(record)
     lines = _run_lines(record) if record.options else []
     lines.append(f"{len(healthy)} checks found nothing" + f", {len(missing)} had too few figures" * bool(missing))
-    lines += [step_summary(steps)] if steps else []
+    lines += [f"the training step was measured in {count} updates"] if (count := looks(record)) else []
     lines += [f"report: {report}"] if report else []
     lines += [] if args.all else ["all checks and figures: --all"]
     print(*lines, sep="\n", end="\n\n")
     if args.all:
-        print(*_all_lines(steps, healthy, missing, figures), sep="\n", end="\n\n")
+        print(*_all_lines(healthy, missing, figures), sep="\n", end="\n\n")
     print(*told(findings), sep="\n")
 
 
-def _all_lines(steps: list[dict], healthy: list[str], missing: set[str], figures: dict) -> list[str]:
+def _all_lines(healthy: list[str], missing: set[str], figures: dict) -> list[str]:
     """Each check and each figure."""
-    from utils.diagnostics.audit.verdict import step_lines
     from utils.diagnostics.catalog import CATALOG
 
-    lines = [*step_lines(steps), ""] if steps else []
+    lines: list[str] = []
     for word, before, codes in (("OK", "", healthy), ("-", "not enough was recorded to judge: ", missing)):
         text = before + ", ".join(code for code in CATALOG if code in codes)
         if codes:

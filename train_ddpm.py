@@ -163,7 +163,7 @@ def main(options: DDPMOptions) -> int:
         monitor.begin(step)
         for micro_step in range(options.gradient_accumulation_steps):
             drawn = objective.draw(data.samples.on_device(monitor.wait_for(batches)))
-            monitor.add_images(drawn["clean_images"])
+            monitor.add_drawn(drawn)
             data.samples.seed_dropout(step, micro_step)
             with accelerator.accumulate(model):
                 losses = objective.losses(model, **drawn)

@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from steady_doctor.declare.declaration import Declaration
 from steady_doctor.identify.step import Pass, Step
 from steady_doctor.identify.update import Update
 from steady_doctor.record.copies import Copies
+from steady_doctor.record.followed import Followed
 from steady_doctor.record.history import History
 
 
@@ -25,6 +27,11 @@ class Seen:
     predictions: set[str] = field(default_factory=set)  # prediction types of the script's noise schedulers (diffusers')
     alphas_cumprod: list[Tensor] = field(default_factory=list)  # their different tables, [T] each, in float64
     ended: bool = False  # the script came to its own end: what has not happened by now will not
+
+    declared: Declaration | None = None  # of a script that says what it is to do; the next three are of such a one alone
+    levels: Tensor | None = None  # of all samples, in the order of the micro steps
+    batch: int = 0  # levels of each micro step; 0: they differ in number
+    followed: Followed | None = None
 
     history: History = field(default_factory=History)  # of each update, recorded or not
     copies: Copies | None = None  # of the weights before training

@@ -11,6 +11,7 @@ from steady_doctor.record.tape import Write
 MOVED = 1e-6  # of a tensor's size: a smaller distance tells no direction
 EXACT = 1e-3  # of the distance, that may remain of a straight line between two float32 tensors
 ROUNDING = 1e-6  # of a tensor's size
+FLOAT32 = 2.0**-24  # of a number
 OTHER_SUM = 1e-3  # of two shares, by which they are not 1 together
 
 
@@ -26,12 +27,50 @@ class Average:
     times: int = 1  # between how many backward passes of the update it was written
 
 
+@dataclass
+class Named:
+    """An average that the loop tells, of all its tensors together: after = keep x before + (1 - keep) x weights after the step."""
+
+    name: str
+    keep: float
+    rest: float  # the size of what is left of that
+    gap: float  # the distance of the average before from the weights
+    rounding: float  # of float32, in such a distance
+    missing: tuple[str, ...]  # parameters that it has not
+
+    def off(self, decay: float) -> float:
+        """How far it is from where this decay would have left it."""
+        return float((((self.keep - decay) * self.gap) ** 2 + self.rest**2) ** 0.5)
+
+
+def identify_named(recorded: Recorded) -> list[Named]:
+    """Those that the loop tells."""
+    if recorded.told is None or recorded.at_end is None:
+        return []
+    found = []
+    for name, (before, after) in recorded.averages.items():
+        have = [k for k, one in enumerate(before) if one is not None and after[k] is not None]
+        missing = tuple(recorded.names[k] for k in range(len(before)) if k not in have and recorded.averaged[k])
+        if not have:
+            found.append(Named(name, 1.0, 0.0, 0.0, 0.0, missing))
+            continue
+        vectors = ([one[k] for k in have] for one in (before, after, recorded.at_end))
+        old, new, weights = (torch.cat(parts) for parts in vectors)  # type: ignore[arg-type]
+        far = old - weights
+        keep = float((new - weights) @ far / (far @ far).clamp(min=1e-300))
+        rest = float((new - weights - keep * far).norm())
+        rounding = 2 * FLOAT32 * float(torch.maximum(old.abs(), weights.abs()).norm())
+        found.append(Named(name, keep, rest, float(far.norm()), rounding, missing))
+    return found
+
+
 def identify_averages(recorded: Recorded, loss: set[int]) -> list[Average]:
     """`loss`: the indices of operations that a loss depends on; what is written there is no average, but the network's."""
     last: dict[tuple, Write] = {}
     intervals: dict[tuple, set[int]] = {}
+    stepped = next((at for at, what in recorded.events if what == "stepped"), len(recorded.tape.ops))
     for write in recorded.tape.writes:
-        if write.place not in loss:
+        if write.place not in loss and write.op.index < stepped:  # what comes later has a name
             place = write.place, write.shape
             last[place] = write
             intervals.setdefault(place, set()).add(_interval(recorded, write.op.index))

@@ -25,7 +25,7 @@ class Condition:
     largest: float  # of its absolute values
     floating: bool
     varies: bool  # it is made of values that differ between the images of this batch
-    labels: Tensor | None = None  # int64: of whole numbers, or of rows of 0 and one 1 (-1: of 0 alone)
+    labels: Tensor | None = None  # int64: of whole numbers, or of rows of 0 and one other number (-1: of 0 alone)
     dropped: Tensor | None = None  # bool: rows that do not depend on what they are made of, and are one and the same
     own: Tensor | None = None  # the row of the batch that each row comes from; negative: not known
     images: Tensor | None = None  # the row that its image comes from, counted alike
@@ -135,13 +135,13 @@ def _condition(tape: Tape, op: Op, mixture: Mixture) -> Condition:
 
 
 def as_labels(value: Tensor) -> Tensor | None:
-    """int64 [B] of whole numbers, or of rows with a single 1 or of 0 alone, which are -1."""
+    """int64 [B] of whole numbers, or of rows with a single 1, or another number, and of 0 alone, which are -1."""
     if value.dtype in (torch.int64, torch.int32) and value.numel() == len(value):
         return value.reshape(-1).long().cpu()
-    if value.ndim != 2 or not 1 < value.shape[1] <= MOST_CLASSES or not bool(((value == 0) | (value == 1)).all()):
+    if value.ndim != 2 or not 1 < value.shape[1] <= MOST_CLASSES or not bool(((value == 0) | (value == value.max())).all()):
         return None
-    ones = value.long().sum(1)
-    labels = torch.where(ones > 0, value.long().argmax(1), -1).cpu()
+    ones = (value > 0).sum(1)
+    labels = torch.where(ones > 0, (value > 0).long().argmax(1), -1).cpu()
     return labels if bool((ones <= 1).all() and (ones > 0).any()) else None
 
 

@@ -96,7 +96,7 @@ def find_mixture(tape: Tape, forward: list[Op]) -> Mixture:
             mixture.given = got
             mixture.behind_frozen = any(op.kind in PARAMETERS for op in tape.upstream(got, [candidate]))
             _find_clean(tape, mixture, given)
-            _find_told(tape, mixture, given)
+            find_told(tape, mixture, given)
             _find_table(tape, mixture)
             return mixture
     raise Nothing("no-noise" if not noises else "noise-not-linear")
@@ -108,7 +108,7 @@ def noise_sources(tape: Tape, given: list[Given]) -> int:
     may_be = {source for source in sources if _may_be_noise(source, tape)}
     size = max((each.value.shape[0] for each in given if each.value.floating and each.value.shape), default=1)
     of_one = max(map(_count, may_be), default=0) // size
-    bits = sum(1 << source.index for source in may_be if _count(source) * PART > of_one and _count(source) > LEAST)
+    bits = sum(1 << source.index for source in may_be if numel(source) * PART > of_one and numel(source) > LEAST)
     told = 0
     for each in given:
         if not each.value.content & bits:
@@ -116,7 +116,7 @@ def noise_sources(tape: Tape, given: list[Given]) -> int:
     small = [
         source
         for source in sources
-        if source.kind == "drawn" and source.floating and _count(source) > size and not 1 << source.index & (bits | told)
+        if source.kind == "drawn" and source.floating and numel(source) > size and not 1 << source.index & (bits | told)
     ]  # more than one number of each sample: no level
     return bits | sum(1 << source.index for source in small if told)  # an offset of each sample
 
@@ -128,7 +128,7 @@ def _may_be_noise(source: Op, tape: Tape) -> bool:
     return source.kind == "drawn" or _is_standard_normal(tape.values.get(source.index))
 
 
-def _count(op: Op) -> int:
+def numel(op: Op) -> int:
     return int(torch.Size(op.shape).numel())
 
 
@@ -145,7 +145,7 @@ def _inputs(tape: Tape, given: list[Given], noises: int) -> Iterator[tuple[Op, O
     """What is given to the network, the best first, each with what may be the mixture: itself, then what it was made of."""
 
     def rank(op: Op) -> tuple[int, int]:
-        return bool(op.content & noises) + bool(op.content & ~noises), _count(op)
+        return bool(op.content & noises) + bool(op.content & ~noises), numel(op)
 
     seen: set[Op] = set()
     in_order = dict.fromkeys(each.value for each in given if each.value.floating)  # a target is met after the input
@@ -169,7 +169,7 @@ def _mixture(tape: Tape, op: Op, noises: int) -> Mixture | None:
     pure = [each for each in upstream if each.content and not each.content & ~noises and each.floating]
     pure = [each for each in pure if each is not op] or pure
     for noise in reversed(pure):
-        if _count(noise) not in (value.numel(), 1) and not _broadcasts(noise.shape, value.shape):
+        if numel(noise) not in (value.numel(), 1) and not _broadcasts(noise.shape, value.shape):
             continue
         drawn = tape.value(noise)
         share = value - tape.value(op, {noise: torch.zeros_like(drawn)})
@@ -206,7 +206,7 @@ def _find_clean(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     levels = sum(1 << source.index for source in mixture.levels)
     upstream = tape.upstream(mixture.input)
     for op in reversed(upstream):
-        fits = op.floating and op.content and not op.content & (noise | levels) and _count(op) == mixture.value.numel()
+        fits = op.floating and op.content and not op.content & (noise | levels) and numel(op) == mixture.value.numel()
         if not fits or op.shape[0] != mixture.size or op.kind in ("trained", "frozen"):
             continue
         value = tape.value(op).reshape(mixture.value.shape)
@@ -237,7 +237,7 @@ def _levels(tape: Tape, mixture: Mixture, given: list[Given]) -> list[Op]:
     small = [
         source
         for source in tape.sources(mixture.input.content & ~mixture.noise.content)
-        if _count(source) <= mixture.size and source.kind in ("drawn", "data", "outside")
+        if numel(source) <= mixture.size and source.kind in ("drawn", "data", "outside")
     ]
     told = 0
     for each in _beside(mixture, given):
@@ -252,15 +252,15 @@ def _beside(mixture: Mixture, given: list[Given]) -> list[Given]:
     return [each for each in given if not each.value.content & noise and each.value is not mixture.input]
 
 
-def _find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
-    """What the network is told: the values of one number a sample through which all passes that it gets of the level."""
+def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
+    """Notes what the network is told: the values of one number a sample through which all passes that it gets of the level."""
     levels = sum(1 << source.index for source in mixture.levels)
     found: list[tuple[Op, tuple[Tensor, ...]]] = []
     for each in _beside(mixture, given):
         if not (each.value.content | each.value.choice) & levels or any(each.value is value for value, _ in found):
             continue
         way = [op for op in tape.upstream(each.value) if (op.content | op.choice) & levels]
-        narrow = [op for op in _passed_by_all(way) if _count(op) in (1, mixture.size)]
+        narrow = [op for op in _passed_by_all(way) if numel(op) in (1, mixture.size)]
         values = [tape.value(op).double().flatten() for op in reversed(narrow)]
         found.append((each.value, tuple(value.expand(mixture.size) if value.numel() == 1 else value for value in values)))
     if not found:
@@ -301,7 +301,7 @@ def _find_table(tape: Tape, mixture: Mixture) -> None:
         if op.name not in PICKS or (op.floating and op.reads[0][1].content):
             continue
         which = [last for _, last in op.reads[1:] if not last.floating and last.content & levels]
-        if len(which) != 1 or _count(which[0]) != mixture.size or not op.reads[0][1].shape:
+        if len(which) != 1 or numel(which[0]) != mixture.size or not op.reads[0][1].shape:
             continue
         index = tape.value(which[0])
         rows = max(op.reads[0][1].shape)

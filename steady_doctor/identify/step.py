@@ -12,6 +12,7 @@ from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.mixture import Mixture, Nothing, find_mixture, given_to_network
 from steady_doctor.identify.network import Network, identify_network
 from steady_doctor.identify.target import Target, by_image, find_target
+from steady_doctor.identify.told import Drawn, drawn_of, layers_of, learned_of, penalty_of, told_mixture
 from steady_doctor.identify.update import Update, identify_update
 from steady_doctor.record.recorded import Recorded
 from steady_doctor.record.tape import NotRecorded, Op, Tape
@@ -76,6 +77,7 @@ class Pass:
     squares: tuple[tuple[int, ...], ...] = ()  # shapes in the loss that have the batch along two axes
     conditions: Conditions = field(default_factory=Conditions)
     batch: Batch | None = None
+    drawn: Drawn | None = None  # of a loop that tells
 
 
 @dataclass
@@ -83,13 +85,20 @@ class Step:
     update: Update
     passes: list[Pass]
     network: Network = field(default_factory=Network)
+    matrices: tuple[bool, ...] = ()  # of each parameter of the optimizer: whether it has two dimensions or more
+    loss_scale: float = 1.0  # that the gradients of the passes have in them
+    turned_down: int = 0  # updates so far, without a step
 
 
 def identify(recorded: Recorded) -> Step:
     roots = [root for root in recorded.tape.roots if root is not None]
     own = [root for root in roots if root.trained] or roots  # the others are those of another optimizer
-    passes = [_pass(recorded, root) for root in own]
-    return Step(identify_update(recorded), passes, identify_network(recorded))
+    passes = [_told(recorded, root, place) if recorded.told else _pass(recorded, root) for place, root in enumerate(own)]
+    step = Step(identify_update(recorded), passes, identify_network(recorded))
+    if recorded.told:
+        step.matrices = tuple(parameter.ndim > 1 for parameter in recorded.parameters)
+        step.loss_scale, step.turned_down = recorded.told.loss_scale, recorded.told.turned_down
+    return step
 
 
 def _pass(recorded: Recorded, root: Op) -> Pass:
@@ -108,6 +117,28 @@ def _pass(recorded: Recorded, root: Op) -> Pass:
         )
     except (Nothing, NotRecorded) as error:
         return Pass(why_not=str(error), misplaced=_misplaced(tape, root), noise_in_loss=_noise_in_loss(tape, root))
+
+
+def _told(recorded: Recorded, root: Op, place: int) -> Pass:
+    """Of a loop that tells what a pass is of: nothing is searched for."""
+    tape, found = recorded.tape, Pass()
+    if place >= len(recorded.told.clean):
+        return Pass(why_not="told-not-used")
+    found.drawn = drawn_of(recorded.told, place)
+    forward = [op for op in tape.upstream(root) if op.kind == "op"]
+    found.drawn.layers = layers_of(tape, forward)
+    try:
+        mixture, found.drawn.rest = told_mixture(recorded, forward, place)
+        found.mixture = _mixed(tape, mixture)
+        if (target := find_target(tape, root, mixture)) is not None:
+            found.target = _asked(tape, root, mixture, target)
+            found.drawn.learned = learned_of(tape, root, mixture, target)
+            found.drawn.penalty = penalty_of(recorded, root, target)
+        output = None if target is None else target.output
+        found.conditions = find_conditions(tape, root, mixture, output, recorded.no_gradient)
+    except (Nothing, NotRecorded) as error:
+        found.why_not = str(error)
+    return found
 
 
 def _mixed(tape: Tape, mixture: Mixture) -> Mixed:

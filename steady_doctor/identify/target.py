@@ -63,7 +63,7 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
     try:
         value = tape.value(output)
         value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value  # the loss again, without rounding
-        gradients = [_gradient(tape, root, output, v) for v in (value, value + _step(value), value - _step(value))]
+        gradients = [gradient_of(tape, root, output, v) for v in (value, value + _step(value), value - _step(value))]
     except (NotRecorded, RuntimeError):
         return Target(output, layers, "none")
     if any(gradient is None for gradient in gradients):
@@ -93,7 +93,7 @@ def _step(value: Tensor) -> Tensor:
     return 0.5 * value.float().std().clamp(min=1e-3) * signs.to(value)
 
 
-def _gradient(tape: Tape, root: Op, output: Op, value: Tensor, instead: dict[Op, Tensor] | None = None) -> Tensor | None:
+def gradient_of(tape: Tape, root: Op, output: Op, value: Tensor, instead: dict[Op, Tensor] | None = None) -> Tensor | None:
     leaf = value.detach().clone().requires_grad_(True)
     with torch.enable_grad():
         loss = tape.value(root, {output: leaf * 1} | (instead or {}), grad=True)
@@ -182,7 +182,7 @@ def by_image(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
     others = {mixture.clean: tape.value(mixture.clean).roll(1, 0)}
     slopes = []
     for instead in ({}, others):
-        here, above = (_gradient(tape, root, target.output, v, instead) for v in (value, value + _step(value)))
+        here, above = (gradient_of(tape, root, target.output, v, instead) for v in (value, value + _step(value)))
         if here is None or above is None:
             return False
         slopes.append((above - here).double() / _step(value).double())

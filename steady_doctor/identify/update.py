@@ -4,13 +4,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from steady_doctor.identify.averages import Average, far, identify_averages, written_by_itself
+from steady_doctor.identify.averages import Average, Named, far, identify_averages, identify_named, written_by_itself
 from steady_doctor.identify.gradient import Gradient, identify_gradient
 from steady_doctor.record.recorded import Recorded
-from steady_doctor.record.tape import sample
+from steady_doctor.identify.formula import off_formula
+from steady_doctor.record.tape import SAMPLED, sample
 
-SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
+SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "amsgrad", "nesterov", "centered", "maximize", "dampening", "alpha")
 NETWORKS_OWN = 4  # weights that no optimizer has, of which some numbers are kept
 
 
@@ -21,7 +23,29 @@ class Optimized:
     kind: str  # its class
     settings: list[dict[str, Any]]
     size: float = 0.0  # the median over layers: change of the weights over their size
+    off: float | None = None  # of the change of the weights: what is not what torch's own formula gives with these settings
+    counted: tuple[int, ...] = ()  # steps that it has counted before this one, the different ones of all parameters
     stuck: float | None = None  # of weights in half precision that have a gradient: the share that does not move
+
+
+@dataclass
+class ToldUpdate:
+    """Of a loop that tells; each of weights is a distance over the size, of the parameter that moved most."""
+
+    limit: float | None  # that the gradient's norm is to be clipped to; 0: none; None: not known
+    norm: float | None  # of the gradient before it is clipped, as the loop has it
+    before_pass: float  # moved before the first backward pass
+    before_step: float  # and between that and the step
+    after_step: float  # and from the step to the end
+    after_step_in_rows: float  # and from there, without the lengths of the rows of matrices
+    rows: float  # how far the root mean square of a row of a matrix is from 1
+    trained: tuple[str, ...]  # names of the parameters that want a gradient
+    frozen: tuple[str, ...]  # and of those that do not
+    in_groups: tuple[int, ...]  # of each parameter that wants one: the optimizer's group; -1: none
+    matrices: tuple[bool, ...]  # and whether it has two dimensions or more
+    dtypes: tuple[torch.dtype, ...]  # of the weights
+    dropout: float  # the largest share that a layer leaves out
+    training: bool  # the mode of the network
 
 
 @dataclass
@@ -29,6 +53,8 @@ class Update:
     number: int
     gradient: Gradient
     averages: list[Average] = field(default_factory=list)
+    named: list[Named] = field(default_factory=list)  # averages that the loop tells
+    told: "ToldUpdate | None" = None
     weights_moved: float = 0.0  # outside of the optimizer's step: the distance over the size, of the parameter that moved most
     weights_written_by: tuple[str, ...] = ()
     normalized: bool = False  # what was written has rows of one size
@@ -44,6 +70,8 @@ def identify_update(recorded: Recorded) -> Update:
     update.averages = identify_averages(recorded, loss)
     update.by_itself = written_by_itself(recorded)
     update.normalized = recorded.normalized
+    update.named = identify_named(recorded)
+    update.told = _told(recorded)
     _weights(recorded, update)
     update.optimized = _optimized(recorded)
     own = [parameter for parameter in recorded.tape.unowned if (op := recorded.tape.origin(parameter)) and op.index in loss]
@@ -62,6 +90,44 @@ def _weights(recorded: Recorded, update: Update) -> None:
     update.weights_written_by = tuple(dict.fromkeys(writers))
 
 
+def _told(recorded: Recorded) -> ToldUpdate | None:
+    if recorded.told is None or recorded.at_end is None:
+        return None
+    start, first, at_step, after = recorded.at_start, recorded.weights[0], *recorded.weights[-2:]
+    steps = [(start, first), (first, at_step), (after, recorded.at_end)]
+    moved = [max((far(now, old) for old, now in zip(*pair)), default=0.0) for pair in steps]
+    own = {id(p): number for number, group in enumerate(recorded.optimizer.param_groups) for p in group["params"]}
+    every = recorded.all_parameters
+    trained = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
+    matrices = [p.detach() for p in trained.values() if p.ndim > 1]
+    rows = torch.cat([m.flatten(1).float().square().mean(1).sqrt() for m in matrices]) if matrices else torch.ones(1)
+    return ToldUpdate(
+        recorded.told.limit,
+        recorded.told.norm,
+        *moved,
+        max((_far_in_rows(p, *pair) for p, *pair in zip(recorded.parameters, after, recorded.at_end)), default=0.0),
+        float((rows - 1).abs().max()),
+        tuple(trained),
+        tuple(name for name in every if name not in trained),
+        tuple(own.get(id(parameter), -1) for parameter in trained.values()),
+        tuple(parameter.ndim > 1 for parameter in trained.values()),
+        tuple(dict.fromkeys(parameter.dtype for parameter in every.values())),
+        recorded.dropout,
+        recorded.training,
+    )
+
+
+def _far_in_rows(parameter: Tensor, before: Tensor, after: Tensor) -> float:
+    """How far the numbers of a sample went, each row of a matrix being made as long as it is afterwards."""
+    if parameter.ndim < 2:
+        return far(after, before)
+    stride = max(1, parameter.numel() // SAMPLED)
+    row = torch.arange(len(before), device=before.device) * stride // parameter[0].numel()
+    count = int(row[-1]) + 1
+    products, squares = (torch.zeros(count).to(before).index_add(0, row, before * other) for other in (after, before))
+    return far(after, before * (products / squares.clamp(min=1e-30))[row])
+
+
 def _optimized(recorded: Recorded) -> Optimized:
     optimizer = recorded.optimizer
     settings = [{name: group[name] for name in SETTINGS if name in group} for group in optimizer.param_groups]
@@ -75,6 +141,8 @@ def _optimized(recorded: Recorded) -> Optimized:
             sizes.append((float((after - before).square().mean()) / own) ** 0.5)
         if parameter.dtype in (torch.float16, torch.bfloat16) and got is not None:
             stuck.append((before == after)[(got != 0) & (before != 0)].double())
+    found.off = off_formula(recorded)
+    found.counted = tuple(sorted({int(state["step"]) for state in recorded.state if "step" in state}))
     found.size = sorted(sizes)[len(sizes) // 2] if sizes else 0.0
     found.stuck = float(torch.cat(stuck).mean()) if stuck and sum(map(len, stuck)) else None
     return found

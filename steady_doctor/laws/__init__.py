@@ -9,6 +9,8 @@ from steady_doctor.found import Found
 from steady_doctor.laws import (
     condition,
     data,
+    declared_step,
+    declared_update,
     ema,
     gradient,
     inputs,
@@ -25,16 +27,22 @@ from steady_doctor.laws import (
 from steady_doctor.seen import Seen
 
 # In the order of an update: a fault early on shows in later stages, too.
-LAWS: tuple[Callable[[Seen], Iterator[Found]], ...] = (
+OF_ANYBODY: tuple[Callable[[Seen], Iterator[Found]], ...] = (
     *(*data.LAWS, *noise.LAWS, *timestep.LAWS, *inputs.LAWS, *condition.LAWS, *network.LAWS, *target.LAWS, *weight.LAWS),
     *(*gradient.LAWS, *optimizer.LAWS, *learning_rate.LAWS, *ema.LAWS, *state.LAWS, *ranks.LAWS),
+)
+# What is usual is no law for a script that declares what it does.
+OF_DECLARED: tuple[Callable[[Seen], Iterator[Found]], ...] = (
+    *(*declared_step.LAWS, condition.ignored, *declared_update.LAWS),
+    *(gradient.left_over, gradient.cleared, gradient.clipped, gradient.sign, gradient.missing, gradient.none),
+    *(optimizer.again, state.generator, *ranks.LAWS),
 )
 
 
 def judge(seen: Seen) -> list[Found]:
     """Returns what all laws find, each code once."""
     found: dict[str, Found] = {}
-    for law in LAWS:
+    for law in OF_ANYBODY if seen.declared is None else OF_DECLARED:
         for one in law(seen):
             found.setdefault(one.code, one)
     return list(found.values())

@@ -64,6 +64,13 @@ class Recorded:
         self.no_gradient = 0  # bits of the parameters that want a gradient, and got one of exactly 0 there, or none
         self.finite: list[bool] = []  # of what was differentiated
         self.modules = Modules(self.parameters)
+        self.at_end: list[Tensor] | None = None  # weights at the end of an update that its loop ends itself
+        self.told: Any = None  # see `driven.Told`; the following are of a loop that tells, too
+        self.names: list[str] = []  # of the parameters
+        self.averaged: list[bool] = []  # which of them averages are to have
+        self.all_parameters: dict[str, Tensor] = {}  # of the network, trained or not
+        self.averages: dict[str, tuple[list[Tensor | None], list[Tensor | None]]] = {}  # by name, before and after the update
+        self.dropout, self.training = 0.0, True
         self.handled: list[tuple[Any, int]] = []  # what a dataset did in this process to each batch, and the batch's size
         self.datasets: dict[int, int] = {}  # number of a batch of a loader, of the newest ones: the id of its dataset
         self.loads = self.loaded_at = 0  # batches that loaders have returned so far, and the update before the newest

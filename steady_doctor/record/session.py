@@ -38,6 +38,8 @@ class Session:
     called with it. `optimizer`: the one whose updates count, where it is known; else it is the one with most parameters.
     """
 
+    _looks_for_copies = True
+
     def __init__(
         self,
         judge: Callable[[Recorded], None],
@@ -48,6 +50,7 @@ class Session:
         self.history = History()
         self.copies: Copies | None = None
         self.failure: BaseException | None = None
+        self.resting = False  # whether what happens now is no part of the training
         self.tape: Tape | None = None
         self.loads = Loads()
         self._judge, self._stopped = judge, stopped
@@ -66,13 +69,7 @@ class Session:
         """Closing the result takes all hooks away."""
         hooks = ExitStack()
         hooks.callback(self._stop)
-        hooks.callback(
-            register_optimizer_step_pre_hook(lambda optimizer, *_: self._safely(self._before_step, optimizer)).remove
-        )
-        hooks.callback(
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._safely(self._after_step, optimizer)).remove
-        )
-        wrap(hooks, torch.autograd, "backward", self._backward)
+        self._watch_steps(hooks)
         wrap(hooks, _BaseDataLoaderIter, "__next__", self._load)
         wrap(hooks, torch, "compile", compile_)
         without_warning(
@@ -84,8 +81,17 @@ class Session:
         wrap(hooks, torch.nn.utils, "clip_grad_norm_", self._clip)
         return hooks
 
+    def _watch_steps(self, hooks: ExitStack) -> None:
+        """Those of optimizers, and the backward passes before them."""
+        for register, look in (
+            (register_optimizer_step_pre_hook, self._before_step),
+            (register_optimizer_step_post_hook, self._after_step),
+        ):
+            hooks.callback(register(lambda optimizer, *_, look=look: self._safely(look, optimizer)).remove)
+        wrap(hooks, torch.autograd, "backward", self._backward)
+
     def _safely(self, look: Callable, *arguments: Any) -> None:
-        if self.failure is not None or os.getpid() != self._process:
+        if self.failure is not None or self.resting or os.getpid() != self._process:
             return
         try:
             with self._pause():
@@ -195,7 +201,7 @@ class Session:
         if optimizer is not self._main:
             return
         self.history.before_step(optimizer, self.updates + 1)
-        if self.copies is None and self.updates == 0:
+        if self.copies is None and self.updates == 0 and self._looks_for_copies:
             self.copies = Copies(parameters_of(optimizer))
         if self._recorded is not None:
             others = (parameter for other in self._optimizers for parameter in parameters_of(other))
@@ -226,28 +232,41 @@ class Session:
             self._recorded.after_step()
         self.updates = self._made[optimizer]
         self.history.after_step(optimizer, self.updates)
-        if self.tape is not None and self._recorded is not None:
-            recorded = self._recorded
-            recorded.loads, recorded.loaded_at = self.loads.count, self.loads.last_update
-            recorded.datasets = self.loads.datasets
-            self._stop()
-            self.history.settle()
-            self.history.accumulation = _told_micro_steps()
-            if recorded.tape.failure is not None:
-                raise recorded.tape.failure
-            devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-            with torch.random.fork_rng(devices):  # whatever is repeated, the script's draws go on as they would
-                self._judge(recorded)
+        self._between()
+
+    def _between(self) -> None:
+        """When an update is over."""
+        self._judge_recorded()
         if self.updates + 1 >= self._next:
             while self.updates + 1 >= self._next:
                 self._next = next(self._due)
-            self.tape = Tape(parameters_of(self._main))
-            self._recorded = Recorded(self.tape, self._main, self.updates + 1, self.copies)
-            for tensor, number in self.loads.alive():
-                self.tape.known([tensor], "data", number)
-            see = self._recorded.modules.see
-            self._seeing.callback(register_module_forward_pre_hook(lambda module, _: self._safely(see, module)).remove)
-            self.tape.__enter__()
+            self._record()
+
+    def _judge_recorded(self) -> None:
+        if self.tape is None or self._recorded is None:
+            return
+        recorded = self._recorded
+        recorded.loads, recorded.loaded_at = self.loads.count, self.loads.last_update
+        recorded.datasets = self.loads.datasets
+        self._stop()
+        self.history.settle()
+        self.history.accumulation = _told_micro_steps()
+        if recorded.tape.failure is not None:
+            raise recorded.tape.failure
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        with torch.random.fork_rng(devices):  # whatever is repeated, the script's draws go on as they would
+            self._judge(recorded)
+
+    def _record(self) -> None:
+        """From here on, until this update is over."""
+        assert self._main is not None  # noqa: S101
+        self.tape = Tape(parameters_of(self._main))
+        self._recorded = Recorded(self.tape, self._main, self.updates + 1, self.copies)
+        for tensor, number in self.loads.alive():
+            self.tape.known([tensor], "data", number)
+        see = self._recorded.modules.see
+        self._seeing.callback(register_module_forward_pre_hook(lambda module, _: self._safely(see, module)).remove)
+        self.tape.__enter__()
 
 
 def _told_micro_steps() -> int | None:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 DRAWS = torch.Tag.nondeterministic_seeded
 PICKS = {"index", "index_select", "gather", "take", "embedding", "take_along_dim"}  # (values, which of them, ...)
+OF_SHAPES = {"ones_like", "zeros_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"}
 COPIED = 1 << 26  # elements of a source that are copied at the most; a larger one is kept by reference
 REPEATED = ("aten", "prims")  # whose operations do the same each time, and for this process alone
 PARAMETERS = ("trained", "frozen", "unowned")
@@ -52,7 +53,7 @@ class Op:
     outs: tuple[int | None, ...] = ()
     writes: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
-    floating: bool = False
+    dtype: torch.dtype | None = None
     content: int = 0
     choice: int = 0
     uses: int = 0
@@ -66,6 +67,10 @@ class Op:
     def result(self) -> int:
         """The number of its first output, or of what it wrote to."""
         return next(number for number in (*self.outs, *self.writes) if number is not None)
+
+    @property
+    def floating(self) -> bool:
+        return self.dtype is not None and self.dtype.is_floating_point
 
     @property
     def trained(self) -> bool:
@@ -128,11 +133,12 @@ class Tape(TorchDispatchMode):
     # ---- recording
 
     def known(self, tensors: Iterable[Tensor], kind: str, load: int = -1) -> None:
-        """Tells what these tensors are: "data" of the batch `load`, "gradient" or "state"."""
+        """Tells what these tensors are: "data" of the batch `load`, "drawn", "gradient" or "state"."""
         for tensor in tensors:
             key = self._storage(tensor)
             self._kinds[key], self._loads[key] = kind, load
             self._writers.pop(key, None)  # whatever wrote to it was not recorded
+            self._origins.pop(key, None)
             if (known := self._numbers.get(id(tensor))) is not None:
                 self._makers.pop(known[0], None)
 
@@ -184,7 +190,7 @@ class Tape(TorchDispatchMode):
         op = Op(len(self.ops), name, "op", func, arguments[0], arguments[1], reads=reads, with_grad=torch.is_grad_enabled())
         op.needs = tuple({o.index: o for number, last in reads for o in (last, self._makers[number])}.values())
         if first is not None:
-            op.shape, op.floating = tuple(first.shape), first.is_floating_point()
+            op.shape, op.dtype = tuple(first.shape), first.dtype
         whole = [self._number(tensor) for tensor in written if name in OVERWRITES and _is_all_of_its_storage(tensor)]
         self._follow(op, tuple(read for read in reads if read[0] not in whole), name)
         if draws(func, *arguments):
@@ -224,6 +230,8 @@ class Tape(TorchDispatchMode):
 
     def _follow(self, op: Op, reads: tuple[tuple[int, Op], ...], name: str) -> None:
         """What the value depends on."""
+        if name in OF_SHAPES:
+            return
         of_content = [last for _, last in reads]
         if name in PICKS and len(reads) > 1 and not reads[0][1].trained:
             table, *which = of_content
@@ -277,13 +285,13 @@ class Tape(TorchDispatchMode):
     def _source(self, tensor: Tensor, number: int, is_written: bool) -> Op:
         key = self._storage(tensor)
         kind = self._kind(tensor, key)
-        op = Op(len(self.ops), kind, kind, outs=(number,), shape=tuple(tensor.shape), floating=tensor.is_floating_point())
+        op = Op(len(self.ops), kind, kind, outs=(number,), shape=tuple(tensor.shape), dtype=tensor.dtype)
         if kind == "trained":
             op.uses, op.meets = 1 << self._trained[key], True
         elif kind in ("frozen", "unowned"):
             op.meets = True
             self.unowned += [tensor] if kind == "unowned" else []
-        elif kind in ("data", "outside"):
+        elif kind in ("data", "outside", "drawn"):
             is_table = kind == "outside" and tensor.is_floating_point() and tensor.numel() == max((1, *tensor.shape))
             op.content = 0 if is_table else 1 << op.index
         op.load = self._loads.get(key, -1)
@@ -300,7 +308,7 @@ class Tape(TorchDispatchMode):
             self.samples[op.index] = sample(tensor)
         if is_written and tensor.shape in self._shapes:
             return  # some numbers are enough
-        if op.kind not in ("data", "outside"):
+        if op.kind not in ("data", "outside", "drawn"):
             self.values[op.index] = tensor
         else:
             self.values[op.index] = tensor.clone() if tensor.numel() <= COPIED else tensor
@@ -366,13 +374,13 @@ class Tape(TorchDispatchMode):
             yield self.ops[low.bit_length() - 1]
             bits ^= low
 
-    def value(self, op: Op, instead: dict[Op, Tensor] | None = None, grad: bool = False) -> Tensor:
-        """Computes the value of `op` again, `instead` of some operations with other values.
+    def value(self, op: Op, instead: dict[Op, Tensor] | None = None, grad: bool = False, anew: bool = False) -> Tensor:
+        """Computes the value of `op` again, `instead` of some operations with other values. `anew`: also where it was kept.
 
         Raises:
             NotRecorded: something on the way was not kept, and cannot be repeated.
         """
-        given = {op: value for op, value in self._held.items()} | (instead or {})
+        given = {kept: value for kept, value in self._held.items() if not (anew and kept is op)} | (instead or {})
         tensors: dict[int, Tensor] = {}
         for each in self.upstream(op, given):
             with torch.set_grad_enabled(grad and each.with_grad):

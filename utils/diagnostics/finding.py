@@ -25,12 +25,14 @@ class Finding:
     observed: str = ""
     picture: str = ""  # its path in the folder of the run, where there is one
     source: str = ""  # the tool that found it, where that is not the doctor itself
-    stage: str = field(init=False)  # of a training step, see `audit.verdict`; empty where it is none of them
-    title: str = field(init=False)
-    cause: str = field(init=False)
-    fixes: list[str] = field(init=False)
+    stage: str = ""  # of a training step; empty where it is none of them
+    title: str = ""  # this and the next two: those of the catalog, where a finding brings none
+    cause: str = ""
+    fixes: list[str] = field(default_factory=list)
 
     def __post_init__(self, mixed_precision: str | None):
+        if self.title:
+            return
         entry = CATALOG[self.code]
         self.title, self.cause, self.fixes, self.stage = entry.title, entry.cause, list(entry.fixes), entry.stage
         if entry.in_fp16 and mixed_precision == "fp16":

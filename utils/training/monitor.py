@@ -94,9 +94,11 @@ class Monitor:
         self.rerun.keep(batch)
         return batch
 
-    def add_images(self, clean_images: torch.Tensor) -> None:
-        """What the network is about to be trained on, [B, C, H, W]."""
-        self._dynamics.see_images(clean_images)
+    def add_drawn(self, drawn: dict[str, torch.Tensor]) -> None:
+        """What the network is about to be trained on, as `Objective.draw` gives it."""
+        self._dynamics.see_images(drawn["clean_images"])
+        if not self.rerun.repeating:
+            self.audit.add(drawn)
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """With what the gradient of a micro step is about to be taken of."""
@@ -114,7 +116,6 @@ class Monitor:
             self._hang.now("compute")
         else:
             self._rank_times.now("compute")
-            self.audit.add(drawn)
 
     @contextmanager
     def optimizer_step(self, gradients: Gradients) -> Iterator[None]:

@@ -28,7 +28,6 @@ from utils.diagnostics.report.page import write_page
 from utils.diagnostics.report.plots import number, prose
 from utils.diagnostics.report.samples import LARGE, picture, samples_section
 from utils.diagnostics.report.tables import cell, figure_name, flatten, table
-from utils.diagnostics.rules.audit import audited
 from utils.options.presets import FLAGS
 from utils.runs.record import RunRecord
 
@@ -62,29 +61,10 @@ def _sections(record: RunRecord, findings: list) -> list[tuple[str, str]]:
         ("Speed", speed_plots(record) + _profile(record)),
         ("Samples", samples_section(record)),
         ("Evaluation", evaluation_section(record)),
-        ("The training step", _step(record)),
         ("Checks of the network", _probes(record)),
         ("Data", _data(record)),
         ("Options", _options(record)),
     ]
-
-
-def _step(record: RunRecord) -> str:
-    """Declared and observed, stage by stage."""
-    marks = {True: "✓", None: "– not observed"}
-    rows = [
-        [
-            *(c["stage"].replace("_", " "), c["name"], c["declared"], c["observed"]),
-            marks.get(c["healthy"], f"{SYMBOLS[c.get('severity', 'critical')]} differs"),
-            str(c["looks"]),
-        ]
-        for c in audited(record)
-    ]
-    reading = (
-        "What the step audit measured from outside, beside what is declared, in the order of a training step. A mark that was "
-        "wrong once stays wrong. 'looks' counts the updates in which it was seen."
-    )
-    return table("", reading, ["stage", "quantity", "declared", "observed", "", "looks"], rows)
 
 
 def _profile(record: RunRecord) -> str:

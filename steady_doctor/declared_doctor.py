@@ -1,0 +1,60 @@
+"""Records, identifies and judges the updates of a loop that says what it does, and what it is to do."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from steady_doctor.declare.declaration import Declaration
+from steady_doctor.found import Found
+from steady_doctor.identify.digest import digests
+from steady_doctor.identify.step import identify
+from steady_doctor.laws import judge
+from steady_doctor.record.driven import Driven
+from steady_doctor.record.ranks import Ranks
+from steady_doctor.record.recorded import Recorded
+from steady_doctor.seen import Seen
+
+
+class DeclaredDoctor:
+    """`session` is to be told of each update; see `Driven`. `findings` may be asked at any time.
+
+    Args:
+        network, averaged, averages: see `Driven`.
+        stopped: called with an error of the doctor's, which ends the recording and does not reach the loop.
+    """
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        optimizer: Optimizer,
+        network: nn.Module,
+        averaged: nn.Module,
+        averages: Mapping[str, Mapping[str, Tensor]],
+        stopped: Callable[[BaseException], None] = lambda error: None,
+    ):
+        self.seen = Seen(declared=declaration)
+        self.ranks = Ranks()
+        self.session = Driven(self._look, stopped, optimizer, network, averaged, averages, declaration.averages)
+
+    def install(self) -> ExitStack:
+        """Closing the result takes all hooks away."""
+        return self.session.install()
+
+    def _look(self, recorded: Recorded) -> None:
+        step = identify(recorded)
+        self.seen.steps.append(step)
+        self.ranks.tell(recorded.update, digests(recorded, step))
+
+    def findings(self) -> list[Found]:
+        seen, session = self.seen, self.session
+        seen.updates, seen.history, seen.followed = session.updates, session.history, session.followed
+        if session.levels:
+            sizes = {len(levels) for levels in session.levels}
+            seen.levels = torch.cat(session.levels).cpu().double()
+            seen.batch = sizes.pop() if len(sizes) == 1 else 0
+        self.ranks.collect()
+        seen.ranks = self.ranks.everyone
+        return judge(seen)

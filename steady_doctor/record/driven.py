@@ -1,0 +1,172 @@
+"""Records updates that the loop itself names, and knows what the loop tells of them."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from steady_doctor.record.followed import Followed
+from steady_doctor.record.recorded import Recorded
+from steady_doctor.record.session import Session
+from steady_doctor.record.tape import sample
+
+MOST_LEVELS = 1 << 16  # noise levels that are kept
+
+
+@dataclass
+class Told:
+    """What a loop tells of an update. Tensors have a row for each sample."""
+
+    clean: list[Tensor] = field(default_factory=list)  # of each micro step
+    noise: list[Tensor] = field(default_factory=list)
+    levels: list[Tensor] = field(default_factory=list)
+    labels: list[Tensor] = field(default_factory=list)
+    loss_scale: float = 1.0  # that the loss is multiplied by before it is differentiated
+    limit: float | None = None  # that the gradient's norm is to be clipped to; 0: none
+    turned_down: int = 0  # updates so far, without a step
+    norm: float | None = None  # of the gradient before it is clipped, as the loop has it
+
+
+class Driven(Session):
+    """`begin` and `end` are called around each update, whether it is recorded or not.
+
+    Args:
+        network: what is trained, unwrapped.
+        averaged: the part of it that averages are of.
+        averages: name -> {name of a parameter of `averaged`: averaged tensor}.
+        decays: name -> the decay of the n-th update of that average.
+    """
+
+    _looks_for_copies = False  # its averages are told
+
+    def __init__(
+        self,
+        judge: Callable[[Recorded], None],
+        stopped: Callable[[BaseException], None],
+        optimizer: Optimizer,
+        network: nn.Module,
+        averaged: nn.Module,
+        averages: Mapping[str, Mapping[str, Tensor]],
+        decays: Mapping[str, Callable[[int], float]],
+    ):
+        super().__init__(judge, stopped, optimizer)
+        self._optimizers.add(optimizer)
+        self._network, self._averages = network, averages
+        self._own = {id(parameter): name for name, parameter in averaged.named_parameters()}
+        trained = {self._own[id(p)]: p for p in network.parameters() if p.requires_grad and id(p) in self._own}
+        self.followed = Followed(trained, averages, decays)
+        self.levels: list[Tensor] = []  # of each micro step
+        self._kept = 0
+        self._told = Told()
+        self._left: dict[str, Tensor] = {}  # some numbers of the weights and averages before something that was made
+
+    def install(self) -> ExitStack:
+        hooks = ExitStack()
+        hooks.callback(self._stop)
+        self._watch_steps(hooks)
+        return hooks
+
+    @property
+    def is_recording(self) -> bool:
+        return self._recorded is not None
+
+    def begin(self, update: int, recorded: bool, loss_scale: float = 1.0) -> None:
+        """Before the update of this number."""
+        self.updates = self._made[self._main] = update - 1
+        self.compare()
+        if recorded:
+            self._safely(self._begin, loss_scale)
+
+    def leave(self) -> None:
+        """Before something is made between two updates, which is to leave weights and averages as they are."""
+        self._safely(self._leave)
+
+    def _leave(self) -> None:
+        self._left = self._everything()
+
+    @torch.no_grad()
+    def _everything(self) -> dict[str, Tensor]:
+        averages = {name: [sample(tensor) for tensor in average.values()] for name, average in self._averages.items()}
+        return {name: torch.cat(parts) for name, parts in averages.items()} | {
+            "": torch.cat([sample(parameter) for parameter in self._network.parameters()])
+        }
+
+    def compare(self) -> None:
+        """After something was made between two updates."""
+        self._safely(self._compare)
+
+    def _compare(self) -> None:
+        for name, now in self._everything().items() if self._left else ():
+            if not torch.equal(now, self._left[name]):
+                self.followed.note(name, float((now - self._left[name]).norm() / now.norm().clamp(min=1e-30)))
+        self._left = {}
+        self.followed.begin()
+
+    def _begin(self, loss_scale: float) -> None:
+        self._record()
+        assert self._recorded is not None  # noqa: S101
+        self._told = self._recorded.told = Told(loss_scale=loss_scale)
+        recorded = self._recorded
+        recorded.all_parameters = dict(self._network.named_parameters())
+        names = [self._own.get(id(parameter), "") for parameter in recorded.parameters]
+        recorded.names, recorded.averaged = names, [name != "" for name in names]
+        recorded.averages = {name: (self._sampled(average, names), []) for name, average in self._averages.items()}
+        rates = (m.p if isinstance(m, nn.Dropout) else vars(m).get("dropout") for m in self._network.modules())
+        recorded.dropout = max((float(rate) for rate in rates if isinstance(rate, (int, float))), default=0.0)
+
+    def _sampled(self, average: Mapping[str, Tensor], names: list[str]) -> list[Tensor | None]:
+        return [sample(average[name]) if name in average else None for name in names]
+
+    def tell(self, clean: Tensor, noise: Tensor, levels: Tensor, labels: Tensor | None) -> None:
+        """Of a micro step, before the network's pass."""
+        self._safely(self._tell, clean, noise, levels, labels)
+
+    def _tell(self, clean: Tensor, noise: Tensor, levels: Tensor, labels: Tensor | None) -> None:
+        if self._kept < MOST_LEVELS:
+            self._kept += levels.numel()
+            self.levels.append(levels.detach().reshape(-1))
+        if self.tape is None or self._recorded is None:
+            return
+        told = self._told
+        self._recorded.training &= self._network.training
+        for tensor, kind, into in ((clean, "data", told.clean), (noise, "drawn", told.noise), (levels, "drawn", told.levels)):
+            into.append(tensor.detach())
+            self.tape.known([tensor], kind)
+        if labels is not None:
+            told.labels.append(labels.detach())
+            self.tape.known([labels], "data")
+
+    def stepped(self, limit: float | None = None, norm: Tensor | None = None, turned_down: int = 0) -> None:
+        """When the weights are those of the next update; see `Told`."""
+        self._safely(self.followed.stepped)
+        self._told.limit, self._told.norm = limit, None if norm is None else float(norm)
+        self._told.turned_down = turned_down
+
+    def end(self, update: int, finite: Tensor) -> None:
+        """When the averages were updated, too; `finite`: whether a step was made, 0-dim."""
+        self._safely(self._end, update, finite)
+
+    def _end(self, update: int, finite: Tensor) -> None:
+        self.followed.end(update, finite)
+        if self._recorded is None:
+            return
+        if len(self._recorded.weights) < 2 or self._recorded.events[-1][1] != "stepped":  # it was turned down
+            self._stop()
+            return
+        recorded = self._recorded
+        recorded.at_end = [sample(parameter) for parameter in recorded.parameters]
+        for name, (_, after) in recorded.averages.items():
+            after += self._sampled(self._averages[name], recorded.names)
+        self.followed.look()
+        self._judge_recorded()
+
+    def forget(self) -> None:
+        """The newest update is no longer what it was when it was seen."""
+        self._left = {}
+        self.followed.restart()
+
+    def _between(self) -> None:
+        pass  # the loop says when
