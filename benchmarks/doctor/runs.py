@@ -25,6 +25,7 @@ LEAVES_OUT = ("checkpoint-*", "*.safetensors", "cache", "ema_snapshots", "traine
 AUTOENCODER, LATENT_CHANNELS, AUTOENCODER_UPDATES = "autoencoder", 2, 100
 OF_FINE_TUNING = ("pretrained", "train_only", "learning_rate")
 OF_PIPELINES = ("model_config_name_or_path", "vae", "latent_scale")  # which --pretrained brings
+ON = ("class_conditional", "force_weight_norm", "use_ema")  # flags that are on by default: all others have no form --no-...
 WIDTHS = {"tiny": [8, 16], "small": [16, 32], "large": [32, 64]}  # of networks of our scripts
 NETWORK = {"sample_size": 16, "in_channels": 3, "out_channels": 3, "block_out_channels": [16, 32], "layers_per_block": 1}
 NETWORK |= {"norm_num_groups": 8, "attention_head_dim": 8, "down_block_types": ["DownBlock2D", "AttnDownBlock2D"]}
@@ -209,7 +210,8 @@ class Workplace:
         if flags.get("pretrained"):
             flags["pretrained"] = first_of(output)
             flags = {name: value for name, value in flags.items() if name not in OF_PIPELINES}
-        return [*launcher(case), case.script, *words_of(flags | more)]
+        asked = {name: value for name, value in (flags | more).items() if value is not False or name in ON}
+        return [*launcher(case), case.script, *words_of(asked)]
 
     def network(self, script: str, width: str, channels: int, resolution: int | str) -> Path:
         """The folder with the config.json of a network of two levels."""

@@ -107,7 +107,7 @@ def noise_sources(tape: Tape, given: list[Given]) -> int:
     sources = {source for each in given for source in tape.sources(each.value.content)}
     may_be = {source for source in sources if _may_be_noise(source, tape)}
     size = max((each.value.shape[0] for each in given if each.value.floating and each.value.shape), default=1)
-    of_one = max(map(_count, may_be), default=0) // size
+    of_one = max(map(numel, may_be), default=0) // size
     bits = sum(1 << source.index for source in may_be if numel(source) * PART > of_one and numel(source) > LEAST)
     told = 0
     for each in given:

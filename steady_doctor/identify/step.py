@@ -52,7 +52,7 @@ class Mixed:
 class Asked:
     """What the network is trained to give: p clean + q noise. Tensors are [B], in float64."""
 
-    kind: str  # "squared": of the error; "operand": of another function of it; "none": unknown
+    kind: str  # "squared": of the error; "operand": of another function of it; "flat": of nothing; "none": unknown
     p: Tensor | None = None
     q: Tensor | None = None
     rest: Tensor | None = None  # the share of the target that is neither

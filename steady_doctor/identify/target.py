@@ -10,6 +10,7 @@ from steady_doctor.identify.mixture import Mixture
 from steady_doctor.record.tape import NotRecorded, Op, Tape
 
 COMPARES = {"sub", "rsub", "sub_", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
+LEAST_STEP = 0.1  # of the output, above the rounding of what it is compared with; networks begin with outputs of nearly 0
 QUADRATIC = 1e-2  # by how much the slope of the gradient may change between two steps
 
 
@@ -19,7 +20,7 @@ class Target:
 
     output: Op
     layers: frozenset[Op]  # that end in it
-    kind: str  # "squared", "operand" or "none"
+    kind: str  # "squared", "operand", "flat" or "none"
     value: Tensor | None = None  # [B, ...], in the shape of the input
     slope: Tensor | None = None  # c [B, ...] of each element
     p: Tensor | None = None  # target = p clean + q noise, [B]
@@ -68,6 +69,8 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
         return Target(output, layers, "none")
     if any(gradient is None for gradient in gradients):
         return Target(output, layers, "none")
+    if not any(bool(gradient.any()) for gradient in gradients if gradient is not None):
+        return Target(output, layers, "flat")
     here, above, below = (gradient.double() for gradient in gradients)  # type: ignore[union-attr]
     step = _step(value).double()
     slope, before = (above - here) / step, (here - below) / step
@@ -90,7 +93,7 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
 
 def _step(value: Tensor) -> Tensor:
     signs = torch.randint(0, 2, value.shape, generator=torch.Generator().manual_seed(0)).to(value.device) * 2 - 1
-    return 0.5 * value.float().std().clamp(min=1e-3) * signs.to(value)
+    return 0.5 * value.float().std().clamp(min=LEAST_STEP) * signs.to(value)
 
 
 def gradient_of(tape: Tape, root: Op, output: Op, value: Tensor, instead: dict[Op, Tensor] | None = None) -> Tensor | None:

@@ -13,6 +13,7 @@ from steady_doctor.seen import Seen
 
 EXACT = 2e-5  # of float32 arithmetic, which leaves 1e-7, and far below bf16's 4e-3
 SMALL = 1e-3  # of what no training would feel
+BLUR = 1e-4  # of a target at equal shares of image and noise, that is computed from nearly equal numbers
 SIGMAS = 7.0  # beyond which chance does not lie in the looks of any run
 ROOM = 2e-3  # of what the arithmetic of random numbers leaves beside chance
 LEARNED = 1 - math.exp(-1)  # how much of exp(-u) goes when u grows by 1
@@ -37,7 +38,7 @@ def input_(seen: Seen) -> Iterator[Found]:
     for update, one, declared in _drawn(seen):
         drawn, mixture = one.drawn, one.mixture
         if mixture is None or mixture.a is None or mixture.clean is None:
-            yield Found("input-not-declared", update, {"why": one.why_not})
+            yield Found("input-not-declared", update)
             continue
         a, b = declared.process.input(drawn.levels)
         room = _precision(one) * (1 + a.abs() + b.abs())
@@ -77,18 +78,22 @@ def target(seen: Seen) -> Iterator[Found]:
         if one.mixture is None or not _loss_is_finite(one):
             continue
         if asked is None or asked.kind != "squared" or asked.p is None or asked.rest is None:
+            if asked is not None and asked.kind == "flat":
+                yield Found("weight-flat", update)
+                continue
             yield Found("target-not-squared", update, {"kind": "none" if asked is None else asked.kind})
             continue
         p, q = declared.process.target(one.drawn.levels)
         # The difference of nearly equal numbers keeps fewer digits the less noise there is.
-        room = 10 * max(SMALL, 4 * _output_precision(one)) * torch.maximum(p.abs(), q.abs()) * (1 + 1e-2 / _noise(one))
+        size = torch.maximum(p.abs(), q.abs())
+        room = (max(10 * EXACT, 4 * _output_precision(one)) + BLUR / _noise(one)) * size
         known = asked.seen.cpu() if asked.seen is not None else torch.ones(len(p), dtype=torch.bool)
         place = _far(torch.where(known, asked.p.cpu(), p), p, room)
         if place is None:
             place = _far(torch.where(known, asked.q.cpu(), q), q, room)
         if place is None:
             rest = torch.where(known, asked.rest.cpu(), 0.0)
-            place = _far(rest, torch.zeros_like(rest), room / torch.maximum(p.abs(), q.abs()))
+            place = _far(rest, torch.zeros_like(rest), room / size)
         if place is not None:
             figures = {"level": one.drawn.levels[place], "p": p[place], "q": q[place], "rest": asked.rest[place]}
             figures |= {"found_p": asked.p[place], "found_q": asked.q[place]}
@@ -120,7 +125,7 @@ def weight(seen: Seen) -> Iterator[Found]:
                 continue
             wanted = wanted / drawn.learned.value.exp()
         found = asked.slope.cpu() / drawn.loss_scale * asked.each * one.mixture.size * declared.micro_steps / 2
-        place = _far(found / wanted, torch.ones_like(wanted), 10 * max(SMALL, _output_precision(one)) + 1e-4 / _noise(one))
+        place = _far(found / wanted, torch.ones_like(wanted), max(SMALL, 4 * _output_precision(one)) + BLUR / _noise(one))
         if place is None and asked.even is not None and asked.even < 0.9:
             place = int(found.argmin())
         if place is not None:

@@ -191,4 +191,4 @@ def network(seen: Seen) -> Iterator[Found]:
             yield Found("network-layers-precision", update, figures)
 
 
-LAWS = (network, passes, clipped, penalty, optimizer, counted, rate, averages, followed, weights)
+LAWS = (network, passes, clipped, penalty, optimizer, counted, rate, weights, averages, followed)

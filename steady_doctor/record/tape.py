@@ -207,7 +207,7 @@ class Tape(TorchDispatchMode):
         op.changes = frozenset(self._origins[key].kind for key in map(_key, written) if key in self._origins)
         if op.trained and self._is_of_averages(op):
             self._note_writes(op, written or made)
-        elif op.meets and first is not None:
+        elif op.meets and first is not None and first.numel() > 1:  # a loss with a penalty is no layer's output
             self._hold(op, first)
 
     def _is_of_averages(self, op: Op) -> bool:

@@ -246,6 +246,9 @@ class ReportOptions(Options):
     stop_on: Literal["never", "critical"] = flag(
         "never", "critical: stop the run at a critical finding, with exit status 3 (never)", free=True
     )
+    doctor: Literal["on", "off"] = flag(
+        "on", "off: nobody measures what an update does, and compares it with these options (on)", free=True
+    )
     validation_steps: int = flag(1000, "updates between two validations (1000)", at_least=1, free=True)
     early_stopping_patience: int = flag(
         0, "stop after this many validations without a better result (0: off)", at_least=0, free=True

@@ -15,6 +15,7 @@ from utils.optim.clipping import Gradients
 from utils.optim.power_ema import PowerEMA
 from utils.training.declared import declared_by
 from utils.training.run import Run
+from utils.training.unwatched import Unwatched
 
 
 def audited_updates(count: int) -> set[int]:
@@ -29,8 +30,8 @@ def audited_updates(count: int) -> set[int]:
     return {number for number in rounded if number <= count}
 
 
-class StepAudit:
-    """Its methods are to be called on every process, in the order below."""
+class StepAudit(Unwatched):
+    """Measures the training step; see `Unwatched` for when each method is called."""
 
     def __init__(self, run: Run, eager: bool, turned_down: Callable[[], int]):
         """`eager`: whether the network runs eagerly in each update. `turned_down`: how many updates the run has turned down so

@@ -15,7 +15,6 @@ from utils.diffusion.objective import Losses
 from utils.optim.clipping import Gradients
 from utils.optim.nonfinite import BadUpdates, advice
 from utils.training.arithmetic import Arithmetic
-from utils.training.audit import StepAudit
 from utils.training.hang_watch import LEAST, LEAST_STREAMING, HangWatch
 from utils.training.ledger import Ledger
 from utils.training.nan_report import NanReports
@@ -23,6 +22,7 @@ from utils.training.progress import StepStatistics, Stopwatch, peak_memory_gib, 
 from utils.training.rank_times import RankTimes
 from utils.training.rerun import Rerun
 from utils.training.run import Run
+from utils.training.unwatched import audit_of
 
 
 class Monitor:
@@ -45,7 +45,7 @@ class Monitor:
         counts = state.skipped_updates, state.scaler_skips, state.bad_in_a_row
         self._bad_updates = BadUpdates(run.accelerator, num_parameters, *counts)
         self._nan_reports = NanReports(run)
-        self.audit = StepAudit(run, measures_eagerly, lambda: sum(self._bad_updates.totals()[:2]))
+        self.audit = audit_of(run, measures_eagerly, lambda: sum(self._bad_updates.totals()[:2]))
         self.ledger = Ledger(run)
         counters = run.clipping, self._statistics, self._bad_updates, self._dynamics, self.ledger, *self.audit.counters()
         self.rerun = Rerun(run, counters)

@@ -1,0 +1,349 @@
+"""A loop that says what it is to do: each departure from that is found at its stage, and none where there is none."""
+
+import math
+from contextlib import nullcontext
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steady_doctor.declare.declaration import Declaration, Optimizer
+from steady_doctor.declare.processes import DDPM, EDM2, AdaptiveLimit, ema_decay, power_exponent
+from steady_doctor.declared_doctor import DeclaredDoctor
+from steady_doctor.words import finding
+
+SIZE, LEVELS, UPDATES, LIMIT, RATE = 8, 50, 8, 0.5, 1e-2
+ABAR = torch.linspace(0.999, 0.02, LEVELS, dtype=torch.float64)
+
+
+class Network(nn.Module):
+    """Convolutions, told the level by its sine, and a label by an embedding whose last row is for none."""
+
+    def __init__(self, classes: int = 3):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 1, 3, padding=1)
+        self.level, self.label = nn.Linear(4, 8), nn.Embedding(classes + 1, 8)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, level: Tensor, labels: Tensor) -> Tensor:
+        features = (level[:, None].float() * torch.tensor([0.01, 0.03, 0.1, 0.3])).sin()
+        told = self.level(features) + self.label(labels)
+        return self.last(self.drop(torch.tanh(self.first(x) + told[:, :, None, None])))
+
+
+class Denoiser(nn.Module):
+    """EDM2's: the network with its preconditioning, and u of each level."""
+
+    def __init__(self):
+        super().__init__()
+        self.unet, self.u = Network(), nn.Linear(2, 1, bias=False)
+
+    def forward(self, x: Tensor, sigma: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        size = (sigma**2 + 0.25).sqrt()[:, None, None, None]
+        s = sigma[:, None, None, None]
+        told = sigma.log() / 4
+        denoised = 0.25 / size**2 * x + s * 0.5 / size * self.unet(x / size, told, labels)
+        return denoised, self.u(torch.stack([told.sin(), told.cos()], 1))[:, 0]
+
+
+class Loop:
+    """Each part of an update, to be exchanged for a wrong one. `k`: the update's number, from 1."""
+
+    passes = 2
+
+    def __init__(self, declares: dict[str, Any] | None = None, **parts: Any):
+        self.declares = declares or {}
+        for name, part in parts.items():
+            setattr(self, name, MethodType(part, self) if callable(part) else part)
+
+    def noise(self, k, shape):
+        return torch.randn(shape)
+
+    def levels(self, k):
+        return torch.randint(0, LEVELS, (SIZE,))
+
+    def noised(self, clean, noise, a, b):
+        return a * clean + b * noise
+
+    def told(self, levels):
+        return levels
+
+    def labels(self, labels):
+        return torch.where(labels < 0, 3, labels)
+
+    def target(self, clean, noise, a, b):
+        return noise
+
+    def error(self, output, target):
+        return (output - target).square().flatten(1).mean(1)
+
+    def loss(self, losses, network):
+        return losses.mean() / self.declared.micro_steps
+
+    def clip(self, network):
+        return nn.utils.clip_grad_norm_(network.parameters(), LIMIT)
+
+    def step(self, k, optimizer):
+        optimizer.step()
+
+    def clear(self, k, optimizer):
+        optimizer.zero_grad()
+
+    def average(self, k, network):
+        self.follow(k, network)
+
+    def between(self, k, network, optimizer):
+        pass
+
+    def groups(self, network):
+        matrices = [p for p in network.parameters() if p.ndim > 1]
+        others = [p for p in network.parameters() if p.ndim <= 1]
+        return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+    def rate(self, k):
+        return RATE / k
+
+    def made(self, groups):
+        return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99), eps=1e-8)
+
+    def build(self):
+        return Network()
+
+    def follow(self, k: int, network: nn.Module, decay: float | None = None) -> None:
+        decay = ema_decay(0.99, 1.0, 0.75, k) if decay is None else decay
+        for name, parameter in network.named_parameters():
+            self.shadow[name].lerp_(parameter.detach(), 1 - decay)
+
+    def run(self, updates: int = UPDATES) -> list[str]:
+        torch.manual_seed(0)
+        network = self.build()
+        network.train()
+        self.shadow = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+        optimizer = self.made(self.groups(network))
+        settings = {"betas": (0.9, 0.99), "eps": 1e-8, "amsgrad": False}
+        self.declared = Declaration(
+            DDPM(ABAR, "epsilon"),
+            Optimizer("AdamW", settings, 0.1),
+            lambda k: RATE / k,
+            micro_steps=2,
+            averages={"EMA": lambda k: ema_decay(0.99, 1.0, 0.75, k)},
+            dropout=0.0,
+            classes=3,
+            no_class=3,
+            **self.declares,
+        )
+        doctor = DeclaredDoctor(self.declared, optimizer, network, network, {"EMA": self.shadow}, _raise)
+        with doctor.install():
+            for k in range(1, updates + 1):
+                self._update(k, network, optimizer, doctor.session)
+            doctor.session.begin(updates + 1, recorded=False)
+            doctor.session.followed.look()
+        found = doctor.findings()
+        for one in found:
+            finding(one)  # has a sentence for each figure
+        return [one.code for one in found]
+
+    def _update(self, k: int, network: nn.Module, optimizer: torch.optim.Optimizer, session: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = self.rate(k)
+        session.begin(k, recorded=k in (1, 2, 3, 5, 8) or k % 10 == 0)
+        for _ in range(self.passes):
+            clean, labels = torch.rand(SIZE, 1, 8, 8) * 2 - 1, torch.randint(-1, 3, (SIZE,))
+            noise, levels = self.noise(k, clean.shape), self.levels(k)
+            session.tell(clean, noise, levels, labels)
+            a, b = (part[levels].float()[:, None, None, None] for part in (ABAR.sqrt(), (1 - ABAR).sqrt()))
+            output = network(self.noised(clean, noise, a, b), self.told(levels), self.labels(labels))
+            losses = self.error(output, self.target(clean, noise, a, b))
+            torch.autograd.backward(self.loss(losses, network))
+        norm = self.clip(network)
+        self.step(k, optimizer)
+        session.stepped(LIMIT, norm if isinstance(norm, Tensor) else None)
+        self.clear(k, optimizer)
+        self.average(k, network)
+        session.end(k, torch.tensor(True))
+        session.leave()
+        self.between(k, network, optimizer)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _moved(network: nn.Module, by: float = 1e-4) -> None:
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(by)
+
+
+class Cast(nn.Module):
+    """The network in bfloat16, its output in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Network()
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(*inputs).float()
+
+
+def _frozen() -> Network:
+    network = Network()
+    network.first.weight.requires_grad_(False)
+    return network
+
+
+def _dropping() -> Network:
+    network = Network()
+    network.drop.p = 0.5
+    return network
+
+
+def _stale(loop: Loop, k: int, network: nn.Module) -> None:
+    """Leaves out one update that nobody records."""
+    if k != 4:
+        loop.follow(k, network)
+
+
+def _of_part(loop: Loop, k: int, network: nn.Module) -> None:
+    decay = ema_decay(0.99, 1.0, 0.75, k)
+    for name, parameter in network.named_parameters():
+        if parameter.ndim > 1:
+            loop.shadow[name].lerp_(parameter.detach(), 1 - decay)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "noise of another strength": ({"noise": lambda self, k, shape: 0.9 * torch.randn(shape)}, "noise-not-declared"),
+    "uniform noise": ({"noise": lambda self, k, shape: (torch.rand(shape) - 0.5) * 12**0.5}, "noise-not-declared"),
+    "noise with an offset": (
+        {"noise": lambda self, k, shape: torch.randn(shape) + 0.3 * torch.randn(SIZE, 1, 1, 1)},
+        "noise-not-declared",
+    ),
+    "the same noise twice": (
+        {"noise": lambda self, k, shape: torch.randn(shape, generator=torch.Generator().manual_seed(k // 4))},
+        "noise-repeated",
+    ),
+    "levels of one half": ({"levels": lambda self, k: torch.randint(0, LEVELS // 2, (SIZE,))}, "timestep-distribution"),
+    "sorted levels": ({"levels": lambda self, k: torch.randint(0, LEVELS, (SIZE,)).sort().values}, "timestep-dependent"),
+    "told another level": ({"told": lambda self, levels: levels + 1}, "timestep-not-declared"),
+    "told levels in bfloat16": ({"told": lambda self, levels: (levels * 20.3).bfloat16().float() / 20.3}, "timestep-not-declared"),
+    "told nothing": ({"told": lambda self, levels: levels * 0}, "timestep-not-declared"),
+    "no square roots": ({"noised": lambda self, x, n, a, b: a**2 * x + b**2 * n}, "input-not-declared-shares"),
+    "shares exchanged": ({"noised": lambda self, x, n, a, b: b * x + a * n}, "input-not-declared-shares"),
+    "a second noise": (
+        {"noised": lambda self, x, n, a, b: a * x + b * n + 0.01 * torch.randn_like(x)},
+        "input-not-declared-shares",
+    ),
+    "a rounded input": ({"noised": lambda self, x, n, a, b: (a * x + b * n).bfloat16().float()}, "input-not-declared-shares"),
+    "a clamped input": ({"noised": lambda self, x, n, a, b: (a * x + b * n).clamp(-1, 1)}, "input-not-declared-shares"),
+    "no noise": ({"noised": lambda self, x, n, a, b: x}, "input-not-declared-shares"),
+    "other labels": ({"labels": lambda self, labels: torch.where(labels < 0, 3, labels).roll(1)}, "condition-not-drawn"),
+    "labels of none are the first": ({"labels": lambda self, labels: labels.clamp(min=0)}, "condition-not-drawn"),
+    "the image as target": ({"target": lambda self, x, n, a, b: x}, "target-not-declared"),
+    "v as target": ({"target": lambda self, x, n, a, b: a * n - b * x}, "target-not-declared"),
+    "a rounded target": ({"target": lambda self, x, n, a, b: n.bfloat16().float()}, "target-not-declared"),
+    "another sample's target": ({"target": lambda self, x, n, a, b: n.roll(1, 0)}, "target-not-declared"),
+    "an absolute error": ({"error": lambda self, o, t: (o - t).abs().flatten(1).mean(1)}, "target-not-squared"),
+    "a Huber error": ({"error": lambda self, o, t: _huber(o, t).flatten(1).mean(1)}, "target-not-squared"),
+    "errors cut off": ({"error": lambda self, o, t: (o - t).square().flatten(1).mean(1).clamp(max=1e-3)}, "weight-flat"),
+    "a sum over pixels": ({"error": lambda self, o, t: (o - t).square().flatten(1).sum(1)}, "weight-not-declared"),
+    "a part of the pixels": (
+        {"error": lambda self, o, t: (o - t)[..., 1:].square().flatten(1).mean(1)},
+        "weight-not-declared",
+    ),
+    "a part of the samples": (
+        {"loss": lambda self, losses, network: losses[: SIZE // 2].mean() / 2},
+        "weight-not-declared",
+    ),
+    "not divided by the passes": ({"loss": lambda self, losses, network: losses.mean()}, "weight-not-declared"),
+    "a penalty": (
+        {"loss": lambda self, losses, network: losses.mean() / 2 + 1e-3 * network.first.weight.abs().sum()},
+        "gradient-penalty",
+    ),
+    "one pass": ({"passes": 1}, "gradient-passes"),
+    "not clipped": ({"clip": lambda self, network: None}, "gradient-not-clipped-so"),
+    "each number clipped": (
+        {"clip": lambda self, network: nn.utils.clip_grad_value_(network.parameters(), 1e-2)},
+        "gradient-not-of-passes",
+    ),
+    "noise in the gradient": ({"clip": lambda self, network: _noisy(network)}, "gradient-not-of-passes"),
+    "another norm told": (
+        {"clip": lambda self, network: 2 * nn.utils.clip_grad_norm_(network.parameters(), LIMIT)},
+        "gradient-norm",
+    ),
+    "gradients left over": (
+        {"clear": lambda self, k, optimizer: None if k % 2 else optimizer.zero_grad()},
+        "gradient-left-over",
+    ),
+    "another rate": ({"rate": lambda self, k: RATE / (k + 1)}, "rate-not-declared"),
+    "another rate once, unrecorded": ({"rate": lambda self, k: RATE if k == 4 else RATE / k}, "rate-not-declared"),
+    "another optimizer": ({"made": lambda self, groups: torch.optim.Adam(groups)}, "optimizer-kind"),
+    "other betas": ({"made": lambda self, groups: torch.optim.AdamW(groups, betas=(0.9, 0.999))}, "optimizer-setting"),
+    "another epsilon": (
+        {"made": lambda self, groups: torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-2)},
+        "optimizer-setting",
+    ),
+    "decay of all": (
+        {"groups": lambda self, network: [{"params": list(network.parameters()), "weight_decay": 0.1}]},
+        "optimizer-weight-decay",
+    ),
+    "biases in no group": (
+        {"groups": lambda self, network: Loop().groups(network)[:1]},
+        "optimizer-parameters",
+    ),
+    "a step twice": ({"step": lambda self, k, optimizer: (optimizer.step(), optimizer.step())}, "optimizer-count"),
+    "memory lost": (
+        {"between": lambda self, k, network, optimizer: optimizer.state.clear() if k == 6 else None},
+        "optimizer-count",
+    ),
+    "an average of another decay": ({"average": lambda self, k, network: self.follow(k, network, 0.5)}, "ema-not-declared"),
+    "an average twice": (
+        {"average": lambda self, k, network: (self.follow(k, network), self.follow(k, network))},
+        "ema-not-declared",
+    ),
+    "an average of a part": ({"average": lambda self, k, network: _of_part(self, k, network)}, "ema-not-declared"),
+    "an average left out once": ({"average": lambda self, k, network: _stale(self, k, network)}, "ema-changed-between"),
+    "weights changed between": (
+        {"between": lambda self, k, network, optimizer: _moved(network) if k == 6 else None},
+        "state-changed-between",
+    ),
+    "weights changed after the step": ({"average": lambda self, k, network: _moved(network)}, "state-changed-in-update"),
+    "weights changed before the step": ({"clip": lambda self, network: _moved(network)}, "state-changed-in-update"),
+    "evaluation mode": ({"between": lambda self, k, network, optimizer: network.eval()}, "network-mode"),
+    "a frozen layer": ({"build": lambda self: _frozen()}, "network-trained"),
+    "dropout": ({"build": lambda self: _dropping()}, "network-dropout"),
+    "bfloat16 layers": ({"build": lambda self: Cast()}, "network-layers-precision"),
+    "bfloat16 layers declared": ({"declares": {"layers": torch.bfloat16}}, "network-layers-precision"),
+}
+
+
+def _huber(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.huber_loss(output, target, reduction="none", delta=0.1)
+
+
+def _noisy(network: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(network.parameters(), LIMIT)
+    for parameter in network.parameters():
+        parameter.grad.add_(1e-3 * parameter.grad.norm() * torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_departures_from_what_is_declared(name):
+    parts, code = WRONG[name]
+    updates = 80 if code in ("timestep-dependent", "noise-not-declared") else UPDATES  # chance needs many
+    assert code in Loop(**parts).run(updates)[:3]
+
+
+RIGHT: dict[str, dict[str, Any]] = {
+    "as declared": {},
+    "bfloat16 layers": {"build": lambda self: Cast(), "declares": {"layers": torch.bfloat16}},
+    "noise told in another layout": {"noise": lambda self, k, shape: torch.randn(shape).transpose(2, 3)},
+    "dropout as declared is left to the option": {"between": lambda self, k, network, optimizer: network.train()},
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_nothing_is_found_where_nothing_is_wrong(name):
+    assert Loop(**RIGHT[name]).run(30) == []
