@@ -183,7 +183,7 @@ def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOp
     """What was looked at, with --all each check and figure; then the findings, with cause and fixes. `report`: the page."""
     from utils.diagnostics.catalog import CATALOG
     from utils.diagnostics.finding import told
-    from utils.diagnostics.rules.audit import looks
+    from utils.diagnostics.rules.audit import looks, measured
     from utils.runs.history import to_json
 
     found = {finding.code for finding in findings}
@@ -198,7 +198,9 @@ def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOp
     missing = {code for code in missing if not code.startswith("option-")}
     lines = _run_lines(record) if record.options else []
     lines.append(f"{len(healthy)} checks found nothing" + f", {len(missing)} had too few figures" * bool(missing))
-    lines += [f"the training step was measured in {count} updates"] if (count := looks(record)) else []
+    if count := looks(record):
+        stages = ", ".join(measured(record)).replace("_", " ")
+        lines.append(f"the training step was measured in {count} update{'s' * (count != 1)}: {stages}")
     lines += [f"report: {report}"] if report else []
     lines += [] if args.all else ["all checks and figures: --all"]
     print(*lines, sep="\n", end="\n\n")

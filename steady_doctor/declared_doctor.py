@@ -48,6 +48,30 @@ class DeclaredDoctor:
         self.seen.steps.append(step)
         self.ranks.tell(recorded.update, digests(recorded, step))
 
+    def measured(self) -> list[str]:
+        """Returns the stages of which something was measured in the newest recorded update, in the order of an update."""
+        if not self.seen.steps:
+            return []
+        step = self.seen.steps[-1]
+        drawn = [one for one in step.passes if one.drawn is not None]
+        asked = [one.target for one in step.passes if one.target is not None and one.target.kind == "squared"]
+        known = {
+            "noise": bool(drawn),
+            "timestep": any(one.mixture is not None and one.mixture.told for one in drawn),
+            "input": any(one.mixture is not None for one in drawn),
+            "condition": any(one.drawn.labels is not None and one.conditions.given for one in drawn),
+            "network": any(one.drawn.layers for one in drawn),
+            "target": any(one.p is not None for one in asked),
+            "weight": any(one.slope is not None for one in asked),
+            "gradient": step.update.gradient.ratio is not None,
+            "optimizer": step.update.optimized is not None and step.update.optimized.off is not None,
+            "learning_rate": bool(self.session.history.rates),
+            "ema": bool(step.update.named),
+            "state": step.update.told is not None,
+            "ranks": bool(self.seen.ranks),
+        }
+        return [stage for stage, is_known in known.items() if is_known]
+
     def findings(self) -> list[Found]:
         seen, session = self.seen, self.session
         seen.updates, seen.history, seen.followed = session.updates, session.history, session.followed

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 DRAWS = torch.Tag.nondeterministic_seeded
 PICKS = {"index", "index_select", "gather", "take", "embedding", "take_along_dim"}  # (values, which of them, ...)
-OF_SHAPES = {"ones_like", "zeros_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"}
 COPIED = 1 << 26  # elements of a source that are copied at the most; a larger one is kept by reference
 REPEATED = ("aten", "prims")  # whose operations do the same each time, and for this process alone
 PARAMETERS = ("trained", "frozen", "unowned")
@@ -230,8 +229,6 @@ class Tape(TorchDispatchMode):
 
     def _follow(self, op: Op, reads: tuple[tuple[int, Op], ...], name: str) -> None:
         """What the value depends on."""
-        if name in OF_SHAPES:
-            return
         of_content = [last for _, last in reads]
         if name in PICKS and len(reads) > 1 and not reads[0][1].trained:
             table, *which = of_content

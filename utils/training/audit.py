@@ -75,6 +75,7 @@ class StepAudit(Unwatched):
         self.looks = step + 1 in self._numbers if self._eager else reported and self._is_due(step)
         scaler = self._run.accelerator.scaler
         self._session.resting = False
+        self.check_norm_mean()
         self._session.begin(step + 1, self.looks, 1.0 if scaler is None or not self.looks else scaler.get_scale())
 
     def _is_due(self, step: int) -> bool:
@@ -96,6 +97,14 @@ class StepAudit(Unwatched):
             limit = self._limit.limit() if self.looks else None
         facts = (limit, gradients.norm, self._turned_down()) if self.looks else ()
         self._session.stepped(*facts)
+
+    def check_norm_mean(self) -> None:
+        """Of the gradient, that adaptive clipping follows: what a checkpoint has just stored of it."""
+        stored, before = self._run.state.grad_norm_mean, self._stored_mean
+        if self._limit is not None and stored != before:
+            self._stored_mean, mean, step = stored, self._limit.mean(), self._run.state.step
+            if stored is None or mean is None or not abs(stored - mean) <= 1e-3 * mean:
+                self.add_found([Found("state-norm-mean", step, {"file": f"checkpoint-{step}", "stored": stored, "own": mean})])
 
     def count(self, gradients: Gradients) -> None:
         """After `end_step`, and when an update is made again."""
@@ -146,7 +155,7 @@ class StepAudit(Unwatched):
 
     def _record(self, found: list[Found]) -> None:
         said = list({one.code: finding(one).to_json() for one in found}.values())
-        self._run.doctor.record(self._run.state.step, {"audit": {"found": said}})
+        self._run.doctor.record(self._run.state.step, {"audit": {"found": said, "measured": self._doctor.measured()}})
 
     def _say_failed(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -8,7 +8,12 @@ TEXTS = ("declared", "observed", "stage", "title", "cause")
 
 def looks(record: RunRecord) -> int:
     """Returns how many updates were looked at."""
-    return sum("failed" not in audit for _, audit in record.records("audit"))
+    return len({step for step, audit in record.records("audit") if audit.get("measured")})
+
+
+def measured(record: RunRecord) -> list[str]:
+    """Returns the stages of which something was measured in any of them."""
+    return list(dict.fromkeys(stage for _, audit in record.records("audit") for stage in audit.get("measured", ())))
 
 
 def step_deviates(record: RunRecord) -> Found:
