@@ -24,6 +24,7 @@ ENDED = (0, 3)  # well, or diverged
 LEAVES_OUT = ("checkpoint-*", "*.safetensors", "cache", "ema_snapshots", "trained", "hub")  # of what --keep keeps
 AUTOENCODER, LATENT_CHANNELS, AUTOENCODER_UPDATES = "autoencoder", 2, 100
 OF_FINE_TUNING = ("pretrained", "train_only", "learning_rate")
+ONLY_ON = "rescale_betas_zero_snr"  # a flag without its --no- form
 OF_PIPELINES = ("model_config_name_or_path", "vae", "latent_scale")  # which --pretrained brings
 WIDTHS = {"tiny": [8, 16], "small": [16, 32], "large": [32, 64]}  # of networks of our scripts
 NETWORK = {"sample_size": 16, "in_channels": 3, "out_channels": 3, "block_out_channels": [16, 32], "layers_per_block": 1}
@@ -209,6 +210,8 @@ class Workplace:
         if flags.get("pretrained"):
             flags["pretrained"] = first_of(output)
             flags = {name: value for name, value in flags.items() if name not in OF_PIPELINES}
+        if not flags.get(ONLY_ON):
+            flags.pop(ONLY_ON, None)
         return [*launcher(case), case.script, *words_of(flags | more)]
 
     def network(self, script: str, width: str, channels: int, resolution: int | str) -> Path:

@@ -1,41 +1,48 @@
 """The step audit in the loop: which updates are looked at, what they are compared with, and what is recorded of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 
+from steady_doctor.built import network as built
+from steady_doctor.built.equations import equations
+from steady_doctor.built.sampler import Process, sampler
+from steady_doctor.found import Found
+from steady_doctor.stored import checkpoint as stored
+from steady_doctor.stored.pipeline import Pipeline, exported, started_from
 from utils.core.distributed import from_all, objects_from_all
+from utils.core.errors import UserError
 from utils.core.waiting import Meeting
 from utils.diagnostics.audit.averages import check_averages
-from utils.diagnostics.audit.built import check_built, check_config
 from utils.diagnostics.audit.continuity import Continuity
-from utils.diagnostics.audit.declared import AdaptiveClipping, Declared, declared_by
+from utils.diagnostics.audit.declared import AdaptiveClipping, Declared, DeclaredNoising, declared_by
 from utils.diagnostics.audit.denoising import check_denoising
-from utils.diagnostics.audit.edm2_network import check_edm2_network
 from utils.diagnostics.audit.elements import digest, judged_on
-from utils.diagnostics.audit.export import check_exported
 from utils.diagnostics.audit.gradients import check_gradients
 from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.observer import Observer, failure_text
 from utils.diagnostics.audit.optimizer import check_learning_rate, check_memory, check_optimizer, has_learning_rate
 from utils.diagnostics.audit.pooled import Pool
 from utils.diagnostics.audit.ranks import check_ranks, digests_of
-from utils.diagnostics.audit.resume import check_norm_mean, check_resumed, check_saved, check_snapshots
-from utils.diagnostics.audit.sampler import check_sampler, sampler_call
 from utils.diagnostics.audit.seen import Update, on_cpu
 from utils.diagnostics.audit.slopes import check_slopes
 from utils.diagnostics.audit.state import check_network, check_state
-from utils.diagnostics.audit.verdict import Check, not_observed
-from utils.diffusion.sampling import sampling_steps
+from utils.diagnostics.audit.verdict import Check, checks_of
+from utils.diffusion.objective import Objective
+from utils.diffusion.sampling import SamplePlan, make_sampler, sample, sampling_steps, set_timesteps
 from utils.optim.clipping import Gradients
 from utils.optim.power_ema import PowerEMA
 from utils.training.data_audit import DataAudit
 from utils.training.run import Run
 
+EDM_LEVELS = {"sigma_min": 0.002, "sigma_max": 80.0, "rho": 7.0}  # of the sampler, Karras et al. 2022, table 1
+MOST_STEPS = 25  # of the sampler that is asked: what a step does does not depend on their number
 RATES_SAID = 3  # updates without a report whose learning rate is said to be wrong
 
 T = TypeVar("T")
@@ -51,6 +58,36 @@ def audited_updates(count: int) -> set[int]:
         int(float(f"{number:.0e}")) if number > 20 and place % 2 == 0 else number for place, number in enumerate(numbers)
     }
     return {number for number in rounded if number <= count}
+
+
+def sampler_call(objective: Objective, name: str, steps: int, seed: int = 0) -> Callable[[nn.Module, int], torch.Tensor]:
+    """Training's way to sample with another network: a function of (network with an `image`, number of images)."""
+
+    def call(oracle: Any, count: int) -> torch.Tensor:
+        stand_in = copy(objective)  # so that its `predict` asks the oracle
+        stand_in.exported = oracle
+        scheduler = make_sampler(name, objective.noise_scheduler)
+        image = oracle.image
+        plan = SamplePlan(scheduler, _few_steps(scheduler, steps), tuple(image.shape), seed, count, image.device)
+        return sample(oracle, plan, torch.arange(count), predict=stand_in.predict)
+
+    return call
+
+
+def _few_steps(scheduler: Any, steps: int) -> int:
+    """`steps`, or at most MOST_STEPS that this sampler can do."""
+    for count in (min(steps, MOST_STEPS), *range(MOST_STEPS, 0, -1)):
+        try:
+            set_timesteps(scheduler, count)
+            return count
+        except UserError:
+            continue
+    return steps
+
+
+def _looked(stage: str, what: str, found: Iterable[Found]) -> list[Check]:
+    """The checks of what was found, or that nothing was."""
+    return checks_of(found) or [Check(stage, what, "as declared", "the same", True)]
 
 
 class StepAudit:
@@ -79,8 +116,8 @@ class StepAudit:
         self._norm: torch.Tensor | None = None
         self._pending: Update | None = None
         self._checks: list[Check] = []
-        self._check_resumed()
-        self._saved = self._snapped = False  # whether it was looked at what checkpoints and snapshots hold
+        self._check_started()
+        self._saved = self._snapped = 0  # checkpoints and snapshots that were looked at
         self._counted: tuple[int, torch.Tensor] | None = None  # updates made, and the steps counted, at the newest look
         self._left: torch.Tensor | None = None  # digest of the weights and averages before what is made between updates
 
@@ -117,11 +154,13 @@ class StepAudit:
         options: Any = self._run.options  # both scripts have a config of the network
         flags: dict[str, Any] = dict.fromkeys(("in_channels", "out_channels"), self._channels)
         flags |= {"dropout": declared.dropout, "act_fn": declared.network and declared.network.activation}
-        path = options.model_config_name_or_path
-        checks = [] if path is None else check_config(exported, Path(path), flags)
+        step, path = self._run.state.step, options.model_config_name_or_path
+        found = [] if path is None else list(built.config(exported, Path(path), flags, step))
         if declared.network is not None:
-            return checks + check_built(exported, declared.network, fresh)
-        return checks + (check_edm2_network(exported) if type(exported).__name__ == "EDM2UNet" else [])
+            found += built.built(exported, declared.network, fresh, step)
+        elif type(exported).__name__ == "EDM2UNet":
+            found += equations(exported, step)
+        return _looked("network", "built", found)
 
     def _due_of_compiled(self, step: int) -> bool:
         """The first report from each of the chosen updates on."""
@@ -196,72 +235,92 @@ class StepAudit:
 
     def _ask_sampler(self) -> list[Check]:
         options, objective = self._run.options, self._run.objective
-        noising = self.declared.noising
-        steps = sampling_steps(options.sampler, options.sampling_steps, objective.noise_scheduler)
+        noising, steps = (
+            self.declared.noising,
+            sampling_steps(options.sampler, options.sampling_steps, objective.noise_scheduler),
+        )
         if noising is not None and noising.steps < 10:
-            return [not_observed("export", "sampler", "inverts the noising", "fewer than 10 noise levels")]
+            return []  # too few noise levels to step along
         if noising is not None and noising.zero_snr:
             # diffusers spaces trailing timesteps unevenly where their number does not divide that of the levels.
-            steps = max(count for count in range(1, min(steps, 25) + 1) if noising.steps % count == 0)
-        return check_sampler(
+            steps = max(count for count in range(1, min(steps, MOST_STEPS) + 1) if noising.steps % count == 0)
+        found = sampler(
             sampler_call(objective, options.sampler, steps),
-            self.declared.process,
+            self._process(),
             (self._channels, 8, 8),
+            self._run.state.step,
             adds_noise=options.sampler == "ddpm",
             clips=noising is not None and noising.clips and not (noising.zero_snr and options.sampler == "ddpm"),
         )
+        return _looked("export", "sampler", found)
+
+    def _process(self) -> Process:
+        process = self.declared.process
+        if isinstance(process, DeclaredNoising):
+            return Process(process.alphas_cumprod, process.prediction_type)
+        return Process(sigma_data=process.sigma_data)
 
     def check_exported(self) -> None:
         """Compares the pipeline that was just exported with what it should be. On the main process."""
         self._record(self._guarded(self._read_exported))
 
     def _read_exported(self) -> list[Check]:
-        run, declared = self._run, self.declared.process
-        raw = self._judged(run.objective.exported.state_dict())
-        network = run.objective.exported if run.accelerator.device.type == "cpu" else None  # elsewhere memory is planned
-        if run.ema is None:
-            return check_exported(run.output_dir, raw, declared, None, network)
-        averaged = raw | self._judged({name: run.ema.shadow[name] for name in raw if name in run.ema.shadow})
-        return check_exported(run.output_dir, averaged, declared, raw, network)
+        run, noising, process = self._run, self.declared.noising, self._process()
+        network = run.objective.exported
+        weights = network.state_dict()
+        if run.ema is not None:
+            weights |= {name: tensor for name, tensor in run.ema.shadow.items() if name in weights}
+        if noising is not None:
+            settings = {**noising.sampling, "prediction_type": noising.prediction_type}
+        else:
+            settings = {**EDM_LEVELS, "sigma_data": process.sigma_data}
+        scale = (run.facts["vae.latent_mean"], run.facts["vae.latent_std"]) if run.options.vae else None
+        names = (run.data.images.class_names or ()) if run.objective.classes else ()
+        declared = Pipeline(weights, settings, process.alphas_cumprod, scale, names)
+        return _looked("export", "pipeline", exported(run.output_dir, declared, network, run.state.step))
 
-    def _check_resumed(self) -> None:
+    def _check_started(self) -> None:
+        """Beside what the run goes on from, or starts from."""
         run = self._run
         if run.resumed_from is not None:
-            self._record(self._guarded(self._read_checkpoint, run.resumed_from))
+            optimizer = None if "optimizer" in run.options.allow_option_change else run.accelerator._optimizers[0]
+            self._read_checkpoint(run.resumed_from, self._state(optimizer))
+        elif pretrained := getattr(run.options, "pretrained", None):
+            weights, names = run.objective.exported.state_dict(), run.data.images.class_names or ()
+            found = partial(started_from, Path(pretrained), weights, names)
+            self._record(self._guarded(lambda: _looked("network", "pretrained", found())))
 
-    def _read_checkpoint(self, checkpoint: Path) -> list[Check]:
-        run = self._run
-        clipping = [check_norm_mean(checkpoint, run.clipping.mean)] if run.options.adaptive_clipping else []
-        optimizer = None if "optimizer" in run.options.allow_option_change else run.accelerator._optimizers[0]
-        return clipping + check_resumed(checkpoint, **self._stored_state(optimizer))
+    def _read_checkpoint(self, checkpoint: Path, state: stored.State, only: int | None = None) -> None:
+        self._record(self._guarded(lambda: _looked("state", "checkpoint", stored.kept(checkpoint, state, only))))
 
-    def _stored_state(self, optimizer: Any) -> dict[str, Any]:
-        """What checkpoints hold; see `check_resumed`."""
+    def _state(self, optimizer: Any) -> stored.State:
         run = self._run
-        return {
-            "network_state": run.objective.network.state_dict(),
-            "optimizer": optimizer,
-            "step": run.state.step,
-            "ema_state": None if run.ema is None else run.ema.state_dict(),
-            "scaler": run.accelerator.scaler,
-        }
+        return stored.State(
+            run.state.step,
+            run.objective.network.state_dict(),
+            optimizer,
+            None if run.ema is None else run.ema.state_dict(),
+            run.accelerator.scaler,
+            run.clipping.mean,
+            run.options.adaptive_clipping,
+        )
 
     def check_saved(self) -> None:
-        """Compares the first checkpoint that this run saves with what it has. On the main process."""
+        """Compares a checkpoint that was just saved with what the run has; later ones by a few tensors. On the main process."""
         run = self._run
-        if not self._saved:
-            self._saved = True
-            checkpoint = run.output_dir / f"checkpoint-{run.state.step}"
-            state = self._stored_state(run.accelerator._optimizers[0])
-            self._record(self._guarded(partial(check_saved, checkpoint, **state)))
+        checkpoint, only = run.output_dir / f"checkpoint-{run.state.step}", self._saved or None
+        self._saved += 1
+        self._read_checkpoint(checkpoint, self._state(run.accelerator._optimizers[0]), only)
 
     def check_snapshots(self) -> None:
-        """Compares the first snapshots of averages that this run saves with what it has. On the main process."""
+        """Compares the snapshots of averages that were just saved with what the run has; later ones by a few tensors. On the
+        main process."""
         run, several = self._run, self._run.ema
-        if not self._snapped and isinstance(several, PowerEMA):
-            self._snapped = True
+        if isinstance(several, PowerEMA):
             averages = {width: average.shadow for width, average in several.averages.items()}
-            self._record(self._guarded(check_snapshots, run.output_dir / "ema_snapshots", run.state.step, averages))
+            look = partial(stored.snapshots, run.output_dir / "ema_snapshots", run.state.step, averages, self._snapped or None)
+            self._snapped += 1
+            self._record(self._guarded(lambda: _looked("ema", "snapshots", look())))
 
     def _record(self, checks: list[Check]) -> None:
         self._run.doctor.record(self._run.state.step, {"audit": {"checks": [check.to_json() for check in checks]}})

@@ -1,6 +1,6 @@
-"""Named tensors against named tensors: which are missing, which differ, and by how much."""
+"""Named tensors beside named tensors: which are missing, which differ, and by how much."""
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 WRAPPERS = ("_orig_mod.", "module.")  # what torch.compile and DDP put before the names of a network
+FEW = 4  # tensors that stand for all
 
 
 class Stored(Mapping):
@@ -35,43 +36,49 @@ class Difference:
     missing: list[str]  # names that were expected and not found
     unexpected: list[str]
     different: list[str]  # names of other values or another shape
-    compared: int  # names on both sides
-    distance: float  # ||found - expected|| / ||expected|| over the names on both sides, without those of another shape
+    compared: int
+    distance: float  # ||found - expected|| / ||expected|| over those compared, without those of another shape
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.different)
 
-    def names(self) -> str:
-        """What is wrong with the names, in words; empty where nothing is."""
-        found = []
-        for kind, names in (("missing", self.missing), ("unexpected", self.unexpected)):
-            if names:
-                found.append(f"{len(names)} {kind}, such as {names[0]}")
-        return "; ".join(found)
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {
+            "different": len(self.different),
+            "compared": self.compared,
+            "by": self.distance,
+            "missing": len(self.missing),
+            "unexpected": len(self.unexpected),
+            "such_as": (*self.missing, *self.unexpected, *self.different)[0],
+        }
 
 
 def difference(
-    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], rounded: Set[str] = frozenset()
+    expected: Mapping[str, torch.Tensor],
+    found: Mapping[str, torch.Tensor],
+    *,
+    rounded: Set[str] = frozenset(),
+    only: Set[str] | None = None,
 ) -> Difference:
-    """The `Difference` of `found` from `expected`, exact but for the names in `rounded`, where the fifth digit may differ."""
-    common = [name for name in expected if name in found]
+    """The `Difference` of `found` from `expected`, exact but for the names in `rounded`, where the fifth digit may differ.
+
+    `only`: the names whose values are compared; None: all. One tensor after the other is on the CPU: MPS has no float64.
+    """
+    common = [name for name in expected if name in found and (only is None or name in only)]
     different, apart, size = [], 0.0, 0.0
     for name in common:
-        a, b = expected[name].detach(), found[name].detach()
-        b = b.to(a.device)
+        a, b = expected[name].detach().cpu(), found[name].detach().cpu()
         if a.shape != b.shape:
             different.append(name)
             continue
-        if same(a, b, 1e-5 if name in rounded else 0.0):
-            size += _square(a)
-            continue
-        different.append(name)
-        apart += _square(b.double() - a.double())
         size += _square(a)
+        if not same(a, b, 1e-5 if name in rounded else 0.0):
+            different.append(name)
+            apart += _square(b.double() - a.double())
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in expected]
-    distance = (apart / size) ** 0.5 if size else float(apart > 0)
-    return Difference(missing, unexpected, different, len(common), distance)
+    return Difference(missing, unexpected, different, len(common), (apart / size) ** 0.5 if size else float(apart > 0))
 
 
 def same(a: torch.Tensor, b: torch.Tensor, tolerance: float = 0.0) -> bool:
@@ -86,12 +93,19 @@ def same(a: torch.Tensor, b: torch.Tensor, tolerance: float = 0.0) -> bool:
     return bool((a.isnan() & b.isnan() | (a == b)).all()) if a.is_floating_point() else False
 
 
+def few(names: Iterable[str], turn: int) -> set[str]:
+    """FEW of the names, spread over all; others at the next turn."""
+    ordered = sorted(names)
+    stride = max(1, -(-len(ordered) // FEW))
+    return set(ordered[turn % stride :: stride])
+
+
 def unwrapped(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Under the names that the network has without wrappers."""
-    return {clean(name): tensor for name, tensor in tensors.items()}
+    return {_clean(name): tensor for name, tensor in tensors.items()}
 
 
-def clean(name: str) -> str:
+def _clean(name: str) -> str:
     while name.startswith(WRAPPERS):
         name = name.split(".", 1)[1]
     return name.replace("._orig_mod.", ".")

@@ -1,0 +1,248 @@
+"""Networks as they were asked for, and samplers with a network that knows the answer: those of training arrive."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
+from test_edm2_unet import tiny
+from torch.nn.functional import silu
+
+import train_edm2
+from models import edm2_unet
+from models.edm2_unet import EDM2UNet
+from models.edm_heun import EDMHeunScheduler
+from steady_doctor.built.equations import equations
+from steady_doctor.built.network import Built, built, config
+from steady_doctor.built.sampler import Process, sampler
+from steady_doctor.words import finding
+from utils.diffusion.ddpm import make_noise_scheduler
+from utils.diffusion.sampling import NoiseOfSamples, make_sampler
+from utils.diffusion.unet import make_unet
+from utils.options.flags import DDPMOptions
+from utils.training.audit import sampler_call
+
+SHAPE, PLAIN = (3, 8, 8), Built(None, "default", False, False)
+SMALL = {"model_channels": 8, "channel_multipliers": (1, 2), "layers_per_block": 1}
+
+
+def codes(found) -> list[str]:
+    found = list(found)
+    assert all(finding(one).observed for one in found)  # each sentence has its figures
+    return [one.code for one in found]
+
+
+# ---- networks
+
+
+def made(asked: Built):
+    names = ("activation", "initialisation", "zero_init_output", "spectral_norm")
+    flags = {name: getattr(asked, name) for name in names}
+    return make_unet(DDPMOptions(resolution=16, image_channels=1, model_preset="digits16", seed=0, **flags))
+
+
+KINDS = {
+    "plain": PLAIN,
+    "gelu, xavier, zero": replace(PLAIN, activation="gelu", initialisation="xavier", zero_init_output=True),
+    "mish, he, spectral norm": replace(PLAIN, activation="mish", initialisation="he", spectral_norm=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_network_that_is_built_as_asked_passes_and_all_others_are_found(kind):
+    network = made(KINDS[kind])
+    for asked in KINDS.values():
+        found = list(built(network, asked, True, 0))
+        assert ("network-first-weights" in codes(found)) == (asked is not KINDS[kind])
+        wrong = {one.figures["what"] for one in found if one.code == "network-built"}
+        differs = {"spectral norm": asked.spectral_norm != KINDS[kind].spectral_norm}
+        differs["last layer"] = asked.zero_init_output != KINDS[kind].zero_init_output
+        differs["activation"] = asked.activation not in (None, KINDS[kind].activation)
+        assert wrong == {what for what, differ in differs.items() if differ}
+    assert "network-first-weights" not in codes(built(network, PLAIN, False, 9))
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.2, 3.0])
+def test_first_weights_of_another_size_are_found(scale):
+    network = made(PLAIN)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(scale)
+    assert codes(built(network, PLAIN, True, 0)) == ["network-first-weights"]
+
+
+def test_a_network_that_is_not_the_one_of_its_config_is_found(tmp_path):
+    network = EDM2UNet(8, 3, 3, **SMALL)
+    network.save_config(tmp_path)
+    asked = {"in_channels": 3, "dropout": None}
+    assert codes(config(network, tmp_path, asked, 0)) == codes(config(network, tmp_path / "none.json", asked, 0)) == []
+    for other, more, what in [
+        (network, {"dropout": 0.1}, "dropout"),
+        (EDM2UNet(8, 3, 3, **(SMALL | {"layers_per_block": 2})), {}, "layers_per_block"),
+    ]:
+        [found] = config(other, tmp_path / "config.json", asked | more, 0)
+        assert (found.code, found.figures["what"]) == ("network-built", what)
+
+
+@pytest.mark.parametrize(("classes", "sides"), [(0, 8), (5, [8, 12])])
+def test_the_edm2_network_is_that_of_its_paper(classes, sides, monkeypatch):
+    network = EDM2UNet(sides, 3, 3, classes, **SMALL, attention_resolutions=(4,), attention_head_dim=8, dropout=0.1).train()
+    network.encoder[1].eval()
+    state = torch.get_rng_state()
+    assert codes(equations(network, 1)) == []
+    assert torch.equal(state, torch.get_rng_state())
+    assert network.training and not network.encoder[1].training and not network.encoder[1].conv_in.training
+    changes = {
+        "encoder.0": (edm2_unet, "mp_silu", silu),
+        "encoder.1": (network.encoder[1], "mode", "decoder"),
+        "decoder.3": (edm2_unet, "mp_cat", lambda a, b, t: torch.cat([a, b], 1)),
+        "noise_features": (network.noise_features, "forward", lambda x: torch.zeros(len(x), 8)),
+    }
+    for part, change in changes.items():
+        with monkeypatch.context() as changed:
+            changed.setattr(*change)
+            [found] = equations(network, 1)
+        assert (codes([found]), found.figures["part"]) == (["network-equations"], part)
+
+
+# ---- samplers
+
+
+def of_training(scheduler, predict=None):
+    return SimpleNamespace(noise_scheduler=scheduler, predict=predict, exported=None)
+
+
+def asked(call, scheduler, adds_noise=False) -> str:
+    """The one code that is found, or none."""
+    table = DDPMScheduler(  # diffusers' own, of the same names
+        num_train_timesteps=scheduler.config.num_train_timesteps,
+        beta_schedule=scheduler.config.beta_schedule,
+        rescale_betas_zero_snr=scheduler.config.rescale_betas_zero_snr,
+    ).alphas_cumprod.double()
+    process = Process(table, scheduler.config.prediction_type)
+    return "".join(codes(sampler(call, process, SHAPE, 1, adds_noise=adds_noise, clips=True)))
+
+
+@pytest.mark.parametrize("name", ["ddim", "ddpm", "dpmsolver++"])
+@pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
+def test_the_samplers_of_training_arrive(name, schedule, prediction_type, zero):
+    if zero and prediction_type == "epsilon":
+        return
+    named = {"beta_schedule": schedule, "prediction_type": prediction_type, "rescale_betas_zero_snr": zero}
+    for timesteps, steps in ((1000, 10), (10, 5)):
+        scheduler = make_noise_scheduler(**named, num_train_timesteps=timesteps)
+        assert asked(sampler_call(of_training(scheduler), name, steps), scheduler, name == "ddpm") == ""
+
+
+@pytest.mark.parametrize("name", ["heun", "dpmsolver++"])
+@pytest.mark.parametrize("steps", [2, 3, 18, 32])
+def test_the_samplers_of_edm_arrive(name, steps):
+    call = sampler_call(of_training(EDMHeunScheduler(sigma_data=0.3)), name, steps)
+    assert codes(sampler(call, Process(sigma_data=0.3), (1, 8, 8), 1)) == []
+
+
+def test_the_recipe_of_edm2_is_asked_by_its_own_predict():
+    options = train_edm2.parse_args(["--dataset_name", "digits", "--sigma_data", "0.4"])
+    recipe = train_edm2.EDM2(tiny(), options)
+    for sigma_data, expected in ((0.4, []), (0.5, ["export-sampler-end"])):
+        call = sampler_call(recipe, "heun", 18)
+        assert codes(sampler(call, Process(sigma_data=sigma_data), (1, 8, 8), 1)) == expected
+    assert isinstance(recipe.exported, type(tiny()))
+
+
+LEVELS, START, END, STEPS, NOISE, CLIPPING = (
+    f"export-sampler-{what}" for what in ("levels", "start", "end", "steps", "noise", "clipping")
+)
+AS_IT_IS = {"told": lambda t: t, "answer": lambda output: output, "images": lambda x: x, "same": False, "noise": 1.0}
+
+
+def loop(scheduler, steps=10, **changes):
+    """A sampler loop as a user may write it, with something wrong in it."""
+    wrong = SimpleNamespace(**(AS_IT_IS | {"start": None, "scale": None} | changes))
+
+    def call(oracle, count):
+        generator = torch.Generator().manual_seed(0)
+        scheduler.set_timesteps(steps)
+        start = float(scheduler.init_noise_sigma) if wrong.start is None else wrong.start
+        x = start * torch.randn(count, *SHAPE, generator=generator)
+        x = x[:1].expand(count, -1, -1, -1) if wrong.same else x
+        for t in scheduler.timesteps:
+            scaled = x if wrong.scale else scheduler.scale_model_input(x, t)
+            with NoiseOfSamples(lambda shape=x.shape: wrong.noise * torch.randn(shape, generator=generator)):
+                x = scheduler.step(wrong.answer(oracle(scaled, wrong.told(t)).sample), t, x).prev_sample
+        return wrong.images(x)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "code"),
+    [
+        ({}, {}, ""),
+        ({}, {"start": 1.0}, START),
+        ({}, {"scale": True}, START),
+        ({}, {"told": lambda t: (4 * t).exp()}, LEVELS),  # sigma instead of ln(sigma) / 4
+        ({}, {"told": lambda t: 4 * t}, END),
+        ({}, {"answer": torch.neg}, END),
+        ({"sigma_max": 20.0}, {"start": 80.0}, START),
+        ({"sigma_data": 0.4}, {}, END),
+    ],
+)
+def test_a_loop_of_edm_that_does_something_else_is_found(settings, change, code):
+    call = loop(EDMHeunScheduler(**{"sigma_data": 0.5} | settings), 18, **change)
+    assert "".join(codes(sampler(call, Process(), SHAPE, 1))) == code
+
+
+@pytest.mark.parametrize("name", ["ddim", "dpmsolver++"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"prediction_type": "sample"}, {"prediction_type": "v_prediction"}, {"clip_sample_range": 0.5}),
+        *({"beta_schedule": "squaredcos_cap_v2"}, {"beta_schedule": "scaled_linear"}, {"beta_end": 0.03}),
+    ],
+)
+def test_another_config_is_found(name, settings):
+    trained = make_noise_scheduler()
+    assert asked(loop(make_sampler(name, {**trained.config, **settings})), trained) in (END, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "code"),
+    [
+        *(("ddim", {}, ""), ("ddpm", {}, "")),
+        ("ddim", {"told": lambda t: t + 1}, END),
+        ("ddim", {"told": lambda t: (t - 1).clamp(min=0)}, STEPS),
+        *(("ddim", {"told": told}, LEVELS) for told in (lambda t: 999 - t, lambda t: t * 1000, lambda t: t / 1000)),
+        ("ddim", {"told": lambda t: torch.tensor(float("nan"))}, LEVELS),
+        ("ddim", {"answer": torch.neg}, END),
+        ("ddim", {"answer": lambda output: 0.9 * output}, END),
+        ("ddim", {"answer": lambda output: output * float("nan")}, END),
+        *(("ddim", change, START) for change in ({"start": 2.0}, {"start": 0.0}, {"same": True})),
+        *(("ddpm", {"noise": strength}, STEPS) for strength in (0.0, 1.4)),
+        ("ddpm", {"noise": 0.95}, NOISE),
+        ("ddim", {"images": lambda x: x / 2 + 0.5}, END),
+        ("ddim", {"images": torch.neg}, END),
+        ("ddim", {"images": lambda x: x.clamp(0)}, END),
+    ],
+)
+def test_a_loop_that_does_something_else_is_found(name, change, code):
+    trained = make_noise_scheduler()
+    assert asked(loop(make_sampler(name, trained), **change), trained, name == "ddpm") == code
+
+
+def test_a_sampler_that_does_not_clip_is_found():
+    trained = make_noise_scheduler()
+    plain = DPMSolverMultistepScheduler.from_config(trained.config, timestep_spacing="linspace")
+    assert asked(loop(plain), trained) == CLIPPING
+    for kind in (DDIMScheduler, DDPMScheduler):
+        plain = kind.from_config(trained.config, clip_sample=False)
+        assert asked(loop(plain), trained, kind is DDPMScheduler) == CLIPPING
+
+
+def test_a_chain_with_zero_snr_starts_at_its_end_and_who_asks_nobody_is_not_judged():
+    trained = make_noise_scheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True)
+    assert asked(loop(DDIMScheduler.from_config(trained.config, timestep_spacing="leading")), trained) == LEVELS
+    assert asked(lambda oracle, count: torch.zeros(count, *SHAPE), trained) == ""
