@@ -284,14 +284,14 @@ class StepAudit:
         run = self._run
         if run.resumed_from is not None:
             optimizer = None if "optimizer" in run.options.allow_option_change else run.accelerator._optimizers[0]
-            self._read_checkpoint(run.resumed_from, self._state(optimizer))
+            self._read_checkpoint("state after the resume", run.resumed_from, self._state(optimizer))
         elif pretrained := getattr(run.options, "pretrained", None):
             weights, names = run.objective.exported.state_dict(), run.data.images.class_names or ()
             found = partial(started_from, Path(pretrained), weights, names)
             self._record(self._guarded(lambda: _looked("network", "pretrained", found())))
 
-    def _read_checkpoint(self, checkpoint: Path, state: stored.State, only: int | None = None) -> None:
-        self._record(self._guarded(lambda: _looked("state", "checkpoint", stored.kept(checkpoint, state, only))))
+    def _read_checkpoint(self, what: str, checkpoint: Path, state: stored.State, only: int | None = None) -> None:
+        self._record(self._guarded(lambda: _looked("state", what, stored.kept(checkpoint, state, only))))
 
     def _state(self, optimizer: Any) -> stored.State:
         run = self._run
@@ -310,7 +310,7 @@ class StepAudit:
         run = self._run
         checkpoint, only = run.output_dir / f"checkpoint-{run.state.step}", self._saved or None
         self._saved += 1
-        self._read_checkpoint(checkpoint, self._state(run.accelerator._optimizers[0]), only)
+        self._read_checkpoint("checkpoint as saved", checkpoint, self._state(run.accelerator._optimizers[0]), only)
 
     def check_snapshots(self) -> None:
         """Compares the snapshots of averages that were just saved with what the run has; later ones by a few tensors. On the
