@@ -35,15 +35,11 @@ def config(network: nn.Module, path: Path, asked: Mapping[str, Any], update: int
     if not path.is_file():
         return
     wanted = json.loads(path.read_text()) | {name: value for name, value in asked.items() if value is not None}
-    own: Any = getattr(network, "config", {})
-    for name, value in wanted.items():
-        if name in own and name not in OF_THE_DATA and not name.startswith("_") and _plain(own[name]) != _plain(value):
-            yield Found("network-built", update, {"what": name, "declared": f"{value}", "observed": f"{own[name]}"})
+    own = json.loads(json.dumps(dict(getattr(network, "config", {})), default=str))  # tuples are lists there
+    for name in sorted(own.keys() & wanted.keys() - set(OF_THE_DATA)):
+        if not name.startswith("_") and own[name] != wanted[name]:
+            yield Found("network-built", update, {"what": name, "declared": f"{wanted[name]}", "observed": f"{own[name]}"})
             return
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def built(network: nn.Module, asked: Built, fresh: bool, update: int) -> Iterator[Found]:

@@ -34,11 +34,6 @@ class Process:
     prediction_type: str = "epsilon"  # or sample, v_prediction
     sigma_data: float = 0.5
 
-    @property
-    def ends_in_noise(self) -> bool:
-        """Whether the last step has nothing of the image."""
-        return self.alphas_cumprod is not None and bool(self.alphas_cumprod[-1] == 0.0)
-
 
 class Oracle(nn.Module):
     """In the place of the network. It notes what it is asked: `asked` has (a, b, level, x) with x = a image + b noise, float64
@@ -113,14 +108,14 @@ def sampler(
         if one is not None:
             yield Found(one.code, update, one.figures)
             return
-    if clips and (share := _clipped(ask(3.0 * image)[0])) <= 0.5:
+    if clips and not (share := _clipped(ask(3.0 * image)[0])) > 0.5:
         yield Found("export-sampler-clipping", update, {"share": share})
 
 
 def _told(oracle: Oracle) -> Found | None:
-    levels, process = [level for _, _, level, _ in oracle.asked], oracle.process
+    levels, table = [level for _, _, level, _ in oracle.asked], oracle.process.alphas_cumprod
     rising = any(later > earlier * (1 + 1e-6) for earlier, later in pairwise(levels))
-    late = process.ends_in_noise and levels[0] != len(process.alphas_cumprod) - 1  # type: ignore[arg-type]
+    late = table is not None and table[-1] == 0.0 and levels[0] != len(table) - 1  # the last one has nothing of the image
     if oracle.outside is None and not rising and not late:
         return None
     figures = {"first": levels[0], "last": levels[-1], "never": "-" if oracle.outside is None else f"{oracle.outside:g}"}

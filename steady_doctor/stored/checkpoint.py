@@ -35,7 +35,6 @@ def kept(checkpoint: Path, state: State, only: int | None = None) -> Iterator[Fo
 
     `only`: the values of a few tensors are compared, others for each number; None: of all.
     """
-    checkpoint = Path(checkpoint)
     stored, weights = Stored(checkpoint / "model.safetensors"), unwrapped(state.weights)
     chosen = None if only is None else few(weights, only)
     told = json.loads((checkpoint / "state.json").read_text())
@@ -69,9 +68,9 @@ def snapshots(
     for width, live in averages.items():
         path = folder / f"{step:08d}-{width}.safetensors"
         stored = Stored(*[path] * path.exists())
-        chosen = None if only is None else few(live, only)
-        rounded = {name: t.to(stored[name].dtype) if name in stored else t for name, t in live.items()}
-        if others := difference(rounded, stored, only=chosen):
+        chosen = set(live) if only is None else few(live, only)
+        rounded = {name: live[name].to(stored[name].dtype) for name in chosen & stored.keys()}
+        if others := difference({**live, **rounded}, stored, only=chosen):
             yield Found("ema-snapshot", step, {"file": path.name, **others.figures})
 
 
@@ -103,8 +102,9 @@ def _moments(checkpoint: Path, told: dict, state: State, weights: Mapping, only:
     except Exception:  # of an optimizer that keeps other things than tensors
         return
     looked = {index for index, name in enumerate(names) if only is None or name in only}
-    if lost := _lost(checkpoint, file, names, told):
-        yield Found("state-moments-lost", state.step, {"file": checkpoint.name, **lost})
+    if lost := _lost(checkpoint, file, {index: names[index] for index in looked}, told, only is None):
+        figures = {"file": checkpoint.name, "lost": len(lost), "of": len(looked), "such_as": str(names[lost[0]])}
+        yield Found("state-moments-lost", state.step, figures)
     now = _by_name({index: optimizer.state.get(parameters[index], {}) for index in looked})
     before = _by_name({index: values for index, values in file["state"].items() if index in looked})
     now = {name: tensor for name, tensor in now.items() if name in before or tensor.any()}  # what begins at zero is new
@@ -121,19 +121,21 @@ def _by_name(state: Mapping[int, Mapping]) -> dict[str, Tensor]:
     }
 
 
-def _lost(checkpoint: Path, file: dict, names: list[str | None], told: dict) -> dict[str, Any]:
-    """Figures of the parameters that were trained and have no moments in a checkpoint: one whose average is not its weight has
-    moved not long ago; without an average, some parameter must have moments. `names`: in the optimizer's order."""
+def _lost(checkpoint: Path, file: dict, names: dict[int, str | None], told: dict, are_all: bool) -> list[int]:
+    """The parameters that were trained and have no moments in a checkpoint: one whose average is not its weight has moved not
+    long ago; without an average, one of all must have moments. `names`: by the numbers of the parameters."""
     plain = all("betas" not in group and not group.get("momentum") and "alpha" not in group for group in file["param_groups"])
     if plain or told["step"] <= told.get("skipped_updates", 0) + told.get("scaler_skips", 0):
-        return {}  # it keeps none, or no update was made
+        return []  # it keeps none, or no update was made
     path = checkpoint / "ema.safetensors"
     weights, averages = Stored(checkpoint / "model.safetensors"), Stored(*[path] * path.exists())
-    have = {index for index, kept in file["state"].items() if any(isinstance(v, Tensor) and v.any() for v in kept.values())}
-    moved = set()
-    for index, name in enumerate(names):
+    without, moved = set(names), set()
+    for index in names.keys() & file["state"].keys():
+        if any(isinstance(value, Tensor) and value.any() for value in file["state"][index].values()):
+            without.remove(index)
+    for index in without:
+        name = names[index]
         average = None if name is None or name not in weights else _in(averages, name)
         if average is not None and not same(weights[str(name)], averages[average], MOVED):
             moved.add(index)
-    lost = sorted(moved - have) if have else range(len(names))
-    return {"lost": len(lost), "of": len(names), "such_as": str(names[lost[0]])} if lost else {}
+    return sorted(names if are_all and len(without) == len(names) else moved)

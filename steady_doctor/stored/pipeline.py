@@ -39,7 +39,7 @@ class Pipeline:
 
 def exported(folder: Path, declared: Pipeline, network: Any, update: int) -> Iterator[Found]:
     """The pipeline in `folder`, of `network`, a ModelMixin, unwrapped."""
-    folder, files = Path(folder), _weights_files(Path(folder))
+    files = _weights_files(folder)
     missing = [name for name in (INDEX, NETWORK, SCHEDULER) if not (folder / name).exists()]
     missing += [] if files else ["unet/diffusion_pytorch_model.safetensors"]
     missing += ["vae/config.json"] if declared.latent_scale and not (folder / "vae/config.json").exists() else []
@@ -62,18 +62,18 @@ def started_from(folder: Path, weights: Mapping[str, Tensor], class_names: Seque
 
     Classes that the pipeline has not are new, and their rows are not looked at. Silent where the folder has no such files.
     """
-    folder, files = Path(folder), _weights_files(Path(folder))
+    files = _weights_files(folder)
     if not files or not (folder / INDEX).exists() or not (folder / NETWORK).exists():
         return
     stored, weights = Stored(*files), unwrapped(weights)
-    names = {EMBEDDING} if EMBEDDING in stored or EMBEDDING in weights else set()
-    if others := difference({n: stored[n] for n in stored.keys() - names}, {n: weights[n] for n in weights.keys() - names}):
+    before, now = ({name: part[name] for name in part if name != EMBEDDING} for part in (stored, weights))
+    if others := difference(before, now):
         yield Found("network-pretrained", 0, others.figures)
-    elif names <= stored.keys() & weights.keys() and names:
+    elif EMBEDDING in stored and EMBEDDING in weights:
         axis = int("model_channels" in json.loads((folder / NETWORK).read_text()))  # EDM2 has its classes in columns
-        both = [table[EMBEDDING].detach().cpu().movedim(axis, 0) for table in (stored, weights)]
-        before, now = (table[: len(table) - (axis == 0)] for table in both)  # without the row of no class
-        if wrong := _other_rows(before, now, _labels(json.loads((folder / INDEX).read_text())), list(class_names)):
+        both = [part[EMBEDDING].detach().cpu().movedim(axis, 0) for part in (stored, weights)]
+        old, new = (table[: len(table) - (axis == 0)] for table in both)  # without the row of no class
+        if wrong := _other_rows(old, new, _labels(json.loads((folder / INDEX).read_text())), list(class_names)):
             yield Found("network-pretrained-classes", 0, {"wrong": len(wrong), "such_as": wrong[0]})
 
 
@@ -107,7 +107,8 @@ def _scheduler(config: dict, declared: Pipeline, update: int) -> Iterator[Found]
         try:
             made = diffusers.DDPMScheduler.from_config(config)
         except Exception as error:
-            yield Found("export-files", update, {"why": f"with a scheduler of which nothing can be made: {_line(error)}"})
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            yield Found("export-files", update, {"why": f"with a scheduler that cannot be made: {said}"})
             return
         if not _alike(made.alphas_cumprod, wanted):
             shown = {"declared": _shown(wanted), "observed": _shown(made.alphas_cumprod)}
@@ -130,10 +131,6 @@ def _shown(alphas_cumprod: Tensor) -> str:
 
 def _some(values: Mapping[str, Any], names: Sequence[str]) -> str:
     return ", ".join(f"{name} {values.get(name, '-')}" for name in names[:3])
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _latents(index: dict, declared: Pipeline, update: int) -> Iterator[Found]:

@@ -68,21 +68,10 @@ def sampler_call(objective: Objective, name: str, steps: int, seed: int = 0) -> 
         stand_in.exported = oracle
         scheduler = make_sampler(name, objective.noise_scheduler)
         image = oracle.image
-        plan = SamplePlan(scheduler, _few_steps(scheduler, steps), tuple(image.shape), seed, count, image.device)
+        plan = SamplePlan(scheduler, steps, tuple(image.shape), seed, count, image.device)
         return sample(oracle, plan, torch.arange(count), predict=stand_in.predict)
 
     return call
-
-
-def _few_steps(scheduler: Any, steps: int) -> int:
-    """`steps`, or at most MOST_STEPS that this sampler can do."""
-    for count in (min(steps, MOST_STEPS), *range(MOST_STEPS, 0, -1)):
-        try:
-            set_timesteps(scheduler, count)
-            return count
-        except UserError:
-            continue
-    return steps
 
 
 def _looked(stage: str, what: str, found: Iterable[Found]) -> list[Check]:
@@ -241,9 +230,16 @@ class StepAudit:
         )
         if noising is not None and noising.steps < 10:
             return []  # too few noise levels to step along
-        if noising is not None and noising.zero_snr:
+
+        def possible(count: int) -> bool:
+            try:
+                set_timesteps(make_sampler(options.sampler, objective.noise_scheduler), count)
+            except UserError:
+                return False
             # diffusers spaces trailing timesteps unevenly where their number does not divide that of the levels.
-            steps = max(count for count in range(1, min(steps, MOST_STEPS) + 1) if noising.steps % count == 0)
+            return noising is None or not noising.zero_snr or noising.steps % count == 0
+
+        steps = next(filter(possible, range(min(steps, MOST_STEPS), 0, -1)))
         found = sampler(
             sampler_call(objective, options.sampler, steps),
             self._process(),
