@@ -1,6 +1,6 @@
 """Networks as they were asked for, and samplers with a network that knows the answer: those of training arrive."""
 
-from dataclasses import replace
+from dataclasses import asdict
 from itertools import product
 from types import SimpleNamespace
 
@@ -26,59 +26,39 @@ from utils.training.audit import sampler_call
 
 SHAPE, PLAIN = (3, 8, 8), Built(None, "default", False, False)
 SMALL = {"model_channels": 8, "channel_multipliers": (1, 2), "layers_per_block": 1}
+CODES = ("levels", "start", "end", "steps", "noise", "clipping")
+LEVELS, START, END, STEPS, NOISE, CLIPPING = (f"export-sampler-{what}" for what in CODES)
 
 
 def codes(found) -> list[str]:
     return [finding(one).code for one in found]  # each sentence has its figures
 
 
-# ---- networks
-
-
-def made(asked: Built):
-    names = ("activation", "initialisation", "zero_init_output", "spectral_norm")
-    flags = {name: getattr(asked, name) for name in names}
-    return make_unet(DDPMOptions(resolution=16, image_channels=1, model_preset="digits16", seed=0, **flags))
-
-
-KINDS = {
-    "plain": PLAIN,
-    "gelu, xavier, zero": replace(PLAIN, activation="gelu", initialisation="xavier", zero_init_output=True),
-    "mish, he, spectral norm": replace(PLAIN, activation="mish", initialisation="he", spectral_norm=True),
-}
+KINDS = PLAIN, Built("gelu", "xavier", True, False), Built("mish", "he", False, True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_network_that_is_built_as_asked_passes_and_all_others_are_found(kind):
-    network = made(KINDS[kind])
-    for asked in KINDS.values():
+    network = make_unet(DDPMOptions(resolution=16, image_channels=1, model_preset="digits16", seed=0, **asdict(kind)))
+    for asked in KINDS:
         found = list(built(network, asked, True, 0))
-        assert ("network-first-weights" in codes(found)) == (asked is not KINDS[kind])
-        wrong = {one.figures["what"] for one in found if one.code == "network-built"}
-        differs = {"spectral norm": asked.spectral_norm != KINDS[kind].spectral_norm}
-        differs["last layer"] = asked.zero_init_output != KINDS[kind].zero_init_output
-        differs["activation"] = asked.activation not in (None, KINDS[kind].activation)
-        assert wrong == {what for what, differ in differs.items() if differ}
+        assert ("network-first-weights" in codes(found)) == (asked != kind)
+        differs = {"spectral norm": asked.spectral_norm != kind.spectral_norm}
+        differs |= {"last layer": asked.zero_init_output != kind.zero_init_output}
+        differs |= {"activation": asked.activation not in (None, kind.activation)}
+        assert {one.figures["what"] for one in found if one.code == "network-built"} == {k for k in differs if differs[k]}
     assert "network-first-weights" not in codes(built(network, PLAIN, False, 9))
-
-
-def test_first_weights_of_another_size_are_found():
-    for scale in (0.5, 1.2, 3.0):
-        network = made(PLAIN)
-        torch._foreach_mul_([parameter.data for parameter in network.parameters()], scale)
-        assert codes(built(network, PLAIN, True, 0)) == ["network-first-weights"]
+    torch._foreach_mul_([parameter.data for parameter in network.parameters()], 1.2)
+    assert codes(built(network, kind, True, 0)) == ["network-first-weights"]
 
 
 def test_a_network_that_is_not_the_one_of_its_config_is_found(tmp_path):
     network = EDM2UNet(8, 3, 3, **SMALL)
     network.save_config(tmp_path)
-    asked = {"in_channels": 3, "dropout": None}
-    assert codes(config(network, tmp_path, asked, 0)) == codes(config(network, tmp_path / "none.json", asked, 0)) == []
-    for other, more, what in [
-        (network, {"dropout": 0.1}, "dropout"),
-        (EDM2UNet(8, 3, 3, **(SMALL | {"layers_per_block": 2})), {}, "layers_per_block"),
-    ]:
-        [found] = config(other, tmp_path / "config.json", asked | more, 0)
+    asked, other = {"in_channels": 3, "dropout": None}, EDM2UNet(8, 3, 3, **(SMALL | {"layers_per_block": 2}))
+    assert codes(config(network, tmp_path, asked, 0)) == codes(config(other, tmp_path / "none.json", asked, 0)) == []
+    for wrong, more, what in ((network, {"dropout": 0.1}, "dropout"), (other, {}, "layers_per_block")):
+        [found] = config(wrong, tmp_path / "config.json", asked | more, 0)
         assert (found.code, found.figures["what"]) == ("network-built", what)
 
 
@@ -87,8 +67,7 @@ def test_the_edm2_network_is_that_of_its_paper(classes, sides, monkeypatch):
     network = EDM2UNet(sides, 3, 3, classes, **SMALL, attention_resolutions=(4,), attention_head_dim=8, dropout=0.1).train()
     network.encoder[1].eval()
     state = torch.get_rng_state()
-    assert codes(equations(network, 1)) == []
-    assert torch.equal(state, torch.get_rng_state())
+    assert codes(equations(network, 1)) == [] and torch.equal(state, torch.get_rng_state())
     assert network.training and not network.encoder[1].training and not network.encoder[1].conv_in.training
     changes = {
         "encoder.0": (edm2_unet, "mp_silu", silu),
@@ -103,22 +82,20 @@ def test_the_edm2_network_is_that_of_its_paper(classes, sides, monkeypatch):
         assert (codes([found]), found.figures["part"]) == (["network-equations"], part)
 
 
-# ---- samplers
-
-
-def of_training(scheduler, predict=None):
-    return SimpleNamespace(noise_scheduler=scheduler, predict=predict, exported=None)
+def of_training(name, scheduler, steps):
+    return sampler_call(SimpleNamespace(noise_scheduler=scheduler, predict=None, exported=None), name, steps)
 
 
 def asked(call, scheduler, adds_noise=False) -> str:
-    """The one code that is found, or none."""
-    table = DDPMScheduler(  # diffusers' own, of the same names
-        num_train_timesteps=scheduler.config.num_train_timesteps,
-        beta_schedule=scheduler.config.beta_schedule,
-        rescale_betas_zero_snr=scheduler.config.rescale_betas_zero_snr,
-    ).alphas_cumprod.double()
+    """The one code that is found, or none. The table is diffusers' own, of the same names."""
+    names = ("num_train_timesteps", "beta_schedule", "rescale_betas_zero_snr")
+    table = DDPMScheduler(**{name: scheduler.config[name] for name in names}).alphas_cumprod.double()
     process = Process(table, scheduler.config.prediction_type)
     return "".join(codes(sampler(call, process, SHAPE, 1, adds_noise=adds_noise, clips=True)))
+
+
+def asked_edm(call, sigma_data=0.5, shape=SHAPE) -> str:
+    return "".join(codes(sampler(call, Process(sigma_data=sigma_data), shape, 1)))
 
 
 @pytest.mark.parametrize("name", ["ddim", "ddpm", "dpmsolver++"])
@@ -128,27 +105,18 @@ def test_the_samplers_of_training_arrive(name, schedule):
         named = {"beta_schedule": schedule, "prediction_type": kind, "rescale_betas_zero_snr": zero}
         for timesteps, steps in () if zero and kind == "epsilon" else ((1000, 10), (10, 5)):
             scheduler = make_noise_scheduler(**named, num_train_timesteps=timesteps)
-            assert asked(sampler_call(of_training(scheduler), name, steps), scheduler, name == "ddpm") == ""
+            assert asked(of_training(name, scheduler, steps), scheduler, name == "ddpm") == ""
 
 
 def test_the_samplers_of_edm_arrive():
     for name, steps in product(("heun", "dpmsolver++"), (2, 3, 18, 32)):
-        call = sampler_call(of_training(EDMHeunScheduler(sigma_data=0.3)), name, steps)
-        assert codes(sampler(call, Process(sigma_data=0.3), (1, 8, 8), 1)) == []
-
-
-def test_the_recipe_of_edm2_is_asked_by_its_own_predict():
-    options = train_edm2.parse_args(["--dataset_name", "digits", "--sigma_data", "0.4"])
-    recipe = train_edm2.EDM2(tiny(), options)
-    for sigma_data, expected in ((0.4, []), (0.5, ["export-sampler-end"])):
-        call = sampler_call(recipe, "heun", 18)
-        assert codes(sampler(call, Process(sigma_data=sigma_data), (1, 8, 8), 1)) == expected
+        assert asked_edm(of_training(name, EDMHeunScheduler(sigma_data=0.3), steps), 0.3) == ""
+    recipe = train_edm2.EDM2(tiny(), train_edm2.parse_args(["--dataset_name", "digits", "--sigma_data", "0.4"]))
+    for sigma_data, code in ((0.4, ""), (0.5, END)):  # by its own `predict`
+        assert asked_edm(sampler_call(recipe, "heun", 18), sigma_data, (1, 8, 8)) == code
     assert isinstance(recipe.exported, type(tiny()))
 
 
-LEVELS, START, END, STEPS, NOISE, CLIPPING = (
-    f"export-sampler-{what}" for what in ("levels", "start", "end", "steps", "noise", "clipping")
-)
 AS_IT_IS = {"told": lambda t: t, "answer": lambda output: output, "images": lambda x: x, "same": False, "noise": 1.0}
 
 
@@ -171,66 +139,48 @@ def loop(scheduler, steps=10, **changes):
     return call
 
 
-@pytest.mark.parametrize(
-    ("settings", "change", "code"),
-    [
-        ({}, {}, ""),
-        ({}, {"start": 1.0}, START),
-        ({}, {"scale": True}, START),
+def test_a_loop_of_edm_that_does_something_else_is_found():
+    for settings, change, code in [
+        *(({}, {}, ""), ({}, {"start": 1.0}, START), ({}, {"scale": True}, START), ({}, {"answer": torch.neg}, END)),
         ({}, {"told": lambda t: (4 * t).exp()}, LEVELS),  # sigma instead of ln(sigma) / 4
-        ({}, {"told": lambda t: 4 * t}, END),
-        ({}, {"answer": torch.neg}, END),
-        ({"sigma_max": 20.0}, {"start": 80.0}, START),
-        ({"sigma_data": 0.4}, {}, END),
-    ],
-)
-def test_a_loop_of_edm_that_does_something_else_is_found(settings, change, code):
-    call = loop(EDMHeunScheduler(**{"sigma_data": 0.5} | settings), 18, **change)
-    assert "".join(codes(sampler(call, Process(), SHAPE, 1))) == code
+        *(({"sigma_max": 20.0}, {"start": 80.0}, START), ({"sigma_data": 0.4}, {}, END)),
+    ]:
+        assert asked_edm(loop(EDMHeunScheduler(**{"sigma_data": 0.5} | settings), 18, **change)) == code
 
 
 def test_another_config_is_found():
-    trained, others = make_noise_scheduler(), {"prediction_type": ("sample", "v_prediction"), "clip_sample_range": (0.5,)}
-    others |= {"beta_schedule": ("squaredcos_cap_v2", "scaled_linear"), "beta_end": (0.03,)}
-    for name, (setting, values) in product(("ddim", "dpmsolver++"), others.items()):
-        for value in values:
-            assert asked(loop(make_sampler(name, {**trained.config, setting: value})), trained) in (END, STEPS)
+    trained, others = make_noise_scheduler(), [{"prediction_type": kind} for kind in ("sample", "v_prediction")]
+    others += [{"beta_schedule": "squaredcos_cap_v2"}, {"beta_end": 0.03}, {"clip_sample_range": 0.5}]
+    for name, change in product(("ddim", "dpmsolver++"), others):
+        assert asked(loop(make_sampler(name, {**trained.config, **change})), trained) in (END, STEPS)
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "code"),
+    ("code", "changes"),
     [
-        *(("ddim", {}, ""), ("ddpm", {}, "")),
-        ("ddim", {"told": lambda t: t + 1}, END),
-        ("ddim", {"told": lambda t: (t - 1).clamp(min=0)}, STEPS),
-        *(("ddim", {"told": told}, LEVELS) for told in (lambda t: 999 - t, lambda t: t * 1000, lambda t: t / 1000)),
-        ("ddim", {"told": lambda t: torch.tensor(float("nan"))}, LEVELS),
-        ("ddim", {"answer": torch.neg}, END),
-        ("ddim", {"answer": lambda output: 0.9 * output}, END),
-        ("ddim", {"answer": lambda output: output * float("nan")}, END),
-        *(("ddim", change, START) for change in ({"start": 2.0}, {"start": 0.0}, {"same": True})),
-        *(("ddpm", {"noise": strength}, STEPS) for strength in (0.0, 1.4)),
-        ("ddpm", {"noise": 0.95}, NOISE),
-        ("ddim", {"images": lambda x: x / 2 + 0.5}, END),
-        ("ddim", {"images": torch.neg}, END),
-        ("ddim", {"images": lambda x: x.clamp(0)}, END),
+        ("", [{}]),
+        (LEVELS, [{"told": lambda t: 999 - t}, {"told": lambda t: t * 1000}, {"told": lambda t: t / 1000 + float("nan")}]),
+        (START, [{"start": 2.0}, {"start": 0.0}, {"same": True}]),
+        (END, [{"told": lambda t: t + 1}, {"answer": torch.neg}, {"answer": lambda output: 0.9 * output}]),
+        (END, [{"images": lambda x: x / 2 + 0.5}, {"images": torch.neg}, {"images": lambda x: x * float("nan")}]),
+        (STEPS, [{"told": lambda t: (t - 1).clamp(min=0)}, {"noise": 0.0}, {"noise": 1.4}]),
+        (NOISE, [{"noise": 0.95}]),
     ],
 )
-def test_a_loop_that_does_something_else_is_found(name, change, code):
+def test_a_loop_that_does_something_else_is_found(code, changes):
     trained = make_noise_scheduler()
-    assert asked(loop(make_sampler(name, trained), **change), trained, name == "ddpm") == code
+    for change in changes:
+        name = "ddpm" if "noise" in change else "ddim"
+        assert asked(loop(make_sampler(name, trained), **change), trained, name == "ddpm") == code
+    assert code or asked(loop(make_sampler("ddpm", trained)), trained, True) == ""
 
 
-def test_a_sampler_that_does_not_clip_is_found():
+def test_a_sampler_that_does_not_clip_or_starts_late_is_found():
     trained = make_noise_scheduler()
-    plain = DPMSolverMultistepScheduler.from_config(trained.config, timestep_spacing="linspace")
-    assert asked(loop(plain), trained) == CLIPPING
-    for kind in (DDIMScheduler, DDPMScheduler):
-        plain = kind.from_config(trained.config, clip_sample=False)
-        assert asked(loop(plain), trained, kind is DDPMScheduler) == CLIPPING
-
-
-def test_a_chain_with_zero_snr_starts_at_its_end_and_who_asks_nobody_is_not_judged():
+    plain = [kind.from_config(trained.config, clip_sample=False) for kind in (DDIMScheduler, DDPMScheduler)]
+    plain.append(DPMSolverMultistepScheduler.from_config(trained.config, timestep_spacing="linspace"))
+    for scheduler in plain:
+        assert asked(loop(scheduler), trained, isinstance(scheduler, DDPMScheduler)) == CLIPPING
     trained = make_noise_scheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True)
     assert asked(loop(DDIMScheduler.from_config(trained.config, timestep_spacing="leading")), trained) == LEVELS
-    assert asked(lambda oracle, count: torch.zeros(count, *SHAPE), trained) == ""
+    assert asked(lambda oracle, count: torch.zeros(count, *SHAPE), trained) == ""  # who asks nobody is not judged
