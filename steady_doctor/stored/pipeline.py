@@ -66,8 +66,8 @@ def started_from(folder: Path, weights: Mapping[str, Tensor], class_names: Seque
     if not files or not (folder / INDEX).exists() or not (folder / NETWORK).exists():
         return
     stored, weights = Stored(*files), unwrapped(weights)
-    before, now = ({name: part[name] for name in part if name != EMBEDDING} for part in (stored, weights))
-    if others := difference(before, now):
+    # Early pipelines have other names for some layers, which diffusers translates.
+    if (others := difference(stored, weights, only=stored.keys() & weights.keys() - {EMBEDDING})).different:
         yield Found("network-pretrained", 0, others.figures)
     elif EMBEDDING in stored and EMBEDDING in weights:
         axis = int("model_channels" in json.loads((folder / NETWORK).read_text()))  # EDM2 has its classes in columns

@@ -50,7 +50,7 @@ class Difference:
             "by": self.distance,
             "missing": len(self.missing),
             "unexpected": len(self.unexpected),
-            "such_as": (*self.missing, *self.unexpected, *self.different)[0],
+            "such_as": (*self.different, *self.missing, *self.unexpected)[0],
         }
 
 

@@ -74,9 +74,9 @@ def sampler_call(objective: Objective, name: str, steps: int, seed: int = 0) -> 
     return call
 
 
-def _looked(stage: str, what: str, found: Iterable[Found]) -> list[Check]:
-    """The checks of what was found, or that nothing was."""
-    return checks_of(found) or [Check(stage, what, "as declared", "the same", True)]
+def _looked(stage: str, what: str, found: Iterable[Found], is_first: bool = True) -> list[Check]:
+    """The checks of what was found, or at a first look that nothing was."""
+    return checks_of(found) or [Check(stage, what, "as declared", "the same", True)] * is_first
 
 
 class StepAudit:
@@ -149,6 +149,8 @@ class StepAudit:
             found += built.built(exported, declared.network, fresh, step)
         elif type(exported).__name__ == "EDM2UNet":
             found += equations(exported, step)
+        elif path is None:  # of a pipeline
+            return []
         return _looked("network", "built", found)
 
     def _due_of_compiled(self, step: int) -> bool:
@@ -224,10 +226,8 @@ class StepAudit:
 
     def _ask_sampler(self) -> list[Check]:
         options, objective = self._run.options, self._run.objective
-        noising, steps = (
-            self.declared.noising,
-            sampling_steps(options.sampler, options.sampling_steps, objective.noise_scheduler),
-        )
+        noising = self.declared.noising
+        steps = sampling_steps(options.sampler, options.sampling_steps, objective.noise_scheduler)
         if noising is not None and noising.steps < 10:
             return []  # too few noise levels to step along
 
@@ -281,13 +281,13 @@ class StepAudit:
         if run.resumed_from is not None:
             optimizer = None if "optimizer" in run.options.allow_option_change else run.accelerator._optimizers[0]
             self._read_checkpoint("state after the resume", run.resumed_from, self._state(optimizer))
-        elif pretrained := getattr(run.options, "pretrained", None):
+        elif (pretrained := getattr(run.options, "pretrained", None)) and Path(pretrained, "unet").is_dir():
             weights, names = run.objective.exported.state_dict(), run.data.images.class_names or ()
-            found = partial(started_from, Path(pretrained), weights, names)
-            self._record(self._guarded(lambda: _looked("network", "pretrained", found())))
+            look = partial(started_from, Path(pretrained), weights, names)
+            self._record(self._guarded(lambda: _looked("network", "pretrained", look())))
 
     def _read_checkpoint(self, what: str, checkpoint: Path, state: stored.State, only: int | None = None) -> None:
-        self._record(self._guarded(lambda: _looked("state", what, stored.kept(checkpoint, state, only))))
+        self._record(self._guarded(lambda: _looked("state", what, stored.kept(checkpoint, state, only), only is None)))
 
     def _state(self, optimizer: Any) -> stored.State:
         run = self._run
@@ -314,11 +314,14 @@ class StepAudit:
         run, several = self._run, self._run.ema
         if isinstance(several, PowerEMA):
             averages = {width: average.shadow for width, average in several.averages.items()}
-            look = partial(stored.snapshots, run.output_dir / "ema_snapshots", run.state.step, averages, self._snapped or None)
+            only = self._snapped or None
             self._snapped += 1
-            self._record(self._guarded(lambda: _looked("ema", "snapshots", look())))
+            look = partial(stored.snapshots, run.output_dir / "ema_snapshots", run.state.step, averages, only)
+            self._record(self._guarded(lambda: _looked("ema", "snapshots", look(), only is None)))
 
     def _record(self, checks: list[Check]) -> None:
+        if not checks:
+            return
         self._run.doctor.record(self._run.state.step, {"audit": {"checks": [check.to_json() for check in checks]}})
 
     def measure_eagerly(self) -> None:
