@@ -67,8 +67,7 @@ def _first_weights(layers: dict[str, Any], asked: Built, update: int) -> Iterato
     zero, ratios, off = not bool(layers["conv_out"].weight.any()), list[float](), list[str]()
     if zero != asked.zero_init_output:
         words = {True: "zeros", False: "no zeros"}
-        figures = {"what": "last layer", "declared": words[not zero], "observed": words[zero]}
-        yield Found("network-built", update, figures)
+        yield Found("network-built", update, {"what": "last layer", "declared": words[not zero], "observed": words[zero]})
     for name, layer in layers.items():
         weight = layer.parametrizations.weight.original if hasattr(layer, "parametrizations") else layer.weight
         if weight.numel() < ENOUGH or (name == "conv_out" and zero):

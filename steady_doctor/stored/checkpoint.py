@@ -53,9 +53,10 @@ def kept(checkpoint: Path, state: State, only: int | None = None) -> Iterator[Fo
     if state.averages is not None:
         yield from _averages(checkpoint, stored, state, chosen)
     if state.keeps_norm_mean:
-        # The mean must be there once an update was counted with it.
-        counted = told["options"].get("adaptive_clipping") and told["step"] > told["skipped_updates"]
-        mean = told["grad_norm_mean"]
+        mean, counted = (
+            told["grad_norm_mean"],
+            told["options"].get("adaptive_clipping") and told["step"] > told["skipped_updates"],
+        )
         if mean != state.norm_mean or (mean is None and counted):
             yield Found("state-norm-mean", update, {"file": file, "stored": str(mean), "own": str(state.norm_mean)})
 
@@ -134,8 +135,7 @@ def _lost(checkpoint: Path, file: dict, names: dict[int, str | None], told: dict
         if any(isinstance(value, Tensor) and value.any() for value in file["state"][index].values()):
             without.remove(index)
     for index in without:
-        name = names[index]
-        average = None if name is None or name not in weights else _in(averages, name)
-        if average is not None and not same(weights[str(name)], averages[average], MOVED):
+        average = _in(averages, str(names[index])) if names[index] in weights else None
+        if average is not None and not same(weights[str(names[index])], averages[average], MOVED):
             moved.add(index)
     return sorted(names if are_all and len(without) == len(names) else moved)

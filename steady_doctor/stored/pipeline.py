@@ -24,6 +24,7 @@ NORMALIZED = ".parametrizations.weight."  # spectral norm: `original`, and the s
 # sqrt(abar) and sqrt(1 - abar) in float32: the second one is 1e-2 at t = 0, and known to 6e-8 / 2e-2.
 COEFFICIENT_TOLERANCE = 1e-5
 LATENT_TOLERANCE = 1e-6  # relative: figures in JSON
+TOLERANCE = 1e-5  # of weights that were computed with
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,8 @@ class Pipeline:
 def exported(folder: Path, declared: Pipeline, network: Any, update: int) -> Iterator[Found]:
     """The pipeline in `folder`, of `network`, a ModelMixin, unwrapped."""
     files = _weights_files(folder)
-    missing = [name for name in (INDEX, NETWORK, SCHEDULER) if not (folder / name).exists()]
-    missing += [] if files else ["unet/diffusion_pytorch_model.safetensors"]
-    missing += ["vae/config.json"] if declared.latent_scale and not (folder / "vae/config.json").exists() else []
+    wanted = INDEX, NETWORK, SCHEDULER, *["vae/config.json"] * bool(declared.latent_scale)
+    missing = ["the weights of unet"] * (not files) + [name for name in wanted if not (folder / name).exists()]
     if missing:
         yield Found("export-files", update, {"why": f"without {', '.join(missing)}"})
         return
@@ -57,8 +57,9 @@ def exported(folder: Path, declared: Pipeline, network: Any, update: int) -> Ite
     yield from _network(folder, index, network, update)
 
 
-def started_from(folder: Path, weights: Mapping[str, Tensor], class_names: Sequence[str]) -> Iterator[Found]:
+def started_from(folder: Path, weights: Mapping, class_names: Sequence[str], rescales: bool = False) -> Iterator[Found]:
     """Whether a network that begins with the weights of the pipeline in `folder` has them; `class_names`: those of the data.
+    `rescales`: whether each row of a weight may have another size, as EDM2's forced normalization gives it.
 
     Classes that the pipeline has not are new, and their rows are not looked at. Silent where the folder has no such files.
     """
@@ -66,24 +67,30 @@ def started_from(folder: Path, weights: Mapping[str, Tensor], class_names: Seque
     if not files or not (folder / INDEX).exists() or not (folder / NETWORK).exists():
         return
     stored, weights = Stored(*files), unwrapped(weights)
-    # Early pipelines have other names for some layers, which diffusers translates.
-    if (others := difference(stored, weights, only=stored.keys() & weights.keys() - {EMBEDDING})).different:
+    shared = stored.keys() & weights.keys() - {EMBEDDING}  # early pipelines have names that diffusers translates
+    if rescales:
+        weights |= {name: _as_large(weights[name], stored[name]) for name in shared}
+    if (others := difference(stored, weights, rounded=shared if rescales else set(), only=shared)).different:
         yield Found("network-pretrained", 0, others.figures)
     elif EMBEDDING in stored and EMBEDDING in weights:
         axis = int("model_channels" in json.loads((folder / NETWORK).read_text()))  # EDM2 has its classes in columns
-        both = [part[EMBEDDING].detach().cpu().movedim(axis, 0) for part in (stored, weights)]
-        old, new = (table[: len(table) - (axis == 0)] for table in both)  # without the row of no class
-        if wrong := _other_rows(old, new, _labels(json.loads((folder / INDEX).read_text())), list(class_names)):
+        tables = [part[EMBEDDING].detach().cpu().movedim(axis, 0) for part in (stored, weights)]
+        own, named = _labels(json.loads((folder / INDEX).read_text())), list(class_names)
+        if not (own and named):  # by number; the last row of a UNet2DModel is that of no class
+            own = named = [f"class {number}" for number in range(min(map(len, tables)) - (axis == 0))]
+        both = [name for name in named if name in own]
+        before, now = tables[0][[own.index(name) for name in both]], tables[1][[named.index(name) for name in both]]
+        now = _as_large(now.T, before.T).T if rescales else now
+        if wrong := [name for name, a, b in zip(both, before, now) if not same(a, b, TOLERANCE * rescales)]:
             yield Found("network-pretrained-classes", 0, {"wrong": len(wrong), "such_as": wrong[0]})
 
 
-def _other_rows(before: Tensor, now: Tensor, names_before: list[str], names: list[str]) -> list[str]:
-    """The classes on both sides, by name or where one side has none by number, that have another row than before."""
-    if names and names_before:
-        pairs = {name: (names_before.index(name), names.index(name)) for name in names if name in names_before}
-    else:
-        pairs = {f"class {number}": (number, number) for number in range(min(len(before), len(now)))}
-    return [name for name, (old, new) in pairs.items() if before.shape[1:] != now.shape[1:] or not same(before[old], now[new])]
+def _as_large(weight: Tensor, other: Tensor) -> Tensor:
+    """`weight` with each of its rows as large as it fits those of `other`."""
+    if weight.ndim < 2 or weight.shape != other.shape:
+        return weight
+    a, b = (tensor.detach().cpu().double().flatten(1) for tensor in (weight, other))
+    return (a * ((a * b).sum(1) / a.square().sum(1).clamp(min=1e-30)).clamp(min=0)[:, None]).view_as(weight).float()
 
 
 def _weights_files(folder: Path) -> list[Path]:

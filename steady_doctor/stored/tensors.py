@@ -1,5 +1,6 @@
 """Named tensors beside named tensors: which are missing, which differ, and by how much."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-WRAPPERS = ("_orig_mod.", "module.")  # what torch.compile and DDP put before the names of a network
+WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+|(?<=\.)_orig_mod\.")  # what torch.compile and DDP put into names
 FEW = 4  # tensors that stand for all
 
 
@@ -102,13 +103,7 @@ def few(names: Iterable[str], turn: int) -> set[str]:
 
 def unwrapped(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Under the names that the network has without wrappers."""
-    return {_clean(name): tensor for name, tensor in tensors.items()}
-
-
-def _clean(name: str) -> str:
-    while name.startswith(WRAPPERS):
-        name = name.split(".", 1)[1]
-    return name.replace("._orig_mod.", ".")
+    return {WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
 
 
 def _square(tensor: torch.Tensor) -> float:

@@ -283,7 +283,8 @@ class StepAudit:
             self._read_checkpoint("state after the resume", run.resumed_from, self._state(optimizer))
         elif (pretrained := getattr(run.options, "pretrained", None)) and Path(pretrained, "unet").is_dir():
             weights, names = run.objective.exported.state_dict(), run.data.images.class_names or ()
-            look = partial(started_from, Path(pretrained), weights, names)
+            rescales = self.declared.denoising is not None and self.declared.denoising.force_weight_norm
+            look = partial(started_from, Path(pretrained), weights, names, rescales)
             self._record(self._guarded(lambda: _looked("network", "pretrained", look())))
 
     def _read_checkpoint(self, what: str, checkpoint: Path, state: stored.State, only: int | None = None) -> None:
