@@ -17,7 +17,6 @@ from utils.diagnostics.audit.noising import check_noising
 from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.audit.optimizer import check_optimizer
 from utils.diagnostics.audit.pooled import Pool
-from utils.diagnostics.audit.sampler import Oracle
 from utils.diagnostics.audit.seen import Call, MicroStep, on_cpu
 from utils.diagnostics.audit.slopes import check_slopes
 from utils.diagnostics.audit.state import check_network, check_state
@@ -567,15 +566,11 @@ def test_what_is_seen_on_a_device_without_float64_is_judged_on_the_cpu(monkeypat
     assert wrong(loop.update(1)) == []
 
 
-def test_the_sampled_weights_and_the_samplers_oracle_need_no_float64_of_the_device():
+def test_the_sampled_weights_need_no_float64_of_the_device():
     weights = torch.randn(4, 3).as_subclass(WithoutFloat64)
     sample = ElementSample({"weight": weights})
     assert sample.device.type == "cpu" and type(sample.take([weights])) is torch.Tensor
     assert type(sample.take([None])) is torch.Tensor
-    oracle = Oracle(torch.zeros(3, 8, 8), DeclaredNoising("linear", 1000, False, "epsilon", None))
-    with pytest.raises((TypeError, RuntimeError, NotImplementedError), match=r"MPS|mps"):
-        oracle(torch.randn(2, 3, 8, 8).as_subclass(WithoutFloat64), 10)  # the way back, to a device that is not there
-    assert oracle.asked[0][3].dtype == torch.float64
 
 
 @pytest.mark.parametrize(

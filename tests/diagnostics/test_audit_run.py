@@ -1,18 +1,13 @@
-"""What the step audit sees over many updates, and of the EDM2 network: healthy ones, and a change to each."""
+"""What the step audit sees over many updates, and of what is drawn: healthy ones, and a change to each."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.functional import silu
 
-from models import edm2_unet
-from models.edm2_unet import EDM2UNet
 from utils.diagnostics.audit.averages import check_averages
-from utils.diagnostics.audit.built import check_config
 from utils.diagnostics.audit.continuity import Continuity
 from utils.diagnostics.audit.declared import Declared, DeclaredNoising, DeclaredOptimizer
-from utils.diagnostics.audit.edm2_network import check_edm2_network
 from utils.diagnostics.audit.observer import Observer
 from utils.diagnostics.audit.optimizer import check_memory
 from utils.diagnostics.audit.pooled import Pool
@@ -143,40 +138,32 @@ def test_noise_that_is_rearranged_or_depends_on_the_image_is_named():
     assert "the pixels of an image share it" in text
 
 
-# ---- the EDM2 network
+# ---- what is drawn anew in each pass
 
 
-@pytest.mark.parametrize(("classes", "sides"), [(0, 8), (5, [8, 12])])
-def test_the_edm2_network_is_that_of_its_paper(classes, sides, monkeypatch):
-    sizes = {"channel_multipliers": (1, 2), "layers_per_block": 1, "attention_resolutions": (4,), "attention_head_dim": 8}
-    network = EDM2UNet(sides, 3, 3, classes, model_channels=8, dropout=0.1, **sizes).train()
-    network.encoder[1].eval()
-    state = torch.get_rng_state()
-    [check] = check_edm2_network(network)
-    assert check.healthy
-    assert torch.equal(state, torch.get_rng_state())
-    assert network.training and not network.encoder[1].training and not network.encoder[1].conv_in.training
-    changes = {
-        "encoder.0": (edm2_unet, "mp_silu", silu),
-        "encoder.1": (network.encoder[1], "mode", "decoder"),
-        "decoder.3": (edm2_unet, "mp_cat", lambda a, b, t: torch.cat([a, b], 1)),
-        "noise_features": (network.noise_features, "forward", lambda x: torch.zeros(len(x), 8)),
-    }
-    for part, change in changes.items():
-        with monkeypatch.context() as changed:
-            changed.setattr(*change)
-            [(stage, text)] = wrong(check_edm2_network(network))
-        assert stage == "network" and text.startswith(part), text
+def test_dropout_that_repeats_is_named():
+    pool, generator = Pool(DECLARED), torch.Generator().manual_seed(0)
+    for _ in range(3):
+        torch.rand(1, generator=generator)
+        pool.add_passes([generator.get_state()])
+    assert [check.healthy for check in pool.checks()] == [True]
+    pool.add_passes([generator.get_state(), None])
+    assert [check.message for check in pool.checks()] == [
+        "dropout leaves out the same activations in several passes: 3 different ones in 4 passes"
+    ]
 
 
-def test_a_network_that_is_not_the_one_of_its_config_is_named(tmp_path):
-    network = EDM2UNet(8, 3, 3, model_channels=8, channel_multipliers=(1, 2), layers_per_block=1)
-    network.save_config(tmp_path)
-    flags = {"in_channels": 3, "dropout": None}
-    assert [check.healthy for check in check_config(network, tmp_path, flags)] == [True]
-    assert not check_config(network, tmp_path / "none.json", flags)
-    [(stage, text)] = wrong(check_config(network, tmp_path / "config.json", flags | {"dropout": 0.1}))
-    assert stage == "network" and "dropout 0.0, not the declared 0.1" in text
-    other = EDM2UNet(8, 3, 3, model_channels=8, channel_multipliers=(1, 2), layers_per_block=2)
-    [(_, text)] = wrong(check_config(other, tmp_path, flags))
-    assert "layers_per_block 2, not the declared 1" in text
+def levels_are(levels: torch.Tensor, steps: int):
+    pool = Pool(replace(DECLARED, noising=replace(DECLARED.noising, steps=steps)))
+    pool.add_levels(levels)
+    (check,) = pool.checks()
+    return check
+
+
+@pytest.mark.parametrize("count", [64, 640, 6400])
+def test_noise_levels_that_repeat_are_named(count):
+    for steps in (2, 10, 1000):
+        drawn = torch.randint(steps, (count,), generator=torch.Generator().manual_seed(count))
+        assert levels_are(drawn, steps).healthy
+    repeated = levels_are(drawn[:64].repeat(count // 64), 1000)
+    assert repeated.healthy == (count == 64) and ("noise levels repeat" in repeated.message) == (count > 64)

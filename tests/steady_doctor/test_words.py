@@ -11,7 +11,7 @@ from steady_doctor.words import SENTENCES, SEVERITIES, count_line, finding, not_
 
 HOME = Path(steady_doctor.__file__).parent
 STAGES = ("data", "noise", "timestep", "input", "condition", "network", "target", "weight")
-STAGES += ("gradient", "optimizer", "learning_rate", "ema", "state", "ranks")
+STAGES += ("gradient", "optimizer", "learning_rate", "ema", "state", "ranks", "export")
 
 
 def calls(name: str) -> list[ast.Call]:

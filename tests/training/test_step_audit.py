@@ -86,8 +86,8 @@ def test_a_resumed_run_is_compared_with_its_checkpoint(train_script, script_flag
 def test_weights_of_a_resumed_run_are_not_taken_for_first_ones_where_its_count_is_lost(
     train, tiny_flags, tmp_path, monkeypatch
 ):
-    fresh, begin, built = [], StepAudit.begin, step_audit.check_built
-    monkeypatch.setattr(step_audit, "check_built", lambda *given: fresh.append(given[-1]) or built(*given))
+    fresh, begin, built = [], StepAudit.begin, step_audit.built.built
+    monkeypatch.setattr(step_audit.built, "built", lambda *given: fresh.append(given[2]) or built(*given))
     flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "2", "--lr_scheduler", "constant"]
     assert train([*flags, "--max_train_steps", "2"]) == 0
     monkeypatch.setattr(StepAudit, "begin", lambda self, step, reported: begin(self, 0, reported))

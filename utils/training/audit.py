@@ -1,6 +1,6 @@
 """The doctor of the training step in the loop: which updates are recorded, what it is told of them, and where its findings go."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +13,8 @@ from steady_doctor.words import finding
 from utils.core.distributed import objects_from_all
 from utils.optim.clipping import Gradients
 from utils.optim.power_ema import PowerEMA
-from utils.training.declared import declared_by
+from utils.training.declared import declared_by, process_of
+from utils.training.file_audit import FileAudit
 from utils.training.run import Run
 from utils.training.unwatched import Unwatched
 
@@ -38,7 +39,8 @@ class StepAudit(Unwatched):
         far; the host may wait."""
         self._run, self._eager, self._turned_down = run, eager, turned_down
         objective, options = run.objective, run.options
-        self.declared = declared_by(options, run.facts, run.resumed_from)
+        process = process_of(options, run.facts)
+        self.declared = declared_by(options, run.facts, process, run.resumed_from)
         self._doctor = DeclaredDoctor(
             self.declared,
             getattr(run.accelerator._optimizers[0], "optimizer", run.accelerator._optimizers[0]),
@@ -54,7 +56,10 @@ class StepAudit(Unwatched):
         self._stored_mean = run.state.grad_norm_mean
         self._others: list[Found] = []  # of files and of other processes
         self._told: set[str] = set()  # codes
-        self.looks = False  # at the update under way
+        self._files = FileAudit(run, process)
+        if run.accelerator.is_main_process:
+            self._look(self._files.started)
+            self._look(self._files.network)
 
     def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
         ema = self._run.ema
@@ -171,8 +176,22 @@ class StepAudit(Unwatched):
 
     # ---- files
 
-    def check_sampler(self) -> None: ...
-    def check_exported(self) -> None: ...
-    def check_saved(self) -> None: ...
-    def check_snapshots(self) -> None: ...
-    def begin_micro_step(self, batch: dict[str, Any]) -> None: ...
+    def check_sampler(self) -> None:
+        self._look(self._files.sampler)
+
+    def check_exported(self) -> None:
+        self._look(self._files.exported)
+
+    def check_saved(self) -> None:
+        self._look(self._files.saved)
+
+    def check_snapshots(self) -> None:
+        self._look(self._files.snapshots)
+
+    def _look(self, look: Callable[[], Iterable[Found]]) -> None:
+        """A look that fails must not end the training."""
+        try:
+            self.add_found(list(look()))
+        except Exception as error:
+            self._say_failed(error)
+        self.judge()

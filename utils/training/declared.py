@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from steady_doctor.declare.declaration import Declaration, Optimizer, Process
+from steady_doctor.declare.declaration import Declaration, Optimizer
 from steady_doctor.declare.processes import DDPM, EDM2, ema_decay, power_exponent
 from utils.options.flags import DDPMOptions, EDM2Options, RunOptions
 
@@ -22,13 +22,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "rmsprop": "RMSprop", "sgd": "SGD"}  # that torch has
 
 
-def declared_by(options: RunOptions, facts: dict[str, Any], checkpoint: Path | None = None) -> Declaration:
+def declared_by(
+    options: RunOptions, facts: dict[str, Any], process: DDPM | EDM2, checkpoint: Path | None = None
+) -> Declaration:
     """Of a run with these options, that goes on from `checkpoint` where there is one. `facts`: the run's, see `begin_run`; of
     them only what the launch and the data decided is used."""
     is_conditional = isinstance(options, DDPMOptions | EDM2Options) and options.class_conditional
     classes = facts.get("classes", 0) if is_conditional else 0
     return Declaration(
-        process=process_of(options, facts),
+        process=process,
         optimizer=_optimizer(options, facts, checkpoint),
         learning_rate=partial(learning_rate, options=options, total=_total(options, facts)),
         micro_steps=facts["gradient_accumulation_steps"],
@@ -44,7 +46,7 @@ def declared_by(options: RunOptions, facts: dict[str, Any], checkpoint: Path | N
     )
 
 
-def process_of(options: RunOptions, facts: dict[str, Any]) -> Process:
+def process_of(options: RunOptions, facts: dict[str, Any]) -> DDPM | EDM2:
     if isinstance(options, EDM2Options):
         return EDM2(options.sigma_data, options.P_mean, options.P_std)
     assert isinstance(options, DDPMOptions)  # noqa: S101
@@ -56,6 +58,16 @@ def process_of(options: RunOptions, facts: dict[str, Any]) -> Process:
     settings |= {name: began_with[name] for name in BETAS if name in began_with}
     table = DDPMScheduler(num_train_timesteps=options.ddpm_num_steps, **settings).alphas_cumprod.double()
     return DDPM(table, options.prediction_type, options.snr_gamma)
+
+
+def sampling_settings(options: RunOptions, facts: dict[str, Any]) -> dict[str, Any]:
+    """How the exported scheduler of a DDPM is to sample, and what it is told of the network."""
+    began_with = facts.get("pretrained.scheduler", {})
+    usual: dict[str, Any] = {"clip_sample": options.vae is None, "thresholding": False, "clip_sample_range": 1.0}
+    is_zero_snr = isinstance(options, DDPMOptions) and options.rescale_betas_zero_snr
+    usual |= {"timestep_spacing": "trailing"} if is_zero_snr and not began_with else {}
+    told = {name: began_with.get(name, value) for name, value in usual.items()}
+    return told | ({"prediction_type": options.prediction_type} if isinstance(options, DDPMOptions) else {})
 
 
 def _is_trained(name: str, patterns: tuple[str, ...]) -> bool:

@@ -124,7 +124,7 @@ class Doctor:
             else:
                 history.append(record | {skipped: record[skipped] - before} if skipped in record else record)
         findings = diagnose(replace(self._record, history=history, evaluations=[]))
-        since = [f for f in findings if f.step is not None and f.step >= self._first_step + (not f.code.startswith("step-"))]
+        since = [f for f in findings if f.step is not None and f.step >= self._first_step + (not f.declared)]
         return any(f.severity == "critical" for f in since)
 
     def report(self) -> None:

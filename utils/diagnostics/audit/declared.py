@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from utils.diagnostics.audit.built import DeclaredNetwork
+from steady_doctor.built.network import Built
 from utils.diagnostics.audit.files import sides_of
 from utils.options.flags import DDPMOptions, EDM2Options, OptimizerOptions, RunOptions
 
@@ -161,7 +161,7 @@ class Declared:
     l1_weight: float = 0.0
     averages: dict[str, Callable[[int], float]] = field(default_factory=dict)  # name -> decay of the n-th update
     dropout: float | None = None  # of the network's activations; None: not declared
-    network: DeclaredNetwork | None = None  # of a DDPM
+    network: Built | None = None  # of a DDPM
     class_conditional: bool = True  # whether labels that the network gets should matter
     no_class: int = -1  # what the network is told for no class: a UNet2DModel the number after those of the classes
 
@@ -192,7 +192,7 @@ def declared_by(options: RunOptions, facts: dict[str, Any], checkpoint: Path | N
             options.vae is not None,
         )
         built = (options.activation, options.initialisation, options.zero_init_output, options.spectral_norm)
-        network = None if options.pretrained else DeclaredNetwork(*built)
+        network = None if options.pretrained else Built(*built)
     elif isinstance(options, EDM2Options):
         denoising = DeclaredDenoising(
             options.sigma_data,
