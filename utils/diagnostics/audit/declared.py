@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from steady_doctor.data.declared import sides_of
 from utils.diagnostics.audit.built import DeclaredNetwork
-from utils.diagnostics.audit.files import sides_of
 from utils.options.flags import DDPMOptions, EDM2Options, OptimizerOptions, RunOptions
 
 _BETAS = ("beta_start", "beta_end", "trained_betas")
