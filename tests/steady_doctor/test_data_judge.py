@@ -6,7 +6,6 @@ The faults are in what trains and in what it reports of itself alike, so that it
 import io
 import tarfile
 import zipfile
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -34,70 +33,87 @@ def png(pixels) -> bytes:
     return file.getvalue()
 
 
-def make_folder(path):
-    for number, (image, kind) in enumerate(zip(PIXELS, KINDS)):
-        file = path / NAMES[kind] / f"{number}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(png(image))
-    return {"train_data_dir": str(path)}
+def make_folder(path, archive=None, **flags):
+    for number, kind in enumerate(KINDS):
+        (path / NAMES[kind]).mkdir(parents=True, exist_ok=True)
+        (path / NAMES[kind] / f"{number}.png").write_bytes(png(PIXELS[number]))
+    if archive is not None:
+        with zipfile.ZipFile(path / "a.zip", "w") if archive == "zip" else tarfile.open(path / "a.tar", "w") as opened:
+            for file in path.rglob("*.png"):
+                (opened.write if archive == "zip" else opened.add)(file, f"photos/{file.relative_to(path)}")
+    return {"train_data_dir": str(path if archive is None else path / f"a.{archive}")} | flags
 
 
-def make_archive(path, kind):
-    make_folder(path)
-    with zipfile.ZipFile(path / "a.zip", "w") if kind == "zip" else tarfile.open(path / "a.tar", "w") as archive:
-        for file in path.rglob("*.png"):
-            (archive.write if kind == "zip" else archive.add)(file, f"photos/{file.relative_to(path)}")
-    return {"train_data_dir": str(path / f"a.{kind}")}
-
-
-def make_table(path, labels=KINDS, feature=None, save="parquet", **flags):
-    feature = datasets.ClassLabel(names=NAMES) if feature is None else feature
-    features = {"other": datasets.Value("int64"), "image": datasets.Image(), "kind": feature}
+def make_table(path, save="parquet", labels=KINDS, feature=None, **flags):
+    features = {
+        "other": datasets.Value("int64"),
+        "image": datasets.Image(),
+        "kind": feature or datasets.ClassLabel(names=NAMES),
+    }
     values = {"other": range(120), "image": [{"bytes": png(p), "path": None} for p in PIXELS], "kind": labels}
     made = datasets.Dataset.from_dict(values, features=datasets.Features(features))
-    (path / "shards").mkdir(exist_ok=True, parents=True)
+    (path / "shards").mkdir(parents=True)
     if save == "arrow":
         made.select(range(0, 120, 2)).save_to_disk(path)  # the folder has these rows alone
     for number in range(2):
         made.shard(2, number, contiguous=True).to_parquet(path / "shards" / f"train-{number}.parquet", batch_size=10)
     made.to_parquet(path / "train.parquet")
-    return {"dataset_name": str({"parquet": path / "train.parquet", "arrow": path, "shards": path / "shards"}[save])} | flags
+    return {"dataset_name": str(path / {"parquet": "train.parquet", "arrow": "", "shards": "shards"}[save])} | flags
+
+
+def make_kinds(path, **flags):
+    exif, noise = Image.Exif(), np.random.default_rng(2)
+    path.mkdir()
+    for number in range(1, 9):
+        exif[0x0112] = number
+        smooth = Image.fromarray(noise.integers(0, 256, (9, 14, 4), np.uint8)).resize((30 + 5 * number, 50))
+        color, gray = smooth.convert("RGB"), smooth.getchannel(3)
+        color.save(path / f"{number}.jpg", exif=exif)
+        smooth.save(path / f"{number}a.png", exif=exif)
+        color.quantize(20).save(path / f"{number}p.png", transparency=3)
+        color.convert("CMYK").save(path / f"{number}.tiff")
+        gray.convert("1").save(path / f"{number}b.png")
+        Image.fromarray(np.asarray(gray).astype(np.uint16) * 250 + number).save(path / f"{number}d.png")
+        Image.merge("LA", [gray, gray]).save(path / f"{number}la.png")
+    return {"train_data_dir": str(path), "resolution": 24, "color_jitter": 0.4} | flags
 
 
 def make_arrays(path):
-    path.mkdir()
-    np.savez(path / "a.npz", images=PIXELS[..., None], labels=KINDS)
-    return {"dataset_name": str(path / "a.npz")}
+    np.savez(path.with_suffix(".npz"), images=PIXELS[..., None], labels=KINDS)
+    return {"dataset_name": str(path.with_suffix(".npz"))}
 
 
-STREAMED = {"save": "shards", "streaming": True, "shuffle_window": 40}
-KIND = {"label_column": "kind"}
+WORDS = {"labels": [NAMES[kind] for kind in KINDS], "feature": datasets.Value("string"), "label_column": "kind"}
 SOURCES = {
     "folder": make_folder,
     "parquet": make_table,
-    "streamed": lambda path: make_table(path, **STREAMED),
+    "streamed": partial(make_table, save="shards", streaming=True, shuffle_window=40),
+    "kinds": partial(make_kinds, image_channels=3),
+    "gray kinds": partial(make_kinds, color_jitter=0.0),
+    "kinds with alpha": partial(make_kinds, image_channels=4, center_crop=True),
+    "16 bits": partial(make_kinds, preserve_input_precision=True),
     "digits": lambda path: {"dataset_name": "digits"},
-    "saved": lambda path: make_table(path, save="arrow"),
-    "strings": lambda path: make_table(path, [NAMES[k] for k in KINDS], datasets.Value("string"), **KIND),
-    "booleans": lambda path: make_table(path, KINDS > 0, datasets.Value("bool"), **KIND),
-    "no labels": lambda path: make_table(path, [0.5] * 120, datasets.Value("float32")),
-    "the first": lambda path: make_folder(path) | {"max_train_images": 50},
-    "balanced": lambda path: make_table(path, balanced_sampling=True),
-    "replacing": lambda path: make_folder(path) | {"on_bad_image": "replace"},
-    "zip": lambda path: make_archive(path, "zip"),
-    "tar": lambda path: make_archive(path, "tar"),
+    "saved": partial(make_table, save="arrow"),
+    "strings": partial(make_table, **WORDS),
+    "no labels": partial(make_table, labels=[0.5] * 120, feature=datasets.Value("float32")),
+    "the first": partial(make_folder, max_train_images=50),
+    "balanced": partial(make_table, balanced_sampling=True),
+    "replacing": partial(make_folder, on_bad_image="replace"),
+    "zip": partial(make_folder, archive="zip"),
+    "tar": partial(make_folder, archive="tar"),
     "arrays": make_arrays,
-    "streamed, saved": lambda path: make_table(path, save="arrow", streaming=True, shuffle_window=1000),
+    "streamed, saved": partial(make_table, save="arrow", streaming=True, shuffle_window=1000),
 }
+COUNTS = dict.fromkeys(("kinds", "gray kinds", "kinds with alpha", "16 bits"), 56)
+COUNTS |= {"digits": 1797, "the first": 50, "saved": 60, "streamed, saved": 60}
 
 
 def look(tmp_path, source, updates=24):
     """Codes of what the audit says of a run's data after some updates, and its judge."""
     flags = {"resolution": 8, "image_channels": 1, "train_batch_size": 8, "validation_images": 12, "random_flip": True}
     flags |= {"cache_dir": str(tmp_path / "cache"), "label_dropout": 0.0} | SOURCES[source](tmp_path / "data")
-    options, process = EDM2Options(**flags), SimpleNamespace(device=torch.device("cpu"), process_index=0, num_processes=1)
-    process.is_main_process = True
-    data = TrainingData(options, process)
+    process = SimpleNamespace(device=torch.device("cpu"), process_index=0, num_processes=1, is_main_process=True)
+    data = TrainingData(options := EDM2Options(**flags), process)
     known, names = data.images.labels, data.images.class_names or ()
     facts = {"classes": 0 if known is None else max(int(known.max()) + 1, len(names))}
     audit, found = DataAudit(SimpleNamespace(options=options, accelerator=process, data=data, facts=facts)), []
@@ -107,16 +123,14 @@ def look(tmp_path, source, updates=24):
         audit.add({"clean_images": drawn.clean_images} | ({} if known is None else {"labels": drawn.classes()}))
         if step in (0, 1, 2, 4, 6, 8, 10, updates - 1):
             found += audit.checks(step, [batch["sample_numbers"]], [drawn.clean_images])
-    return {check.name for check in found}, audit._judge
+    return {check.name for check in found if not check.healthy}, audit._judge
 
 
-@pytest.mark.parametrize("source", [*list(SOURCES)[:3], *slow_turns(*list(SOURCES)[3:])])
+@pytest.mark.parametrize("source", [*list(SOURCES)[:4], *slow_turns(*list(SOURCES)[4:])])
 def test_healthy_data_of_any_source_are_silent(tmp_path, source):
     found, judge = look(tmp_path, source)
-    assert found == set() and len(judge._table) == {"digits": 1797, "the first": 50}.get(
-        source, 60 if "saved" in source else 120
-    )
-    assert judge._draws.sided > 20 and (judge._table.labels is None) == (source == "no labels")
+    assert found == set() and len(judge._table) == COUNTS.get(source, 120)
+    assert judge._draws.sided > 20 and (judge._table.labels is None) == (source == "no labels" or COUNTS.get(source) == 56)
 
 
 def put(owner, name, change):
@@ -129,14 +143,8 @@ def put(owner, name, change):
     return fault
 
 
-def relabelled(change):
-    return put(
-        dataset, "find_labels", lambda old, *args: (lambda labels, names, notes: (change(labels), names, notes))(*old(*args))
-    )
-
-
 def resplit(change):
-    """Changes which rows are trained on and held out: (training, held out) -> (training, held out)."""
+    """Changes which rows are trained on and held out."""
 
     def split(old, images, count, seed):
         training, held_out = old(images, count, seed)
@@ -145,11 +153,7 @@ def resplit(change):
     return put(training_data, "split_validation", split)
 
 
-def reordered(change):
-    return put(SampleOrder, "indices", lambda old, self, numbers: change(self, numbers, partial(old, self)))
-
-
-def black_at(place):
+def black(place):
     def augment(old, images, numbers):
         return torch.where((numbers % 8 == place)[:, None, None, None], -1.0, old(images, numbers))
 
@@ -161,48 +165,23 @@ def fetched_next(old, self, numbers):
     return batch | {"labels": batch["labels"].roll(1)}
 
 
-def reopened(old, options):
-    opened = old(options)
-    return replace(opened, dataset=opened.dataset.select(range(100)))
-
-
-def of_period(period):
-    return put(training_data, "augment", lambda old, images, numbers: old(images, numbers % period))
-
-
-def validating_training(old, self, *args):
-    old(self, *args)
-    self.validation.fetch = self.training.fetch
-
-
+LABELS, ORDER = partial(put, dataset, "find_labels"), partial(put, SampleOrder, "indices")
 FAULTS = {
-    "labels shifted": ("parquet", "condition-labels", relabelled(lambda labels: np.roll(labels, 1))),
-    "labels too high": ("folder", "condition-classes", relabelled(lambda labels: labels + 1)),
-    "no labels": ("folder", "condition-classes", put(dataset, "find_labels", lambda old, *args: (None, None, []))),
-    "another column": (
-        "parquet",
-        "condition-labels",
-        put(dataset, "find_labels", lambda old, t, n: columns.find_labels(t, "other")),
-    ),
+    "no labels": ("folder", "condition-classes", LABELS(lambda old, *args: (None, None, []))),
+    "another column": ("parquet", "condition-labels", LABELS(lambda old, t, n: columns.find_labels(t, "other"))),
     "the next one's": ("parquet", "condition-labels", put(loader._Samples, "fetch", fetched_next)),
     "trained on all": ("folder", "data-held-out", resplit(lambda train, held: (np.append(train, held), held))),
     "one lost": ("folder", "data-split", resplit(lambda train, held: (train[1:], held))),
-    "none held out": ("folder", "data-split", resplit(lambda train, held: (np.append(train, held), held[:0]))),
-    "exchanged": ("folder", "data-split", resplit(lambda train, held: (held, train))),
     "rows twice": ("folder", "data-split", resplit(lambda train, held: (np.append(train, train), held))),
-    "the last never": ("folder", "data-repeated", reordered(lambda self, n, old: old(n) % (self.length - 1))),
-    "at random": ("folder", "data-repeated", reordered(lambda self, n, old: torch.randint(self.length, n.shape))),
-    "unbalanced": ("balanced", "data-balance", reordered(lambda self, n, old: n % self.length)),
+    "unbalanced": ("balanced", "data-balance", ORDER(lambda old, self, n: n % self.length)),
     "replaced": ("replacing", "data-stand-in", put(ImageSet, "shown", lambda old, s, n: np.where(n % 10, n, (n + 1) % len(s)))),
-    "validation of training images": ("folder", "data-differs", put(TrainingData, "__init__", validating_training)),
     "another block": (
         "streamed",
         "data-differs",
-        put(stream.BlockReader, "__call__", lambda old, r, b: old(r, (b + 1) % len(r.blocks))),
+        put(stream.BlockReader, "__call__", lambda old, r, b: old(r, 1 - b % 2 + b // 2 * 2)),
     ),
-    "flips of a pass": ("folder", "data-flips-again", of_period(108)),
-    "one place black": ("folder", "data-differs", black_at(5)),
-    "another place black": ("folder", "data-differs", black_at(0)),
+    "flips of a pass": ("folder", "data-flips-again", put(training_data, "augment", lambda old, x, n: old(x, n % 108))),
+    "the sixth black": ("folder", "data-differs", black(5)),
 }
 
 
@@ -210,11 +189,4 @@ FAULTS = {
 def test_a_fault_in_reading_is_found(tmp_path, fault, monkeypatch):
     source, code, change = FAULTS[fault]
     change(monkeypatch)
-    found, _ = look(tmp_path, source)
-    assert code in found
-
-
-def test_what_an_update_counted_is_taken_back(tmp_path):
-    """As when it is made again: by the attributes of what counts."""
-    _, judge = look(tmp_path, "folder")
-    assert {type(each).__name__ for each in judge.counters()} == {"DataJudge", "Draws"}
+    assert code in look(tmp_path, source)[0]

@@ -16,7 +16,8 @@ class DataAudit:
     """The judge of `run`'s data among the other parts of the step audit."""
 
     def __init__(self, run: Run):
-        self._judge = DataJudge(_declared(run), _given(run))
+        self._declared = _declared(run)
+        self._judge = DataJudge(self._declared, _given(run))
         self.counters: Callable[[], list[object]] = self._judge.counters
 
     def begin_micro_step(self, batch: dict[str, Any]) -> None:
@@ -28,7 +29,11 @@ class DataAudit:
 
     def checks(self, step: int, numbers: list[torch.Tensor | None], images: list[torch.Tensor | None]) -> list[Check]:
         """See `DataJudge.found`."""
-        return checks_of(self._judge.found(step, numbers, images))
+        checks = checks_of(self._judge.found(step, numbers, images))
+        silent = {"data": "images and rows"} | ({"condition": "labels"} if self._declared.classes else {})
+        as_declared = "as declared", "as declared", True
+        wrong = {check.stage for check in checks}
+        return checks + [Check(stage, name, *as_declared) for stage, name in silent.items() if stage not in wrong]
 
 
 def _declared(run: Run) -> DeclaredData:
