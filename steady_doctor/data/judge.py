@@ -17,7 +17,7 @@ from steady_doctor.found import Found
 
 FILES = 4  # decoded at a look, and half as many from places that change; half of both where images are large
 _SAMPLES = 8192  # of which rows and labels are kept
-_AGAIN = 96  # samples of the next pass that are looked at, of the places and of the images of some of the first one, about
+_AGAIN = 96  # of the next pass that are looked at besides, about
 _ENCODED = 3  # looks at which latents are encoded again, on the host
 _WHOLE = 1 << 18  # samples whose rows are asked for at once, at most
 
@@ -33,7 +33,7 @@ class DataJudge:
         self._pending: Tensor | None = None  # samples of the micro step under way
         self._numbers: list[Tensor] = []  # of each micro step
         self._told: list[Tensor] = []  # their labels as they were drawn
-        self._again: set[int] = set()  # samples that have the places of some that were looked at, one pass later
+        self._again: set[int] = set()  # samples that have the places or the images of some that were looked at, one pass later
         self._kept, self._looks, self._misread, self._looked = 0, 0, False, False
 
     @cached_property
@@ -64,19 +64,18 @@ class DataJudge:
     def found(self, step: int, numbers: Sequence[Tensor | None], images: Sequence[Tensor | None]) -> Iterator[Found]:
         """Of all samples so far, and of the update after `step` finished ones: the `numbers` of the samples of each micro step
         and their `images`, None where they are not known. Images of one micro step in turn are looked at."""
-        update, turn = step + 1, self._looks % max(len(numbers), 1)
-        if not self._looked and self._declared.process == 0 and self._table is not None:
+        declared, update, turn = self._declared, step + 1, self._looks % max(len(numbers), 1)
+        if not self._looked and declared.process == 0 and self._table is not None:
             self._looked = True
             yield from self._whole(update, self._table)
         yield from self._position(update, numbers)
         if numbers and (samples := numbers[turn]) is not None:
-            places = _places(len(samples), max(self._declared.images.sides), self._looks // len(numbers))
+            places = _places(len(samples), max(declared.images.sides), self._looks // len(numbers))
             self._looks += 1
             if (shown := images[turn]) is not None and not self._misread:
                 found = list(self._compare(update, samples[places], shown[places]))
                 self._misread = bool(found)  # once said, a fault is not looked into again
                 yield from found
-        declared = self._declared
         periods = {"batch": declared.batch_size, "update": self._of_update, "pass over the data": declared.training}
         yield from self._draws.found(update, periods)
         if self._numbers:
