@@ -47,12 +47,9 @@ def codes(*args, **more) -> list[str]:
     return [one.code for one in found(*args, **more)]
 
 
-GENERATOR = np.random.default_rng(0)
-SCENES = [scene(32, 32, 3, GENERATOR) for _ in range(8)]
-FILES = [encoded(image) for image in SCENES]
-CLEAN = unit(SCENES)
-LARGE = [scene(70, 64 + 6 * number, 3, GENERATOR) for number in range(8)]
-LARGE_FILES = [encoded(image) for image in LARGE]
+SCENES = [scene(32, 32, 3, np.random.default_rng(number)) for number in range(8)]
+LARGE = [scene(70, 64 + 6 * number, 3, np.random.default_rng(number)) for number in range(8)]
+FILES, LARGE_FILES, CLEAN = [*map(encoded, SCENES)], [*map(encoded, LARGE)], unit(SCENES)
 
 
 def jittered(x, strength, generator, about=-1) -> np.ndarray:
@@ -82,14 +79,11 @@ OTHERS = {
     "gray": lambda x: np.repeat(np.einsum("c,bchw->bhw", LUMA, x)[:, None], 3, 1),
     "upside down": lambda x: x[:, :, ::-1],
     "rows and columns": lambda x: x.swapaxes(2, 3),
-    "reshaped": lambda x: x.transpose(0, 2, 3, 1).reshape(x.shape),
     "other rows": lambda x: np.roll(x, 1, 0),
     "black": lambda x: x * 0 - 1,
     "shifted": lambda x: np.roll(x, 1, 3),
-    "patch": lambda x: np.where(np.add.outer(np.arange(32), np.arange(32)) < 12, 0, x),
     "JPEG": lambda x: unit([Image.open(io.BytesIO(encoded(image, "JPEG", quality=30))) for image in SCENES]),
     "blurred": lambda x: unit([Image.fromarray(image).filter(ImageFilter.GaussianBlur(1.5)) for image in SCENES]),
-    "noise": lambda x: x + 0.1 * np.random.default_rng(9).standard_normal(x.shape),
     "jitter": lambda x: jittered(x, 0.5, np.random.default_rng(0)),
 }
 
@@ -232,9 +226,9 @@ def test_images_that_tell_nothing_are_not_counted():
 
 def test_latents_of_other_images_or_of_another_scale_are_found(tmp_path):
     torch.manual_seed(0)
-    sides = {"encoder_block_out_channels": (8, 8), "num_encoder_blocks": (1, 1)}
-    sides |= {"decoder_block_out_channels": (8, 8), "num_decoder_blocks": (1, 1)}
-    network = AutoencoderTiny(in_channels=1, out_channels=1, latent_channels=2, scaling_factor=0.5, **sides).eval()
+    blocks = {f"{side}_block_out_channels": (8, 8) for side in ("encoder", "decoder")}
+    blocks |= {"num_encoder_blocks": (1, 1), "num_decoder_blocks": (1, 1), "scaling_factor": 0.5}
+    network = AutoencoderTiny(in_channels=1, out_channels=1, latent_channels=2, **blocks).eval()
     network.save_pretrained(tmp_path)
     files = list(np.random.default_rng(0).integers(0, 256, (4, 32, 32), dtype=np.uint8))
     images = torch.from_numpy(np.stack(files)).float()[:, None] / 127.5 - 1

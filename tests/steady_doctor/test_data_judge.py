@@ -1,11 +1,6 @@
-"""What is said of the data of our own runs: nothing of any source, and a code of each fault in reading or drawing them.
+"""The data of our own runs: silent of any source; faults in what trains and in what it reports alike have their code."""
 
-The faults are in what trains and in what it reports of itself alike, so that it agrees with itself.
-"""
-
-import io
-import tarfile
-import zipfile
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -28,29 +23,19 @@ KINDS = np.random.default_rng(1).integers(0, 3, 120)
 NAMES = ["cow", "ant", "bee"]
 
 
-def png(pixels) -> bytes:
-    Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
-    return file.getvalue()
-
-
 def make_folder(path, archive=None, **flags):
     for number, kind in enumerate(KINDS):
         (path / NAMES[kind]).mkdir(parents=True, exist_ok=True)
-        (path / NAMES[kind] / f"{number}.png").write_bytes(png(PIXELS[number]))
+        Image.fromarray(PIXELS[number]).save(path / NAMES[kind] / f"{number}.png")
     if archive is not None:
-        with zipfile.ZipFile(path / "a.zip", "w") if archive == "zip" else tarfile.open(path / "a.tar", "w") as opened:
-            for file in path.rglob("*.png"):
-                (opened.write if archive == "zip" else opened.add)(file, f"photos/{file.relative_to(path)}")
-    return {"train_data_dir": str(path if archive is None else path / f"a.{archive}")} | flags
+        return {"train_data_dir": shutil.make_archive(str(path), archive, path.parent, path.name)}
+    return {"train_data_dir": str(path)} | flags
 
 
 def make_table(path, save="parquet", labels=KINDS, feature=None, **flags):
-    features = {
-        "other": datasets.Value("int64"),
-        "image": datasets.Image(),
-        "kind": feature or datasets.ClassLabel(names=NAMES),
-    }
-    values = {"other": range(120), "image": [{"bytes": png(p), "path": None} for p in PIXELS], "kind": labels}
+    kind = feature or datasets.ClassLabel(names=NAMES)
+    features = {"other": datasets.Value("int64"), "image": datasets.Image(), "kind": kind}
+    values = {"other": range(120), "image": list(PIXELS), "kind": labels}
     made = datasets.Dataset.from_dict(values, features=datasets.Features(features))
     (path / "shards").mkdir(parents=True)
     if save == "arrow":
@@ -83,7 +68,6 @@ def make_arrays(path):
     return {"dataset_name": str(path.with_suffix(".npz"))}
 
 
-WORDS = {"labels": [NAMES[kind] for kind in KINDS], "feature": datasets.Value("string"), "label_column": "kind"}
 SOURCES = {
     "folder": make_folder,
     "parquet": make_table,
@@ -94,7 +78,7 @@ SOURCES = {
     "deep kinds": partial(make_kinds, preserve_input_precision=True),
     "digits": lambda path: {"dataset_name": "digits"},
     "saved": partial(make_table, save="arrow"),
-    "strings": partial(make_table, **WORDS),
+    "strings": partial(make_table, labels=[NAMES[k] for k in KINDS], feature=datasets.Value("string"), label_column="kind"),
     "no labels": partial(make_table, labels=[0.5] * 120, feature=datasets.Value("float32")),
     "the first": partial(make_folder, max_train_images=50),
     "balanced": partial(make_table, balanced_sampling=True),
@@ -104,16 +88,7 @@ SOURCES = {
     "arrays": make_arrays,
     "streamed, saved": partial(make_table, save="arrow", streaming=True, shuffle_window=1000),
 }
-COUNTS = {
-    "kinds": 56,
-    "gray kinds": 56,
-    "alpha kinds": 56,
-    "deep kinds": 56,
-    "digits": 1797,
-    "the first": 50,
-    "saved": 60,
-    "streamed, saved": 60,
-}
+COUNTS = {"digits": 1797, "the first": 50, "saved": 60, "streamed, saved": 60}
 
 
 def look(tmp_path, source, updates=24):
@@ -137,7 +112,7 @@ def look(tmp_path, source, updates=24):
 @pytest.mark.parametrize("source", [*list(SOURCES)[:4], *slow_turns(*list(SOURCES)[4:])])
 def test_healthy_data_of_any_source_are_silent(tmp_path, source):
     found, judge = look(tmp_path, source)
-    assert found == set() and len(judge._table) == COUNTS.get(source, 120)
+    assert found == set() and len(judge._table) == COUNTS.get(source, 56 if "kinds" in source else 120)
     assert judge._draws.sided > 20 and (judge._table.labels is None) == (source == "no labels" or "kinds" in source)
 
 
@@ -162,16 +137,11 @@ FAULTS = {
     "another column": ("parquet", "condition-labels", LABELS(lambda old, t, n: columns.find_labels(t, "other"))),
     "trained on all": ("folder", "data-held-out", resplit(lambda train, held: (np.append(train, held), held))),
     "one lost": ("folder", "data-split", resplit(lambda train, held: (train[1:], held))),
-    "rows twice": ("folder", "data-split", resplit(lambda train, held: (np.append(train, train), held))),
     "unbalanced": ("balanced", "data-balance", put(SampleOrder, "indices", lambda old, s, n: n % s.length)),
     "replaced": ("replacing", "data-stand-in", put(ImageSet, "shown", lambda old, s, n: np.where(n % 10, n, (n + 1) % len(s)))),
     "another block": ("streamed", "data-differs", put(stream.BlockReader, "__call__", lambda old, r, b: old(r, b ^ 1))),
     "flips of a pass": ("folder", "data-flips-again", AUGMENTED(lambda old, x, n: old(x, n % 108))),
-    "the sixth black": (
-        "folder",
-        "data-differs",
-        AUGMENTED(lambda old, x, n: old(x, n) - 9 * (n % 8 == 5)[:, None, None, None]),
-    ),
+    "one place": ("folder", "data-rescaled", AUGMENTED(lambda old, x, n: old(x, n) - 9 * (n % 8 == 5).view(-1, 1, 1, 1))),
 }
 
 
