@@ -119,8 +119,7 @@ def check_images(
     Args:
         images: float [B, C, H, W], the clean images that the network is trained on.
         files: of each, see `decoded`. Those that Pillow cannot decode are left out.
-        draws: counts what the augmentations drew; None in the validation.
-        samples: for `draws`.
+        draws, samples: counts what the augmentations drew for these samples; None in the validation.
     """
     size, part = (declared.channels, *declared.sides), "validation" if draws is None else "training"
     if tuple(images.shape[1:]) != size:
@@ -179,4 +178,4 @@ def _line(y: np.ndarray, x: np.ndarray, rounding: float | None) -> tuple[float, 
     gain, offset = map(float, np.polyfit(x[free], y[free], 1))
     rest, exact = rms(y - (gain * x + offset).clip(y.min(), y.max())), EXACT * max(1.0, float(np.abs(y).max()))
     most = max(2 * LEVEL * min(100.0, float(y.std() / x.std())), exact) if rounding is None else max(exact, rounding)
-    return (gain, offset) if rest <= most and rest < 0.1 * y.std() else None
+    return (gain, round(offset, 6)) if rest <= most and rest < 0.1 * y.std() else None

@@ -58,8 +58,7 @@ class Latents:
         for latent, file in zip(latents.detach().cpu().double(), files):
             if (known := decoded_or_none(file, replace(declared, center_crop=True))) is None:
                 continue
-            planes = known[0]
-            turned = [planes, planes[..., ::-1]] if declared.random_flip else [planes]
+            turned = [known[0], known[0][..., ::-1]][: 1 + declared.random_flip]
             squares.append(min(self._square(latent, *self._encoded(each)) for each in turned))
         chance = 1 + _MOST * math.sqrt(2 / latents[0].numel())
         if other := [square for square in squares if square > chance]:

@@ -10,6 +10,7 @@ from steady_doctor.data.decode import EXACT, LEVEL, cut
 
 LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
 JITTER_TOLERANCE = 4 * LEVEL  # clamps make the fit of the three factors stop short of the best ones, once in a thousand images
+_LINES = 128  # of a large image, by which its place is looked for
 _PLACES = 24  # where a jittered image is looked for, of each order
 _THOROUGH = 6  # of them, where its factors are looked for everywhere
 _SOME = 3000  # pixels that factors are fitted to
@@ -25,14 +26,15 @@ class Match:
     window: np.ndarray  # the part of the planes that is shown, neither mirrored nor jittered
 
 
-def compare(image: np.ndarray, planes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean squared difference and correlation of an image with each place of planes that are larger in one direction."""
+def compare(image: np.ndarray, planes: np.ndarray, lines: int = _LINES) -> tuple[np.ndarray, np.ndarray]:
+    """Mean squared difference and correlation of an image with each place of planes that are larger in one direction; of large
+    images by about so many `lines` in this direction."""
+    if planes.shape[1] > image.shape[1]:
+        image, planes = image.swapaxes(1, 2), planes.swapaxes(1, 2)
     weights = np.arange(len(image), 0, -1.0)  # unequal: exchanged channels differ
     weights = np.array([0.5, 0.3, 0.2]) if len(image) == 3 else weights / weights.sum()
-    y, p = (np.tensordot(weights, part, 1) for part in (image, planes))
+    y, p = (np.tensordot(weights, part[:, :: max(1, image.shape[1] // lines)], 1) for part in (image, planes))
     y, p = y - p.mean(), p - p.mean()
-    if p.shape[0] > y.shape[0]:
-        y, p = y.T, p.T
     windows = np.lib.stride_tricks.sliding_window_view(p, y.shape[1], axis=1)
     product = np.einsum("hpw,hw->p", windows, y)
     total, squares = (np.convolve(part.sum(0), np.ones(y.shape[1]), "valid") for part in (p, p * p))
@@ -50,12 +52,12 @@ def rms(difference: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(difference, dtype=np.float64))))
 
 
-def find(shown: np.ndarray, planes: np.ndarray, declared: DeclaredImages) -> Match:
+def find(shown: np.ndarray, planes: np.ndarray, declared: DeclaredImages, lines: int = _LINES) -> Match:
     """The crop, mirror and jitter, of those that are declared, that make `planes` the image shown."""
     sides, jitter = shown.shape[1:], declared.color_jitter
     places: list[tuple] = []  # order, score, mirrored, at
     for mirrored in (False, True)[: 1 + declared.random_flip]:
-        difference, correlation = compare(turned(shown, mirrored), planes)
+        difference, correlation = compare(turned(shown, mirrored), planes, lines)
         for order, score in enumerate((-correlation, difference) if jitter else (difference,)):
             best = np.argsort(score, kind="stable")[: _PLACES if jitter else 2]
             places += [(order, score[at], mirrored, int(at)) for at in best]
@@ -63,17 +65,16 @@ def find(shown: np.ndarray, planes: np.ndarray, declared: DeclaredImages) -> Mat
     for mirrored, at in dict.fromkeys(place[2:] for place in sorted(places)):
         window = cut(planes, at, sides)
         matches.append(Match(rms(turned(shown, mirrored) - window), mirrored, at, window))
-    best = min(matches, key=lambda match: match.error)
-    if best.error <= EXACT or not jitter:
-        return best
-    tried: list[Match] = []
-    for thorough in (False, True):  # most images do not come to the second turn
+    tried = [min(matches, key=lambda match: match.error)]
+    for thorough in (False, True) if jitter and tried[0].error > EXACT else ():  # most images do not come to the second turn
         for match in sorted(tried, key=lambda match: match.error)[:_THOROUGH] if thorough else matches:
             error = _jitter_error(turned(shown, match.mirrored), match.window, jitter, thorough)
             tried.append(replace(match, error=error))
             if error < LEVEL / 8:
                 return tried[-1]
-    return min([best, *tried], key=lambda match: match.error)
+    if max(sides) > lines and min(match.error for match in tried) > EXACT:  # its lines may not tell where it lies
+        tried.append(find(shown, planes, declared, max(sides)))
+    return min(tried, key=lambda match: match.error)
 
 
 def _jitter_error(shown: np.ndarray, window: np.ndarray, strength: float, thorough: bool) -> float:
