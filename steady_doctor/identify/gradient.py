@@ -12,6 +12,7 @@ from steady_doctor.record.tape import Op
 SCALES = {"mul_", "div_", "_foreach_mul_", "_foreach_div_", "clamp_", "clamp_min_", "clamp_max_"}
 SCALES |= {"_foreach_clamp_min_", "_foreach_clamp_max_"}
 UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
+TINY = 1e-9  # of a gradient: a part of it that is no more is rounding
 SAME = 1e-4  # of a gradient, that rounding may change
 
 
@@ -26,6 +27,7 @@ class Gradient:
     cleared_parts: tuple[int, ...] = ()  # nothing was left of these, and of others all
     ratio: float | None = None  # what the optimizer got = ratio x what the passes gave
     rest: float | None = None  # the share of it that is no multiple
+    uneven: float = 0.0  # the largest such share of one parameter
     changed_between: tuple[str, ...] = ()  # operations that scale it between two passes
     changed_scaled: tuple[str, ...] = ()  # and before a loss scale is taken off
     changed_after_step: tuple[str, ...] = ()  # operations that change it between the step before and the first pass
@@ -91,6 +93,9 @@ def _at_step(recorded: Recorded, given: list[Tensor | None], found: Gradient) ->
     if bool(gave.any()) and bool(torch.isfinite(got).all()) and bool(torch.isfinite(gave).all()):
         found.ratio = float((got @ gave) / (gave @ gave))
         found.rest = float((got - found.ratio * gave).norm() / got.norm().clamp(min=1e-30))
+        size = TINY * float(gave.norm())
+        known = [(x, found.ratio * y) for x, y in both if float(y.norm()) > size]
+        found.uneven = max((float((x - y).norm() / y.norm()) for x, y in known), default=0.0) if found.ratio else 0.0
         if found.rest < SAME and all(zero[k] for k in gone):
             found.cleared_parts = tuple(gone)
 

@@ -32,6 +32,7 @@ class Drawn:
     labels: Tensor | None  # int64
     noise: dict[str, tuple[float, int]]  # sums over the noise, and of how many numbers; see `sums_of`
     marks: Tensor  # int64: equal ones mean the same noise, also of another sign or order
+    generator: int  # the state of the random generator before the pass
     loss_scale: float
     rest: Tensor = field(default_factory=lambda: torch.zeros(0))  # share of the input that is neither image nor noise
     learned: Learned | None = None
@@ -43,7 +44,7 @@ def drawn_of(told: Told, place: int) -> Drawn:
     clean, noise, labels = told.clean[place], told.noise[place], told.labels[place] if told.labels else None
     levels = told.levels[place].reshape(-1).double().cpu()
     labels = None if labels is None else labels.reshape(-1).long().cpu()
-    return Drawn(levels, labels, sums_of(noise, clean), marks_of(noise), told.loss_scale)
+    return Drawn(levels, labels, sums_of(noise, clean), marks_of(noise), told.generators[place], told.loss_scale)
 
 
 def told_mixture(recorded: Recorded, forward: list[Op], place: int) -> tuple[Mixture, Tensor]:

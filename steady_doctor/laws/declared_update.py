@@ -13,6 +13,7 @@ from steady_doctor.seen import Seen
 SMALL = 1e-3  # of what no training would feel
 ROUNDED = 1e-6  # of a number that float32 keeps
 OF_PASSES = 1e-4  # of a gradient, that rounding may change
+OF_PARAMETER = 2e-3  # of that of one parameter, which may be small beside what it is added to
 UNIT = 1e-3  # of the root mean square of a row
 IN_ROWS = 1e-4  # of the size of weights, that making rows longer leaves by rounding
 
@@ -38,8 +39,8 @@ def clipped(seen: Seen) -> Iterator[Found]:
         if gradient.ratio is None or not gradient.finite or gradient.norm == 0:
             continue
         ratio = gradient.ratio * step.loss_scale
-        if gradient.rest is not None and gradient.rest > OF_PASSES:
-            yield Found("gradient-not-of-passes", update, {"rest": gradient.rest})
+        if gradient.rest is not None and (gradient.rest > OF_PASSES or gradient.uneven > OF_PARAMETER):
+            yield Found("gradient-not-of-passes", update, {"rest": max(gradient.rest, gradient.uneven)})
             continue
         before = gradient.norm / abs(ratio) if ratio else 0.0
         expected = min(1.0, told.limit / (before + 1e-6)) if told.limit else 1.0
@@ -191,4 +192,13 @@ def network(seen: Seen) -> Iterator[Found]:
             yield Found("network-layers-precision", update, figures)
 
 
-LAWS = (network, passes, clipped, penalty, optimizer, counted, rate, weights, averages, followed)
+def dropout(seen: Seen) -> Iterator[Found]:
+    """Drawn anew in each pass."""
+    if seen.declared is None or not seen.declared.dropout:
+        return
+    states = [one.drawn.generator for _, one in seen.passes() if one.drawn is not None]
+    if len(states) > 1 and len(set(states)) < len(states):
+        yield Found("network-same-dropout", seen.updates, {"different": len(set(states)), "count": len(states)})
+
+
+LAWS = (network, dropout, passes, clipped, penalty, optimizer, counted, rate, weights, averages, followed)

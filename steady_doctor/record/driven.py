@@ -24,6 +24,7 @@ class Told:
     noise: list[Tensor] = field(default_factory=list)
     levels: list[Tensor] = field(default_factory=list)
     labels: list[Tensor] = field(default_factory=list)
+    generators: list[int] = field(default_factory=list)  # states of the random generator before each pass
     loss_scale: float = 1.0  # that the loss is multiplied by before it is differentiated
     limit: float | None = None  # that the gradient's norm is to be clipped to; 0: none
     turned_down: int = 0  # updates so far, without a step
@@ -131,6 +132,7 @@ class Driven(Session):
         if self.tape is None or self._recorded is None:
             return
         told = self._told
+        told.generators.append(hash(_generator(clean.device).numpy().tobytes()))
         self._recorded.training &= self._network.training
         for tensor, kind, into in ((clean, "data", told.clean), (noise, "drawn", told.noise), (levels, "drawn", told.levels)):
             into.append(tensor.detach())
@@ -170,3 +172,8 @@ class Driven(Session):
 
     def _between(self) -> None:
         pass  # the loop says when
+
+
+def _generator(device: torch.device) -> Tensor:
+    """The state of torch's own generator there."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)

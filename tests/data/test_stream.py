@@ -23,6 +23,7 @@ import torch
 from hub_stand_in import Answers, hub_stand_in, serving
 from PIL import Image
 
+from steady_doctor.data.rows import check_rows
 from utils.core.errors import UserError
 from utils.core.size import read_bytes
 from utils.data import loader, shard_formats, shards, stream
@@ -31,7 +32,6 @@ from utils.data.dataset import content_fingerprint, load_images
 from utils.data.decode import ImageFile, ImagePreparation, Size
 from utils.data.loader import BatchSplit, WindowedOrder, training_batches
 from utils.data.split import split_validation
-from utils.diagnostics.audit.rows import check_rows
 from utils.options.flags import DataOptions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -121,10 +121,13 @@ def test_what_comes_next_is_known_ahead():
 def test_the_step_audit_knows_windows():
     numbers, blocks = np.arange(4000), np.full(500, 200)
     rows = WindowedOrder(blocks, 2000, 0).indices(torch.from_numpy(numbers)).numpy()
-    assert check_rows(rows, numbers, 100_000, [], balanced=False, window=2000)[0].healthy
-    assert not check_rows(rows, numbers, 100_000, [], balanced=False)[0].healthy
+
+    def found(rows, window):
+        return list(check_rows(1, rows, numbers, 100_000, np.zeros(0, np.int64), False, window))
+
+    assert found(rows, 2000) == [] != found(rows, None)
     in_blocks = (np.random.default_rng(0).permutation(500)[:, None] * 200 + np.arange(200)).reshape(-1)[:4000]
-    assert not check_rows(in_blocks, numbers, 100_000, [], balanced=False, window=2000)[0].healthy
+    assert found(in_blocks, 2000) != []
 
 
 # ---- the images

@@ -11,7 +11,7 @@ from conftest import logged_scalars, same_bytes, slow_turns
 
 import train_ddpm
 from utils.diagnostics.audit.continuity import Continuity
-from utils.diagnostics.audit.elements import digest
+from utils.core.digests import digest
 from utils.optim.clipping import Limit
 from utils.runs.ledger import read_ledger
 from utils.training.monitor import Monitor

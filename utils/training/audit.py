@@ -13,6 +13,7 @@ from steady_doctor.words import finding
 from utils.core.distributed import objects_from_all
 from utils.optim.clipping import Gradients
 from utils.optim.power_ema import PowerEMA
+from utils.training.data_audit import data_judge
 from utils.training.declared import declared_by, process_of
 from utils.training.file_audit import FileAudit
 from utils.training.run import Run
@@ -56,7 +57,8 @@ class StepAudit(Unwatched):
         self._stored_mean = run.state.grad_norm_mean
         self._others: list[Found] = []  # of files and of other processes
         self._told: set[str] = set()  # codes
-        self._files = FileAudit(run, process)
+        self._files, self._data = FileAudit(run, process), data_judge(run)
+        self._batches: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # samples and images of each micro step
         if run.accelerator.is_main_process:
             self._look(self._files.started)
             self._look(self._files.network)
@@ -89,10 +91,18 @@ class StepAudit(Unwatched):
         self._numbers -= due
         return bool(due)
 
+    def begin_micro_step(self, batch: dict[str, Any]) -> None:
+        self._data.begin_micro_step(batch["sample_numbers"])
+        if self.looks:
+            self._batches.append((batch["sample_numbers"], None))
+
     def add(self, drawn: dict[str, torch.Tensor]) -> None:
         """What a micro step is of, before the network's pass."""
-        level, labels = drawn[self._run.objective.level], drawn.get("labels")
-        self._session.tell(drawn["clean_images"], drawn["noise"], level, labels)
+        images, level, labels = drawn["clean_images"], drawn[self._run.objective.level], drawn.get("labels")
+        self._session.tell(images, drawn["noise"], level, labels)
+        self._data.add(images, labels)
+        if self.looks:
+            self._batches[-1] = self._batches[-1][0], images
 
     def end_step(self, gradients: Gradients) -> None:
         """When the weights are those of the next update; `gradients`: those of this one, before they were clipped."""
@@ -122,6 +132,9 @@ class StepAudit(Unwatched):
         if between or self.looks:
             self._session.leave()
         if self.looks:
+            numbers, images = zip(*self._batches)
+            self._find(lambda: self._data.found(self._run.state.step - 1, numbers, images))
+            self._batches = []
             self._gather()
         if self.looks or reported:
             self.judge()
@@ -150,7 +163,7 @@ class StepAudit(Unwatched):
         """What other processes found in this update, on the main one."""
         accelerator = self._run.accelerator
         if accelerator.num_processes > 1:
-            mine = [] if accelerator.is_main_process else self._doctor.findings()
+            mine = [] if accelerator.is_main_process else [*self._doctor.findings(), *self._others]
             self.add_found([one for part in objects_from_all([mine]) for one in part])
 
     def add_found(self, found: list[Found]) -> None:
@@ -189,9 +202,12 @@ class StepAudit(Unwatched):
         self._look(self._files.snapshots)
 
     def _look(self, look: Callable[[], Iterable[Found]]) -> None:
+        self._find(look)
+        self.judge()
+
+    def _find(self, look: Callable[[], Iterable[Found]]) -> None:
         """A look that fails must not end the training."""
         try:
             self.add_found(list(look()))
         except Exception as error:
             self._say_failed(error)
-        self.judge()

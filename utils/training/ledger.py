@@ -10,7 +10,7 @@ from torch._utils import _flatten_dense_tensors
 
 from utils.core.distributed import from_all
 from utils.core.waiting import Meeting
-from utils.diagnostics.audit.elements import bits_of, digest, digests, fingerprint
+from utils.core.digests import bits_of, digest, digests, fingerprint
 from utils.diffusion.objective import Losses
 from utils.optim.ema import UNIT_VECTORS
 from utils.runs.history import History

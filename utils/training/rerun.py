@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from utils.core.distributed import from_all, objects_from_all
-from utils.diagnostics.audit.elements import digest
+from utils.core.digests import digest
 from utils.diffusion.objective import Losses
 from utils.training.ledger import joined, moved, tensors_of
 from utils.training.run import Run

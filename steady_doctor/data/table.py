@@ -1,0 +1,190 @@
+"""The data set as it is stored: how many rows it has, and the image and the class of each, read once more.
+
+Shares no code with any trainer's own choice of columns, of labels and of rows: `datasets`, pyarrow, numpy and h5py read, and
+the digits come from scikit-learn.
+"""
+
+import io
+import os
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from steady_doctor.data.declared import Source
+
+_IMAGES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp")  # usual names of columns
+_LABELS = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "cls", "target", "category")
+_SEARCHED = 2**32  # bytes of a tar that is searched for an image, at most
+_LARGEST = 32 * 2**20  # bytes of a row group: one is read for each image that is looked at
+_HDF5 = (".h5", ".hdf5")
+
+Read = Callable[[str, list[int] | None], Any]  # (column, rows or all of them) -> values, of pyarrow or numpy
+
+
+class Table:
+    """`features`: of each column, as `datasets` has them. `count`: rows that are stored."""
+
+    def __init__(self, read: Read, features: dict[str, Any], count: int, source: Source):
+        self._read, self._features, self._source = read, features, source
+        self._count = min(count, source.first or count)
+
+    def __len__(self) -> int:
+        """Of the rows that are declared to be used: the first ones."""
+        return self._count
+
+    def images(self, rows: list[int]) -> list[Any]:
+        """The encoded image of each row, its path, or its array."""
+        values = self._read(self._image_column, rows)
+        if isinstance(values, np.ndarray):
+            return list(values)
+        if type(feature := self._features[self._image_column]).__name__ in ("Array2D", "Array3D"):
+            return [np.array(value, feature.dtype) for value in values.to_pylist()]
+        files = [(value["bytes"] or value["path"]) if isinstance(value, dict) else value for value in values.to_pylist()]
+        return [self._whole(file) if isinstance(file, str) else file for file in files]
+
+    def _whole(self, path: str) -> str:
+        """A path in a file or folder begins at it; in a folder of several, at the working directory, or it is not found."""
+        if "::" in path:  # in an archive, such as zip://cats/1.png::/data/photos.zip; large tar files are far to search
+            return "" if path.startswith("tar") and os.path.getsize(path.rpartition("::")[2]) > _SEARCHED else path
+        name = self._source.name or ""
+        beside = os.path.join(name if os.path.isdir(name) else os.path.dirname(name), path)
+        return beside if os.path.isfile(beside) else path
+
+    @cached_property
+    def _image_column(self) -> str:
+        """The one asked for; else the first of images, of encoded bytes, or of paths under a usual name."""
+        features = self._features
+        if self._source.image_column is not None:
+            return self._source.image_column
+        usual = [name for name in features if name.lower() in _IMAGES]
+        pictures = [name for name in features if type(features[name]).__name__ == "Image"]
+        structs = [name for name in features if isinstance(features[name], dict) and "bytes" in features[name]]
+        encoded = [name for name in features if "binary" in self._type(name) or name in structs]
+        arrays = [name for name in features if type(features[name]).__name__ in ("Array2D", "Array3D")]
+        return next(iter([*pictures, *(name for name in encoded if name in usual), *encoded, *arrays, *usual]))
+
+    @cached_property
+    def _label_column(self) -> str | None:
+        """The one asked for; else the first of classes, else of integers under a usual name, else of strings that repeat."""
+        if self._source.label_column is not None:
+            return self._source.label_column
+        classes = [name for name in self._features if type(self._features[name]).__name__ == "ClassLabel"]
+        usual = [name for name in _LABELS if "int" in self._type(name)]
+        words = [name for name in _LABELS if "string" in self._type(name)] if not classes + usual else []
+        repeated = [name for name in words if 2 * len(self._read(name, None).unique()) <= len(self)]
+        return next(iter([*classes, *usual, *repeated]), None)
+
+    def _type(self, name: str) -> str:
+        return str(getattr(self._features.get(name), "dtype", ""))
+
+    @cached_property
+    def labels(self) -> np.ndarray | None:
+        """The class of each row, int64; None where the data has none."""
+        name = self._label_column
+        values = None if name is None else self._read(name, None)
+        if values is None or getattr(values, "null_count", False):
+            return None
+        values = np.asarray(values)[: len(self)]
+        if values.dtype.kind not in "iu":
+            return np.unique(values.astype(str), return_inverse=True)[1].astype(np.int64)
+        return values.astype(np.int64) if values.min() >= 0 else None
+
+    @property
+    def num_classes(self) -> int:
+        """0 without labels."""
+        names = getattr(self._features.get(self._label_column or ""), "names", ())
+        return 0 if self.labels is None else max(int(self.labels.max()) + 1, len(names))
+
+
+def open_table(source: Source, dataset: Any) -> Table | None:
+    """`dataset`: a `datasets.Dataset` that the trainer opened, where there is one. None where the files cannot be read once
+    more: shards elsewhere, in tar files, or with large row groups."""
+    path = Path(source.name or "")
+    if source.name == "digits":
+        columns = _digits()
+        source = replace(source, image_column="image", label_column="label")
+        return Table(lambda name, rows: columns[name][rows or slice(None)], {}, len(columns["label"]), source)
+    if path.suffix.lower() in (".npy", ".npz", *_HDF5):
+        name = source.image_column or "images"
+        source = replace(source, image_column=name, label_column=source.label_column or "labels")
+        return Table(read := _of_arrays(path, name), {}, len(read(name, None)), source)
+    if source.streamed:
+        import datasets
+
+        several = (path / "dataset_dict.json").is_file()
+        if not several and not (path / "state.json").is_file():
+            return _of_shards(source, path)
+        dataset = datasets.load_from_disk(str(path / source.split if several else path))
+    if dataset is None:
+        return None
+    arrow = dataset.with_format("arrow")
+    count = min(len(dataset), source.first or len(dataset))
+    return Table(
+        lambda name, rows: arrow.select_columns([name])[slice(count) if rows is None else rows].column(name),
+        *(dataset.features, len(dataset), source),
+    )
+
+
+@cache
+def _digits() -> dict[str, np.ndarray]:
+    """Scans of 8 x 8 with values from 0 to 16, as PNG files."""
+    from sklearn.datasets import load_digits
+
+    (scans, labels), files = load_digits(return_X_y=True), []
+    for scan in np.floor(scans.reshape(-1, 8, 8) * (255 / 16) + 0.5).astype(np.uint8):
+        Image.fromarray(scan).save(file := io.BytesIO(), "PNG")
+        files.append(file.getvalue())
+    return {"image": np.array(files, object), "label": labels}
+
+
+def _of_arrays(path: Path, lone: str) -> Read:
+    """`lone`: what the array of a file of one is called."""
+
+    @cache
+    def content(name: str) -> Any:
+        if path.suffix.lower() in _HDF5:
+            import h5py  # type: ignore[import-not-found]
+
+            return h5py.File(path).get(name)
+        arrays = np.load(path, mmap_mode="r")
+        return arrays.get(name) if not isinstance(arrays, np.ndarray) else arrays if name == lone else None
+
+    def read(name: str, rows: list[int] | None) -> Any:
+        return content(name) if rows is None else np.stack([np.array(content(name)[row]) for row in rows])
+
+    return read
+
+
+def _of_shards(source: Source, path: Path) -> Table | None:
+    """Of parquet files: `datasets` says which of them a split consists of, and pyarrow reads them."""
+    import datasets
+    import pyarrow.dataset
+
+    if not path.exists():
+        return None
+    split = source.split
+    files = [path] if path.is_file() else datasets.load_dataset_builder(str(path), source.config).config.data_files[split]
+    files = [str(file) for file in files]
+    if not all(file.endswith(".parquet") and os.path.isfile(file) for file in files):
+        return None
+    stored = pyarrow.dataset.dataset(files)
+    groups = [group for fragment in stored.get_fragments() for group in fragment.split_by_row_group()]
+    ends = list(accumulate((group.row_groups[0].num_rows for group in groups), initial=0))
+    if any(group.row_groups[0].total_byte_size > _LARGEST for group in groups):
+        return None
+
+    def read(name: str, rows: list[int] | None) -> Any:
+        if rows is None:
+            return stored.to_table([name]).column(name)
+        places = [bisect_right(ends, row) - 1 for row in rows]
+        parts = [groups[place].to_table(columns=[name]).slice(row - ends[place], 1) for place, row in zip(places, rows)]
+        return pyarrow.concat_tables(parts).column(name)
+
+    return Table(read, datasets.Features.from_arrow_schema(stored.schema), ends[-1], source)
