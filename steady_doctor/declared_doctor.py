@@ -53,14 +53,14 @@ class DeclaredDoctor:
         if not self.seen.steps:
             return []
         step = self.seen.steps[-1]
-        drawn = [one for one in step.passes if one.drawn is not None]
+        drawn = [(one, one.drawn) for one in step.passes if one.drawn is not None]
         asked = [one.target for one in step.passes if one.target is not None and one.target.kind == "squared"]
         known = {
             "noise": bool(drawn),
-            "timestep": any(one.mixture is not None and one.mixture.told for one in drawn),
-            "input": any(one.mixture is not None for one in drawn),
-            "condition": any(one.drawn.labels is not None and one.conditions.given for one in drawn),
-            "network": any(one.drawn.layers for one in drawn),
+            "timestep": any(one.mixture is not None and one.mixture.told for one, _ in drawn),
+            "input": any(one.mixture is not None for one, _ in drawn),
+            "condition": any(told.labels is not None and one.conditions.given for one, told in drawn),
+            "network": any(told.layers for _, told in drawn),
             "target": any(one.p is not None for one in asked),
             "weight": any(one.slope is not None for one in asked),
             "gradient": step.update.gradient.ratio is not None,

@@ -14,8 +14,13 @@ from torch import Tensor
 class Process(Protocol):
     """The noising, and what the network is trained on. Levels are timesteps or sigmas [B]; the results are float64 [B]."""
 
-    learned: bool  # whether the loss of each sample is divided by exp(u), and u is added, u being learned for each level
-    possible: int  # different levels; 0: any number of them
+    @property
+    def learned(self) -> bool:
+        """Whether the loss of each sample is divided by exp(u), and u is added, u being learned for each level."""
+
+    @property
+    def possible(self) -> int:
+        """Different levels; 0: any number of them."""
 
     def input(self, levels: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the shares of image and noise in what the network gets."""

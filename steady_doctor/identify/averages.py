@@ -29,7 +29,7 @@ class Average:
 
 @dataclass
 class Named:
-    """An average that the loop tells, of all its tensors together: after = keep x before + (1 - keep) x weights after the step."""
+    """An average that the loop tells, all its tensors together: after = keep x before + (1 - keep) x weights after the step."""
 
     name: str
     keep: float

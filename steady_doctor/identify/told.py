@@ -13,7 +13,6 @@ from steady_doctor.record.recorded import Recorded
 from steady_doctor.record.tape import Op, Tape, sample
 
 
-
 @dataclass
 class Learned:
     """u of each sample, where the loss of each is divided by exp(u), float64 [B]."""
@@ -106,7 +105,8 @@ def learned_of(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Learne
     value = tape.value(u)
     slopes = [gradient_of(tape, root, u, at) for at in (value, value + 1)]
     known = [torch.full_like(value, torch.nan) if slope is None else slope for slope in slopes]
-    return Learned(*(part.double().flatten().cpu() for part in (value, *known)), _is_own(tape, u, mixture.levels[0]))
+    u_value, here, beyond = (part.double().flatten().cpu() for part in (value, *known))
+    return Learned(u_value, here, beyond, _is_own(tape, u, mixture.levels[0]))
 
 
 def _is_own(tape: Tape, u: Op, level: Op) -> bool:

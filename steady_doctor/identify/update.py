@@ -7,12 +7,24 @@ import torch
 from torch import Tensor
 
 from steady_doctor.identify.averages import Average, Named, far, identify_averages, identify_named, written_by_itself
+from steady_doctor.identify.formula import off_formula
 from steady_doctor.identify.gradient import Gradient, identify_gradient
 from steady_doctor.record.recorded import Recorded
-from steady_doctor.identify.formula import off_formula
 from steady_doctor.record.tape import SAMPLED, sample
 
-SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum", "amsgrad", "nesterov", "centered", "maximize", "dampening", "alpha")
+SETTINGS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "momentum",
+    "amsgrad",
+    "nesterov",
+    "centered",
+    "maximize",
+    "dampening",
+    "alpha",
+)
 NETWORKS_OWN = 4  # weights that no optimizer has, of which some numbers are kept
 
 
@@ -96,24 +108,27 @@ def _told(recorded: Recorded) -> ToldUpdate | None:
     start, first, at_step, after = recorded.at_start, recorded.weights[0], *recorded.weights[-2:]
     steps = [(start, first), (first, at_step), (after, recorded.at_end)]
     moved = [max((far(now, old) for old, now in zip(*pair)), default=0.0) for pair in steps]
+    in_rows = (_far_in_rows(p, *pair) for p, *pair in zip(recorded.parameters, after, recorded.at_end))
     own = {id(p): number for number, group in enumerate(recorded.optimizer.param_groups) for p in group["params"]}
     every = recorded.all_parameters
     trained = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
     matrices = [p.detach() for p in trained.values() if p.ndim > 1]
     rows = torch.cat([m.flatten(1).float().square().mean(1).sqrt() for m in matrices]) if matrices else torch.ones(1)
     return ToldUpdate(
-        recorded.told.limit,
-        recorded.told.norm,
-        *moved,
-        max((_far_in_rows(p, *pair) for p, *pair in zip(recorded.parameters, after, recorded.at_end)), default=0.0),
-        float((rows - 1).abs().max()),
-        tuple(trained),
-        tuple(name for name in every if name not in trained),
-        tuple(own.get(id(parameter), -1) for parameter in trained.values()),
-        tuple(parameter.ndim > 1 for parameter in trained.values()),
-        tuple(dict.fromkeys(parameter.dtype for parameter in every.values())),
-        recorded.dropout,
-        recorded.training,
+        limit=recorded.told.limit,
+        norm=recorded.told.norm,
+        before_pass=moved[0],
+        before_step=moved[1],
+        after_step=moved[2],
+        after_step_in_rows=max(in_rows, default=0.0),
+        rows=float((rows - 1).abs().max()),
+        trained=tuple(trained),
+        frozen=tuple(name for name in every if name not in trained),
+        in_groups=tuple(own.get(id(parameter), -1) for parameter in trained.values()),
+        matrices=tuple(parameter.ndim > 1 for parameter in trained.values()),
+        dtypes=tuple(dict.fromkeys(parameter.dtype for parameter in every.values())),
+        dropout=recorded.dropout,
+        training=recorded.training,
     )
 
 

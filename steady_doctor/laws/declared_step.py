@@ -129,8 +129,8 @@ def weight(seen: Seen) -> Iterator[Found]:
         if place is None and asked.even is not None and asked.even < 0.9:
             place = int(found.argmin())
         if place is not None:
-            figures = {"level": drawn.levels[place], "found": found[place], "wanted": wanted[place], "even": asked.even or 0.0}
-            yield Found("weight-not-declared", update, {name: float(value) for name, value in figures.items()})
+            figures = {"level": float(drawn.levels[place]), "found": float(found[place]), "wanted": float(wanted[place])}
+            yield Found("weight-not-declared", update, figures | {"even": asked.even or 0.0})
 
 
 def learned(seen: Seen) -> Iterator[Found]:
@@ -153,8 +153,7 @@ def learned(seen: Seen) -> Iterator[Found]:
 def noise(seen: Seen) -> Iterator[Found]:
     """White, normal, of mean 0 and variance 1; independent of the images."""
     sums: dict[str, tuple[float, int]] = {}
-    update = 0
-    for update, one, _ in _drawn(seen):
+    for _, one, _ in _drawn(seen):
         for name, (total, count) in one.drawn.noise.items():
             before = sums.get(name, (0.0, 0))
             sums[name] = before[0] + total, before[1] + count
@@ -164,7 +163,7 @@ def noise(seen: Seen) -> Iterator[Found]:
     for name, value, wanted, spread in _figures(means, {name: count for name, (_, count) in sums.items()}):
         is_off = not abs(value - wanted) <= SIGMAS * spread * (1.5 if spread > 0.1 else 1.0) + ROOM
         if is_off or (wanted == 1.0 and _too_small(value, spread)):
-            yield Found("noise-not-declared", update, {"what": name, "value": value, "wanted": wanted})
+            yield Found("noise-not-declared", seen.updates, {"what": name, "value": value, "wanted": wanted})
             return
 
 

@@ -52,7 +52,7 @@ def clipped(seen: Seen) -> Iterator[Found]:
 
 def penalty(seen: Seen) -> Iterator[Found]:
     """What the loss depends on beside the network's output: an L1 penalty of matrices and kernels, where it is declared."""
-    for step, told, declared in _told(seen):
+    for step, _, declared in _told(seen):
         found = [one for one in step.passes if one.drawn is not None and one.target is not None]
         for one in found:
             got = {k for k, slope in one.drawn.penalty.items() if bool(slope.any())}

@@ -55,6 +55,7 @@ class Driven(Session):
     ):
         super().__init__(judge, stopped, optimizer)
         self._optimizers.add(optimizer)
+        self._optimizer = optimizer
         self._network, self._averages = network, averages
         self._own = {id(parameter): name for name, parameter in averaged.named_parameters()}
         trained = {self._own[id(p)]: p for p in network.parameters() if p.requires_grad and id(p) in self._own}
@@ -76,10 +77,10 @@ class Driven(Session):
 
     def begin(self, update: int, recorded: bool, loss_scale: float = 1.0) -> None:
         """Before the update of this number."""
-        self.updates = self._made[self._main] = update - 1
+        self.updates = self._made[self._optimizer] = update - 1
         self.compare()
         if recorded:
-            self._safely(self._begin, loss_scale)
+            self._safely(self._start, loss_scale)
 
     def leave(self) -> None:
         """Before something is made between two updates, which is to leave weights and averages as they are."""
@@ -106,7 +107,7 @@ class Driven(Session):
         self._left = {}
         self.followed.begin()
 
-    def _begin(self, loss_scale: float) -> None:
+    def _start(self, loss_scale: float) -> None:
         self._record()
         assert self._recorded is not None  # noqa: S101
         self._told = self._recorded.told = Told(loss_scale=loss_scale)

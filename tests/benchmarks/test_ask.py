@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from utils.diagnostics.audit.verdict import STAGES
 
 from benchmarks.doctor import ask, cases, engine
 from benchmarks.doctor.edits import Edit, edited
 from benchmarks.doctor.runs import Result
-from utils.diagnostics.audit.verdict import STAGES
 
 SOURCE = """
 def f(x):

@@ -25,8 +25,8 @@ from made_up_runs import (
     sizes,
     updates,
 )
-
 from utils.diagnostics.audit.verdict import STAGES, Check
+
 from utils.diagnostics.catalog import CATALOG
 from utils.diagnostics.data_checks.checks import CHECKS
 from utils.diagnostics.diagnose import RULES, diagnose, judge

@@ -1,7 +1,5 @@
 """A loop that says what it is to do: each departure from that is found at its stage, and none where there is none."""
 
-import math
-from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from steady_doctor.declare.declaration import Declaration, Optimizer
-from steady_doctor.declare.processes import DDPM, EDM2, AdaptiveLimit, ema_decay, power_exponent
+from steady_doctor.declare.processes import DDPM, ema_decay
 from steady_doctor.declared_doctor import DeclaredDoctor
 from steady_doctor.words import finding
 
@@ -228,7 +226,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "levels of one half": ({"levels": lambda self, k: torch.randint(0, LEVELS // 2, (SIZE,))}, "timestep-distribution"),
     "sorted levels": ({"levels": lambda self, k: torch.randint(0, LEVELS, (SIZE,)).sort().values}, "timestep-dependent"),
     "told another level": ({"told": lambda self, levels: levels + 1}, "timestep-not-declared"),
-    "told levels in bfloat16": ({"told": lambda self, levels: (levels * 20.3).bfloat16().float() / 20.3}, "timestep-not-declared"),
+    "told levels in bfloat16": (
+        {"told": lambda self, levels: (levels * 20.3).bfloat16().float() / 20.3},
+        "timestep-not-declared",
+    ),
     "told nothing": ({"told": lambda self, levels: levels * 0}, "timestep-not-declared"),
     "no square roots": ({"noised": lambda self, x, n, a, b: a**2 * x + b**2 * n}, "input-not-declared-shares"),
     "shares exchanged": ({"noised": lambda self, x, n, a, b: b * x + a * n}, "input-not-declared-shares"),

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import logged_scalars, same_bytes, slow_turns
+from utils.diagnostics.audit.continuity import Continuity
 
 import train_ddpm
-from utils.diagnostics.audit.continuity import Continuity
 from utils.core.digests import digest
 from utils.optim.clipping import Limit
 from utils.runs.ledger import read_ledger

@@ -7,10 +7,10 @@ import pytest
 import torch
 from conftest import slow_turns
 from safetensors.torch import load_file
+from utils.diagnostics.audit.verdict import STAGES
 
 from benchmarks.shared.replace import replace_everywhere
 from utils.core.errors import UserError
-from utils.diagnostics.audit.verdict import STAGES
 from utils.optim.clipping import AdaptiveLimit
 from utils.training import audit as step_audit
 from utils.training.audit import StepAudit, audited_updates

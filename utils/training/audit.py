@@ -1,4 +1,4 @@
-"""The doctor of the training step in the loop: which updates are recorded, what it is told of them, and where its findings go."""
+"""The doctor in the loop: which updates it records, what it is told of them, and where its findings go."""
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack

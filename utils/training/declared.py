@@ -71,8 +71,8 @@ def sampling_settings(options: RunOptions, facts: dict[str, Any]) -> dict[str, A
 
 
 def _is_trained(name: str, patterns: tuple[str, ...]) -> bool:
-    """Beside those that are named also EDM2's uncertainty, which is no part of the pipeline; the random frequencies of a Fourier
-    time embedding never are."""
+    """Beside those that are named also EDM2's uncertainty, which is no part of the pipeline; never the random frequencies of a
+    Fourier time embedding."""
     is_named = any(fnmatchcase(name.removeprefix("unet."), pattern) for pattern in patterns)
     return not name.startswith("time_proj.") and (not patterns or is_named or name.startswith("uncertainty."))
 
@@ -87,12 +87,11 @@ def _total(options: RunOptions, facts: dict[str, Any]) -> int:
 def _optimizer(options: RunOptions, facts: dict[str, Any], checkpoint: Path | None) -> Optimizer | None:
     if (kind := OPTIMIZERS.get(options.optimizer)) is None:
         return None
-    is_adam = kind.startswith("Adam")
-    settings = {
-        "Adam": {"betas": (options.adam_beta1, options.adam_beta2), "amsgrad": False},
-        "RMSprop": {"momentum": options.momentum, "centered": False},
-        "SGD": {"momentum": options.momentum, "nesterov": False, "dampening": 0},
-    }["Adam" if is_adam else kind]
+    settings: dict[str, Any] = {"betas": (options.adam_beta1, options.adam_beta2), "amsgrad": False}
+    if kind == "RMSprop":
+        settings = {"momentum": options.momentum, "centered": False}
+    elif kind == "SGD":
+        settings = {"momentum": options.momentum, "nesterov": False, "dampening": 0}
     settings |= {"maximize": False} | ({} if kind == "SGD" else {"eps": _epsilon(options, facts, checkpoint)})
     return Optimizer(kind, settings, options.adam_weight_decay)
 

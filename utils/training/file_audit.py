@@ -1,5 +1,4 @@
-"""What a run stores, starts from and samples with, beside what is declared: the doctor's looks at files, and at the network as it
-is built."""
+"""The doctor's looks at what a run stores, starts from and samples with, and at the network as it is built."""
 
 from collections.abc import Callable, Iterable
 from copy import copy

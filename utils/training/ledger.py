@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from utils.core.digests import bits_of, digest, digests, fingerprint
 from utils.core.distributed import from_all
 from utils.core.waiting import Meeting
-from utils.core.digests import bits_of, digest, digests, fingerprint
 from utils.diffusion.objective import Losses
 from utils.optim.ema import UNIT_VECTORS
 from utils.runs.history import History

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from utils.core.distributed import from_all, objects_from_all
 from utils.core.digests import digest
+from utils.core.distributed import from_all, objects_from_all
 from utils.diffusion.objective import Losses
 from utils.training.ledger import joined, moved, tensors_of
 from utils.training.run import Run
