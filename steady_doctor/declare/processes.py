@@ -100,8 +100,8 @@ def power_exponent(width: float) -> float:
 
 class AdaptiveLimit:
     """The limit of a gradient's norm that follows the run: twice the running mean of the norms, within 0.1 to 10. The mean
-    begins with the first norm, and each of the others moves it by a hundredth of the way. A norm counts as 10 at most; one that is not
-    finite does not count."""
+    begins with the first norm, and each of the others moves it by a hundredth of the way. A norm counts as 10 at most; one that
+    is not finite does not count."""
 
     def __init__(self, mean: float | None):
         """`mean`: of a run that goes on; None where none was counted yet."""
