@@ -4,15 +4,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from steady_doctor.record.recorded import Recorded
-from steady_doctor.record.tape import Op
+from steady_doctor.record.tape import NotRecorded, Op, sample
 
 SCALES = {"mul_", "div_", "_foreach_mul_", "_foreach_div_", "clamp_", "clamp_min_", "clamp_max_"}
 SCALES |= {"_foreach_clamp_min_", "_foreach_clamp_max_"}
 UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
 TINY = 1e-9  # of a gradient: a part of it that is no more is rounding
+SEEN = 1e-3  # of a gradient: smaller parts are sums that cancel, such as those of biases before a normalization
 SAME = 1e-4  # of a gradient, that rounding may change
 
 
@@ -39,6 +41,7 @@ class Gradient:
     wanted: int = 0  # of these, those that want a gradient
     unowned: int = 0  # parameters that get a gradient, which no optimizer has
     by_hand: bool = False  # what the optimizer got is not from the passes
+    off_slope: float | None = None  # by how much of its own a parameter's gradient is not the slope of the loss
     norm: float = 0.0  # at the step
     finite: bool = True
     left_to_optimizer: bool = False  # which leaves out a step by itself where they are not finite, as a GradScaler told it
@@ -65,6 +68,8 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     found.cleared_between = _cleared_between(recorded)
     _at_step(recorded, given, found)
     _operations(recorded, found)
+    if recorded.kept and not (dist.is_available() and dist.is_initialized()):
+        found.off_slope = _off_slope(recorded, given)
     roots = [root for roots in recorded.roots for root in roots]
     used = [any(root.uses >> k & 1 for root in roots) for k in range(len(given))]
     wants = [parameter.requires_grad for parameter in recorded.parameters]
@@ -74,6 +79,27 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     found.unread = tuple(k for k, reads in enumerate(used) if not reads and wants[k])
     found.by_hand = whole.norm > 0 and not any(map(_is_some, given))
     return found
+
+
+def _off_slope(recorded: Recorded, given: list[Tensor | None]) -> float | None:
+    """The losses are computed once more from the weights as they were, and differentiated: also through what the script has
+    taken the gradient off, and without anything that changes it on its way."""
+    tape = recorded.tape
+    leaves = [weight.requires_grad_(parameter.requires_grad) for weight, parameter in zip(recorded.kept, recorded.parameters)]
+    roots = [root for roots in recorded.roots for root in roots]
+    known = {op.index: op for root in roots for op in tape.upstream(root) if op.kind == "trained"}.values()
+    try:
+        with torch.enable_grad():
+            instead = {op: leaves[op.uses.bit_length() - 1] * 1 for op in known}
+            losses = [tape.value(root, instead, grad=True, anew=True, through=True).sum() for root in roots]
+            used = [leaf for leaf in leaves if leaf.requires_grad]
+            slopes = iter(torch.autograd.grad(torch.stack(losses).sum(), used, allow_unused=True))
+    except (NotRecorded, RuntimeError, MemoryError):  # dropout, or an operation without a derivative
+        return None
+    pairs = [(gave, next(slopes)) for leaf, gave in zip(leaves, given) if leaf.requires_grad]
+    whole = [(torch.zeros_like(sample(s)) if gave is None else gave, sample(s)) for gave, s in pairs if s is not None]
+    size = SEEN * float(torch.cat([slope for _, slope in whole]).norm()) if whole else 0.0
+    return max((float((g - s).norm()) / max(float(s.norm()), size, 1e-30) for g, s in whole), default=None)
 
 
 def _at_step(recorded: Recorded, given: list[Tensor | None], found: Gradient) -> None:

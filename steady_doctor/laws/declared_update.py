@@ -50,6 +50,15 @@ def clipped(seen: Seen) -> Iterator[Found]:
             yield Found("gradient-norm", update, {"told": told.norm, "norm": before})
 
 
+def slope(seen: Seen) -> Iterator[Found]:
+    """The gradient is the slope of the loss."""
+    for step, _, _ in _told(seen):
+        half = max((float(torch.finfo(dtype).eps) for one in step.passes if one.drawn for dtype in one.drawn.layers), default=0.0)
+        off = step.update.gradient.off_slope
+        if off is not None and off > max(OF_PARAMETER, 16 * half):
+            yield Found("gradient-not-slope", step.update.number, {"off": off})
+
+
 def penalty(seen: Seen) -> Iterator[Found]:
     """What the loss depends on beside the network's output: an L1 penalty of matrices and kernels, where it is declared."""
     for step, _, declared in _told(seen):
@@ -201,4 +210,4 @@ def dropout(seen: Seen) -> Iterator[Found]:
         yield Found("network-same-dropout", seen.updates, {"different": len(set(states)), "count": len(states)})
 
 
-LAWS = (network, dropout, passes, clipped, penalty, optimizer, counted, rate, weights, averages, followed)
+LAWS = (network, dropout, passes, slope, clipped, penalty, optimizer, counted, rate, weights, averages, followed)

@@ -13,6 +13,8 @@ from steady_doctor.record.recorded import Recorded
 from steady_doctor.record.session import Session
 from steady_doctor.record.tape import sample
 
+SMALL = 1 << 18  # numbers of a network's weights, of which the gradient is computed once more
+EVERY = 3  # recorded updates, in which that is done
 MOST_LEVELS = 1 << 16  # noise levels that are kept
 
 
@@ -61,7 +63,7 @@ class Driven(Session):
         trained = {self._own[id(p)]: p for p in network.parameters() if p.requires_grad and id(p) in self._own}
         self.followed = Followed(trained, averages, decays)
         self.levels: list[Tensor] = []  # of each micro step
-        self._kept = 0
+        self._kept = self._records = 0
         self._told = Told()
         self._left: dict[str, Tensor] = {}  # some numbers of the weights and averages before something that was made
 
@@ -113,6 +115,9 @@ class Driven(Session):
         self._told = self._recorded.told = Told(loss_scale=loss_scale)
         recorded = self._recorded
         recorded.all_parameters = dict(self._network.named_parameters())
+        if self._records % EVERY == 1 % EVERY and sum(parameter.numel() for parameter in recorded.parameters) <= SMALL:
+            recorded.kept = [parameter.detach().clone() for parameter in recorded.parameters]
+        self._records += 1
         names = [self._own.get(id(parameter), "") for parameter in recorded.parameters]
         recorded.names, recorded.averaged = names, [name != "" for name in names]
         recorded.averages = {name: (self._sampled(average, names), []) for name, average in self._averages.items()}

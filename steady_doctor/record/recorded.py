@@ -71,6 +71,7 @@ class Recorded:
         self.all_parameters: dict[str, Tensor] = {}  # of the network, trained or not
         self.averages: dict[str, tuple[list[Tensor | None], list[Tensor | None]]] = {}  # by name, before and after the update
         self.dropout, self.training = 0.0, True
+        self.kept: list[Tensor] = []  # the whole weights at the start, of a small network
         self.handled: list[tuple[Any, int]] = []  # what a dataset did in this process to each batch, and the batch's size
         self.datasets: dict[int, int] = {}  # number of a batch of a loader, of the newest ones: the id of its dataset
         self.loads = self.loaded_at = 0  # batches that loaders have returned so far, and the update before the newest

@@ -371,16 +371,23 @@ class Tape(TorchDispatchMode):
             yield self.ops[low.bit_length() - 1]
             bits ^= low
 
-    def value(self, op: Op, instead: dict[Op, Tensor] | None = None, grad: bool = False, anew: bool = False) -> Tensor:
-        """Computes the value of `op` again, `instead` of some operations with other values. `anew`: also where it was kept.
+    def value(
+        self, op: Op, instead: dict[Op, Tensor] | None = None, grad: bool = False, anew: bool = False, through: bool = False
+    ) -> Tensor:
+        """Computes the value of `op` again, `instead` of some operations with other values.
+
+        Args:
+            grad: whether the result has a gradient.
+            anew: from the sources alone, and not from what was kept of layers.
+            through: with a gradient also where the script took none.
 
         Raises:
             NotRecorded: something on the way was not kept, and cannot be repeated.
         """
-        given = {kept: value for kept, value in self._held.items() if not (anew and kept is op)} | (instead or {})
+        given = ({} if anew else self._held) | (instead or {})
         tensors: dict[int, Tensor] = {}
         for each in self.upstream(op, given):
-            with torch.set_grad_enabled(grad and each.with_grad):
+            with torch.set_grad_enabled(grad and (each.with_grad or through)):
                 if each in given:
                     tensors[each.result] = given[each] if instead and each in instead else given[each].detach().clone()
                 elif each.is_source:
@@ -391,6 +398,8 @@ class Tape(TorchDispatchMode):
                     raise NotRecorded(f"{each.name} may draw numbers, or wait for other processes")
                 elif draws(each.func, each.args, each.kwargs):
                     raise NotRecorded(f"{each.name} draws numbers on the way")
+                elif through and each.name == "detach":
+                    tensors[each.result] = tensors[each.args[0].number]
                 else:
                     again = tree_map_only(Ref, lambda ref: tensors[ref.number], (each.args, each.kwargs))
                     result = each.func(*again[0], **again[1])

@@ -193,6 +193,20 @@ def _frozen() -> Network:
     return network
 
 
+def _hooked() -> Network:
+    network = Network()
+    network.first.weight.register_hook(lambda gradient: gradient / 2)
+    return network
+
+
+class Detached(Network):
+    """The level's layer is trained by its bias alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.level.forward = lambda features: nn.functional.linear(features, self.level.weight.detach(), self.level.bias)
+
+
 def _dropping() -> Network:
     network = Network()
     network.drop.p = 0.5
@@ -313,6 +327,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "weights changed after the step": ({"average": lambda self, k, network: _moved(network)}, "state-changed-in-update"),
     "weights changed before the step": ({"clip": lambda self, network: _moved(network)}, "state-changed-in-update"),
     "evaluation mode": ({"between": lambda self, k, network, optimizer: network.eval()}, "network-mode"),
+    "a hook that halves": ({"build": lambda self: _hooked()}, "gradient-not-slope"),
+    "a detached layer": ({"build": lambda self: Detached()}, "gradient-not-slope"),
     "a frozen layer": ({"build": lambda self: _frozen()}, "network-trained"),
     "dropout": ({"build": lambda self: _dropping()}, "network-dropout"),
     "bfloat16 layers": ({"build": lambda self: Cast()}, "network-layers-precision"),
