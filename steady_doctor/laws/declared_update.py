@@ -53,7 +53,8 @@ def clipped(seen: Seen) -> Iterator[Found]:
 def slope(seen: Seen) -> Iterator[Found]:
     """The gradient is the slope of the loss."""
     for step, _, _ in _told(seen):
-        half = max((float(torch.finfo(dtype).eps) for one in step.passes if one.drawn for dtype in one.drawn.layers), default=0.0)
+        layers = [dtype for one in step.passes if one.drawn is not None for dtype in one.drawn.layers]
+        half = max((float(torch.finfo(dtype).eps) for dtype in layers), default=0.0)
         off = step.update.gradient.off_slope
         if off is not None and off > max(OF_PARAMETER, 16 * half):
             yield Found("gradient-not-slope", step.update.number, {"off": off})
