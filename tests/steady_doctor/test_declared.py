@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from steady_doctor.declare.declaration import Declaration, Optimizer
 from steady_doctor.declare.processes import DDPM, ema_decay
@@ -337,10 +338,32 @@ def test_departures_from_what_is_declared(name):
     assert code in Loop(**parts).run(updates)[:3]
 
 
+def _normed() -> Network:
+    """Its power iteration writes over where it began, and the output cannot be computed again."""
+    network = Network()
+    spectral_norm(network.first)
+    return network
+
+
+def _noted(loop: Loop, loss: Tensor) -> Tensor:
+    loop.newest = loss
+    return loss
+
+
+def _figures(loop: Loop, network: nn.Module) -> Tensor:
+    """As read together for a report; their graph has the network's output and its parameters."""
+    return torch.cat([loop.newest.reshape(1), *(parameter.flatten() for parameter in network.parameters())])
+
+
 RIGHT: dict[str, dict[str, Any]] = {
     "as declared": {},
     "bfloat16 layers": {"build": lambda self: Cast(), "declares": {"layers": torch.bfloat16}},
     "noise told in another layout": {"noise": lambda self, k, shape: torch.randn(shape).transpose(2, 3)},
+    "figures of the loss beside those of weights, which cannot be made again": {
+        "build": lambda self: _normed(),
+        "loss": lambda self, losses, network: _noted(self, losses.mean() / 2),
+        "average": lambda self, k, network: (_figures(self, network), self.follow(k, network)),
+    },
     "dropout as declared is left to the option": {"between": lambda self, k, network, optimizer: network.train()},
 }
 
