@@ -50,7 +50,7 @@ class Denoiser(nn.Module):
 class Loop:
     """Each part of an update, to be exchanged for a wrong one. `k`: the update's number, from 1."""
 
-    passes = 2
+    passes, limit_taken = 2, LIMIT
 
     def __init__(self, declares: dict[str, Any] | None = None, **parts: Any):
         self.declares = declares or {}
@@ -158,7 +158,7 @@ class Loop:
             torch.autograd.backward(self.loss(losses, network))
         norm = self.clip(network)
         self.step(k, optimizer)
-        session.stepped(LIMIT, norm if isinstance(norm, Tensor) else None)
+        session.stepped(LIMIT, norm if isinstance(norm, Tensor) else None, limit_taken=self.limit_taken)
         self.clear(k, optimizer)
         self.average(k, network)
         session.end(k, torch.tensor(True))
@@ -266,6 +266,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "one pass": ({"passes": 1}, "gradient-passes"),
     "not clipped": ({"clip": lambda self, network: None}, "gradient-not-clipped-so"),
+    "another limit, which no norm reaches": (
+        {"limit_taken": 1e4, "clip": lambda self, network: nn.utils.clip_grad_norm_(network.parameters(), 1e4)},
+        "gradient-limit",
+    ),
     "each number clipped": (
         {"clip": lambda self, network: nn.utils.clip_grad_value_(network.parameters(), 1e-2)},
         "gradient-not-of-passes",

@@ -110,7 +110,7 @@ class StepAudit(Unwatched):
         limit: float | None = self._run.options.max_grad_norm
         if self._limit is not None:
             limit = self._limit.limit() if self.looks else None
-        facts = (limit, gradients.norm, self._turned_down()) if self.looks else ()
+        facts = (limit, gradients.norm, self._turned_down(), self._run.clipping.value) if self.looks else ()
         self._session.stepped(*facts)
 
     def check_norm_mean(self) -> None:
