@@ -173,7 +173,8 @@ class StepAudit(Unwatched):
 
     def _record(self, found: list[Found]) -> None:
         said = list({one.code: finding(one).to_json() for one in found}.values())
-        self._run.doctor.record(self._run.state.step, {"audit": {"found": said, "measured": self._doctor.measured()}})
+        measured = ["data"] * (self._data.compared > 0) + self._doctor.measured()
+        self._run.doctor.record(self._run.state.step, {"audit": {"found": said, "measured": measured}})
 
     def _say_failed(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
