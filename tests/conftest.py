@@ -273,6 +273,16 @@ def rehearse(train):
     return run
 
 
+def step_seen(folder: Path) -> tuple[set[str], dict[str, dict]]:
+    """(stages of the training step that the doctor measured in the run of this folder, what it found by code). Fails where one
+    of its looks did."""
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    audits = [line["audit"] for line in lines if "audit" in line]
+    assert not [audit["failed"] for audit in audits if "failed" in audit]
+    found = {one["code"]: one for audit in audits for one in audit["found"]}
+    return {stage for audit in audits for stage in audit["measured"]}, found
+
+
 def same_bytes(path: Path, expected: Path | bytes) -> bool:
     """For asserts about files: where CI is set, pytest compares two long byte strings line by line, which takes hours."""
     return path.read_bytes() == (expected if isinstance(expected, bytes) else expected.read_bytes())

@@ -35,6 +35,7 @@ class DataJudge:
         self._told: list[Tensor] = []  # their labels as they were drawn
         self._again: set[int] = set()  # samples that have the places or the images of some that were looked at, one pass later
         self._kept, self._looks, self._misread, self._looked = 0, 0, False, False
+        self.compared = 0  # images of samples that were looked at beside their files
 
     @cached_property
     def _table(self) -> Table | None:
@@ -119,6 +120,7 @@ class DataJudge:
         declared, table = self._declared.images, self._table
         if table is None or (self._latents is not None and self._looks > _ENCODED):
             return
+        self.compared += len(numbers)
         rows = self._given.shown_rows(numbers)
         files = table.images(rows.tolist())
         if self._latents is not None:

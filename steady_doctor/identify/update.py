@@ -45,6 +45,7 @@ class ToldUpdate:
     """Of a loop that tells; each of weights is a distance over the size, of the parameter that moved most."""
 
     limit: float | None  # that the gradient's norm is to be clipped to; 0: none; None: not known
+    limit_taken: float | None  # the one that the loop takes; None: not told
     norm: float | None  # of the gradient before it is clipped, as the loop has it
     before_pass: float  # moved before the first backward pass
     before_step: float  # and between that and the step
@@ -116,6 +117,7 @@ def _told(recorded: Recorded) -> ToldUpdate | None:
     rows = torch.cat([m.flatten(1).float().square().mean(1).sqrt() for m in matrices]) if matrices else torch.ones(1)
     return ToldUpdate(
         limit=recorded.told.limit,
+        limit_taken=recorded.told.limit_taken,
         norm=recorded.told.norm,
         before_pass=moved[0],
         before_step=moved[1],

@@ -36,6 +36,9 @@ def clipped(seen: Seen) -> Iterator[Found]:
     """One factor for the whole gradient: the limit over its norm, at most 1."""
     for step, told, _ in _told(seen):
         gradient, update = step.update.gradient, step.update.number
+        taken, limit = told.limit_taken, told.limit
+        if taken is not None and limit is not None and not abs(taken - limit) <= SMALL * limit:
+            yield Found("gradient-limit", update, {"taken": taken, "limit": limit})
         if gradient.ratio is None or not gradient.finite or gradient.norm == 0:
             continue
         ratio = gradient.ratio * step.loss_scale

@@ -29,6 +29,7 @@ class Told:
     generators: list[int] = field(default_factory=list)  # states of the random generator before each pass
     loss_scale: float = 1.0  # that the loss is multiplied by before it is differentiated
     limit: float | None = None  # that the gradient's norm is to be clipped to; 0: none
+    limit_taken: float | None = None  # the one that the loop takes; None: not told
     turned_down: int = 0  # updates so far, without a step
     norm: float | None = None  # of the gradient before it is clipped, as the loop has it
 
@@ -147,11 +148,18 @@ class Driven(Session):
             told.labels.append(labels.detach())
             self.tape.known([labels], "data")
 
-    def stepped(self, limit: float | None = None, norm: Tensor | None = None, turned_down: int = 0) -> None:
+    def stepped(
+        self,
+        limit: float | None = None,
+        norm: Tensor | None = None,
+        turned_down: int = 0,
+        limit_taken: Tensor | float | None = None,
+    ) -> None:
         """When the weights are those of the next update; see `Told`."""
         self._safely(self.followed.stepped)
         self._told.limit, self._told.norm = limit, None if norm is None else float(norm)
         self._told.turned_down = turned_down
+        self._told.limit_taken = None if limit_taken is None else float(limit_taken)
 
     def end(self, update: int, finite: Tensor) -> None:
         """When the averages were updated, too; `finite`: whether a step was made, 0-dim."""

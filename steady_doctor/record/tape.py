@@ -127,6 +127,7 @@ class Tape(TorchDispatchMode):
         self._origins: dict[int, Op] = {}  # the source that stood in a storage
         self._storages: dict[int, StorageWeakRef] = {}  # held, so that no address is used twice
         self._held: dict[Op, Tensor] = {}  # the fronts' values
+        self._asked: set[Op] = set()  # fronts of what was differentiated, which is to be computed again from them
         self._next = 0
 
     # ---- recording
@@ -143,7 +144,8 @@ class Tape(TorchDispatchMode):
 
     def root(self, tensor: Tensor) -> None:
         """Notes that this is differentiated now."""
-        self.roots.append(self.op_of(tensor))
+        self.roots.append(root := self.op_of(tensor))
+        self._asked |= root.fronts if root is not None else set()
 
     def origin(self, tensor: Tensor) -> Op | None:
         """The source that stood where this tensor lies."""
@@ -264,7 +266,7 @@ class Tape(TorchDispatchMode):
             return
         size = value.numel()
         kept = {earlier for earlier in op.fronts if earlier in self._held and self._held[earlier].numel() > MUCH * size}
-        for earlier in op.fronts - kept:
+        for earlier in op.fronts - kept - self._asked:  # figures of a loss and of weights are no layer
             if earlier.trained or not op.trained:  # what an encoder gives to the network is needed to make its input again
                 self._held.pop(earlier, None)
         op.fronts = frozenset({op} | kept)  # a loss that a parameter weighs does not hide the output

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from steady_doctor.declare.declaration import Declaration, Optimizer
 from steady_doctor.declare.processes import DDPM, ema_decay
@@ -49,7 +50,7 @@ class Denoiser(nn.Module):
 class Loop:
     """Each part of an update, to be exchanged for a wrong one. `k`: the update's number, from 1."""
 
-    passes = 2
+    passes, limit_taken = 2, LIMIT
 
     def __init__(self, declares: dict[str, Any] | None = None, **parts: Any):
         self.declares = declares or {}
@@ -157,7 +158,7 @@ class Loop:
             torch.autograd.backward(self.loss(losses, network))
         norm = self.clip(network)
         self.step(k, optimizer)
-        session.stepped(LIMIT, norm if isinstance(norm, Tensor) else None)
+        session.stepped(LIMIT, norm if isinstance(norm, Tensor) else None, limit_taken=self.limit_taken)
         self.clear(k, optimizer)
         self.average(k, network)
         session.end(k, torch.tensor(True))
@@ -279,6 +280,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "one pass": ({"passes": 1}, "gradient-passes"),
     "not clipped": ({"clip": lambda self, network: None}, "gradient-not-clipped-so"),
+    "another limit, which no norm reaches": (
+        {"limit_taken": 1e4, "clip": lambda self, network: nn.utils.clip_grad_norm_(network.parameters(), 1e4)},
+        "gradient-limit",
+    ),
     "each number clipped": (
         {"clip": lambda self, network: nn.utils.clip_grad_value_(network.parameters(), 1e-2)},
         "gradient-not-of-passes",
@@ -353,10 +358,32 @@ def test_departures_from_what_is_declared(name):
     assert code in Loop(**parts).run(updates)[:3]
 
 
+def _normed() -> Network:
+    """Its power iteration writes over where it began, and the output cannot be computed again."""
+    network = Network()
+    spectral_norm(network.first)
+    return network
+
+
+def _noted(loop: Loop, loss: Tensor) -> Tensor:
+    loop.newest = loss
+    return loss
+
+
+def _figures(loop: Loop, network: nn.Module) -> Tensor:
+    """As read together for a report; their graph has the network's output and its parameters."""
+    return torch.cat([loop.newest.reshape(1), *(parameter.flatten() for parameter in network.parameters())])
+
+
 RIGHT: dict[str, dict[str, Any]] = {
     "as declared": {},
     "bfloat16 layers": {"build": lambda self: Cast(), "declares": {"layers": torch.bfloat16}},
     "noise told in another layout": {"noise": lambda self, k, shape: torch.randn(shape).transpose(2, 3)},
+    "figures of the loss beside those of weights, which cannot be made again": {
+        "build": lambda self: _normed(),
+        "loss": lambda self, losses, network: _noted(self, losses.mean() / 2),
+        "average": lambda self, k, network: (_figures(self, network), self.follow(k, network)),
+    },
     "dropout as declared is left to the option": {"between": lambda self, k, network, optimizer: network.train()},
 }
 

@@ -1,29 +1,27 @@
-"""The step audit in real runs: it finds nothing in healthy ones, changes no number, and says what a wrong step does."""
+"""The doctor in our own runs: it finds nothing in healthy ones, changes no number, and says what a wrong step does."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow_turns
-from safetensors.torch import load_file
-from utils.diagnostics.audit.verdict import STAGES
+from conftest import ROOT, same_bytes, script_environment, slow_turns, step_seen
 
 from benchmarks.shared.replace import replace_everywhere
+from steady_doctor.data.judge import DataJudge
 from utils.core.errors import UserError
 from utils.optim.clipping import AdaptiveLimit
-from utils.training import audit as step_audit
 from utils.training.audit import StepAudit, audited_updates
 
-
-def checks_of(folder) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-    assert not [line["audit"]["failed"] for line in lines if "failed" in line.get("audit", {})]
-    return [check for line in lines for check in line.get("audit", {}).get("checks", ())]
+OF_EACH = {"data", "noise", "timestep", "input", "network", "target", "weight", "gradient", "optimizer", "learning_rate"}
+OF_EACH |= {"ema", "state"}
 
 
-def found_in(folder) -> list[dict]:
-    return [f for f in json.loads((folder / "diagnosis.json").read_text()) if f["code"].startswith("step-")]
+def codes(folder: Path) -> set[str]:
+    return set(step_seen(folder)[1])
 
 
 def test_audits_become_rarer_and_no_number_divides_all_others():
@@ -31,6 +29,7 @@ def test_audits_become_rarer_and_no_number_divides_all_others():
     assert len(audited_updates(3600)) == 17
 
 
+RHYTHM = ["--validation_images", "16", "--validation_steps", "4", "--save_images_steps", "4", "--checkpointing_steps", "4"]
 HEALTHY = {
     "plain": [],
     "bf16, accumulation": ["--mixed_precision", "bf16", "--gradient_accumulation_steps", "2", "--train_batch_size", "4"],
@@ -46,48 +45,52 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("kind", ["plain", *slow_turns(*list(HEALTHY)[1:], ids=list(HEALTHY)[1:])])
-def test_a_healthy_run_has_no_deviation_and_every_stage_is_seen(train_script, script_flags, tmp_path, kind):
-    flags = ["--validation_images", "16", "--validation_steps", "4", "--save_images_steps", "4", "--checkpointing_steps", "4"]
-    assert train_script([*script_flags, *flags, *HEALTHY[kind], "--output_dir", tmp_path]) == 0
-    checks = checks_of(tmp_path)
-    assert [check for check in checks if check["healthy"] is False] == []
-    seen = {check["stage"] for check in checks if check["healthy"]}
-    absent = {"ranks", "condition", *(["ema"] if kind == "no averages" else [])}
-    assert set(STAGES) - seen - absent == set()
-    assert [check["name"] for check in checks if check["declared"] == "the slope of the loss" and check["healthy"]]
+def test_nothing_is_found_in_a_healthy_run_and_every_stage_is_measured(train_script, script_flags, tmp_path, kind):
+    assert train_script([*script_flags, *RHYTHM, *HEALTHY[kind], "--output_dir", tmp_path]) == 0
+    assert step_seen(tmp_path) == (OF_EACH - ({"ema"} if kind == "no averages" else set()), {})
 
 
-def test_a_healthy_run_with_spectral_norm_has_no_deviation(train, tiny_flags, tmp_path):
-    assert train([*tiny_flags, "--spectral_norm", "--output_dir", tmp_path]) == 0
-    checks = checks_of(tmp_path)
-    assert [check for check in checks if check["healthy"] is False] == []
-    assert [check["name"] for check in checks if check["declared"] == "the slope of the loss" and check["healthy"]]
+OF_DDPM = {
+    "spectral norm": ["--spectral_norm"],
+    "kinks": ["--activation", "relu"],
+    "v": ["--prediction_type", "v_prediction", "--snr_gamma", "5", "--ddpm_beta_schedule", "squaredcos_cap_v2"],
+    "the image": ["--prediction_type", "sample", "--rescale_betas_zero_snr", "--ddpm_beta_schedule", "scaled_linear"],
+    "epsilon": ["--snr_gamma", "5", "--ddpm_beta_schedule", "sigmoid", "--initialisation", "he", "--zero_init_output"],
+}
+
+
+@pytest.mark.parametrize("kind", ["spectral norm", *slow_turns(*list(OF_DDPM)[1:])])
+def test_nothing_is_found_with_other_flags_of_ddpm(train, tiny_flags, tmp_path, kind):
+    assert train([*tiny_flags, *OF_DDPM[kind], "--output_dir", tmp_path]) == 0
+    assert step_seen(tmp_path) == (OF_EACH, {})
 
 
 @pytest.mark.slow
 def test_a_compiled_run_is_looked_at_in_its_reports_and_runs_compiled_between_them(train, tiny_flags, tmp_path):
     flags = ["--compile", "--max_train_steps", "4", "--logging_steps", "2", "--output_dir", tmp_path]
     assert train([*tiny_flags, *flags]) == 0
-    checks = checks_of(tmp_path)
-    assert [check for check in checks if check["healthy"] is False] == []
-    assert {"input", "target", "optimizer", "ema"} <= {check["stage"] for check in checks if check["healthy"]}
+    assert step_seen(tmp_path) == (OF_EACH, {})
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
 def test_a_resumed_run_is_compared_with_its_checkpoint(train_script, script_flags, tmp_path, monkeypatch):
-    flags = [*script_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4"]
-    assert train_script([*flags, "--max_train_steps", "4", "--lr_scheduler", "constant"]) == 0
-    resumed = [*flags, "--resume_from_checkpoint", "latest", "--lr_scheduler", "constant"]
+    flags = [*script_flags, "--output_dir", tmp_path, "--checkpointing_steps", "4", "--lr_scheduler", "constant"]
+    assert train_script([*flags, "--max_train_steps", "4"]) == 0
+    resumed = [*flags, "--resume_from_checkpoint", "latest"]
     assert train_script([*resumed, "--max_train_steps", "8"]) == 0
-    assert any("after the resume" in check["name"] for check in checks_of(tmp_path))
-    assert not found_in(tmp_path)
+    assert codes(tmp_path) == set()
+    monkeypatch.setattr("torch.optim.AdamW.load_state_dict", lambda self, state: None)
+    assert train_script([*resumed, "--max_train_steps", "12"]) == 0
+    assert {"state-moments"} <= codes(tmp_path) <= {"state-moments", "state-moments-lost", "optimizer-count"}
 
 
 def test_weights_of_a_resumed_run_are_not_taken_for_first_ones_where_its_count_is_lost(
     train, tiny_flags, tmp_path, monkeypatch
 ):
-    fresh, begin, built = [], StepAudit.begin, step_audit.built.built
-    monkeypatch.setattr(step_audit.built, "built", lambda *given: fresh.append(given[2]) or built(*given))
+    from utils.training import file_audit
+
+    fresh, begin, built = [], StepAudit.begin, file_audit.built.built
+    monkeypatch.setattr(file_audit.built, "built", lambda *given: fresh.append(given[2]) or built(*given))
     flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "2", "--lr_scheduler", "constant"]
     assert train([*flags, "--max_train_steps", "2"]) == 0
     monkeypatch.setattr(StepAudit, "begin", lambda self, step, reported: begin(self, 0, reported))
@@ -95,31 +98,60 @@ def test_weights_of_a_resumed_run_are_not_taken_for_first_ones_where_its_count_i
     assert fresh == [True, False]
 
 
-def test_the_same_bits_with_and_without_it(train_script, script_flags, tmp_path, monkeypatch):
+def test_the_same_bits_with_and_without_it(train_script, script_flags, tmp_path):
     flags = [*script_flags, "--checkpointing_steps", "8", "--dropout", "0.1"]
-    assert train_script([*flags, "--output_dir", tmp_path / "with"]) == 0
-    checks = ("check_sampler", "check_exported", "check_saved", "check_snapshots")
-    for name in ("begin", "begin_micro_step", "add", "end_step", "end_update", "close", *checks):
-        monkeypatch.setattr(StepAudit, name, lambda *arguments: None)
-    assert train_script([*flags, "--output_dir", tmp_path / "without"]) == 0
-    assert checks_of(tmp_path / "with") and not checks_of(tmp_path / "without")
-    for file in ("model.safetensors", "ema.safetensors"):
-        a, b = (load_file(tmp_path / name / "checkpoint-8" / file) for name in ("with", "without"))
-        assert all(torch.equal(a[name], b[name]) for name in a)
+    for doctor in ("on", "off"):
+        assert train_script([*flags, "--doctor", doctor, "--output_dir", tmp_path / doctor]) == 0
+    assert step_seen(tmp_path / "on") == (OF_EACH, {}) and step_seen(tmp_path / "off") == (set(), {})
+    for file in ("model.safetensors", "ema.safetensors", "optimizer.bin"):
+        assert same_bytes(tmp_path / "on/checkpoint-8" / file, tmp_path / "off/checkpoint-8" / file)
 
 
-def test_a_check_that_fails_ends_neither_the_run_nor_the_other_checks(train_script, script_flags, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_without_the_folder_of_the_doctor_a_run_trains_and_is_judged_by_its_figures(tiny_flags, tmp_path):
+    checkout, run = tmp_path / "checkout", tmp_path / "run"
+    leave_out = shutil.ignore_patterns("steady_doctor", "tests", "docs", "benchmarks", "runs", ".*", "__pycache__")
+    shutil.copytree(ROOT, checkout, ignore=leave_out)
+
+    def said(script: str, *flags: object) -> str:
+        command = [sys.executable, str(checkout / script), *map(str, flags)]
+        result = subprocess.run(
+            command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout + result.stderr
+
+    told = said("train_ddpm.py", *tiny_flags, "--max_train_steps", 3, "--output_dir", run)
+    assert told.count("steady_doctor") == 1
+    assert "the folder steady_doctor/ is missing: nobody measures what an update of this run does\n" in told
+    assert step_seen(run) == (set(), {}) and (run / "model_index.json").exists()
+    assert "0 critical" in said("diagnose.py", run)
+
+
+def test_a_look_that_fails_ends_neither_the_run_nor_the_other_looks(train_script, script_flags, tmp_path, monkeypatch):
     def broken(*arguments):
-        raise ZeroDivisionError("an audit with a mistake")
+        raise ZeroDivisionError("a look with a mistake")
 
-    monkeypatch.setattr(step_audit, "check_gradients", broken)
+    monkeypatch.setattr(DataJudge, "found", broken)
     assert train_script([*script_flags, "--output_dir", tmp_path]) == 0
     findings = json.loads((tmp_path / "diagnosis.json").read_text())
-    assert [f["severity"] for f in findings if f["code"] == "rule-failed"] == ["info"]
+    [failed] = [f for f in findings if f["code"] == "rule-failed"]
+    assert failed["severity"] == "info" and "ZeroDivisionError: a look with a mistake" in failed["evidence"]
+    with pytest.raises(AssertionError, match="a look with a mistake"):
+        step_seen(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
-    checks = [check for line in lines for check in line.get("audit", {}).get("checks", ())]
-    seen = {check["stage"] for check in checks if check["healthy"]}
-    assert {"input", "target", "weight", "optimizer", "ema", "state"} <= seen
+    measured = {stage for line in lines for stage in line.get("audit", {}).get("measured", ())}
+    assert measured == OF_EACH - {"data"}
+
+
+def test_a_recording_that_fails_ends_neither_the_run_nor_the_looks_at_files(train, tiny_flags, tmp_path, monkeypatch):
+    def broken(*arguments):
+        raise ZeroDivisionError("a law with a mistake")
+
+    monkeypatch.setattr("steady_doctor.declared_doctor.identify", broken)
+    assert train([*tiny_flags, *RHYTHM, "--output_dir", tmp_path]) == 0
+    [failed] = [f for f in json.loads((tmp_path / "diagnosis.json").read_text()) if f["code"] == "rule-failed"]
+    assert "ZeroDivisionError: a law with a mistake" in failed["evidence"]
 
 
 def test_weights_that_a_validation_leaves_behind_are_named(train_script, script_flags, tmp_path, monkeypatch, capsys):
@@ -130,20 +162,21 @@ def test_weights_that_a_validation_leaves_behind_are_named(train_script, script_
     monkeypatch.setattr("utils.training.validation.Validation.make", lambda self: swap_once(self._run))
     flags = ["--validation_images", "16", "--validation_steps", "3", "--output_dir", tmp_path]
     assert train_script([*script_flags, *flags]) == 0
-    assert "state" in [finding["stage"] for finding in found_in(tmp_path)[:2]]
-    assert "step-state" in capsys.readouterr().out
+    assert {"state-changed-between", "ema-changed-between"} <= codes(tmp_path)
+    assert "state-changed-between" in capsys.readouterr().out
 
 
-def test_a_wrong_step_is_said_with_what_is_declared_and_observed(train, tiny_flags, tmp_path):
-    with pytest.MonkeyPatch.context() as patch:
-        from utils.diffusion.ddpm import training_target
+def test_a_wrong_step_is_said_with_what_is_declared_and_observed(train, tiny_flags, tmp_path, monkeypatch):
+    from utils.diffusion.ddpm import training_target
 
-        replace_everywhere("utils.diffusion.ddpm.training_target", lambda *a: -training_target(*a), patch)
-        assert train([*tiny_flags, "--output_dir", tmp_path]) == 0
-    (finding,) = [f for f in found_in(tmp_path) if f["stage"] == "target"]
-    assert finding["severity"] == "critical" and "minus the noise" in finding["observed"]
-    assert finding["declared"] == "squared error of the epsilon prediction"
-    assert "declared" in (tmp_path / "report.html").read_text()
+    replace_everywhere("utils.diffusion.ddpm.training_target", lambda *a: -training_target(*a), monkeypatch)
+    assert train([*tiny_flags, "--output_dir", tmp_path]) == 0
+    assert codes(tmp_path) == {"target-not-declared"}
+    [finding, *_] = json.loads((tmp_path / "diagnosis.json").read_text())
+    assert (finding["code"], finding["severity"], finding["stage"]) == ("target-not-declared", "critical", "target")
+    assert finding["declared"].startswith("0 image + 1 noise at level ") and "-1 noise" in finding["observed"]
+    page = (tmp_path / "report.html").read_text()
+    assert finding["declared"] in page and finding["observed"] in page
 
 
 def told_halved(self, accelerator, parameters, old=AdaptiveLimit.clip):
@@ -171,7 +204,7 @@ def test_adaptive_clipping_that_does_not_follow_its_rule_is_named(train, tiny_fl
     for name, value in CLIPPING_FAULTS[fault].items():
         monkeypatch.setattr(AdaptiveLimit, name, value)
     assert train([*tiny_flags, "--adaptive_clipping", "--output_dir", tmp_path]) == 0
-    assert {finding["stage"] for finding in found_in(tmp_path)} == ({"gradient"} if fault != "none" else set())
+    assert {found["stage"] for found in step_seen(tmp_path)[1].values()} == ({"gradient"} if fault != "none" else set())
 
 
 @pytest.mark.slow
@@ -185,15 +218,7 @@ def test_the_mean_of_adaptive_clipping_that_a_resume_loses_is_named(train, tiny_
     if fault == "not restored":
         monkeypatch.setattr(AdaptiveLimit, "__init__", lambda self, device, mean, old=AdaptiveLimit.__init__: old(self, device))
     assert train([*flags, "--resume_from_checkpoint", "latest", "--output_dir", tmp_path]) == 0
-    assert ("state" in {finding["stage"] for finding in found_in(tmp_path)}) == (fault != "none")
-
-
-@pytest.mark.slow
-def test_kinks_of_the_activation_are_no_deviation(train, tiny_flags, tmp_path):
-    """ReLU's, within which the slope of the loss changes."""
-    assert train([*tiny_flags, "--activation", "relu", "--max_train_steps", "8", "--output_dir", tmp_path]) == 0
-    assert found_in(tmp_path) == []
-    assert [check for check in checks_of(tmp_path) if check["declared"] == "the slope of the loss" and check["healthy"]]
+    assert ("state-norm-mean" in codes(tmp_path)) == (fault != "none")
 
 
 @pytest.mark.slow
@@ -202,7 +227,7 @@ def test_rmsprop_without_momentum_goes_on(train, tiny_flags, tmp_path, changed):
     flags = [*tiny_flags, "--optimizer", "rmsprop", "--checkpointing_steps", "4", "--output_dir", tmp_path]
     assert train([*flags, "--momentum", "0", "--max_train_steps", "4"]) == 0
     assert train([*flags, *(changed or ["--momentum", "0"]), "--resume_from_checkpoint", "latest"]) == 0
-    assert found_in(tmp_path) == []
+    assert codes(tmp_path) == set()
 
 
 @pytest.mark.slow
@@ -212,7 +237,7 @@ def test_a_resume_is_compared_with_the_checkpoint_that_was_loaded(train, tiny_fl
     assert train([*flags, "--max_train_steps", "4", "--output_dir", first]) == 0
     assert train([*flags, "--max_train_steps", "4", "--seed", "1", "--output_dir", second]) == 0
     assert train([*flags, "--output_dir", second, "--resume_from_checkpoint", first / "checkpoint-4"]) == 0
-    assert found_in(second) == []
+    assert codes(second) == set()
 
 
 @pytest.mark.slow
@@ -221,9 +246,10 @@ def test_a_dropout_that_the_network_does_not_have_is_named(train, tiny_flags, tm
     network = json.loads(Path(tiny_flags[tiny_flags.index("--model_config_name_or_path") + 1], "config.json").read_text())
     config.write_text(json.dumps(network | {"dropout": 0.2}))
     flags = [*tiny_flags, "--max_train_steps", "2", "--model_config_name_or_path", str(tmp_path), "--output_dir", out]
-    assert train([*flags, "--dropout", "0.2"]) == 0 and found_in(out) == []
+    assert train([*flags, "--dropout", "0.2"]) == 0 and codes(out) == set()
     monkeypatch.setattr(
         "torch.nn.Dropout.__init__", lambda self, p=0.5, inplace=False, old=torch.nn.Dropout.__init__: old(self, p / 2)
     )
     assert train([*flags, "--dropout", "0.2", "--overwrite_output_dir"]) == 0
-    assert [(f["stage"], f["observed"]) for f in found_in(out)] == [("network", "0.1")]
+    [(code, found)] = step_seen(out)[1].items()
+    assert (code, found["declared"], found["observed"]) == ("network-dropout", "0.2", "0.1")

@@ -9,4 +9,4 @@ class Entry:
     cause: str
     fixes: tuple[str, ...]
     in_fp16: tuple[str, str] | None = None  # one more cause and fix, where the run is in fp16
-    stage: str = ""  # of a training step, see `audit.verdict`
+    stage: str = ""  # of a training step

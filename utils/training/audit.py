@@ -110,7 +110,7 @@ class StepAudit(Unwatched):
         limit: float | None = self._run.options.max_grad_norm
         if self._limit is not None:
             limit = self._limit.limit() if self.looks else None
-        facts = (limit, gradients.norm, self._turned_down()) if self.looks else ()
+        facts = (limit, gradients.norm, self._turned_down(), self._run.clipping.value) if self.looks else ()
         self._session.stepped(*facts)
 
     def check_norm_mean(self) -> None:
@@ -173,7 +173,8 @@ class StepAudit(Unwatched):
 
     def _record(self, found: list[Found]) -> None:
         said = list({one.code: finding(one).to_json() for one in found}.values())
-        self._run.doctor.record(self._run.state.step, {"audit": {"found": said, "measured": self._doctor.measured()}})
+        measured = ["data"] * (self._data.compared > 0) + self._doctor.measured()
+        self._run.doctor.record(self._run.state.step, {"audit": {"found": said, "measured": measured}})
 
     def _say_failed(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"

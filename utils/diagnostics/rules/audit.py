@@ -18,10 +18,13 @@ def measured(record: RunRecord) -> list[str]:
 
 def step_deviates(record: RunRecord) -> Found:
     newest: dict[str, dict] = {}
+    failed: dict[str, int] = {}  # errors, and when each came last
     for step, audit in record.records("audit"):
         if "failed" in audit:
-            yield Finding("rule-failed", "info", f"the look at the training step: {audit['failed']}", step)
+            failed[audit["failed"]] = step
         newest |= {one["code"]: one for one in audit.get("found", ())}
+    for error, step in failed.items():
+        yield Finding("rule-failed", "info", f"the look at the training step: {error}", step)
     for code, one in newest.items():
         texts = {name: one[name] for name in TEXTS}
         evidence = f"{one['observed']}; declared: {one['declared']}"

@@ -4,7 +4,7 @@ import math
 from statistics import median
 
 from utils.diagnostics.finding import Finding, Found
-from utils.diagnostics.rules.audit import looks
+from utils.diagnostics.rules.audit import measured
 from utils.runs.record import RunRecord
 
 
@@ -27,7 +27,7 @@ def schedule(record: RunRecord) -> Found:
 def sampler_mismatch(record: RunRecord) -> Found:
     """Of a pipeline, whose training nobody saw. Of a run the step audit knows the target, and a network that has learned little
     may be better read as something else, where some noise levels hardly count in the loss."""
-    if looks(record):
+    if "target" in measured(record):
         yield "sampler-mismatch"
         return
     for step, probe in record.known("probe")[-1:]:
