@@ -51,6 +51,7 @@ class StepAudit(Unwatched):
             self._say_failed,
         )
         self._session = self._doctor.session
+        self._session.resting = True  # until the first update begins
         self._hooks: ExitStack = self._doctor.install()
         self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
         self._limit = AdaptiveLimit(run.state.grad_norm_mean) if options.adaptive_clipping else None
