@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from steady_doctor.record.copies import Copies
@@ -52,6 +53,7 @@ class Session:
         self.failure: BaseException | None = None
         self.resting = False  # whether what happens now is no part of the training
         self.tape: Tape | None = None
+        self._left: Tape | None = None  # where it is not entered for a while
         self.loads = Loads()
         self._judge, self._stopped = judge, stopped
         self._due = recorded_updates()
@@ -104,20 +106,30 @@ class Session:
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
+        """Nothing is recorded within. Where no other mode of torch's stands above the tape, it is left, as each operation takes
+        longer there."""
         tape = self.tape
+        leaves = tape is not None and not tape.paused and _get_current_dispatch_mode() is tape
         if tape is not None:
             tape.paused += 1
+        if tape is not None and leaves:
+            tape.__exit__(None, None, None)
+            self._left = tape
         try:
             yield
         finally:
+            if tape is not None and self._left is tape and leaves:  # else it has come to its end within
+                self._left = None
+                tape.__enter__()
             if tape is not None:
                 tape.paused -= 1
 
     def _stop(self) -> None:
         self._recorded = None
         if self.tape is not None:
-            self.tape.__exit__(None, None, None)
-            self.tape = None
+            if self._left is None:
+                self.tape.__exit__(None, None, None)
+            self.tape = self._left = None
         self._seeing.close()
 
     def _backward(self, original: Callable, tensors: Any, *arguments: Any, **options: Any) -> Any:
