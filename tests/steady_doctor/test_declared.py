@@ -349,6 +349,17 @@ def _normed() -> Network:
     return network
 
 
+def _with_zeros() -> Network:
+    """With a matrix that the penalty alone reads: it stays 0."""
+    network = Network()
+    network.idle = nn.Parameter(torch.zeros(2, 2))
+    return network
+
+
+def _penalty(network: nn.Module) -> Tensor:
+    return 1e-3 * sum(parameter.abs().sum() for parameter in network.parameters() if parameter.ndim > 1)
+
+
 def _noted(loop: Loop, loss: Tensor) -> Tensor:
     loop.newest = loss
     return loss
@@ -367,6 +378,11 @@ RIGHT: dict[str, dict[str, Any]] = {
         "build": lambda self: _normed(),
         "loss": lambda self, losses, network: _noted(self, losses.mean() / 2),
         "average": lambda self, k, network: (_figures(self, network), self.follow(k, network)),
+    },
+    "a penalty as declared, of zeros, too": {
+        "build": lambda self: _with_zeros(),
+        "loss": lambda self, losses, network: (losses.mean() + _penalty(network)) / 2,
+        "declares": {"l1_weight": 1e-3},
     },
     "dropout as declared is left to the option": {"between": lambda self, k, network, optimizer: network.train()},
 }
