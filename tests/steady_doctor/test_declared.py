@@ -116,16 +116,19 @@ class Loop:
     def build(self):
         return Network()
 
+    def exported(self, network):
+        return network
+
     def follow(self, k: int, network: nn.Module, decay: float | None = None) -> None:
         decay = ema_decay(0.99, 1.0, 0.75, k) if decay is None else decay
-        for name, parameter in network.named_parameters():
+        for name, parameter in self.exported(network).named_parameters():
             self.shadow[name].lerp_(parameter.detach(), 1 - decay)
 
     def run(self, updates: int = UPDATES) -> list[str]:
         torch.manual_seed(0)
         network = self.build()
         network.train()
-        self.shadow = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+        self.shadow = {name: parameter.detach().clone() for name, parameter in self.exported(network).named_parameters()}
         optimizer = self.made(self.groups(network))
         settings = {"betas": (0.9, 0.99), "eps": 1e-8, "amsgrad": False}
         self.declared = Declaration(
@@ -138,7 +141,7 @@ class Loop:
             classes=3,
             no_class=3,
         )
-        doctor = DeclaredDoctor(self.declared, optimizer, network, network, {"EMA": self.shadow}, _raise)
+        doctor = DeclaredDoctor(self.declared, optimizer, network, self.exported(network), {"EMA": self.shadow}, _raise)
         with doctor.install():
             for k in range(1, updates + 1):
                 self._update(k, network, optimizer, doctor.session)
@@ -177,6 +180,9 @@ class EDM2Loop(Loop):
 
     def build(self):
         return Denoiser()
+
+    def exported(self, network):
+        return network.unet
 
     def weight(self, sigma):
         return (sigma**2 + 0.25) / (0.5 * sigma) ** 2
@@ -360,6 +366,13 @@ def _noisy(network: nn.Module) -> None:
 
 OF_EDM2: dict[str, tuple[dict[str, Any], set[str]]] = {
     "as declared": ({}, set()),
+    "a penalty of the network without u": (
+        {
+            "loss": lambda self, losses, network: (losses.mean() + _penalty(network.unet)) / 2,
+            "declares": {"l1_weight": 1e-3},
+        },
+        set(),
+    ),
     "u detached": ({"learned": lambda self, error, u: error / u.detach().exp() + u.detach()}, {"weight-learned"}),
     "u detached in the first part": ({"learned": lambda self, error, u: error / u.detach().exp() + u}, {"weight-learned"}),
     "half of u": ({"learned": lambda self, error, u: error / u.exp() + u / 2}, {"weight-learned"}),
