@@ -57,7 +57,7 @@ class Declaration:
     layers: torch.dtype = torch.float32  # in which layers compute
     dropout: float | None = None  # None: not declared
     normalized: bool = False  # the rows of all matrices have a root mean square of 1 after each step
-    l1_weight: float = 0.0  # of the sum of the absolute values of all matrices and kernels in the loss
+    l1_weight: float = 0.0  # of the sum of the absolute values in the loss, of all matrices and kernels that are averaged
     trained: Callable[[str], bool] = lambda name: True  # by the name of a parameter
     classes: int = 0  # that the network is told of
     no_class: int = -1  # what it is told for no class

@@ -85,7 +85,7 @@ class Step:
     update: Update
     passes: list[Pass]
     network: Network = field(default_factory=Network)
-    matrices: tuple[bool, ...] = ()  # of each parameter of the optimizer: whether it has two dimensions or more
+    matrices: tuple[bool, ...] = ()  # of each parameter of the optimizer: whether it has two dimensions or more, and is averaged
     loss_scale: float = 1.0  # that the gradients of the passes have in them
     turned_down: int = 0  # updates so far, without a step
 
@@ -96,7 +96,7 @@ def identify(recorded: Recorded) -> Step:
     passes = [_told(recorded, root, place) if recorded.told else _pass(recorded, root) for place, root in enumerate(own)]
     step = Step(identify_update(recorded), passes, identify_network(recorded))
     if recorded.told:
-        step.matrices = tuple(parameter.ndim > 1 for parameter in recorded.parameters)
+        step.matrices = tuple(p.ndim > 1 and of_network for p, of_network in zip(recorded.parameters, recorded.averaged))
         step.loss_scale, step.turned_down = recorded.told.loss_scale, recorded.told.turned_down
     return step
 

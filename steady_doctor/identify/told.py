@@ -122,7 +122,9 @@ def penalty_of(recorded: Recorded, root: Op, target: Target) -> dict[int, Tensor
     beside = [op for op in tape.upstream(root, [target.output, *root.fronts]) if op.kind == "trained"]
     if not beside:
         return {}
-    leaves = {op: tape.values[op.index].detach().clone().requires_grad_(True) for op in beside}
+    values = ((op, tape.values[op.index].detach()) for op in beside)
+    # An absolute value has no slope at 0, where some layers begin.
+    leaves = {op: value.masked_fill(value == 0, 1.0).requires_grad_(True) for op, value in values}
     held = {target.output: tape.value(target.output)}
     with torch.enable_grad():
         loss = tape.value(root, held | {op: leaf * 1 for op, leaf in leaves.items()}, grad=True)

@@ -28,7 +28,7 @@ def _drawn(seen: Seen) -> Iterator[tuple[int, Pass, Declaration]]:
 
 def _far(found: Tensor, wanted: Tensor, room: Tensor | float) -> int | None:
     """The sample that is furthest off, by more than it may be; a number that is not one is off."""
-    over = torch.nan_to_num((found - wanted).abs(), nan=math.inf) / room
+    over = torch.nan_to_num((found - wanted).abs() / room, nan=math.inf)
     place = int(over.argmax())
     return place if float(over[place]) > 1 else None
 
@@ -144,7 +144,7 @@ def learned(seen: Seen) -> Iterator[Found]:
         here, beyond = u.slope * factor, u.slope_beyond * factor
         share = 1 - here  # error / exp(u)
         place = _far(beyond - here, share * LEARNED, SMALL * (1 + share.abs()))
-        if place is None and not u.own:
+        if place is None and (not u.own or bool((share.abs() < EXACT).all())):  # no error is 0
             place = 0
         if place is not None:
             yield Found("weight-learned", update, {"here": float(here[place]), "beyond": float(beyond[place])})

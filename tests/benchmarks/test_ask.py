@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from utils.diagnostics.audit.verdict import STAGES
 
 from benchmarks.doctor import ask, cases, engine
 from benchmarks.doctor.edits import Edit, edited
 from benchmarks.doctor.runs import Result
+from steady_doctor.words import table
 
 SOURCE = """
 def f(x):
@@ -23,7 +23,7 @@ def test_every_edit_applies_to_the_sources_as_they_are(monkeypatch, capsys):
     """Where this fails a line has changed: write the edit anew, so that it is the same fault."""
     monkeypatch.setattr("sys.argv", ["ask.py", "--check"])
     assert ask.main() == 0, capsys.readouterr().out
-    assert set(cases.STAGES) == set(STAGES)
+    assert set(cases.STAGES) == {entry["stage"] for entry in table().values()}
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,15 @@ from made_up_runs import (
     sizes,
     updates,
 )
-from utils.diagnostics.audit.verdict import STAGES, Check
-
+from benchmarks.doctor.cases import STAGES
+from steady_doctor import words
+from steady_doctor.found import Found
 from utils.diagnostics.catalog import CATALOG
 from utils.diagnostics.data_checks.checks import CHECKS
 from utils.diagnostics.diagnose import RULES, diagnose, judge
 from utils.diagnostics.finding import SEVERITIES, Finding, table
 from utils.diagnostics.options_table import ROWS
-from utils.diagnostics.rules.audit import audited as step_table
+from utils.diagnostics.rules.audit import looks, measured
 from utils.optim.nonfinite import advice
 from utils.runs.record import RunRecord
 
@@ -67,12 +68,15 @@ SAME = {"outcome": "same", "stage": "weights", "ranks": [0]}
 OF_EDM2 = "worse-than-none", "uncertainty-off"
 
 
-def audited(stage: str, healthy: bool | None) -> RunRecord:
-    """A healthy run in which the step audit looked twice at one quantity of the stage, and lastly saw it as `healthy`."""
+PENALTY = Found("gradient-penalty", 2, {"count": 7, "weight": 0.5})
+
+
+def audited(found: tuple[Found, ...] = (), stages: tuple[str, ...] = (), **more) -> RunRecord:
+    """A healthy run in which the doctor measured these stages in the first two updates, and found that in the second."""
     record = run()
-    for step, seen in ((1, True), (2, healthy)):
-        check = Check(stage, "a quantity", "declared", "observed", seen, "another one")
-        record.history.append({"step": step, "audit": {"checks": [check.to_json()]}})
+    for step, said in ((1, ()), (2, found)):
+        audit = {"found": [words.finding(one).to_json() for one in said], "measured": list(stages)}
+        record.history.append({"step": step, "audit": audit | more})
     record.history.sort(key=lambda line: line["step"])
     return record
 
@@ -91,10 +95,6 @@ def edm2_run(loss: float, said: float | None = None, other: float = 0.1) -> RunR
 
 # code -> (a run that must show it, one that just must not)
 CASES = {
-    **{
-        f"step-{s.replace('_', '-')}": [(audited(s, False), audited(s, True)), (audited(s, False), audited(s, None))]
-        for s in STAGES
-    },
     "data-range": [
         (run(lambda n: {"data/max": 255.0}), run(lambda n: {"data/max": 1.01})),
         (run(lambda n: {"data/min": -3.0}), run(lambda n: {"data/min": -1.01})),
@@ -434,21 +434,29 @@ def test_a_rule_fires_on_its_trace_and_not_beside_it(code, number):
     assert code not in codes(healthy)
 
 
-def test_a_step_that_deviates_is_told_with_its_stage_first():
-    record = audited("target", False)
-    record.history += audited("ema", False).history
-    record.history.sort(key=lambda line: line["step"])
-    first, second = diagnose(record)[:2]
-    assert (first.stage, second.stage) == ("target", "ema") and first.severity == "critical"
-    assert (first.declared, first.observed, first.step) == ("declared", "observed", 2)
-    assert first.evidence == "another one; seen in 1 of 4 audits, first at update 2"
-    (target, ema) = step_table(record)
-    assert (target["healthy"], target["looks"], ema["stage"]) == (False, 2, "ema")
+def test_what_is_wrong_in_a_step_is_told_first_as_it_was_recorded():
+    record = audited((PENALTY,), ("target", "gradient"))
+    record.history[-1]["data/max"] = 255.0
+    [first, second] = diagnose(record)
+    assert (first.code, first.stage, first.severity, first.step) == ("gradient-penalty", "gradient", "critical", 2)
+    assert first.declared == "the absolute values of matrices and kernels, times 0.5"
+    assert first.observed == "another part of it for 7 parameters"
+    assert first.evidence == f"{first.observed}; declared: {first.declared}"
+    assert first.title and first.cause and first.fixes and first.code not in CATALOG
+    assert second.code == "data-range"
+    assert looks(record) == 2 and measured(record) == ["target", "gradient"]
+    assert codes(audited((), ("target",))) == [] and looks(run()) == 0
+
+
+def test_a_look_that_fails_each_time_is_said_once():
+    [failed] = diagnose(audited(failed="ValueError: so"))
+    assert (failed.code, failed.severity, failed.step) == ("rule-failed", "info", 2)
+    assert failed.evidence == "the look at the training step: ValueError: so"
 
 
 def test_every_stage_of_a_finding_is_one_of_a_training_step():
-    assert {entry.stage for entry in CATALOG.values()} - {""} == set(STAGES)
-    assert {f"step-{stage.replace('_', '-')}" for stage in STAGES} <= CATALOG.keys()
+    assert {entry.stage for entry in CATALOG.values()} - {""} < set(STAGES)
+    assert {entry["stage"] for entry in words.table().values()} == set(STAGES)
 
 
 def test_every_finding_of_the_catalog_can_be_made():
@@ -593,7 +601,7 @@ def test_classes_that_the_first_images_leave_out_matter_to_a_network_with_classe
 def test_what_a_whole_run_records_is_enough_to_judge_everything():
     record = run(evaluated(), validation=(0.5, 0.3, 0.25, 0.26))
     record.history[-1]["train/loss_scale"] = 65536.0
-    record.history[-1]["audit"] = {"checks": [Check(stage, "q", "d", "o", True).to_json() for stage in STAGES]}
+    record.history[-1]["audit"] = {"found": [], "measured": ["target"]}
     record.history[-1] |= {"data_checks": {"judged": [*CHECKS.values()]}, "rerun": SAME}
     findings, judged = judge(record)
     assert not findings and set(CATALOG) - judged <= {"rule-failed", *OF_EDM2} | {row.code for row in ROWS}
@@ -652,6 +660,6 @@ def test_each_rule_works_alone_on_a_record_without_its_figures():
 
 def test_the_probe_does_not_judge_a_target_that_the_audit_saw():
     probe = {"errors_as": {"epsilon": by_level(0.9, 1.2), "v_prediction": by_level(0.9, 0.3)}}
-    check = {"stage": "target", "name": "target of the loss", "declared": "v", "observed": "v", "healthy": True, "message": ""}
     assert codes(run(probe=probe)) == ["sampler-mismatch"]
-    assert codes(run(lambda number: {"audit": {"checks": [check]}}, probe=probe)) == []
+    for stages, found in ((["target"], []), (["input"], ["sampler-mismatch"])):
+        assert codes(run(lambda number: {"audit": {"found": [], "measured": stages}}, probe=probe)) == found

@@ -292,7 +292,6 @@ def test_adam_s_epsilon_is_that_of_a_loss_summed_over_channels_and_pixels(train_
         return losses_per_sample(denoised, clean_images, *rest)
 
     monkeypatch.setattr(EDM2Denoiser, "forward", see_inputs)
-    monkeypatch.setattr("utils.diagnostics.audit.observer.ASKED", 0)  # the step audit would make more passes
     monkeypatch.setattr(utils.diffusion.edm2, "losses_per_sample", see_images)
     run = ["--learning_rate", "0.01", "--lr_scheduler", "constant", "--max_grad_norm", "0", "--adam_epsilon", "1e-6"]
     run += ["--checkpointing_steps", "4", "--max_train_steps", "8"]

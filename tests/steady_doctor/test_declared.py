@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from steady_doctor.declare.declaration import Declaration, Optimizer
-from steady_doctor.declare.processes import DDPM, ema_decay
+from steady_doctor.declare.processes import DDPM, EDM2, ema_decay
 from steady_doctor.declared_doctor import DeclaredDoctor
 from steady_doctor.words import finding
 
@@ -35,22 +35,23 @@ class Network(nn.Module):
 class Denoiser(nn.Module):
     """EDM2's: the network with its preconditioning, and u of each level."""
 
-    def __init__(self):
+    def __init__(self, power: float = 2.0):
+        """`power`: of the size of the images with noise, in c_skip."""
         super().__init__()
-        self.unet, self.u = Network(), nn.Linear(2, 1, bias=False)
+        self.unet, self.u, self.power = Network(), nn.Linear(2, 1, bias=False), power
 
     def forward(self, x: Tensor, sigma: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         size = (sigma**2 + 0.25).sqrt()[:, None, None, None]
         s = sigma[:, None, None, None]
         told = sigma.log() / 4
-        denoised = 0.25 / size**2 * x + s * 0.5 / size * self.unet(x / size, told, labels)
+        denoised = 0.25 / size**self.power * x + s * 0.5 / size * self.unet(x / size, told, labels)
         return denoised, self.u(torch.stack([told.sin(), told.cos()], 1))[:, 0]
 
 
 class Loop:
     """Each part of an update, to be exchanged for a wrong one. `k`: the update's number, from 1."""
 
-    passes, limit_taken = 2, LIMIT
+    passes, limit_taken, process = 2, LIMIT, DDPM(ABAR, "epsilon")
 
     def __init__(self, declares: dict[str, Any] | None = None, **parts: Any):
         self.declares = declares or {}
@@ -77,6 +78,11 @@ class Loop:
 
     def error(self, output, target):
         return (output - target).square().flatten(1).mean(1)
+
+    def losses(self, network, clean, noise, levels, labels):
+        a, b = (part[levels].float()[:, None, None, None] for part in (ABAR.sqrt(), (1 - ABAR).sqrt()))
+        output = network(self.noised(clean, noise, a, b), self.told(levels), self.labels(labels))
+        return self.error(output, self.target(clean, noise, a, b))
 
     def loss(self, losses, network):
         return losses.mean() / self.declared.micro_steps
@@ -110,30 +116,32 @@ class Loop:
     def build(self):
         return Network()
 
+    def exported(self, network):
+        return network
+
     def follow(self, k: int, network: nn.Module, decay: float | None = None) -> None:
         decay = ema_decay(0.99, 1.0, 0.75, k) if decay is None else decay
-        for name, parameter in network.named_parameters():
+        for name, parameter in self.exported(network).named_parameters():
             self.shadow[name].lerp_(parameter.detach(), 1 - decay)
 
     def run(self, updates: int = UPDATES) -> list[str]:
         torch.manual_seed(0)
         network = self.build()
         network.train()
-        self.shadow = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+        self.shadow = {name: parameter.detach().clone() for name, parameter in self.exported(network).named_parameters()}
         optimizer = self.made(self.groups(network))
         settings = {"betas": (0.9, 0.99), "eps": 1e-8, "amsgrad": False}
         self.declared = Declaration(
-            DDPM(ABAR, "epsilon"),
+            self.process,
             Optimizer("AdamW", settings, 0.1),
-            lambda k: RATE / k,
+            **{"learning_rate": lambda k: RATE / k} | self.declares,
             micro_steps=2,
             averages={"EMA": lambda k: ema_decay(0.99, 1.0, 0.75, k)},
             dropout=0.0,
             classes=3,
             no_class=3,
-            **self.declares,
         )
-        doctor = DeclaredDoctor(self.declared, optimizer, network, network, {"EMA": self.shadow}, _raise)
+        doctor = DeclaredDoctor(self.declared, optimizer, network, self.exported(network), {"EMA": self.shadow}, _raise)
         with doctor.install():
             for k in range(1, updates + 1):
                 self._update(k, network, optimizer, doctor.session)
@@ -152,9 +160,7 @@ class Loop:
             clean, labels = torch.rand(SIZE, 1, 8, 8) * 2 - 1, torch.randint(-1, 3, (SIZE,))
             noise, levels = self.noise(k, clean.shape), self.levels(k)
             session.tell(clean, noise, levels, labels)
-            a, b = (part[levels].float()[:, None, None, None] for part in (ABAR.sqrt(), (1 - ABAR).sqrt()))
-            output = network(self.noised(clean, noise, a, b), self.told(levels), self.labels(labels))
-            losses = self.error(output, self.target(clean, noise, a, b))
+            losses = self.losses(network, clean, noise, levels, labels)
             torch.autograd.backward(self.loss(losses, network))
         norm = self.clip(network)
         self.step(k, optimizer)
@@ -164,6 +170,29 @@ class Loop:
         session.end(k, torch.tensor(True))
         session.leave()
         self.between(k, network, optimizer)
+
+
+class EDM2Loop(Loop):
+    process = EDM2(sigma_data=0.5, P_mean=-0.8, P_std=1.6)
+
+    def levels(self, k):
+        return (-0.8 + 1.6 * torch.randn(SIZE)).exp()
+
+    def build(self):
+        return Denoiser()
+
+    def exported(self, network):
+        return network.unet
+
+    def weight(self, sigma):
+        return (sigma**2 + 0.25) / (0.5 * sigma) ** 2
+
+    def learned(self, error, u):
+        return error / u.exp() + u
+
+    def losses(self, network, clean, noise, levels, labels):
+        denoised, u = network(clean + levels[:, None, None, None] * noise, levels, self.labels(labels))
+        return self.learned(self.weight(levels) * self.error(denoised, clean), u)
 
 
 def _raise(error: BaseException) -> None:
@@ -351,6 +380,42 @@ def _noisy(network: nn.Module) -> None:
         parameter.grad.add_(1e-3 * parameter.grad.norm() * torch.randn_like(parameter))
 
 
+OF_EDM2: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "as declared": ({}, set()),
+    "a penalty of the network without u": (
+        {
+            "loss": lambda self, losses, network: (losses.mean() + _penalty(network.unet)) / 2,
+            "declares": {"l1_weight": 1e-3},
+        },
+        set(),
+    ),
+    "u detached": ({"learned": lambda self, error, u: error / u.detach().exp() + u.detach()}, {"weight-learned"}),
+    "u detached in the first part": ({"learned": lambda self, error, u: error / u.detach().exp() + u}, {"weight-learned"}),
+    "half of u": ({"learned": lambda self, error, u: error / u.exp() + u / 2}, {"weight-learned"}),
+    "exp(u) multiplied": ({"learned": lambda self, error, u: error * u.exp() + u}, {"weight-not-declared", "weight-learned"}),
+    "u of another sample": (
+        {"learned": lambda self, error, u: error / u.roll(1).exp() + u.roll(1)},
+        {"weight-not-declared", "weight-learned"},
+    ),
+    "the mean of u": ({"learned": lambda self, error, u: error / u.mean().exp() + u}, {"weight-not-declared", "weight-learned"}),
+    "no u": ({"learned": lambda self, error, u: error}, {"weight-not-learned"}),
+    "lambda of another sigma_data": ({"weight": lambda self, sigma: (sigma**2 + 1) / sigma**2}, {"weight-not-declared"}),
+    "no lambda": ({"weight": lambda self, sigma: torch.ones_like(sigma)}, {"weight-not-declared"}),
+    "c_skip of the root": ({"build": lambda self: Denoiser(power=1.0)}, {"target-not-declared"}),
+    "levels of another spread": (
+        {"levels": lambda self, k: (-0.8 + torch.randn(SIZE)).exp()},
+        {"timestep-distribution"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_EDM2)
+def test_an_edm2_loop(name):
+    parts, expected = OF_EDM2[name]
+    found = set(EDM2Loop(**parts).run(30))
+    assert expected & found if expected else found == set()
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_departures_from_what_is_declared(name):
     parts, code = WRONG[name]
@@ -363,6 +428,16 @@ def _normed() -> Network:
     network = Network()
     spectral_norm(network.first)
     return network
+
+
+def _with_zeros() -> Network:
+    network = Network()
+    nn.init.zeros_(network.level.weight)
+    return network
+
+
+def _penalty(network: nn.Module) -> Tensor:
+    return 1e-3 * sum(parameter.abs().sum() for parameter in network.parameters() if parameter.ndim > 1)
 
 
 def _noted(loop: Loop, loss: Tensor) -> Tensor:
@@ -383,6 +458,12 @@ RIGHT: dict[str, dict[str, Any]] = {
         "build": lambda self: _normed(),
         "loss": lambda self, losses, network: _noted(self, losses.mean() / 2),
         "average": lambda self, k, network: (_figures(self, network), self.follow(k, network)),
+    },
+    "a penalty as declared, of a layer that begins with zeros, before a warm-up": {
+        "build": lambda self: _with_zeros(),
+        "loss": lambda self, losses, network: (losses.mean() + _penalty(network)) / 2,
+        "rate": lambda self, k: RATE * (k - 1),
+        "declares": {"l1_weight": 1e-3, "learning_rate": lambda k: RATE * (k - 1)},
     },
     "dropout as declared is left to the option": {"between": lambda self, k, network, optimizer: network.train()},
 }

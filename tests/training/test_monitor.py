@@ -42,13 +42,13 @@ def test_the_loss_to_show_and_the_loss_that_is_trained(tmp_path, monkeypatch):
         doctor=SimpleNamespace(record_report=lambda *arguments: False),
         print_line=print,
     )
-    monkeypatch.setattr("utils.training.monitor.StepAudit", lambda *arguments: mock.MagicMock())
+    monkeypatch.setattr("utils.training.monitor.audit_of", lambda *arguments: mock.MagicMock())
     monkeypatch.setattr("utils.training.monitor.Ledger", lambda run: mock.Mock(due=False, parted=False))
     monitor = Monitor(run, measures_eagerly=True)
     monitor._nan_reports = SimpleNamespace(write=lambda bad, *rest: shown.update(losses=bad.losses.tolist()))
     monitor.begin(0)
     images = torch.randn(3, 1, 1, 2)
-    monitor.add_images(images)
+    monitor.add_drawn({"clean_images": images})
     (network(images).sum() * torch.nan).backward()
     weighted, trained = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([5.0, torch.nan, 7.0])
     monitor.add(Losses(trained, weighted), {"ranks": torch.tensor([0, 5, 19])})

@@ -27,7 +27,7 @@ def test_updates_are_profiled_and_compared_with_the_peak(train, tiny_flags, tmp_
     assert trace.name == "updates-6-8.json.gz"
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     steps = sum(event["name"].startswith("Optimizer.step#") and event["cat"] == "user_annotation" for event in events)
-    assert steps >= 3  # the step audit makes steps of its own
+    assert steps >= 3
     records = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
     (profile,) = (record["profile"] for record in records if "profile" in record)
     assert profile["updates"] == 3 and len(profile["rows"]) == 20

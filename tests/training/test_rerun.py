@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import logged_scalars, same_bytes, slow_turns
-from utils.diagnostics.audit.continuity import Continuity
+from conftest import logged_scalars, same_bytes, slow_turns, step_seen
 
 import train_ddpm
+from steady_doctor.record.followed import Followed
 from utils.core.digests import digest
 from utils.optim.clipping import Limit
 from utils.runs.ledger import read_ledger
@@ -140,7 +140,7 @@ def test_an_update_that_ran_eagerly_is_repeated_eagerly(monkeypatch, eager):
 
 def test_weights_that_were_replaced_are_followed_anew():
     weight = torch.nn.Parameter(torch.zeros(9))
-    followed = Continuity({"weight": weight}, {}, {})
+    followed = Followed({"weight": weight}, {}, {})
     for replaced in (True, False):
         followed.begin()
         followed.stepped()
@@ -148,7 +148,8 @@ def test_weights_that_were_replaced_are_followed_anew():
         if replaced:
             weight.data += 1
             followed.restart()
-    assert all(check.healthy for check in followed.checks())
+    followed.look()
+    assert followed.changed == [(1, 0)]  # one update since the restart, and no change in it
 
 
 def test_equal_states_are_kept_once(train, tiny_flags, tmp_path, monkeypatch):
@@ -165,7 +166,7 @@ def test_equal_states_are_kept_once(train, tiny_flags, tmp_path, monkeypatch):
 
 
 def test_what_is_counted_of_an_update_that_erred_is_that_of_a_good_one(train, tiny_flags, tmp_path, monkeypatch):
-    """Loss, norms, bad updates, the mean that gradients are clipped by, magnitudes by layer, hashes; what the audit pools."""
+    """Loss, norms, bad updates, the mean that gradients are clipped by, magnitudes by layer, hashes; the doctor's own mean."""
     runs = {}
     clip = Limit.clip
 
@@ -195,12 +196,11 @@ def test_what_is_counted_of_an_update_that_erred_is_that_of_a_good_one(train, ti
         runs[name] = (
             [{key: value for key, value in line.items() if key != "time" and not key.startswith("perf/")} for line in reports],
             read_ledger(tmp_path / name),
-            (monitor.audit._clipping.mean(), float(monitor._run.clipping._mean), monitor.audit._pool._kept),
+            (monitor.audit._limit.mean(), float(monitor._run.clipping._mean)),
         )
     assert [each["outcome"] for each in outcomes(tmp_path / "erred")] == ["wrong", "same"]
-    (plain, hashes, (*means, levels)), (erred, erred_hashes, (*erred_means, erred_levels)) = runs.values()
-    assert (plain, hashes, means) == (erred, erred_hashes, erred_means)
-    assert (levels, erred_levels) == (4 * 8, 3 * 8)  # the noise levels of an update that erred are not judged
+        assert step_seen(tmp_path / name)[1] == {}
+    assert runs["plain"] == runs["erred"]
 
 
 @pytest.mark.parametrize(
