@@ -114,9 +114,12 @@ class Driven(Session):
         self._record()
         assert self._recorded is not None  # noqa: S101
         self._told = self._recorded.told = Told(loss_scale=loss_scale)
-        recorded = self._recorded
+        with self._pause():
+            self._describe(self._recorded)
+
+    def _describe(self, recorded: Recorded) -> None:
         recorded.all_parameters = dict(self._network.named_parameters())
-        if self._records % EVERY == 1 % EVERY and sum(parameter.numel() for parameter in recorded.parameters) <= SMALL:
+        if self._records % EVERY == 1 and sum(parameter.numel() for parameter in recorded.parameters) <= SMALL:
             recorded.kept = [parameter.detach().clone() for parameter in recorded.parameters]
         self._records += 1
         names = [self._own.get(id(parameter), "") for parameter in recorded.parameters]
