@@ -10,7 +10,7 @@
 while the work itself is a few small kernels. Other flags
 go to the script. A report is everything that happens every --logging_steps: magnitudes by layer, figures to the trackers, the
 doctor's look at all that was recorded, without the line of the ledger, which is told by itself. With several processes, "rank
-times" is what measures each of them in each update. An audit is what the step audit adds to an update that it looks at.
+times" is what measures each of them in each update. An audit is what the doctor adds to an update that it records.
 On a machine with other work, `--own_time` with `--cpu_threads 1` counts the main thread's time on its processor, whose
 ratios are steadier than those of the clock.
 

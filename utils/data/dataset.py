@@ -98,7 +98,7 @@ class ImageSet:
     source: str
     rows: np.ndarray | None = None  # of the store; None means all of them
     files: EncodedImages | ArrayImages | None = None  # what the pixels were made from, where it is known
-    opened: "Dataset | None" = None  # of `datasets`, before rows and columns of it were chosen: for the step audit
+    opened: "Dataset | None" = None  # of `datasets`, before rows and columns of it were chosen: for the doctor
     in_use: IO | None = None  # keeps the packed cache from being removed
 
     def __getstate__(self) -> dict:

@@ -41,7 +41,7 @@ from utils.training.memory_estimate import (
 MIB = 2**20
 EXIT_DOES_NOT_FIT = 3  # of a dry run
 NO_ACTIVATIONS = (
-    "reports are without activations, and the step audit without forward passes: an eager update is predicted not to fit"
+    "reports are without activations, and the doctor sees no forward passes: an eager update is predicted not to fit"
 )
 
 

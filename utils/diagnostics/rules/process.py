@@ -25,7 +25,7 @@ def schedule(record: RunRecord) -> Found:
 
 
 def sampler_mismatch(record: RunRecord) -> Found:
-    """Of a pipeline, whose training nobody saw. Of a run the step audit knows the target, and a network that has learned little
+    """Of a pipeline, whose training nobody saw. Of a run the doctor knows the target, and a network that has learned little
     may be better read as something else, where some noise levels hardly count in the loss."""
     if "target" in measured(record):
         yield "sampler-mismatch"
