@@ -66,7 +66,7 @@ class Driven(Session):
         self.levels: list[Tensor] = []  # of each micro step
         self._kept = self._records = 0
         self._told = Told()
-        self._left: dict[str, Tensor] = {}  # some numbers of the weights and averages before something that was made
+        self._standing: dict[str, Tensor] = {}  # some numbers of the weights and averages before something that was made
 
     def install(self) -> ExitStack:
         hooks = ExitStack()
@@ -90,7 +90,7 @@ class Driven(Session):
         self._safely(self._leave)
 
     def _leave(self) -> None:
-        self._left = self._everything()
+        self._standing = self._everything()
 
     @torch.no_grad()
     def _everything(self) -> dict[str, Tensor]:
@@ -104,10 +104,10 @@ class Driven(Session):
         self._safely(self._compare)
 
     def _compare(self) -> None:
-        for name, now in self._everything().items() if self._left else ():
-            if not torch.equal(now, self._left[name]):
-                self.followed.note(name, float((now - self._left[name]).norm() / now.norm().clamp(min=1e-30)))
-        self._left = {}
+        for name, now in self._everything().items() if self._standing else ():
+            if not torch.equal(now, self._standing[name]):
+                self.followed.note(name, float((now - self._standing[name]).norm() / now.norm().clamp(min=1e-30)))
+        self._standing = {}
         self.followed.begin()
 
     def _start(self, loss_scale: float) -> None:
@@ -184,7 +184,7 @@ class Driven(Session):
 
     def forget(self) -> None:
         """The newest update is no longer what it was when it was seen."""
-        self._left = {}
+        self._standing = {}
         self.followed.restart()
 
     def _between(self) -> None:

@@ -25,6 +25,7 @@ from made_up_runs import (
     sizes,
     updates,
 )
+
 from benchmarks.doctor.cases import STAGES
 from steady_doctor import words
 from steady_doctor.found import Found
