@@ -381,7 +381,10 @@ OF_EDM2: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"learned": lambda self, error, u: error / u.roll(1).exp() + u.roll(1)},
         {"weight-not-declared", "weight-learned"},
     ),
-    "the mean of u": ({"learned": lambda self, error, u: error / u.mean().exp() + u}, {"weight-not-declared", "weight-learned"}),
+    "the mean of u": (
+        {"learned": lambda self, error, u: error / u.mean().exp() + u},
+        {"weight-not-declared", "weight-learned"},
+    ),
     "no u": ({"learned": lambda self, error, u: error}, {"weight-not-learned"}),
     "lambda of another sigma_data": ({"weight": lambda self, sigma: (sigma**2 + 1) / sigma**2}, {"weight-not-declared"}),
     "no lambda": ({"weight": lambda self, sigma: torch.ones_like(sigma)}, {"weight-not-declared"}),

@@ -118,9 +118,7 @@ def test_without_the_folder_of_the_doctor_a_run_trains_and_is_judged_by_its_figu
 
     def said(script: str, *flags: object) -> str:
         command = [sys.executable, str(checkout / script), *map(str, flags)]
-        result = subprocess.run(
-            command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=300
-        )
+        result = subprocess.run(command, cwd=tmp_path, env=script_environment(), capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr
         return result.stdout + result.stderr
 
@@ -131,9 +129,7 @@ def test_without_the_folder_of_the_doctor_a_run_trains_and_is_judged_by_its_figu
     assert "0 critical" in said("diagnose.py", run)
 
 
-def test_a_look_that_fails_ends_neither_the_run_nor_the_other_looks(
-    train_script, script, script_flags, tmp_path, monkeypatch
-):
+def test_a_look_that_fails_ends_neither_the_run_nor_the_other_looks(train_script, script, script_flags, tmp_path, monkeypatch):
     def broken(*arguments):
         raise ZeroDivisionError("a look with a mistake")
 
