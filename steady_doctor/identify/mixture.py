@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from steady_doctor.identify.fit import fit
 from steady_doctor.record.tape import PARAMETERS, PICKS, NotRecorded, Op, Tape
 
 LINEAR = 1e-3  # of the values: what may remain of a linear relation in float32, after a dozen operations
@@ -225,11 +226,9 @@ def _find_clean(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
 
 def _multiple_and_constant(y: Tensor, x: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a, c and the remaining share, all [B], where y = a x + c for each sample."""
-    y, x, where = (v.detach().double().flatten(1) for v in (y, x, where))
-    sides = torch.stack([x * where, where], -1)
-    solution = torch.linalg.lstsq(sides, y.unsqueeze(-1)).solution
-    left = ((sides @ solution).squeeze(-1) - y).norm(dim=1) / y.norm(dim=1).clamp(min=1e-12)
-    return solution[:, 0, 0], solution[:, 1, 0], left
+    y, x, where = (v.detach().flatten(1) for v in (y, x, where))
+    found, left = fit(y, x * where, where)
+    return found[:, 0], found[:, 1], left
 
 
 def _levels(tape: Tape, mixture: Mixture, given: list[Given]) -> list[Op]:

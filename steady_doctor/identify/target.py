@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from steady_doctor.identify.fit import fit
 from steady_doctor.identify.mixture import Mixture
 from steady_doctor.record.tape import NotRecorded, Op, Tape
 
@@ -170,11 +171,9 @@ def _shares(tape: Tape, mixture: Mixture, value: Tensor, target: Target) -> None
     of_size = [tape.values[draw.index] for draw in mixture.draws if draw.index in tape.values]
     of_size = [drawn.reshape(value.shape) for drawn in of_size if drawn.numel() == value.numel()]
     for noise in (mixture.noise_value, *(of_size if len(mixture.draws) > 1 else [])):
-        sides = torch.stack([v.double().flatten(1) * known for v in (mixture.clean_value, noise) if v is not None], -1)
-        solution = torch.linalg.lstsq(sides, y.unsqueeze(-1)).solution
-        rest = ((sides @ solution).squeeze(-1) - y).norm(dim=1) / y.norm(dim=1).clamp(min=1e-12)
+        found, rest = fit(y, *(v.double().flatten(1) * known for v in (mixture.clean_value, noise) if v is not None))
         if target.rest is None or float(rest.max()) < 0.1 * float(target.rest.max()):
-            target.rest, target.p, target.q = rest, solution[:, 0, 0], solution[:, 1, 0]
+            target.rest, target.p, target.q = rest, found[:, 0], found[:, 1]
 
 
 def by_image(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:

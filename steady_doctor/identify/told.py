@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from steady_doctor.identify.fit import fit
 from steady_doctor.identify.mixture import Given, Mixture, Nothing, find_told, given_to_network, numel
 from steady_doctor.identify.target import Target, gradient_of
 from steady_doctor.record.driven import Told
@@ -59,13 +60,13 @@ def told_mixture(recorded: Recorded, forward: list[Op], place: int) -> tuple[Mix
         raise Nothing("told-not-used")
     input_ = _input(tape, everything, numel(clean), clean.content, noise.content)
     value = tape.value(input_)
-    columns = [tensor.double().flatten(1) for tensor in (of_image, told.noise[place])]
-    a, b, rest = shares(value.reshape(of_image.shape), *columns)
+    found, rest = fit(value.reshape(of_image.shape).flatten(1), of_image.flatten(1), told.noise[place].flatten(1))
+    a, b = found.cpu().unbind(1)
     levels = () if level is None else (level,)
     mixture = Mixture(input_, value, noise, told.noise[place], [noise], b, torch.ones_like(value))
     mixture.clean, mixture.clean_value, mixture.a, mixture.levels, mixture.given = clean, of_image, a, levels, input_
     find_told(tape, mixture, everything)
-    return mixture, rest
+    return mixture, rest.cpu()
 
 
 def _input(tape: Tape, given: list[Given], size: int, clean: int, noise: int) -> Op:
@@ -76,16 +77,6 @@ def _input(tape: Tape, given: list[Given], size: int, clean: int, noise: int) ->
     if not may_be:
         raise Nothing("nothing-given")
     return may_be[ranks.index(max(ranks))]
-
-
-def shares(value: Tensor, clean: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Least squares for each sample: (share of the image, of the noise, of what is neither), float64 [B]."""
-    sides, wanted = torch.stack([clean, noise], -1), value.double().flatten(1)
-    sizes = sides.norm(dim=1, keepdim=True).clamp(min=1e-30)
-    solution = torch.linalg.lstsq(sides / sizes, wanted.unsqueeze(-1)).solution
-    left = (sides / sizes @ solution).squeeze(-1) - wanted
-    found = (solution.squeeze(-1) / sizes.squeeze(1)).cpu()
-    return found[:, 0], found[:, 1], (left.norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-30)).cpu()
 
 
 def learned_of(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Learned | None:
