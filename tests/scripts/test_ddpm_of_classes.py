@@ -1,6 +1,5 @@
 """A class-conditional train_ddpm.py: what it tells its network, what it exports, and how it goes on after a kill."""
 
-import json
 import os
 import subprocess
 import sys

@@ -294,7 +294,7 @@ def endless(flags: list, folder) -> list:
 
 
 def wait_for_updates(folder, runs) -> None:
-    """Until 22 are made: the step audit, for which ranks wait too, looks at number 20 and at number 34."""
+    """Until 22 are made: the doctor, for which ranks wait too, looks at number 20 and at number 34."""
     deadline = time.monotonic() + 180
     while not (folder / "record").exists() or (folder / "record").read_text().count("\n") < 2 * 22:
         assert time.monotonic() < deadline, runs[0].text()
