@@ -1,12 +1,10 @@
 """A run whose training step nobody measures: with --doctor off, or in a checkout without `steady_doctor`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from utils.optim.clipping import Gradients
-from utils.training.run import Run
 
 
 class Unwatched:
@@ -53,17 +51,3 @@ class Unwatched:
 
     def close(self) -> None:
         """At the end of the run, where no update follows."""
-
-
-def audit_of(run: Run, eager: bool, turned_down: Callable[[], int]) -> Unwatched:
-    """Who measures the training step; see `StepAudit`."""
-    if run.options.doctor == "off":
-        return Unwatched()
-    try:
-        from utils.training.audit import StepAudit
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("steady_doctor"):
-            raise
-        run.print_line("the folder steady_doctor/ is missing: nobody measures what an update of this run does")
-        return Unwatched()
-    return StepAudit(run, eager, turned_down)
