@@ -1,4 +1,4 @@
-"""What is declared of a step, by the doctor's own formulas, beside others': diffusers', closed forms, and those of the training."""
+"""What is declared of a step, by the doctor's own formulas, beside diffusers, closed forms, and what the training computes."""
 
 import math
 from dataclasses import replace

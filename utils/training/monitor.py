@@ -1,7 +1,7 @@
 """What watches the updates of a run, from their images to the optimizer's step, and reports on them once in so many."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from utils.training.progress import StepStatistics, Stopwatch, peak_memory_gib, 
 from utils.training.rank_times import RankTimes
 from utils.training.rerun import Rerun
 from utils.training.run import Run
-from utils.training.unwatched import audit_of
+from utils.training.unwatched import Unwatched
 
 
 class Monitor:
@@ -229,3 +229,17 @@ class Monitor:
         self._hang.close()
         self.audit.close()
         self._bad_images.update()
+
+
+def audit_of(run: Run, eager: bool, turned_down: Callable[[], int]) -> Unwatched:
+    """Who measures the training step; see `StepAudit` for the arguments."""
+    if run.options.doctor == "off":
+        return Unwatched()
+    try:
+        from utils.training.audit import StepAudit
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("steady_doctor"):
+            raise
+        run.print_line("the folder steady_doctor/ is missing: nobody measures what an update of this run does")
+        return Unwatched()
+    return StepAudit(run, eager, turned_down)

@@ -1,12 +1,10 @@
 """A run whose training step nobody measures: with --doctor off, or in a checkout without `steady_doctor`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from utils.optim.clipping import Gradients
-from utils.training.run import Run
 
 
 class Unwatched:
@@ -53,6 +51,7 @@ class Unwatched:
 
     def close(self) -> None:
         """At the end of the run, where no update follows."""
+<<<<<<< HEAD
 
 
 def audit_of(run: Run, eager: bool, turned_down: Callable[[], int]) -> Unwatched:
@@ -70,3 +69,5 @@ def audit_of(run: Run, eager: bool, turned_down: Callable[[], int]) -> Unwatched
         run.print_line("nobody measures what an update of this run does: the doctor computes in float64, which MPS has not")
         return Unwatched()
     return StepAudit(run, eager, turned_down)
+=======
+>>>>>>> tests2
