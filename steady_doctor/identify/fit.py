@@ -5,8 +5,8 @@ from torch import Tensor
 
 
 def fit(wanted: Tensor, *columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the coefficients [B, K] of K `columns` [B, N] whose sum comes nearest to `wanted` [B, N], and the share of it that
-    is left, [B]; float64."""
+    """Returns the coefficients [B, K] of K `columns` [B, N] whose sum comes nearest to `wanted` [B, N], and the share of it
+    that is left, [B]; float64."""
     sides, wanted = torch.stack([column.double() for column in columns], -1), wanted.double().unsqueeze(-1)
     sizes = sides.norm(dim=1, keepdim=True).clamp(min=1e-30)
     sides = sides / sizes

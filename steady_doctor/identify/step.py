@@ -85,13 +85,7 @@ class Step:
     update: Update
     passes: list[Pass]
     network: Network = field(default_factory=Network)
-<<<<<<< HEAD
     matrices: tuple[bool, ...] = ()  # of each parameter of the optimizer: two dimensions or more, and averaged
-=======
-    matrices: tuple[
-        bool, ...
-    ] = ()  # of each parameter of the optimizer: whether it has two dimensions or more, and is averaged
->>>>>>> tests2
     loss_scale: float = 1.0  # that the gradients of the passes have in them
     turned_down: int = 0  # updates so far, without a step
 

@@ -242,4 +242,7 @@ def audit_of(run: Run, eager: bool, turned_down: Callable[[], int]) -> Unwatched
             raise
         run.print_line("the folder steady_doctor/ is missing: nobody measures what an update of this run does")
         return Unwatched()
+    if run.accelerator.device.type == "mps":
+        run.print_line("nobody measures what an update of this run does: the doctor computes in float64, which MPS has not")
+        return Unwatched()
     return StepAudit(run, eager, turned_down)

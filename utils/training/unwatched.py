@@ -51,23 +51,3 @@ class Unwatched:
 
     def close(self) -> None:
         """At the end of the run, where no update follows."""
-<<<<<<< HEAD
-
-
-def audit_of(run: Run, eager: bool, turned_down: Callable[[], int]) -> Unwatched:
-    """Who measures the training step; see `StepAudit`."""
-    if run.options.doctor == "off":
-        return Unwatched()
-    try:
-        from utils.training.audit import StepAudit
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("steady_doctor"):
-            raise
-        run.print_line("the folder steady_doctor/ is missing: nobody measures what an update of this run does")
-        return Unwatched()
-    if run.accelerator.device.type == "mps":
-        run.print_line("nobody measures what an update of this run does: the doctor computes in float64, which MPS has not")
-        return Unwatched()
-    return StepAudit(run, eager, turned_down)
-=======
->>>>>>> tests2
