@@ -66,7 +66,8 @@ def test_a_label_dropout_that_is_not_done_is_named(train, tiny_flags, tmp_path, 
     monkeypatch.setattr(train_ddpm, "training_labels", lambda seed, numbers, labels, dropout: labels)
     assert train([*tiny_flags, *CLASSES, "--label_dropout", "0.5", "--output_dir", tmp_path]) == 0
     [(code, found)] = step_seen(tmp_path)[1].items()
-    assert (code, found["declared"], found["observed"]) == ("condition-rate", "a share of 0.5", "0 of 24")
+    # By chance none of 24 is dropped in one of 2^24 runs, which is not enough: at update 5 it is.
+    assert (code, found["declared"], found["observed"]) == ("condition-rate", "a share of 0.5", "0 of 40")
 
 
 def test_what_it_exports(finished):
