@@ -48,19 +48,21 @@ class DataJudge:
     def begin_micro_step(self, numbers: Tensor) -> None:
         self._pending = numbers
 
-    def add(self, images: Tensor, labels: Tensor | None) -> None:
-        """What the micro step under way was of: clean images [B, C, H, W], and labels as the network gets them, int64 [B]."""
-        numbers = self._pending
+    def add(self, images: Tensor, labels: Tensor | None) -> list[Found]:
+        """What the micro step under way was of: clean images [B, C, H, W], and labels as the network gets them, int64 [B]. Returns
+        what was found in images that were waited for."""
+        numbers, found = self._pending, list[Found]()
         if numbers is None:
-            return
+            return found
         if self._again and not self._again.isdisjoint(listed := numbers.tolist()):
             places = [place for place, number in enumerate(listed) if number in self._again]
             self._again.difference_update(listed)
-            list(self._compare(0, numbers[places], images[places]))
+            found = list(self._compare(int(numbers[0]) // self._of_update + 1, numbers[places], images[places]))
         if self._kept < _SAMPLES:
             self._kept += len(numbers)
             self._numbers.append(numbers.clone())  # a worker's tensor holds a file descriptor
             self._told += [] if labels is None else [labels.detach()]
+        return found
 
     def found(self, step: int, numbers: Sequence[Tensor | None], images: Sequence[Tensor | None]) -> Iterator[Found]:
         """Of all samples so far, and of the update after `step` finished ones: the `numbers` of the samples of each micro step

@@ -138,7 +138,7 @@ def as_labels(value: Tensor) -> Tensor | None:
     """int64 [B] of whole numbers, or of rows with a single 1, or another number, and of 0 alone, which are -1."""
     if value.dtype in (torch.int64, torch.int32) and value.numel() == len(value):
         return value.reshape(-1).long().cpu()
-    if value.ndim != 2 or not 1 < value.shape[1] <= MOST_CLASSES or not bool(((value == 0) | (value == value.max())).all()):
+    if value.ndim != 2 or not 0 < value.shape[1] <= MOST_CLASSES or not bool(((value == 0) | (value == value.max())).all()):
         return None
     ones = (value > 0).sum(1)
     labels = torch.where(ones > 0, (value > 0).long().argmax(1), -1).cpu()

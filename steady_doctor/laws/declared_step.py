@@ -16,6 +16,7 @@ SMALL = 1e-3  # of what no training would feel
 BLUR = 1e-4  # of a target at equal shares of image and noise, that is computed from nearly equal numbers
 SIGMAS = 7.0  # beyond which chance does not lie in the looks of any run
 ROOM = 2e-3  # of what the arithmetic of random numbers leaves beside chance
+IMPOSSIBLE = 12  # minus the decimal logarithm of a chance
 LEARNED = 1 - math.exp(-1)  # how much of exp(-u) goes when u grows by 1
 
 
@@ -203,6 +204,16 @@ def again(seen: Seen) -> Iterator[Found]:
             known.update(marks)
 
 
+def shared(seen: Seen) -> Iterator[Found]:
+    """Each sample of a pass has a level of its own."""
+    passes = [(update, one.drawn.levels) for update, one, _ in _drawn(seen)]
+    if not passes or any(bool((one != one[0]).any()) for _, one in passes):
+        return
+    possible = seen.declared.process.possible or 1 << 20
+    if sum(len(one) - 1 for _, one in passes) * math.log10(possible) > IMPOSSIBLE:
+        yield Found("timestep-shared", passes[0][0], {"size": len(passes[0][1])})
+
+
 def levels(seen: Seen) -> Iterator[Found]:
     """Drawn as declared: their distribution, their number, and each by itself."""
     if seen.declared is None or seen.levels is None or len(seen.levels) < 64:
@@ -264,10 +275,11 @@ def labels(seen: Seen) -> Iterator[Found]:
         wanted = torch.where(one.drawn.labels < 0, declared.no_class, one.drawn.labels)
         given = [known.labels.cpu() for known in one.conditions.given if known.labels is not None]
         if all(len(known) != len(wanted) or not torch.equal(known, wanted) for known in given):
-            if not given and bool((wanted == declared.no_class).all()):
+            is_told = any(known.labels is None for known in one.conditions.given)  # in a form that is not known
+            if not given and (is_told or bool((wanted == declared.no_class).all())):
                 continue
             same = given[0] == wanted if given and len(given[0]) == len(wanted) else torch.zeros(len(wanted), dtype=torch.bool)
             yield Found("condition-not-drawn", update, {"others": int((~same).sum()), "of": len(wanted)})
 
 
-LAWS = (noise, again, levels, told, input_, labels, target, weight, learned)
+LAWS = (noise, again, shared, levels, told, input_, labels, target, weight, learned)

@@ -9,15 +9,15 @@ LOOKS = 3  # updates
 
 
 def gradient(seen: Seen) -> Iterator[Found]:
-    looks = _looks(seen, "gradient")
-    if len(looks) >= LOOKS and all(len(set(told)) > 1 for _, told in looks):
+    looks = _parted(seen, "gradient")
+    if looks:
         update, told = looks[0]
         yield Found("ranks-gradient", update, {"different": len(set(told)), "processes": len(told)})
 
 
 def weights(seen: Seen) -> Iterator[Found]:
-    looks = _looks(seen, "weights")
-    if len(looks) >= LOOKS and all(len(set(told)) > 1 for _, told in looks):
+    looks = _parted(seen, "weights")
+    if looks:
         update, told = looks[0]
         yield Found("ranks-weights", update, {"different": len(set(told)), "processes": len(told)})
 
@@ -32,6 +32,13 @@ def noise(seen: Seen) -> Iterator[Found]:
     looks = _looks(seen, "noise")
     if len(looks) >= LOOKS and all(len(set(told)) == 1 for _, told in looks):
         yield Found("ranks-noise", looks[0][0], {"processes": len(looks[0][1])})
+
+
+def _parted(seen: Seen, name: str) -> list[tuple[int, list[str]]]:
+    """Those at which the processes differ: in a script that says nothing of itself, all of them, or none."""
+    looks = _looks(seen, name)
+    parted = [look for look in looks if len(set(look[1])) > 1]
+    return parted if seen.declared is not None or (len(looks) >= LOOKS and len(parted) == len(looks)) else []
 
 
 def _looks(seen: Seen, name: str) -> list[tuple[int, list[str]]]:

@@ -14,6 +14,7 @@ from steady_doctor.record.session import Session
 from steady_doctor.record.tape import sample
 
 SMALL = 1 << 18  # numbers of a network's weights, of which the gradient is computed once more
+MOST_PASSES = 4  # micro steps of an update that are recorded
 EVERY = 3  # recorded updates, in which that is done
 MOST_LEVELS = 1 << 16  # noise levels that are kept
 
@@ -59,6 +60,7 @@ class Driven(Session):
         super().__init__(judge, stopped, optimizer)
         self._optimizers.add(optimizer)
         self._optimizer = optimizer
+        self.history.probes = False  # they are followed
         self._network, self._averages = network, averages
         self._own = {id(parameter): name for name, parameter in averaged.named_parameters()}
         trained = {self._own[id(p)]: p for p in network.parameters() if p.requires_grad and id(p) in self._own}
@@ -142,6 +144,10 @@ class Driven(Session):
         if self.tape is None or self._recorded is None:
             return
         told = self._told
+        if len(told.clean) == MOST_PASSES and not self.tape.paused:
+            self.tape.paused += 1  # for good: of many micro steps these are enough
+        if len(told.clean) >= MOST_PASSES:
+            return
         told.generators.append(hash(_generator(clean.device).numpy().tobytes()))
         self._recorded.training &= self._network.training
         for tensor, kind, into in ((clean, "data", told.clean), (noise, "drawn", told.noise), (levels, "drawn", told.levels)):
@@ -172,7 +178,7 @@ class Driven(Session):
         self.followed.end(update, finite)
         if self._recorded is None:
             return
-        if len(self._recorded.weights) < 2 or self._recorded.events[-1][1] != "stepped":  # it was turned down
+        if not bool(finite) or len(self._recorded.weights) < 2 or self._recorded.events[-1][1] != "stepped":  # turned down
             self._stop()
             return
         recorded = self._recorded
@@ -181,6 +187,12 @@ class Driven(Session):
             after += self._sampled(self._averages[name], recorded.names)
         self.followed.look()
         self._judge_recorded()
+
+    def close(self) -> None:
+        """When no update follows."""
+        self.resting = False
+        self.compare()
+        self._safely(self.followed.look)
 
     def forget(self) -> None:
         """The newest update is no longer what it was when it was seen."""

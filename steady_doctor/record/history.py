@@ -43,6 +43,7 @@ class History:
         self.schedules: list[Schedule] = []
         self.accumulation: int | None = None  # micro steps that Accelerate was told
         self._made: list[LRScheduler] = []
+        self.probes = True  # whether a few numbers of the weights are compared
         self._stride = 1
         self._probe: _Probe | None = None
         self._left: Tensor | None = None
@@ -74,6 +75,8 @@ class History:
             if len(self.rates) > MOST_RATES:
                 del self.rates[1::2]
                 self._stride *= 2
+        if not self.probes:
+            return
         if self._probe is None:
             self._probe = _Probe(parameter for group in optimizer.param_groups for parameter in group["params"])
         elif self._left is not None:

@@ -16,7 +16,7 @@ from utils.data.dataset import ImageSet
 from utils.data.loader import SampleOrder
 from utils.data.training_data import TrainingData
 from utils.options.flags import EDM2Options
-from utils.training.data_audit import DataAudit
+from utils.training.data_audit import data_judge
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (120, 8, 8), dtype=np.uint8)
 KINDS = np.random.default_rng(1).integers(0, 3, 120)
@@ -99,14 +99,14 @@ def look(tmp_path, source, updates=24):
     data = TrainingData(options := EDM2Options(**flags), process)
     known, names = data.images.labels, data.images.class_names or ()
     facts = {"classes": 0 if known is None else max(int(known.max()) + 1, len(names))}
-    audit, found = DataAudit(SimpleNamespace(options=options, accelerator=process, data=data, facts=facts)), []
+    audit, found = data_judge(SimpleNamespace(options=options, accelerator=process, data=data, facts=facts)), []
     for step, batch in enumerate(data.samples.batches(0, updates)):
-        audit.begin_micro_step(batch)
+        audit.begin_micro_step(batch["sample_numbers"])
         drawn = data.samples.on_device(batch)
-        audit.add({"clean_images": drawn.clean_images} | ({} if known is None else {"labels": drawn.classes()}))
+        audit.add(drawn.clean_images, None if known is None else drawn.classes())
         if step in (0, 1, 2, 4, 6, 8, 10, updates - 1):
-            found += audit.checks(step, [batch["sample_numbers"]], [drawn.clean_images])
-    return {check.name for check in found if not check.healthy}, audit._judge
+            found += audit.found(step, [batch["sample_numbers"]], [drawn.clean_images])
+    return {one.code for one in found}, audit
 
 
 @pytest.mark.parametrize("source", [*list(SOURCES)[:4], *slow_turns(*list(SOURCES)[4:])])

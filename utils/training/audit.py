@@ -101,7 +101,7 @@ class StepAudit(Unwatched):
         """What a micro step is of, before the network's pass."""
         images, level, labels = drawn["clean_images"], drawn[self._run.objective.level], drawn.get("labels")
         self._session.tell(images, drawn["noise"], level, labels)
-        self._data.add(images, labels)
+        self._find(lambda: self._data.add(images, labels))
         if self.looks:
             self._batches[-1] = self._batches[-1][0], images
 
@@ -137,6 +137,8 @@ class StepAudit(Unwatched):
             self._find(lambda: self._data.found(self._run.state.step - 1, numbers, images))
             self._batches = []
             self._gather()
+        if reported and self._limit is not None:
+            self._limit.mean()  # the host waits for the device now anyway
         if self.looks or reported:
             self.judge()
         self._session.resting = True  # until the next one begins: what is made again, and between updates, is no part of it
@@ -154,17 +156,25 @@ class StepAudit(Unwatched):
 
     def judge(self) -> None:
         """Records what was found, where there is something new, or the update was looked at."""
-        found = [*self._doctor.findings(), *self._others]
+        found = [*self._findings(), *self._others]
         codes = {one.code for one in found}
         if self.looks or codes - self._told:
             self._told |= codes
             self._record(found)
 
+    def _findings(self) -> list[Found]:
+        """A law that fails must not end the training."""
+        try:
+            return self._doctor.findings()
+        except Exception as error:
+            self._say_failed(error)
+            return []
+
     def _gather(self) -> None:
         """What other processes found in this update, on the main one."""
         accelerator = self._run.accelerator
         if accelerator.num_processes > 1:
-            mine = [] if accelerator.is_main_process else [*self._doctor.findings(), *self._others]
+            mine = [] if accelerator.is_main_process else [*self._findings(), *self._others]
             self.add_found([one for part in objects_from_all([mine]) for one in part])
 
     def add_found(self, found: list[Found]) -> None:
@@ -183,9 +193,7 @@ class StepAudit(Unwatched):
 
     def close(self) -> None:
         """At the end of the run, where no update follows."""
-        self._session.resting = False
-        self._session.compare()
-        self._session.followed.look()
+        self._session.close()
         self.judge()
         self._hooks.close()
 
