@@ -49,8 +49,8 @@ class DataJudge:
         self._pending = numbers
 
     def add(self, images: Tensor, labels: Tensor | None) -> list[Found]:
-        """What the micro step under way was of: clean images [B, C, H, W], and labels as the network gets them, int64 [B]. Returns
-        what was found in images that were waited for."""
+        """What the micro step under way was of: clean images [B, C, H, W], and labels as the network gets them, int64 [B].
+        Returns what was found in images that were waited for."""
         numbers, found = self._pending, list[Found]()
         if numbers is None:
             return found
