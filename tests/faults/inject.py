@@ -96,7 +96,7 @@ def nudge(step: int, name: str) -> None:
 
 def flip(step: int, value: str) -> None:
     where, _, number = value.partition(":")
-    begin, add_images, backward = Monitor.begin, Monitor.add_images, Accelerator.backward
+    begin, add_drawn, backward = Monitor.begin, Monitor.add_drawn, Accelerator.backward
     armed: list[int] = []  # the bit to flip, once
 
     def flipped(tensor: torch.Tensor) -> None:
@@ -112,10 +112,10 @@ def flip(step: int, value: str) -> None:
         if not number and first and step <= finished + 1 < step + 32:
             armed[:] = [finished + 1 - step]
 
-    def images(monitor, clean_images):
+    def drawn(monitor, values):
         if where == "batch":
-            flipped(clean_images)
-        add_images(monitor, clean_images)
+            flipped(values["clean_images"])
+        add_drawn(monitor, values)
 
     def output(module, _, activation):
         if where == "activation" and isinstance(module, torch.nn.Conv2d) and module.training:
@@ -132,7 +132,7 @@ def flip(step: int, value: str) -> None:
         if where == "gradient":
             flipped(largest.grad)
 
-    Monitor.begin, Monitor.add_images, Accelerator.backward = new_turn, images, own_backward
+    Monitor.begin, Monitor.add_drawn, Accelerator.backward = new_turn, drawn, own_backward
     torch.nn.modules.module.register_module_forward_hook(output)
 
 
