@@ -68,7 +68,8 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     found.cleared_between = _cleared_between(recorded)
     _at_step(recorded, given, found)
     _operations(recorded, found)
-    if recorded.kept and not (dist.is_available() and dist.is_initialized()):
+    is_whole = all(recorded.roots)  # of many micro steps the first ones alone are recorded
+    if recorded.kept and is_whole and not (dist.is_available() and dist.is_initialized()):
         found.off_slope = _off_slope(recorded, given)
     roots = [root for roots in recorded.roots for root in roots]
     used = [any(root.uses >> k & 1 for root in roots) for k in range(len(given))]

@@ -31,7 +31,7 @@ class Drawn:
     levels: Tensor
     labels: Tensor | None  # int64
     noise: dict[str, tuple[float, int]]  # sums over the noise, and of how many numbers; see `sums_of`
-    marks: Tensor  # int64: equal ones mean the same noise, also of another sign or order
+    marks: list[int]  # equal ones mean the same noise, also of another sign or order
     generator: int  # the state of the random generator before the pass
     loss_scale: float
     rest: Tensor = field(default_factory=lambda: torch.zeros(0))  # share of the input that is neither image nor noise
@@ -159,9 +159,7 @@ def _shares_of_image(noise: Tensor, images: Tensor) -> Tensor:
     return ((noise.flatten(1) * lines).sum(1)[clear] / sizes[clear]).square()
 
 
-def marks_of(noise: Tensor) -> Tensor:
-    """int64 [B]: of the numbers of each sample, without their signs and their order."""
-    rows = noise.detach().float().flatten(1).abs().sort(1).values.contiguous().view(torch.int32).long()
-    places = torch.arange(1, rows.shape[1] + 1, device=rows.device)
-    weights = (places * -7046029254386353131) ^ (places << 17)  # wraps around: odd multiples of 2^64 / golden ratio, mixed
-    return ((rows * 6364136223846793005 + weights) ^ ((rows + places) << 23)).mul(weights | 1).sum(1).cpu()
+def marks_of(noise: Tensor) -> list[int]:
+    """Of the numbers of each sample, without their signs and their order."""
+    rows = noise.detach().float().flatten(1).abs().sort(1).values.cpu().numpy()
+    return [hash(row.tobytes()) for row in rows]

@@ -195,7 +195,7 @@ def again(seen: Seen) -> Iterator[Found]:
     """Noise that an earlier sample had, also of another sign or in another order."""
     known: set[int] = set()
     for update, one, _ in _drawn(seen):
-        marks = one.drawn.marks.tolist()
+        marks = one.drawn.marks
         if one.mixture is not None and one.mixture.noise.each >= 16:
             repeated = len(marks) - len(set(marks) - known)
             if repeated:

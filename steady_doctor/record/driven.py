@@ -14,8 +14,8 @@ from steady_doctor.record.session import Session
 from steady_doctor.record.tape import sample
 
 SMALL = 1 << 18  # numbers of a network's weights, of which the gradient is computed once more
-MOST_PASSES = 4  # micro steps of an update that are recorded
 EVERY = 3  # recorded updates, in which that is done
+MOST_PASSES = 4  # micro steps of an update that are recorded
 MOST_LEVELS = 1 << 16  # noise levels that are kept
 
 
@@ -31,6 +31,7 @@ class Told:
     loss_scale: float = 1.0  # that the loss is multiplied by before it is differentiated
     limit: float | None = None  # that the gradient's norm is to be clipped to; 0: none
     limit_taken: float | None = None  # the one that the loop takes; None: not told
+    is_full: bool = False  # there are more micro steps than are recorded
     turned_down: int = 0  # updates so far, without a step
     norm: float | None = None  # of the gradient before it is clipped, as the loop has it
 
@@ -75,10 +76,6 @@ class Driven(Session):
         hooks.callback(self._stop)
         self._watch_steps(hooks)
         return hooks
-
-    @property
-    def is_recording(self) -> bool:
-        return self._recorded is not None
 
     def begin(self, update: int, recorded: bool, loss_scale: float = 1.0) -> None:
         """Before the update of this number."""
@@ -144,9 +141,9 @@ class Driven(Session):
         if self.tape is None or self._recorded is None:
             return
         told = self._told
-        if len(told.clean) == MOST_PASSES and not self.tape.paused:
-            self.tape.paused += 1  # for good: of many micro steps these are enough
-        if len(told.clean) >= MOST_PASSES:
+        if len(told.clean) == MOST_PASSES:
+            self.tape.paused += not told.is_full  # for good: of many micro steps these are enough
+            told.is_full = True
             return
         told.generators.append(hash(_generator(clean.device).numpy().tobytes()))
         self._recorded.training &= self._network.training

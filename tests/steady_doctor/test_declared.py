@@ -134,8 +134,7 @@ class Loop:
         self.declared = Declaration(
             self.process,
             Optimizer("AdamW", settings, 0.1),
-            **{"learning_rate": lambda k: RATE / k} | self.declares,
-            micro_steps=2,
+            **{"learning_rate": lambda k: RATE / k, "micro_steps": 2} | self.declares,
             averages={"EMA": lambda k: ema_decay(0.99, 1.0, 0.75, k)},
             dropout=0.0,
             classes=3,
@@ -455,6 +454,7 @@ def _figures(loop: Loop, network: nn.Module) -> Tensor:
 
 RIGHT: dict[str, dict[str, Any]] = {
     "as declared": {},
+    "more micro steps than are recorded": {"passes": 6, "declares": {"micro_steps": 6}},
     "bfloat16 layers": {"build": lambda self: Cast(), "declares": {"layers": torch.bfloat16}},
     "noise told in another layout": {"noise": lambda self, k, shape: torch.randn(shape).transpose(2, 3)},
     "figures of the loss beside those of weights, which cannot be made again": {

@@ -41,9 +41,8 @@ class StepAudit(Unwatched):
         self._run, self._eager, self._turned_down = run, eager, turned_down
         objective, options = run.objective, run.options
         process = process_of(options, run.facts)
-        self.declared = declared_by(options, run.facts, process, run.resumed_from)
         self._doctor = DeclaredDoctor(
-            self.declared,
+            declared_by(options, run.facts, process, run.resumed_from),
             getattr(run.accelerator._optimizers[0], "optimizer", run.accelerator._optimizers[0]),
             objective.network,
             objective.exported,
@@ -156,36 +155,31 @@ class StepAudit(Unwatched):
 
     def judge(self) -> None:
         """Records what was found, where there is something new, or the update was looked at."""
-        found = [*self._findings(), *self._others]
-        codes = {one.code for one in found}
-        if self.looks or codes - self._told:
-            self._told |= codes
-            self._record(found)
-
-    def _findings(self) -> list[Found]:
-        """A law that fails must not end the training."""
         try:
-            return self._doctor.findings()
-        except Exception as error:
+            found = [*self._doctor.findings(), *self._others]
+            said = {one.code: finding(one).to_json() for one in found}
+        except Exception as error:  # a law that fails must not end the training
             self._say_failed(error)
-            return []
+            return
+        if self.looks or said.keys() - self._told:
+            self._told |= said.keys()
+            measured = ["data"] * (self._data.compared > 0) + self._doctor.measured()
+            self._run.doctor.record(self._run.state.step, {"audit": {"found": list(said.values()), "measured": measured}})
 
     def _gather(self) -> None:
         """What other processes found in this update, on the main one."""
         accelerator = self._run.accelerator
         if accelerator.num_processes > 1:
-            mine = [] if accelerator.is_main_process else [*self._findings(), *self._others]
+            mine: list[Found] = []
+            if not accelerator.is_main_process:
+                self._find(self._doctor.findings)
+                mine = self._others
             self.add_found([one for part in objects_from_all([mine]) for one in part])
 
     def add_found(self, found: list[Found]) -> None:
         """Of files, or of other processes."""
         known = {one.code for one in self._others}
         self._others += [one for one in found if one.code not in known]
-
-    def _record(self, found: list[Found]) -> None:
-        said = list({one.code: finding(one).to_json() for one in found}.values())
-        measured = ["data"] * (self._data.compared > 0) + self._doctor.measured()
-        self._run.doctor.record(self._run.state.step, {"audit": {"found": said, "measured": measured}})
 
     def _say_failed(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
