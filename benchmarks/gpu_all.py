@@ -24,6 +24,8 @@ FAST = "--mixed_precision bf16 --compile"
 RUN = "train_ddpm.py --max_train_steps 300 --overwrite_output_dir --output_dir {folder}"
 FORCED = "benchmarks/speed/switches.py --script train_edm2.py --only force_weight_norm --base last --blocks 20"
 PARTS = {  # name: (seconds at most, command)
+    "precisions": (240, "benchmarks/reliability/precisions.py"),
+    "doctor, healthy": (240, "benchmarks/doctor/ask.py --gpu --only healthy --sample 30"),
     "cifar10 256": (280, f"{DDPM} --model_preset cifar10 --train_batch_size 256 {FAST}"),
     "memory prediction": (280, "benchmarks/memory/prediction.py"),
     "EDM2 XS 64x64 64": (280, f"{EDM2} --model_preset XS --resolution 64 --train_batch_size 64 {FAST}"),
@@ -74,7 +76,11 @@ def found_in(log: Path, status: int | None) -> list[str]:
     """The lines of a part's log that its row in the table shows; why it ended early, where it did."""
     lines = log.read_text(errors="replace").splitlines()
     found = [line[3:] for line in lines if line.startswith("=> ")]
-    found += [line for line in lines if line.startswith(("done: ", "fits: ", "updates fit, ", "does not fit: ", "--compile"))]
+    found += [
+        line
+        for line in lines
+        if line.startswith(("done: ", "fits: ", "updates fit, ", "does not fit: ", "--compile", "Healthy: "))
+    ]
     if status != 0:
         reason = "time was up" if status is None else f"exit status {status}"
         found.append(f"{reason}: {(lines or ['no output'])[-1][-200:]}")

@@ -20,6 +20,7 @@ if "PYTEST_HOME" not in os.environ:  # else a worker of xdist, which has this en
 HOME = Path(os.environ["PYTEST_HOME"])
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the workers share the cores
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests fork after torch has counted the GPUs, and compare bits that GPUs do not repeat
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which tries an unreachable network for a minute
 
 

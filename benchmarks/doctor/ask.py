@@ -29,6 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.doctor import runs
 from benchmarks.doctor.cases import BLIND, FAULTS, OURS, Case, faults_of, healthy_of, on_datasets, problems, read
 from benchmarks.doctor.runs import Result, Workplace
 from benchmarks.doctor.sets import asked
@@ -146,7 +147,7 @@ def summary(results: list[Result]) -> str:
     return "\n".join(text)
 
 
-def main() -> int:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help='beginnings of "script: name", with * and ? (all)')
     parser.add_argument("--of", nargs="+", choices=("faults", "blind", "sets", "options"), default=["faults"], help="(faults)")
@@ -158,11 +159,15 @@ def main() -> int:
     )
     parser.add_argument("--every_dataset", action="store_true", help="each fault of our scripts on each data set")
     parser.add_argument("--unconditional", type=Path, metavar="FILE", help="diffusers' train_unconditional.py")
+    parser.add_argument("--gpu", action="store_true", help="leaves the GPUs visible; what needs several processes is left out")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time (as many as cores)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keeps every run's findings; what it has is not asked again")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keeps what the runs recorded and printed there")
     parser.add_argument("--check", action="store_true", help="runs nothing: tells which edits no longer apply")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> int:
     if args.check:
         return check(args.unconditional)
     everything = {
@@ -172,6 +177,9 @@ def main() -> int:
         "options": asked.option_cases,
     }
     chosen = selected([case for name in args.of for case in everything[name]()], args)
+    if args.gpu:
+        runs.HIDES_GPUS.clear()
+        chosen = [case for case in chosen if case.processes == 1]
     with tempfile.TemporaryDirectory() as folder:
         place = Workplace(Path(folder), chosen, args.unconditional, args.keep)
 
@@ -205,4 +213,4 @@ def check(unconditional: Path | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse_args()))

@@ -20,6 +20,7 @@ from benchmarks.doctor.edits import changed_files
 from benchmarks.doctor.images import CHANNELS, OF_OTHER_KINDS, flags_of, make_dataset
 
 TIMEOUT_SECONDS = 400
+HIDES_GPUS = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 ENDED = (0, 3)  # well, or diverged
 LEAVES_OUT = ("checkpoint-*", "*.safetensors", "cache", "ema_snapshots", "trained", "hub")  # of what --keep keeps
 AUTOENCODER, LATENT_CHANNELS, AUTOENCODER_UPDATES = "autoencoder", 2, 100
@@ -82,8 +83,7 @@ def words_of(flags: dict) -> list[str]:
 
 def run_in(folder: Path, words: list[str], log: Path, more: dict[str, str] | None = None) -> int | None:
     """Exit status, None where the time ran out; the run and all that it started are ended then. `more`: of its environment."""
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment |= {"TQDM_MININTERVAL": "60", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | HIDES_GPUS | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_MININTERVAL": "60"}
     environment.pop("PYTHONPATH", None)
     environment |= more or {}
     with open(log, "a") as file:
@@ -240,7 +240,8 @@ class Workplace:
             f"train_autoencoder(digits(), {AUTOENCODER_UPDATES}).save_pretrained(sys.argv[1])"
         )
         words = [sys.executable, "-c", code, str(self.folder / AUTOENCODER)]
-        subprocess.run(words, cwd=self.tree, check=True, stdout=subprocess.DEVNULL)
+        environment = os.environ | HIDES_GPUS | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(words, cwd=self.tree, env=environment, check=True, stdout=subprocess.DEVNULL)
 
     def _keep(self, case: Case, output: Path, log: Path) -> None:
         """What a run recorded and printed."""

@@ -31,8 +31,8 @@ from accelerate import Accelerator
 
 from benchmarks.shared.measuring import PeakMemory, default_device, describe, free
 from benchmarks.shared.real_script import load_script, planned, run_script, synthetic_dataset
+from utils.training.between_updates import Periodic
 from utils.training.memory_estimate import GIB, SavedTensors
-from utils.training.profile import Profile
 
 UPDATES, REPORT_EVERY = 4, 2
 COMMON = f"""--dataset_name {{data}}/{{resolution}} --cache_dir {{data}}/cache --output_dir {{data}}/run --overwrite_output_dir
@@ -82,9 +82,9 @@ class Watch:
 
     @contextlib.contextmanager
     def installed(self):
-        """Inside, scripts are watched at places that both have: accumulate, backward, and what comes first after each update
-        and its report."""
-        accumulate, backward, after_update = Accelerator.accumulate, Accelerator.backward, Profile.after_update
+        """Inside, scripts are watched at places that both have: accumulate, backward, and the end of each update and its
+        report."""
+        accumulate, backward, after_update = Accelerator.accumulate, Accelerator.backward, Periodic.after_update
 
         @contextlib.contextmanager
         def watched_accumulate(accelerator, model):
@@ -101,9 +101,9 @@ class Watch:
                 self._saved = None
             backward(accelerator, loss, **options)
 
-        def watched_end(profile) -> None:
+        def watched_end(periodic, learning_rate) -> None:
+            after_update(periodic, learning_rate)
             self._after_update()
-            after_update(profile)
             if self._device.type == "cpu" and self._updates == REPORT_EVERY - 1:
                 self._memory.__enter__()
 
@@ -114,7 +114,7 @@ class Watch:
         with (
             mock.patch.object(Accelerator, "accumulate", watched_accumulate),
             mock.patch.object(Accelerator, "backward", watched_backward),
-            mock.patch.object(Profile, "after_update", watched_end),
+            mock.patch.object(Periodic, "after_update", watched_end),
         ):
             yield self
 

@@ -20,9 +20,11 @@ already on the device; several processes run without them.
     eager       fp32 without TF32, diffusers' EMAModel and `loss.item()` in every update, as train_unconditional.py has them
     eager in the script's precision
 
-A report (what --logging_steps makes: magnitudes by layer, figures, the doctor) costs many times more than what stands between
+A report (what --logging_steps makes: magnitudes by layer, figures) costs many times more than what stands between
 two. So that blocks can be short, every second block ends with one; what it adds to the block before is the cost of a report
 (the median is taken), and every block is charged the share of it that a real run would have at its --logging_steps.
+
+The doctor is off, unless `--doctor on` is among the flags: of its looks, some 20 in 100,000 updates, a short run has most.
 
 FLOPs are those of the network's convolutions and matrix products, forward and backward; their rate is compared with that of
 one large matrix product, measured here. Validation, evaluation, samples, checkpoints and export are timed apart; the last table
@@ -317,6 +319,7 @@ def main(parsed: tuple[argparse.Namespace, list[str]]) -> int:
     updates = (options.blocks + 2) * options.block_updates
     with shared_folder(num_processes, rank) as folder, planned() as plans:
         shown = " ".join([options.script, *flags])
+        flags = ["--doctor", "off", *flags]
         args = one_micro_batch(script.parse_args([*flags, "--output_dir", f"{folder}/run", "--max_train_steps", str(updates)]))
         args.mixed_precision = args.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
         if args.train_batch_size == "auto":

@@ -22,7 +22,7 @@ def f(x):
 def test_every_edit_applies_to_the_sources_as_they_are(monkeypatch, capsys):
     """Where this fails a line has changed: write the edit anew, so that it is the same fault."""
     monkeypatch.setattr("sys.argv", ["ask.py", "--check"])
-    assert ask.main() == 0, capsys.readouterr().out
+    assert ask.main(ask.parse_args()) == 0, capsys.readouterr().out
     assert set(cases.STAGES) == {entry["stage"] for entry in table().values()}
 
 
@@ -92,7 +92,7 @@ def test_a_fault_is_found_a_healthy_run_is_not_and_what_is_known_is_not_asked_ag
     words = ["ask.py", "edm: c_in", "edm: healthy: as usual", "--jobs", "2", "--json", str(tmp_path / "asked.json")]
     for known in (0, 2):
         monkeypatch.setattr("sys.argv", words)
-        assert ask.main() == 0
+        assert ask.main(ask.parse_args()) == 0
         said = capsys.readouterr().out
         assert f"{known} known before" in said
         assert "| input | 1 of 1 (100.0%) |" in said and "with a finding above info: 0" in said

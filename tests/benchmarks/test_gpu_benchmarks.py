@@ -16,6 +16,7 @@ from conftest import slow_turns
 
 from benchmarks import gpu_all
 from benchmarks.memory import gradient_checkpointing, prediction
+from benchmarks.reliability import precisions
 from benchmarks.shared import bare_loop, measuring, real_script
 from benchmarks.shared.tasks import SIZES, TASKS, make_task
 from benchmarks.speed import sampling, throughput
@@ -116,11 +117,14 @@ def small_world(monkeypatch, in_this_process):
 
 # They repeat the part "cifar10 256" or "EDM2 XS 64x64 64" with another preset or batch, which in small is the same.
 REPEATED = {"celeba64 64", "cifar10 512", "256 16", "cifar10 128 eager", "digits16 512", "EDM2 S 64x64 32 eager"}
+APART = {"precisions", "doctor, healthy"}  # of many processes: see below, and test_ask.py
 LONGEST = ["switches cifar10", "checkpointing"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in gpu_all.PARTS if name not in {*REPEATED, *LONGEST}] + slow_turns(*LONGEST))
+@pytest.mark.parametrize(
+    "name", [name for name in gpu_all.PARTS if name not in {*REPEATED, *APART, *LONGEST}] + slow_turns(*LONGEST)
+)
 def test_each_part_runs_in_small(name, tmp_path, small_world, monkeypatch, capsys):
     """The commands of gpu_all.py, with the networks, images and numbers of a rehearsal, to the row of its table."""
     script, *flags = shlex.split(smaller(gpu_all.PARTS[name][1].format(folder=tmp_path)))
@@ -132,6 +136,23 @@ def test_each_part_runs_in_small(name, tmp_path, small_world, monkeypatch, capsy
     (tmp_path / "log").write_text(capsys.readouterr().out)
     found = gpu_all.found_in(tmp_path / "log", 0)
     assert found != ["nothing to say"] and not any("left out" in line for line in found)
+
+
+@pytest.mark.slow
+def test_precisions_compare_what_is_resumed(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(precisions, "SCRIPTS", ("train_ddpm.py",))
+    monkeypatch.setattr(precisions, "ANYWHERE", {"fp32": ""})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert precisions.main(precisions.parse_args(["--updates", "8", "--keep", str(tmp_path)])) == 0
+    deterministic, plain = capsys.readouterr().out.splitlines()
+    assert deterministic.startswith(
+        "=> ok    train_ddpm.py fp32, deterministic: resumed: the same bits of 7 files; 5 looks, no finding"
+    )
+    assert plain.startswith("=> ok    train_ddpm.py fp32: 5 looks, no finding")
+    checkpoint = tmp_path / "ddpm-fp32-deterministic-c" / "checkpoint-8" / "model.safetensors"
+    before = precisions.weights(checkpoint.parents[1])
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-1] + b"x")
+    assert precisions.weights(checkpoint.parents[1]) != before
 
 
 @pytest.mark.parametrize("configurations", [prediction.ON_A_CPU, prediction.ON_A_GPU])

@@ -1,5 +1,6 @@
 """What the scripts set for a GPU and for DDP, seen without either."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,16 @@ def test_settings_reach_cudnn_and_ddp(on_a_gpu, wanted):
     assert torch.backends.cudnn.benchmark is wanted
     (ddp,) = (handler for handler in on_a_gpu["kwargs_handlers"] if isinstance(handler, DistributedDataParallelKwargs))
     assert ddp.broadcast_buffers is wanted
+
+
+def test_deterministic_means_every_kernel(on_a_gpu, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        utils.core.distributed.make_accelerator(cudnn_benchmark=True, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cudnn.benchmark and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 class Asked(Exception):

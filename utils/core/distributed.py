@@ -51,6 +51,7 @@ def make_accelerator(
     collective_timeout: float = 600.0,
     tf32: bool = True,
     cudnn_benchmark: bool = False,
+    deterministic: bool = False,
     broadcast_buffers: bool = False,
 ) -> Accelerator:
     """Returns an Accelerator for one process or DDP.
@@ -61,8 +62,10 @@ def make_accelerator(
     else the usable cores over the processes of this machine.
     `tf32`: fp32 convolutions and matrix products round their factors to 10 bits of mantissa on GPUs that are faster so.
     `cudnn_benchmark`: convolutions on a GPU take the algorithm that is quickest when their shape is first seen, which may be
-    another one in the next process. `broadcast_buffers`: DDP copies the main process's buffers to the others before each
-    forward pass, for networks whose training changes them; constants need no copies.
+    another one in the next process. `deterministic`: only kernels that add up in a fixed order, and so give the same bits each
+    time; torch raises RuntimeError where it has none.
+    `broadcast_buffers`: DDP copies the main process's buffers to the others before each forward pass, for networks whose
+    training changes them; constants need no copies.
     `collective_timeout` is what a lost or hanging peer costs, in seconds, before every process gives up (gloo's own: 1800).
     What one process does while the others wait may take longer, see `waited_for`.
 
@@ -99,7 +102,11 @@ def make_accelerator(
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
-        torch.backends.cudnn.benchmark = cudnn_benchmark
+        torch.backends.cudnn.benchmark = cudnn_benchmark and not deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory
     if accelerator.device.type == "cpu":
         torch.set_num_threads(cpu_threads or asked_threads() or max(1, usable_cores() // local_processes(accelerator)))
     return accelerator

@@ -127,8 +127,11 @@ class TrainingOptions(Options):
     tf32: bool = flag(True, "fp32 products on a GPU in TF32 (on)", free=True)
     cudnn_benchmark: bool = flag(
         True,
-        "try several cuDNN algorithms and use the fastest; without it, results repeat more exactly (on)",
+        "try several cuDNN algorithms and use the fastest; off with --deterministic (on)",
         free=True,
+    )
+    deterministic: bool = flag(
+        False, "kernels that give the same bits each time; without it, a resumed run on a GPU has other rounding", free=True
     )
     dry_run: bool = flag(
         False,

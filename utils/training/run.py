@@ -100,6 +100,7 @@ def start_processes(options: RunOptions, broadcast_buffers: bool = False) -> Acc
         collective_timeout=options.collective_timeout,
         tf32=options.tf32,
         cudnn_benchmark=options.cudnn_benchmark,
+        deterministic=options.deterministic,
         broadcast_buffers=broadcast_buffers,
     )
 
