@@ -106,7 +106,7 @@ def make_accelerator(
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads it
     if accelerator.device.type == "cpu":
         torch.set_num_threads(cpu_threads or asked_threads() or max(1, usable_cores() // local_processes(accelerator)))
     return accelerator
