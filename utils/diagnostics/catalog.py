@@ -492,7 +492,7 @@ CATALOG: dict[str, Entry] = {
     "update-not-repeatable": Entry(
         "the same update gives other bits each time, so --rerun_steps sees only large errors",
         "kernels that add up in no fixed order, as some do on GPUs",
-        ("nothing, if this is accepted; CUBLAS_WORKSPACE_CONFIG=:4096:8 makes some kernels repeat",),
+        ("nothing, if this is accepted; --deterministic takes kernels that repeat",),
     ),
     "rule-failed": Entry(
         "a rule of the doctor failed, so it could not check for its finding",
