@@ -5,9 +5,11 @@ import io
 import json
 import unicodedata
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
+from PIL import Image, ImageOps
 from test_image_folder import encoded, said, shown, write
 
 from utils.core.errors import UserError
@@ -179,3 +181,52 @@ def test_what_is_ambiguous_or_not_there_is_not_guessed_and_listed_at_once(load, 
     assert any(note == "5 files of the metadata are not there: 0.png, 1.jpg, 2.jpg, c/2.png, 5.png" for note in said(images))
     with pytest.raises(UserError, match=r"5 files.*0\.png, 1\.jpg, 2\.jpg, c/2\.png, 5\.png"):
         load(folder)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
+
+
+LARGE = zlib.compress(bytes(2**21))
+OVERSIZED = {
+    "text": [chunk(b"zTXt", b"a\0\0" + LARGE)],
+    "international text": [chunk(b"iTXt", b"a\0\1\0\0\0" + LARGE)],
+    "profile": [chunk(b"iCCP", b"a\0\0" + LARGE)],
+    "many texts": [chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**20 - 1)))] * 66,
+}
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("kind", OVERSIZED)
+def test_pixels_beside_large_texts_are_used(kind, before, load, tmp_path):
+    folder, png = write(tmp_path / "set", "0.png", "1.png"), encoded(2)
+    head, ends = png[:33], (png[33:-12], png[-12:])  # the signature and IHDR; the pixels; IEND
+    parts = [*OVERSIZED[kind], ends[0]] if before or kind == "profile" else [ends[0], *OVERSIZED[kind]]
+    (folder / "2.png").write_bytes(b"".join([head, *parts, ends[1]]))
+    assert shown(load(folder)) == [0, 1, 2]
+    (folder / "2.png").write_bytes(b"".join([head, *parts])[:-20] if before else head + b"".join(OVERSIZED[kind]))
+    with pytest.raises(UserError, match=r"cannot decode the image .*2\.png"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "damage", [b"Exif\0\0no tables", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\0\1\x01\x12"]
+)
+def test_pixels_with_damaged_exif_are_used(damage, load, tmp_path):
+    (tmp_path / "set").mkdir()
+    image = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8))
+    image.save(tmp_path / "set" / "0.jpg", quality=100, exif=damage)
+    image.save(tmp_path / "set" / "1.jpg", quality=100)
+    pixels = load(tmp_path / "set", image_channels=1).fetch([0, 1])
+    assert np.array_equal(pixels[0], pixels[1])
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_each_orientation_is_that_of_pillow(orientation, load, tmp_path):
+    (tmp_path / "set").mkdir()
+    image, exif = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8)), Image.Exif()
+    exif[0x0112] = orientation
+    image.save(tmp_path / "set" / "0.png", exif=exif)
+    with Image.open(tmp_path / "set" / "0.png") as saved:
+        expected = np.asarray(ImageOps.exif_transpose(saved))
+    assert np.array_equal(load(tmp_path / "set", image_channels=1).fetch([0])[0, 0], expected)
