@@ -114,9 +114,7 @@ class ImagePreparation:
             raise UndecodableImage(file.name, file.path, "not an image that Pillow can read") from None
         except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
             reason = " ".join(str(error).split()) or type(error).__name__
-            # Tomorrow the same file may be read: to replace it today would make another run of it.
-            failed = isinstance(error, (MemoryError, ConnectionError))
-            if failed or getattr(error, "errno", None) not in (None, errno.ENOENT):
+            if _of_machine(error):
                 raise UserError(
                     f"cannot read the image {file.name}: {reason}\ncheck the disk or the network, and start again"
                 ) from error
@@ -182,10 +180,12 @@ def _opened(file: ImageFile, loaded: bool = False) -> Iterator[Image.Image]:
             image.load()
         return image
 
+    source = file.source()
     try:
-        image = opened(file.source())
-    except Exception:
-        source = file.source()
+        image = opened(source)
+    except Exception as error:
+        if _of_machine(error):
+            raise
         pixels = _without_texts(source.getvalue() if isinstance(source, io.BytesIO) else Path(source).read_bytes())
         if pixels is None:
             raise
@@ -212,8 +212,16 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
     """What brings it upright, where its EXIF can be read."""
     try:
         return _TURNS.get(image.getexif().get(_EXIF_ORIENTATION, 1))
-    except Exception:  # SyntaxError, struct.error, ...: damaged EXIF says nothing of the pixels
+    except Exception as error:  # SyntaxError, struct.error, ...: damaged EXIF says nothing of the pixels
+        if _of_machine(error):
+            raise
         return None
+
+
+def _of_machine(error: Exception) -> bool:
+    """Whether the same file may be read tomorrow: to do without it today would make another run of it."""
+    failed = isinstance(error, (MemoryError, ConnectionError))
+    return failed or getattr(error, "errno", None) not in (None, errno.ENOENT)
 
 
 def header_of(file: ImageFile) -> tuple[str, int, int] | None:
