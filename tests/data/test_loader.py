@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,6 +151,26 @@ def test_workers_bring_the_same_batches_and_leave_the_global_random_state(images
     state = torch.get_rng_state()
     assert_same(micro_batches(images, num_workers=2), micro_batches(images))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("place", "free", "said"),
+    [("nowhere", 0, "there is no "), ("", 1000, "has 0 MiB, and 2 workers need 0 MiB")],
+)
+def test_without_shared_memory_the_process_reads_itself(place, free, said, images, tmp_path, monkeypatch, capsys):
+    expected = micro_batches(images)
+    monkeypatch.setattr(loader, "_SHARED_MEMORY", str(tmp_path / place))
+    real = os.statvfs
+
+    def statvfs(path):
+        real(path)  # raises where nothing is
+        return SimpleNamespace(f_bavail=free, f_frsize=1)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    started = []
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", lambda process: started.append(process))
+    assert_same(micro_batches(images, num_workers=2), expected)
+    assert not started and said in capsys.readouterr().err
 
 
 def test_without_labels(images):

@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from utils.data.latents import PackedLatents
 T = TypeVar("T")
 
 _BLOCK = 4096  # samples
+_SHARED_MEMORY = "/dev/shm"  # where Linux keeps what workers hand over
 _TOGETHER, _TOGETHER_BYTES = 16, 2**24  # micro-batches that are fetched at once, and of small images alone
 
 
@@ -269,9 +271,16 @@ def training_batches(
     """
     shape = images.shape if latents is None else latents.shape
     most = _TOGETHER_BYTES // (4 * math.prod(shape) * split.train_batch_size)
+    together = min(max(most, 1), _TOGETHER)
+    bytes_each = math.prod(shape) * (4 if latents is not None else 1 + (images.max_value > 255))
+    lacks = _lacks_shared_memory(num_workers, bytes_each * split.train_batch_size * together) if num_workers else None
+    if lacks is not None:
+        if split.process_index == 0:
+            print(f"note: {lacks}: images are read in the training process, as --dataloader_num_workers 0", file=sys.stderr)
+        num_workers = 0
     loader = DataLoader(
         _Samples(images, order, center_crop, latents),
-        batch_sampler=_MicroBatches(split, steps, min(max(most, 1), _TOGETHER)),
+        batch_sampler=_MicroBatches(split, steps, together),
         collate_fn=_as_is,
         num_workers=num_workers,
         pin_memory=pin_memory,
@@ -279,6 +288,20 @@ def training_batches(
         generator=torch.Generator(),  # else the workers' seed is drawn from the global random state
     )
     return _iterate(loader, images, split.train_batch_size)
+
+
+def _lacks_shared_memory(num_workers: int, size: int) -> str | None:
+    """What is missing for workers that hand over `size` bytes at a time; containers often have 64 MiB or none."""
+    if sys.platform != "linux":
+        return None
+    try:
+        found = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return f"there is no {_SHARED_MEMORY}"
+    needed, free = 2 * num_workers * size, found.f_bavail * found.f_frsize  # each worker is two ahead
+    if free >= needed and os.access(_SHARED_MEMORY, os.W_OK):
+        return None
+    return f"{_SHARED_MEMORY} has {free / 2**20:.0f} MiB, and {num_workers} workers need {needed / 2**20:.0f} MiB"
 
 
 def _iterate(loader: DataLoader, images: ImageSet, size: int) -> Iterator[dict]:
