@@ -6,7 +6,7 @@ Some for each stage, which show themselves within 8 updates of the digits; the b
 import json
 
 import pytest
-from conftest import make_tiny_flags
+from conftest import THOROUGH, make_tiny_flags
 
 from benchmarks.doctor import cases
 
@@ -51,6 +51,17 @@ FAULTS = {
         EMA of twice the width
     """,
 }
+FAST = (
+    "pixels",
+    "noise of the",
+    "learning rate",
+    "EMA of the weights",
+    "never mirrored",
+    "raw weights",
+    "one noise",
+    "c_in",
+    "exp",
+)
 NAMES = [(script, name.strip()) for script, names in FAULTS.items() for name in names.strip().splitlines()]
 
 
@@ -61,7 +72,13 @@ def flags_of(case: cases.Case, of_every_run: dict) -> list:
 
 
 @pytest.mark.parametrize(
-    ("script", "name"), [pytest.param(*one, marks=[pytest.mark.slow] * (one[0] != "train_ddpm.py")) for one in NAMES]
+    ("script", "name"),
+    [
+        pytest.param(
+            *one, marks=([pytest.mark.slow] if one[0] != "train_ddpm.py" else []) if one[1].startswith(FAST) else THOROUGH
+        )
+        for one in NAMES
+    ],
 )
 def test_a_fault_of_our_scripts_is_named_by_its_stage(server, tmp_path, script, name):
     of_script = cases.read(cases.FAULTS / f"{script.removesuffix('.py')}.toml")

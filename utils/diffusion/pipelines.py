@@ -72,6 +72,8 @@ def load_unconditional(pipeline: str) -> tuple["UNet2DModel", dict]:
             f"{pipeline} is class-conditional; only unconditional pipelines and those of train_ddpm.py and train_edm2.py are "
             "supported"
         )
+    if config.get("trained_betas") is not None:  # whatever number of timesteps stands beside them, there are so many
+        config["num_train_timesteps"] = len(config["trained_betas"])
     if config.get("predict_epsilon") is False:  # what prediction_type was called until diffusers 0.9
         config["prediction_type"] = "sample"
     prediction_type = config.get("prediction_type", "epsilon")
