@@ -162,6 +162,12 @@ def test_predict_epsilon_false_means_the_image(ask, tmp_path):
     assert ask(folder)[1]["probe"]["prediction_type"] == "sample"
 
 
+def test_there_are_as_many_timesteps_as_betas(tmp_path):
+    folder = save(tmp_path / "p")
+    edit(folder / "scheduler" / "scheduler_config.json", trained_betas=[1e-4 + 4e-4 * step for step in range(50)])
+    assert load_unconditional(str(folder))[1]["num_train_timesteps"] == 50
+
+
 def test_half_precision_variants_and_other_sizes(ask, tmp_path):
     half = save(tmp_path / "half", unet=network().half(), variant="fp16")
     assert not list(half.glob("unet/*model.safetensors"))
