@@ -17,6 +17,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from utils.core.errors import UserError, one_line
+from utils.data.columns import classes_of
 from utils.data.decode import ImageFile, Range
 from utils.options.flags import DataOptions
 
@@ -38,7 +39,7 @@ class ArrayImages:
     """The images of such a file by row, the counterpart of `columns.EncodedImages`; a pickled copy opens the file again.
 
     Attributes:
-        labels: int64 [N], or None.
+        labels: int64 [N], or None; class_names: of them, or None; see `columns.classes_of`.
 
     Raises UserError where the file cannot be read or its arrays have no usable shape.
     """
@@ -56,12 +57,16 @@ class ArrayImages:
         self._length = min(options.max_train_images or len(images), len(images))
         if labels is not None:
             whole = labels.dtype.kind in "iu" and labels.shape == images.shape[:1]
-            if not whole or labels.min() < 0:
+            if not whole or labels.max() < 0:
                 raise UserError(
                     f"the labels of {self._path} are {labels.dtype} {list(labels.shape)}, for {len(images)} images\n"
-                    "they must be one whole number from 0 on for each image"
+                    "they must be one whole number for each image, -1 for no class"
                 )
-        self.labels = None if labels is None else labels[: self._length].astype(np.int64)
+        self.labels: np.ndarray | None = None
+        self.class_names: list[str] | None = None
+        if labels is not None:
+            values = labels[: self._length].astype(np.int64)
+            self.labels, self.class_names = classes_of(values, values != -1)
 
     def __len__(self) -> int:
         return self._length

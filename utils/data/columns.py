@@ -184,6 +184,12 @@ def _classes_of(column: Any, feature: object) -> tuple[np.ndarray, list[str] | N
         raise ValueError("no row has a label")
     if isinstance(feature, datasets.ClassLabel):
         return np.where(known, values, -1).astype(np.int64), list(feature.names)
+    return classes_of(values, known)
+
+
+def classes_of(values: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, list[str] | None]:
+    """Labels int64 [N], the place of each of `values` [N] among the distinct ones, -1 where it is not `known`; and names of the
+    classes, None where they are 0, 1, 2 and so on."""
     distinct, places = np.unique(values[known], return_inverse=True)
     labels = np.full(len(values), -1)
     labels[known] = places

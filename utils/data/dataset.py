@@ -380,9 +380,9 @@ def _open_arrays(options: DataOptions) -> _Source:
     files, name = ArrayImages(options), str(options.dataset_name)
     refuse_shape(files.shape[1:], options)
     names = f"{options.image_column or 'images'}, {options.label_column or 'labels'}"
-    return _Source(
-        files, files.labels, None, contents_key([Path(name)], ""), name, names, [], data_range=range_of(files, options)
-    )
+    no_notes: list[str] = []
+    about = (contents_key([Path(name)], ""), name, names, no_notes)
+    return _Source(files, files.labels, files.class_names, *about, data_range=range_of(files, options))
 
 
 def refuse_channels(options: DataOptions) -> None:
