@@ -181,8 +181,7 @@ def load(args: DiagnoseOptions, resolution: int | str, image_channels: int) -> "
 
 def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOptions, report: Path | None) -> None:
     """What was looked at, with --all each check and figure; then the findings, with cause and fixes. `report`: the page."""
-    from utils.diagnostics.catalog import CATALOG
-    from utils.diagnostics.finding import told
+    from utils.diagnostics.finding import CATALOG, told
     from utils.diagnostics.rules.audit import looks, measured
     from utils.runs.history import to_json
 
@@ -211,7 +210,7 @@ def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOp
 
 def _all_lines(healthy: list[str], missing: set[str], figures: dict) -> list[str]:
     """Each check and each figure."""
-    from utils.diagnostics.catalog import CATALOG
+    from utils.diagnostics.finding import CATALOG
 
     lines: list[str] = []
     for word, before, codes in (("OK", "", healthy), ("-", "not enough was recorded to judge: ", missing)):
