@@ -239,7 +239,7 @@ def _run_lines(record: "RunRecord") -> list[str]:
 
 
 def _figure_lines(figures: dict) -> list[str]:
-    from utils.diagnostics.report.tables import cell, figure_name, flatten
+    from utils.diagnostics.report.page import cell, figure_name, flatten
 
     return [f"  {figure_name(key)}: {cell(value)}" for key, value in flatten(figures).items()]
 

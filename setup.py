@@ -15,7 +15,7 @@ setup(
     package_dir={"steady_diffusion": "."},
     package_data={
         "steady_diffusion.utils.diagnostics": ["*.toml"],
-        "steady_diffusion.utils.diagnostics.report": ["*.css", "*.js", "*.html", "*.toml"],
+        "steady_diffusion.utils.diagnostics.report": ["*.css", "*.js", "*.html"],
         "steady_doctor": ["*.toml", "*.html"],
     },
 )
