@@ -57,7 +57,7 @@ def main(args: DiagnoseOptions) -> int:
     if args.cache or args.prune_cache is not None:
         return show_caches(args)
     if args.compare:
-        from utils.diagnostics.compare import compare
+        from utils.runs.compare import compare
 
         comparison = compare(*args.compare)
         print(json.dumps(vars(comparison), indent=2) if args.json else "\n".join(comparison.lines()))
