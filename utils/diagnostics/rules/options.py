@@ -52,23 +52,14 @@ class Facts:
     def is_edm2(self) -> bool:
         return "sigma_data" in self._values
 
-    @property
-    def keeps_unit_variance(self) -> bool:
-        """Whether each weight vector is scaled after each update, which makes other learning rates usual."""
-        return bool(self._values.get("force_weight_norm"))
-
-    @property
-    def of_latents(self) -> bool:
-        return bool(self._values.get("vae"))
-
-    @property
-    def fine_tuned(self) -> bool:
-        return bool(self._values.get("pretrained"))
+    def has(self, name: str) -> bool:
+        """Whether an option is set."""
+        return bool(self._values.get(name))
 
     @property
     def gradient_norm(self) -> float:
         """The largest that an optimizer sees, as far as the options say: 1 where nothing is clipped."""
-        return self.max_grad_norm if self._values.get("max_grad_norm") and not self.adaptive_clipping else 1.0
+        return self.max_grad_norm if self.has("max_grad_norm") and not self.adaptive_clipping else 1.0
 
     @property
     def epsilon(self) -> float:
@@ -177,7 +168,7 @@ def ema_short(run: Facts) -> tuple[float, str]:
 
 @row("option-sigma-data", info=1.8, warning=2.5)
 def sigma_data(run: Facts) -> tuple[float, str]:
-    run.require(not run.of_latents)
+    run.require(not run.has("vae"))
     deviation, size = run.spreads
     times = max(run.sigma_data / size, deviation / run.sigma_data) if size > 0 and deviation > 0 else 0.0
     return times, f"--sigma_data {run.sigma_data:g}; the images have a standard deviation of {deviation:.2g}"
@@ -185,7 +176,7 @@ def sigma_data(run: Facts) -> tuple[float, str]:
 
 @row("option-latent-scale", info=1.8, warning=2.5)
 def latent_scale(run: Facts) -> tuple[float, str]:
-    run.require(not run.fine_tuned)  # whose network knows its own scale
+    run.require(not run.has("pretrained"))  # whose network knows its own scale
     goal = run.sigma_data if run.is_edm2 else 1.0
     worst = max(run.latent_spread, key=lambda spread: max(spread / goal, goal / spread))
     said = f"a channel of the latents has a standard deviation of {worst:.3g}; best is {goal:g}"
@@ -260,7 +251,7 @@ def clipping(run: Facts) -> tuple[float, str]:
 
 @row("option-learning-rate", info=1, warning=4)
 def learning_rate(run: Facts) -> tuple[float, str]:
-    unit = run.keeps_unit_variance
+    unit = run.has("force_weight_norm")  # each weight vector is scaled after each update
     sgd = run.optimizer == "sgd" and not unit
     # EDM2's network begins with weights of unit variance, whether they are kept there or not; another network may not.
     usual = (1e-3, 0.02) if unit else (1e-4, 0.5) if sgd else (1e-5, 0.02 if run.is_edm2 else 2e-3)
@@ -282,7 +273,7 @@ def weight_decay(run: Facts) -> tuple[float, str]:
 
 @row("option-weight-decay", info=1, warning=5)
 def coupled_decay(run: Facts) -> tuple[float, str]:
-    run.require(run.optimizer in ("adam", "rmsprop") and not run.keeps_unit_variance)
+    run.require(run.optimizer in ("adam", "rmsprop") and not run.has("force_weight_norm"))
     times = run.adam_weight_decay * 0.05 * math.sqrt(run.parameters) / run.gradient_norm
     return times, f"--optimizer {run.optimizer} adds the decay to the gradient, and makes {times:.2g} times as much of it"
 
