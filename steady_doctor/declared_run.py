@@ -87,7 +87,8 @@ class DeclaredRun:
         anyway, so that a look changes no number. `loss_scale`: what the loss is multiplied by; the host may wait."""
         due = {number for number in self._due if number <= update}
         self.looks = update in due if self._eager else reported and bool(due)
-        self._due -= due if self.looks else set()
+        if self.looks:
+            self._due -= due
         self._made = update - 1
         self._session.resting = False
         self._session.begin(update, self.looks, loss_scale() if self.looks else 1.0)

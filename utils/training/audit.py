@@ -40,7 +40,7 @@ class StepAudit(DeclaredRun, Unwatched):
         self._run, options, objective = run, run.options, run.objective
         self._process = process_of(options, run.facts)
         self._channels = run.facts["vae.latent_shape"][0] if options.vae else options.image_channels
-        self._compared = {"saved": 0, "snapshots": 0}  # that were made
+        self._compared = {"saved": 0, "snapshots": 0}  # checkpoints, and snapshots of averages, so far
         optimizer: Any = getattr(run.accelerator._optimizers[0], "optimizer", run.accelerator._optimizers[0])
         ema = run.ema.averages if isinstance(run.ema, PowerEMA) else {} if run.ema is None else {"": run.ema}
         averages = {f"EMA {width}".strip(): average.shadow for width, average in ema.items()}
