@@ -43,24 +43,22 @@ def write_report(record: RunRecord, findings: list, path: Path) -> None:
 
     Raises OSError where the disk does not take it.
     """
-    curves, marked = Curves(record), [finding for finding in findings if finding.step is not None]
-    shown: Any = TEMPLATES.get_template("sections.html").make_module(
-        {name: getattr(curves, name) for name in vars(Curves) if not name.startswith("_")}
-        | {function.__name__: function for function in (plot, bars, picture, strip, covered, evaluation_rows, figure_rows)}
-        | {function.__name__: partial(function, record) for function in (layer_figure, sample_rows)}
-        | {function.__name__: function for function in (probe_rows, profile_rows)}
-        | _header(record, findings)
-        | _options(record)
-        | {
-            "record": record,
-            "findings": findings,
-            "symbols": SYMBOLS,
-            "marks": [(finding.step, f"{finding.code}, update {finding.step}") for finding in marked],
-            "decays": record.series("train/ema_decay")[1],
-            "grids": grids_of(record),
-            "evaluated": newest_figures(record),
-        }
-    )
+    functions = (plot, bars, picture, strip, covered, evaluation_rows, figure_rows, probe_rows, profile_rows)
+    marked = [finding for finding in findings if finding.step is not None]
+    given = {
+        **{function.__name__: function for function in functions},
+        "curves": Curves(record),
+        "layer_figure": partial(layer_figure, record),
+        "sample_rows": partial(sample_rows, record),
+        "record": record,
+        "findings": findings,
+        "symbols": SYMBOLS,
+        "marks": [(finding.step, f"{finding.code}, update {finding.step}") for finding in marked],
+        "decays": record.series("train/ema_decay")[1],
+        "grids": grids_of(record),
+        "evaluated": newest_figures(record),
+    }
+    shown: Any = TEMPLATES.get_template("sections.html").make_module(given | _header(record, findings) | _options(record))
     name = record.output_dir.resolve().name
     write_page(
         path,
