@@ -161,7 +161,9 @@ def main(args: EvaluateOptions) -> None:
         stored,
         seed=0,
         batch_size=args.batch_size,
-        judge=ClassJudge(classifier, images.labels, class_names(images)) if classifier is not None else None,
+        judge=ClassJudge(classifier, images.labels[images.labels >= 0], class_names(images))
+        if classifier is not None
+        else None,
     )
     common = extractor.identity() | {
         "reference": facts["reference"],

@@ -1,6 +1,7 @@
 """What a launcher's settings mean here: refused ones, and whose OMP_NUM_THREADS it is."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -167,3 +168,40 @@ def test_other_micro_steps_of_the_environment_are_refused(train_script, script_f
     check_accumulation(2)
     with pytest.raises(UserError, match=r"GRADIENT_ACCUMULATION_STEPS=2, the options .* 1\nunset"):
         train_script([*script_flags, "--output_dir", tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK and MASTER_ADDR and MASTER_PORT"),
+        ({"WORLD_SIZE": "4", "RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR"),
+        ({"WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, None),
+        ({}, None),
+    ],
+)
+def test_what_is_left_over_of_a_launcher_is_named(given, missing, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+        if name in given:
+            monkeypatch.setenv(name, given[name])
+    if missing is None:
+        launcher_module.refuse_lone_variables()
+        return
+    with pytest.raises(UserError, match=f"WORLD_SIZE={given['WORLD_SIZE']}, but not {missing}: no launcher"):
+        launcher_module.refuse_lone_variables()
+
+
+@pytest.mark.slow
+def test_processes_that_never_come_are_waited_for_aloud(tiny_flags, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    flags = [*tiny_flags, "--collective_timeout", 12, "--output_dir", tmp_path / "run"]
+    environment = script_environment() | alone | {"ACCELERATE_USE_CPU": "true"}
+    result = run_command([sys.executable, ROOT / "train_ddpm.py", *flags], environment)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    waiting, error = (next(line for line in result.stderr.splitlines() if word in line) for word in ("waiting for", "error: "))
+    assert waiting.startswith("waiting for the other processes since 10 s (WORLD_SIZE=2, RANK=0, MASTER_ADDR=127.0.0.1")
+    assert error.startswith("error: the other processes of WORLD_SIZE=2 did not come")

@@ -269,7 +269,7 @@ def test_columns_are_found_named_and_listed(load, tmp_path):
             load(path, **option)
     with pytest.raises(UserError, match=rf"--image_column fine_label: this column has no images\n.*{listed}"):
         load(path, image_column="fine_label")
-    with pytest.raises(UserError, match="--label_column unknown: 6 rows have a negative label"):
+    with pytest.raises(UserError, match="--label_column unknown: no row has a label"):
         load(path, label_column="unknown")
     with pytest.raises(UserError, match="--label_column jpg: Image values cannot be labels"):
         load(path, label_column="jpg")
@@ -290,13 +290,13 @@ def test_image_columns_without_the_image_type(kind, load, tmp_path):
     assert np.array_equal(load(str(tmp_path / "saved")).fetch(range(6)), expected_pixels())
 
 
-def test_unlabeled_rows_switch_labels_off_with_a_note(load, tmp_path):
+def test_unlabeled_rows_have_no_class_and_are_counted(load, tmp_path):
     import datasets
 
     columns = {"image": [{"bytes": encoded(PIXELS[0]), "path": None}] * 2, "label": [-1, 0]}
     make_dataset(columns, {"image": datasets.Image(), "label": datasets.Value("int64")}).save_to_disk(tmp_path / "a")
     images = load(str(tmp_path / "a"))
-    assert images.labels is None and "1 rows have a negative label" in images.notes[0]
+    assert images.labels.tolist() == [-1, 0] and images.notes[0].startswith("1 of 2 images have no label")
 
 
 def test_wrong_sources_are_one_clear_line(load, tmp_path):

@@ -435,6 +435,9 @@ def test_one_color_image_makes_a_folder_of_color(tmp_path):
     make_images(tmp_path / "mixed", [8] * 3)
     assert ImageFolder(tmp_path / "mixed").shape == (1, 8, 8)
     Image.new("RGB", (8, 8), "red").save(tmp_path / "mixed" / "9.png")
+    for name in ("._000.png", "__MACOSX/000.png", ".trash/000.png"):  # as in training, what is hidden does not count
+        (tmp_path / "mixed" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "mixed" / name).write_bytes(b"of a Mac")
     folder = ImageFolder(tmp_path / "mixed")
     assert folder.shape == (3, 8, 8)
     assert folder.source("cpu")(torch.tensor([3]))[0, :, 0, 0].tolist() == [255, 0, 0]

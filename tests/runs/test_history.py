@@ -1,5 +1,6 @@
 """The run's own record: whole after kills, cut back on resume, readable with NaN in it."""
 
+import itertools
 import json
 import math
 
@@ -73,3 +74,26 @@ def test_a_long_run_records_its_layers_now_and_then(tmp_path):
     records = read_history(tmp_path / HISTORY)
     assert len(records) == 1000
     assert [record["step"] for record in records if "layers" in record] == list(range(1, 1001, 5))
+
+
+def test_a_long_history_is_thinned_as_it_is_read_and_kept_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("utils.runs.history._LAST", 50)
+    history = History(tmp_path, first_step=0)
+    for step in range(1, 1001):
+        history.add(step, {"train/loss": 1.0})
+        if step % 100 == 0:
+            history.add(step, {"samples": {"raw": {"mean": 0.0}}})
+    path = tmp_path / HISTORY
+    written = path.read_bytes()
+    assert len(read_history(path)) == 1010
+    records = read_history(path, most=200)
+    reports = [record["step"] for record in records if "train/loss" in record]
+    assert [record["step"] for record in records if "samples" in record] == list(range(100, 1001, 100))
+    assert reports[-50:] == list(range(951, 1001)) and 150 <= len(reports) <= 200
+    gaps = {later - earlier for earlier, later in itertools.pairwise(reports[:-50])}
+    assert len(gaps) == 1
+    assert [record["step"] for record in records] == sorted(record["step"] for record in records)
+    History(tmp_path, first_step=1000)
+    assert path.read_bytes() == written
+    History(tmp_path, first_step=600)
+    assert path.read_bytes() == b"".join(line for line in written.splitlines(True) if json.loads(line)["step"] <= 600)

@@ -22,7 +22,14 @@ from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.core.errors import FailedElsewhere, LostProcess, UserError, memory_problem, one_line
-from utils.core.launcher import asked_threads, check_precision, lone_process, refuse_launch, stop_with_launcher
+from utils.core.launcher import (
+    asked_threads,
+    check_precision,
+    lone_process,
+    refuse_launch,
+    said_while_waiting,
+    stop_with_launcher,
+)
 from utils.core.processors import usable_cores
 from utils.core.waiting import LONGEST, Meeting, Waiting
 
@@ -78,17 +85,24 @@ def make_accelerator(
     mixed_precision = check_precision(mixed_precision, on_cpu)
     for name in trackers:
         check_tracker(name)
-    accelerator = Accelerator(
-        cpu=on_cpu,
-        mixed_precision=mixed_precision,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        project_dir=project_dir,
-        kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(seconds=collective_timeout)),
-            # Reduced gradients live in the all-reduce buckets: one copy of them less in memory.
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=broadcast_buffers),
-        ],
-    )
+    try:
+        with said_while_waiting():
+            accelerator = Accelerator(
+                cpu=on_cpu,
+                mixed_precision=mixed_precision,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                project_dir=project_dir,
+                kwargs_handlers=[
+                    InitProcessGroupKwargs(timeout=timedelta(seconds=collective_timeout)),
+                    # Reduced gradients live in the all-reduce buckets: one copy of them less in memory.
+                    DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=broadcast_buffers),
+                ],
+            )
+    except torch.distributed.DistError as error:
+        raise UserError(
+            f"the other processes of WORLD_SIZE={os.environ.get('WORLD_SIZE')} did not come: {one_line(error)}\n"
+            "start all of them, or, if no launcher started this one, unset WORLD_SIZE, RANK and MASTER_ADDR"
+        ) from None
     if warning := lone_process(accelerator.num_processes, on_cpu):
         print(warning, file=sys.stderr, flush=True)
     if accelerator.distributed_type not in SUPPORTED_LAUNCHES:
@@ -106,7 +120,7 @@ def make_accelerator(
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads it
     if accelerator.device.type == "cpu":
         torch.set_num_threads(cpu_threads or asked_threads() or max(1, usable_cores() // local_processes(accelerator)))
     return accelerator

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from utils.core.bars import Bar
+from utils.core.cache_home import use_a_cache_that_can_be_written
 from utils.core.deadline import within
 from utils.core.errors import OUT_OF_MEMORY, FailedElsewhere, LostProcess, UserError, memory_advice, out_of_memory
 from utils.core.launcher import launcher_reports, launcher_words
@@ -56,6 +57,7 @@ def run_script(
     try:
         options = parse_args()
         leave_progress_to_us(options)
+        use_a_cache_that_can_be_written(options)
         status = main(options)
         if status and not said_of_launcher and os.environ.get("RANK", "0") == "0" and launcher_reports():  # a stopped run, say
             _say_last(LAUNCHER_NEXT)
@@ -149,6 +151,7 @@ def parse_early(parse_args: Callable[[], T], nothing_to_do: Callable[[T], str | 
             print(line)
         _leave(0)
     leave_progress_to_us(options)
+    use_a_cache_that_can_be_written(options)
     _imports.enter_context(loading_libraries(options))
     return options
 

@@ -5,6 +5,9 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from utils.core.errors import UserError
@@ -98,6 +101,7 @@ def _asked_processes(words: list[str]) -> int:
 def refuse_launch() -> None:
     """Raises UserError for what a launcher's settings ask for and no script here can do; Accelerate would end in a traceback
     or, on a CPU, leave it out without a word."""
+    refuse_lone_variables()
     for variable, name in UNSUPPORTED.items():
         if os.environ.get(variable, "").lower() in ("1", "true"):
             raise UserError(
@@ -109,6 +113,45 @@ def refuse_launch() -> None:
             f"launched with dynamo_backend {backend}, which is not supported: use --compile to compile the network\n"
             f"the setting is in your --config_file or from `accelerate config`: {ADVICE}"
         )
+
+
+def refuse_lone_variables() -> None:
+    """Raises UserError where a variable of a launcher is left over: the processes that it tells of are not there."""
+    size = os.environ.get("WORLD_SIZE", "")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if size.isdecimal() and int(size) > 1 and missing:
+        raise UserError(
+            f"the environment says WORLD_SIZE={size}, but not {' and '.join(missing)}: no launcher started this process\n"
+            "unset WORLD_SIZE, or start with accelerate launch or torchrun"
+        )
+
+
+@contextlib.contextmanager
+def said_while_waiting(after: float = 10.0, again: float = 60.0) -> Iterator[None]:
+    """Inside, while the processes of a launcher find each other: says after `after` seconds for what this one waits, and every
+    `again` seconds."""
+    names = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+    told = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+    ended, start = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        wait = after
+        while not ended.wait(wait):
+            seconds, wait = time.monotonic() - start, again
+            print(
+                f"waiting for the other processes since {seconds:.0f} s ({told}); "
+                "if no launcher started this one, unset these variables",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    speaker = threading.Thread(target=say, daemon=True)
+    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("LOCAL_RANK", "0") == "0":
+        speaker.start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def check_accumulation(asked: int) -> None:

@@ -21,6 +21,8 @@ _IMAGE_NAMES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "
 LABEL_NAMES = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "cls", "target", "category")
 
 _ROWS = 1024  # read at a time
+_FEW = 5  # images of a class, below which a user is warned
+_SEVERAL = 10  # classes, up to which there may be that few
 
 
 def describe_columns(dataset: "Dataset") -> str:
@@ -100,11 +102,11 @@ def find_image_column(dataset: "Dataset", requested: str | None = None) -> tuple
 
 
 def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.ndarray | None, list[str] | None, list[str]]:
-    """Returns labels int64 [rows] or None, names of the classes or None, and notes.
+    """Returns labels int64 [rows] or None, names of the classes or None, and notes. Labels are -1 for no class, else from 0 on.
 
-    Without a request a `ClassLabel` column is taken, else an integer column with a usual name, else a column of strings with a
-    usual name, where each class has two images on average. The sorted distinct values of strings become the classes; a
-    requested column may also hold booleans.
+    Without a request a `ClassLabel` column is taken, else one of numbers with a usual name, else one of strings with a usual
+    name, where each class has two images on average. The classes are the sorted distinct values, which are their names where
+    they are not 0, 1, 2 and so on; of one-hot rows the places. A requested column may also hold booleans.
 
     Raises:
         UserError: no such column, or a requested one that has no usable labels.
@@ -112,10 +114,6 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
     import datasets
 
     features = dataset.features
-
-    def is_integer(feature: object) -> bool:
-        return isinstance(feature, datasets.Value) and "int" in feature.dtype
-
     if requested is not None:
         if requested not in features:
             raise UserError(
@@ -124,7 +122,7 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
         found = [requested]
     else:
         found = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
-        found = found or [name for name in LABEL_NAMES if name in features and is_integer(features[name])]
+        found = found or [name for name in LABEL_NAMES if name in features and is_number(features[name])]
         found = found or [name for name in LABEL_NAMES if name in features and _repeats(dataset, name)]
         if not found:
             return None, None, []
@@ -133,33 +131,84 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
         notes.append(f"label columns {', '.join(found)}: {name} is used (--label_column chooses)")
     feature = features[name]
     column = dataset.select_columns([name]).with_format("arrow")[:].column(name)
-    problem = None
-    if column.null_count:
-        problem = f"{column.null_count} rows have no label"
-    elif isinstance(feature, datasets.ClassLabel) or is_integer(feature):
-        labels = column.to_numpy().astype(np.int64)
-        class_names = list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
-        if labels.min() < 0:
-            problem = f"{(labels < 0).sum()} rows have a negative label"
+    try:
+        labels, class_names = _classes_of(column, feature)
+    except ValueError as error:
+        if requested is not None:
+            raise UserError(f"--label_column {name}: {error}\nthe columns: {describe_columns(dataset)}") from None
+        return None, None, [*notes, f"label column {name!r} is not used: {error}"]
+    without, classes = int((labels < 0).sum()), len(np.unique(labels[labels >= 0]))
+    if without:
+        notes.append(f"{without:,} of {len(labels):,} images have no label, and are trained without a class")
+    if class_names is not None and not isinstance(feature, datasets.ClassLabel) and (requested is None or is_number(feature)):
+        choice = "" if requested is not None else " (--label_column chooses)"
+        notes.append(f"the {len(class_names):,} values of the column {name!r} become classes{choice}")
+    if classes > _SEVERAL and classes * _FEW > len(labels) - without:
+        notes.append(
+            f"warning: {classes:,} classes for {len(labels) - without:,} images: few can be learned of so few images each"
+        )
+    return labels, class_names, notes
+
+
+def is_number(feature: object) -> bool:
+    """Whether values are numbers, or lists of them."""
+    import datasets
+
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        feature = feature.feature
+    return isinstance(feature, datasets.Value) and ("int" in feature.dtype or "float" in feature.dtype)
+
+
+def _classes_of(column: Any, feature: object) -> tuple[np.ndarray, list[str] | None]:
+    """Labels and names of classes as `find_labels` returns them. Raises ValueError, saying why they are none."""
+    import datasets
+
+    if isinstance(feature, (datasets.List, datasets.LargeList)) and is_number(feature):
+        values = _of_lists(column.to_pylist())
+        known = values != -1
+    elif is_number(feature) or isinstance(feature, datasets.ClassLabel):
+        values = np.array(column.to_pylist(), np.float64 if "float" in str(column.type) else None)
+        known = np.array([value is not None and value == value for value in values])
+        values = np.where(known, values, -1)
+        if (values != values.astype(np.int64)).any():
+            raise ValueError(f"{values[values != values.astype(np.int64)][0]:g} is no class (whole numbers are)")
+        values = values.astype(np.int64)
+        known &= values != -1
     elif _is_text(feature) or (isinstance(feature, datasets.Value) and feature.dtype == "bool"):
-        distinct, labels = np.unique(np.array(column.to_pylist()), return_inverse=True)
-        class_names = [str(value) for value in distinct]
-        if requested is None:
-            notes.append(f"the {len(class_names)} values of the column {name!r} become classes (--label_column chooses)")
+        cells = column.to_pylist()
+        known = np.array([cell is not None for cell in cells])
+        values = np.array([str(cell) for cell in cells])
     else:
-        problem = f"{_type_name(feature)} values cannot be labels (integers, strings and booleans can)"
-    if problem is None:
-        return labels, class_names, notes
-    if requested is not None:
-        raise UserError(f"--label_column {name}: {problem}\nthe columns: {describe_columns(dataset)}")
-    return None, None, [*notes, f"label column {name!r} is not used: {problem}"]
+        raise ValueError(f"{_type_name(feature)} values cannot be labels (numbers, strings and booleans can)")
+    if not known.any():
+        raise ValueError("no row has a label")
+    if isinstance(feature, datasets.ClassLabel):
+        return np.where(known, values, -1).astype(np.int64), list(feature.names)
+    distinct, places = np.unique(values[known], return_inverse=True)
+    labels = np.full(len(values), -1)
+    labels[known] = places
+    is_counted = np.array_equal(distinct, np.arange(len(distinct)))
+    return labels, None if is_counted else [str(value) for value in distinct]
+
+
+def _of_lists(rows: list[list | None]) -> np.ndarray:
+    """The number in each list of one, or the place of the 1 in each one-hot list; -1 where there is none."""
+    lengths = {len(row) for row in rows if row} or {1}
+    if len(lengths) > 1:
+        raise ValueError("its lists have different lengths (one number, or one-hot lists, can be labels)")
+    if lengths == {1}:
+        return np.array([row[0] if row and row[0] is not None else -1 for row in rows]).astype(np.int64)
+    filled = np.array([row or [0] * max(lengths) for row in rows], np.float64)
+    if not np.isin(filled, (0, 1)).all() or (filled.sum(1) > 1).any():
+        raise ValueError("its lists are not one-hot: more than one number is not 0")
+    return np.where(filled.any(1), filled.argmax(1), -1)
 
 
 def _repeats(dataset: "Dataset", name: str) -> bool:
     """Whether a column of strings has at most half as many distinct values as rows."""
     if not _is_text(dataset.features[name]):
         return False
-    values = dataset.select_columns([name]).with_format("arrow")[:].column(name)
+    values = dataset.select_columns([name]).with_format("arrow")[:].column(name).drop_null()
     return 0 < 2 * len(values.unique()) <= len(values)
 
 

@@ -10,10 +10,12 @@ import dataclasses
 import errno
 import functools
 import io
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from utils.core.errors import UserError
 from utils.core.size import Size
@@ -29,6 +31,16 @@ REMARKS = {
     "rotated": "{n} turned upright by their EXIF orientation",
 }
 _EXIF_ORIENTATION = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @functools.cache
@@ -102,9 +114,7 @@ class ImagePreparation:
             raise UndecodableImage(file.name, file.path, "not an image that Pillow can read") from None
         except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
             reason = " ".join(str(error).split()) or type(error).__name__
-            # Tomorrow the same file may be read: to replace it today would make another run of it.
-            failed = isinstance(error, (MemoryError, ConnectionError))
-            if failed or getattr(error, "errno", None) not in (None, errno.ENOENT):
+            if _of_machine(error):
                 raise UserError(
                     f"cannot read the image {file.name}: {reason}\ncheck the disk or the network, and start again"
                 ) from error
@@ -115,11 +125,10 @@ class ImagePreparation:
         return np.zeros((self.channels, *self.size), np.uint8 if self.max_value == 255 else np.uint16)
 
     def _prepare(self, file: ImageFile) -> tuple[np.ndarray, list[str]]:
-        with Image.open(file.source(), formats=_readable_formats()) as image:
+        with _opened(file, loaded=True) as image:
             remarks = ["frames"] if getattr(image, "is_animated", False) else []
-            image.load()
-            if image.getexif().get(_EXIF_ORIENTATION, 1) != 1:
-                image = ImageOps.exif_transpose(image)
+            if (turn := _turn(image)) is not None:
+                image = image.transpose(turn)
                 remarks.append("rotated")
             if is_deep(image) and self.max_value == 255:
                 remarks.append("deep")
@@ -161,13 +170,67 @@ class ImagePreparation:
         return np.ascontiguousarray(pixels)
 
 
+@contextlib.contextmanager
+def _opened(file: ImageFile, loaded: bool = False) -> Iterator[Image.Image]:
+    """The image in a file. A PNG whose texts or profile Pillow refuses, for their size, is opened without them."""
+
+    def opened(source: Any) -> Image.Image:
+        image = Image.open(source, formats=_readable_formats())
+        if loaded:
+            image.load()
+        return image
+
+    source = file.source()
+    try:
+        image = opened(source)
+    except Exception as error:
+        if _of_machine(error):
+            raise
+        pixels = _without_texts(source.getvalue() if isinstance(source, io.BytesIO) else Path(source).read_bytes())
+        if pixels is None:
+            raise
+        image = opened(io.BytesIO(pixels))
+    with image:
+        yield image
+
+
+def _without_texts(data: bytes) -> bytes | None:
+    """A PNG without the chunks of texts and of a profile; None where there are none, or it is none."""
+    if not data.startswith(_PNG):
+        return None
+    kept, place, end = [_PNG], len(_PNG), len(_PNG)
+    while place < len(data):
+        end = place + 12 + int.from_bytes(data[place : place + 4])  # length, kind, data and checksum
+        if data[place + 4 : place + 8] not in (b"tEXt", b"zTXt", b"iTXt", b"iCCP"):
+            kept.append(data[place:end])
+        place = end
+    found = b"".join(kept)
+    return None if len(found) == len(data) else found
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What brings it upright, where its EXIF can be read."""
+    try:
+        return _TURNS.get(image.getexif().get(_EXIF_ORIENTATION, 1))
+    except Exception as error:  # SyntaxError, struct.error, ...: damaged EXIF says nothing of the pixels
+        if _of_machine(error):
+            raise
+        return None
+
+
+def _of_machine(error: Exception) -> bool:
+    """Whether the same file may be read tomorrow: to do without it today would make another run of it."""
+    failed = isinstance(error, (MemoryError, ConnectionError))
+    return failed or getattr(error, "errno", None) not in (None, errno.ENOENT)
+
+
 def header_of(file: ImageFile) -> tuple[str, int, int] | None:
     """Pillow's mode, height and width as stored (not yet turned by EXIF), without decoding; None where the file cannot be
     opened."""
     if file.array is not None:
         return "array", *file.array.shape[:2]
     try:
-        with Image.open(file.source(), formats=_readable_formats()) as image:
+        with _opened(file) as image:
             return image.mode, image.height, image.width
     except Exception:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
         return None

@@ -82,7 +82,7 @@ class FileTree:
         kind = kind or suffix_of(path)[1:]
         self._stamp(prefix, os.stat(path))
         for member in sorted(list_archive(kind, path)):
-            name = posixpath.normpath(member).lstrip("/")
+            name = posixpath.normpath(member.replace("\\", "/") if kind == "zip" else member).lstrip("/")  # by Windows
             if not any(part.startswith("__") for part in name.split("/")[:-1]):
                 self._add(prefix + name, f"{kind}://{member}::{path}")
         forget_archives()

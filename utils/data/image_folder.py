@@ -2,33 +2,31 @@
 
 - Sub-folders named train, validation or test (or as in `_SPLITS`) are splits, where there are no others beside them.
 - metadata.csv, .jsonl or .parquet names images by the column `file_name`, relative to itself. Where there is one, the images
-  are those that it names, and its other columns are columns of the dataset.
-- Else the folders that hold the images are their classes, where there are several, all equally deep.
+  are those that it names, and its other columns are columns of the dataset. So does a dataset.json of NVlabs' tools.
+- Else the folders that divide the images are their classes, where there are several, all equally deep; but not folders that are
+  numbered as parts of one set are.
 
 Rows are in the order of the metadata, else of the files' names. What is not used is counted and told.
 """
 
-import io
-import os
 import posixpath
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.core.errors import UserError, one_line
+from utils.core.errors import UserError
 from utils.data.decode import image_suffixes
 from utils.data.file_tree import FileTree, suffix_of
-from utils.data.stored_files import is_address, read_address
+from utils.data.folder_table import FolderTable
 
 if TYPE_CHECKING:
     import datasets
 
-_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+_LISTED = 20  # missing names
 _SPLIT_OF = {name: split for split, names in _SPLITS.items() for name in names}
 _HINTS = dict.fromkeys((".heic", ".heif"), "needs pillow-heif") | dict.fromkeys(
     (".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar"), "unpack it"
@@ -46,6 +44,7 @@ class ImageFolder:
     Attributes:
         dataset: a `datasets.Dataset` with the columns `image` and, where there are classes, `label`; or those of the metadata.
         notes: what a user should know of what is used, and what not.
+        missing: names in the metadata, of the splits that are used, that no file has.
 
     Raises:
         UserError: no images, no such split, or metadata that cannot be used.
@@ -57,7 +56,8 @@ class ImageFolder:
         self._tree, self._source = tree, source
         self._images = tree.images()
         self._prefixes = {"all": ""} if split == "all" else prefixes or self._splits()
-        self._metadata = self._read_metadata()
+        self._beside = FolderTable(tree, source)
+        self._metadata = self._beside.table
         self._named = None if self._metadata is None else self._metadata["file_name"].to_pylist()
         rows = {name: self._rows(prefix) for name, prefix in self._prefixes.items()}
         try:
@@ -71,9 +71,17 @@ class ImageFolder:
         self.notes = self._describe({name: len(found) for name, found in rows.items()}, used, shown)
         if not shown:
             raise UserError(f"{source} has no images" + "".join(f"; {note}" for note in self.notes) + "\ncheck the path")
+        self.missing = list(dict.fromkeys(n for split in used for _, n in rows[split] if n not in tree.paths))
+        if self.missing:
+            self.notes.append(self.says_missing())
         classes = self._classes(used) if self._metadata is None else None
         tables = [self._table(rows[part.splitname][part.from_ : part.to], classes) for part in parts]
         self.dataset = datasets.concatenate_datasets(tables)
+
+    def says_missing(self) -> str:
+        listed = ", ".join(self.missing[:_LISTED]) + ", ..." * (len(self.missing) > _LISTED)
+        files = "1 file of the metadata is" if len(self.missing) == 1 else f"{len(self.missing):,} files of the metadata are"
+        return f"{files} not there: {listed}"
 
     def _splits(self) -> dict[str, str]:
         """Split -> the prefix of its files' names: of the folders that are splits, or train -> all."""
@@ -96,7 +104,7 @@ class ImageFolder:
     def _classes(self, used: set[str]) -> dict[str, int] | None:
         """Name of a folder -> its class. Other splits as deep have the same classes, with the same numbers."""
         folders = {
-            split: {posixpath.dirname(name[len(prefix) :]) for name in self._images if name.startswith(prefix)}
+            split: {posixpath.dirname(name[len(prefix) :]) for name in self._of(split)}
             for split, prefix in self._prefixes.items()
         }
         deep = {_depth(folder) for split in used for folder in folders[split]}
@@ -104,8 +112,24 @@ class ImageFolder:
             self.notes.append("the folders do not become classes, because their images are not equally deep below the folder")
         if len(deep) > 1 or deep == {0}:
             return None
-        names = sorted({posixpath.basename(folder) for part in folders.values() for folder in part if _depth(folder) in deep})
-        return {name: number for number, name in enumerate(names)} if len(names) > 1 else None
+        paths = [folder.split("/") for part in folders.values() for folder in part if _depth(folder) in deep]
+        self._above = next((n for n, level in enumerate(zip(*(path[::-1] for path in paths)), 1) if len(set(level)) > 1), 0)
+        names = sorted({path[-self._above] for path in paths}) if self._above else []
+        counts = Counter(self._class_name(name) for split in used for name in self._of(split)) if names else Counter()
+        if (are_parts := _are_parts(counts)) is not None:
+            self.notes.append(
+                f"the numbered folders {names[0]} to {names[-1]} "
+                + ("are equally large, as parts of a set are, and do not become classes" if are_parts else "become classes")
+            )
+        return None if are_parts or not names else {name: number for number, name in enumerate(names)}
+
+    def _of(self, split: str) -> list[str]:
+        """The names of its images."""
+        return [name for name in self._images if name.startswith(self._prefixes[split])]
+
+    def _class_name(self, name: str) -> str:
+        """The deepest folder that divides the images: of n01/images/a.png and n02/images/b.png, n01 and n02."""
+        return name.split("/")[-1 - self._above]
 
     def _table(self, rows: list[tuple[int, str]], classes: dict[str, int] | None) -> "datasets.Dataset":
         import datasets
@@ -119,7 +143,7 @@ class ImageFolder:
         columns: dict[str, Any] = {"image": image}
         features = datasets.Features({"image": datasets.Image()})
         if classes is not None:
-            columns["label"] = pa.array([classes[posixpath.basename(posixpath.dirname(name))] for _, name in rows], pa.int64())
+            columns["label"] = pa.array([classes[self._class_name(name)] for _, name in rows], pa.int64())
             features["label"] = datasets.ClassLabel(names=list(classes))
         if self._metadata is not None:
             kept = self._metadata.drop_columns(list({"file_name", "image"} & set(self._metadata.column_names)))
@@ -130,11 +154,11 @@ class ImageFolder:
         return datasets.Dataset(table.cast(features.arrow_schema), info=datasets.DatasetInfo(features=features))
 
     def _path(self, name: str, row: int) -> str:
-        return self._tree.paths.get(name) or self._beside[row]
+        return self._tree.paths[name] if self._metadata is None else self._beside.paths[row]
 
     def _describe(self, found: dict[str, int], used: set[str], shown: set[str]) -> list[str]:
         """What is used, and what is left out and why."""
-        notes = []
+        notes = [*self._beside.notes]
         if len(found) > 1:
             counts = " and ".join(f"{self._prefixes[split]} ({found[split]:,} images)" for split in found)
             chosen = " and ".join(split for split in found if split in used)
@@ -142,7 +166,7 @@ class ImageFolder:
         elsewhere = tuple(prefix for split, prefix in self._prefixes.items() if split not in used)
         suffixes, left_out = image_suffixes(), Counter(self._tree.left_out)
         for name in sorted(self._tree.paths.keys() - shown):
-            if not name.startswith(elsewhere) and not _is_metadata(name):
+            if not name.startswith(elsewhere) and name not in self._beside.files:
                 suffix = suffix_of(name)
                 left_out["not in the metadata" if suffix in suffixes else suffix or "without a suffix"] += 1
         if left_out:
@@ -152,69 +176,19 @@ class ImageFolder:
             notes.append(f"{whole:,} of {whole + left_out.total():,} files used: {listed}")
         return notes
 
-    def _read_metadata(self) -> Any:
-        """All rows of the metadata as a `pyarrow.Table`, with `file_name` relative to the root; None where there is none.
-
-        The files that it names and that are not there get a path, too: they are told as images that cannot be decoded.
-        """
-        import pyarrow as pa
-
-        tables: list[Any] = []
-        self._beside: list[str] = []  # of each row, where its file should be
-        for name in sorted(filter(_is_metadata, self._tree.paths)):
-            path = self._tree.paths[name]
-            try:
-                table = _read_table(path, suffix_of(name))
-                files = table["file_name"].to_pylist()
-            except KeyError:
-                raise UserError(
-                    f"{path} has no column file_name\n"
-                    f"name the column of the files file_name; its columns: {', '.join(table.column_names)}"
-                ) from None
-            except Exception as error:  # pyarrow has many
-                raise UserError(f"cannot read {path}: {one_line(error)}\nrepair or remove this file") from error
-            for row, file in enumerate(files):
-                if not isinstance(file, str) or is_address(file) or posixpath.normpath(file).startswith(("/", "..")):
-                    raise UserError(
-                        f"{path}, row {row}: file_name is {file!r}, which is not a file in the same folder\n"
-                        "use paths relative to that folder"
-                    )
-            files = [posixpath.normpath(file) for file in files]
-            self._beside += [_sibling(path, file) for file in files]
-            files = [posixpath.join(posixpath.dirname(name), file) for file in files]
-            tables.append(table.set_column(table.column_names.index("file_name"), "file_name", pa.array(files, pa.string())))
-        try:
-            return pa.concat_tables(tables, promote_options="permissive") if tables else None
-        except pa.ArrowException as error:
-            raise UserError(
-                f"the metadata files in {self._source} have columns of different types: {one_line(error)}\n"
-                "give equal columns equal types"
-            ) from error
-
 
 def _depth(folder: str) -> int:
     return folder.count("/") + 1 if folder else 0
 
 
-def _is_metadata(name: str) -> bool:
-    return posixpath.basename(name) in _METADATA
+def _are_parts(counts: Counter[str]) -> bool | None:
+    """Whether folders with so many images are parts of one set, filled one after the other; None if they are not numbered.
 
-
-def _sibling(path: str, name: str) -> str:
-    """What reads the file `name` beside the file that `path` reads."""
-    if not is_address(path):
-        return os.path.join(os.path.dirname(path), name)
-    kind, _, rest = path.partition("://")
-    member, _, archive = rest.rpartition("::")
-    return f"{kind}://{posixpath.join(posixpath.dirname(member), name)}::{archive}"
-
-
-def _read_table(path: str, suffix: str) -> Any:
-    from pyarrow import csv, json, parquet
-
-    file = io.BytesIO(read_address(path) if is_address(path) else Path(path).read_bytes())
-    if suffix == ".parquet":
-        return parquet.read_table(file)
-    if suffix == ".jsonl":
-        return json.read_json(file, read_options=json.ReadOptions(block_size=len(file.getbuffer()) + 1))
-    return csv.read_csv(file, parse_options=csv.ParseOptions(newlines_in_values=True))
+    Those of well-known tools have numbers of five digits.
+    """
+    names = sorted(counts)
+    if not names or not all(name.isdecimal() and len(name) > 1 and len(name) == len(names[0]) for name in names):
+        return None
+    numbers, sizes = [int(name) for name in names], [counts[name] for name in names]
+    follow = numbers == list(range(numbers[0], numbers[0] + len(numbers))) and numbers[0] in (0, 1)
+    return len(names[0]) >= 5 and follow and set(sizes[:-1]) == {sizes[0]} and sizes[-1] <= sizes[0]

@@ -24,7 +24,9 @@ from PIL import Image
 
 from utils.core.errors import UserError
 from utils.core.hub import is_only_a_path, told
+from utils.data.decode import image_suffixes
 from utils.data.file_tree import FileTree, archive_stem, scan, suffix_of
+from utils.data.folder_table import ABOUT_IMAGES
 from utils.data.image_folder import ImageFolder
 from utils.options.flags import DataOptions
 from utils.options.paths import DIGITS
@@ -66,17 +68,21 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
             raise UserError(
                 "no dataset was given\nset --dataset_name (a Hub name, a local path or 'digits') or --train_data_dir"
             )
-        return _open_image_folder(options.train_data_dir, dataset_split)
+        return _open_image_folder(options, options.train_data_dir)
     if dataset_name == DIGITS:
         return _open_digits(dataset_split)
     path = Path(dataset_name)
     if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         return _open_saved(path, dataset_split)
     if path.is_file() and path.suffix.lower() not in _BUILDER_OF_SUFFIX and archive_stem(path.name) is not None:
-        return _open_image_folder(dataset_name, dataset_split)
+        return _open_image_folder(options, dataset_name)
+    is_folder = path.is_dir() and options.dataset_config_name is None
+    images, tables = _images_and_tables(path) if is_folder else (0, 0)
+    if images and not tables:  # whatever else is there: `datasets` takes as many captions as images for a set of texts
+        return dataclasses.replace(_open_image_folder(options, dataset_name), description=_described(options))
     builder, files, description = find_builder(options)
-    if builder.name == "imagefolder" and path.is_dir() and options.dataset_config_name is None:
-        return dataclasses.replace(_open_image_folder(dataset_name, dataset_split), description=description)
+    if is_folder and (builder.name == "imagefolder" or (images and builder.name not in _BUILDER_OF_SUFFIX.values())):
+        return dataclasses.replace(_open_image_folder(options, dataset_name), description=description)
     if builder.name == "imagefolder" and any(
         archive_stem(file) for part in builder.config.data_files.values() for file in part
     ):
@@ -89,7 +95,7 @@ def open_dataset(options: DataOptions) -> OpenedDataset:
 
 def find_builder(options: DataOptions) -> tuple["datasets.DatasetBuilder", list[Path], str]:
     """What `datasets` found out about `dataset_name`, its files on this machine, and a description. Raises UserError."""
-    path, split = Path(str(options.dataset_name)), options.dataset_split
+    path = Path(str(options.dataset_name))
     files: list[Path] = []
     source: dict[str, Any]
     if path.is_file():
@@ -115,9 +121,33 @@ def find_builder(options: DataOptions) -> tuple["datasets.DatasetBuilder", list[
         from pyarrow.dataset import ParquetFragmentScanOptions
 
         builder.config.fragment_scan_options = ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True)
-    details = {"config": options.dataset_config_name, "split": split, "revision": options.dataset_revision}
+    return builder, files, _described(options)
+
+
+def _described(options: DataOptions) -> str:
+    details = {
+        "config": options.dataset_config_name,
+        "split": options.dataset_split,
+        "revision": options.dataset_revision,
+    }
     words = ", ".join(f"{name} {value}" for name, value in details.items() if value is not None)
-    return builder, files, f"{options.dataset_name} ({words})"
+    return f"{options.dataset_name} ({words})"
+
+
+def _images_and_tables(folder: Path) -> tuple[int, int]:
+    """How many images lie below a folder, and how many files that `datasets` reads as tables; not of a kind that stands beside
+    images of the same names, nor what is about the images of its folder."""
+    images = tables = 0
+    for _, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
+        parts = [os.path.splitext(name) for name in files if not name.startswith(".")]
+        own = {stem for stem, suffix in parts if suffix.lower() in image_suffixes()}
+        beside = {suffix for stem, suffix in parts if stem in own}
+        images += len([suffix for _, suffix in parts if suffix.lower() in image_suffixes()])
+        tables += len(
+            [s for stem, s in parts if s.lower() in _BUILDER_OF_SUFFIX and s not in beside and stem not in ABOUT_IMAGES]
+        )
+    return images, tables
 
 
 def _only_a_path(name: str) -> bool:
@@ -197,10 +227,12 @@ def _open_archives(builder: Any, split: str, description: str) -> OpenedDataset:
     return OpenedDataset(images.dataset, tree.key(split), description, images.notes)
 
 
-def _open_image_folder(folder: str, split: str) -> OpenedDataset:
+def _open_image_folder(options: DataOptions, folder: str) -> OpenedDataset:
     tree = scan(folder)
-    images = ImageFolder(tree, folder, split)
-    return OpenedDataset(images.dataset, tree.key(split), folder, images.notes)
+    images = ImageFolder(tree, folder, options.dataset_split)
+    if images.missing and options.on_bad_image == "fail":
+        raise UserError(f"{images.says_missing()}\nrepair the metadata, or use --on_bad_image replace")
+    return OpenedDataset(images.dataset, tree.key(options.dataset_split), folder, images.notes)
 
 
 def _open_saved(path: Path, split: str) -> OpenedDataset:

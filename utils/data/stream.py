@@ -24,7 +24,7 @@ from utils.core.errors import UserError, one_line
 from utils.core.files import whole_file
 from utils.data.bad_images import BadImage, BadImages
 from utils.data.block_cache import BlockCache, StoredBlock
-from utils.data.columns import LABEL_NAMES, EncodedImages, files_key, find_labels, holds_arrays
+from utils.data.columns import LABEL_NAMES, EncodedImages, files_key, find_labels, holds_arrays, is_number
 from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
 from utils.data.shard_formats import VERSION, Tar, columns_of, counts, format_of
 from utils.data.shards import Shard, UnreadableShard, find_shards, in_parallel, patiently
@@ -134,7 +134,8 @@ def _label_columns(features: "datasets.Features", requested: str | None) -> list
     if requested is not None:
         return [requested] if requested in features else []
     classes = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
-    return classes or [name for name in LABEL_NAMES if isinstance(features.get(name), datasets.Value)]
+    usual = [name for name in LABEL_NAMES if name in features]
+    return classes or [name for name in usual if isinstance(features[name], datasets.Value) or is_number(features[name])]
 
 
 def _labels(

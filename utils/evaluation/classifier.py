@@ -72,6 +72,8 @@ def trained_classifier(images: ImageSet, cache_dir: Path | None) -> Classifier:
             "--features classifier needs class labels, and the data has none\nset --label_column, or use other --features"
         )
     classes = int(images.labels.max()) + 1
+    if (images.labels < 0).any():  # of no class
+        images = images.subset(np.flatnonzero(images.labels >= 0))
     if classes < 2 or classes > MAX_CLASSES or len(images) < 10 * classes:
         raise UserError(
             f"--features classifier does not work with {classes} classes and {len(images)} images\n"

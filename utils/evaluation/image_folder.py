@@ -7,18 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 from utils.core.errors import UserError
 from utils.core.size import Size
 from utils.data.decode import ImageFile, ImagePreparation, UndecodableImage, header_of
+from utils.data.file_tree import FileTree
+from utils.data.stored_files import is_address
 from utils.evaluation.extractor_base import eight_bit
 
 _GRAY_MODES = ("1", "L", "LA", "I", "I;16", "F")
 
 
 class ImageFolder:
-    """The images below `folder`, in the order of their names; of a folder of generate.py those that it numbered.
+    """The images below `folder`, in the order of their names, hidden ones left out; of a folder of generate.py those that it
+    numbered.
 
     Attributes:
         shape: (channels, height, width), read from the headers: 1 channel where all images are gray, else 3; with alpha where
@@ -30,8 +32,9 @@ class ImageFolder:
     def __init__(self, folder: Path, channels: int | None = None):
         if not folder.is_dir():
             raise UserError(f"--images {folder}: no such folder\ncheck the path")
-        Image.init()
-        files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in Image.EXTENSION and path.is_file())
+        tree = FileTree(str(folder))
+        tree.add_folder(str(folder))
+        files = [Path(tree.paths[name]) for name in tree.images() if not is_address(tree.paths[name])]  # not in archives
         self.settings = _settings(folder)  # how generate.py made them; empty for other folders
         if self.settings:
             files = sorted(path for path in folder.iterdir() if re.fullmatch(r"\d{6,}\.(png|npy)", path.name))

@@ -2,13 +2,20 @@
 
 import json
 import math
+import re
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from utils.core.files import whole_file
 
 HISTORY = "history.jsonl"
+MOST = 20_000  # lines of a kind that are read
+_LAST = 1000  # of them the newest, with none between left out
+_SHORTEST = 20  # bytes of a line
+_STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 
 class History:
@@ -21,12 +28,10 @@ class History:
         self.records: list[dict] = []
         if not enabled:
             return
-        everything = read_history(self.path)
-        self.records = [record for record in everything if record["step"] <= first_step > 0]
-        cut_short = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
-        if len(self.records) < len(everything) or cut_short:
-            with whole_file(self.path) as draft:
-                draft.write_text("".join(_line(record) for record in self.records))
+        if any(not _remains(line, first_step) for line in _lines(self.path)):
+            with whole_file(self.path) as draft, open(draft, "wb") as file:
+                file.writelines(line for line in _lines(self.path) if _remains(line, first_step))
+        self.records = read_history(self.path)
 
     def add(self, step: int, values: dict) -> None:
         """Records `values` (JSON types) of the moment when `step` updates were finished."""
@@ -40,21 +45,60 @@ class History:
             pass  # the checkpoint that the same disk does not take is reported
 
 
-def read_history(path: Path) -> list[dict]:
-    """The records of a history file, in order; none where it is absent. A last line that a kill cut short is left out."""
-    try:
-        lines = path.read_text().splitlines()
-    except FileNotFoundError:
-        return []
-    records = []
-    for line in lines:
-        try:
-            record = _from_json(json.loads(line))
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+def read_history(path: Path, most: int | None = MOST) -> list[dict]:
+    """The records of a history file, in order; none where it is absent. Damaged lines are left out, and a last one that a kill
+    cut short. Of a kind with more than `most` lines the newest are read, and of the others one in so many."""
+    return read_and_count(path, most)[0]
+
+
+def read_and_count(path: Path, most: int | None = MOST) -> tuple[list[dict], int]:
+    """`read_history`, and how many lines of those that were read are damaged."""
+    counts: Counter[bytes] = Counter()
+    if most is not None and path.exists() and path.stat().st_size > _SHORTEST * most:
+        counts.update(map(_kind, _lines(path)))
+    met: Counter[bytes] = Counter()
+    records, damaged = [], 0
+    for line in _lines(path):
+        if most is not None and counts:
+            kind = _kind(line)
+            met[kind] += 1
+            older = counts[kind] - _LAST
+            if counts[kind] > most and met[kind] <= older and met[kind] % -(-older // (most - _LAST)):
+                continue
+        record = _record(line)
+        if record is not None:
             records.append(record)
-    return records
+        else:
+            damaged += line.endswith(b"\n")
+    return records, damaged
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as file:
+            yield from file
+    except FileNotFoundError:
+        return
+
+
+def _record(line: bytes) -> dict | None:
+    try:
+        record = _from_json(json.loads(line))
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _remains(line: bytes, first_step: int) -> bool:
+    """Whether a line is whole, and of what was done when `first_step` updates were finished."""
+    found = _STEP.match(line)
+    return line.endswith(b"\n") and found is not None and int(found[1]) <= first_step > 0
+
+
+def _kind(line: bytes) -> bytes:
+    """What a line is of: its third word, or nothing where that is a number, as in reports."""
+    word, _, value = line[line.find(b",", 20) + 3 : line.find(b",", 20) + 60].partition(b'": ')
+    return word if value.startswith(b"{") else b""
 
 
 def _line(record: dict) -> str:

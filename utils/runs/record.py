@@ -10,7 +10,7 @@ from typing import Any
 from utils.core.errors import UserError
 from utils.runs.evaluations import read_evaluations
 from utils.runs.folder import EXIT_STATUS
-from utils.runs.history import HISTORY, read_history
+from utils.runs.history import HISTORY, read_and_count
 
 
 @dataclass
@@ -39,7 +39,7 @@ class RunRecord:
             raise UserError(f"{output_dir} is not the folder of a run: it has no options.json\ncheck the path") from None
         except ValueError as error:
             raise UserError(f"{output_dir}/options.json is damaged: {error}\nrestore this file from a copy") from None
-        history = read_history(output_dir / HISTORY)
+        history, damaged = read_and_count(output_dir / HISTORY)
         return cls(
             output_dir,
             recorded.get("options", {}),
@@ -51,7 +51,7 @@ class RunRecord:
             versions=recorded.get("versions") or {},
             exit_status=_exit_status(output_dir),
             evaluations=read_evaluations(output_dir),
-            unreadable=_whole_lines(output_dir / HISTORY) - len(history),
+            unreadable=damaged,
         )
 
     def series(self, tag: str) -> tuple[list[int], list[float]]:
@@ -93,11 +93,6 @@ def finite_part(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: finite_part(v) for k, v in value.items() if not (isinstance(v, float) and not math.isfinite(v))}
     return value
-
-
-def _whole_lines(path: Path) -> int:
-    """Without the last one, where a kill cut it short."""
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def _exit_status(output_dir: Path) -> int | None:

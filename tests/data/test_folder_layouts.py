@@ -1,0 +1,233 @@
+"""Folders as other tools write them: files beside the images, classes one level up or in a file, tables of other dialects."""
+
+import csv
+import io
+import json
+import unicodedata
+import zipfile
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from test_image_folder import encoded, said, shown, write
+
+from utils.core.errors import UserError
+from utils.data.dataset import load_images
+from utils.options.flags import DataOptions
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load_with_cache(source, by="train_data_dir", **options):
+        return load_images(DataOptions(**{by: str(source)}, resolution=8, cache_dir=str(tmp_path / "cache"), **options))
+
+    return load_with_cache
+
+
+@pytest.mark.parametrize("by", ["train_data_dir", "dataset_name"])
+@pytest.mark.parametrize("suffix", [".txt", ".json", ".xml", ".md", ".caption"])
+@pytest.mark.parametrize("folders", [("",), ("cat/", "dog/")])
+@pytest.mark.parametrize("captions", [1, 3, 5])
+def test_files_beside_the_images_are_left_out_and_counted(by, suffix, folders, captions, load, tmp_path):
+    for folder in folders:
+        write(tmp_path / "set", *(f"{folder}{n}.png" for n in range(3)))
+        for number in range(captions):
+            (tmp_path / "set" / folder / f"{number}{suffix}").write_text('{"a": 1}' if suffix == ".json" else "a cat")
+    images = load(tmp_path / "set", by)
+    assert shown(images) == [0, 1, 2] * len(folders)
+    assert images.class_names == (["cat", "dog"] if len(folders) > 1 else None)
+    count = captions * len(folders)
+    assert f"{3 * len(folders)} of {3 * len(folders) + count} files used: {count} {suffix}" in said(images)
+
+
+def test_a_table_beside_pictures_stays_a_table(load, tmp_path):
+    write(tmp_path / "set", "pictures/0.png", "pictures/1.png", "pictures/2.png")
+    (tmp_path / "set" / "train.jsonl").write_text('{"image": "pictures/2.png"}\n{"image": "pictures/0.png"}\n')
+    assert shown(load(tmp_path / "set", "dataset_name", cache_images="no")) == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("names", "classes", "labels"),
+    [
+        (("n01/images/0.png", "n02/images/1.png", "n02/images/2.png"), ["n01", "n02"], [0, 1, 1]),
+        (("train/n01/images/0.png", "train/n02/images/1.png", "val/images/2.png"), ["n01", "n02"], [0, 1]),
+        (("pets/cat/0.png", "wild/fox/1.png"), ["cat", "fox"], [0, 1]),
+        (("pets/cat/0.png", "wild/cat/1.png"), ["pets", "wild"], [0, 1]),
+        (("all/images/0.png", "all/images/1.png"), None, None),
+    ],
+)
+def test_the_classes_are_the_folders_that_divide_the_images(names, classes, labels, load, tmp_path):
+    images = load(write(tmp_path / "set", *names))
+    assert images.class_names == classes and (labels is None or images.labels.tolist() == labels)
+
+
+def numbered(folder, sizes, digits=5, first=0):
+    for number, size in enumerate(sizes, first):
+        write(folder, *(f"{number:0{digits}}/img{number}{image}.png" for image in range(size)))
+    return folder
+
+
+def test_folders_that_are_numbered_as_parts_are_no_classes(load, tmp_path):
+    images = load(numbered(tmp_path / "parts", (4, 4, 2)))
+    assert images.labels is None and any("00000 to 00002 are equally large" in note for note in said(images))
+    for name, (sizes, digits, first) in {
+        "uneven": ((4, 3, 4), 5, 0),
+        "growing": ((3, 3, 4), 5, 0),
+        "short": ((3, 3, 3), 2, 0),
+        "from 7": ((3, 3, 3), 5, 7),
+    }.items():
+        images = load(numbered(tmp_path / name, sizes, digits, first))
+        assert len(images.class_names) == 3 and any("become classes" in note for note in said(images)), name
+    images = load(numbered(tmp_path / "digits", (3, 3, 3), 1))
+    assert len(images.class_names) == 3 and not said(images)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_the_classes_of_a_file_of_nvlabs_kind(zipped, load, tmp_path):
+    folder = numbered(tmp_path / "set", (3, 3, 1))
+    names = [f"{path.parent.name}/{path.name}" for path in sorted(folder.rglob("*.png"))]
+    labels = [[name, 7 - place] for place, name in enumerate(names)]
+    (folder / "dataset.json").write_text(json.dumps({"labels": labels[::-1]}))
+    source = folder
+    if zipped:
+        source = tmp_path / "set.zip"
+        with zipfile.ZipFile(source, "w") as made:
+            for path in [folder / "dataset.json", *(folder / name for name in names)]:
+                made.write(path, path.relative_to(folder))
+    images = load(source)
+    names = images.class_names  # 1 to 7
+    assert [int(names[label]) for label in images.labels] == [label for _, label in labels[::-1]]
+    assert "the classes are those of dataset.json" in said(images)
+    (folder / "dataset.json").write_text('{"labels": null}')
+    images = load(folder)
+    assert images.labels is None and "7 of 8 files used: 1 .json" in said(images)
+
+
+def table(rows, mark=",", encoding="utf-8") -> bytes:
+    file = io.StringIO()
+    csv.writer(file, delimiter=mark).writerows([("file_name", "label"), *rows])
+    return file.getvalue().encode(encoding)
+
+
+@pytest.mark.parametrize(
+    ("mark", "encoding", "note"),
+    [
+        (",", "utf-8", None),
+        (",", "utf-8-sig", None),
+        (";", "utf-8", "metadata.csv was read with semicolons between the columns"),
+        ("\t", "utf-8-sig", "metadata.csv was read with tabs between the columns"),
+        ("|", "utf-16", "metadata.csv was read as UTF-16 with vertical bars between the columns"),
+        (",", "utf-16", "metadata.csv was read as UTF-16 with commas between the columns"),
+    ],
+)
+def test_dialects_of_tables(mark, encoding, note, load, tmp_path):
+    folder = write(tmp_path / "set", "0.png", "1.png", "2.png")
+    (folder / "metadata.csv").write_bytes(table([("2.png", 1), ("0.png", 0), ("1.png", 1)], mark, encoding))
+    images = load(folder)
+    assert shown(images) == [2, 0, 1] and images.labels.tolist() == [1, 0, 1]
+    assert said(images) == ([note] if note else [])
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("0.PNG", "0.png"),
+        ("0.png", "0.jpg"),
+        ("images/0.png", "images\\0.png"),
+        ("images/0.png", "./images/0.png"),
+        ("images/0.png", "0.png"),
+        ("images/0.png", "Images/0.PNG"),
+        (unicodedata.normalize("NFD", "é0.png"), "é0.png"),
+        ("é0.png", unicodedata.normalize("NFD", "é0.png")),
+    ],
+)
+def test_names_that_differ_from_those_of_the_files(file, name, load, tmp_path):
+    folder = write(tmp_path / "set", file, file.replace("0", "1"))
+    (folder / "metadata.csv").write_bytes(table([(name.replace("0", "1"), 1), (name, 0)]))
+    images = load(folder)
+    assert shown(images) == [1, 0] and images.labels.tolist() == [1, 0]
+
+
+def test_a_table_in_the_folder_that_its_names_begin_with(load, tmp_path):
+    folder = write(tmp_path / "set", "images/0.png", "images/1.png")
+    (folder / "images" / "metadata.csv").write_bytes(table([("images/1.png", 1), ("images/0.png", 0)]))
+    images = load(folder)
+    assert shown(images) == [1, 0]
+    assert said(images) == [
+        "2 names of the metadata differ from those of the files: images/images/1.png means images/1.png, ..."
+    ]
+
+
+def test_a_table_beside_an_archive_made_on_windows(load, tmp_path):
+    (tmp_path / "set").mkdir()
+    with zipfile.ZipFile(tmp_path / "set" / "photos.zip", "w") as made:
+        for number in range(3):
+            member = zipfile.ZipInfo("x")
+            member.filename = f"pets\\{number}.png"
+            made.writestr(member, encoded(number))
+    (tmp_path / "set" / "metadata.csv").write_bytes(table([("2.png", 1), ("1.png", 0)]))
+    images = load(tmp_path / "set")
+    assert shown(images) == [2, 1]
+    (tmp_path / "set" / "metadata.csv").unlink()
+    assert shown(load(tmp_path / "set")) == [0, 1, 2]
+
+
+def test_what_is_ambiguous_or_not_there_is_not_guessed_and_listed_at_once(load, tmp_path):
+    folder = write(tmp_path / "set", "a/0.png", "b/0.png", "1.png", "1.webp", "2.png")
+    rows = [("0.png", 0), ("1.jpg", 0), ("2.png", 1), ("2.jpg", 1), ("c/2.png", 1), ("5.png", 1)]
+    (folder / "metadata.csv").write_bytes(table(rows))
+    images = load(folder, on_bad_image="replace", max_bad_images=9)
+    assert len(images) == 6 and np.unique(shown(images)).tolist() == [2]
+    assert any(note == "5 files of the metadata are not there: 0.png, 1.jpg, 2.jpg, c/2.png, 5.png" for note in said(images))
+    with pytest.raises(UserError, match=r"5 files.*0\.png, 1\.jpg, 2\.jpg, c/2\.png, 5\.png"):
+        load(folder)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
+
+
+LARGE = zlib.compress(bytes(2**21))
+OVERSIZED = {
+    "text": [chunk(b"zTXt", b"a\0\0" + LARGE)],
+    "international text": [chunk(b"iTXt", b"a\0\1\0\0\0" + LARGE)],
+    "profile": [chunk(b"iCCP", b"a\0\0" + LARGE)],
+    "many texts": [chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2**20 - 1)))] * 66,
+}
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("kind", OVERSIZED)
+def test_pixels_beside_large_texts_are_used(kind, before, load, tmp_path):
+    folder, png = write(tmp_path / "set", "0.png", "1.png"), encoded(2)
+    head, ends = png[:33], (png[33:-12], png[-12:])  # the signature and IHDR; the pixels; IEND
+    parts = [*OVERSIZED[kind], ends[0]] if before or kind == "profile" else [ends[0], *OVERSIZED[kind]]
+    (folder / "2.png").write_bytes(b"".join([head, *parts, ends[1]]))
+    assert shown(load(folder)) == [0, 1, 2]
+    (folder / "2.png").write_bytes(b"".join([head, *parts])[:-20] if before else head + b"".join(OVERSIZED[kind]))
+    with pytest.raises(UserError, match=r"cannot decode the image .*2\.png"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "damage", [b"Exif\0\0no tables", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\0\1\x01\x12"]
+)
+def test_pixels_with_damaged_exif_are_used(damage, load, tmp_path):
+    (tmp_path / "set").mkdir()
+    image = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8))
+    image.save(tmp_path / "set" / "0.jpg", quality=100, exif=damage)
+    image.save(tmp_path / "set" / "1.jpg", quality=100)
+    pixels = load(tmp_path / "set", image_channels=1).fetch([0, 1])
+    assert np.array_equal(pixels[0], pixels[1])
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_each_orientation_is_that_of_pillow(orientation, load, tmp_path):
+    (tmp_path / "set").mkdir()
+    image, exif = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8)), Image.Exif()
+    exif[0x0112] = orientation
+    image.save(tmp_path / "set" / "0.png", exif=exif)
+    with Image.open(tmp_path / "set" / "0.png") as saved:
+        expected = np.asarray(ImageOps.exif_transpose(saved))
+    assert np.array_equal(load(tmp_path / "set", image_channels=1).fetch([0])[0, 0], expected)

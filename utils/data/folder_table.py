@@ -1,0 +1,190 @@
+"""What stands beside the images of a folder and says something of each: metadata.csv, .jsonl or .parquet with a column
+`file_name`, or the dataset.json of NVlabs' tools, which has classes.
+
+Files are meant by their names. A name that no file has is taken for the one file whose path ends alike, whatever the case, the
+suffix and the form of its letters; else it stays as it is, and the file counts as one that cannot be decoded.
+"""
+
+import codecs
+import io
+import json
+import os
+import posixpath
+import unicodedata
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from utils.core.errors import UserError, one_line
+from utils.data.file_tree import FileTree, suffix_of
+from utils.data.stored_files import is_address, read_address
+
+_NAMES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+_CLASSES = "dataset.json"  # {"labels": [["00000/img00000000.png", 6], ...]}
+ABOUT_IMAGES = {"metadata", "dataset"}  # stems of such files
+_MARKS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}  # between the columns
+
+
+def is_metadata(name: str) -> bool:
+    return posixpath.basename(name) in _NAMES
+
+
+class FolderTable:
+    """The rows that the metadata of `tree` have.
+
+    Attributes:
+        table: `pyarrow.Table`, with `file_name` relative to the root; None where there is no metadata.
+        paths: of each row, what reads its file, or where it should be.
+        files: names of the metadata's own files.
+        notes: what a user should know of how they were read.
+
+    Raises:
+        UserError: metadata that cannot be used. `source` is what it calls the folder.
+    """
+
+    def __init__(self, tree: FileTree, source: str):
+        self._tree = tree
+        self.table: Any = None
+        self.paths: list[str] = []
+        self.files: list[str] = []
+        self.notes: list[str] = []
+        tables = self._tables()
+        if not tables:
+            return
+        import pyarrow as pa
+
+        try:
+            self.table = pa.concat_tables(tables, promote_options="permissive")
+        except pa.ArrowException as error:
+            raise UserError(
+                f"the metadata files in {source} have columns of different types: {one_line(error)}\n"
+                "give equal columns equal types"
+            ) from error
+        names = self._resolved(self.table["file_name"].to_pylist())
+        place = self.table.column_names.index("file_name")
+        self.table = self.table.set_column(place, "file_name", pa.array(names, pa.string()))
+
+    def _tables(self) -> list[Any]:
+        import pyarrow as pa
+
+        tables = []
+        for name in sorted(filter(is_metadata, self._tree.paths)) or self._with_classes():
+            path = self._tree.paths[name]
+            try:
+                table = self._read(name, path)
+                files = table["file_name"].to_pylist()
+            except KeyError:
+                raise UserError(
+                    f"{path} has no column file_name\n"
+                    f"name the column of the files file_name; its columns: {', '.join(table.column_names)}"
+                ) from None
+            except Exception as error:  # pyarrow has many
+                raise UserError(f"cannot read {path}: {one_line(error)}\nrepair or remove this file") from error
+            files = [file.replace("\\", "/") if isinstance(file, str) else file for file in files]
+            for row, file in enumerate(files):
+                if not isinstance(file, str) or is_address(file) or posixpath.normpath(file).startswith(("/", "..")):
+                    raise UserError(
+                        f"{path}, row {row}: file_name is {file!r}, which is not a file in the same folder\n"
+                        "use paths relative to that folder"
+                    )
+            files = [posixpath.normpath(file) for file in files]
+            self.paths += [_sibling(path, file) for file in files]
+            self.files.append(name)
+            files = [posixpath.join(posixpath.dirname(name), file) for file in files]
+            tables.append(table.set_column(table.column_names.index("file_name"), "file_name", pa.array(files, pa.string())))
+        return tables
+
+    def _with_classes(self) -> list[str]:
+        """The names of those files of NVlabs' kind that have classes."""
+        return [name for name in sorted(self._tree.paths) if posixpath.basename(name) == _CLASSES and self._labels(name)]
+
+    def _labels(self, name: str) -> list:
+        """[file name, class] of each image; none where the file is of another kind, or has no classes."""
+        try:
+            labels = json.loads(_bytes(self._tree.paths[name]))["labels"]
+            pairs = list(labels.items()) if isinstance(labels, dict) else list(labels or ())
+            return pairs if all(len(pair) == 2 and isinstance(pair[0], str) for pair in pairs) else []
+        except (ValueError, KeyError, TypeError):
+            return []
+
+    def _read(self, name: str, path: str) -> Any:
+        import pyarrow as pa
+        from pyarrow import json as lines
+        from pyarrow import parquet
+
+        if posixpath.basename(name) == _CLASSES:
+            files, classes = zip(*self._labels(name))
+            self.notes.append(f"the classes are those of {name}")
+            return pa.table({"file_name": list(files), "label": list(classes)})
+        data, suffix = _bytes(path), suffix_of(name)
+        if suffix == ".parquet":
+            return parquet.read_table(io.BytesIO(data))
+        if suffix == ".jsonl":
+            return lines.read_json(io.BytesIO(data), read_options=lines.ReadOptions(block_size=len(data) + 1))
+        return self._read_csv(name, data)
+
+    def _read_csv(self, name: str, data: bytes) -> Any:
+        from pyarrow import csv
+
+        wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        text = data.decode("utf-16").encode() if wide else data.removeprefix(codecs.BOM_UTF8)
+        header = text.split(b"\n", 1)[0].decode(errors="replace").strip("\r")
+        marks = [mark for mark in _MARKS if "file_name" in [word.strip(' "') for word in header.split(mark)]]
+        mark = marks[0] if len(marks) == 1 else ","  # a header of one column has no mark
+        if wide or mark != ",":
+            self.notes.append(f"{name} was read {'as UTF-16 ' * wide}with {_MARKS[mark]} between the columns")
+        return csv.read_csv(io.BytesIO(text), parse_options=csv.ParseOptions(delimiter=mark, newlines_in_values=True))
+
+    def _resolved(self, names: list[str]) -> list[str]:
+        """Those of the files that are meant; `paths` follows."""
+        exact = set(names) & self._tree.paths.keys()
+        ends = defaultdict(list)
+        for image in self._tree.images():
+            if image not in exact:
+                ends[_parts(image)[-1]].append(image)
+        resolved: dict[str, str] = {}
+        for name in dict.fromkeys(names):
+            if name not in exact and len(meant := _meant(name, ends[_parts(name)[-1]])) == 1:
+                resolved[name] = meant[0]
+        claimed = defaultdict(list)
+        for name, image in resolved.items():
+            claimed[image].append(name)
+        resolved = {names[0]: image for image, names in claimed.items() if len(names) == 1}
+        if resolved:
+            name, image = next(iter(resolved.items()))
+            self.notes.append(
+                f"{len(resolved):,} names of the metadata differ from those of the files: {name} means {image}, ..."
+            )
+        self.paths = [self._tree.paths.get(resolved.get(name, name), path) for name, path in zip(names, self.paths)]
+        return [resolved.get(name, name) for name in names]
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """The folders of a name and its stem, in one form of their letters."""
+    return tuple(unicodedata.normalize("NFC", posixpath.splitext(name)[0]).casefold().split("/"))
+
+
+def _meant(name: str, images: list[str]) -> list[str]:
+    """Those of `images` whose paths end as that of `name` does, or the other way around; of several that have its suffix, or
+    else its case, these."""
+    own = _parts(name)
+    found = [image for image in images if all(a == b for a, b in zip(own[::-1], _parts(image)[::-1]))]
+    for form in (str.casefold, str):
+        if len(found) > 1:
+            end = form(posixpath.basename(unicodedata.normalize("NFC", name)))
+            same = [image for image in found if form(posixpath.basename(unicodedata.normalize("NFC", image))) == end]
+            found = same or found
+    return found
+
+
+def _bytes(path: str) -> bytes:
+    return read_address(path) if is_address(path) else Path(path).read_bytes()
+
+
+def _sibling(path: str, name: str) -> str:
+    """What reads the file `name` beside the file that `path` reads."""
+    if not is_address(path):
+        return os.path.join(os.path.dirname(path), name)
+    kind, _, rest = path.partition("://")
+    member, _, archive = rest.rpartition("::")
+    return f"{kind}://{posixpath.join(posixpath.dirname(member), name)}::{archive}"
