@@ -57,7 +57,7 @@ def main(args: DiagnoseOptions) -> int:
     if args.cache or args.prune_cache is not None:
         return show_caches(args)
     if args.compare:
-        from utils.diagnostics.compare import compare
+        from utils.runs.compare import compare
 
         comparison = compare(*args.compare)
         print(json.dumps(vars(comparison), indent=2) if args.json else "\n".join(comparison.lines()))
@@ -181,8 +181,7 @@ def load(args: DiagnoseOptions, resolution: int | str, image_channels: int) -> "
 
 def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOptions, report: Path | None) -> None:
     """What was looked at, with --all each check and figure; then the findings, with cause and fixes. `report`: the page."""
-    from utils.diagnostics.catalog import CATALOG
-    from utils.diagnostics.finding import told
+    from utils.diagnostics.finding import CATALOG, told
     from utils.diagnostics.rules.audit import looks, measured
     from utils.runs.history import to_json
 
@@ -211,7 +210,7 @@ def show(record: "RunRecord", findings: list, judged: set[str], args: DiagnoseOp
 
 def _all_lines(healthy: list[str], missing: set[str], figures: dict) -> list[str]:
     """Each check and each figure."""
-    from utils.diagnostics.catalog import CATALOG
+    from utils.diagnostics.finding import CATALOG
 
     lines: list[str] = []
     for word, before, codes in (("OK", "", healthy), ("-", "not enough was recorded to judge: ", missing)):
@@ -240,7 +239,7 @@ def _run_lines(record: "RunRecord") -> list[str]:
 
 
 def _figure_lines(figures: dict) -> list[str]:
-    from utils.diagnostics.report.tables import cell, figure_name, flatten
+    from utils.diagnostics.report.page import cell, figure_name, flatten
 
     return [f"  {figure_name(key)}: {cell(value)}" for key, value in flatten(figures).items()]
 

@@ -13,5 +13,9 @@ setup(
     install_requires=[words for line in lines if (words := line.split("#")[0].strip())],
     packages=["steady_diffusion", *(f"steady_diffusion.{name}" for name in inside), *doctor],
     package_dir={"steady_diffusion": "."},
-    package_data={"steady_diffusion.utils.diagnostics.report": ["*.css", "*.js"], "steady_doctor": ["*.toml", "*.html"]},
+    package_data={
+        "steady_diffusion.utils.diagnostics": ["*.toml"],
+        "steady_diffusion.utils.diagnostics.report": ["*.css", "*.js", "*.html"],
+        "steady_doctor": ["*.toml", "*.html"],
+    },
 )

@@ -44,6 +44,7 @@ import utils.optim.ema
 import utils.optim.nonfinite
 import utils.training.progress
 from benchmarks.shared.measuring import default_device, describe
+from steady_doctor.declared_run import audited_updates
 from utils.diffusion.unet import make_unet
 from utils.optim.ema import EMA
 from utils.optim.optimizers import make_optimizer
@@ -52,7 +53,6 @@ from utils.options.presets import FLAGS
 from utils.runs.checkpoint_files import verify_checkpoint
 from utils.runs.checkpoints import attach_state_hooks, save_checkpoint
 from utils.runs.state import TrainState
-from utils.training.audit import audited_updates
 from utils.training.ledger import Ledger
 from utils.training.rank_times import RankTimes
 from utils.training.rerun import Rerun

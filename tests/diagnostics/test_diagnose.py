@@ -4,10 +4,11 @@ import json
 import re
 from pathlib import Path
 
+import findings_page
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, logged_scalars, run_command, run_script, script_command, script_environment, without_progress
+from conftest import logged_scalars, run_command, run_script, script_command, script_environment, without_progress
 from PIL import Image
 from synthetic_run import synthetic_run
 
@@ -16,8 +17,7 @@ import utils.diagnostics.probe
 import utils.training.doctor
 from benchmarks.shared.replace import replace_everywhere
 from utils.core.errors import UserError
-from utils.diagnostics.catalog import CATALOG
-from utils.diagnostics.finding import Finding, table
+from utils.diagnostics.finding import CATALOG, Finding
 from utils.runs.history import HISTORY, read_history
 
 
@@ -253,11 +253,12 @@ def test_titles_name_no_amount_that_the_figures_may_contradict():
     """A title is the same for all figures: 16 of 52 images are not most of them."""
     amounts = re.compile(r"\b(most|many|few|half|nearly all|hardly)\b(?! to\b)")
     assert [
-        entry.title
-        for entry in CATALOG.values()
-        if amounts.search(entry.title.replace("too many", "")) and "too few" not in entry.title
+        title
+        for title in (entry["title"] for entry in CATALOG.values())
+        if amounts.search(title.replace("too many", "")) and "too few" not in title
     ] == ["nearly all of every gradient is clipped away"]  # 299 of 300 parts and more
 
 
-def test_every_finding_is_documented():
-    assert table() in (ROOT / "docs" / "findings.md").read_text()
+def test_every_finding_and_every_comparison_of_options_is_documented():
+    page = findings_page.PAGE.read_text()
+    assert all(table in page for table in findings_page.tables())

@@ -15,7 +15,8 @@ from conftest import same_bytes
 from PIL import Image
 from synthetic_run import synthetic_run
 
-from utils.diagnostics.report.plots import Axis, Curve, block_of, heat_map, number, plot, smooth, thin, value_axis
+from utils.diagnostics.report.page import number
+from utils.diagnostics.report.plots import Axis, Curve, block_of, heat_map, plot, smooth, thin, value_axis
 from utils.diagnostics.report.report import run_state, seconds_spent, updates_done, write_report
 from utils.diagnostics.report.samples import picture
 from utils.runs.record import RunRecord

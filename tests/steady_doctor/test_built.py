@@ -22,7 +22,7 @@ from utils.diffusion.ddpm import make_noise_scheduler
 from utils.diffusion.sampling import NoiseOfSamples, make_sampler
 from utils.diffusion.unet import make_unet
 from utils.options.flags import DDPMOptions
-from utils.training.file_audit import sampler_call
+from utils.training.audit import sampler_call
 
 SHAPE, PLAIN = (3, 8, 8), Built(None, "default", False, False)
 SMALL = {"model_channels": 8, "channel_multipliers": (1, 2), "layers_per_block": 1}

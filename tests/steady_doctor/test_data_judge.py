@@ -11,12 +11,14 @@ import torch
 from conftest import slow_turns
 from PIL import Image
 
+from steady_doctor.data.judge import DataJudge
 from utils.data import columns, dataset, stream, training_data
 from utils.data.dataset import ImageSet
 from utils.data.loader import SampleOrder
 from utils.data.training_data import TrainingData
 from utils.options.flags import EDM2Options
-from utils.training.data_audit import data_judge
+from utils.training.audit import given
+from utils.training.declared import declared_data
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (120, 8, 8), dtype=np.uint8)
 KINDS = np.random.default_rng(1).integers(0, 3, 120)
@@ -98,8 +100,9 @@ def look(tmp_path, source, updates=24):
     process = SimpleNamespace(device=torch.device("cpu"), process_index=0, num_processes=1, is_main_process=True)
     data = TrainingData(options := EDM2Options(**flags), process)
     known, names = data.images.labels, data.images.class_names or ()
-    facts = {"classes": 0 if known is None else max(int(known.max()) + 1, len(names))}
-    audit, found = data_judge(SimpleNamespace(options=options, accelerator=process, data=data, facts=facts)), []
+    facts = {"num_processes": 1, "training_images": len(data.training)}
+    facts["classes"] = 0 if known is None else max(int(known.max()) + 1, len(names))
+    audit, found = DataJudge(declared_data(options, facts, 0), given(data)), []
     for step, batch in enumerate(data.samples.batches(0, updates)):
         audit.begin_micro_step(batch["sample_numbers"])
         drawn = data.samples.on_device(batch)

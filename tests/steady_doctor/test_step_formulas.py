@@ -17,7 +17,7 @@ from utils.optim.clipping import AdaptiveLimit as Trained
 from utils.optim.clipping import Gradients
 from utils.optim.optimizers import learning_rate_at
 from utils.options.flags import DDPMOptions, EDM2Options
-from utils.training.declared import declared_by, learning_rate, process_of
+from utils.training.declared import declared_by, process_of, schedule_of
 
 FACTS = {"gradient_accumulation_steps": 2, "num_processes": 2, "training_images": 90}
 KINDS = ("epsilon", "sample", "v_prediction")
@@ -136,7 +136,7 @@ def test_the_learning_rate_is_that_of_diffusers(schedule):
     else:
         theirs = get_scheduler(schedule, optimizer, num_warmup_steps=10, num_training_steps=90, num_cycles=3)
     for update in range(1, 91):
-        assert learning_rate(update, options, 90) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9, abs=1e-15), update
+        assert schedule_of(options, 90)(update) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9, abs=1e-15), update
         optimizer.step()
         theirs.step()
 
@@ -144,9 +144,9 @@ def test_the_learning_rate_is_that_of_diffusers(schedule):
 def test_rates_that_diffusers_has_not():
     options = DDPMOptions(lr_scheduler="cyclic", lr_warmup_steps=0, lr_cycles=2, lr_floor=0.2, learning_rate=1.0)
     triangle = np.interp(np.arange(80), [0, 20, 40, 60, 80], [1, 0.2, 1, 0.2, 1])
-    assert [learning_rate(update, options, 80) for update in range(1, 81)] == pytest.approx(triangle.tolist())
+    assert [schedule_of(options, 80)(update) for update in range(1, 81)] == pytest.approx(triangle.tolist())
     options = replace(options, lr_scheduler="inverse_sqrt", lr_decay_steps=25)
-    assert [learning_rate(update, options, 80) for update in (1, 26, 101, 401)] == pytest.approx([1.0, 1.0, 0.5, 0.25])
+    assert [schedule_of(options, 80)(update) for update in (1, 26, 101, 401)] == pytest.approx([1.0, 1.0, 0.5, 0.25])
 
 
 def test_updates_of_passes():

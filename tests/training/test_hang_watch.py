@@ -167,7 +167,7 @@ def test_where_the_host_first_waits_for_the_device_it_waits_in_a_collective(trai
     """A collective call of NCCL returns at once. In an update that is reported, the host first waits for the other ranks when
     it waits for the device: before the audit looks, or where the report reads."""
     places, watches = [], []
-    begin, read, audit = HangWatch.begin, monitor.read_together, StepAudit.end_update
+    begin, read, audit = HangWatch.begin, monitor.read_together, StepAudit.end
 
     class Event:
         """As of a device."""
@@ -189,7 +189,7 @@ def test_where_the_host_first_waits_for_the_device_it_waits_in_a_collective(trai
 
     monkeypatch.setattr(HangWatch, "begin", began)
     monkeypatch.setattr(monitor, "read_together", reading)
-    monkeypatch.setattr(StepAudit, "end_update", auditing)
+    monkeypatch.setattr(StepAudit, "end", auditing)
     monkeypatch.setattr(RankTimes, "now", lambda times, kind: times._marks.append((kind, Event())))
     flags = ["--max_train_steps", 4, "--logging_steps", 4, "--logger", "none", "--save_images_epochs", 999]
     assert train([*tiny_flags, *flags, "--output_dir", tmp_path]) == 0

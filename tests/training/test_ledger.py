@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import diagnose
 from utils.core.errors import UserError
-from utils.diagnostics.compare import DIFFERENT, NOT_COMPARABLE, SAME, compare
 from utils.diffusion.objective import Losses
 from utils.runs.checkpoint_files import list_checkpoints
+from utils.runs.compare import DIFFERENT, NOT_COMPARABLE, SAME, compare
 from utils.runs.ledger import HASHES, LEDGER, VERSION, read_ledger
 from utils.training.ledger import Ledger
 

@@ -12,9 +12,10 @@ from conftest import ROOT, same_bytes, script_environment, slow_turns, step_seen
 
 from benchmarks.shared.replace import replace_everywhere
 from steady_doctor.data.judge import DataJudge
+from steady_doctor.declared_run import audited_updates
 from utils.core.errors import UserError
 from utils.optim.clipping import AdaptiveLimit
-from utils.training.audit import StepAudit, audited_updates
+from utils.training.audit import StepAudit
 
 OF_EACH = {"data", "noise", "timestep", "input", "network", "target", "weight", "gradient", "optimizer", "learning_rate"}
 OF_EACH |= {"ema", "state"}
@@ -88,13 +89,13 @@ def test_a_resumed_run_is_compared_with_its_checkpoint(train_script, script_flag
 def test_weights_of_a_resumed_run_are_not_taken_for_first_ones_where_its_count_is_lost(
     train, tiny_flags, tmp_path, monkeypatch
 ):
-    from utils.training import file_audit
+    from steady_doctor.built import network
 
-    fresh, begin, built = [], StepAudit.begin, file_audit.built.built
-    monkeypatch.setattr(file_audit.built, "built", lambda *given: fresh.append(given[2]) or built(*given))
+    fresh, begin, built = [], StepAudit.begin, network.built
+    monkeypatch.setattr(network, "built", lambda *given: fresh.append(given[2]) or built(*given))
     flags = [*tiny_flags, "--output_dir", tmp_path, "--checkpointing_steps", "2", "--lr_scheduler", "constant"]
     assert train([*flags, "--max_train_steps", "2"]) == 0
-    monkeypatch.setattr(StepAudit, "begin", lambda self, step, reported: begin(self, 0, reported))
+    monkeypatch.setattr(StepAudit, "begin", lambda self, update, *arguments: begin(self, 1, *arguments))
     assert train([*flags, "--max_train_steps", "4", "--resume_from_checkpoint", "latest"]) == 0
     assert fresh == [True, False]
 

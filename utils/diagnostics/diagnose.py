@@ -8,38 +8,7 @@ findings of one severity that order is kept.
 from collections.abc import Callable
 
 from utils.diagnostics.finding import SEVERITIES, Finding, Found
-from utils.diagnostics.rules.audit import step_deviates
-from utils.diagnostics.rules.data import (
-    class_empty,
-    class_imbalance,
-    data_alike,
-    data_blank,
-    data_checks,
-    data_damaged,
-    data_enlarged,
-    data_range,
-    data_starved,
-)
-from utils.diagnostics.rules.loss import edm2_denoiser, error_impossible, not_learning, overfitting
-from utils.diagnostics.rules.network import batch_leak, network_amiss, no_gradient, timestep_ignored, train_eval_gap
-from utils.diagnostics.rules.optimizer import (
-    clip_too_tight,
-    ema_too_long,
-    fp16_scale,
-    gradients_exploding,
-    learning_rate,
-    non_finite,
-    weights_shrinking,
-)
-from utils.diagnostics.rules.options import options_amiss
-from utils.diagnostics.rules.process import sampler_mismatch, schedule
-from utils.diagnostics.rules.ranks import device_errs, slow_rank
-from utils.diagnostics.rules.samples import (
-    evaluated_samples,
-    previewed_samples,
-    saturated_samples,
-    separately_evaluated_samples,
-)
+from utils.diagnostics.rules import audit, data, loss, network, optimizer, options, process, ranks, samples
 from utils.runs.record import RunRecord
 
 
@@ -67,21 +36,11 @@ def judge(record: RunRecord) -> tuple[list[Finding], set[str]]:
 # Causes before what can follow from them: a learning rate that tears the network apart leaves it blind to the timestep, without
 # gradients, or with NaN.
 RULES: tuple[Callable[[RunRecord], Found], ...] = (
-    step_deviates,
-    *(data_range, schedule, options_amiss, network_amiss, sampler_mismatch, weights_shrinking, learning_rate),
-    *(batch_leak, timestep_ignored, no_gradient, fp16_scale, non_finite, clip_too_tight, ema_too_long),
-    *(data_damaged, data_blank, data_alike, data_checks, overfitting, class_empty, class_imbalance),
-    *(error_impossible, not_learning, edm2_denoiser),
-    *(
-        train_eval_gap,
-        evaluated_samples,
-        separately_evaluated_samples,
-        previewed_samples,
-        saturated_samples,
-        gradients_exploding,
-        data_starved,
-        data_enlarged,
-        slow_rank,
-        device_errs,
-    ),
+    *(audit.step_deviates, data.data_range, process.schedule, options.options_amiss, network.network_amiss),
+    *(process.sampler_mismatch, optimizer.weights_shrinking, optimizer.learning_rate, network.batch_leak),
+    *(network.timestep_ignored, optimizer.fp16_scale, optimizer.non_finite, optimizer.clip_too_tight, optimizer.ema_too_long),
+    *(data.data_damaged, data.data_blank, data.data_alike, data.data_checks, loss.overfitting, data.class_empty),
+    *(data.class_imbalance, loss.error_impossible, loss.not_learning, loss.edm2_denoiser, network.train_eval_gap),
+    *(samples.evaluated_samples, samples.separately_evaluated_samples, samples.previewed_samples, samples.saturated_samples),
+    *(optimizer.gradients_exploding, data.data_starved, data.data_enlarged, ranks.slow_rank, ranks.device_errs),
 )

@@ -1,13 +1,16 @@
 """What the doctor found in a run, and how it is shown."""
 
 import json
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from utils.core.files import whole_file
-from utils.diagnostics.catalog import CATALOG
 
+# Of each code its title, cause, fixes and stage. Not by the reader of steady_doctor/, without which a run trains.
+CATALOG: dict[str, dict[str, Any]] = tomllib.loads((Path(__file__).parent / "findings.toml").read_text())
 SEVERITIES = ("critical", "warning", "info")
 DIAGNOSIS = "diagnosis.json"
 
@@ -34,10 +37,10 @@ class Finding:
         if self.title:
             return
         entry = CATALOG[self.code]
-        self.title, self.cause, self.fixes, self.stage = entry.title, entry.cause, list(entry.fixes), entry.stage
-        if entry.in_fp16 and mixed_precision == "fp16":
-            cause, fix = entry.in_fp16
-            self.cause, self.fixes = f"{self.cause}; or {cause}", [*self.fixes, fix]
+        self.title, self.cause, self.fixes = entry["title"], entry["cause"], list(entry["fixes"])
+        self.stage = entry.get("stage", "")
+        if "fp16" in entry and mixed_precision == "fp16":
+            self.cause, self.fixes = f"{self.cause}; or {entry['fp16']['cause']}", [*self.fixes, entry["fp16"]["fix"]]
 
     @property
     def line(self) -> str:
@@ -77,13 +80,3 @@ def described(finding: Finding) -> list[str]:
     word = {"critical": "FAIL", "warning": "WARN", "info": "INFO"}[finding.severity]
     lines = [f"{word}  {finding.code}: {finding.title} ({finding.evidence}){at}", f"      likely cause: {finding.cause}"]
     return lines + [f"      try: {fix}" for fix in finding.fixes]
-
-
-def table() -> str:
-    """The findings as a Markdown table, in the order in which the doctor ranks them."""
-    rows = ["| code | what it says | likely cause | what to try |", "|---|---|---|---|"]
-    for code, entry in CATALOG.items():
-        more = [f"in fp16: {text}" for text in entry.in_fp16 or ()]
-        cause, fixes = "; ".join((entry.cause, *more[:1])), "; ".join((*entry.fixes, *more[1:]))
-        rows.append(f"| `{code}` | {entry.title} | {cause} | {fixes} |")
-    return "\n".join(rows) + "\n"

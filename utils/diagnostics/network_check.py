@@ -5,6 +5,7 @@ Figures only, no verdicts. One forward and one backward pass of two images; weig
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import cast
 
 import torch
@@ -136,39 +137,33 @@ class _Seen:
 
     @contextmanager
     def watching(self, exported: nn.Module, layers: dict[str, nn.Module], norms: dict[str, nn.Module]) -> Iterator[None]:
-        def note_output(name: str) -> Callable:
-            def look(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-                self.called.add(name)
-                if output.requires_grad:
-                    self.outputs[name] = output
-
-            return look
-
-        def note_input(name: str) -> Callable:
-            def look(module: nn.Module, inputs: tuple) -> None:
-                x = inputs[0].detach()
-                if x.ndim == 4 and (x < 0).any():  # what ReLU gives may well be zero in all of a channel
-                    self._live[name] = (x != 0).any(dim=0).flatten(1).any(dim=1)
-
-            return look
-
-        def note_told(module: nn.Module, inputs: tuple, named: dict) -> None:
-            level = named.get("timestep", inputs[1] if len(inputs) > 1 else None)
-            self.told = None if level is None else float(torch.as_tensor(level).float().mean())
-
-        def note_received(module: nn.Module, inputs: tuple) -> None:
-            self.received = float(inputs[0].float().mean())
-
+        features = (getattr(exported, name, None) for name in TIME_FEATURES)
         with ExitStack() as hooks:
-            hooks.callback(exported.register_forward_pre_hook(note_told, with_kwargs=True).remove)
-            for name in TIME_FEATURES:
-                if isinstance(part := getattr(exported, name, None), nn.Module):
-                    hooks.callback(part.register_forward_pre_hook(note_received).remove)
+            hooks.callback(exported.register_forward_pre_hook(self._note_told, with_kwargs=True).remove)
+            for part in (part for part in features if isinstance(part, nn.Module)):
+                hooks.callback(part.register_forward_pre_hook(self._note_received).remove)
             for name, module in layers.items():
-                hooks.callback(module.register_forward_hook(note_output(name)).remove)
+                hooks.callback(module.register_forward_hook(partial(self._note_output, name)).remove)
             for name, module in (layers | norms).items():
-                hooks.callback(module.register_forward_pre_hook(note_input(name)).remove)
+                hooks.callback(module.register_forward_pre_hook(partial(self._note_input, name)).remove)
             yield
+
+    def _note_told(self, module: nn.Module, inputs: tuple, named: dict) -> None:
+        level = named.get("timestep", inputs[1] if len(inputs) > 1 else None)
+        self.told = None if level is None else float(torch.as_tensor(level).float().mean())
+
+    def _note_received(self, module: nn.Module, inputs: tuple) -> None:
+        self.received = float(inputs[0].float().mean())
+
+    def _note_output(self, name: str, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        self.called.add(name)
+        if output.requires_grad:
+            self.outputs[name] = output
+
+    def _note_input(self, name: str, module: nn.Module, inputs: tuple) -> None:
+        x = inputs[0].detach()
+        if x.ndim == 4 and (x < 0).any():  # what ReLU gives may well be zero in all of a channel
+            self._live[name] = (x != 0).any(dim=0).flatten(1).any(dim=1)
 
 
 @contextmanager

@@ -1,217 +1,168 @@
-"""The doctor in the loop: which updates it records, what it is told of them, and where its findings go."""
+"""The doctor of `steady_doctor/` in a run of ours: what it is given of the run, and where its findings go."""
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from copy import copy
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
+from steady_doctor.built import network as built
+from steady_doctor.built.asked import Sampling, asked
+from steady_doctor.built.equations import equations
+from steady_doctor.data.declared import Given
+from steady_doctor.data.judge import DataJudge
 from steady_doctor.declare.processes import AdaptiveLimit
-from steady_doctor.declared_doctor import DeclaredDoctor
+from steady_doctor.declared_run import DeclaredRun, Plan, Trained
 from steady_doctor.found import Found
-from steady_doctor.words import finding
+from steady_doctor.stored import checkpoint as stored
+from steady_doctor.stored.pipeline import Pipeline, exported, started_from
 from utils.core.distributed import objects_from_all
-from utils.optim.clipping import Gradients
+from utils.core.errors import UserError
+from utils.data.training_data import TrainingData
+from utils.diffusion.objective import Objective
+from utils.diffusion.sampling import SamplePlan, make_sampler, sample, sampling_steps, set_timesteps
 from utils.optim.power_ema import PowerEMA
-from utils.training.data_audit import data_judge
-from utils.training.declared import declared_by, process_of
-from utils.training.file_audit import FileAudit
+from utils.options.flags import DDPMOptions
+from utils.training.declared import declared_by, declared_data, process_of, sampling_settings
 from utils.training.run import Run
 from utils.training.unwatched import Unwatched
 
 
-def audited_updates(count: int) -> set[int]:
-    """Numbers of the updates of a run that are looked at: 1, 2, 3, 5, 8, 13, 20, 34, 60, 89, 100 and so on. They have no rhythm
-    for a fault to share, but every second one from 20 on is round: so is what comes once in so many updates."""
-    numbers = [1, 2]
-    while numbers[-1] <= count:
-        numbers.append(sum(numbers[-2:]))
-    rounded = {
-        int(float(f"{number:.0e}")) if number > 20 and place % 2 == 0 else number for place, number in enumerate(numbers)
-    }
-    return {number for number in rounded if number <= count}
+class StepAudit(DeclaredRun, Unwatched):
+    """Measures the training step, and looks at what the run starts from and stores."""
 
-
-class StepAudit(Unwatched):
-    """Measures the training step; see `Unwatched` for when each method is called."""
-
-    def __init__(self, run: Run, eager: bool, turned_down: Callable[[], int]):
-        """`eager`: whether the network runs eagerly in each update. `turned_down`: how many updates the run has turned down so
-        far; the host may wait."""
-        self._run, self._eager, self._turned_down = run, eager, turned_down
-        objective, options = run.objective, run.options
-        process = process_of(options, run.facts)
-        self._doctor = DeclaredDoctor(
-            declared_by(options, run.facts, process, run.resumed_from),
-            getattr(run.accelerator._optimizers[0], "optimizer", run.accelerator._optimizers[0]),
-            objective.network,
-            objective.exported,
-            self._averages(),
-            self._say_failed,
+    def __init__(self, run: Run, eager: bool):
+        """`eager`: whether the network runs eagerly in each update."""
+        self._run, options, objective = run, run.options, run.objective
+        self._process = process_of(options, run.facts)
+        self._channels = run.facts["vae.latent_shape"][0] if options.vae else options.image_channels
+        self._compared = {"saved": 0, "snapshots": 0}  # checkpoints, and snapshots of averages, so far
+        optimizer: Any = getattr(run.accelerator._optimizers[0], "optimizer", run.accelerator._optimizers[0])
+        ema = run.ema.averages if isinstance(run.ema, PowerEMA) else {} if run.ema is None else {"": run.ema}
+        averages = {f"EMA {width}".strip(): average.shadow for width, average in ema.items()}
+        limit = AdaptiveLimit(run.state.grad_norm_mean) if options.adaptive_clipping else options.max_grad_norm
+        super().__init__(
+            declared_by(options, run.facts, self._process, run.resumed_from),
+            Trained(optimizer, objective.network, objective.exported, averages),
+            Plan(run.state.step + 1, run.length.max_train_steps, eager, limit),
+            DataJudge(declared_data(options, run.facts, run.accelerator.process_index), given(run.data)),
+            lambda made, said: run.doctor.record(made, {"audit": said}),
+            objects_from_all,
         )
-        self._session = self._doctor.session
-        self._session.resting = True  # until the first update begins
-        self._hooks: ExitStack = self._doctor.install()
-        self._numbers = audited_updates(run.length.max_train_steps) | {run.state.step + 1}
-        self._limit = AdaptiveLimit(run.state.grad_norm_mean) if options.adaptive_clipping else None
-        self._stored_mean = run.state.grad_norm_mean
-        self._others: list[Found] = []  # of files and of other processes
-        self._told: set[str] = set()  # codes
-        self._files, self._data = FileAudit(run, process), data_judge(run)
-        self._batches: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # samples and images of each micro step
         if run.accelerator.is_main_process:
-            self._look(self._files.started)
-            self._look(self._files.network)
+            self.look(self._started)
+            self.look(self._network)
 
-    def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
-        ema = self._run.ema
-        if ema is None:
-            return {}
-        several = ema.averages if isinstance(ema, PowerEMA) else {None: ema}
-        return {"EMA" if width is None else f"EMA {width}": average.shadow for width, average in several.items()}
+    def check(self, what: str) -> None:
+        looks = {"sampler": self._sampler, "exported": self._exported, "saved": self._saved, "snapshots": self._snapshots}
+        self.look(looks[what])
 
-    def counters(self) -> list[object]:
-        """What gathers something of each update, also when it is made again."""
-        return [] if self._limit is None else [self._limit]
+    def _started(self) -> Iterable[Found]:
+        """Beside what the run goes on from, or starts from."""
+        run = self._run
+        if run.resumed_from is not None:
+            optimizer = None if "optimizer" in run.options.allow_option_change else run.accelerator._optimizers[0]
+            return stored.kept(run.resumed_from, self._state(optimizer), None)
+        pretrained = getattr(run.options, "pretrained", None)
+        if not pretrained or not Path(pretrained, "unet").is_dir():
+            return []
+        rescales = bool(getattr(run.options, "force_weight_norm", False))
+        return started_from(Path(pretrained), run.objective.exported.state_dict(), run.data.images.class_names or (), rescales)
 
-    # ---- an update
+    def _network(self) -> Iterable[Found]:
+        """As it is built; before the first update also its first weights."""
+        network, options, step = self._run.objective.exported, self._run.options, self._run.state.step
+        if (path := getattr(options, "model_config_name_or_path", None)) is not None:
+            flags: dict[str, Any] = dict.fromkeys(("in_channels", "out_channels"), self._channels)
+            flags |= {"dropout": getattr(options, "dropout", None), "act_fn": getattr(options, "activation", None)}
+            yield from built.config(network, Path(path), flags, step)
+        if isinstance(options, DDPMOptions) and not options.pretrained:
+            wanted = (options.activation, options.initialisation, options.zero_init_output, options.spectral_norm)
+            fresh = step == 0 and self._run.resumed_from is None
+            yield from built.built(network, built.Built(*wanted), fresh, step)
+        elif type(network).__name__ == "EDM2UNet":
+            yield from equations(network, step)
 
-    def begin(self, step: int, reported: bool) -> None:
-        """Before the update that follows `step` finished ones. Compiled networks are looked at in updates that are `reported`,
-        which run eagerly anyway, so that a look changes no number."""
-        self.looks = step + 1 in self._numbers if self._eager else reported and self._is_due(step)
-        scaler = self._run.accelerator.scaler
-        self._session.resting = False
-        self.check_norm_mean()
-        self._session.begin(step + 1, self.looks, 1.0 if scaler is None or not self.looks else scaler.get_scale())
+    def _sampler(self) -> Iterable[Found]:
+        """Of the run's pictures."""
+        run, name, objective = self._run, self._run.options.sampler, self._run.objective
+        steps = sampling_steps(name, run.options.sampling_steps, objective.noise_scheduler)
+        settings = sampling_settings(run.options, run.facts)
+        sampling = Sampling(self._process, settings, self._channels, adds_noise=name == "ddpm", steps=steps)
+        return asked(sampling, partial(sampler_call, objective, name), run.state.step)
 
-    def _is_due(self, step: int) -> bool:
-        """The first report from each of the chosen updates on."""
-        due = {number for number in self._numbers if number <= step + 1}
-        self._numbers -= due
-        return bool(due)
+    def _exported(self) -> Iterable[Found]:
+        """The pipeline."""
+        run, network, table = self._run, self._run.objective.exported, getattr(self._process, "alphas_cumprod", None)
+        weights = network.state_dict()
+        if run.ema is not None:
+            weights |= {name: tensor for name, tensor in run.ema.shadow.items() if name in weights}
+        scale = (run.facts["vae.latent_mean"], run.facts["vae.latent_std"]) if run.options.vae else None
+        names = (run.data.images.class_names or ()) if run.objective.classes else ()
+        pipeline = Pipeline(weights, sampling_settings(run.options, run.facts), table, scale, names)
+        return exported(run.output_dir, pipeline, network, run.state.step)
 
-    def begin_micro_step(self, batch: dict[str, Any]) -> None:
-        self._data.begin_micro_step(batch["sample_numbers"])
-        if self.looks:
-            self._batches.append((batch["sample_numbers"], None))
+    def _saved(self) -> Iterable[Found]:
+        """The checkpoint; later ones by a few tensors."""
+        run = self._run
+        checkpoint, only = run.output_dir / f"checkpoint-{run.state.step}", self._compared["saved"] or None
+        self._compared["saved"] += 1
+        yield from self.norm_mean_deviates(checkpoint.name, run.clipping.mean)
+        yield from stored.kept(checkpoint, self._state(run.accelerator._optimizers[0]), only)
 
-    def add(self, drawn: dict[str, torch.Tensor]) -> None:
-        """What a micro step is of, before the network's pass."""
-        images, level, labels = drawn["clean_images"], drawn[self._run.objective.level], drawn.get("labels")
-        self._session.tell(images, drawn["noise"], level, labels)
-        self._find(lambda: self._data.add(images, labels))
-        if self.looks:
-            self._batches[-1] = self._batches[-1][0], images
+    def _snapshots(self) -> Iterable[Found]:
+        """Of averages; later ones by a few tensors."""
+        run, several = self._run, self._run.ema
+        if not isinstance(several, PowerEMA):
+            return []
+        averages = {width: average.shadow for width, average in several.averages.items()}
+        only = self._compared["snapshots"] or None
+        self._compared["snapshots"] += 1
+        return stored.snapshots(run.output_dir / "ema_snapshots", run.state.step, averages, only)
 
-    def end_step(self, gradients: Gradients) -> None:
-        """When the weights are those of the next update; `gradients`: those of this one, before they were clipped."""
-        self._finite = gradients.finite
-        limit: float | None = self._run.options.max_grad_norm
-        if self._limit is not None:
-            limit = self._limit.limit() if self.looks else None
-        facts = (limit, gradients.norm, self._turned_down(), self._run.clipping.value) if self.looks else ()
-        self._session.stepped(*facts)
+    def _state(self, optimizer: Any) -> stored.State:
+        run = self._run
+        return stored.State(
+            run.state.step,
+            run.objective.network.state_dict(),
+            optimizer,
+            None if run.ema is None else run.ema.state_dict(),
+            run.accelerator.scaler,
+            run.clipping.mean,
+            run.options.adaptive_clipping,
+        )
 
-    def check_norm_mean(self) -> None:
-        """Of the gradient, that adaptive clipping follows: what a checkpoint has just stored of it."""
-        stored, before = self._run.state.grad_norm_mean, self._stored_mean
-        if self._limit is not None and stored != before:
-            self._stored_mean, mean, step = stored, self._limit.mean(), self._run.state.step
-            if stored is None or mean is None or not abs(stored - mean) <= 1e-3 * mean:
-                self.add_found([Found("state-norm-mean", step, {"file": f"checkpoint-{step}", "stored": stored, "own": mean})])
 
-    def count(self, gradients: Gradients) -> None:
-        """After `end_step`, and when an update is made again."""
-        if self._limit is not None:
-            self._limit.count(gradients.norm)
+def sampler_call(objective: Objective, name: str, steps: int, seed: int = 0) -> Callable[[nn.Module, int], torch.Tensor] | None:
+    """Training's way to sample with another network: a function of (network with an `image`, number of images). None where the
+    sampler cannot make so many steps."""
+    try:
+        set_timesteps(make_sampler(name, objective.noise_scheduler), steps)
+    except UserError:
+        return None
 
-    def end_update(self, between: bool, reported: bool) -> None:
-        """After all of an update; `between`: whether anything is made before the next one that may touch the weights."""
-        self._session.end(self._run.state.step, self._finite)
-        if between or self.looks:
-            self._session.leave()
-        if self.looks:
-            numbers, images = zip(*self._batches)
-            self._find(lambda: self._data.found(self._run.state.step - 1, numbers, images))
-            self._batches = []
-            self._gather()
-        if reported and self._limit is not None:
-            self._limit.mean()  # the host waits for the device now anyway
-        if self.looks or reported:
-            self.judge()
-        self._session.resting = True  # until the next one begins: what is made again, and between updates, is no part of it
-        self.looks = False
+    def call(oracle: Any, count: int) -> torch.Tensor:
+        stand_in = copy(objective)  # so that its `predict` asks the oracle
+        stand_in.exported = oracle
+        image = oracle.image
+        plan = SamplePlan(make_sampler(name, objective.noise_scheduler), steps, tuple(image.shape), seed, count, image.device)
+        return sample(oracle, plan, torch.arange(count), predict=stand_in.predict)
 
-    def forget_update(self) -> None:
-        """The newest update erred, and was replaced: what was seen of its weights and averages is no longer true."""
-        self._session.forget()
+    return call
 
-    def measure_eagerly(self) -> None:
-        """From here on the network runs eagerly in each update, as compiling was given up."""
-        self._eager = True
 
-    # ---- what was found
+def given(data: TrainingData) -> Given:
+    """What the run's own code says of its data."""
 
-    def judge(self) -> None:
-        """Records what was found, where there is something new, or the update was looked at."""
-        try:
-            found = [*self._doctor.findings(), *self._others]
-            said = {one.code: finding(one).to_json() for one in found}
-        except Exception as error:  # a law that fails must not end the training
-            self._say_failed(error)
-            return
-        if self.looks or said.keys() - self._told:
-            self._told |= said.keys()
-            measured = ["data"] * (self._data.compared > 0) + self._doctor.measured()
-            self._run.doctor.record(self._run.state.step, {"audit": {"found": list(said.values()), "measured": measured}})
+    def held_out(count: int) -> tuple[torch.Tensor, list[int], np.ndarray | None]:
+        numbers = np.arange(min(count, len(data.validation)))
+        batch = data.validation_batch(torch.from_numpy(numbers))
+        rows = data.validation.dataset_rows(data.validation.shown(numbers)).tolist()
+        return batch.clean_images, rows, None if batch.labels is None else batch.labels.numpy()
 
-    def _gather(self) -> None:
-        """What other processes found in this update, on the main one."""
-        accelerator = self._run.accelerator
-        if accelerator.num_processes > 1:
-            mine: list[Found] = []
-            if not accelerator.is_main_process:
-                self._find(self._doctor.findings)
-                mine = self._others
-            self.add_found([one for part in objects_from_all([mine]) for one in part])
-
-    def add_found(self, found: list[Found]) -> None:
-        """Of files, or of other processes."""
-        known = {one.code for one in self._others}
-        self._others += [one for one in found if one.code not in known]
-
-    def _say_failed(self, error: BaseException) -> None:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        self._run.doctor.record(self._run.state.step, {"audit": {"found": [], "failed": text}})
-
-    def close(self) -> None:
-        """At the end of the run, where no update follows."""
-        self._session.close()
-        self.judge()
-        self._hooks.close()
-
-    # ---- files
-
-    def check_sampler(self) -> None:
-        self._look(self._files.sampler)
-
-    def check_exported(self) -> None:
-        self._look(self._files.exported)
-
-    def check_saved(self) -> None:
-        self._look(self._files.saved)
-
-    def check_snapshots(self) -> None:
-        self._look(self._files.snapshots)
-
-    def _look(self, look: Callable[[], Iterable[Found]]) -> None:
-        self._find(look)
-        self.judge()
-
-    def _find(self, look: Callable[[], Iterable[Found]]) -> None:
-        """A look that fails must not end the training."""
-        try:
-            self.add_found(list(look()))
-        except Exception as error:
-            self._say_failed(error)
+    trained, validated = (images.dataset_rows(np.arange(len(images))).numpy() for images in (data.training, data.validation))
+    return Given(data.samples.drawn_rows, data.samples.dataset_rows, trained, validated, held_out, data.images.opened)

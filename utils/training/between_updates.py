@@ -4,7 +4,7 @@ Plain calls in one fixed order, not a list of callbacks: the order matters (a va
 and every process must make the same collective calls.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from utils.core.distributed import on_main_process, waited_for
@@ -127,7 +127,7 @@ class Periodic:
         attempts = self._run.attempts
         with self._run.progress.part("saving the averaged weights"):
             if attempts.make("the snapshots of averages", self._snapshots.save, self._run.state.step):
-                self._check("snapshots", self._monitor.audit.check_snapshots)
+                self._check("snapshots", "snapshots")
 
     def _again(self) -> bool:
         """Whether the update is to be made once more, whose time is left out of the images per second."""
@@ -188,7 +188,7 @@ class Periodic:
         with self._run.progress.part("exporting the pipeline"):
             exported = attempts.make("the pipeline", self._export.make)
             if exported:
-                self._check("the pipeline", self._monitor.audit.check_exported)
+                self._check("the pipeline", "exported")
         return exported
 
     def _show(self) -> None:
@@ -196,7 +196,7 @@ class Periodic:
         attempts = self._run.attempts
         if self._grids.newest is None:
             with self._run.progress.part("checking the sampler"):
-                self._check("the sampler", self._monitor.audit.check_sampler)
+                self._check("the sampler", "sampler")
         attempts.make("the samples", self._grids.make)
         if not self._grids.stopped:
             attempts.make("the look at the network", self._grids.probe)
@@ -208,10 +208,10 @@ class Periodic:
             if not (unless_there and (run.output_dir / REPORT).exists()):
                 run.doctor.report()
 
-    def _check(self, what: str, check: Callable[[], None]) -> None:
+    def _check(self, what: str, of_audit: str) -> None:
         """On the main process, which reads files for it."""
-        run = self._run
-        run.attempts.make(f"the check of {what}", on_main_process, run.accelerator, f"checking {what}", check)
+        run, check = self._run, self._monitor.audit.check
+        run.attempts.make(f"the check of {what}", on_main_process, run.accelerator, f"checking {what}", check, of_audit)
 
     def _save(self) -> bool:
         """Whether a checkpoint was published; why not is said."""
@@ -228,7 +228,7 @@ class Periodic:
             run.print_line(f"checkpoint-{run.state.step} was not saved, earlier ones are whole: {problem}")
         else:
             with run.progress.part(f"reading checkpoint-{run.state.step} back"):
-                self._check("the checkpoint", self._monitor.audit.check_saved)
+                self._check("the checkpoint", "saved")
         return problem is None
 
     @contextmanager

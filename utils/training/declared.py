@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 
+from steady_doctor.data.declared import DeclaredData, DeclaredImages, DeclaredLatents, Source, sides_of
 from steady_doctor.declare.declaration import Declaration, Optimizer
-from steady_doctor.declare.processes import DDPM, EDM2, ema_decay, power_exponent
+from steady_doctor.declare.processes import DDPM, EDM2, ema_decay
+from steady_doctor.declare.rates import Schedule, power_decay
 from utils.options.flags import DDPMOptions, EDM2Options, RunOptions
 
+EDM_LEVELS = {"sigma_min": 0.002, "sigma_max": 80.0, "rho": 7.0}  # of the sampler, Karras et al. 2022, table 1
 BETAS = ("beta_start", "beta_end", "trained_betas")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "rmsprop": "RMSprop", "sgd": "SGD"}  # that torch has
@@ -32,7 +35,7 @@ def declared_by(
     return Declaration(
         process=process,
         optimizer=_optimizer(options, facts, checkpoint),
-        learning_rate=partial(learning_rate, options=options, total=_total(options, facts)),
+        learning_rate=schedule_of(options, _total(options, facts)),
         micro_steps=facts["gradient_accumulation_steps"],
         averages=_decays(options),
         # Not from the accelerator, which may have been given something else.
@@ -61,13 +64,21 @@ def process_of(options: RunOptions, facts: dict[str, Any]) -> DDPM | EDM2:
 
 
 def sampling_settings(options: RunOptions, facts: dict[str, Any]) -> dict[str, Any]:
-    """How the exported scheduler of a DDPM is to sample, and what it is told of the network."""
+    """How the exported scheduler is to sample, and what it is told of the network."""
+    if isinstance(options, EDM2Options):
+        return EDM_LEVELS | {"sigma_data": options.sigma_data}
+    assert isinstance(options, DDPMOptions)  # noqa: S101
     began_with = facts.get("pretrained.scheduler", {})
     usual: dict[str, Any] = {"clip_sample": options.vae is None, "thresholding": False, "clip_sample_range": 1.0}
-    is_zero_snr = isinstance(options, DDPMOptions) and options.rescale_betas_zero_snr
-    usual |= {"timestep_spacing": "trailing"} if is_zero_snr and not began_with else {}
+    usual |= {"timestep_spacing": "trailing"} if options.rescale_betas_zero_snr and not began_with else {}
     told = {name: began_with.get(name, value) for name, value in usual.items()}
-    return told | ({"prediction_type": options.prediction_type} if isinstance(options, DDPMOptions) else {})
+    return told | {"prediction_type": options.prediction_type}
+
+
+def schedule_of(options: RunOptions, total: int) -> Schedule:
+    kind, peak, warmup = options.lr_scheduler, options.learning_rate, options.lr_warmup_steps
+    floor, power, cycles = options.lr_floor, options.lr_power, options.lr_cycles
+    return Schedule(kind, peak, total, warmup, floor, power, cycles, options.lr_decay_steps)
 
 
 def _is_trained(name: str, patterns: tuple[str, ...]) -> bool:
@@ -107,37 +118,54 @@ def _epsilon(options: RunOptions, facts: dict[str, Any], checkpoint: Path | None
     return options.adam_epsilon
 
 
-def learning_rate(update: int, options: Any, total: int) -> float:
-    """Of the n-th update, as docs and `--help` describe the schedules."""
-    step, warmup, floor = update - 1, options.lr_warmup_steps, options.lr_floor
-    kind, peak = options.lr_scheduler, options.learning_rate
-    if kind == "constant":
-        return peak
-    ramp = 1.0 if warmup == 0 else min(1.0, step / warmup)
-    if kind == "inverse_sqrt":
-        reference = options.lr_decay_steps or warmup or 1
-        return peak * ramp * min(1.0, (reference / step) ** 0.5 if step else 1.0)
-    if ramp < 1.0 or kind == "constant_with_warmup":
-        return peak * ramp
-    done = min((step - warmup) / (total - warmup), 1.0) if total > warmup else min(1.0, float(step - warmup))
-    cycle = math.modf(done * options.lr_cycles)[0]
-    share = {
-        "linear": 1 - done,
-        "polynomial": (1 - done) ** options.lr_power,
-        "cosine": math.cos(math.pi * done / 2) ** 2,
-        "cosine_with_restarts": math.cos(math.pi * cycle / 2) ** 2 if done < 1 else 0.0,
-        "cyclic": abs(2 * cycle - 1),
-    }[kind]
-    return peak * (floor + (1 - floor) * share)
-
-
 def _decays(options: RunOptions) -> dict[str, Callable[[int], float]]:
     if not options.use_ema:
         return {}
     if options.ema_type == "exponential":
         return {"EMA": partial(ema_decay, options.ema_max_decay, options.ema_inv_gamma, options.ema_power)}
-    return {f"EMA {width}": partial(_power_decay, power_exponent(width)) for width in options.ema_widths}
+    return {f"EMA {width}": power_decay(width) for width in options.ema_widths}
 
 
-def _power_decay(exponent: float, update: int) -> float:
-    return (1 - 1 / update) ** (exponent + 1)
+# ---- data
+
+
+def declared_data(options: Any, facts: dict[str, Any], process: int) -> DeclaredData:
+    """Of the process of this number. The dropout of labels and sigma_data are not both scripts' own options."""
+    names = ("center_crop", "random_flip", "color_jitter", "background", "data_range")
+    images = DeclaredImages(
+        sides=sides_of(options.resolution),
+        channels=options.image_channels,
+        max_value=65535 if options.preserve_input_precision else 255,
+        **{name: getattr(options, name) for name in names},
+    )
+    source = Source(
+        name=options.dataset_name,
+        split=options.dataset_split,
+        config=options.dataset_config_name,
+        image_column=options.image_column,
+        label_column=options.label_column,
+        first=options.max_train_images,
+        streamed=options.streaming,
+    )
+    return DeclaredData(
+        images=images,
+        source=source,
+        training=facts["training_images"],
+        held_out=options.validation_images,
+        batch_size=int(options.train_batch_size),
+        micro_steps=options.gradient_accumulation_steps,
+        processes=facts["num_processes"],
+        process=process,
+        balanced=options.balanced_sampling,
+        window=options.shuffle_window if options.streaming else None,
+        replaces_bad=options.on_bad_image == "replace",
+        dropout=options.label_dropout,
+        classes=facts.get("classes") if getattr(options, "class_conditional", False) else None,
+        latents=None if options.vae is None else _latents(options, facts),
+    )
+
+
+def _latents(options: Any, facts: dict[str, Any]) -> DeclaredLatents:
+    measured = options.latent_scale == "auto" or options.pretrained is not None  # here, or in an earlier run
+    spread = None if measured else getattr(options, "sigma_data", 1.0)  # only EDM2 has another one than 1
+    return DeclaredLatents(options.vae, facts["vae.latent_mean"], facts["vae.latent_std"], spread)

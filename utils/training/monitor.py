@@ -1,7 +1,7 @@
 """What watches the updates of a run, from their images to the optimizer's step, and reports on them once in so many."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -45,9 +45,9 @@ class Monitor:
         counts = state.skipped_updates, state.scaler_skips, state.bad_in_a_row
         self._bad_updates = BadUpdates(run.accelerator, num_parameters, *counts)
         self._nan_reports = NanReports(run)
-        self.audit = audit_of(run, measures_eagerly, lambda: sum(self._bad_updates.totals()[:2]))
+        self.audit = audit_of(run, measures_eagerly)
         self.ledger = Ledger(run)
-        counters = run.clipping, self._statistics, self._bad_updates, self._dynamics, self.ledger, *self.audit.counters()
+        counters = run.clipping, self._statistics, self._bad_updates, self._dynamics, self.ledger, *self.audit.counters
         self.rerun = Rerun(run, counters)
         self._bad_images = BadImageReport(
             run.accelerator,
@@ -75,7 +75,8 @@ class Monitor:
         self.due = (step + 1) % self._run.options.logging_steps == 0 or step + 1 == self._run.length.max_train_steps
         self._hang.begin(step)
         self._dynamics.begin(self.due)
-        self.audit.begin(step, self.due)
+        scaler = self._run.accelerator.scaler
+        self.audit.begin(step + 1, self.due, (lambda: 1.0) if scaler is None else scaler.get_scale)
         self.ledger.begin(step, self.due)
         self.rerun.begin(step, self.due and self._dynamics.eager)
 
@@ -89,7 +90,7 @@ class Monitor:
         with self._stopwatch.waiting_for_data():
             batch = next(batches)
         self._rank_times.now("compute")
-        self.audit.begin_micro_step(batch)
+        self._sample_numbers = batch["sample_numbers"]
         self.ledger.add_batch(batch)
         self.rerun.keep(batch)
         return batch
@@ -98,7 +99,8 @@ class Monitor:
         """What the network is about to be trained on, as `Objective.draw` gives it."""
         self._dynamics.see_images(drawn["clean_images"])
         if not self.rerun.repeating:
-            self.audit.add(drawn)
+            levels = drawn[self._run.objective.level]
+            self.audit.add(self._sample_numbers, drawn["clean_images"], drawn["noise"], levels, drawn.get("labels"))
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """With what the gradient of a micro step is about to be taken of."""
@@ -125,8 +127,9 @@ class Monitor:
         self._dynamics.before_step()
         yield
         if not self.rerun.repeating:
-            self.audit.end_step(gradients)
-        self.audit.count(gradients)
+            limit, norm = self._run.clipping.value, gradients.norm
+            self.audit.stepped(norm, gradients.finite, limit, lambda: sum(self._bad_updates.totals()[:2]))
+        self.audit.count(gradients.norm)
         self._dynamics.end(gradients)
         self._statistics.add_update(gradients)
 
@@ -141,7 +144,7 @@ class Monitor:
             self._hang.now("collectives")
             self._rank_times.wait_for_device()
             self._hang.now(None)  # the audit's work takes as long as it takes
-        self.audit.end_update(between or self.rerun.due, self.due)
+        self.audit.end(self._run.state.step, between or self.rerun.due, self.due)
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -231,7 +234,7 @@ class Monitor:
         self._bad_images.update()
 
 
-def audit_of(run: Run, eager: bool, turned_down: Callable[[], int]) -> Unwatched:
+def audit_of(run: Run, eager: bool) -> Unwatched:
     """Who measures the training step; see `StepAudit` for the arguments."""
     if run.options.doctor == "off":
         return Unwatched()
@@ -245,4 +248,4 @@ def audit_of(run: Run, eager: bool, turned_down: Callable[[], int]) -> Unwatched
     if run.accelerator.device.type == "mps":
         run.print_line("nobody measures what an update of this run does: the doctor computes in float64, which MPS has not")
         return Unwatched()
-    return StepAudit(run, eager, turned_down)
+    return StepAudit(run, eager)

@@ -1,53 +1,30 @@
 """A run whose training step nobody measures: with --doctor off, or in a checkout without `steady_doctor`."""
 
+from collections.abc import Sequence
 from typing import Any
-
-import torch
-
-from utils.optim.clipping import Gradients
 
 
 class Unwatched:
-    """What a run tells its doctor, which does nothing with it. The methods are to be called on every process, in this order."""
+    """What a run tells its doctor, which does nothing with it; see `steady_doctor.declared_run`."""
 
     looks = False  # at the update under way; then the host waits for the device
+    counters: Sequence[object] = ()
 
-    def counters(self) -> list[object]:
-        """What gathers something of each update, also when it is made again."""
-        return []
+    def begin(self, update: int, reported: bool, loss_scale: Any) -> None: ...
 
-    def begin(self, step: int, reported: bool) -> None:
-        """Before the update that follows `step` finished ones, which is `reported` or not."""
+    def add(self, numbers: Any, images: Any, noise: Any, levels: Any, labels: Any) -> None: ...
 
-    def begin_micro_step(self, batch: dict[str, Any]) -> None:
-        """The loader's batch."""
+    def stepped(self, norm: Any, finite: Any, limit_taken: Any, turned_down: Any) -> None: ...
 
-    def add(self, drawn: dict[str, torch.Tensor]) -> None:
-        """What a micro step is of, before the network's pass."""
+    def count(self, norm: Any) -> None: ...
 
-    def end_step(self, gradients: Gradients) -> None:
-        """When the weights are those of the next update; `gradients`: those of this one, before they were clipped."""
+    def end(self, made: int, between: bool, reported: bool) -> None: ...
 
-    def count(self, gradients: Gradients) -> None:
-        """After `end_step`, and when an update is made again."""
+    def forget_update(self) -> None: ...
 
-    def end_update(self, between: bool, reported: bool) -> None:
-        """After all of an update; `between`: whether anything is made before the next one that may touch the weights."""
+    def measure_eagerly(self) -> None: ...
 
-    def forget_update(self) -> None:
-        """The newest update erred, and was replaced: what was seen of its weights and averages is no longer true."""
+    def check(self, what: str) -> None:
+        """On the main process: "sampler" before the first pictures, or "exported", "saved", "snapshots" after those were."""
 
-    def measure_eagerly(self) -> None:
-        """From here on the network runs eagerly in each update, as compiling was given up."""
-
-    def check_sampler(self) -> None:
-        """Before the first pictures, on the main process; so are the next three, after something was written."""
-
-    def check_exported(self) -> None: ...
-
-    def check_saved(self) -> None: ...
-
-    def check_snapshots(self) -> None: ...
-
-    def close(self) -> None:
-        """At the end of the run, where no update follows."""
+    def close(self) -> None: ...

@@ -7,14 +7,15 @@ their size. Colors are CSS classes (report.css), so that light and dark mode are
 import base64
 import io
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 from PIL import Image
+
+from utils.diagnostics.report.page import number, part
 
 Numbers = Sequence[float] | np.ndarray
 
@@ -96,21 +97,6 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [low, math.sqrt(low * high), high]
 
 
-def number(value: float, digits: int = 3) -> str:
-    """Returns a number for people: 0.0208, 2e-5, 1.5k, 35.7M."""
-    if not math.isfinite(value):
-        return str(value)
-    value = float(f"{value:.{digits}g}")
-    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if limit <= abs(value) < 1000 * limit:
-            return f"{value / limit:.{digits}g}{suffix}"
-    if value == 0 or 1e-3 <= abs(value) < 1000:
-        return f"{value:.{digits}g}"
-    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-    return f"{mantissa}e{int(exponent)}"
-
-
 def spike_limit(values: np.ndarray) -> float:
     """Where rare values (under 2 %) tower above all others, a limit between the two; else infinity. `values` are finite."""
     common = float(np.quantile(values, 0.98))
@@ -133,11 +119,6 @@ def smooth(values: Numbers, window: float) -> np.ndarray:
     weight = np.convolve(good.astype(float), kernel)[center]
     mean = np.divide(total, weight, out=np.full(len(values), np.nan), where=weight > 1e-9)
     return np.where(np.isfinite(values), mean, values)
-
-
-def prose(text: str) -> str:
-    """Escapes text and sets flags as code, so that no line breaks within them."""
-    return re.sub(r"--[a-z]\w*", r"<code>\g<0></code>", escape(text))
 
 
 def thin(steps: Numbers, values: Numbers, buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
@@ -206,41 +187,41 @@ def plot(
     first, last = float(all_steps.min()), float(all_steps.max())
     time_axis = Axis(first, last) if last > first else Axis(first - 1, first + 1)
 
-    svg, labels, legend = _grid(axis, time_axis), _tick_labels(axis, time_axis, last > first, first), []
+    paths: list[dict[str, Any]] = [{"kind": "grid", "d": _grid(axis)}]
     for step, text in marks:
         if time_axis.low <= step <= time_axis.high:
             x = _coordinate(time_axis.position(step))
-            svg.append(f'<path class="mark" d="M{x} 0V{SIZE}"><title>{escape(text)}</title></path>')
+            paths.append({"kind": "mark", "d": f"M{x} 0V{SIZE}", "title": text})
+    legend: list[dict[str, str]] = []
     if band:
-        svg.append(f'<path class="band" d="{_band_path(band, time_axis, axis)}"/>')
-        legend.append(_legend_item("band", band.label, ""))
+        paths.append({"kind": "band", "d": _band_path(band, time_axis, axis)})
+        legend.append({"kind": "band", "label": band.label})
     for curve, steps, values in lines:
         height = axis.position(np.where(np.isfinite(values), values, np.nan))
         line, dots = _line_path(time_axis.position(steps), 1 - np.minimum(height, 1.0))
-        kind = f"s{curve.style}" if isinstance(curve.style, int) else curve.style
-        data = "" if kind == "limit" else f' data-label="{escape(curve.label)}"'
-        if dots:
-            svg.append(f'<path class="dots {kind}" d="{dots}"/>')
-        if line:
-            dense = " dense" if len(steps) > DENSE_FROM else ""
-            svg.append(f'<path class="line {kind}{dense}"{data} d="{line}"/>')
-        legend.append(_legend_item(kind, curve.label, number(float(curve.values[-1]))))
+        kind = f"s{curve.style}" if isinstance(curve.style, int) else str(curve.style)
+        dense = " dense" if len(steps) > DENSE_FROM else ""
+        label = "" if kind == "limit" else curve.label
+        paths += [{"kind": f"dots {kind}", "d": dots}] if dots else []
+        paths += [{"kind": f"line {kind}{dense}", "label": label, "d": line}] if line else []
+        legend.append({"kind": kind, "label": curve.label, "value": number(float(curve.values[-1]))})
     marked, explained = _outside(lines, axis, time_axis)
-    labels += marked
-    legend += explained
-    scale_words = ", log scale" if axis.log else ""
-    return (
-        f'<figure class="plot"><figcaption><h3>{escape(title)}</h3><p>{prose(reading)}</p>'
-        + (f'<p class="note">{prose(note)}</p>' if note else "")
-        + f'</figcaption><ul class="legend">{"".join(legend)}</ul><div class="y-label">{escape(unit)}{scale_words}</div>'
-        f'<div class="frame" data-x="{time_axis.low:.10g} {time_axis.high:.10g}" data-y="{axis.low:.6g} {axis.high:.6g}"'
-        f' data-log="{int(axis.log)}" data-unit="{escape(x_label)}">'
-        f'<svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
-        f'{"".join(svg)}</svg>{"".join(labels)}</div><div class="x-label">{escape(x_label)}</div></figure>'
+    return part(
+        "plot",
+        title=title,
+        reading=reading,
+        note=note,
+        legend=legend + explained,
+        unit=unit,
+        x_label=x_label,
+        axis=axis,
+        time_axis=time_axis,
+        paths=paths,
+        ticks=_value_ticks(axis) + _time_ticks(time_axis, None if last > first else first) + marked,
     )
 
 
-def _outside(lines: list[tuple[Curve, np.ndarray, np.ndarray]], axis: Axis, time_axis: Axis) -> tuple[list[str], list[str]]:
+def _outside(lines: list[tuple[Curve, np.ndarray, np.ndarray]], axis: Axis, time_axis: Axis) -> tuple[list[dict], list[dict]]:
     """Marks at the edge of the plot, and their legend, for the values that have no place inside."""
     tests = (
         ("bad", "×", "not finite", lambda values: ~np.isfinite(values)),
@@ -253,14 +234,15 @@ def _outside(lines: list[tuple[Curve, np.ndarray, np.ndarray]], axis: Axis, time
         if not len(steps):
             continue
         places = np.unique(np.round(time_axis.position(steps), 2))  # a hundred at most, however many there are
-        marks += [f'<b class="{kind}" style="left:{100 * x:g}%" aria-hidden="true">{symbol}</b>' for x in places]
+        marks += [{"tag": "b", "kind": kind, "side": "left", "place": f"{100 * x:g}", "text": symbol} for x in places]
         counts = {
             float(step)
             for curve, _, _ in lines
             for step in np.asarray(curve.steps)[test(np.asarray(curve.values, dtype=float))]
         }
         largest = max(float(values[np.isfinite(values)].max(initial=-math.inf)) for _, _, values in lines)
-        legend.append(_legend_item(kind, words, number(largest) if kind == "high" else f"at {len(counts):,} points", symbol))
+        value = number(largest) if kind == "high" else f"at {len(counts):,} points"
+        legend.append({"kind": kind, "label": words, "value": value, "symbol": symbol})
     return marks, legend
 
 
@@ -268,23 +250,26 @@ def _coordinate(position: float | np.ndarray) -> str:
     return f"{SIZE * float(position):.1f}".removesuffix(".0")
 
 
-def _grid(axis: Axis, time_axis: Axis) -> list[str]:
-    horizontal = "".join(f"M0 {_coordinate(1 - axis.position(value))}H{SIZE}" for value, _ in axis.ticks())
-    return [f'<path class="grid" d="{horizontal}"/>']
+def _grid(axis: Axis) -> str:
+    return "".join(f"M0 {_coordinate(1 - axis.position(value))}H{SIZE}" for value, _ in axis.ticks())
 
 
-def _tick_labels(axis: Axis, time_axis: Axis, several_steps: bool, only_step: float) -> list[str]:
-    labels = [
-        f'<span class="tick y" style="top:{100 * (1 - float(axis.position(value))):.2f}%">{text}</span>'
-        for value, text in axis.ticks()
-    ]
-    ticks = (
-        [tick for tick in time_axis.ticks() if tick[0] == round(tick[0])] if several_steps else [(only_step, number(only_step))]
-    )
+def _tick(kind: str, side: str, position: float, text: str) -> dict[str, str]:
+    return {"tag": "span", "kind": kind, "side": side, "place": f"{100 * position:.2f}", "text": text}
+
+
+def _value_ticks(axis: Axis) -> list[dict[str, str]]:
+    return [_tick("tick y", "top", 1 - float(axis.position(value)), text) for value, text in axis.ticks()]
+
+
+def _time_ticks(time_axis: Axis, only: float | None = None) -> list[dict[str, str]]:
+    """`only`: the one step that there is."""
+    ticks = [tick for tick in time_axis.ticks() if tick[0] == round(tick[0])] if only is None else [(only, number(only))]
+    labels = []
     for value, text in ticks:
         position = float(time_axis.position(value))
         edge = " first" if position < 0.02 else " last" if position > 0.97 else ""  # such a label would stick out of the page
-        labels.append(f'<span class="tick x{edge}" style="left:{100 * position:.2f}%">{text}</span>')
+        labels.append(_tick(f"tick x{edge}", "left", position, text))
     return labels
 
 
@@ -316,13 +301,6 @@ def _band_path(band: Band, time_axis: Axis, axis: Axis) -> str:
     return outline
 
 
-def _legend_item(kind: str, label: str, value: str, symbol: str = "") -> str:
-    swatch = f'<svg viewBox="0 0 28 10" aria-hidden="true"><path class="line {kind}" d="M1 5H27"/></svg>'
-    label = escape(label).replace(".", ".<wbr>")  # names of layers break between their parts
-    sign = f'<i class="key-{kind}">{symbol}</i>' if symbol else swatch
-    return f"<li>{sign}<b>{label}</b>{f'<span>{value}</span>' if value else ''}</li>"
-
-
 # Cividis (Nuñez et al. 2018) at nine places: even in lightness, the same for color-blind readers.
 _CIVIDIS = ("00224e", "1d3564", "434e6c", "5f636e", "7b7b78", "958f78", "b8a971", "d8c662", "fee838")
 _LEVELS = 64
@@ -350,26 +328,31 @@ def heat_map(steps: Numbers, names: Sequence[str], values: np.ndarray, *, unit: 
     picture.save(buffer, "PNG", optimize=True, transparency=_LEVELS)
     source = base64.b64encode(buffer.getvalue()).decode()
 
-    time_axis = Axis(float(steps[0]), float(steps[-1]))
-    labels, previous, last_position = [], None, -1.0
+    labels: list[dict[str, str]] = []
+    previous, last_position = None, -1.0
     for row, name in enumerate(names):
-        block = block_of(name)
-        position = row / len(names)
+        block, position = block_of(name), row / len(names)
         if block != previous and position - last_position >= 0.055:
-            labels.append(f'<span class="row" style="top:{100 * position:.2f}%">{escape(block)}</span>')
+            labels.append(_tick("row", "top", position, block))
             last_position = position
         previous = block
-    labels += [text for text in _tick_labels(Axis(0, 1), time_axis, True, 0) if 'class="tick x' in text]
-    return (
-        f'<div class="y-label">{escape(unit)}, one row per layer from input to output</div><div class="heat">'
-        f'<img alt="{escape(unit)} of {len(names)} layers over time" src="data:image/png;base64,{source}">'
-        f"{''.join(labels)}</div>"
-        f'<div class="x-label">update</div><div class="color-key"><span class="scale">{number(10**low)}<i></i>'
-        f"{number(10**high)}, log scale</span>"
-        + ("<span><i></i> zero or not recorded</span>" if (levels == _LEVELS).any() else "")
-        + (f'<span><b style="color:#{_NOT_FINITE}">■</b> not finite</span>' if (levels == _LEVELS + 1).any() else "")
-        + "</div>"
+    return part(
+        "heat_map",
+        unit=unit,
+        count=len(names),
+        source=source,
+        ticks=labels + _time_ticks(Axis(float(steps[0]), float(steps[-1]))),
+        low=10**low,
+        high=10**high,
+        has_gaps=(levels == _LEVELS).any(),
+        has_broken=(levels == _LEVELS + 1).any(),
+        broken_color=_NOT_FINITE,
     )
+
+
+def folded(figure: str, title: str, body: str) -> str:
+    """The figure, with a fold for `body` at its end; without one where that is empty."""
+    return part("folded", figure=figure.removesuffix("</figure>"), title=title, body=body) if body else figure
 
 
 def block_of(name: str) -> str:
@@ -378,17 +361,8 @@ def block_of(name: str) -> str:
     return ".".join(parts[:2]) if len(parts) > 2 and parts[1].isdigit() else parts[0]
 
 
-def bars(title: str, names: Sequence[str], values: Sequence[float], *, unit: str, reading: str) -> str:
+def bars(title: str, rows: Sequence[tuple[str, float]], *, unit: str, reading: str) -> str:
     """Horizontal bars from zero, with their values to one decimal; "" where there are none. What is not finite has no bar."""
-    if not names:
-        return ""
-    largest = max((value for value in values if math.isfinite(value)), default=0.0) or 1.0
-    widths = [max(100 * value / largest, 0.0) if math.isfinite(value) else 0.0 for value in values]
-    rows = "".join(
-        f'<li><span>{escape(name)}</span><i><b style="width:{width:.1f}%"></b></i><span>{value:.1f}</span></li>'
-        for name, value, width in zip(names, values, widths)
-    )
-    return (
-        f'<figure class="plot"><figcaption><h3>{escape(title)}</h3><p>{prose(reading)}</p></figcaption>'
-        f'<div class="y-label">{escape(unit)}</div><ol class="bars">{rows}</ol></figure>'
-    )
+    largest = max((value for _, value in rows if math.isfinite(value)), default=0.0) or 1.0
+    drawn = [(name, value, max(100 * value / largest, 0.0) if math.isfinite(value) else 0.0) for name, value in rows]
+    return part("bars", title=title, reading=reading, unit=unit, rows=drawn)

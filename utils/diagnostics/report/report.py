@@ -6,33 +6,36 @@ It stands alone (no network, no libraries), so that it can be mailed, put beside
 import math
 import shlex
 from datetime import datetime
-from html import escape
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from utils.core.signals import EXIT_DIVERGED, EXIT_STOPPED
 from utils.core.size import Size
 from utils.diagnostics.finding import count_line
-from utils.diagnostics.report.curves import (
-    PROBED,
-    columns,
-    data_plot,
-    ema_plots,
-    gradient_plots,
-    layer_plots,
-    loss_plots,
-    probe_plots,
-    speed_plots,
-)
-from utils.diagnostics.report.evaluation import evaluation_section
-from utils.diagnostics.report.page import write_page
-from utils.diagnostics.report.plots import number, prose
-from utils.diagnostics.report.samples import LARGE, picture, samples_section
-from utils.diagnostics.report.tables import cell, figure_name, flatten, table
+from utils.diagnostics.report.curves import PROBED, Curves, layer_figure
+from utils.diagnostics.report.evaluation import covered, evaluation_rows, newest_figures
+from utils.diagnostics.report.page import TEMPLATES, cell, figure_name, flatten, number, write_page
+from utils.diagnostics.report.plots import bars, plot
+from utils.diagnostics.report.samples import grids_of, picture, sample_rows, strip
 from utils.options.presets import FLAGS
 from utils.runs.record import RunRecord
 
 REPORT = "report.html"
 SYMBOLS = {"critical": "✖", "warning": "▲", "info": "●"}  # severity is told by more than color
+SECTIONS = {
+    "Findings": "findings_section",
+    "Loss": "loss",
+    "Gradients and learning rate": "gradients",
+    "Layers": "layers",
+    "EMA": "ema",
+    "Speed": "speed",
+    "Samples": "samples",
+    "Evaluation": "evaluation",
+    "Checks of the network": "probes",
+    "Data": "data",
+    "Options": "options",
+}  # title -> macro of sections.html
 
 
 def write_report(record: RunRecord, findings: list, path: Path) -> None:
@@ -40,51 +43,37 @@ def write_report(record: RunRecord, findings: list, path: Path) -> None:
 
     Raises OSError where the disk does not take it.
     """
+    functions = (plot, bars, picture, strip, covered, evaluation_rows, figure_rows, probe_rows, profile_rows)
+    marked = [finding for finding in findings if finding.step is not None]
+    given = {
+        **{function.__name__: function for function in functions},
+        "curves": Curves(record),
+        "layer_figure": partial(layer_figure, record),
+        "sample_rows": partial(sample_rows, record),
+        "record": record,
+        "findings": findings,
+        "symbols": SYMBOLS,
+        "marks": [(finding.step, f"{finding.code}, update {finding.step}") for finding in marked],
+        "decays": record.series("train/ema_decay")[1],
+        "grids": grids_of(record),
+        "evaluated": newest_figures(record),
+    }
+    shown: Any = TEMPLATES.get_template("sections.html").make_module(given | _header(record, findings) | _options(record))
     name = record.output_dir.resolve().name
     write_page(
         path,
         title=f"{name} - training report",
-        header=_header(record, findings, name),
-        sections=_sections(record, findings),
+        header=shown.header(),
+        sections=[(title, getattr(shown, macro)().strip()) for title, macro in SECTIONS.items()],
         source=str(record.output_dir),
     )
 
 
-def _sections(record: RunRecord, findings: list) -> list[tuple[str, str]]:
-    """(title, HTML) in the order of the page; what was not recorded gives an empty string."""
-    return [
-        ("Findings", _findings(findings, record)),
-        ("Loss", loss_plots(record, findings)),
-        ("Gradients and learning rate", gradient_plots(record)),
-        ("Layers", layer_plots(record)),
-        ("EMA", ema_plots(record)),
-        ("Speed", speed_plots(record) + _profile(record)),
-        ("Samples", samples_section(record)),
-        ("Evaluation", evaluation_section(record)),
-        ("Checks of the network", _probes(record)),
-        ("Data", _data(record)),
-        ("Options", _options(record)),
-    ]
-
-
-def _profile(record: RunRecord) -> str:
-    """The operations that the newest profile found to take longest."""
-    for step, profile in record.records("profile")[-1:]:
-        rows = [[row["name"], f"{row['calls']:,}", f"{row['seconds']:.3g}", f"{row['share']:.1%}"] for row in profile["rows"]]
-        reading = (
-            f"{profile['updates']} updates up to update {step:,}, without what an operation calls in turn. On a GPU, its time; "
-            "else that of the processor. The whole trace is in profile/: open it with https://ui.perfetto.dev."
-        )
-        return table("The longest operations", reading, ["operation", "calls", "seconds", "share"], rows)
-    return ""
-
-
-def _header(record: RunRecord, findings: list, name: str) -> str:
+def _header(record: RunRecord, findings: list) -> dict[str, Any]:
+    """How the run stands, and its main figures."""
     resolved, options = record.resolved, record.options
     done = updates_done(record)
     total = resolved.get("max_train_steps") or options.get("max_train_steps") or 0
-    share = f'<progress value="{min(done, total)}" max="{total}">{done}</progress>' if total else ""
-    updates = f"{done:,} of {total:,} updates" if total else f"{done:,} updates"
     data = options.get("dataset_name") or options.get("train_data_dir")
     if data and resolved.get("training_images"):
         data = f"{data}, {resolved['training_images']:,} images"
@@ -106,15 +95,19 @@ def _header(record: RunRecord, findings: list, name: str) -> str:
         "Started": record.starts[0].replace("T", " ").replace("+00:00", " UTC") if record.starts else None,
         "Resumed": "once" if len(record.starts) == 2 else f"{len(record.starts) - 1} times" if record.starts[2:] else None,
     }
-    entries = "".join(f"<div><dt>{key}</dt><dd>{escape(str(value))}</dd></div>" for key, value in facts.items() if value)
     state, kind = run_state(record, done, total)
     worst = next((severity for severity in ("critical", "warning") if any(f.severity == severity for f in findings)), "good")
-    kind = "info" if kind == "good" and worst != "good" else kind  # green means that nothing is known to be wrong
-    found = f'<a href="#findings"><b class="{worst}">{count_line(findings)}</b></a>' if findings or record.history else ""
-    return (
-        f'<header><h1>{escape(name)}</h1><p class="state"><b class="{kind}">{escape(state)}</b> {found} {updates}</p>{share}'
-        f"<dl>{entries}</dl></header>"
-    )
+    return {
+        "name": record.output_dir.resolve().name,
+        "state": state,
+        "state_kind": "info" if kind == "good" and worst != "good" else kind,  # green: nothing is known to be wrong
+        "worst": worst,
+        "counted": count_line(findings),
+        "updates": f"{done:,} of {total:,} updates" if total else f"{done:,} updates",
+        "done": done,
+        "total": total,
+        "facts": facts,
+    }
 
 
 def updates_done(record: RunRecord) -> int:
@@ -166,68 +159,25 @@ def _duration(seconds: float) -> str:
     return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2])
 
 
-# ---- findings
+# ---- tables
 
 
-def _findings(findings: list, record: RunRecord) -> str:
-    if not findings and not record.history:
-        return '<p class="nothing">Nothing was recorded that could be checked.</p>'
-    if not findings:
-        return '<p class="nothing"><b>✔ Nothing found.</b> No check of the doctor found anything wrong with this run.</p>'
-    cards = []
-    for finding in findings:
-        severity = finding.severity if finding.severity in SYMBOLS else "info"
-        step = "" if finding.step is None else f" · update {finding.step:,}"
-        rows = [("Evidence", finding.evidence), ("Cause", finding.cause)]
-        paragraphs = "".join(f"<p><b>{label}</b> {prose(text)}</p>" for label, text in rows if text)
-        fixes = "".join(f"<li>{prose(fix)}</li>" for fix in finding.fixes)
-        shown = picture(record.output_dir / finding.picture, finding.title, LARGE) if finding.picture else ""
-        cards.append(
-            f'<article class="finding {severity}"><p class="severity">{SYMBOLS[severity]} {severity}'
-            f"<code>{escape(finding.code)}</code>{step}</p><h3>{prose(finding.title)}</h3>{paragraphs}{shown}"
-            + (f"<p><b>What to do</b></p><ul>{fixes}</ul>" if fixes else "")
-            + "</article>"
-        )
-    return "".join(cards)
+def profile_rows(profile: dict) -> list[list[str]]:
+    return [[row["name"], f"{row['calls']:,}", f"{row['seconds']:.3g}", f"{row['share']:.1%}"] for row in profile["rows"]]
 
 
-# ---- probes, data, options
-
-PROBE_READINGS = {
-    "errors_as": "Errors are listed as 'timestep: error', over the size of what was to be predicted. Healthy: mostly lowest "
-    "where the output is read as what it was trained for.",
-    "timestep_response": "Another timestep changes the output; the rest of the batch does not.",
-    "ideal_denoiser_gap_held_out": "The ideal denoiser knows the training images alone. So a good network beats it by far on "
-    "held-out images with little noise, and a gap far below 0 is healthy there.",
-}
-
-
-def _probes(record: RunRecord) -> str:
-    """Plots of what was measured by timestep, and the first and newest of the other numbers."""
-    records = record.records("probe")
-    if not records:
-        return ""
-    (first_step, first), (step, newest) = records[0], records[-1]
+def probe_rows(first: dict, newest: dict, several: bool) -> list[list[str]]:
+    """What was measured and is not plotted; of `several` times that the network was asked the first one, too."""
     rest, before = (flatten({k: v for k, v in probe.items() if k not in PROBED}) for probe in (newest, first))
-    several = len(records) > 1
-    rows = [[figure_name(key), *([cell(before.get(key))] if several else []), cell(value)] for key, value in rest.items()]
-    head = ["", *([f"update {first_step:,}"] if several else []), f"update {step:,}"]
-    readings = [text for key, text in PROBE_READINGS.items() if key in newest]
-    reading = " ".join([*readings, *(["The first and the newest time they were made."] if several else [])])
-    return columns(*probe_plots(records)) + table("Checks on a real batch", reading, head, rows)
+    return [[figure_name(key), *([cell(before.get(key))] if several else []), cell(value)] for key, value in rest.items()]
 
 
-def _data(record: RunRecord) -> str:
-    records = record.records("data")
-    rows = [[figure_name(key), cell(value)] for key, value in flatten(records[-1][1]).items()] if records else []
-    reading = "Shares are of the images, sizes in pixels, values as the network sees them, in [-1, 1]."
-    return table("Check of the data at the start", reading, ["", ""], rows) + columns(data_plot(record))
+def figure_rows(figures: dict) -> list[list[str]]:
+    return [[figure_name(key), cell(value)] for key, value in flatten(figures).items()]
 
 
-def _options(record: RunRecord) -> str:
-    """What was set, by whom, and in a fold all that was left alone."""
-    if not record.options:
-        return ""
+def _options(record: RunRecord) -> dict[str, Any]:
+    """What was set, by whom, and what was left alone."""
     words = [word.split("=")[0] for word in _split(record.command) if word.startswith("--")]
     given = {word.removeprefix("--").removeprefix("no-") for word in words}
     preset = record.options.get("model_preset")
@@ -238,20 +188,13 @@ def _options(record: RunRecord) -> str:
         source = "command line" if name in given else f"preset {preset}" if name in by_preset else ""
         text = "not set" if value is None or value == [] else str(value)
         (chosen if source else untouched).append([f"--{name}", text, *([source] if source else [])])
-    command = f"<pre><code>{escape(record.command)}</code></pre>" if record.command else ""
     facts = {"git commit": record.git_commit, **record.versions}
-    versions = ", ".join(f"{name} {value}" for name, value in facts.items() if value)
-    return (
-        command
-        + table("Set for this run", "", ["flag", "value", "set by"], chosen)
-        + f"<details><summary>All other flags ({len(untouched)}), at their defaults</summary>"
-        + table("", "", ["flag", "value"], untouched)
-        + "</details>"
-        + table(
-            "What followed from them", "", ["", ""], [[key.replace("_", " "), cell(v)] for key, v in record.resolved.items()]
-        )
-        + (f'<p class="note">{escape(versions)}</p>' if versions else "")
-    )
+    return {
+        "chosen": chosen,
+        "untouched": untouched,
+        "followed": [[key.replace("_", " "), cell(value)] for key, value in record.resolved.items()],
+        "versions": ", ".join(f"{name} {value}" for name, value in facts.items() if value),
+    }
 
 
 def _split(command: str) -> list[str]:

@@ -117,21 +117,13 @@ def error_impossible(record: RunRecord) -> Found:
 
 
 def edm2_denoiser(record: RunRecord) -> Found:
-    """EDM2's loss by noise level, beside that of no network and beside what the network says of it."""
+    """EDM2's loss by noise level, beside that of no network."""
     options, total = record.options, record.resolved.get("max_train_steps") or 0
     for step, probe in record.known("probe")[-1:]:
-        losses, said = probe.get("weighted_loss") or {}, probe.get("exp_u") or {}
+        losses = probe.get("weighted_loss") or {}
         if not losses or step < max(200, 0.5 * total) or not options.keys() >= {"sigma_data", "P_mean", "P_std"}:
             return
         trained = [level for level in losses if abs(math.log(float(level)) - options["P_mean"]) < 1.5 * options["P_std"]]
-        ratios = {level: said[level] / losses[level] for level in trained if losses[level] > 0 and said.get(level, 0) > 0}
-        if ratios:
-            yield "uncertainty-off"
-        # After 200 updates healthy networks had 0.8 to 1.4; beyond, where few samples are, 0.4 to 2.
-        level = max(ratios, key=lambda level: abs(math.log(ratios[level])), default=None)
-        if level is not None and not 1 / 3 < ratios[level] < 3:
-            what = f"at sigma {level} exp(u) is {said[level]:.2g}, the weighted loss {losses[level]:.2g}"
-            yield Finding("uncertainty-off", "warning", what, step)
         worse = {level: losses[level] / none for level in trained if (none := _loss_of_zeros(record, float(level)))}
         if worse and has_had_a_chance(record):
             yield "worse-than-none"

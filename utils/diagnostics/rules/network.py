@@ -1,7 +1,5 @@
 """Findings about what the network does with its input, and what reaches its layers."""
 
-from fnmatch import fnmatchcase
-
 from utils.diagnostics.finding import Finding, Found
 from utils.diagnostics.rules.loss import errors_of_a_constant
 from utils.runs.record import RunRecord
@@ -26,25 +24,6 @@ def _sum_of_rates(record: RunRecord, last: int) -> float:
         if step <= last:
             total, before = total + rate * (step - before), step
     return total
-
-
-def no_gradient(record: RunRecord) -> Found:
-    newest = record.records("layers")[-3:]
-    # A zero output layer, or gains of zero, hide all other gradients from the first updates.
-    if len(newest) < 3 or newest[0][0] < 5:
-        return
-    yield "no-gradient"
-    weights = [name for name, layer in newest[-1][1].items() if "gradient" in layer and _is_trained(name, record)]
-    dead = [n for n in weights if all(layers.get(n, {}).get("gradient", 1.0) == 0.0 for _, layers in newest)]
-    if dead:
-        what = f"exactly 0 in the last {len(newest)} reports: {_listed(dead)}"
-        yield Finding("no-gradient", "critical", what, newest[-1][0])
-
-
-def _is_trained(name: str, record: RunRecord) -> bool:
-    """Whether --train_only names a parameter; EDM2's uncertainty, which is beside the `unet`, is trained in any case."""
-    patterns = record.options.get("train_only") or ["*"]
-    return name.startswith("uncertainty.") or any(fnmatchcase(name.removeprefix("unet."), pattern) for pattern in patterns)
 
 
 def train_eval_gap(record: RunRecord) -> Found:
@@ -113,7 +92,7 @@ def _of_modules(network: dict, step: int) -> Found:
 def _of_flow(network: dict, step: int) -> Found:
     if "idle" not in network:
         return
-    yield from ("inputs-zero", "layers-idle", "time-embedding")
+    yield from ("inputs-zero", "layers-idle", "no-gradient", "time-embedding")
     # No activation but ReLU, which is left out, leaves a channel of zeros; a skip connection is a third or more of all.
     zero = {name: share for name, share in network["zero_inputs"].items() if share > 0.2}
     if zero:

@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from benchmarks.doctor.sets import asked
 from utils.diagnostics.diagnose import diagnose
 from utils.diagnostics.finding import Finding
-from utils.diagnostics.options_table import ROWS, Facts, UnknownFact, table
+from utils.diagnostics.rules.options import ROWS, Facts, UnknownFact
 from utils.runs.record import RunRecord
 from utils.training.doctor import foretold
 
@@ -59,10 +58,6 @@ def test_each_row_can_speak():
     healthy.options["pretrained"] = "p"
     with pytest.raises(UnknownFact):
         row.figure(Facts(healthy))
-
-
-def test_the_pages_hold_the_table():
-    assert table() in (ROOT / "docs" / "findings.md").read_text()
 
 
 @pytest.mark.slow
