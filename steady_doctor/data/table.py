@@ -72,35 +72,51 @@ class Table:
 
     @cached_property
     def _label_column(self) -> str | None:
-        """The one asked for; else the first of classes, else of integers under a usual name, else of strings that repeat."""
+        """The one asked for; else the first of classes, else of numbers under a usual name, else of strings that repeat."""
         if self._source.label_column is not None:
             return self._source.label_column
         classes = [name for name in self._features if type(self._features[name]).__name__ == "ClassLabel"]
-        usual = [name for name in _LABELS if "int" in self._type(name)]
+        usual = [name for name in _LABELS if "int" in self._type(name) or "float" in self._type(name)]
         words = [name for name in _LABELS if "string" in self._type(name)] if not classes + usual else []
-        repeated = [name for name in words if 2 * len(self._read(name, None).unique()) <= len(self)]
+        repeated = [name for name in words if 0 < 2 * len(self._read(name, None).drop_null().unique()) <= len(self)]
         return next(iter([*classes, *usual, *repeated]), None)
 
     def _type(self, name: str) -> str:
-        return str(getattr(self._features.get(name), "dtype", ""))
+        """Of its values, or of those in its lists."""
+        feature = self._features.get(name)
+        return str(getattr(getattr(feature, "feature", feature), "dtype", ""))
 
     @cached_property
     def labels(self) -> np.ndarray | None:
-        """The class of each row, int64; None where the data has none."""
+        """The class of each row, int64, -1 for none: as it is declared, else the place of its value among those that occur.
+        None where the data has no classes."""
         name = self._label_column
-        values = None if name is None else self._read(name, None)
-        if values is None or getattr(values, "null_count", False):
+        if name is None:
             return None
-        values = np.asarray(values)[: len(self)]
-        if values.dtype.kind not in "iu":
-            return np.unique(values.astype(str), return_inverse=True)[1].astype(np.int64)
-        return values.astype(np.int64) if values.min() >= 0 else None
+        cells = self._read(name, None)
+        values = [_value(cell) for cell in (cells.to_pylist() if hasattr(cells, "to_pylist") else cells.tolist())[: len(self)]]
+        if hasattr(self._features.get(name), "names"):
+            return np.array([-1 if value is None else value for value in values], np.int64)
+        try:
+            place_of = {value: place for place, value in enumerate(sorted({value for value in values if value is not None}))}
+        except TypeError:  # of several kinds
+            return None
+        return np.array([place_of.get(value, -1) for value in values], np.int64) if place_of else None
 
     @property
     def num_classes(self) -> int:
         """0 without labels."""
         names = getattr(self._features.get(self._label_column or ""), "names", ())
         return 0 if self.labels is None else max(int(self.labels.max()) + 1, len(names))
+
+
+def _value(cell: Any) -> Any:
+    """What a cell says: itself, what a list of one has, or the place of the 1 in a one-hot list; None: no class."""
+    if isinstance(cell, list):
+        cell = cell[0] if len(cell) == 1 else cell.index(1) if 1 in cell else None
+    if isinstance(cell, float):
+        return int(cell) if cell.is_integer() and cell != -1 else None
+    return None if cell == -1 and not isinstance(cell, (bool, str)) else str(cell) if isinstance(cell, bool) else cell
 
 
 def open_table(source: Source, dataset: Any) -> Table | None:
