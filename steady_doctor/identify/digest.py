@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from steady_doctor.identify.step import Step
+from steady_doctor.identify.step import Pass, Step
 from steady_doctor.record.ranks import in_parts
 from steady_doctor.record.session import Recorded
 
@@ -13,18 +13,32 @@ FEWEST = 8  # numbers, which are not alike by chance
 
 
 def digests(recorded: Recorded, step: Step) -> dict[str, str]:
-    """Of weights and gradient, where each process has all of them, and of the first pass: images, noise and noise levels."""
+    """Of weights, gradient and the averages that a loop tells, where each process has all of them, and of the first pass:
+    images, noise and noise levels."""
     found = {}
     if not in_parts(recorded.parameters):
         found["weights"] = digest(recorded.weights[-1])
         found["gradient"] = digest(gradient for gradient in recorded.at_step if gradient is not None)
+        averages = [one for _, after in recorded.averages.values() for one in after if one is not None]
+        found |= {"averages": digest(averages)} if averages else {}
     mixture = step.passes[0].mixture if step.passes else None
-    batch = step.passes[0].batch if step.passes else None
-    if mixture is not None and mixture.noise.head.numel() >= FEWEST:
+    if mixture is None:
+        return found
+    if mixture.noise.head.numel() >= FEWEST:
         found["noise"] = digest([mixture.noise.head])
-    if batch is not None and len(batch.marks.unique(dim=0)) > 1:
-        found["images"] = digest([batch.marks])
-    return found
+    images = _images(step.passes[0])
+    if images is not None and len(images.unique(dim=0)) > 1:
+        found["images"] = digest([images])
+    return found | {"levels": digest([mixture.b])}
+
+
+def _images(one: Pass) -> Tensor | None:
+    """Numbers of each image, [B, n]: where the loop does not tell them, ones that mirroring does not change."""
+    if one.batch is not None:
+        return one.batch.marks
+    return (
+        one.mixture.clean.head if one.drawn is not None and one.mixture is not None and one.mixture.clean is not None else None
+    )
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -12,7 +12,7 @@ from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.mixture import Mixture, Nothing, find_mixture, given_to_network
 from steady_doctor.identify.network import Network, identify_network
 from steady_doctor.identify.target import Target, by_image, find_target
-from steady_doctor.identify.told import Drawn, drawn_of, layers_of, learned_of, penalty_of, told_mixture
+from steady_doctor.identify.told import Drawn, drawn_of, layers_of, learned_of, penalty_of, products_of, told_mixture
 from steady_doctor.identify.update import Update, identify_update
 from steady_doctor.record.recorded import Recorded
 from steady_doctor.record.tape import NotRecorded, Op, Tape
@@ -52,7 +52,9 @@ class Mixed:
 class Asked:
     """What the network is trained to give: p clean + q noise. Tensors are [B], in float64."""
 
-    kind: str  # "squared": of the error; "operand": of another function of it; "flat": of nothing; "none": unknown
+    # "squared": of the error; "operand": of another function of it; "flat": of nothing; "none": of something else; "unknown":
+    # the tape cannot compute the loss again
+    kind: str
     p: Tensor | None = None
     q: Tensor | None = None
     rest: Tensor | None = None  # the share of the target that is neither
@@ -72,6 +74,7 @@ class Pass:
     mixture: Mixed | None = None
     target: Asked | None = None
     why_not: str = ""  # a code: why there is no mixture
+    not_recorded: bool = False  # what is missing here could not be computed again, and may be right
     noise_in_loss: bool = False  # a normal draw of the size of what the network gets is in the loss
     misplaced: tuple[str, ...] = ()  # what was multiplied along another axis by a number of each sample: "noise", "image"
     squares: tuple[tuple[int, ...], ...] = ()  # shapes in the loss that have the batch along two axes
@@ -126,7 +129,7 @@ def _told(recorded: Recorded, root: Op, place: int) -> Pass:
         return Pass(why_not="told-not-used")
     found.drawn = drawn_of(recorded.told, place)
     forward = [op for op in tape.upstream(root) if op.kind == "op"]
-    found.drawn.layers = layers_of(tape, forward)
+    found.drawn.layers, found.drawn.products = layers_of(forward), products_of(forward)
     try:
         mixture, found.drawn.rest = told_mixture(recorded, forward, place)
         found.mixture = _mixed(tape, mixture)
@@ -137,7 +140,7 @@ def _told(recorded: Recorded, root: Op, place: int) -> Pass:
         output = None if target is None else target.output
         found.conditions = find_conditions(tape, root, mixture, output, recorded.no_gradient)
     except (Nothing, NotRecorded) as error:
-        found.why_not = str(error)
+        found.why_not, found.not_recorded = str(error), isinstance(error, NotRecorded)
     return found
 
 

@@ -227,9 +227,14 @@ def test_bytes_that_begin_anew(name, one, other, beyond):
     assert not wraps(name, image.float(), other) and not wraps(name, image[0, 0], other)
 
 
-def told(**values) -> list[Found]:
-    """What the laws find of two processes of which each told these, at three updates."""
+def told(own_levels: float = 0.0, **values) -> list[Found]:
+    """What the laws find of two processes of which each told these, at three updates. `own_levels`: the first 8 noise levels of
+    the main one are as many numbers up to this."""
     seen = Seen(ranks={update: [dict(zip(values, one)) for one in zip(*values.values())] for update in (2, 3, 5)})
+    mixture = types.SimpleNamespace(b=torch.linspace(0, own_levels, 8))
+    seen.steps = [
+        types.SimpleNamespace(update=types.SimpleNamespace(number=2), passes=[types.SimpleNamespace(mixture=mixture)])
+    ]
     return [one.code for law in ranks.LAWS for one in law(seen)]
 
 
@@ -237,6 +242,9 @@ def test_processes_are_compared():
     assert told(weights="aa", gradient="bb", noise="cd", images="ef") == []
     assert told(weights="ab", gradient="bc", noise="cd", images="ef") == ["ranks-gradient", "ranks-weights"]
     assert told(noise="cc", images="ef") == ["ranks-noise"] and told(images="ee") == ["ranks-images"]
+    assert told(averages="ab") == ["ranks-averages"] and told(averages="aa") == []
+    assert told(own_levels=1.0, levels="gg", noise="cd") == ["ranks-levels"]
+    assert told(own_levels=1.0, levels="gh", noise="cd") == told(own_levels=0.0, levels="gg", noise="cd") == []
 
 
 def test_weights_that_are_kept_in_parts_are_not_compared():

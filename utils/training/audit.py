@@ -144,8 +144,16 @@ class StepAudit(Unwatched):
         self.looks = False
 
     def forget_update(self) -> None:
-        """The newest update erred, and was replaced: what was seen of its weights and averages is no longer true."""
-        self._session.forget()
+        """The newest update erred, and was replaced: what was seen and found in it alone is not true."""
+        self._find(self._forget)
+
+    def _forget(self) -> list[Found]:
+        before = {one.code for one in self._doctor.findings()}
+        self._doctor.forget()
+        if gone := before - {one.code for one in [*self._doctor.findings(), *self._others]}:
+            self._told -= gone
+            self._run.doctor.record(self._run.state.step, {"audit": {"found": [], "withdrawn": sorted(gone)}})
+        return []
 
     def measure_eagerly(self) -> None:
         """From here on the network runs eagerly in each update, as compiling was given up."""
