@@ -142,6 +142,7 @@ FOUND = {
     "rate-high": {"optimizer": lambda m: Adam(m.parameters(), 0.1), "updates": 2},
     "rate-large-steps": {"optimizer": lambda m: SGD(m.parameters(), 30.0), "updates": 3},
     "rate-low": {"optimizer": lambda m: Adam(m.parameters(), 1e-9), "updates": 3},
+    "rate-compounds": {"begin": rates(lambda step, rate: rate * min((step + 1) / 8, 1))},
     "rate-zero": {"begin": rates(lambda step, rate: rate * min((step + 1) / 20, 1))},
     "rate-zero-group": {"optimizer": two_groups, "begin": lambda now: now.optimizer.param_groups[0].update(lr=0.0)},
     "rate-factor": {"schedule": lambda o: LambdaLR(o, lambda step: 1e-3 * min(1, (step + 1) / 4))},
