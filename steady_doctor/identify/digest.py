@@ -29,7 +29,8 @@ def digests(recorded: Recorded, step: Step) -> dict[str, str]:
     images = _images(step.passes[0])
     if images is not None and len(images.unique(dim=0)) > 1:
         found["images"] = digest([images])
-    return found | {"levels": digest([mixture.b])}
+    levels = step.passes[0].levels
+    return found if levels is None else found | {"levels": digest([levels])}
 
 
 def _images(one: Pass) -> Tensor | None:

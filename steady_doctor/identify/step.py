@@ -83,6 +83,13 @@ class Pass:
     batch: Batch | None = None
     drawn: Drawn | None = None  # of a loop that tells
 
+    @property
+    def levels(self) -> Tensor | None:
+        """What decides the noise levels, [B], to the last bit."""
+        if self.drawn is not None:
+            return self.drawn.levels
+        return self.mixture.told[-1] if self.mixture is not None and self.mixture.told else None
+
 
 @dataclass
 class Step:

@@ -48,7 +48,7 @@ def averages(seen: Seen) -> Iterator[Found]:
 def levels(seen: Seen) -> Iterator[Found]:
     """The same ones in all processes, though each has noise of its own: where no chance makes so many levels equal."""
     looks = _looks(seen, "levels")
-    own = [one.mixture.b for _, one in seen.mixed()]
+    own = [one.levels for _, one in seen.mixed() if one.levels is not None]
     if len(looks) < LOOKS or not own or any(noise(seen)) or any(len(set(told)) > 1 for _, told in looks):
         return
     # A level is equal to another one by chance at most as often as the most frequent one comes.

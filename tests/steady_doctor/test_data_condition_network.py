@@ -231,10 +231,8 @@ def told(own_levels: float = 0.0, **values) -> list[Found]:
     """What the laws find of two processes of which each told these, at three updates. `own_levels`: the first 8 noise levels of
     the main one are as many numbers up to this."""
     seen = Seen(ranks={update: [dict(zip(values, one)) for one in zip(*values.values())] for update in (2, 3, 5)})
-    mixture = types.SimpleNamespace(b=torch.linspace(0, own_levels, 8))
-    seen.steps = [
-        types.SimpleNamespace(update=types.SimpleNamespace(number=2), passes=[types.SimpleNamespace(mixture=mixture)])
-    ]
+    one = types.SimpleNamespace(mixture=(), levels=torch.linspace(0, own_levels, 8))
+    seen.steps = [types.SimpleNamespace(update=types.SimpleNamespace(number=2), passes=[one])]
     return [one.code for law in ranks.LAWS for one in law(seen)]
 
 
