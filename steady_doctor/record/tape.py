@@ -96,7 +96,10 @@ class Write:
 
 
 class NotRecorded(Exception):
-    """A value that cannot be computed again from what the tape kept."""
+    """A value that cannot be computed again from what the tape kept. It may be right."""
+
+    def __init__(self, why: str):
+        super().__init__(f"the doctor cannot compute it again, as {why}; it may be right")
 
 
 class Tape(TorchDispatchMode):
