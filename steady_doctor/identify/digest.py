@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from steady_doctor.identify.step import Pass, Step
+from steady_doctor.identify.step import Step
 from steady_doctor.record.ranks import in_parts
 from steady_doctor.record.session import Recorded
 
@@ -26,20 +26,14 @@ def digests(recorded: Recorded, step: Step) -> dict[str, str]:
         return found
     if mixture.noise.head.numel() >= FEWEST:
         found["noise"] = digest([mixture.noise.head])
-    images = _images(step.passes[0])
+    first, clean = step.passes[0], mixture.clean
+    # Mirroring does not change the marks; the images that a loop tells are those that it was to have.
+    images = (
+        first.batch.marks if first.batch is not None else clean.head if first.drawn is not None and clean is not None else None
+    )
     if images is not None and len(images.unique(dim=0)) > 1:
         found["images"] = digest([images])
-    levels = step.passes[0].levels
-    return found if levels is None else found | {"levels": digest([levels])}
-
-
-def _images(one: Pass) -> Tensor | None:
-    """Numbers of each image, [B, n]: where the loop does not tell them, ones that mirroring does not change."""
-    if one.batch is not None:
-        return one.batch.marks
-    return (
-        one.mixture.clean.head if one.drawn is not None and one.mixture is not None and one.mixture.clean is not None else None
-    )
+    return found if first.levels is None else found | {"levels": digest([first.levels])}
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

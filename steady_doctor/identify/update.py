@@ -104,7 +104,7 @@ def _weights(recorded: Recorded, update: Update) -> None:
 
 
 def _writers(recorded: Recorded, begin: int, end: int) -> tuple[str, ...]:
-    """The operations on weights, of which each number is written to, seen or not, with the same number or not."""
+    """The operations that wrote to weights, whether any number is another one then or not."""
     return tuple(dict.fromkeys(op.name for op in recorded.tape.ops[begin:end] if "trained" in op.changes))
 
 

@@ -51,10 +51,11 @@ def levels(seen: Seen) -> Iterator[Found]:
     own = [one.levels for _, one in seen.mixed() if one.levels is not None]
     if len(looks) < LOOKS or not own or any(noise(seen)) or any(len(set(told)) > 1 for _, told in looks):
         return
-    # A level is equal to another one by chance at most as often as the most frequent one comes.
+    # A level is equal to another one by chance at most as often as the most frequent one comes. Where nothing is declared,
+    # those of a batch may follow from one draw.
     counts = torch.cat(own).unique(return_counts=True)[1]
-    fewest = min(map(len, own)) * len(looks)
-    if fewest * -math.log10(float(counts.max() / counts.sum())) > IMPOSSIBLE:
+    draws = len(looks) * (1 if seen.declared is None else min(len(levels.unique()) for levels in own))
+    if draws * -math.log10(float(counts.max() / counts.sum())) > IMPOSSIBLE:
         yield Found("ranks-levels", looks[0][0], {"processes": len(looks[0][1]), "updates": len(looks)})
 
 

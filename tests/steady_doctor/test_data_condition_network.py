@@ -228,11 +228,12 @@ def test_bytes_that_begin_anew(name, one, other, beyond):
 
 
 def told(own_levels: float = 0.0, **values) -> list[Found]:
-    """What the laws find of two processes of which each told these, at three updates. `own_levels`: the first 8 noise levels of
-    the main one are as many numbers up to this."""
+    """What the laws find of two processes of which each told these, at three updates. `own_levels`: of a script that
+    declares what it does, whose main process had 8 noise levels from 0 to this; 0: it declares nothing."""
     seen = Seen(ranks={update: [dict(zip(values, one)) for one in zip(*values.values())] for update in (2, 3, 5)})
     one = types.SimpleNamespace(mixture=(), levels=torch.linspace(0, own_levels, 8))
     seen.steps = [types.SimpleNamespace(update=types.SimpleNamespace(number=2), passes=[one])]
+    seen.declared = () if own_levels else None
     return [one.code for law in ranks.LAWS for one in law(seen)]
 
 
