@@ -60,6 +60,8 @@ def found(
     batches=None,  # gives images in bytes, and labels
     prepare=lambda network: None,
     every=lambda step, network: None,
+    noised=lambda a, x0, noise: a.sqrt() * x0 + (1 - a).sqrt() * noise,
+    before_step=lambda optimizer: None,
 ) -> set[str]:
     """The codes that are found in a loop, but those for information."""
     torch.manual_seed(0)
@@ -79,9 +81,10 @@ def found(
             x0 = image(x0.float() / 127.5 - 1)
             t = torch.randint(0, 1000, (len(x0),))
             a, noise = ALPHA_BAR[t].reshape(-1, 1, 1, 1), torch.randn_like(x0)
-            output = network(a.sqrt() * x0 + (1 - a).sqrt() * noise, t, label(y))
+            output = network(noised(a, x0, noise), t, label(y))
             optimizer.zero_grad()
             F.mse_loss(output.float(), noise).backward()
+            before_step(optimizer)
             optimizer.step()
     assert doctor.session.failure is None
     return {one.code for one in doctor.findings(True) if severity(one.code) != "info"}
@@ -191,6 +194,16 @@ def test_a_fault_is_found_and_nothing_where_it_is_right(name):
     options = {key: value() if key in ("network", "batches") else value for key, value in options.items()}
     codes = {one for one in found(**options) if one.startswith(OWN)}
     assert codes == set() if not code else code in codes
+
+
+def test_what_an_encoder_draws_is_not_taken_for_the_noise_that_is_missing():
+    drawn = {"image": lambda x: x + 0.1 * torch.randn_like(x)}
+    assert found(**drawn) == set()
+    assert found(**drawn, noised=lambda a, x0, noise: x0) == {"input-clean"}
+
+
+def test_a_gradient_that_is_cleared_says_nothing_of_the_network():
+    assert found(before_step=lambda optimizer: optimizer.zero_grad()) == {"gradient-cleared-before-step"}
 
 
 def origins_of(make, source):

@@ -263,6 +263,8 @@ RIGHT = {
         "schedule": lambda o: SequentialLR(o, [LinearLR(o, 0.1, total_iters=4), CosineAnnealingLR(o, 18)], [4]),
         "end": mix,
     },
+    "a rate that falls as one over the updates": {"begin": rates(lambda step, rate: 1e-3 / (step + 1)), "end": mix},
+    "a rate that falls by the same factor": {"begin": rates(lambda step, rate: 0.8 * rate), "end": mix},
     "restarts": {"schedule": lambda o: CosineAnnealingWarmRestarts(o, 5), "end": mix},
     "a schedule of a longer run that was cut": {"schedule": lambda o: CosineAnnealingLR(o, 500), "end": mix, "ended": False},
     "previews": {"end": lambda now: (mix(now), every(5, preview)(now))},
