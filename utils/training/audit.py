@@ -145,15 +145,19 @@ class StepAudit(Unwatched):
 
     def forget_update(self) -> None:
         """The newest update erred, and was replaced: what was seen and found in it alone is not true."""
-        self._find(self._forget)
-
-    def _forget(self) -> list[Found]:
-        before = {one.code for one in self._doctor.findings()}
+        before = self._codes()
         self._doctor.forget()
-        if gone := before - {one.code for one in [*self._doctor.findings(), *self._others]}:
+        if gone := before - self._codes():
             self._told -= gone
             self._run.doctor.record(self._run.state.step, {"audit": {"found": [], "withdrawn": sorted(gone)}})
-        return []
+
+    def _codes(self) -> set[str]:
+        """Of all that is found now; none where a law fails, which must not end the training."""
+        try:
+            return {one.code for one in [*self._doctor.findings(), *self._others]}
+        except Exception as error:
+            self._say_failed(error)
+            return set()
 
     def measure_eagerly(self) -> None:
         """From here on the network runs eagerly in each update, as compiling was given up."""
