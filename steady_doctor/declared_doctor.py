@@ -10,12 +10,15 @@ from torch.optim import Optimizer
 from steady_doctor.declare.declaration import Declaration
 from steady_doctor.found import Found
 from steady_doctor.identify.digest import digests
+from steady_doctor.identify.levels import identify_levels
 from steady_doctor.identify.step import identify
 from steady_doctor.laws import judge
 from steady_doctor.record.driven import Driven
 from steady_doctor.record.ranks import Ranks
 from steady_doctor.record.recorded import Recorded
 from steady_doctor.seen import Seen
+
+GROWS = 1.1  # times as many noise levels as were looked at, until they are looked at again: all of them are sorted
 
 
 class DeclaredDoctor:
@@ -36,6 +39,7 @@ class DeclaredDoctor:
         stopped: Callable[[BaseException], None] = lambda error: None,
     ):
         self.seen = Seen(declared=declaration)
+        self._process, self._passes = declaration.process, 0  # micro steps whose noise levels were looked at
         self.ranks = Ranks()
         self.session = Driven(self._look, stopped, optimizer, network, averaged, averages, declaration.averages)
 
@@ -72,13 +76,20 @@ class DeclaredDoctor:
         }
         return [stage for stage, is_known in known.items() if is_known]
 
+    def forget(self) -> None:
+        """The newest update is no longer what it was when it was seen."""
+        self.session.forget()
+        if self.seen.steps and self.seen.steps[-1].update.number == self.session.updates:
+            self.seen.steps.pop()
+            self.ranks.forget(self.session.updates)
+
     def findings(self) -> list[Found]:
         seen, session = self.seen, self.session
         seen.updates, seen.history, seen.followed = session.updates, session.history, session.followed
-        if session.levels:
-            sizes = {len(levels) for levels in session.levels}
-            seen.levels = torch.cat(session.levels).cpu().double()
-            seen.batch = sizes.pop() if len(sizes) == 1 else 0
+        if len(session.levels) > GROWS * self._passes:
+            self._passes, sizes = len(session.levels), {len(levels) for levels in session.levels}
+            levels = torch.cat(session.levels).cpu().double()
+            seen.levels = identify_levels(self._process, levels, sizes.pop() if len(sizes) == 1 else 0)
         self.ranks.collect()
         seen.ranks = self.ranks.everyone
         return judge(seen)

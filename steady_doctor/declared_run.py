@@ -136,8 +136,20 @@ class DeclaredRun:
         self.looks = False
 
     def forget_update(self) -> None:
-        """The newest update erred, and was replaced: what was seen of its weights and averages is no longer true."""
-        self._session.forget()
+        """The newest update erred, and was replaced: what was seen and found in it alone is not true."""
+        before = self._codes()
+        self._doctor.forget()
+        if gone := before - self._codes():
+            self._told -= gone
+            self._tell(self._made, {"found": [], "withdrawn": sorted(gone)})
+
+    def _codes(self) -> set[str]:
+        """Of all that is found now; none where a law fails, which must not end the training."""
+        try:
+            return {one.code for one in [*self._doctor.findings(), *self._others]}
+        except Exception as error:
+            self._say_failed(error)
+            return set()
 
     def measure_eagerly(self) -> None:
         """From here on the network runs eagerly in each update, as compiling was given up."""

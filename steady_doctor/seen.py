@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from steady_doctor.declare.declaration import Declaration
+from steady_doctor.identify.levels import Levels
 from steady_doctor.identify.step import Pass, Step
 from steady_doctor.identify.update import Update
 from steady_doctor.record.copies import Copies
@@ -28,9 +29,8 @@ class Seen:
     alphas_cumprod: list[Tensor] = field(default_factory=list)  # their different tables, [T] each, in float64
     ended: bool = False  # the script came to its own end: what has not happened by now will not
 
-    declared: Declaration | None = None  # of a script that says what it is to do; the next three are of such a one alone
-    levels: Tensor | None = None  # of all samples, in the order of the micro steps
-    batch: int = 0  # levels of each micro step; 0: they differ in number
+    declared: Declaration | None = None  # of a script that says what it is to do; the next two are of such a one alone
+    levels: Levels | None = None  # of all samples
     followed: Followed | None = None
 
     history: History = field(default_factory=History)  # of each update, recorded or not

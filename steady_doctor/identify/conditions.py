@@ -37,6 +37,7 @@ class Condition:
 @dataclass
 class Conditions:
     given: list[Condition] = field(default_factory=list)
+    not_recorded: int = 0  # values beside these that cannot be computed again
     level_ignored: bool = False  # all parameters that read the noise level alone get a gradient of exactly 0
     dropped_in_vain: int = 0  # labels of which a part was replaced by chance in a tensor that nothing reads
 
@@ -62,6 +63,7 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
         try:
             condition = _condition(tape, value, mixture)
         except NotRecorded:
+            found.not_recorded += 1
             continue
         condition.joined = joined
         condition.by_layer = joined or any(at.meets for at in readers)

@@ -13,18 +13,27 @@ FEWEST = 8  # numbers, which are not alike by chance
 
 
 def digests(recorded: Recorded, step: Step) -> dict[str, str]:
-    """Of weights and gradient, where each process has all of them, and of the first pass: images, noise and noise levels."""
+    """Of weights, gradient and the averages that a loop tells, where each process has all of them, and of the first pass:
+    images, noise and noise levels."""
     found = {}
     if not in_parts(recorded.parameters):
         found["weights"] = digest(recorded.weights[-1])
         found["gradient"] = digest(gradient for gradient in recorded.at_step if gradient is not None)
+        averages = [one for _, after in recorded.averages.values() for one in after if one is not None]
+        found |= {"averages": digest(averages)} if averages else {}
     mixture = step.passes[0].mixture if step.passes else None
-    batch = step.passes[0].batch if step.passes else None
-    if mixture is not None and mixture.noise.head.numel() >= FEWEST:
+    if mixture is None:
+        return found
+    if mixture.noise.head.numel() >= FEWEST:
         found["noise"] = digest([mixture.noise.head])
-    if batch is not None and len(batch.marks.unique(dim=0)) > 1:
-        found["images"] = digest([batch.marks])
-    return found
+    first, clean = step.passes[0], mixture.clean
+    # Mirroring does not change the marks; the images that a loop tells are those that it was to have.
+    images = (
+        first.batch.marks if first.batch is not None else clean.head if first.drawn is not None and clean is not None else None
+    )
+    if images is not None and len(images.unique(dim=0)) > 1:
+        found["images"] = digest([images])
+    return found if first.levels is None else found | {"levels": digest([first.levels])}
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -12,13 +12,14 @@ from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.mixture import Mixture, Nothing, find_mixture, given_to_network
 from steady_doctor.identify.network import Network, identify_network
 from steady_doctor.identify.target import Target, by_image, find_target
-from steady_doctor.identify.told import Drawn, drawn_of, layers_of, learned_of, penalty_of, told_mixture
+from steady_doctor.identify.told import Drawn, drawn_of, layers_of, learned_of, penalty_of, products_of, told_mixture
 from steady_doctor.identify.update import Update, identify_update
 from steady_doctor.record.recorded import Recorded
 from steady_doctor.record.tape import NotRecorded, Op, Tape
 
 SHAPES = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "clone", "_to_copy", "detach"}
 SHAPES |= {"alias", "expand", "slice", "select", "split", "cat", "stack", "unbind", "copy_", "contiguous", "lift_fresh"}
+OTHER = 0.5  # of a target, that is made of something else
 EVEN = 0.5  # the smallest slope within a sample over its largest, below which something else than the level counts
 NORMAL = {"randn", "randn_like", "normal", "normal_", "normal_functional"}
 ELEMENTWISE = {"mul", "div", "add", "sub", "rsub", "mul_", "div_"}
@@ -52,7 +53,9 @@ class Mixed:
 class Asked:
     """What the network is trained to give: p clean + q noise. Tensors are [B], in float64."""
 
-    kind: str  # "squared": of the error; "operand": of another function of it; "flat": of nothing; "none": unknown
+    # "squared": of the error; "operand": of another function of it; "flat": of nothing; "none": of something else; "unknown":
+    # the tape cannot compute the loss again
+    kind: str
     p: Tensor | None = None
     q: Tensor | None = None
     rest: Tensor | None = None  # the share of the target that is neither
@@ -72,12 +75,20 @@ class Pass:
     mixture: Mixed | None = None
     target: Asked | None = None
     why_not: str = ""  # a code: why there is no mixture
+    not_recorded: bool = False  # what is missing here could not be computed again, and may be right
     noise_in_loss: bool = False  # a normal draw of the size of what the network gets is in the loss
     misplaced: tuple[str, ...] = ()  # what was multiplied along another axis by a number of each sample: "noise", "image"
     squares: tuple[tuple[int, ...], ...] = ()  # shapes in the loss that have the batch along two axes
     conditions: Conditions = field(default_factory=Conditions)
     batch: Batch | None = None
     drawn: Drawn | None = None  # of a loop that tells
+
+    @property
+    def levels(self) -> Tensor | None:
+        """What decides the noise levels, [B], to the last bit."""
+        if self.drawn is not None:
+            return self.drawn.levels
+        return self.mixture.told[-1] if self.mixture is not None and self.mixture.told else None
 
 
 @dataclass
@@ -107,6 +118,8 @@ def _pass(recorded: Recorded, root: Op) -> Pass:
         mixture = find_mixture(tape, [op for op in tape.upstream(root) if op.kind == "op"])
         target = find_target(tape, root, mixture)
         asked = None if target is None else _asked(tape, root, mixture, target)
+        if _asks_for_other_noise(asked) and _noise_in_loss(tape, root):  # an encoder draws some, too
+            return Pass(why_not="no-noise", noise_in_loss=True)
         return Pass(
             _mixed(tape, mixture),
             asked,
@@ -126,7 +139,7 @@ def _told(recorded: Recorded, root: Op, place: int) -> Pass:
         return Pass(why_not="told-not-used")
     found.drawn = drawn_of(recorded.told, place)
     forward = [op for op in tape.upstream(root) if op.kind == "op"]
-    found.drawn.layers = layers_of(tape, forward)
+    found.drawn.layers, found.drawn.products = layers_of(forward), products_of(forward)
     try:
         mixture, found.drawn.rest = told_mixture(recorded, forward, place)
         found.mixture = _mixed(tape, mixture)
@@ -137,7 +150,7 @@ def _told(recorded: Recorded, root: Op, place: int) -> Pass:
         output = None if target is None else target.output
         found.conditions = find_conditions(tape, root, mixture, output, recorded.no_gradient)
     except (Nothing, NotRecorded) as error:
-        found.why_not = str(error)
+        found.why_not, found.not_recorded = str(error), isinstance(error, NotRecorded)
     return found
 
 
@@ -201,6 +214,11 @@ def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
         asked.even = float((slope.amin(1) / asked.slope.clamp(min=1e-30)).min())
         asked.by_image = asked.even < EVEN and by_image(tape, root, mixture, target)
     return asked
+
+
+def _asks_for_other_noise(asked: Asked | None) -> bool:
+    """Whether most of the target of all samples is neither the image nor what was taken for the noise."""
+    return asked is not None and asked.rest is not None and not asked.by_network and float(asked.rest.min()) > OTHER
 
 
 def _squares(tape: Tape, root: Op, target: Target | None, size: int) -> tuple[tuple[int, ...], ...]:

@@ -21,7 +21,7 @@ class Target:
 
     output: Op
     layers: frozenset[Op]  # that end in it
-    kind: str  # "squared", "operand", "flat" or "none"
+    kind: str  # "squared", "operand", "flat", "none", or "unknown": the loss cannot be computed again
     value: Tensor | None = None  # [B, ...], in the shape of the input
     slope: Tensor | None = None  # c [B, ...] of each element
     p: Tensor | None = None  # target = p clean + q noise, [B]
@@ -63,22 +63,22 @@ def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
         return None
     layers = root.fronts & set(tape.upstream(output))
     try:
-        value = tape.value(output)
-        value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value  # the loss again, without rounding
+        value = tape.value(output).double()  # the loss again, without rounding
         gradients = [gradient_of(tape, root, output, v) for v in (value, value + _step(value), value - _step(value))]
     except (NotRecorded, RuntimeError):
+        return Target(output, layers, "unknown")
+    known = [gradient for gradient in gradients if gradient is not None]
+    if len(known) < len(gradients):
         return Target(output, layers, "none")
-    if any(gradient is None for gradient in gradients):
-        return Target(output, layers, "none")
-    if not any(bool(gradient.any()) for gradient in gradients if gradient is not None):
+    if not any(bool(gradient.any()) for gradient in known):
         return Target(output, layers, "flat")
-    here, above, below = (gradient.double() for gradient in gradients)  # type: ignore[union-attr]
-    step = _step(value).double()
+    here, above, below = known
+    step = _step(value)
     slope, before = (above - here) / step, (here - below) / step
     largest = slope.abs().flatten(1).amax(1).reshape(-1, *[1] * (slope.ndim - 1)) if slope.ndim > 1 else slope.abs()
     if bool(largest.any()) and bool(((slope - before).abs() <= QUADRATIC * largest).all()):
         counts = slope.abs() > 1e-4 * largest  # of its own sample: weights may span many orders
-        wanted = torch.where(counts, value.double() - here / torch.where(counts, slope, 1.0), torch.nan)
+        wanted = torch.where(counts, value - here / torch.where(counts, slope, 1.0), torch.nan)
         found = Target(output, layers, "squared", wanted, torch.where(counts, slope, 0.0))
     else:
         wanted = _compared(tape, root, output, value)
@@ -98,9 +98,10 @@ def _step(value: Tensor) -> Tensor:
 
 
 def gradient_of(tape: Tape, root: Op, output: Op, value: Tensor, instead: dict[Op, Tensor] | None = None) -> Tensor | None:
-    leaf = value.detach().clone().requires_grad_(True)
+    """Of the loss by the output, at `value`; in float64, as near the images errors are differences of nearly equal numbers."""
+    leaf = value.detach().double().clone().requires_grad_(True)
     with torch.enable_grad():
-        loss = tape.value(root, {output: leaf * 1} | (instead or {}), grad=True)
+        loss = tape.value(root, {output: leaf * 1} | (instead or {}), grad=True, exact=True)
     if not loss.requires_grad:
         return None
     return torch.autograd.grad(loss.sum(), leaf, allow_unused=True)[0]
@@ -110,8 +111,8 @@ def _compared(tape: Tape, root: Op, output: Op, value: Tensor) -> Tensor | None:
     """The output at which there is no error: where what was made of it, which is a line in it, is what it is compared with."""
     for ours, other in _comparisons(tape, root, output):
         step = _step(value)
-        here, there = (tape.value(ours, {output: v}).double() for v in (value, value + step))
-        wanted = tape.value(other).double()
+        here, there = (tape.value(ours, {output: v}, exact=True).double() for v in (value, value + step))
+        wanted = tape.value(other, exact=True).double()
         if here.shape != value.shape:
             here, there, wanted = (
                 (v.reshape(value.shape) for v in (here, there, wanted))
@@ -120,7 +121,7 @@ def _compared(tape: Tape, root: Op, output: Op, value: Tensor) -> Tensor | None:
             )
         if here.shape != value.shape:
             return None
-        return value.double() + (wanted - here) * step.double() / (there - here)
+        return value + (wanted - here) * step / (there - here)
     return None
 
 
@@ -180,12 +181,12 @@ def by_image(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
     """Whether it is the image itself that decides which of its errors count: another image's would."""
     if target.slope is None or mixture.clean is None:
         return False
-    value = tape.value(target.output).float()
+    value = tape.value(target.output).double()
     others = {mixture.clean: tape.value(mixture.clean).roll(1, 0)}
     slopes = []
     for instead in ({}, others):
         here, above = (gradient_of(tape, root, target.output, v, instead) for v in (value, value + _step(value)))
         if here is None or above is None:
             return False
-        slopes.append((above - here).double() / _step(value).double())
+        slopes.append((above - here) / _step(value))
     return bool((slopes[0] - slopes[1]).abs().max() > 0.5 * slopes[0].abs().max())

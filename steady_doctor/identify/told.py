@@ -1,6 +1,7 @@
 """A pass of a loop that tells its images, noise and noise levels: what the network got of them, and what the loss makes of
 each level. Figures alone."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,8 @@ from steady_doctor.identify.target import Target, gradient_of
 from steady_doctor.record.driven import Told
 from steady_doctor.record.recorded import Recorded
 from steady_doctor.record.tape import Op, Tape, sample
+
+PRODUCTS = {"addmm", "mm", "bmm", "baddbmm", "addbmm", "linear", "matmul"}
 
 
 @dataclass
@@ -36,8 +39,9 @@ class Drawn:
     loss_scale: float
     rest: Tensor = field(default_factory=lambda: torch.zeros(0))  # share of the input that is neither image nor noise
     learned: Learned | None = None
-    layers: tuple[torch.dtype, ...] = ()  # in which they compute
-    penalty: dict[int, Tensor] = field(default_factory=dict)  # gradients of the loss by parameters, the output being fixed
+    layers: tuple[torch.dtype, ...] = ()  # in which convolutions compute
+    products: tuple[torch.dtype, ...] = ()  # in which other layers and attention compute
+    penalty: dict[int, Tensor] | None = None  # gradients of the loss by parameters, the output being fixed; None: not known
 
 
 def drawn_of(told: Told, place: int) -> Drawn:
@@ -124,10 +128,18 @@ def penalty_of(recorded: Recorded, root: Op, target: Target) -> dict[int, Tensor
     return {op.uses.bit_length() - 1: sample(slope) / scale for op, slope in zip(beside, slopes) if slope is not None}
 
 
-def layers_of(tape: Tape, forward: list[Op]) -> tuple[torch.dtype, ...]:
-    """In which convolutions compute; a layer may be kept in full precision on purpose."""
-    known = {op.dtype for op in forward if op.name == "convolution" and op.trained and op.dtype is not None}
-    return tuple(sorted(known, key=str))
+def layers_of(forward: list[Op]) -> tuple[torch.dtype, ...]:
+    """In which convolutions compute."""
+    return _precisions(op for op in forward if op.name == "convolution")
+
+
+def products_of(forward: list[Op]) -> tuple[torch.dtype, ...]:
+    """In which other layers and attention compute; a layer may be kept in full precision on purpose."""
+    return _precisions(op for op in forward if op.name in PRODUCTS or "attention" in op.name)
+
+
+def _precisions(ops: Iterable[Op]) -> tuple[torch.dtype, ...]:
+    return tuple(sorted({op.dtype for op in ops if op.trained and op.dtype is not None}, key=str))
 
 
 def sums_of(noise: Tensor, images: Tensor) -> dict[str, tuple[float, int]]:

@@ -50,6 +50,7 @@ class ToldUpdate:
     before_pass: float  # moved before the first backward pass
     before_step: float  # and between that and the step
     after_step: float  # and from the step to the end
+    written: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]  # by which operations, in these three parts
     after_step_in_rows: float  # and from there, without the lengths of the rows of matrices
     rows: float  # how far the root mean square of a row of a matrix is from 1
     trained: tuple[str, ...]  # names of the parameters that want a gradient
@@ -99,8 +100,12 @@ def _weights(recorded: Recorded, update: Update) -> None:
     step = next((at for at, what in recorded.events if what == "step"), len(recorded.tape.ops))
     at_step = recorded.weights[-2] if len(recorded.weights) > 1 else recorded.at_start
     update.weights_moved = max((far(now, old) for old, now in zip(recorded.at_start, at_step)), default=0.0)
-    writers = (op.name for op in recorded.tape.ops[:step] if "trained" in op.changes)
-    update.weights_written_by = tuple(dict.fromkeys(writers))
+    update.weights_written_by = _writers(recorded, 0, step)
+
+
+def _writers(recorded: Recorded, begin: int, end: int) -> tuple[str, ...]:
+    """The operations that wrote to weights, whether any number is another one then or not."""
+    return tuple(dict.fromkeys(op.name for op in recorded.tape.ops[begin:end] if "trained" in op.changes))
 
 
 def _told(recorded: Recorded) -> ToldUpdate | None:
@@ -108,6 +113,7 @@ def _told(recorded: Recorded) -> ToldUpdate | None:
         return None
     start, first, at_step, after = recorded.at_start, recorded.weights[0], *recorded.weights[-2:]
     steps = [(start, first), (first, at_step), (after, recorded.at_end)]
+    places = [at for at, _ in recorded.events]
     moved = [max((far(now, old) for old, now in zip(*pair)), default=0.0) for pair in steps]
     in_rows = (_far_in_rows(p, *pair) for p, *pair in zip(recorded.parameters, after, recorded.at_end))
     own = {id(p): number for number, group in enumerate(recorded.optimizer.param_groups) for p in group["params"]}
@@ -122,6 +128,11 @@ def _told(recorded: Recorded) -> ToldUpdate | None:
         before_pass=moved[0],
         before_step=moved[1],
         after_step=moved[2],
+        written=(
+            _writers(recorded, 0, places[0]),
+            _writers(recorded, places[0], places[-2]),
+            _writers(recorded, places[-1], len(recorded.tape.ops)),
+        ),
         after_step_in_rows=max(in_rows, default=0.0),
         rows=float((rows - 1).abs().max()),
         trained=tuple(trained),

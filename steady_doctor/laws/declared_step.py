@@ -8,12 +8,13 @@ from torch import Tensor
 
 from steady_doctor.declare.declaration import Declaration
 from steady_doctor.found import Found
-from steady_doctor.identify.step import Pass
+from steady_doctor.identify.levels import Levels
+from steady_doctor.identify.step import Asked, Pass
 from steady_doctor.seen import Seen
 
 EXACT = 2e-5  # of float32 arithmetic, which leaves 1e-7, and far below bf16's 4e-3
 SMALL = 1e-3  # of what no training would feel
-BLUR = 1e-4  # of a target at equal shares of image and noise, that is computed from nearly equal numbers
+EVEN = 0.9  # the least slope of a number of a sample over the largest
 SIGMAS = 7.0  # beyond which chance does not lie in the looks of any run
 ROOM = 2e-3  # of what the arithmetic of random numbers leaves beside chance
 IMPOSSIBLE = 12  # minus the decimal logarithm of a chance
@@ -39,12 +40,14 @@ def input_(seen: Seen) -> Iterator[Found]:
     for update, one, declared in _drawn(seen):
         drawn, mixture = one.drawn, one.mixture
         if mixture is None or mixture.a is None or mixture.clean is None:
-            yield Found("input-not-declared", update)
+            if not one.not_recorded:
+                yield Found("input-not-declared", update)
             continue
         a, b = declared.process.input(drawn.levels)
         room = _precision(one) * (1 + a.abs() + b.abs())
         clear = mixture.clean.stds.cpu() > 1e-3  # an image without contrast says nothing of its share
-        blur = 1e-6 * b * mixture.noise.stds.cpu() / mixture.clean.stds.cpu().clamp(min=1e-12)
+        # By so much rounding changes the share of an image with little contrast: each number is rounded by its own size.
+        blur = max(1e-6, _rounding(one)) * b * mixture.noise.stds.cpu() / mixture.clean.stds.cpu().clamp(min=1e-12)
         if (place := _far(torch.where(clear, mixture.a, a), a, room + blur)) is None:
             place = _far(mixture.b, b, room)
         if place is None:
@@ -56,8 +59,13 @@ def input_(seen: Seen) -> Iterator[Found]:
 
 
 def _precision(one: Pass) -> float:
+    return max(EXACT, _rounding(one))
+
+
+def _rounding(one: Pass) -> float:
+    """Of what the network gets, relative to each number."""
     dtype = one.mixture.input.dtype if one.mixture is not None else torch.float32
-    return max(EXACT, float(torch.finfo(dtype).eps)) if dtype.is_floating_point else EXACT
+    return float(torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
 
 
 def told(seen: Seen) -> Iterator[Found]:
@@ -76,18 +84,14 @@ def told(seen: Seen) -> Iterator[Found]:
 def target(seen: Seen) -> Iterator[Found]:
     for update, one, declared in _drawn(seen):
         asked = one.target
-        if one.mixture is None or not _loss_is_finite(one):
+        if one.mixture is None or not _loss_is_finite(one) or (asked is None and one.not_recorded):
             continue
-        if asked is None or asked.kind != "squared" or asked.p is None or asked.rest is None:
-            if asked is not None and asked.kind == "flat":
-                yield Found("weight-flat", update)
-                continue
-            yield Found("target-not-squared", update, {"kind": "none" if asked is None else asked.kind})
+        if asked is None or asked.p is None or asked.rest is None or asked.kind != "squared":
+            yield from _not_compared(update, asked)
             continue
         p, q = declared.process.target(one.drawn.levels)
-        # The difference of nearly equal numbers keeps fewer digits the less noise there is.
         size = torch.maximum(p.abs(), q.abs())
-        room = (max(10 * EXACT, 4 * _output_precision(one)) + BLUR / _noise(one)) * size
+        room = max(10 * EXACT, 4 * _output_precision(one)) * size
         known = asked.seen.cpu() if asked.seen is not None else torch.ones(len(p), dtype=torch.bool)
         place = _far(torch.where(known, asked.p.cpu(), p), p, room)
         if place is None:
@@ -101,8 +105,16 @@ def target(seen: Seen) -> Iterator[Found]:
             yield Found("target-not-declared", update, {name: float(value) for name, value in figures.items()})
 
 
-def _noise(one: Pass) -> Tensor:
-    return (one.mixture.b / one.mixture.a.clamp(min=1e-9)).clamp(min=1e-6)
+def _not_compared(update: int, asked: Asked | None) -> Iterator[Found]:
+    """Why there is no target; nothing where it could not be measured."""
+    if asked is None:
+        yield Found("target-without-output", update)
+    elif asked.kind == "flat":
+        yield Found("weight-flat", update)
+    elif asked.kind == "squared":
+        yield Found("target-of-another-shape", update)
+    elif asked.kind != "unknown":
+        yield Found("target-not-squared", update)
 
 
 def _loss_is_finite(one: Pass) -> bool:
@@ -122,16 +134,17 @@ def weight(seen: Seen) -> Iterator[Found]:
         wanted = declared.process.weight(drawn.levels)
         if declared.process.learned:
             if drawn.learned is None:
-                yield Found("weight-not-learned", update)
+                if not one.not_recorded:
+                    yield Found("weight-not-learned", update)
                 continue
             wanted = wanted / drawn.learned.value.exp()
         found = asked.slope.cpu() / drawn.loss_scale * asked.each * one.mixture.size * declared.micro_steps / 2
-        place = _far(found / wanted, torch.ones_like(wanted), max(SMALL, 4 * _output_precision(one)) + BLUR / _noise(one))
-        if place is None and asked.even is not None and asked.even < 0.9:
-            place = int(found.argmin())
+        place = _far(found / wanted, torch.ones_like(wanted), max(SMALL, 4 * _output_precision(one)))
         if place is not None:
-            figures = {"level": float(drawn.levels[place]), "found": float(found[place]), "wanted": float(wanted[place])}
-            yield Found("weight-not-declared", update, figures | {"even": asked.even or 0.0})
+            figures = {"level": drawn.levels[place], "found": found[place], "wanted": wanted[place]}
+            yield Found("weight-not-declared", update, {name: float(value) for name, value in figures.items()})
+        elif asked.even is not None and asked.even < EVEN:
+            yield Found("weight-uneven", update, {"even": asked.even})
 
 
 def learned(seen: Seen) -> Iterator[Found]:
@@ -216,28 +229,21 @@ def shared(seen: Seen) -> Iterator[Found]:
 
 def levels(seen: Seen) -> Iterator[Found]:
     """Drawn as declared: their distribution, their number, and each by itself."""
-    if seen.declared is None or seen.levels is None or len(seen.levels) < 64:
+    known = seen.levels
+    if seen.declared is None or known is None or known.count < 64:
         return
-    process, count = seen.declared.process, len(seen.levels)
-    places = process.places(seen.levels)
-    step = 1 / process.possible if process.possible else 0.0
+    possible, count = seen.declared.process.possible, known.count
+    step = 1 / possible if possible else 0.0
     limit = math.sqrt(math.log(2e12) / 2 / count)  # of the distance of two distributions, by chance 1e-12
-    below = torch.arange(1, count + 1, dtype=torch.float64) / count - places.sort().values
-    distance = float(torch.maximum(below.abs(), (below - 1 / count).abs()).max())
-    center, spread = float(places.mean()) - 0.5, float(places.var()) * 12 - 1
-    is_off = distance > limit + step or abs(center) > SIGMAS / math.sqrt(12 * count) + step
-    is_off |= abs(spread) > SIGMAS * math.sqrt(0.8 / count) + 2 * step + ROOM
+    is_off = known.distance > limit + step or abs(known.center) > SIGMAS / math.sqrt(12 * count) + step
+    is_off |= abs(known.spread) > SIGMAS * math.sqrt(0.8 / count) + 2 * step + ROOM
     if is_off:
-        figures = {"low": float(seen.levels.min()), "high": float(seen.levels.max()), "distance": distance}
-        yield Found("timestep-distribution", seen.updates, figures | {"count": count})
-        return
-    different = len(seen.levels.unique())
-    if different < _fewest(count, process.possible or 1 << 20):
-        yield Found("timestep-repeated", seen.updates, {"different": different, "count": count})
-    elif seen.batch > 1 and count >= 64 * seen.batch:
-        how = _dependence(places.reshape(-1, seen.batch))
-        if how:
-            yield Found("timestep-dependent", seen.updates, {"how": how[0], "value": how[1]})
+        figures = {"low": known.low, "high": known.high, "distance": known.distance, "count": count}
+        yield Found("timestep-distribution", seen.updates, figures)
+    elif known.different < _fewest(count, possible or 1 << 20):
+        yield Found("timestep-repeated", seen.updates, {"different": known.different, "count": count})
+    elif known.batches >= 64 and (how := _dependence(known)):
+        yield Found("timestep-dependent", seen.updates, {"how": how[0], "value": how[1]})
 
 
 def _fewest(count: int, possible: int) -> float:
@@ -246,23 +252,12 @@ def _fewest(count: int, possible: int) -> float:
     return possible * (1 - absent) - SIGMAS * math.sqrt(possible * absent * (1 - absent)) - 1
 
 
-def _dependence(places: Tensor) -> tuple[str, float] | None:
-    """How numbers [batches, B] that are uniform from 0 to 1 depend on each other, where chance does not explain it."""
-    together = (places - 0.5) * 12**0.5
-    count, batch = together.shape
-    of_means = math.log(max(float(together.mean(1).square().mean()) * batch, 1e-30))
-    if abs(of_means) > 1.5 * SIGMAS * math.sqrt(2 / count):
-        return "variance of the batches' means, over that of chance", math.exp(of_means)
-    half = batch // 2
-    pairs = {
-        "neighbors in a batch": (together[:, 1:], together[:, :-1]),
-        "the first and the last in a batch": (together[:, :half], together.flip(1)[:, :half]),
-        "the two halves of a batch": (together[:, :half], together[:, batch - half :]),
-        "the same places of two batches": (together[1:], together[:-1]),
-    }
-    for name, (one, other) in pairs.items():
-        correlation = float((one * other).mean())
-        if abs(correlation) > SIGMAS / math.sqrt(one.numel()):
+def _dependence(known: Levels) -> tuple[str, float] | None:
+    """How levels depend on each other, where chance does not explain it."""
+    if known.means is not None and abs(math.log(max(known.means, 1e-30))) > 1.5 * SIGMAS * math.sqrt(2 / known.batches):
+        return "variance of the batches' means, over that of chance", known.means
+    for name, correlation, pairs in known.correlations:
+        if abs(correlation) > SIGMAS / math.sqrt(pairs):
             return f"correlation of {name}", correlation
     return None
 
@@ -276,6 +271,8 @@ def labels(seen: Seen) -> Iterator[Found]:
         given = [known.labels.cpu() for known in one.conditions.given if known.labels is not None]
         if all(len(known) != len(wanted) or not torch.equal(known, wanted) for known in given):
             is_told = any(known.labels is None for known in one.conditions.given)  # in a form that is not known
+            if one.conditions.not_recorded or one.not_recorded:
+                continue
             if not given and (is_told or bool((wanted == declared.no_class).all())):
                 continue
             same = given[0] == wanted if given and len(given[0]) == len(wanted) else torch.zeros(len(wanted), dtype=torch.bool)

@@ -66,15 +66,15 @@ def slope(seen: Seen) -> Iterator[Found]:
 def penalty(seen: Seen) -> Iterator[Found]:
     """What the loss depends on beside the network's output: an L1 penalty of matrices and kernels, where it is declared."""
     for step, _, declared in _told(seen):
-        found = [one for one in step.passes if one.drawn is not None and one.target is not None]
-        for one in found:
-            got = {k for k, slope in one.drawn.penalty.items() if bool(slope.any())}
+        slopes = [one.drawn.penalty for one in step.passes if one.drawn is not None and one.drawn.penalty is not None]
+        for found in slopes:
+            got = {k for k, slope in found.items() if bool(slope.any())}
             wanted = {k for k, is_matrix in enumerate(step.matrices) if is_matrix and declared.l1_weight}
             size = declared.l1_weight / declared.micro_steps
             others = sorted(got ^ wanted)
-            off = [k for k in got & wanted if abs(float(one.drawn.penalty[k].abs().max()) / size - 1) > SMALL]
+            off = [k for k in got & wanted if abs(float(found[k].abs().max()) / size - 1) > SMALL]
             if others or off:
-                yield Found("gradient-penalty", step.update.number, {"count": len(others) + len(off), "weight": size})
+                yield Found("gradient-penalty", step.update.number, {"count": len(others) + len(off), "factor": size})
 
 
 def optimizer(seen: Seen) -> Iterator[Found]:
@@ -166,7 +166,10 @@ def followed(seen: Seen) -> Iterator[Found]:
             break
     if seen.followed.off:
         name, updates, off = seen.followed.off[0]
-        yield Found("ema-changed-between", seen.updates, {"name": name, "updates": updates, "off": off})
+        yield Found("ema-not-followed", seen.updates, {"name": name, "updates": updates, "off": off})
+    if seen.followed.moved:
+        name, off = seen.followed.moved[0]
+        yield Found("ema-changed-between", seen.updates, {"name": name, "off": off})
 
 
 def weights(seen: Seen) -> Iterator[Found]:
@@ -174,13 +177,12 @@ def weights(seen: Seen) -> Iterator[Found]:
     for step, told, declared in _told(seen):
         update = step.update.number
         after = told.after_step_in_rows if declared.normalized else told.after_step
-        for when, moved, room in (
-            ("before the first backward pass", told.before_pass, 0.0),
-            ("between the backward pass and the step", told.before_step, 0.0),
-            ("after the step", after, IN_ROWS if declared.normalized else 0.0),
-        ):
-            if moved > room:
-                yield Found("state-changed-in-update", update, {"when": when, "moved": moved})
+        parts = ("before the first backward pass", "between the backward pass and the step", "after the step")
+        for when, moved, by in zip(parts, (told.before_pass, told.before_step, after), told.written):
+            is_normalized = declared.normalized and when == parts[-1]  # which writes to all matrices
+            if moved > (IN_ROWS if is_normalized else 0.0) or (by and not is_normalized):
+                figures = {"when": when, "moved": moved, "by": by or ("no operation that was seen",)}
+                yield Found("state-changed-in-update", update, figures)
         if declared.normalized and told.rows > UNIT:
             yield Found("optimizer-not-normalized", update, {"off": told.rows})
 
@@ -199,10 +201,19 @@ def network(seen: Seen) -> Iterator[Found]:
             yield Found("network-mode", update)
         if any(dtype != torch.float32 for dtype in told.dtypes):
             yield Found("network-weights-precision", update, {"found": str(told.dtypes[0])})
-        layers = {dtype for one in step.passes if one.drawn is not None for dtype in one.drawn.layers}
-        if layers - {declared.layers}:
-            figures = {"found": str((layers - {declared.layers}).pop()), "declared": str(declared.layers)}
-            yield Found("network-layers-precision", update, figures)
+        drawn = [one.drawn for one in step.passes if one.drawn is not None]
+        off = {("convolutions", dtype) for one in drawn for dtype in one.layers if dtype != declared.layers}
+        off |= {("matrix products", dtype) for one in drawn for dtype in one.products if _is_coarser(dtype, declared.layers)}
+        if off:
+            what, dtype = min(off, key=str)
+            yield Found(
+                "network-layers-precision", update, {"what": what, "found": str(dtype), "declared": str(declared.layers)}
+            )
+
+
+def _is_coarser(dtype: torch.dtype, declared: torch.dtype) -> bool:
+    """Linear layers and attention may be kept in a finer precision than convolutions on purpose, and in no other one."""
+    return dtype != declared and dtype.is_floating_point and dtype.itemsize <= declared.itemsize
 
 
 def dropout(seen: Seen) -> Iterator[Found]:

@@ -1,6 +1,7 @@
 """Whether the learning rate is one of use for its optimizer, and its schedule fits the run."""
 
 from collections.abc import Iterator
+from itertools import pairwise, takewhile
 
 from steady_doctor.found import Found
 from steady_doctor.seen import Seen
@@ -14,6 +15,8 @@ NOTHING = 1e-5  # of the highest rate: where it stays below that, nothing is lea
 AT_END = 0.25  # of the run
 FACTOR = 0.02  # of the rate that the optimizer was given, which a schedule multiplies
 SHORT, LONG = 0.5, 1.5  # of a schedule's length, made in the whole run
+EACH = 64  # updates, of which each has its rate kept
+FACTORS = 3  # that grow by the same
 OFF = 1.3  # by which steps of a schedule are more or fewer than updates
 
 
@@ -61,6 +64,20 @@ def size(seen: Seen) -> Iterator[Found]:
         yield Found("rate-large-steps", number, {"size": largest.size, "rate": highest})
     if kind in ADAMS and 0 < highest < LOW:
         yield Found("rate-low", first, {"rate": highest})
+
+
+def compounded(seen: Seen) -> Iterator[Found]:
+    """The factors from update to update are those of a linear warm-up, which multiplies what it left before."""
+    for rates in _groups(seen):
+        values = [rate for update, rate in zip(rates.updates, rates.values) if update < EACH]
+        factors = [b / a for a, b in pairwise(values) if a > 0]
+        below = list(takewhile(lambda factor: factor < 1, factors))
+        steps = [b - a for a, b in pairwise(below)]
+        is_line = len(steps) >= FACTORS and steps[0] > 0 and max(steps) - min(steps) < 1e-3 * steps[0]
+        if is_line and below[0] < 0.5:
+            figures = {"first": values[0], "last": rates.values[-1], "from": below[0], "to": below[-1]}
+            yield Found("rate-compounds", rates.updates[0], figures)
+            return
 
 
 def nothing(seen: Seen) -> Iterator[Found]:
@@ -125,4 +142,4 @@ def alone(seen: Seen) -> Iterator[Found]:
         yield Found("rate-one-group", seen.updates, {"moving": sum(moving), "groups": len(moving)})
 
 
-LAWS = (size, nothing, factor, stepped, warm_up, alone)
+LAWS = (size, compounded, nothing, factor, stepped, warm_up, alone)

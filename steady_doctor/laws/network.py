@@ -41,14 +41,16 @@ def frozen(seen: Seen) -> Iterator[Found]:
 
 def dead(seen: Seen) -> Iterator[Found]:
     """Most of the network gets a gradient of exactly 0."""
-    late = [step for step in seen.steps if step.update.number >= LATE]
+    # Where the gradients are cleared before the step, that is the fault.
+    late = [step for step in seen.steps if step.update.number >= LATE and not step.update.gradient.cleared_at_step]
     if len(late) >= LOOKS and all(step.network.dead > MOST_DEAD for step in late):
         yield Found("network-dead", late[0].update.number, {"share": min(step.network.dead for step in late)})
 
 
 def level_ignored(seen: Seen) -> Iterator[Found]:
     """What reads the noise level gets no gradient: its effect is multiplied by zero, or detached."""
-    late = [(update, one) for update, one in seen.mixed() if update >= LATE]
+    cleared = {step.update.number for step in seen.steps if step.update.gradient.cleared_at_step}
+    late = [(update, one) for update, one in seen.mixed() if update >= LATE and update not in cleared]
     if len({update for update, _ in late}) >= LOOKS and all(one.conditions.level_ignored for _, one in late):
         yield Found("network-level-ignored", late[0][0], {"updates": len(late)})
 

@@ -27,7 +27,7 @@ class Told:
     noise: list[Tensor] = field(default_factory=list)
     levels: list[Tensor] = field(default_factory=list)
     labels: list[Tensor] = field(default_factory=list)
-    generators: list[int] = field(default_factory=list)  # states of the random generator before each pass
+    generators: list[int] = field(default_factory=list)  # states of the random generator as each pass begins
     loss_scale: float = 1.0  # that the loss is multiplied by before it is differentiated
     limit: float | None = None  # that the gradient's norm is to be clipped to; 0: none
     limit_taken: float | None = None  # the one that the loop takes; None: not told
@@ -115,6 +115,12 @@ class Driven(Session):
         self._told = self._recorded.told = Told(loss_scale=loss_scale)
         with self._pause():
             self._describe(self._recorded)
+        self._seeing.callback(self._network.register_forward_pre_hook(lambda *_: self._safely(self._see_generator)).remove)
+
+    def _see_generator(self) -> None:
+        """As the network's pass begins: the loop may seed it for its dropout after it has told what the pass is of."""
+        if self._told.generators and not self._told.is_full:
+            self._told.generators[-1] = _generator(self._told.clean[-1].device)
 
     def _describe(self, recorded: Recorded) -> None:
         recorded.all_parameters = dict(self._network.named_parameters())
@@ -145,7 +151,7 @@ class Driven(Session):
             self.tape.paused += not told.is_full  # for good: of many micro steps these are enough
             told.is_full = True
             return
-        told.generators.append(hash(_generator(clean.device).numpy().tobytes()))
+        told.generators.append(_generator(clean.device))
         self._recorded.training &= self._network.training
         for tensor, kind, into in ((clean, "data", told.clean), (noise, "drawn", told.noise), (levels, "drawn", told.levels)):
             into.append(tensor.detach())
@@ -194,12 +200,13 @@ class Driven(Session):
     def forget(self) -> None:
         """The newest update is no longer what it was when it was seen."""
         self._standing = {}
-        self.followed.restart()
+        self.followed.forget()
 
     def _between(self) -> None:
         pass  # the loop says when
 
 
-def _generator(device: torch.device) -> Tensor:
-    """The state of torch's own generator there."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+def _generator(device: torch.device) -> int:
+    """A number that stands for the state of torch's own generator there."""
+    state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return hash(state.numpy().tobytes())

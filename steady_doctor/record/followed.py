@@ -35,6 +35,8 @@ class Followed:
         self.updates = 0  # since the last look
         self.changed: list[tuple[int, int]] = []  # of each look: updates since the one before, and those of them with a change
         self.off: list[tuple[str, int, float]] = []  # average, updates, and how far it is from what they give, over its size
+        self.moved: list[tuple[str, float]] = []  # average, and how far something between two updates moved it, over its size
+        self._known = 0, 0  # of `changed` and `off`, before the last look
         self.restart()
 
     def restart(self) -> None:
@@ -44,6 +46,13 @@ class Followed:
         self._expected: dict[str, Tensor] = {}
         self._rounding = dict.fromkeys(self._averages, 0.0)
         self.updates = 0
+
+    def forget(self) -> None:
+        """The newest update is no longer what it was: nor is what was found at it."""
+        if not self.updates:
+            del self.changed[self._known[0] :], self.off[self._known[1] :]
+        self._known = len(self.changed), len(self.off)
+        self.restart()
 
     def begin(self) -> None:
         """Before an update."""
@@ -81,7 +90,7 @@ class Followed:
     def note(self, name: str, off: float) -> None:
         """That something between two updates moved an average of that name; the weights: an empty one."""
         if name:
-            self.off.append((name, 1, off))
+            self.moved.append((name, off))
         else:
             self.changed.append((1, 1))
 
@@ -89,6 +98,7 @@ class Followed:
         """At all updates since the last look; the host waits for the device."""
         if not self.updates or self._weights is None or self._left is None:
             return
+        self._known = len(self.changed), len(self.off)
         self._compare(self._weights.now(), self._left)
         self.changed.append((self.updates, int(self._changed)))
         for name, expected in self._expected.items():

@@ -30,6 +30,10 @@ class Ranks:
         except Exception:  # of the store, which has several kinds: then nothing is known
             self._mine.clear()
 
+    def forget(self, update: int) -> None:
+        self.everyone.pop(update, None)
+        self._mine.pop(update, None)
+
     def collect(self) -> None:
         """Takes what has come since, where the processes still know each other."""
         if self._mine and dist.is_initialized():

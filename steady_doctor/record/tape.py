@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map
 
 DRAWS = torch.Tag.nondeterministic_seeded
 PICKS = {"index", "index_select", "gather", "take", "embedding", "take_along_dim"}  # (values, which of them, ...)
@@ -96,7 +96,10 @@ class Write:
 
 
 class NotRecorded(Exception):
-    """A value that cannot be computed again from what the tape kept."""
+    """A value that cannot be computed again from what the tape kept. It may be right."""
+
+    def __init__(self, why: str):
+        super().__init__(f"the doctor cannot compute it again, as {why}; it may be right")
 
 
 class Tape(TorchDispatchMode):
@@ -374,7 +377,13 @@ class Tape(TorchDispatchMode):
             bits ^= low
 
     def value(
-        self, op: Op, instead: dict[Op, Tensor] | None = None, grad: bool = False, anew: bool = False, through: bool = False
+        self,
+        op: Op,
+        instead: dict[Op, Tensor] | None = None,
+        grad: bool = False,
+        anew: bool = False,
+        through: bool = False,
+        exact: bool = False,
     ) -> Tensor:
         """Computes the value of `op` again, `instead` of some operations with other values.
 
@@ -382,20 +391,23 @@ class Tape(TorchDispatchMode):
             grad: whether the result has a gradient.
             anew: from the sources alone, and not from what was kept of layers.
             through: with a gradient also where the script took none.
+            exact: in float64 what the script did in float32, from the values that it had.
 
         Raises:
             NotRecorded: something on the way was not kept, and cannot be repeated.
         """
         given = ({} if anew else self._held) | (instead or {})
         tensors: dict[int, Tensor] = {}
+        precise = _in_float64 if exact else _as_it_is
         for each in self.upstream(op, given):
             with torch.set_grad_enabled(grad and (each.with_grad or through)):
                 if each in given:
-                    tensors[each.result] = given[each] if instead and each in instead else given[each].detach().clone()
+                    own = given[each] if instead and each in instead else given[each].detach().clone()
+                    tensors[each.result] = precise(own)
                 elif each.is_source:
                     if each.index not in self.values:
                         raise NotRecorded(f"{each.name} was written over")
-                    tensors[each.result] = self.values[each.index].clone()
+                    tensors[each.result] = precise(self.values[each.index].clone())
                 elif each.func.namespace not in REPEATED:
                     raise NotRecorded(f"{each.name} may draw numbers, or wait for other processes")
                 elif draws(each.func, each.args, each.kwargs):
@@ -403,11 +415,24 @@ class Tape(TorchDispatchMode):
                 elif through and each.name == "detach":
                     tensors[each.result] = tensors[each.args[0].number]
                 else:
-                    again = tree_map_only(Ref, lambda ref: tensors[ref.number], (each.args, each.kwargs))
+                    again = tree_map(
+                        lambda x: tensors[x.number] if isinstance(x, Ref) else precise(x), (each.args, each.kwargs)
+                    )
                     result = each.func(*again[0], **again[1])
                     made = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
                     tensors.update({number: tensor for number, tensor in zip(each.outs, made) if number is not None})
         return tensors[op.result]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _in_float64(value: Any) -> Any:
+    """A tensor, or an argument, in the place of one in float32."""
+    if isinstance(value, Tensor):
+        return value.double() if value.dtype == torch.float32 else value
+    return torch.float64 if value is torch.float32 else value
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -68,7 +68,7 @@ SAME = {"outcome": "same", "stage": "weights", "ranks": [0]}
 OF_EDM2 = "worse-than-none"
 
 
-PENALTY = Found("gradient-penalty", 2, {"count": 7, "weight": 0.5})
+PENALTY = Found("gradient-penalty", 2, {"count": 7, "factor": 0.5})
 
 
 def audited(found: tuple[Found, ...] = (), stages: tuple[str, ...] = (), **more) -> RunRecord:
@@ -418,13 +418,19 @@ def test_what_is_wrong_in_a_step_is_told_first_as_it_was_recorded():
     record.history[-1]["data/max"] = 255.0
     [first, second] = diagnose(record)
     assert (first.code, first.stage, first.severity, first.step) == ("gradient-penalty", "gradient", "critical", 2)
-    assert first.declared == "the absolute values of matrices and kernels, times 0.5"
-    assert first.observed == "another part of it for 7 parameters"
+    assert "0.5 times the absolute values of matrices and kernels" in first.declared
+    assert first.observed == "another slope by 7 parameters, the output being fixed"
     assert first.evidence == f"{first.observed}; declared: {first.declared}"
     assert first.title and first.cause and first.fixes and first.code not in CATALOG
     assert second.code == "data-range"
     assert looks(record) == 2 and measured(record) == ["target", "gradient"]
     assert codes(audited((), ("target",))) == [] and looks(run()) == 0
+
+
+def test_what_was_found_in_an_update_that_was_made_again_is_withdrawn():
+    record = audited((PENALTY,))
+    record.history.append({"step": 2, "audit": {"found": [], "withdrawn": ["gradient-penalty"]}})
+    assert codes(record) == []
 
 
 def test_a_look_that_fails_each_time_is_said_once():

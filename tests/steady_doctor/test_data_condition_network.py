@@ -60,6 +60,8 @@ def found(
     batches=None,  # gives images in bytes, and labels
     prepare=lambda network: None,
     every=lambda step, network: None,
+    noised=lambda a, x0, noise: a.sqrt() * x0 + (1 - a).sqrt() * noise,
+    before_step=lambda optimizer: None,
 ) -> set[str]:
     """The codes that are found in a loop, but those for information."""
     torch.manual_seed(0)
@@ -79,9 +81,10 @@ def found(
             x0 = image(x0.float() / 127.5 - 1)
             t = torch.randint(0, 1000, (len(x0),))
             a, noise = ALPHA_BAR[t].reshape(-1, 1, 1, 1), torch.randn_like(x0)
-            output = network(a.sqrt() * x0 + (1 - a).sqrt() * noise, t, label(y))
+            output = network(noised(a, x0, noise), t, label(y))
             optimizer.zero_grad()
             F.mse_loss(output.float(), noise).backward()
+            before_step(optimizer)
             optimizer.step()
     assert doctor.session.failure is None
     return {one.code for one in doctor.findings(True) if severity(one.code) != "info"}
@@ -193,6 +196,16 @@ def test_a_fault_is_found_and_nothing_where_it_is_right(name):
     assert codes == set() if not code else code in codes
 
 
+def test_what_an_encoder_draws_is_not_taken_for_the_noise_that_is_missing():
+    drawn = {"image": lambda x: x + 0.1 * torch.randn_like(x)}
+    assert found(**drawn) == set()
+    assert found(**drawn, noised=lambda a, x0, noise: x0) == {"input-clean"}
+
+
+def test_a_gradient_that_is_cleared_says_nothing_of_the_network():
+    assert found(before_step=lambda optimizer: optimizer.zero_grad()) == {"gradient-cleared-before-step"}
+
+
 def origins_of(make, source):
     """The rows of `source` in `make(source)`."""
     with Tape([]) as tape:
@@ -227,9 +240,13 @@ def test_bytes_that_begin_anew(name, one, other, beyond):
     assert not wraps(name, image.float(), other) and not wraps(name, image[0, 0], other)
 
 
-def told(**values) -> list[Found]:
-    """What the laws find of two processes of which each told these, at three updates."""
+def told(own_levels: float = 0.0, **values) -> list[Found]:
+    """What the laws find of two processes of which each told these, at three updates. `own_levels`: of a script that
+    declares what it does, whose main process had 8 noise levels from 0 to this; 0: it declares nothing."""
     seen = Seen(ranks={update: [dict(zip(values, one)) for one in zip(*values.values())] for update in (2, 3, 5)})
+    one = types.SimpleNamespace(mixture=(), levels=torch.linspace(0, own_levels, 8))
+    seen.steps = [types.SimpleNamespace(update=types.SimpleNamespace(number=2), passes=[one])]
+    seen.declared = () if own_levels else None
     return [one.code for law in ranks.LAWS for one in law(seen)]
 
 
@@ -237,6 +254,9 @@ def test_processes_are_compared():
     assert told(weights="aa", gradient="bb", noise="cd", images="ef") == []
     assert told(weights="ab", gradient="bc", noise="cd", images="ef") == ["ranks-gradient", "ranks-weights"]
     assert told(noise="cc", images="ef") == ["ranks-noise"] and told(images="ee") == ["ranks-images"]
+    assert told(averages="ab") == ["ranks-averages"] and told(averages="aa") == []
+    assert told(own_levels=1.0, levels="gg", noise="cd") == ["ranks-levels"]
+    assert told(own_levels=1.0, levels="gh", noise="cd") == told(own_levels=0.0, levels="gg", noise="cd") == []
 
 
 def test_weights_that_are_kept_in_parts_are_not_compared():

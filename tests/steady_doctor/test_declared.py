@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from steady_doctor import declared_doctor
 from steady_doctor.declare.declaration import Declaration, Optimizer
 from steady_doctor.declare.processes import DDPM, EDM2, ema_decay
 from steady_doctor.declared_doctor import DeclaredDoctor
@@ -73,6 +74,9 @@ class Loop:
     def labels(self, labels):
         return torch.where(labels < 0, 3, labels)
 
+    def images(self):
+        return torch.rand(SIZE, 1, 8, 8) * 2 - 1
+
     def target(self, clean, noise, a, b):
         return noise
 
@@ -126,7 +130,7 @@ class Loop:
 
     def run(self, updates: int = UPDATES) -> list[str]:
         torch.manual_seed(0)
-        network = self.build()
+        network = self.network = self.build()
         network.train()
         self.shadow = {name: parameter.detach().clone() for name, parameter in self.exported(network).named_parameters()}
         optimizer = self.made(self.groups(network))
@@ -134,13 +138,13 @@ class Loop:
         self.declared = Declaration(
             self.process,
             Optimizer("AdamW", settings, 0.1),
-            **{"learning_rate": lambda k: RATE / k, "micro_steps": 2} | self.declares,
+            **{"learning_rate": lambda k: RATE / k, "micro_steps": 2, "dropout": 0.0} | self.declares,
             averages={"EMA": lambda k: ema_decay(0.99, 1.0, 0.75, k)},
-            dropout=0.0,
             classes=3,
             no_class=3,
         )
         doctor = DeclaredDoctor(self.declared, optimizer, network, self.exported(network), {"EMA": self.shadow}, _raise)
+        self.doctor = doctor
         with doctor.install():
             for k in range(1, updates + 1):
                 self._update(k, network, optimizer, doctor.session)
@@ -156,7 +160,7 @@ class Loop:
             group["lr"] = self.rate(k)
         session.begin(k, recorded=k in (1, 2, 3, 5, 8) or k % 10 == 0)
         for _ in range(self.passes):
-            clean, labels = torch.rand(SIZE, 1, 8, 8) * 2 - 1, torch.randint(-1, 3, (SIZE,))
+            clean, labels = self.images(), torch.randint(-1, 3, (SIZE,))
             noise, levels = self.noise(k, clean.shape), self.levels(k)
             session.tell(clean, noise, levels, labels)
             losses = self.losses(network, clean, noise, levels, labels)
@@ -214,6 +218,57 @@ class Cast(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return self.inner(*inputs).float()
+
+
+class InHalf(nn.Module):
+    """One layer in bfloat16, beside others in float32."""
+
+    def __init__(self, layer: nn.Module, call: Any):
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = (part.bfloat16() for part in (self.layer.weight, self.layer.bias))
+        return self.call(x.bfloat16(), weight, bias).float()
+
+
+def _with(**layers: nn.Module) -> Network:
+    network = Network()
+    for name, layer in layers.items():
+        setattr(network, name, layer)
+    return network
+
+
+def _elsewhere(network: nn.Module) -> None:
+    """Changes one number of 72, which is not among those that are sampled."""
+    with torch.no_grad():
+        network.first.weight.view(-1)[-1].add_(1.0)
+
+
+def _seeded(seed: int, value: Any) -> Any:
+    torch.manual_seed(seed)
+    return value
+
+
+class Dropping(Loop):
+    """Seeds the generator for each pass, after it has told what that is of. Other draws have a generator of their own."""
+
+    def __init__(self, **parts: Any):
+        super().__init__({"dropout": 0.5}, **parts)
+        self.own, self.seed = torch.Generator().manual_seed(1), 10
+
+    def build(self):
+        return _dropping()
+
+    def noise(self, k, shape):
+        return torch.randn(shape, generator=self.own)
+
+    def levels(self, k):
+        return torch.randint(0, LEVELS, (SIZE,), generator=self.own)
+
+    def told(self, levels):
+        self.seed += 1
+        return _seeded(self.seed, levels)
 
 
 def _frozen() -> Network:
@@ -289,6 +344,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "v as target": ({"target": lambda self, x, n, a, b: a * n - b * x}, "target-not-declared"),
     "a rounded target": ({"target": lambda self, x, n, a, b: n.bfloat16().float()}, "target-not-declared"),
     "another sample's target": ({"target": lambda self, x, n, a, b: n.roll(1, 0)}, "target-not-declared"),
+    "a part of the pixels, whose share is made up for": (
+        {"error": lambda self, o, t: (o - t)[..., 1:].square().flatten(1).sum(1) / 64},
+        "weight-uneven",
+    ),
+    "an output of more channels": (
+        {"build": lambda self: _with(last=nn.Conv2d(8, 3, 3, padding=1))},
+        "target-of-another-shape",
+    ),
+    "an output of one number": (
+        {"build": lambda self: _with(first=nn.Conv2d(1, 8, 8), last=nn.Conv2d(8, 1, 1))},
+        "target-without-output",
+    ),
     "an absolute error": ({"error": lambda self, o, t: (o - t).abs().flatten(1).mean(1)}, "target-not-squared"),
     "a Huber error": ({"error": lambda self, o, t: _huber(o, t).flatten(1).mean(1)}, "target-not-squared"),
     "errors cut off": ({"error": lambda self, o, t: (o - t).square().flatten(1).mean(1).clamp(max=1e-3)}, "weight-flat"),
@@ -352,19 +419,37 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "ema-not-declared",
     ),
     "an average of a part": ({"average": lambda self, k, network: _of_part(self, k, network)}, "ema-not-declared"),
-    "an average left out once": ({"average": lambda self, k, network: _stale(self, k, network)}, "ema-changed-between"),
+    "an average left out once": ({"average": lambda self, k, network: _stale(self, k, network)}, "ema-not-followed"),
+    "an average changed between": (
+        {"between": lambda self, k, network, optimizer: self.shadow["first.weight"].mul_(1.01) if k == 6 else None},
+        "ema-changed-between",
+    ),
     "weights changed between": (
         {"between": lambda self, k, network, optimizer: _moved(network) if k == 6 else None},
         "state-changed-between",
     ),
     "weights changed after the step": ({"average": lambda self, k, network: _moved(network)}, "state-changed-in-update"),
     "weights changed before the step": ({"clip": lambda self, network: _moved(network)}, "state-changed-in-update"),
+    "a number changed after the step": ({"average": lambda self, k, network: _elsewhere(network)}, "state-changed-in-update"),
+    "a number changed before the step": ({"clip": lambda self, network: _elsewhere(network)}, "state-changed-in-update"),
+    "a number changed before the passes": (
+        {"noise": lambda self, k, shape: (_elsewhere(self.network), torch.randn(shape))[1]},
+        "state-changed-in-update",
+    ),
     "evaluation mode": ({"between": lambda self, k, network, optimizer: network.eval()}, "network-mode"),
     "a hook that halves": ({"build": lambda self: _hooked()}, "gradient-not-slope"),
     "a detached layer": ({"build": lambda self: Detached()}, "gradient-not-slope"),
     "a frozen layer": ({"build": lambda self: _frozen()}, "network-trained"),
     "dropout": ({"build": lambda self: _dropping()}, "network-dropout"),
     "bfloat16 layers": ({"build": lambda self: Cast()}, "network-layers-precision"),
+    "a bfloat16 convolution": (
+        {"build": lambda self: _with(last=InHalf(nn.Conv2d(8, 1, 3), lambda *of: nn.functional.conv2d(*of, padding=1)))},
+        "network-layers-precision",
+    ),
+    "a bfloat16 linear layer": (
+        {"build": lambda self: _with(level=InHalf(nn.Linear(4, 8), nn.functional.linear))},
+        "network-layers-precision",
+    ),
     "bfloat16 layers declared": ({"declares": {"layers": torch.bfloat16}}, "network-layers-precision"),
 }
 
@@ -381,6 +466,18 @@ def _noisy(network: nn.Module) -> None:
 
 OF_EDM2: dict[str, tuple[dict[str, Any], set[str]]] = {
     "as declared": ({}, set()),
+    "levels at which float32 keeps no digit of the error": (
+        {"levels": lambda self, k: (-12 + torch.randn(SIZE)).exp(), "process": EDM2(0.5, P_mean=-12.0, P_std=1.0)},
+        set(),
+    ),
+    "another target there": (
+        {
+            "levels": lambda self, k: (-12 + torch.randn(SIZE)).exp(),
+            "process": EDM2(0.5, P_mean=-12.0, P_std=1.0),
+            "build": lambda self: Denoiser(power=1.0),
+        },
+        {"target-not-declared"},
+    ),
     "a penalty of the network without u": (
         {
             "loss": lambda self, losses, network: (losses.mean() + _penalty(network.unet)) / 2,
@@ -425,6 +522,15 @@ def test_departures_from_what_is_declared(name):
     assert code in Loop(**parts).run(updates)[:3]
 
 
+def _drawing(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().flatten(1).mean(1) + 0 * torch.rand(SIZE) * output.flatten(1).mean(1)
+
+
+def _convolutions() -> dict[str, tuple[nn.Module, Any]]:
+    sizes = {"first": (1, 8), "last": (8, 1)}
+    return {name: (nn.Conv2d(*of, 3), lambda *of: nn.functional.conv2d(*of, padding=1)) for name, of in sizes.items()}
+
+
 def _normed() -> Network:
     """Its power iteration writes over where it began, and the output cannot be computed again."""
     network = Network()
@@ -454,6 +560,16 @@ def _figures(loop: Loop, network: nn.Module) -> Tensor:
 
 RIGHT: dict[str, dict[str, Any]] = {
     "as declared": {},
+    "gray images of little contrast, in bfloat16": {
+        "images": lambda self: 0.5 + 0.002 * torch.randn(SIZE, 1, 8, 8),
+        "build": lambda self: Cast(),
+        "declares": {"layers": torch.bfloat16},
+    },
+    "a loss that cannot be computed again": {"error": lambda self, o, t: _drawing(o, t)},
+    "linear layers in more than is declared": {
+        "build": lambda self: _with(**{name: InHalf(*of) for name, of in _convolutions().items()}),
+        "declares": {"layers": torch.bfloat16},
+    },
     "more micro steps than are recorded": {"passes": 6, "declares": {"micro_steps": 6}},
     "bfloat16 layers": {"build": lambda self: Cast(), "declares": {"layers": torch.bfloat16}},
     "noise told in another layout": {"noise": lambda self, k, shape: torch.randn(shape).transpose(2, 3)},
@@ -475,3 +591,29 @@ RIGHT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_nothing_is_found_where_nothing_is_wrong(name):
     assert Loop(**RIGHT[name]).run(30) == []
+
+
+def test_dropout_is_judged_by_the_generator_as_the_pass_begins():
+    reset = {"between": lambda self, k, network, optimizer: torch.manual_seed(0)}  # as a preview does
+    assert Dropping(**reset).run() == []
+    assert "network-same-dropout" in Dropping(told=lambda self, levels: _seeded(0, levels)).run()
+
+
+def test_an_update_that_is_made_again_is_forgotten():
+    for erred in (UPDATES, 5):
+        loop = Loop(average=lambda self, k, network, at=erred: (_moved(network) if k == at else None, self.follow(k, network)))
+        codes = loop.run()
+        assert {"state-changed-in-update", "state-changed-between"} <= set(codes)
+        loop.doctor.forget()
+        assert [one.code for one in loop.doctor.findings()] == ([] if erred == UPDATES else codes)
+
+
+def test_levels_are_looked_at_again_when_there_are_enough_new_ones(monkeypatch):
+    counts = []
+    identify = declared_doctor.identify_levels
+    monkeypatch.setattr(declared_doctor, "identify_levels", lambda *of: counts.append(len(of[1])) or identify(*of))
+    loop = Loop()
+    loop.run(30)
+    for _ in range(3):
+        loop.doctor.findings()
+    assert counts == [30 * 2 * SIZE]

@@ -21,9 +21,12 @@ INJECT = "tests/faults/inject.py"
 WEIGHTS = "checkpoint-8/model.safetensors"
 
 
+def history(run) -> list[dict]:
+    return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+
+
 def outcomes(run) -> list[dict]:
-    lines = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
-    return [line["rerun"] for line in lines if "rerun" in line]
+    return [line["rerun"] for line in history(run) if "rerun" in line]
 
 
 def findings(run) -> list[dict]:
@@ -298,6 +301,16 @@ def test_a_bit_that_flips_is_named_and_changes_nothing(server, script, script_fl
     found = json.loads((tmp_path / "flipped" / "diagnosis.json").read_text())
     assert [(each["code"], each["step"]) for each in found if each["severity"] == "critical"] == [("device-errs", 4)]
     assert same_bytes(tmp_path / "plain" / WEIGHTS, tmp_path / "flipped" / WEIGHTS)
+
+
+@pytest.mark.slow
+def test_what_the_doctor_found_in_an_update_that_erred_is_withdrawn(server, tiny_flags, tmp_path):
+    faulty = [INJECT, "train_ddpm.py", "flip", "--value", "weights:5", "--step", 8, "--"]
+    server.run([*faulty, *tiny_flags, "--max_train_steps", 8, "--rerun_steps", 4, "--output_dir", tmp_path])
+    withdrawn = [line["audit"]["withdrawn"] for line in history(tmp_path) if "withdrawn" in line.get("audit", {})]
+    assert withdrawn == [["state-changed-in-update"]]
+    found = json.loads((tmp_path / "diagnosis.json").read_text())
+    assert [each["code"] for each in found if each["severity"] == "critical"] == ["device-errs"]
 
 
 @pytest.mark.slow

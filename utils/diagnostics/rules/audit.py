@@ -23,6 +23,8 @@ def step_deviates(record: RunRecord) -> Found:
         if "failed" in audit:
             failed[audit["failed"]] = step
         newest |= {one["code"]: one for one in audit.get("found", ())}
+        for code in audit.get("withdrawn", ()):  # of an update that was made again
+            newest.pop(code, None)
     for error, step in failed.items():
         yield Finding("rule-failed", "info", f"the look at the training step: {error}", step)
     for code, one in newest.items():
