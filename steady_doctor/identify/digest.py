@@ -16,8 +16,8 @@ def digests(recorded: Recorded, step: Step) -> dict[str, str]:
     """Of weights and gradient, where each process has all of them, and of the first pass: images, noise and noise levels."""
     found = {}
     if not in_parts(recorded.parameters):
-        found["weights"] = digest(recorded.weights[-1])
-        found["gradient"] = digest(gradient for gradient in recorded.at_step if gradient is not None)
+        found["weights"] = digest([recorded.weights[-1].flat])
+        found["gradient"] = digest([recorded.at_step.flat])
     mixture = step.passes[0].mixture if step.passes else None
     batch = step.passes[0].batch if step.passes else None
     if mixture is not None and mixture.noise.head.numel() >= FEWEST:

@@ -1,6 +1,7 @@
 """Makes a tape of some updates, by torch's hooks of optimizers and by wrapping its backward passes and data loaders."""
 
 import contextlib
+import functools
 import os
 import sys
 import weakref
@@ -89,7 +90,7 @@ class Session:
             (register_optimizer_step_pre_hook, self._before_step),
             (register_optimizer_step_post_hook, self._after_step),
         ):
-            hooks.callback(register(lambda optimizer, *_, look=look: self._safely(look, optimizer)).remove)
+            hooks.callback(register(functools.partial(self._safely, look)).remove)
         wrap(hooks, torch.autograd, "backward", self._backward)
 
     def _safely(self, look: Callable, *arguments: Any) -> None:
@@ -118,11 +119,11 @@ class Session:
         try:
             yield
         finally:
-            if tape is not None and self._left is tape and leaves:  # else it has come to its end within
-                self._left = None
-                tape.__enter__()
             if tape is not None:
                 tape.paused -= 1
+                if self._left is tape and leaves and not tape.paused:  # else it has come to its end within
+                    self._left = None
+                    tape.__enter__()
 
     def _stop(self) -> None:
         self._recorded = None
@@ -205,7 +206,7 @@ class Session:
         self._safely(recorded.clipped, parameters)
         return original(parameters, *arguments, **options)
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer, arguments: tuple, options: dict) -> None:
         if self._inside:  # a step for each parameter within the backward pass, where torch has no place for a tape
             return
         if optimizer not in self._made:
@@ -217,7 +218,10 @@ class Session:
             self.copies = Copies(parameters_of(optimizer))
         if self._recorded is not None:
             others = (parameter for other in self._optimizers for parameter in parameters_of(other))
-            self._recorded.before_step({id(parameter) for parameter in others})
+            has_closure = any(callable(x) for x in (*arguments[1:], *options.values()))
+            self._recorded.before_step({id(parameter) for parameter in others}, has_closure)
+            if self.tape is not None and not has_closure:
+                self.tape.paused += 1  # for good: what the step does shows in the weights
 
     def _meet(self, optimizer: Optimizer) -> None:
         """At its first step."""
@@ -234,7 +238,7 @@ class Session:
         elif not self._is_known and _size(optimizer) > _size(self._main):
             self._begin(optimizer)
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._inside:
             return
         self._made[optimizer] = self._made.get(optimizer, 0) + 1
@@ -276,8 +280,12 @@ class Session:
         self._recorded = Recorded(self.tape, self._main, self.updates + 1, self.copies)
         for tensor, number in self.loads.alive():
             self.tape.known([tensor], "data", number)
-        see = self._recorded.modules.see
-        self._seeing.callback(register_module_forward_pre_hook(lambda module, _: self._safely(see, module)).remove)
+        modules = self._recorded.modules
+        self._seeing.callback(
+            register_module_forward_pre_hook(
+                lambda module, _: None if modules.knows(module) else self._safely(modules.see, module)
+            ).remove
+        )
         self.tape.__enter__()
 
 

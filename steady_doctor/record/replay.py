@@ -1,0 +1,89 @@
+"""What a tape tells: which operations a value needs, and the value itself, computed again."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steady_doctor.record.ops import Op, Ref, draws, tensors_in
+
+REPEATED = ("aten", "prims")  # whose operations do the same each time, and for this process alone
+
+
+class NotRecorded(Exception):
+    """A value that cannot be computed again from what the tape kept."""
+
+
+class Replay:
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.values: dict[int, Tensor] = {}  # of sources, by their index
+        self.held: dict[Op, Tensor] = {}  # the values of fronts
+
+    def upstream(self, op: Op, stop: Iterable[Op] = ()) -> list[Op]:
+        """All operations that the value needs, the oldest first, not beyond those of `stop`."""
+        seen, todo, ends = {op}, [op], set(stop)
+        while todo:
+            op = todo.pop()
+            if op.func is not None and op.kind != "drawn" and op not in ends:
+                for need in op.needs:
+                    if need not in seen:
+                        seen.add(need)
+                        todo.append(need)
+        return sorted(seen, key=lambda op: op.index)
+
+    def ends(self, op: Op) -> list[Op]:
+        """Where computing the value of `op` again begins: at sources, and at the layers whose values are kept."""
+        return [each for each in self.upstream(op, self.held) if each.is_source or each in self.held]
+
+    def sources(self, bits: int) -> Iterator[Op]:
+        while bits:
+            low = bits & -bits
+            yield self.ops[low.bit_length() - 1]
+            bits ^= low
+
+    def value(
+        self, op: Op, instead: dict[Op, Tensor] | None = None, grad: bool = False, anew: bool = False, through: bool = False
+    ) -> Tensor:
+        """Computes the value of `op` again, `instead` of some operations with other values.
+
+        Args:
+            grad: whether the result has a gradient.
+            anew: from the sources alone, and not from what was kept of layers.
+            through: with a gradient also where the script took none.
+
+        Raises:
+            NotRecorded: something on the way was not kept, and cannot be repeated.
+        """
+        instead = instead or {}
+        given = instead if anew else self.held | instead
+        tensors: dict[int, Tensor] = {}
+        for each in self.upstream(op, given):
+            with torch.set_grad_enabled(grad and (each.with_grad or through)):
+                if each in given:
+                    tensors[each.result] = given[each] if each in instead else given[each].detach().clone()
+                elif each.is_source:
+                    if each.index not in self.values:
+                        raise NotRecorded(f"{each.name} was written over")
+                    tensors[each.result] = self.values[each.index].clone()
+                elif each.func.namespace not in REPEATED:
+                    raise NotRecorded(f"{each.name} may draw numbers, or wait for other processes")
+                elif draws(each.func, each.args, each.kwargs):
+                    raise NotRecorded(f"{each.name} draws numbers on the way")
+                elif through and each.name == "detach":
+                    tensors[each.result] = tensors[each.args[0].number]
+                else:
+                    result = each.func(*_filled(each.args, tensors), **_filled(each.kwargs, tensors))
+                    tensors.update(zip(each.outs, tensors_in(result)))
+        return tensors[op.result]
+
+
+def _filled(value: Any, tensors: dict[int, Tensor]) -> Any:
+    """The arguments of an operation, with the tensors."""
+    if isinstance(value, Ref):
+        return tensors[value.number]
+    if isinstance(value, tuple | list):
+        return type(value)([_filled(part, tensors) for part in value])
+    return {name: _filled(part, tensors) for name, part in value.items()} if isinstance(value, dict) else value
