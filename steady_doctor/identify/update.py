@@ -136,15 +136,14 @@ def _told(recorded: Recorded) -> ToldUpdate | None:
 
 def _far_in_rows(recorded: Recorded, before: Tensor, after: Tensor) -> float:
     """How far the numbers of a sample went, each row of a matrix being made as long as it is afterwards."""
-    lengths = torch.ones_like(before)
-    for k in torch.nonzero((before != after).any(1)).flatten().tolist():
-        parameter = recorded.parameters[k]
-        if parameter.ndim > 1:
-            row = torch.arange(SAMPLED) * max(1, parameter.numel() // SAMPLED) // (parameter.numel() // len(parameter))
-            sums = torch.zeros(2, int(row[-1]) + 1).to(before)
-            products, squares = sums.index_add(1, row, torch.stack([before[k] * after[k], before[k] ** 2]))
-            lengths[k] = (products / squares.clamp(min=1e-30))[row]
-    return far(after, before * lengths)
+    strides = [max(1, parameter.numel() // SAMPLED) for parameter in recorded.parameters]
+    lengths = [parameter.numel() // max(1, len(parameter)) if parameter.ndim > 1 else 0 for parameter in recorded.parameters]
+    stride, length = torch.tensor(strides)[:, None], torch.tensor(lengths)[:, None]
+    row = (torch.arange(SAMPLED) * stride // length.clamp(min=1)).clamp(max=SAMPLED - 1)
+    products, squares = (
+        torch.zeros_like(before).scatter_add(1, row, before * other).gather(1, row) for other in (after, before)
+    )
+    return far(after, torch.where(length > 0, before * products / squares.clamp(min=1e-30), before))
 
 
 def _optimized(recorded: Recorded) -> Optimized:

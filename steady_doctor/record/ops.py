@@ -26,7 +26,7 @@ class Op:
     """One operation, or one source: then `func` is None and `kind` says which.
 
     `content` are the sources that its value is made of, as bits; `choice` those that decided which part of them. `uses` are the
-    trained parameters that it depends on. `fronts` are the layers that it descends from, with none in between.
+    trained parameters that it depends on. `behind` are the layers that it descends from, with none in between.
     """
 
     index: int
@@ -45,7 +45,8 @@ class Op:
     choice: int = 0
     uses: int = 0
     meets: bool = False  # reads what was made of parameters alone
-    fronts: frozenset["Op"] = frozenset()
+    behind: frozenset["Op"] = frozenset()
+    is_layer: bool = False  # whether it is a layer itself
     changes: frozenset[str] = frozenset()  # the kinds of sources that it writes over
     with_grad: bool = True
     load: int = -1  # of a source that a loader returned: the number of its batch
@@ -54,6 +55,11 @@ class Op:
     def result(self) -> int:
         """The number of its first output, or of what it wrote to."""
         return (self.outs or self.writes)[0]
+
+    @property
+    def fronts(self) -> frozenset["Op"]:
+        """The layers that a reader descends from. (An operation that named itself would wait for Python's garbage collector.)"""
+        return self.behind | {self} if self.is_layer else self.behind
 
     @property
     def floating(self) -> bool:
@@ -112,10 +118,9 @@ def draws(func: Any, args: tuple, kwargs: dict) -> bool:
     return bool(args[place] if place < len(args) else kwargs.get("dropout_p", default))
 
 
-def written_by(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
-    """The arguments that the operation writes to."""
-    places = Traits.of(func).writes
-    return [tensor for at, name in places for tensor in tensors_in(args[at] if at < len(args) else kwargs.get(name))]
+def written_by(traits: Traits, args: tuple, kwargs: dict) -> list[Tensor]:
+    """The arguments that such an operation writes to."""
+    return [tensor for at, name in traits.writes for tensor in tensors_in(args[at] if at < len(args) else kwargs.get(name))]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor] | tuple[Tensor, ...]:

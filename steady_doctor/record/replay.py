@@ -21,18 +21,22 @@ class Replay:
         self.ops: list[Op] = []
         self.values: dict[int, Tensor] = {}  # of sources, by their index
         self.held: dict[Op, Tensor] = {}  # the values of fronts
+        self._upstream: dict[tuple[Op, frozenset[Op]], list[Op]] = {}  # what was asked for
 
     def upstream(self, op: Op, stop: Iterable[Op] = ()) -> list[Op]:
         """All operations that the value needs, the oldest first, not beyond those of `stop`."""
-        seen, todo, ends = {op}, [op], set(stop)
+        ends = frozenset(stop)
+        if (known := self._upstream.get((op, ends))) is not None:
+            return known
+        seen, todo = {op}, [op]
         while todo:
-            op = todo.pop()
-            if op.func is not None and op.kind != "drawn" and op not in ends:
-                for need in op.needs:
-                    if need not in seen:
-                        seen.add(need)
-                        todo.append(need)
-        return sorted(seen, key=lambda op: op.index)
+            each = todo.pop()
+            if not each.is_source and each not in ends:
+                new = [need for need in each.needs if need not in seen]
+                seen.update(new)
+                todo += new
+        self._upstream[op, ends] = found = sorted(seen, key=lambda op: op.index)
+        return found
 
     def ends(self, op: Op) -> list[Op]:
         """Where computing the value of `op` again begins: at sources, and at the layers whose values are kept."""

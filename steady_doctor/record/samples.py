@@ -7,18 +7,20 @@ import torch
 from torch import Tensor
 
 SAMPLED = 64  # numbers of one tensor
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def sample(tensor: Tensor) -> Tensor:
     """Returns some numbers, spread evenly, in float64: at most SAMPLED."""
-    return _some(tensor).to(torch.float64, copy=True)
+    with torch.no_grad():
+        return _some(tensor).to(torch.float64, copy=True)
 
 
 def _some(tensor: Tensor) -> Tensor:
     """A view, where the tensor lies in one piece."""
-    tensor, count = tensor.detach(), tensor.numel()
+    count = tensor.numel()
     stride = max(1, count // SAMPLED)
-    if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_contiguous():
+    if type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.is_contiguous():
         return tensor.as_strided((min(SAMPLED, -(-count // stride)),), (stride,))
     return tensor.reshape(-1)[::stride][:SAMPLED]
 
@@ -27,13 +29,14 @@ class Samples:
     """Of each of P tensors what `sample` gives, as it was when this was made. None: there is none."""
 
     def __init__(self, tensors: Sequence[Tensor | None]):
-        parts = [None if tensor is None else _some(tensor) for tensor in tensors]
+        with torch.no_grad():
+            parts = [None if tensor is None else _some(tensor) for tensor in tensors]
         known = [part for part in parts if part is not None]
         self._sizes = [0 if part is None else len(part) for part in parts]
         self._there = [part is not None for part in parts]
         if len({part.device for part in known}) > 1:
             known = [part.cpu() for part in known]
-        self._flat = torch.cat(known) if known else torch.zeros(0)
+        self._flat = torch.cat(known).detach() if known else torch.zeros(0)
 
     @cached_property
     def flat(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import os
 import sys
 import weakref
@@ -264,18 +265,21 @@ class Session:
         recorded = self._recorded
         recorded.loads, recorded.loaded_at = self.loads.count, self.loads.last_update
         recorded.datasets = self.loads.datasets
-        self._stop()
-        self.history.settle()
-        self.history.accumulation = _told_micro_steps()
-        if recorded.tape.failure is not None:
-            raise recorded.tape.failure
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        with torch.random.fork_rng(devices):  # whatever is repeated, the script's draws go on as they would
-            self._judge(recorded)
+        with self._seeing.pop_all():
+            self._stop()
+            self.history.settle()
+            self.history.accumulation = _told_micro_steps()
+            if recorded.tape.failure is not None:
+                raise recorded.tape.failure
+            devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+            with torch.random.fork_rng(devices):  # whatever is repeated, the script's draws go on as they would
+                self._judge(recorded)
+            del recorded  # before the garbage collector goes on
 
     def _record(self) -> None:
         """From here on, until this update is over."""
         assert self._main is not None  # noqa: S101
+        self._seeing.enter_context(_uncollected())
         self.tape = Tape(parameters_of(self._main))
         self._recorded = Recorded(self.tape, self._main, self.updates + 1, self.copies)
         for tensor, number in self.loads.alive():
@@ -287,6 +291,19 @@ class Session:
             ).remove
         )
         self.tape.__enter__()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's garbage collector: a tape has many objects, of which it would go through all of the script's, and no
+    cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _told_micro_steps() -> int | None:

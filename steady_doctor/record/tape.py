@@ -82,7 +82,7 @@ class Tape(Replay, TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused or os.getpid() != self._process:  # a worker that was forked while this records
             return func(*args, **kwargs)
-        call: tuple[Op, list, list] | None = None
+        call: tuple | None = None
         try:
             call = self._call(func, args, kwargs)
         except Exception as error:  # never the script's: the operation itself is not in here
@@ -100,40 +100,40 @@ class Tape(Replay, TorchDispatchMode):
         self.failure = error
         self.paused += 1
 
-    def _call(self, func: Any, args: tuple, kwargs: dict) -> tuple[Op, list[tuple[Tensor, int]], list[Tensor]]:
-        """Returns the operation with what it reads, its tensors with their numbers, and those that it writes to."""
+    def _call(self, func: Any, args: tuple, kwargs: dict) -> tuple[Op, list[tuple[Tensor, int]], set[int], list[Tensor]]:
+        """Returns the operation with what it reads, its tensors with their numbers, where these lie, and those it writes to."""
         given: list[tuple[Tensor, int]] = []
-        numbered = self._numbered(args, given), self._numbered(kwargs, given) if kwargs else {}
-        op = Op(-1, Traits.of(func).name, "op", func, *numbered, with_grad=torch.is_grad_enabled())
-        written = written_by(func, args, kwargs)
+        traits = Traits.of(func)
+        op = Op(-1, traits.name, "op", func, self._numbered(args, given), self._numbered(kwargs, given) if kwargs else kwargs)
+        op.with_grad = torch.is_grad_enabled()
+        written = written_by(traits, args, kwargs) if traits.writes else []
         targets = {id(tensor) for tensor in written}
-        reads, needs = {}, {}
+        reads, needs, keys = {}, {}, set()
         for tensor, number in sorted(given, key=lambda one: id(one[0]) in targets) if written else given:  # targets come last
-            key = key_of(tensor)
+            keys.add(key := key_of(tensor))
             maker = self._makers.get(number) or self._source(tensor, number, key, id(tensor) in targets)
             writer = self._writers.get(key, maker)
             reads[number] = last = writer if writer.index > maker.index else maker  # a view is younger than what it shows
             needs[last] = needs[maker] = None
-            if id(tensor) in targets and writer in self.held:  # a layer's output that is written over
+            if written and id(tensor) in targets and writer in self.held:  # a layer's output that is written over
                 self.held[writer] = self.held[writer].clone()
-        op.reads = tuple((number, reads[number]) for _, number in given)
+        op.reads = tuple(reads.items()) if len(reads) == len(given) and not written else tuple((n, reads[n]) for _, n in given)
         op.needs = tuple(needs)
-        return op, given, written
+        return op, given, keys, written
 
-    def _append(self, op: Op, given: list[tuple[Tensor, int]], written: list[Tensor], made: list[Tensor]) -> None:
+    def _append(self, op: Op, given: list, before: set[int], written: list[Tensor], made: list[Tensor]) -> None:
         first = made[0] if made else written[0] if written else None
         op.index = len(self.ops)
         if first is not None:
             op.shape, op.dtype = tuple(first.shape), first.dtype
         reads = op.reads
-        if op.name in OVERWRITES:
+        if written and op.name in OVERWRITES:
             whole = [self._ref(tensor).number for tensor in written if _is_all_of_its_storage(tensor)]
             reads = tuple(read for read in reads if read[0] not in whole)
         self._follow(op, reads)
         if draws(op.func, op.args, op.kwargs):
             self._draw(op, made, written)
         self.ops.append(op)
-        before = {key_of(tensor) for tensor, _ in given} if made else ()
         if written:
             op.writes = tuple(self._ref(tensor).number for tensor in written)
             keys = [self._storage(tensor) for tensor in written]
@@ -151,7 +151,7 @@ class Tape(Replay, TorchDispatchMode):
     def _is_of_averages(self, op: Op) -> bool:
         """Whether it was made of parameters and what has their shapes alone; of no draws and of no data."""
         made_of = self.sources(op.content)
-        return not op.fronts and all(one.kind == "outside" and torch.Size(one.shape) in self._shapes for one in made_of)
+        return not op.behind and all(one.kind == "outside" and torch.Size(one.shape) in self._shapes for one in made_of)
 
     def _note_writes(self, op: Op, results: list[Tensor]) -> None:
         for result in results:
@@ -169,9 +169,9 @@ class Tape(Replay, TorchDispatchMode):
     def _follow(self, op: Op, reads: tuple[tuple[int, Op], ...]) -> None:
         """What the value depends on."""
         of_content = [last for _, last in reads]
-        fronts = {last.fronts for last in of_content if last.fronts}
-        op.fronts = fronts.pop() if len(fronts) == 1 else frozenset().union(*fronts)
         for last in of_content:
+            if last.is_layer or last.behind:
+                op.behind = op.behind | last.fronts if op.behind else last.fronts
             op.uses |= last.uses
             op.meets |= last.meets and not last.content
         if op.name in PICKS and len(reads) > 1 and not reads[0][1].uses:
@@ -191,7 +191,7 @@ class Tape(Replay, TorchDispatchMode):
         """A draw is a source, unless it changes what it reads, as dropout does: then what came out is kept."""
         value = (made or written)[0]
         if op.content and not (written or op.name.endswith("_like")):
-            if not op.fronts:
+            if not op.behind:
                 self.held[op] = value
         elif not op.uses:
             op.kind, op.content, op.choice = "drawn", 1 << op.index, 0
@@ -202,11 +202,11 @@ class Tape(Replay, TorchDispatchMode):
         if not op.content or not op.floating:
             return
         size = value.numel()
-        kept = {earlier for earlier in op.fronts if earlier in self.held and self.held[earlier].numel() > MUCH * size}
-        for earlier in op.fronts - kept - self._asked:  # figures of a loss and of weights are no layer
+        kept = {earlier for earlier in op.behind if earlier in self.held and self.held[earlier].numel() > MUCH * size}
+        for earlier in op.behind - kept - self._asked:  # figures of a loss and of weights are no layer
             if earlier.uses or not op.uses:  # what an encoder gives to the network is needed to make its input again
                 self.held.pop(earlier, None)
-        op.fronts = frozenset({op} | kept)  # a loss that a parameter weighs does not hide the output
+        op.behind, op.is_layer = frozenset(kept), True  # a loss that a parameter weighs does not hide the output
         self.held[op] = value.detach()
 
     def _source(self, tensor: Tensor, number: int, key: int, is_written: bool) -> Op:
