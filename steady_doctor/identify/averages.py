@@ -88,13 +88,13 @@ def _averages_of(recorded: Recorded, writes: list[Write]) -> list[Average | None
     if not pairs:
         return [None] * len(writes)
     numbers, places = (torch.tensor(one) for one in zip(*pairs))
-    befores, afters = (Samples([getattr(write, which) for write in writes]).rows for which in ("before", "after"))
-    before, after, parameter = befores[numbers], afters[numbers], recorded.at_start.rows[places]
+    olds, news = (Samples([getattr(write, which) for write in writes]).rows for which in ("before", "after"))
+    before, after, parameter = olds[numbers], news[numbers], recorded.at_start.rows[places]
     found: list[Average | None] = [None] * len(writes)
     for (number, k), keep in zip(pairs, _keeps(before, after, parameter).tolist()):
         best = found[number]  # what did not change fits each parameter of its shape
         if keep == keep and (best is None or _distance(keep) < _distance(best.keep)):
-            still = torch.equal(befores[number], afters[number])
+            still = torch.equal(olds[number], news[number])
             found[number] = Average(k, keep, _when(recorded, writes[number].op.index), still=still)
     left = [place for place, (number, _) in enumerate(pairs) if found[number] is None]
     for place, (keep, new) in zip(left, _shares(before[left], after[left], parameter[left]).tolist() if left else ()):

@@ -139,10 +139,10 @@ def _far_in_rows(recorded: Recorded, before: Tensor, after: Tensor) -> float:
     strides = [max(1, parameter.numel() // SAMPLED) for parameter in recorded.parameters]
     lengths = [parameter.numel() // max(1, len(parameter)) if parameter.ndim > 1 else 0 for parameter in recorded.parameters]
     stride, length = torch.tensor(strides)[:, None], torch.tensor(lengths)[:, None]
-    row = (torch.arange(SAMPLED) * stride // length.clamp(min=1)).clamp(max=SAMPLED - 1)
-    products, squares = (
-        torch.zeros_like(before).scatter_add(1, row, before * other).gather(1, row) for other in (after, before)
-    )
+    row = torch.arange(SAMPLED) * stride // length.clamp(min=1)
+    row = (row.diff(dim=1, prepend=row[:, :1]) != 0).cumsum(1)  # counted among those that a number is of
+    sums = (torch.zeros_like(before).scatter_add(1, row, before * other) for other in (after, before))
+    products, squares = (one.gather(1, row) for one in sums)
     return far(after, torch.where(length > 0, before * products / squares.clamp(min=1e-30), before))
 
 

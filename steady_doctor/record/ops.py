@@ -58,7 +58,7 @@ class Op:
 
     @property
     def fronts(self) -> frozenset["Op"]:
-        """The layers that a reader descends from. (An operation that named itself would wait for Python's garbage collector.)"""
+        """The layers that a reader descends from. (One that named itself would wait for Python's garbage collector.)"""
         return self.behind | {self} if self.is_layer else self.behind
 
     @property

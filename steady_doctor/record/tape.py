@@ -82,7 +82,7 @@ class Tape(Replay, TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused or os.getpid() != self._process:  # a worker that was forked while this records
             return func(*args, **kwargs)
-        call: tuple | None = None
+        call: tuple[Op, list, set, list] | None = None
         try:
             call = self._call(func, args, kwargs)
         except Exception as error:  # never the script's: the operation itself is not in here
