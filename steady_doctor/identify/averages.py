@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from steady_doctor.record.ops import Write
 from steady_doctor.record.recorded import Recorded
-from steady_doctor.record.tape import Write
+from steady_doctor.record.samples import Samples
 
 MOVED = 1e-6  # of a tensor's size: a smaller distance tells no direction
 EXACT = 1e-3  # of the distance, that may remain of a straight line between two float32 tensors
@@ -49,13 +50,12 @@ def identify_named(recorded: Recorded) -> list[Named]:
         return []
     found = []
     for name, (before, after) in recorded.averages.items():
-        have = [k for k, one in enumerate(before) if one is not None and after[k] is not None]
-        missing = tuple(recorded.names[k] for k in range(len(before)) if k not in have and recorded.averaged[k])
-        if not have:
+        have = before.there & after.there
+        missing = tuple(n for n, has, wanted in zip(recorded.names, have.tolist(), recorded.averaged) if wanted and not has)
+        if not bool(have.any()):
             found.append(Named(name, 1.0, 0.0, 0.0, 0.0, missing))
             continue
-        vectors = ([one[k] for k in have] for one in (before, after, recorded.at_end))
-        old, new, weights = (torch.cat(parts) for parts in vectors)  # type: ignore[arg-type]
+        old, new, weights = (one.rows[have].flatten() for one in (before, after, recorded.at_end))
         far = old - weights
         keep = float((new - weights) @ far / (far @ far).clamp(min=1e-300))
         rest = float((new - weights - keep * far).norm())
@@ -74,51 +74,61 @@ def identify_averages(recorded: Recorded, loss: set[int]) -> list[Average]:
             place = write.place, write.shape
             last[place] = write
             intervals.setdefault(place, set()).add(_interval(recorded, write.op.index))
-    found = []
-    for place, write in last.items():
-        if (average := _average(recorded, write)) is not None:
-            average.times = len(intervals[place])
-            found.append(average)
+    found = _averages_of(recorded, list(last.values()))
+    for average, passes in zip(found, intervals.values()):
+        if average is not None:
+            average.times = len(passes)
+    return [average for average in found if average is not None]
+
+
+def _averages_of(recorded: Recorded, writes: list[Write]) -> list[Average | None]:
+    """Of each write, by all parameters of its shape at once."""
+    shapes = [parameter.shape for parameter in recorded.parameters]
+    pairs = [(number, k) for number, write in enumerate(writes) for k, shape in enumerate(shapes) if shape == write.shape]
+    if not pairs:
+        return [None] * len(writes)
+    numbers, places = (torch.tensor(one) for one in zip(*pairs))
+    olds, news = (Samples([getattr(write, which) for write in writes]).rows for which in ("before", "after"))
+    before, after, parameter = olds[numbers], news[numbers], recorded.at_start.rows[places]
+    found: list[Average | None] = [None] * len(writes)
+    for (number, k), keep in zip(pairs, _keeps(before, after, parameter).tolist()):
+        best = found[number]  # what did not change fits each parameter of its shape
+        if keep == keep and (best is None or _distance(keep) < _distance(best.keep)):
+            still = torch.equal(olds[number], news[number])
+            found[number] = Average(k, keep, _when(recorded, writes[number].op.index), still=still)
+    left = [place for place, (number, _) in enumerate(pairs) if found[number] is None]
+    for place, (keep, new) in zip(left, _shares(before[left], after[left], parameter[left]).tolist() if left else ()):
+        number, k = pairs[place]
+        if keep == keep and found[number] is None:
+            found[number] = Average(k, keep, _when(recorded, writes[number].op.index), keep + new)
     return found
 
 
-def _average(recorded: Recorded, write: Write) -> Average | None:
-    when = _when(recorded, write.op.index)
-    fits = [(k, keep) for k in range(len(recorded.parameters)) if (keep := _keep(recorded, write, k)) is not None]
-    if fits:  # what did not change fits each parameter of its shape
-        k, keep = min(fits, key=lambda fit: abs(fit[1]) if fit[1] != 1 else 2)
-        return Average(k, keep, when, still=torch.equal(write.before, write.after))
-    sums = [(k, *both) for k in range(len(recorded.parameters)) if (both := _shares(recorded, write, k)) is not None]
-    if sums:
-        k, keep, new = sums[0]
-        return Average(k, keep, when, keep + new)
-    return None
+def _distance(keep: float) -> float:
+    return abs(keep) if keep != 1 else 2
 
 
-def _keep(recorded: Recorded, write: Write, k: int) -> float | None:
-    if recorded.parameters[k].shape != write.shape:
-        return None
-    parameter = recorded.at_start[k]
-    far, now = write.before - parameter, write.after - parameter
-    if float(far.norm()) <= MOVED * float(parameter.norm()):
-        return None
-    keep = float((now @ far) / (far @ far))
-    return keep if float((now - keep * far).norm()) <= EXACT * float(far.norm()) else None
+def _keeps(before: Tensor, after: Tensor, parameter: Tensor) -> Tensor:
+    """[pairs]; NaN where it is not between the two. Arguments are [pairs, N]."""
+    far, now = before - parameter, after - parameter
+    size = far.norm(dim=1)
+    keep = (now * far).sum(1) / far.square().sum(1)
+    fits = (size > MOVED * parameter.norm(dim=1)) & ((now - keep[:, None] * far).norm(dim=1) <= EXACT * size)
+    return keep.where(fits, torch.nan)
 
 
-def _shares(recorded: Recorded, write: Write, k: int) -> tuple[float, float] | None:
-    """The shares of what stood there and of the parameter, where these are all, and not 1 together."""
-    if recorded.parameters[k].shape != write.shape or len(write.after) < 4:
-        return None
-    sides = torch.stack([write.before, recorded.at_start[k]], 1)
-    if not bool(torch.isfinite(sides).all()) or not bool(sides.any()):
-        return None
-    shares = torch.linalg.pinv(sides, rtol=1e-6) @ write.after
-    rest = float((sides @ shares - write.after).norm())
-    keep, new = shares.tolist()
-    is_other = abs(keep + new - 1) > OTHER_SUM and abs(new - 1) > OTHER_SUM  # a sum of all weights is divided later
-    is_mixture = keep >= 0 and new > 0  # a difference is on the way to an average
-    return (keep, new) if is_other and is_mixture and rest <= ROUNDING * float(write.after.norm()) else None
+def _shares(before: Tensor, after: Tensor, parameter: Tensor) -> Tensor:
+    """[pairs, 2]: the shares of what stood there and of the parameter; NaN where these are not all, or are 1 together."""
+    sides = torch.stack([before, parameter], 2)
+    known = torch.isfinite(sides).all(2).all(1) & sides.any(2).any(1)
+    sides = sides.where(known[:, None, None], 0.0)
+    shares = torch.linalg.pinv(sides, rtol=1e-6) @ after[..., None]
+    rest = (sides @ shares - after[..., None]).norm(dim=(1, 2))
+    keep, new = shares[..., 0].unbind(1)
+    is_other = ((keep + new - 1).abs() > OTHER_SUM) & ((new - 1).abs() > OTHER_SUM)  # a sum of all weights is divided later
+    is_mixture = (keep >= 0) & (new > 0)  # a difference is on the way to an average
+    fits = known & is_other & is_mixture & (rest <= ROUNDING * after.norm(dim=1))
+    return shares[..., 0].where(fits[:, None], torch.nan)
 
 
 def _interval(recorded: Recorded, index: int) -> int:
@@ -147,7 +157,3 @@ def written_by_itself(recorded: Recorded) -> tuple[str, ...]:
             if mixes and twice and all(one.kind == "trained" or torch.Size(one.shape).numel() == 1 for one in sources):
                 found[op.name] = None
     return tuple(found)
-
-
-def far(now: Tensor, old: Tensor) -> float:
-    return float((now - old).norm() / old.norm().clamp(min=1e-12))

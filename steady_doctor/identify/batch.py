@@ -8,8 +8,10 @@ from torch import Tensor
 from steady_doctor.identify.mixture import Mixture
 from steady_doctor.identify.rows import origins
 from steady_doctor.record.loads import RESHAPES, WRAPS, wraps
+from steady_doctor.record.ops import Op
+from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.session import Recorded
-from steady_doctor.record.tape import NotRecorded, Op, Tape
+from steady_doctor.record.tape import Tape
 
 COLORS = (3, 4)  # channels of an image, of which the order tells
 

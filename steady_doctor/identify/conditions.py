@@ -8,7 +8,9 @@ from torch import Tensor
 
 from steady_doctor.identify.mixture import Mixture
 from steady_doctor.identify.rows import alike, is_value, origins, without
-from steady_doctor.record.tape import NotRecorded, Op, Tape
+from steady_doctor.record.ops import Op
+from steady_doctor.record.replay import NotRecorded
+from steady_doctor.record.tape import Tape
 
 REPLACES = {"where", "masked_fill", "masked_fill_", "index_put_", "index_fill_"}
 FORMS = {"view", "_unsafe_view", "reshape", "_reshape_alias", "clone", "alias", "_to_copy", "transpose", "permute", "squeeze"}

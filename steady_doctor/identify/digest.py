@@ -17,10 +17,10 @@ def digests(recorded: Recorded, step: Step) -> dict[str, str]:
     images, noise and noise levels."""
     found = {}
     if not in_parts(recorded.parameters):
-        found["weights"] = digest(recorded.weights[-1])
-        found["gradient"] = digest(gradient for gradient in recorded.at_step if gradient is not None)
-        averages = [one for _, after in recorded.averages.values() for one in after if one is not None]
-        found |= {"averages": digest(averages)} if averages else {}
+        found["weights"] = digest([recorded.weights[-1].flat])
+        found["gradient"] = digest([recorded.at_step.flat])
+        averages = [samples[-1].flat for samples in recorded.averages.values()]
+        found |= {"averages": digest(averages)} if any(map(len, averages)) else {}
     mixture = step.passes[0].mixture if step.passes else None
     if mixture is None:
         return found

@@ -29,13 +29,15 @@ class Figures:
     def of(cls, value: Tensor) -> "Figures":
         shape = tuple(value.shape)
         rows = value.detach().reshape(shape[0] if shape else 1, -1).double()
-        mean, std = float(rows.mean()), float(rows.std(correction=0))
-        fourth = float((rows - mean).pow(4).mean()) / max(std, 1e-30) ** 4
+        middle, deviation = rows.mean(), rows.std(correction=0)
+        kurtosis = (rows - middle).pow(4).mean() / deviation.clamp(min=1e-30) ** 4
         axes = [axis for axis, size in enumerate(shape) if size > 1]
-        same = tuple(axis for axis in axes if bool((value == value.narrow(axis, 0, 1)).all()))
+        are_same = [(value == value.narrow(axis, 0, 1)).all() for axis in axes]
+        known = torch.stack([middle, deviation, kurtosis, *torch.aminmax(rows), *are_same])
+        mean, std, fourth, low, high, *are_same = known.tolist()  # the host waits here alone
+        same = tuple(axis for axis, is_same in zip(axes, are_same) if is_same)
         channels = value.detach().double().transpose(0, 1).reshape(shape[1], -1) if len(shape) > 2 else rows.reshape(1, -1)
         spread = torch.stack([channels.mean(1), channels.std(1, correction=0)])
-        low, high = (float(end) for end in torch.aminmax(rows))
         step = -(-rows.shape[1] // HEAD)
         head = rows[:, ::step][:, :HEAD].clone()
         return cls(

@@ -1,6 +1,7 @@
 """Whether an optimizer's step is what torch's own formula gives, of the same state and gradient, in float64."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from steady_doctor.record.recorded import Recorded
+from steady_doctor.record.samples import Samples
 
 BY_ELEMENT = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "SGD"}  # each number moves by itself
 PLAIN = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
@@ -20,42 +22,63 @@ def off_formula(recorded: Recorded) -> float | None:
     kind = type(optimizer)
     if kind.__name__ not in BY_ELEMENT or not kind.__module__.startswith("torch.optim") or not recorded.gradients.finite:
         return None
-    if any(parameter.dtype != torch.float32 for parameter in recorded.parameters) or not recorded.state:
+    if any(parameter.dtype != torch.float32 for parameter in recorded.parameters):
         return None
     before, after = recorded.weights[-2:]
-    again = [torch.nn.Parameter(one.clone()) for one in before]
-    places = iter(range(len(again)))
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        mine = [again[next(places)] for _ in group["params"]]
-        groups.append({name: value for name, value in group.items() if name != "params"} | {"params": mine} | PLAIN)
+    start, moved = before.rows[before.within], (after.rows - before.rows)[before.within]
+    again = before.rows.clone()
     try:
-        judge = _formula(kind, groups)
-        for parameter, gradient, state in zip(again, recorded.at_step, recorded.state):
-            parameter.grad = None if gradient is None else gradient.clone()
-            if state:
-                judge.state[parameter] = {name: _as_state(name, value) for name, value in state.items()}
-        type(judge).step.__wrapped__(judge)  # type: ignore[attr-defined]  # without torch's hooks of optimizers, the doctor's among them
+        for group, places in _alike(recorded):
+            again[places] = _stepped(recorded, kind, group, places)
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError):  # settings that torch's own class has not
         return None
-    moved, should = torch.cat(after) - torch.cat(before), torch.cat([p.detach() for p in again]) - torch.cat(before)
-    rounding = ROUNDING * float(torch.cat(before).norm()) + 1e-30
+    should = (again - before.rows)[before.within]
+    rounding = ROUNDING * float(start.norm()) + 1e-30
     off, size = float((moved - should).norm()), float(should.norm())
     if off <= 5 * rounding:
         return 0.0
     return off / size if size else math.inf
 
 
-def _formula(kind: type[Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
+def _alike(recorded: Recorded) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Each group of the optimizer's, and the places of its parameters that have a gradient and the same counts."""
+    counts = [samples.rows[:, 0].tolist() for samples in recorded.state.values() if _is_count(samples)]
+    has = [samples.there.tolist() for samples in recorded.state.values()]
+    places = iter(range(len(recorded.parameters)))
+    there = recorded.at_step.there.tolist()
+    for group in recorded.optimizer.param_groups:
+        alike: dict[tuple, list[int]] = {}
+        for k in [next(places) for _ in group["params"]]:
+            if there[k]:
+                alike.setdefault((*(one[k] for one in counts), *(one[k] for one in has)), []).append(k)
+        for those in alike.values():
+            yield group, torch.tensor(those)
+
+
+def _is_count(samples: Samples) -> bool:
+    return bool((samples.sizes <= 1).all())
+
+
+def _stepped(recorded: Recorded, kind: type[Optimizer], group: dict[str, Any], places: Tensor) -> Tensor:
+    """The rows of these parameters after torch's own step, as if they were one parameter."""
+    rows = recorded.weights[-2].rows[places]
+    within = recorded.weights[-2].within[places]
+    parameter = torch.nn.Parameter(rows[within])
+    parameter.grad = recorded.at_step.rows[places][within]
     names = ("lr", "betas", "eps", "momentum", "alpha", "weight_decay")
-    first = {name: groups[0][name] for name in names if name in groups[0]}
-    judge = kind([group["params"][0] for group in groups if group["params"]], **first)  # type: ignore[call-arg]
-    judge.param_groups = groups
-    return judge
+    judge = kind([parameter], **{name: group[name] for name in names if name in group})  # type: ignore[call-arg]
+    judge.param_groups = [group | {"params": [parameter]} | PLAIN]
+    state = {name: samples for name, samples in recorded.state.items() if bool(samples.there[places[0]])}
+    if state:
+        judge.state[parameter] = {
+            name: _as_count(name, samples.rows[places[0], 0]) if _is_count(samples) else samples.rows[places][within]
+            for name, samples in state.items()
+        }
+    type(judge).step.__wrapped__(judge)  # type: ignore[attr-defined]  # without torch's hooks of optimizers, the doctor's among them
+    rows[within] = parameter.detach()
+    return rows
 
 
-def _as_state(name: str, value: Any) -> Any:
-    """A sample of a state; counts are single numbers, which torch keeps in float32 on the host."""
-    if isinstance(value, Tensor):
-        return value.reshape(()).float().cpu().clone() if name == "step" else value.clone()
-    return value
+def _as_count(name: str, value: Tensor) -> Tensor:
+    """Torch keeps steps in float32."""
+    return value.float() if name == "step" else value.clone()

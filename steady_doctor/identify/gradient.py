@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from steady_doctor.record.ops import Op
 from steady_doctor.record.recorded import Recorded
-from steady_doctor.record.tape import NotRecorded, Op, sample
+from steady_doctor.record.replay import NotRecorded
+from steady_doctor.record.samples import Samples
 
 SCALES = {"mul_", "div_", "_foreach_mul_", "_foreach_div_", "clamp_", "clamp_min_", "clamp_max_"}
 SCALES |= {"_foreach_clamp_min_", "_foreach_clamp_max_"}
@@ -61,28 +63,28 @@ def identify_gradient(recorded: Recorded) -> Gradient:
     found.small = _small(recorded)
     if not recorded.before:
         return found
-    given = _given(recorded)
-    found.left_over = any(
-        gave is not None and all(_is_some(one[k]) for one in recorded.before) and _is_some(gave) for k, gave in enumerate(given)
-    )
+    given, was_given = _given(recorded)
+    gave_some = given.any(1)
+    found.left_over = bool((gave_some & torch.stack([one.some for one in recorded.before]).all(0)).any())
     found.cleared_between = _cleared_between(recorded)
-    _at_step(recorded, given, found)
+    _at_step(recorded, given, was_given, found)
     _operations(recorded, found)
     is_whole = all(recorded.roots)  # of many micro steps the first ones alone are recorded
     if recorded.kept and is_whole and not (dist.is_available() and dist.is_initialized()):
-        found.off_slope = _off_slope(recorded, given)
+        found.off_slope = _off_slope(recorded, given, was_given)
     roots = [root for roots in recorded.roots for root in roots]
     used = [any(root.uses >> k & 1 for root in roots) for k in range(len(given))]
     wants = [parameter.requires_grad for parameter in recorded.parameters]
     trains = [reads and wanted for reads, wanted in zip(used, wants)]
-    found.without = tuple(k for k, one in enumerate(recorded.at_step) if trains[k] and one is None and given[k] is None)
-    found.zero = tuple(k for k, is_zero in enumerate(whole.zero) if is_zero and trains[k] and not _is_some(given[k]))
+    missing = (~recorded.at_step.there & ~was_given).tolist()
+    found.without = tuple(k for k, is_missing in enumerate(missing) if trains[k] and is_missing)
+    found.zero = tuple(k for k, some in enumerate(gave_some.tolist()) if whole.zero[k] and trains[k] and not some)
     found.unread = tuple(k for k, reads in enumerate(used) if not reads and wants[k])
-    found.by_hand = whole.norm > 0 and not any(map(_is_some, given))
+    found.by_hand = whole.norm > 0 and not bool(gave_some.any())
     return found
 
 
-def _off_slope(recorded: Recorded, given: list[Tensor | None]) -> float | None:
+def _off_slope(recorded: Recorded, given: Tensor, was_given: Tensor) -> float | None:
     """The losses are computed once more from the weights as they were, and differentiated: also through what the script has
     taken the gradient off, and without anything that changes it on its way."""
     tape = recorded.tape
@@ -97,46 +99,40 @@ def _off_slope(recorded: Recorded, given: list[Tensor | None]) -> float | None:
             slopes = iter(torch.autograd.grad(torch.stack(losses).sum(), used, allow_unused=True))
     except (NotRecorded, RuntimeError, MemoryError):  # dropout, or an operation without a derivative
         return None
-    pairs = [(gave, next(slopes)) for leaf, gave in zip(leaves, given) if leaf.requires_grad]
-    whole = [(torch.zeros_like(sample(s)) if gave is None else gave, sample(s)) for gave, s in pairs if s is not None]
-    size = SEEN * float(torch.cat([slope for _, slope in whole]).norm()) if whole else 0.0
-    return max((float((g - s).norm()) / max(float(s.norm()), size, 1e-30) for g, s in whole), default=None)
+    slope = Samples([next(slopes) if leaf.requires_grad else None for leaf in leaves])
+    size = SEEN * float(slope.flat.norm())
+    off = (given - slope.rows).norm(dim=1) / slope.rows.norm(dim=1).clamp(min=max(size, 1e-30))
+    return float(off[slope.there].max()) if bool(slope.there.any()) else None
 
 
-def _at_step(recorded: Recorded, given: list[Tensor | None], found: Gradient) -> None:
+def _at_step(recorded: Recorded, given: Tensor, was_given: Tensor, found: Gradient) -> None:
     """What the optimizer got beside what the passes gave."""
-    gone = [k for k, (got, gave) in enumerate(zip(recorded.at_step, given)) if _is_some(gave) and not _is_some(got)]
-    some = [k for k, gave in enumerate(given) if _is_some(gave)]
-    zero = recorded.gradients.zero
-    found.cleared_at_step = bool(some) and len(gone) == len(some) and all(zero[k] for k in gone)
-    both = [
-        (got, gave)
-        for k, (got, gave) in enumerate(zip(recorded.at_step, given))
-        if got is not None and gave is not None and k not in gone
-    ]
-    if not both:
-        return
-    got, gave = (torch.cat(one) for one in zip(*both))
+    some = given.any(1)
+    gone = some & ~recorded.at_step.some
+    is_zero = all(zero for zero, is_gone in zip(recorded.gradients.zero, gone.tolist()) if is_gone)
+    found.cleared_at_step = bool(some.any()) and torch.equal(gone, some) and is_zero
+    both = recorded.at_step.there & was_given & ~gone
+    got, gave = recorded.at_step.rows[both], given[both]
     if bool(gave.any()) and bool(torch.isfinite(got).all()) and bool(torch.isfinite(gave).all()):
-        found.ratio = float((got @ gave) / (gave @ gave))
+        found.ratio = float((got * gave).sum() / gave.square().sum())
         found.rest = float((got - found.ratio * gave).norm() / got.norm().clamp(min=1e-30))
-        size = TINY * float(gave.norm())
-        known = [(x, found.ratio * y) for x, y in both if float(y.norm()) > size]
-        found.uneven = max((float((x - y).norm() / y.norm()) for x, y in known), default=0.0) if found.ratio else 0.0
-        if found.rest < SAME and all(zero[k] for k in gone):
-            found.cleared_parts = tuple(gone)
+        clear = gave.norm(dim=1) > TINY * float(gave.norm())
+        parts = found.ratio * gave[clear]
+        uneven = (got[clear] - parts).norm(dim=1) / parts.norm(dim=1)
+        found.uneven = float(uneven.max()) if found.ratio and len(uneven) else 0.0
+        if found.rest < SAME and is_zero:
+            found.cleared_parts = tuple(torch.nonzero(gone).flatten().tolist())
 
 
 def _cleared_between(recorded: Recorded) -> bool:
     """Whether a later pass of the same kind began when nothing was left of an earlier one, of some parameter."""
     kinds = [_kind(recorded, roots) for roots in recorded.roots]
-    if any(one is not None and not bool(torch.isfinite(one).all()) for after in recorded.after for one in after):
+    if not all(bool(torch.isfinite(after.flat).all()) for after in recorded.after):
         return False  # a pass that a GradScaler leaves out
-    for k in range(len(recorded.parameters)):
-        for i, after in enumerate(recorded.after[:-1]):
-            later = [before[k] for before, kind in zip(recorded.before[i + 1 :], kinds[i + 1 :]) if kind == kinds[i]]
-            if _is_some(after[k]) and later and not any(map(_is_some, later)):
-                return True
+    for i, after in enumerate(recorded.after[:-1]):
+        later = [before.some for before, kind in zip(recorded.before[i + 1 :], kinds[i + 1 :]) if kind == kinds[i]]
+        if later and bool((after.some & ~torch.stack(later).any(0)).any()):
+            return True
     return False
 
 
@@ -177,24 +173,18 @@ def _cut(recorded: Recorded) -> tuple[float, float] | None:
 
 def _small(recorded: Recorded) -> float | None:
     epsilons: list[Any] = [group.get("eps") for group in recorded.optimizer.param_groups if "betas" in group]
-    known = [one for one in recorded.at_step if one is not None]
-    if not known or not epsilons or not all(isinstance(epsilon, (float, int)) for epsilon in epsilons):
+    if not epsilons or not all(isinstance(epsilon, (float, int)) for epsilon in epsilons):
         return None
-    numbers = torch.cat(known).abs()
+    numbers = recorded.at_step.flat.abs()
     numbers = numbers[numbers > 0]
     return float((numbers < min(epsilons)).double().mean()) if len(numbers) else None
 
 
-def _given(recorded: Recorded) -> list[Tensor | None]:
-    """What the backward passes have added to each gradient, in all; None where no pass made one."""
-    given: list[Tensor | None] = [None] * len(recorded.parameters)
+def _given(recorded: Recorded) -> tuple[Tensor, Tensor]:
+    """Returns what the backward passes have added to each gradient, in all, [P, N]; and whether any pass did, bool [P]."""
+    given, was_given = torch.zeros_like(recorded.at_start.rows), torch.zeros(len(recorded.parameters), dtype=torch.bool)
     for before, after in zip(recorded.before, recorded.after):
-        for k, (old, new) in enumerate(zip(before, after)):
-            if new is not None and (old is None or not torch.equal(old, new)):
-                change, so_far = new if old is None else new - old, given[k]
-                given[k] = change if so_far is None else so_far + change
-    return given
-
-
-def _is_some(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(gradient.any())
+        is_new = after.there & (~before.there | (before.rows != after.rows).any(1))
+        given = torch.where(is_new[:, None], given + (after.rows - before.rows), given)
+        was_given |= is_new
+    return given, was_given

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from steady_doctor.identify.fit import fit
-from steady_doctor.record.tape import PARAMETERS, PICKS, NotRecorded, Op, Tape
+from steady_doctor.record.ops import PARAMETERS, PICKS, Op
+from steady_doctor.record.replay import NotRecorded
+from steady_doctor.record.tape import Tape
 
 LINEAR = 1e-3  # of the values: what may remain of a linear relation in float32, after a dozen operations
 LEAST_PART = 0.02  # of the elements that noise reaches: a mask may leave out the others

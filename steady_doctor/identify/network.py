@@ -14,7 +14,7 @@ class Network:
 
 
 def identify_network(recorded: Recorded) -> Network:
-    found = Network(recorded.modules.networks, all(recorded.finite))
+    found = Network(recorded.modules.networks, all(map(bool, recorded.finite)))
     used = 0
     for root in recorded.tape.roots:
         used |= 0 if root is None else root.uses

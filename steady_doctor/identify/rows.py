@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from steady_doctor.record.tape import NotRecorded, Op, Tape
+from steady_doctor.record.ops import Op
+from steady_doctor.record.replay import NotRecorded
+from steady_doctor.record.tape import Tape
 
 MOST_ROWS, MOST_NUMBERS = 4096, 1 << 22  # of a source; it is copied for each look
 LOOKS = 4  # rows that are tried in place of each row

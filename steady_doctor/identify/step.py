@@ -14,8 +14,10 @@ from steady_doctor.identify.network import Network, identify_network
 from steady_doctor.identify.target import Target, by_image, find_target
 from steady_doctor.identify.told import Drawn, drawn_of, layers_of, learned_of, penalty_of, products_of, told_mixture
 from steady_doctor.identify.update import Update, identify_update
+from steady_doctor.record.ops import Op
 from steady_doctor.record.recorded import Recorded
-from steady_doctor.record.tape import NotRecorded, Op, Tape
+from steady_doctor.record.replay import NotRecorded
+from steady_doctor.record.tape import Tape
 
 SHAPES = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "clone", "_to_copy", "detach"}
 SHAPES |= {"alias", "expand", "slice", "select", "split", "cat", "stack", "unbind", "copy_", "contiguous", "lift_fresh"}

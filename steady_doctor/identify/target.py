@@ -8,7 +8,9 @@ from torch import Tensor
 
 from steady_doctor.identify.fit import fit
 from steady_doctor.identify.mixture import Mixture
-from steady_doctor.record.tape import NotRecorded, Op, Tape
+from steady_doctor.record.ops import Op
+from steady_doctor.record.replay import NotRecorded
+from steady_doctor.record.tape import Tape
 
 COMPARES = {"sub", "rsub", "sub_", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 LEAST_STEP = 0.1  # of the output, above the rounding of what it is compared with; networks begin with outputs of nearly 0

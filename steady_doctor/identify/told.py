@@ -11,8 +11,10 @@ from steady_doctor.identify.fit import fit
 from steady_doctor.identify.mixture import Given, Mixture, Nothing, find_told, given_to_network, numel
 from steady_doctor.identify.target import Target, gradient_of
 from steady_doctor.record.driven import Told
+from steady_doctor.record.ops import Op
 from steady_doctor.record.recorded import Recorded
-from steady_doctor.record.tape import Op, Tape, sample
+from steady_doctor.record.samples import sample
+from steady_doctor.record.tape import Tape
 
 PRODUCTS = {"addmm", "mm", "bmm", "baddbmm", "addbmm", "linear", "matmul"}
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steady_doctor.identify.averages import Average, Named, far, identify_averages, identify_named, written_by_itself
+from steady_doctor.identify.averages import Average, Named, identify_averages, identify_named, written_by_itself
 from steady_doctor.identify.formula import off_formula
 from steady_doctor.identify.gradient import Gradient, identify_gradient
 from steady_doctor.record.recorded import Recorded
-from steady_doctor.record.tape import SAMPLED, sample
+from steady_doctor.record.samples import SAMPLED, Samples, far
 
 SETTINGS = (
     "lr",
@@ -89,7 +89,7 @@ def identify_update(recorded: Recorded) -> Update:
     _weights(recorded, update)
     update.optimized = _optimized(recorded)
     own = [parameter for parameter in recorded.tape.unowned if (op := recorded.tape.origin(parameter)) and op.index in loss]
-    update.network = tuple(float(sample(parameter).abs().sum()) for parameter in own[:NETWORKS_OWN])
+    update.network = tuple(Samples(own[:NETWORKS_OWN]).rows.abs().sum(1).tolist())
     if recorded.copies is not None:
         recorded.copies.look(recorded.tape, loss)
     return update
@@ -99,7 +99,7 @@ def _weights(recorded: Recorded, update: Update) -> None:
     """What changed the weights outside of the step."""
     step = next((at for at, what in recorded.events if what == "step"), len(recorded.tape.ops))
     at_step = recorded.weights[-2] if len(recorded.weights) > 1 else recorded.at_start
-    update.weights_moved = max((far(now, old) for old, now in zip(recorded.at_start, at_step)), default=0.0)
+    update.weights_moved = far(at_step.rows, recorded.at_start.rows)
     update.weights_written_by = _writers(recorded, 0, step)
 
 
@@ -114,13 +114,13 @@ def _told(recorded: Recorded) -> ToldUpdate | None:
     start, first, at_step, after = recorded.at_start, recorded.weights[0], *recorded.weights[-2:]
     steps = [(start, first), (first, at_step), (after, recorded.at_end)]
     places = [at for at, _ in recorded.events]
-    moved = [max((far(now, old) for old, now in zip(*pair)), default=0.0) for pair in steps]
-    in_rows = (_far_in_rows(p, *pair) for p, *pair in zip(recorded.parameters, after, recorded.at_end))
+    moved = [far(now.rows, old.rows) for old, now in steps]
     own = {id(p): number for number, group in enumerate(recorded.optimizer.param_groups) for p in group["params"]}
     every = recorded.all_parameters
     trained = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
     matrices = [p.detach() for p in trained.values() if p.ndim > 1]
-    rows = torch.cat([m.flatten(1).float().square().mean(1).sqrt() for m in matrices]) if matrices else torch.ones(1)
+    lengths = [torch.linalg.vector_norm(m.flatten(1).float(), dim=1) * (len(m) / m.numel()) ** 0.5 for m in matrices]
+    rows = torch.cat(lengths) if lengths else torch.ones(1)
     return ToldUpdate(
         limit=recorded.told.limit,
         limit_taken=recorded.told.limit_taken,
@@ -133,7 +133,7 @@ def _told(recorded: Recorded) -> ToldUpdate | None:
             _writers(recorded, places[0], places[-2]),
             _writers(recorded, places[-1], len(recorded.tape.ops)),
         ),
-        after_step_in_rows=max(in_rows, default=0.0),
+        after_step_in_rows=_far_in_rows(recorded, after.rows, recorded.at_end.rows),
         rows=float((rows - 1).abs().max()),
         trained=tuple(trained),
         frozen=tuple(name for name in every if name not in trained),
@@ -145,15 +145,16 @@ def _told(recorded: Recorded) -> ToldUpdate | None:
     )
 
 
-def _far_in_rows(parameter: Tensor, before: Tensor, after: Tensor) -> float:
+def _far_in_rows(recorded: Recorded, before: Tensor, after: Tensor) -> float:
     """How far the numbers of a sample went, each row of a matrix being made as long as it is afterwards."""
-    if parameter.ndim < 2:
-        return far(after, before)
-    stride = max(1, parameter.numel() // SAMPLED)
-    row = torch.arange(len(before), device=before.device) * stride // parameter[0].numel()
-    count = int(row[-1]) + 1
-    products, squares = (torch.zeros(count).to(before).index_add(0, row, before * other) for other in (after, before))
-    return far(after, before * (products / squares.clamp(min=1e-30))[row])
+    strides = [max(1, parameter.numel() // SAMPLED) for parameter in recorded.parameters]
+    lengths = [parameter.numel() // max(1, len(parameter)) if parameter.ndim > 1 else 0 for parameter in recorded.parameters]
+    stride, length = torch.tensor(strides)[:, None], torch.tensor(lengths)[:, None]
+    row = torch.arange(SAMPLED) * stride // length.clamp(min=1)
+    row = (row.diff(dim=1, prepend=row[:, :1]) != 0).cumsum(1)  # counted among those that a number is of
+    sums = (torch.zeros_like(before).scatter_add(1, row, before * other) for other in (after, before))
+    products, squares = (one.gather(1, row) for one in sums)
+    return far(after, torch.where(length > 0, before * products / squares.clamp(min=1e-30), before))
 
 
 def _optimized(recorded: Recorded) -> Optimized:
@@ -162,15 +163,17 @@ def _optimized(recorded: Recorded) -> Optimized:
     found = Optimized(type(optimizer).__name__, settings)
     if len(recorded.weights) < 2:
         return found
-    sizes, stuck = [], []
-    for parameter, before, after, got in zip(recorded.parameters, *recorded.weights[-2:], recorded.at_step):
-        if parameter.ndim > 1 and not torch.equal(before, after):
-            own = max(float(before.square().mean()), len(parameter) / (3 * parameter.numel()))
-            sizes.append((float((after - before).square().mean()) / own) ** 0.5)
-        if parameter.dtype in (torch.float16, torch.bfloat16) and got is not None:
-            stuck.append((before == after)[(got != 0) & (before != 0)].double())
+    before, after = recorded.weights[-2:]
+    gone = (after.rows - before.rows).square().sum(1) / before.sizes
+    least = torch.tensor([len(p) / (3 * p.numel()) if p.ndim > 1 and p.numel() else torch.nan for p in recorded.parameters])
+    known = (before.rows != after.rows).any(1) & ~least.isnan()
+    own = torch.maximum(before.rows.square().sum(1) / before.sizes, least)
+    sizes = (gone / own)[known].sqrt().sort().values
+    is_half = torch.tensor([p.dtype in (torch.float16, torch.bfloat16) for p in recorded.parameters])
+    counts = is_half[:, None] & (recorded.at_step.rows != 0) & (before.rows != 0)
     found.off = off_formula(recorded)
-    found.counted = tuple(sorted({int(state["step"]) for state in recorded.state if "step" in state}))
-    found.size = sorted(sizes)[len(sizes) // 2] if sizes else 0.0
-    found.stuck = float(torch.cat(stuck).mean()) if stuck and sum(map(len, stuck)) else None
+    steps = recorded.state.get("step")
+    found.counted = () if steps is None else tuple(sorted({int(step) for step in steps.flat}))
+    found.size = float(sizes[len(sizes) // 2]) if len(sizes) else 0.0
+    found.stuck = float((before.rows == after.rows)[counts].double().mean()) if bool(counts.any()) else None
     return found

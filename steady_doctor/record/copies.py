@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 
-from steady_doctor.record.tape import SAMPLED, Tape, _key, sample
+from steady_doctor.record.samples import SAMPLED, Samples
+from steady_doctor.record.tape import Tape, key_of
 
 DIFFERENT = 8  # numbers of a parameter that differ, so that an equal tensor is no chance
 SAME_WAY = 0.5  # cosine of two directions; rounding goes no way
@@ -50,37 +51,41 @@ class Copies:
         self.empty_average = False  # an EMAModel without tensors
         self.left_behind = False  # statistics of batches move, and those of the average stay
         self._parameters = parameters
-        self._starts = [sample(parameter) for parameter in parameters]
+        self._starts = Samples(parameters).rows
+        different = (self._starts.sort(1).values.diff(dim=1) != 0).sum(1) + 1
         known: dict[torch.Size, list[int]] = {}
-        for k, start in enumerate(self._starts):
-            if parameters[k].numel() > SAMPLED and len(start.unique()) >= DIFFERENT:  # samples of smaller ones look like copies
+        for k, count in enumerate(different.tolist()):
+            if parameters[k].numel() > SAMPLED and count >= DIFFERENT:  # samples of smaller ones look like copies
                 known.setdefault(parameters[k].shape, []).append(k)
         self.eligible = {k for places in known.values() for k in places}
-        own = {_key(parameter) for parameter in parameters}
-        self._places = set(own)  # storages that were looked at
+        own = {key_of(parameter) for parameter in parameters}
         norms: list[_NormBase] = []
+        may_be: list[Tensor] = []
         for thing in gc.get_objects():
             kind = type(thing)
             if kind is Tensor or issubclass(kind, nn.Parameter):
-                if thing.shape in known and _is_plain(thing) and _key(thing) not in self._places:  # views lie there, too
-                    self._note(thing, known[thing.shape])
+                if thing.shape in known and _is_plain(thing) and key_of(thing) not in own:  # views lie there, too
+                    may_be.append(thing)
             elif issubclass(kind, _NormBase) and thing.running_mean is not None:
                 norms.append(thing)
             elif kind.__name__ == "EMAModel":
                 self.empty_average |= getattr(thing, "shadow_params", None) == []
         self._note_norms(norms, own)
+        places = set()  # storages of copies
+        for tensor, values in zip(may_be, Samples(may_be).rows):
+            if key_of(tensor) not in places and self._note(tensor, values, known[tensor.shape]):
+                places.add(key_of(tensor))
 
-    def _note(self, tensor: Tensor, places: list[int]) -> None:
+    def _note(self, tensor: Tensor, values: Tensor, places: list[int]) -> bool:
         layout = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
-        values = sample(tensor).to(self._starts[places[0]])
         for k in places:
-            if torch.equal(values, self._starts[k].to(tensor.dtype).to(values)):
+            if torch.equal(values, self._starts[k].to(tensor.dtype).double()):
                 self.all.append(Copy(k, StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.device, layout, values))
-                self._places.add(_key(tensor))
-                return
+                return True
+        return False
 
     def _note_norms(self, norms: list[_NormBase], own: set[int]) -> None:
-        mine = [norm for norm in norms if norm.weight is not None and _key(norm.weight) in own]
+        mine = [norm for norm in norms if norm.weight is not None and key_of(norm.weight) in own]
         theirs = [norm for norm in norms if norm not in mine]
         is_pair = [norm.num_features for norm in mine] == [norm.num_features for norm in theirs]
         self._pairs: list[tuple[nn.Module, nn.Module]] = list(zip(mine, theirs)) if is_pair else []
@@ -88,17 +93,18 @@ class Copies:
 
     def look(self, tape: Tape, loss: set[int]) -> None:
         """At a recorded update. `loss`: the indices of operations that a loss depends on."""
-        ways = [sample(parameter).to(start) - start for parameter, start in zip(self._parameters, self._starts)]
-        self.changed = {k for k, way in enumerate(ways) if float(way.norm()) > 10 * CHANGED * float(self._starts[k].norm())}
-        for copy in self.all:
-            tensor = copy.tensor()
+        ways = Samples(self._parameters).rows - self._starts
+        is_other = ways.norm(dim=1) > 10 * CHANGED * self._starts.norm(dim=1)
+        self.changed = set(torch.nonzero(is_other).flatten().tolist())
+        tensors = [copy.tensor() for copy in self.all]
+        for copy, tensor, now in zip(self.all, tensors, Samples(tensors).rows):
             copy.alive = tensor is not None
             if tensor is None:
                 continue
             source = tape.origin(tensor)
             copy.in_losses += source is not None and source.index in loss
             copy.looks += 1
-            gone, way = sample(tensor).to(copy.start) - copy.start, ways[copy.parameter]
+            gone, way = now - copy.start, ways[copy.parameter]
             far = float(gone.norm()) > CHANGED * float(copy.start.norm())
             copy.moved |= far or float(gone @ way) > SAME_WAY * float(gone.norm() * way.norm()) > 0
         moved = [not torch.equal(_copied(mine), before) for (mine, _), (before, _) in zip(self._pairs, self._statistics)]

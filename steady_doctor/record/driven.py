@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from steady_doctor.record.followed import Followed
 from steady_doctor.record.recorded import Recorded
+from steady_doctor.record.samples import Samples
 from steady_doctor.record.session import Session
-from steady_doctor.record.tape import sample
 
 SMALL = 1 << 18  # numbers of a network's weights, of which the gradient is computed once more
 EVERY = 3  # recorded updates, in which that is done
@@ -69,7 +69,7 @@ class Driven(Session):
         self.levels: list[Tensor] = []  # of each micro step
         self._kept = self._records = 0
         self._told = Told()
-        self._standing: dict[str, Tensor] = {}  # some numbers of the weights and averages before something that was made
+        self._standing: dict[str, Samples] = {}  # some numbers of the weights and averages before something that was made
 
     def install(self) -> ExitStack:
         hooks = ExitStack()
@@ -91,21 +91,19 @@ class Driven(Session):
     def _leave(self) -> None:
         self._standing = self._everything()
 
-    @torch.no_grad()
-    def _everything(self) -> dict[str, Tensor]:
-        averages = {name: [sample(tensor) for tensor in average.values()] for name, average in self._averages.items()}
-        return {name: torch.cat(parts) for name, parts in averages.items()} | {
-            "": torch.cat([sample(parameter) for parameter in self._network.parameters()])
-        }
+    def _everything(self) -> dict[str, Samples]:
+        averages = {name: Samples(list(average.values())) for name, average in self._averages.items()}
+        return averages | {"": Samples(list(self._network.parameters()))}
 
     def compare(self) -> None:
         """After something was made between two updates."""
         self._safely(self._compare)
 
     def _compare(self) -> None:
-        for name, now in self._everything().items() if self._standing else ():
-            if not torch.equal(now, self._standing[name]):
-                self.followed.note(name, float((now - self._standing[name]).norm() / now.norm().clamp(min=1e-30)))
+        for name, samples in self._everything().items() if self._standing else ():
+            now, before = samples.flat, self._standing[name].flat
+            if not torch.equal(now, before):
+                self.followed.note(name, float((now - before).norm() / now.norm().clamp(min=1e-30)))
         self._standing = {}
         self.followed.begin()
 
@@ -129,12 +127,12 @@ class Driven(Session):
         self._records += 1
         names = [self._own.get(id(parameter), "") for parameter in recorded.parameters]
         recorded.names, recorded.averaged = names, [name != "" for name in names]
-        recorded.averages = {name: (self._sampled(average, names), []) for name, average in self._averages.items()}
+        recorded.averages = {name: [self._sampled(average, names)] for name, average in self._averages.items()}
         rates = (m.p if isinstance(m, nn.Dropout) else vars(m).get("dropout") for m in self._network.modules())
         recorded.dropout = max((float(rate) for rate in rates if isinstance(rate, (int, float))), default=0.0)
 
-    def _sampled(self, average: Mapping[str, Tensor], names: list[str]) -> list[Tensor | None]:
-        return [sample(average[name]) if name in average else None for name in names]
+    def _sampled(self, average: Mapping[str, Tensor], names: list[str]) -> Samples:
+        return Samples([average.get(name) for name in names])
 
     def tell(self, clean: Tensor, noise: Tensor, levels: Tensor, labels: Tensor | None) -> None:
         """Of a micro step, before the network's pass."""
@@ -185,9 +183,9 @@ class Driven(Session):
             self._stop()
             return
         recorded = self._recorded
-        recorded.at_end = [sample(parameter) for parameter in recorded.parameters]
-        for name, (_, after) in recorded.averages.items():
-            after += self._sampled(self._averages[name], recorded.names)
+        recorded.at_end = Samples(recorded.parameters)
+        for name, samples in recorded.averages.items():
+            samples.append(self._sampled(self._averages[name], recorded.names))
         self.followed.look()
         self._judge_recorded()
 
@@ -203,7 +201,9 @@ class Driven(Session):
         self.followed.forget()
 
     def _between(self) -> None:
-        pass  # the loop says when
+        """The loop says when the update is over: what it does after the step is recorded, too."""
+        if self._rests_in_step and self.tape is not None:
+            self.tape.paused -= 1
 
 
 def _generator(device: torch.device) -> int:

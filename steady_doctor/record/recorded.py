@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from steady_doctor.record.copies import Copies
 from steady_doctor.record.modules import Modules
-from steady_doctor.record.tape import Op, Tape, sample
+from steady_doctor.record.samples import Samples
+from steady_doctor.record.tape import Op, Tape
 
 ONE_SIZE = 1e-3  # spread of the sizes of rows that are normalized, over their mean
 
@@ -30,15 +31,18 @@ class Whole:
         known = [g.detach() for g in gradients if g is not None and g.layout is torch.strided and g.numel()]
         if not known:
             return cls([True] * len(gradients))
-        device = known[0].device
-        each = torch.stack([torch.stack([*torch.aminmax(g), g.float().norm()]).double().to(device) for g in known]).cpu()
-        low, high = float(each[:, 0].min()), float(each[:, 1].max())
-        at = torch.stack([torch.stack([(g == low).sum(), (g == high).sum()]).to(device) for g in known]).sum(0).tolist()
-        rows = iter(each)
-        zero = [g is None or g.layout is not torch.strided or not g.numel() or not bool(next(rows).any()) for g in gradients]
-        finite = bool(torch.isfinite(each).all())
+        host = len({g.device for g in known}) > 1
+        lows, highs = zip(*(torch.aminmax(g) for g in known))
+        norms = [torch.linalg.vector_norm(g, dtype=_wide(g.dtype)) for g in known]
+        each = torch.stack([x.cpu() if host else x for x in (*lows, *highs, *norms)]).cpu().double().reshape(3, -1)
+        low, high = each[0].min(), each[1].max()
+        reach = [[g for g, one in zip(known, row.tolist()) if one == end] for row, end in zip(each, (low, high))]
+        ends = float(low), float(high)
+        at = [sum((g == end).sum().cpu() for g in those) if end else 0 for those, end in zip(reach, ends)]
+        some = iter(each.any(0).tolist())
+        zero = [g is None or g.layout is not torch.strided or not g.numel() or not next(some) for g in gradients]
         count = sum(g.numel() for g in known)
-        return cls(zero, float(each[:, 2].norm()), finite, (low, high), (at[0], at[1]), count)
+        return cls(zero, float(each[2].norm()), bool(torch.isfinite(each).all()), ends, (int(at[0]), int(at[1])), count)
 
 
 class Recorded:
@@ -49,27 +53,27 @@ class Recorded:
         self.tape, self.optimizer, self.update, self.copies = tape, optimizer, update, copies
         self.parameters = parameters_of(optimizer)
         self.events: list[tuple[int, str]] = []  # (length of the tape, "backward", "step" or "stepped")
-        self.at_start = self._weights()
-        self.weights: list[list[Tensor]] = []  # before the first forward pass was differentiated, before the step, after it
-        self.before: list[list[Tensor | None]] = []  # gradients before each backward pass
-        self.after: list[list[Tensor | None]] = []  # and after it
-        self.at_step: list[Tensor | None] = []  # what the optimizer got
+        self.at_start = Samples(self.parameters)
+        self.weights: list[Samples] = []  # before the first forward pass was differentiated, before the step, after it
+        self.before: list[Samples] = []  # gradients before each backward pass
+        self.after: list[Samples] = []  # and after it
+        self.at_step = Samples([])  # what the optimizer got
         self.roots: list[list[Op]] = []  # what each backward pass differentiated
         self.gradients = Whole()
         self.clips: list[bool] = []  # of each call that clips: whether it got a gradient
         self.unowned = 0  # parameters that got a gradient, and that no optimizer has
-        self.state: list[dict[str, Any]] = []  # of the optimizer before the step: of each parameter, some numbers
+        self.state: dict[str, Samples] = {}  # of the optimizer before the step, by name
         self.normalized = False  # what was changed outside of the step has rows of one size
         self.left_to_optimizer = False  # to leave out this step where gradients are not finite
         self.no_gradient = 0  # bits of the parameters that want a gradient, and got one of exactly 0 there, or none
-        self.finite: list[bool] = []  # of what was differentiated
+        self.finite: list[Tensor] = []  # bool: of what was differentiated
         self.modules = Modules(self.parameters)
-        self.at_end: list[Tensor] | None = None  # weights at the end of an update that its loop ends itself
+        self.at_end: Samples | None = None  # weights at the end of an update that its loop ends itself
         self.told: Any = None  # see `driven.Told`; the following are of a loop that tells, too
         self.names: list[str] = []  # of the parameters
         self.averaged: list[bool] = []  # which of them averages are to have
         self.all_parameters: dict[str, Tensor] = {}  # of the network, trained or not
-        self.averages: dict[str, tuple[list[Tensor | None], list[Tensor | None]]] = {}  # by name, before and after the update
+        self.averages: dict[str, list[Samples]] = {}  # by name, before and after the update
         self.dropout, self.training = 0.0, True
         self.kept: list[Tensor] = []  # the whole weights at the start, of a small network
         self.handled: list[tuple[Any, int]] = []  # what a dataset did in this process to each batch, and the batch's size
@@ -79,38 +83,41 @@ class Recorded:
 
     def before_backward(self, roots: list[Tensor]) -> None:
         self.events.append((len(self.tape.ops), "backward"))
-        self.weights.append(self._weights())
+        self.weights.append(Samples(self.parameters))
         self.before.append(self._gradients())
         for root in roots:
             self.tape.root(root)
-            self.finite.append(bool(torch.isfinite(root).all()))
+            self.finite.append(torch.isfinite(root).all())
         self.roots.append([op for root in roots if (op := self.tape.op_of(root)) is not None])
 
     def after_backward(self) -> None:
         self.after.append(self._gradients())
-        if self.at_step:  # a closure's, within the step
+        if any(what == "step" for _, what in self.events):  # a closure's, within the step
             self._look_at_gradients()
         self.tape.known((p.grad for p in self.parameters if p.grad is not None), "gradient")
 
     def clipped(self, parameters: list[Tensor]) -> None:
         self.clips.append(any(parameter.grad is not None for parameter in parameters))
 
-    def before_step(self, owned: set[int]) -> None:
-        """`owned`: ids of the parameters of all optimizers."""
+    def before_step(self, owned: set[int], has_closure: bool) -> None:
+        """`owned`: ids of the parameters of all optimizers. A closure's passes are recorded within the step."""
         self.left_to_optimizer = hasattr(self.optimizer, "found_inf")
         self.events.append((len(self.tape.ops), "step"))
-        self.weights.append(self._weights())
+        self.weights.append(Samples(self.parameters))
         self._look_at_gradients()
         wanting = {id(p): p for p in self.tape.unowned if id(p) not in owned and p.grad is not None}
-        self.unowned = sum(bool(parameter.grad.any()) for parameter in wanting.values())  # type: ignore[union-attr]
+        given = [p.grad.any() for p in wanting.values()]  # type: ignore[union-attr]
+        self.unowned = sum(torch.stack(given).tolist()) if given else 0
         self.normalized = self._is_normalized()
-        self.state = [_numbers(self.optimizer.state.get(parameter, {})) for parameter in self.parameters]
-        states = (x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
-        self.tape.known(states, "state")
+        states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
+        names = dict.fromkeys(name for state in states for name, x in state.items() if isinstance(x, (Tensor, int, float)))
+        self.state = {name: Samples([_number(state.get(name)) for state in states]) for name in names}
+        if has_closure:
+            self.tape.known((x for state in states for x in state.values() if isinstance(x, Tensor)), "state")
 
     def after_step(self) -> None:
         self.events.append((len(self.tape.ops), "stepped"))
-        self.weights.append(self._weights())
+        self.weights.append(Samples(self.parameters))
 
     def _look_at_gradients(self) -> None:
         self.at_step = self._gradients()
@@ -121,21 +128,21 @@ class Recorded:
 
     def _is_normalized(self) -> bool:
         """Whether each weight that is no longer the one of the step before has rows of one size, as some networks keep them."""
-        pairs = zip(self.parameters, self.at_start, self.weights[-1])
-        moved = [parameter for parameter, old, now in pairs if parameter.ndim > 1 and not torch.equal(old, now)]
-        rows = [parameter.detach().flatten(1).float().norm(dim=1) for parameter in moved if len(parameter) > 1]
-        return bool(rows) and all(float(sizes.std()) < ONE_SIZE * float(sizes.mean()) for sizes in rows)
+        moved = (self.at_start.rows != self.weights[-1].rows).any(1).tolist()
+        matrices = [p.detach() for p, is_other in zip(self.parameters, moved) if is_other and p.ndim > 1 and len(p) > 1]
+        rows = [torch.linalg.vector_norm(p.flatten(1), dim=1, dtype=_wide(p.dtype)) for p in matrices]
+        return bool(rows) and bool(torch.stack([size.std() < ONE_SIZE * size.mean() for size in rows]).all())
 
-    def _weights(self) -> list[Tensor]:
-        return [sample(parameter) for parameter in self.parameters]
-
-    def _gradients(self) -> list[Tensor | None]:
-        return [None if parameter.grad is None else sample(parameter.grad) for parameter in self.parameters]
+    def _gradients(self) -> Samples:
+        return Samples([parameter.grad for parameter in self.parameters])
 
 
-def _numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Some numbers of each tensor of the optimizer's state of one parameter."""
-    return {name: sample(x) if isinstance(x, Tensor) else x for name, x in state.items() if isinstance(x, (Tensor, int, float))}
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _number(value: Any) -> Tensor | None:
+    return value if isinstance(value, Tensor) else torch.tensor(float(value)) if isinstance(value, (int, float)) else None
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -1,6 +1,8 @@
 """Makes a tape of some updates, by torch's hooks of optimizers and by wrapping its backward passes and data loaders."""
 
 import contextlib
+import functools
+import gc
 import os
 import sys
 import weakref
@@ -54,6 +56,7 @@ class Session:
         self.resting = False  # whether what happens now is no part of the training
         self.tape: Tape | None = None
         self._left: Tape | None = None  # where it is not entered for a while
+        self._rests_in_step = False  # as the tape does from before a step to after it
         self.loads = Loads()
         self._judge, self._stopped = judge, stopped
         self._due = recorded_updates()
@@ -89,7 +92,7 @@ class Session:
             (register_optimizer_step_pre_hook, self._before_step),
             (register_optimizer_step_post_hook, self._after_step),
         ):
-            hooks.callback(register(lambda optimizer, *_, look=look: self._safely(look, optimizer)).remove)
+            hooks.callback(register(functools.partial(self._safely, look)).remove)
         wrap(hooks, torch.autograd, "backward", self._backward)
 
     def _safely(self, look: Callable, *arguments: Any) -> None:
@@ -118,11 +121,11 @@ class Session:
         try:
             yield
         finally:
-            if tape is not None and self._left is tape and leaves:  # else it has come to its end within
-                self._left = None
-                tape.__enter__()
             if tape is not None:
                 tape.paused -= 1
+                if self._left is tape and not tape.paused:  # else it has come to its end within, or rests further
+                    self._left = None
+                    tape.__enter__()
 
     def _stop(self) -> None:
         self._recorded = None
@@ -205,7 +208,7 @@ class Session:
         self._safely(recorded.clipped, parameters)
         return original(parameters, *arguments, **options)
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer, arguments: tuple, options: dict) -> None:
         if self._inside:  # a step for each parameter within the backward pass, where torch has no place for a tape
             return
         if optimizer not in self._made:
@@ -217,7 +220,11 @@ class Session:
             self.copies = Copies(parameters_of(optimizer))
         if self._recorded is not None:
             others = (parameter for other in self._optimizers for parameter in parameters_of(other))
-            self._recorded.before_step({id(parameter) for parameter in others})
+            has_closure = any(callable(x) for x in (*arguments[1:], *options.values()))
+            self._recorded.before_step({id(parameter) for parameter in others}, has_closure)
+            if self.tape is not None and not has_closure:
+                self.tape.paused += 1  # what the step does shows in the weights
+                self._rests_in_step = True
 
     def _meet(self, optimizer: Optimizer) -> None:
         """At its first step."""
@@ -234,7 +241,7 @@ class Session:
         elif not self._is_known and _size(optimizer) > _size(self._main):
             self._begin(optimizer)
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._inside:
             return
         self._made[optimizer] = self._made.get(optimizer, 0) + 1
@@ -245,6 +252,7 @@ class Session:
         self.updates = self._made[optimizer]
         self.history.after_step(optimizer, self.updates)
         self._between()
+        self._rests_in_step = False
 
     def _between(self) -> None:
         """When an update is over."""
@@ -260,25 +268,45 @@ class Session:
         recorded = self._recorded
         recorded.loads, recorded.loaded_at = self.loads.count, self.loads.last_update
         recorded.datasets = self.loads.datasets
-        self._stop()
-        self.history.settle()
-        self.history.accumulation = _told_micro_steps()
-        if recorded.tape.failure is not None:
-            raise recorded.tape.failure
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        with torch.random.fork_rng(devices):  # whatever is repeated, the script's draws go on as they would
-            self._judge(recorded)
+        with self._seeing.pop_all():
+            self._stop()
+            self.history.settle()
+            self.history.accumulation = _told_micro_steps()
+            if recorded.tape.failure is not None:
+                raise recorded.tape.failure
+            devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+            with torch.random.fork_rng(devices):  # whatever is repeated, the script's draws go on as they would
+                self._judge(recorded)
+            del recorded  # before the garbage collector goes on
 
     def _record(self) -> None:
         """From here on, until this update is over."""
         assert self._main is not None  # noqa: S101
+        self._seeing.enter_context(_uncollected())
         self.tape = Tape(parameters_of(self._main))
         self._recorded = Recorded(self.tape, self._main, self.updates + 1, self.copies)
         for tensor, number in self.loads.alive():
             self.tape.known([tensor], "data", number)
-        see = self._recorded.modules.see
-        self._seeing.callback(register_module_forward_pre_hook(lambda module, _: self._safely(see, module)).remove)
+        modules = self._recorded.modules
+        self._seeing.callback(
+            register_module_forward_pre_hook(
+                lambda module, _: None if modules.knows(module) else self._safely(modules.see, module)
+            ).remove
+        )
         self.tape.__enter__()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's garbage collector: a tape has many objects, of which it would go through all of the script's, and no
+    cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _told_micro_steps() -> int | None:

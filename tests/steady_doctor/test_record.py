@@ -1,0 +1,111 @@
+"""What a recorded update costs: objects that go with it, operations that are left out, and waits of the host for a device."""
+
+import gc
+
+import pytest
+import torch
+from rehearsal import Device
+from torch import nn
+
+from steady_doctor.doctor import Doctor
+from steady_doctor.record.ops import Op
+from steady_doctor.record.samples import SAMPLED, Samples
+from steady_doctor.record.session import Session
+from steady_doctor.record.tape import Tape
+
+
+def train(layers: int, device: str, closure: bool = False, updates: int = 3) -> None:
+    """Denoises numbers with a network of so many layers."""
+    torch.manual_seed(0)
+    network = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(12, 12, device=device), nn.SiLU())))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+
+    def losses() -> torch.Tensor:
+        optimizer.zero_grad()
+        clean, noise = (torch.randn(16, 12, device=device) for _ in range(2))
+        loss = (network(0.6 * clean + 0.8 * noise) - noise).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(updates):
+        if closure:
+            optimizer.step(losses)
+        else:
+            losses()
+            optimizer.step()
+
+
+def recorded_names(closure: bool) -> list[str]:
+    names: list[str] = []
+    session = Session(lambda recorded: names.extend(op.name for op in recorded.tape.ops))
+    with session.install():
+        train(2, "cpu", closure)
+    assert session.failure is None
+    return names
+
+
+def test_samples_are_those_of_each_tensor():
+    square = torch.arange(300.0).reshape(15, 20)
+    tensors = [square, square.T, None, torch.tensor(7.0), torch.arange(5).to(torch.bfloat16), torch.zeros(0)]
+    samples = Samples(tensors)
+    for row, there, count, tensor in zip(samples.rows.tolist(), samples.there.tolist(), samples.sizes.tolist(), tensors):
+        flat = [] if tensor is None else tensor.flatten().tolist()
+        expected = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED]
+        assert row[:count] == expected and not any(row[count:]) and there == (tensor is not None)
+    assert samples.flat.tolist() == [
+        number for row, count in zip(samples.rows.tolist(), samples.sizes) for number in row[:count]
+    ]
+
+
+def test_samples_stay_as_they_were():
+    weight = torch.ones(100)
+    samples = Samples([weight])
+    weight.zero_()
+    assert samples.rows.tolist() == [[1.0] * SAMPLED]
+
+
+def test_a_tape_is_gone_without_the_garbage_collector():
+    network = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8))
+
+    def recorded() -> int:
+        with Tape(network.parameters()) as tape:
+            network(torch.randn(4, 8)).mean()
+        return len(tape.held) and len(tape.ops)
+
+    recorded()  # torch imports its compiler at the first operation of all, and keeps that call for a while
+    gc.collect()
+    gc.disable()
+    try:
+        assert recorded() > 5
+        assert not [thing for thing in gc.get_objects() if type(thing) is Op]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(was_enabled):
+    if not was_enabled:
+        gc.disable()
+    try:
+        recorded_names(closure=False)
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
+
+
+def test_the_step_is_recorded_where_passes_are_within_it():
+    of_steps = {"addcdiv_", "_foreach_addcdiv_", "_fused_adamw_"}
+    assert "mean" in recorded_names(closure=False) and not of_steps & {*recorded_names(closure=False)}
+    assert "mean" in recorded_names(closure=True) and of_steps & {*recorded_names(closure=True)}
+
+
+def test_the_host_does_not_wait_for_each_weight():
+    reads = []
+    for layers in (2, 6):
+        doctor = Doctor()
+        with Device() as device, doctor.install():
+            train(layers, "meta")
+        assert doctor.session.failure is None and len(doctor.seen.steps) == 2
+        assert all(one.mixture is not None for _, one in doctor.seen.passes())
+        reads.append(sum(event.kind == "read" for event in device.events))
+    assert reads[0] == reads[1]
