@@ -13,6 +13,7 @@ MOVED = 1e-6  # of a tensor's size: a smaller distance tells no direction
 EXACT = 1e-3  # of the distance, that may remain of a straight line between two float32 tensors
 ROUNDING = 1e-6  # of a tensor's size
 FLOAT32 = 2.0**-24  # of a number
+FEWEST = 4  # numbers that tell two shares
 OTHER_SUM = 1e-3  # of two shares, by which they are not 1 together
 
 
@@ -89,6 +90,7 @@ def _averages_of(recorded: Recorded, writes: list[Write]) -> list[Average | None
         return [None] * len(writes)
     numbers, places = (torch.tensor(one) for one in zip(*pairs))
     olds, news = (Samples([getattr(write, which) for write in writes]).rows for which in ("before", "after"))
+    enough = [len(write.after) >= FEWEST for write in writes]
     before, after, parameter = olds[numbers], news[numbers], recorded.at_start.rows[places]
     found: list[Average | None] = [None] * len(writes)
     for (number, k), keep in zip(pairs, _keeps(before, after, parameter).tolist()):
@@ -96,7 +98,7 @@ def _averages_of(recorded: Recorded, writes: list[Write]) -> list[Average | None
         if keep == keep and (best is None or _distance(keep) < _distance(best.keep)):
             still = torch.equal(olds[number], news[number])
             found[number] = Average(k, keep, _when(recorded, writes[number].op.index), still=still)
-    left = [place for place, (number, _) in enumerate(pairs) if found[number] is None]
+    left = [place for place, (number, _) in enumerate(pairs) if found[number] is None and enough[number]]
     for place, (keep, new) in zip(left, _shares(before[left], after[left], parameter[left]).tolist() if left else ()):
         number, k = pairs[place]
         if keep == keep and found[number] is None:

@@ -61,6 +61,7 @@ class Copies:
         own = {key_of(parameter) for parameter in parameters}
         norms: list[_NormBase] = []
         may_be: list[Tensor] = []
+        gc.collect()  # a network that the script has given up is no average
         for thing in gc.get_objects():
             kind = type(thing)
             if kind is Tensor or issubclass(kind, nn.Parameter):

@@ -25,6 +25,8 @@ from steady_doctor.record.recorded import Recorded, parameters_of
 from steady_doctor.record.tape import Tape
 from steady_doctor.record.wrapping import compile_, without_warning, wrap
 
+OBJECTS = 200_000  # Python's, that are new when the garbage collector begins in a recorded update
+
 
 def recorded_updates() -> Iterator[int]:
     """The Fibonacci numbers from 2 on: often at first, where faults can be cheap, and seldom later."""
@@ -277,12 +279,12 @@ class Session:
             devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
             with torch.random.fork_rng(devices):  # whatever is repeated, the script's draws go on as they would
                 self._judge(recorded)
-            del recorded  # before the garbage collector goes on
+            del recorded  # before the garbage collector counts as usual
 
     def _record(self) -> None:
         """From here on, until this update is over."""
         assert self._main is not None  # noqa: S101
-        self._seeing.enter_context(_uncollected())
+        self._seeing.enter_context(_seldom_collected())
         self.tape = Tape(parameters_of(self._main))
         self._recorded = Recorded(self.tape, self._main, self.updates + 1, self.copies)
         for tensor, number in self.loads.alive():
@@ -297,16 +299,15 @@ class Session:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's garbage collector: a tape has many objects, of which it would go through all of the script's, and no
-    cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+def _seldom_collected() -> Iterator[None]:
+    """Has Python's garbage collector begin after more new objects than usual: a tape has many and no cycles, and because of
+    them the collector would go through all objects of the script."""
+    first, *others = gc.get_threshold()
+    gc.set_threshold(max(first, OBJECTS) if first else 0, *others)
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.set_threshold(first, *others)
 
 
 def _told_micro_steps() -> int | None:

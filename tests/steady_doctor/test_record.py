@@ -2,12 +2,12 @@
 
 import gc
 
-import pytest
 import torch
 from rehearsal import Device
 from torch import nn
 
 from steady_doctor.doctor import Doctor
+from steady_doctor.record.copies import Copies
 from steady_doctor.record.ops import Op
 from steady_doctor.record.samples import SAMPLED, Samples
 from steady_doctor.record.session import Session
@@ -82,15 +82,22 @@ def test_a_tape_is_gone_without_the_garbage_collector():
         gc.enable()
 
 
-@pytest.mark.parametrize("was_enabled", [True, False])
-def test_the_garbage_collector_is_left_as_it_was(was_enabled):
-    if not was_enabled:
-        gc.disable()
-    try:
-        recorded_names(closure=False)
-        assert gc.isenabled() == was_enabled
-    finally:
-        gc.enable()
+def test_the_garbage_collector_is_left_as_it_was():
+    before, during = gc.get_threshold(), []
+    session = Session(lambda recorded: during.append(gc.get_threshold()))
+    with session.install():
+        train(2, "cpu")
+    assert session.failure is None and gc.get_threshold() == before and gc.isenabled()
+    assert during and all(first > before[0] and tuple(others) == before[1:] for first, *others in during)
+
+
+def test_a_network_that_was_given_up_is_no_copy():
+    network, given_up = (nn.Linear(12, 12) for _ in range(2))
+    given_up.load_state_dict(network.state_dict())
+    given_up.itself = [given_up]  # a cycle, which waits for the garbage collector
+    assert Copies(list(network.parameters())).all
+    del given_up
+    assert not Copies(list(network.parameters())).all
 
 
 def test_the_step_is_recorded_where_passes_are_within_it():
