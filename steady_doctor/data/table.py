@@ -5,6 +5,7 @@ the digits come from scikit-learn.
 """
 
 import io
+import itertools
 import os
 from bisect import bisect_right
 from collections.abc import Callable
@@ -72,14 +73,18 @@ class Table:
 
     @cached_property
     def _label_column(self) -> str | None:
-        """The one asked for; else the first of classes, else of numbers under a usual name, else of strings that repeat."""
+        """The one asked for; else the first that has classes: declared ones, integers under a usual name, strings that repeat,
+        other numbers."""
         if self._source.label_column is not None:
             return self._source.label_column
         classes = [name for name in self._features if type(self._features[name]).__name__ == "ClassLabel"]
-        usual = [name for name in _LABELS if "int" in self._type(name) or "float" in self._type(name)]
-        words = [name for name in _LABELS if "string" in self._type(name)] if not classes + usual else []
-        repeated = [name for name in words if 0 < 2 * len(self._read(name, None).drop_null().unique()) <= len(self)]
-        return next(iter([*classes, *usual, *repeated]), None)
+        plain = [name for name in _LABELS if not hasattr(self._features.get(name), "feature")]
+        integers = [name for name in plain if "int" in self._type(name)]
+        words = [name for name in _LABELS if "string" in self._type(name)]
+        repeated = (name for name in words if 0 < 2 * len(self._read(name, None).drop_null().unique()) <= len(self))
+        others = [name for name in _LABELS if "int" in self._type(name) or "float" in self._type(name)]
+        asked = itertools.chain(classes, integers, repeated, (name for name in others if name not in integers))
+        return next((name for name in asked if self._labels_of(name) is not None), None)
 
     def _type(self, name: str) -> str:
         """Of its values, or of those in its lists."""
@@ -90,16 +95,19 @@ class Table:
     def labels(self) -> np.ndarray | None:
         """The class of each row, int64, -1 for none: as it is declared, else the place of its value among those that occur.
         None where the data has no classes."""
-        name = self._label_column
-        if name is None:
-            return None
+        return None if self._label_column is None else self._labels_of(self._label_column)
+
+    def _labels_of(self, name: str) -> np.ndarray | None:
         cells = self._read(name, None)
-        values = [_value(cell) for cell in (cells.to_pylist() if hasattr(cells, "to_pylist") else cells.tolist())[: len(self)]]
-        if hasattr(self._features.get(name), "names"):
-            return np.array([-1 if value is None else value for value in values], np.int64)
+        if cells is None:
+            return None
         try:
+            cells = cells.to_pylist() if hasattr(cells, "to_pylist") else np.asarray(cells).tolist()
+            values = [_value(cell) for cell in cells[: len(self)]]
+            if hasattr(self._features.get(name), "names"):
+                return np.array([-1 if value is None else value for value in values], np.int64)
             place_of = {value: place for place, value in enumerate(sorted({value for value in values if value is not None}))}
-        except TypeError:  # of several kinds
+        except (TypeError, ValueError):  # of several kinds, or no classes
             return None
         return np.array([place_of.get(value, -1) for value in values], np.int64) if place_of else None
 
@@ -111,12 +119,19 @@ class Table:
 
 
 def _value(cell: Any) -> Any:
-    """What a cell says: itself, what a list of one has, or the place of the 1 in a one-hot list; None: no class."""
+    """What a cell says: itself, what a list of one has, or the place of the 1 in a one-hot list; None: no class. Raises
+    ValueError where it is none of these."""
     if isinstance(cell, list):
-        cell = cell[0] if len(cell) == 1 else cell.index(1) if 1 in cell else None
-    if isinstance(cell, float):
-        return int(cell) if cell.is_integer() and cell != -1 else None
-    return None if cell == -1 and not isinstance(cell, (bool, str)) else str(cell) if isinstance(cell, bool) else cell
+        if len(cell) > 1 and sorted(cell)[:-1] != [0] * (len(cell) - 1):
+            raise ValueError
+        cell = cell[0] if len(cell) == 1 else cell.index(1) if any(cell) else None
+    if isinstance(cell, float) and cell == cell:
+        if not cell.is_integer():
+            raise ValueError
+        cell = int(cell)
+    if isinstance(cell, bool):
+        return str(cell)
+    return None if cell != cell or cell == -1 else cell
 
 
 def open_table(source: Source, dataset: Any) -> Table | None:

@@ -21,7 +21,6 @@ from steady_doctor.record.tape import Tape
 
 SHAPES = {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "clone", "_to_copy", "detach"}
 SHAPES |= {"alias", "expand", "slice", "select", "split", "cat", "stack", "unbind", "copy_", "contiguous", "lift_fresh"}
-OTHER = 0.5  # of a target, that is made of something else
 EVEN = 0.5  # the smallest slope within a sample over its largest, below which something else than the level counts
 NORMAL = {"randn", "randn_like", "normal", "normal_", "normal_functional"}
 ELEMENTWISE = {"mul", "div", "add", "sub", "rsub", "mul_", "div_"}
@@ -120,8 +119,6 @@ def _pass(recorded: Recorded, root: Op) -> Pass:
         mixture = find_mixture(tape, [op for op in tape.upstream(root) if op.kind == "op"])
         target = find_target(tape, root, mixture)
         asked = None if target is None else _asked(tape, root, mixture, target)
-        if _asks_for_other_noise(asked) and _noise_in_loss(tape, root):  # an encoder draws some, too
-            return Pass(why_not="no-noise", noise_in_loss=True)
         return Pass(
             _mixed(tape, mixture),
             asked,
@@ -216,11 +213,6 @@ def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
         asked.even = float((slope.amin(1) / asked.slope.clamp(min=1e-30)).min())
         asked.by_image = asked.even < EVEN and by_image(tape, root, mixture, target)
     return asked
-
-
-def _asks_for_other_noise(asked: Asked | None) -> bool:
-    """Whether most of the target of all samples is neither the image nor what was taken for the noise."""
-    return asked is not None and asked.rest is not None and not asked.by_network and float(asked.rest.min()) > OTHER
 
 
 def _squares(tape: Tape, root: Op, target: Target | None, size: int) -> tuple[tuple[int, ...], ...]:

@@ -34,6 +34,17 @@ def test_a_cache_beside_the_run_or_where_it_is_asked_for(home, environment, tmp_
     assert Path(os.environ["HF_HOME"]) == tmp_path / "asked" / "huggingface"
 
 
+def test_what_a_home_holds_is_still_read_where_it_cannot_be_written(environment, tmp_path, capsys):
+    environment.setenv("HF_DATASETS_CACHE", "")
+    environment.delenv("HF_DATASETS_CACHE")
+    environment.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    environment.setattr(os, "access", lambda path, mode: False)
+    use_a_cache_that_can_be_written(SimpleNamespace(output_dir=str(tmp_path / "runs" / "one")))
+    assert "HF_HOME" not in os.environ
+    assert Path(os.environ["HF_DATASETS_CACHE"]) == tmp_path / "runs" / ".cache" / "huggingface" / "datasets"
+    assert "home/huggingface cannot be written" in capsys.readouterr().err
+
+
 def test_a_home_that_can_be_written_stays(environment, tmp_path, capsys):
     environment.setenv("HOME", str(tmp_path))
     use_a_cache_that_can_be_written(SimpleNamespace())

@@ -154,9 +154,7 @@ def test_a_table_in_the_folder_that_its_names_begin_with(load, tmp_path):
     (folder / "images" / "metadata.csv").write_bytes(table([("images/1.png", 1), ("images/0.png", 0)]))
     images = load(folder)
     assert shown(images) == [1, 0]
-    assert said(images) == [
-        "2 names of the metadata differ from those of the files: images/images/1.png means images/1.png, ..."
-    ]
+    assert said(images) == ["2 in the metadata differ from the names of files: images/images/1.png means images/1.png, ..."]
 
 
 def test_a_table_beside_an_archive_made_on_windows(load, tmp_path):
@@ -182,6 +180,52 @@ def test_what_is_ambiguous_or_not_there_is_not_guessed_and_listed_at_once(load, 
     assert any(note == "5 files of the metadata are not there: 0.png, 1.jpg, 2.jpg, c/2.png, 5.png" for note in said(images))
     with pytest.raises(UserError, match=r"5 files.*0\.png, 1\.jpg, 2\.jpg, c/2\.png, 5\.png"):
         load(folder)
+
+
+def test_tables_about_folders_beside_them_are_no_data(load, tmp_path):
+    for part in ("00000", "00001"):
+        write(tmp_path / "set", *(f"{part}/{n}.png" for n in range(3)))
+        (tmp_path / "set" / f"{part}_stats.json").write_text('{"count": 3}')
+        (tmp_path / "set" / f"{part}.parquet").write_bytes(b"a table of downloads")
+    assert shown(load(tmp_path / "set", "dataset_name")) == [0, 1, 2] * 2
+
+
+def test_captions_in_linked_folders(load, tmp_path):
+    write(tmp_path / "real", "0.png", "1.png")
+    (tmp_path / "real" / "0.txt").write_text("a cat")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "images").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "back").symlink_to(tmp_path / "set")
+    assert shown(load(tmp_path / "set", "dataset_name")) == [0, 1]
+
+
+@pytest.mark.parametrize("labels", [{"cat": 0, "dog": 1}, ["ab", "cd"], [["cat/0.png", 1, 2]], 3])
+def test_another_dataset_json_is_a_file_beside_the_images(labels, load, tmp_path):
+    folder = write(tmp_path / "set", "cat/0.png", "dog/1.png")
+    (folder / "dataset.json").write_text(json.dumps({"labels": labels}))
+    assert load(folder).class_names == ["cat", "dog"]
+
+
+def test_names_are_not_moved_into_one_of_several_folders(load, tmp_path):
+    folder = write(tmp_path / "set", "images/0.png", "masks/0.png", "masks/1.png")
+    (folder / "metadata.csv").write_bytes(table([("0.png", 1), ("1.png", 0)]))
+    with pytest.raises(UserError, match=r"2 files of the metadata are not there: 0\.png, 1\.png"):
+        load(folder)
+
+
+def test_files_that_are_not_asked_for_may_be_missing(load, tmp_path):
+    folder = write(tmp_path / "set", "0.png", "1.png")
+    (folder / "metadata.csv").write_bytes(table([("0.png", 1), ("1.png", 0), ("5.png", 0)]))
+    assert shown(load(folder, dataset_split="train[:2]")) == shown(load(folder, max_train_images=2)) == [0, 1]
+
+
+def test_a_table_of_windows_and_empty_cells(load, tmp_path):
+    folder = write(tmp_path / "set", "0é.png", "1.png", "2.png", "3.png", "4.png")
+    rows = [("0é.png", "chât"), ("1.png", "chât"), ("2.png", "dog"), ("3.png", "dog"), ("4.png", "")]
+    (folder / "metadata.csv").write_bytes(table(rows, ";", "cp1252"))
+    images = load(folder)
+    assert images.class_names == ["chât", "dog"] and images.labels.tolist() == [0, 0, 1, 1, -1]
+    assert "metadata.csv was read as Windows-1252 with semicolons between the columns" in said(images)
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:

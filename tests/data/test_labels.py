@@ -32,6 +32,7 @@ def found(values, feature, requested=None):
         ([[0, 1, 0], [1, 0, 0], [0, 0, 1]], datasets.List(INTEGERS), [1, 0, 2], None),
         ([[0.0, 1.0], [0.0, 0.0], [1.0, 0.0]], datasets.List(FLOATS), [1, -1, 0], None),
         ([[0, 1], [1, 0]], datasets.List(INTEGERS, length=2), [1, 0], None),
+        ([[float("nan")], [0.0], [1.0]], datasets.List(FLOATS), [-1, 0, 1], None),
         (["b", "a", None, "b", "a"], datasets.Value("string"), [1, 0, -1, 1, 0], ["a", "b"]),
         ([1, -1, 0], datasets.ClassLabel(names=["x", "y", "z"]), [1, -1, 0], ["x", "y", "z"]),
     ],
@@ -49,6 +50,7 @@ def test_the_classes_are_the_values_that_occur(values, feature, labels, names):
     ("values", "feature", "why"),
     [
         ([0.5, 1.0], FLOATS, "0.5 is no class"),
+        ([[0.2], [1.9]], datasets.List(FLOATS), "0.2 is no class"),
         ([[1, 1, 0], [0, 0, 1]], datasets.List(INTEGERS), "not one-hot"),
         ([[0, 2], [1, 0]], datasets.List(INTEGERS), "not one-hot"),
         ([[0, 1], [1]], datasets.List(INTEGERS), "different lengths"),
@@ -62,6 +64,21 @@ def test_what_is_no_label_is_said(values, feature, why):
     assert labels is None and why in notes[0]
     with pytest.raises(UserError, match=f"--label_column label: .*{why}"):
         found(values, feature, "label")
+
+
+@pytest.mark.parametrize(
+    ("columns", "features", "used"),
+    [
+        ({"label": [0.3, 0.5, 0.1], "class_id": [0, 1, 0]}, (FLOATS, INTEGERS), "class_id"),
+        ({"label": [[1, 1], [0, 1], [1, 0]], "class_id": [0.0, 1.0, 0.0]}, (datasets.List(INTEGERS), FLOATS), "class_id"),
+        ({"target": [1.0, 2.0, 3.0, 1.0], "class": ["a", "b", "a", "b"]}, (FLOATS, datasets.Value("string")), "class"),
+        ({"label": [-1, -1], "target": [0, 1]}, (INTEGERS, INTEGERS), "target"),
+    ],
+)
+def test_a_column_without_classes_hides_no_other(columns, features, used):
+    made = datasets.Dataset.from_dict(columns, features=datasets.Features(dict(zip(columns, features))))
+    labels, _, _ = find_labels(made)
+    assert labels.tolist() == find_labels(made, used)[0].tolist()
 
 
 def test_many_classes_of_few_images_are_said():

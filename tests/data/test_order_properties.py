@@ -34,7 +34,7 @@ class Numbers(SimpleNamespace):
     """Stands in for an `ImageSet`: the image at an index is the index."""
 
     def __init__(self):
-        super().__init__(labels=None, uniform=True, bad_images=BadImages(0), shape=(1, 1, 1))
+        super().__init__(labels=None, uniform=True, bad_images=BadImages(0), shape=(1, 1, 1), max_value=255)
 
     def fetch(self, indices, crop):
         return np.array(indices)

@@ -83,12 +83,14 @@ def test_a_long_history_is_thinned_as_it_is_read_and_kept_as_it_is(tmp_path, mon
         history.add(step, {"train/loss": 1.0})
         if step % 100 == 0:
             history.add(step, {"samples": {"raw": {"mean": 0.0}}})
+            history.add(step, {"validation/loss": 1.0})
     path = tmp_path / HISTORY
     written = path.read_bytes()
-    assert len(read_history(path)) == 1010
+    assert len(read_history(path)) == 1020
     records = read_history(path, most=200)
     reports = [record["step"] for record in records if "train/loss" in record]
-    assert [record["step"] for record in records if "samples" in record] == list(range(100, 1001, 100))
+    for kind in ("samples", "validation/loss"):
+        assert [record["step"] for record in records if kind in record] == list(range(100, 1001, 100))
     assert reports[-50:] == list(range(951, 1001)) and 150 <= len(reports) <= 200
     gaps = {later - earlier for earlier, later in itertools.pairwise(reports[:-50])}
     assert len(gaps) == 1

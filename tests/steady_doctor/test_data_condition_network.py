@@ -196,12 +196,6 @@ def test_a_fault_is_found_and_nothing_where_it_is_right(name):
     assert codes == set() if not code else code in codes
 
 
-def test_what_an_encoder_draws_is_not_taken_for_the_noise_that_is_missing():
-    drawn = {"image": lambda x: x + 0.1 * torch.randn_like(x)}
-    assert found(**drawn) == set()
-    assert found(**drawn, noised=lambda a, x0, noise: x0) == {"input-clean"}
-
-
 def test_a_gradient_that_is_cleared_says_nothing_of_the_network():
     assert found(before_step=lambda optimizer: optimizer.zero_grad()) == {"gradient-cleared-before-step"}
 

@@ -24,7 +24,7 @@ def test_the_loss_to_show_and_the_loss_that_is_trained(tmp_path, monkeypatch):
     """An update is judged by what its gradient is of, and shown by the other."""
     network, accelerator, state = torch.nn.Linear(2, 1), Accelerator(cpu=True), TrainState()
     shown = {}
-    objective = SimpleNamespace(network=network, num_ranks=20, ranks=lambda ranks: ranks)
+    objective = SimpleNamespace(network=network, num_ranks=20, ranks=lambda ranks: ranks, level="timesteps")
     no_images = SimpleNamespace(bad_images=BadImages(0))
     run = SimpleNamespace(
         options=DDPMOptions(logging_steps=1, max_bad_steps=2),
@@ -48,7 +48,8 @@ def test_the_loss_to_show_and_the_loss_that_is_trained(tmp_path, monkeypatch):
     monitor._nan_reports = SimpleNamespace(write=lambda bad, *rest: shown.update(losses=bad.losses.tolist()))
     monitor.begin(0)
     images = torch.randn(3, 1, 1, 2)
-    monitor.add_drawn({"clean_images": images})
+    monitor._sample_numbers = torch.arange(3)
+    monitor.add_drawn({"clean_images": images, "noise": images, "timesteps": torch.arange(3)})
     (network(images).sum() * torch.nan).backward()
     weighted, trained = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([5.0, torch.nan, 7.0])
     monitor.add(Losses(trained, weighted), {"ranks": torch.tensor([0, 5, 19])})

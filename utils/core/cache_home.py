@@ -1,28 +1,31 @@
 """A place for what Hugging Face's libraries keep, where the user's home has none: a container with a numeric user, say."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-_CHOSEN = ("HF_HOME", "XDG_CACHE_HOME")  # by the user
-
 
 def use_a_cache_that_can_be_written(options: Any) -> None:
-    """Before these libraries are imported: where `~/.cache/huggingface` is not there and cannot be made, their folder is made
+    """Before these libraries are imported: where `~/.cache/huggingface` cannot be made or written, what they write goes
     below --cache_dir, or beside --output_dir, and that is said once."""
-    if any(map(os.environ.get, _CHOSEN)):
+    if os.environ.get("HF_HOME"):
         return
-    usual = os.path.expanduser("~/.cache/huggingface")
+    usual = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface")
+    is_there = False
     if not usual.startswith("~"):  # which nobody has who has no name
-        try:
+        with contextlib.suppress(OSError):
             os.makedirs(usual, exist_ok=True)
-            return
-        except OSError:
-            pass
+            is_there = True
+    if is_there and os.access(usual, os.W_OK):
+        return
     beside = os.path.dirname(os.path.abspath(getattr(options, "output_dir", None) or "here"))
     below = Path(getattr(options, "cache_dir", None) or Path(beside, ".cache")).absolute()
-    os.environ["HF_HOME"] = str(below / "huggingface")
+    if is_there:  # what it holds can be read
+        os.environ.setdefault("HF_DATASETS_CACHE", str(below / "huggingface" / "datasets"))
+    else:
+        os.environ["HF_HOME"] = str(below / "huggingface")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(below / "torchinductor"))  # torch asks for the user's name
     if os.environ.get("RANK", "0") == "0" and not getattr(options, "quiet", False):
-        print(f"note: {usual} cannot be made; the cache is {below} (--cache_dir or HF_HOME choose)", file=sys.stderr)
+        print(f"note: {usual} cannot be written; the cache is {below} (--cache_dir or HF_HOME choose)", file=sys.stderr)

@@ -98,7 +98,7 @@ def make_accelerator(
                     DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=broadcast_buffers),
                 ],
             )
-    except torch.distributed.DistError as error:
+    except torch.distributed.DistStoreError as error:
         raise UserError(
             f"the other processes of WORLD_SIZE={os.environ.get('WORLD_SIZE')} did not come: {one_line(error)}\n"
             "start all of them, or, if no launcher started this one, unset WORLD_SIZE, RANK and MASTER_ADDR"

@@ -104,9 +104,10 @@ def find_image_column(dataset: "Dataset", requested: str | None = None) -> tuple
 def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.ndarray | None, list[str] | None, list[str]]:
     """Returns labels int64 [rows] or None, names of the classes or None, and notes. Labels are -1 for no class, else from 0 on.
 
-    Without a request a `ClassLabel` column is taken, else one of numbers with a usual name, else one of strings with a usual
-    name, where each class has two images on average. The classes are the sorted distinct values, which are their names where
-    they are not 0, 1, 2 and so on; of one-hot rows the places. A requested column may also hold booleans.
+    Without a request the first of these is taken that has classes: a `ClassLabel` column, integers with a usual name, strings
+    with a usual name where each class has two images on average, other numbers with a usual name. The classes are the sorted
+    distinct values, which are their names where they are not 0, 1, 2 and so on; of one-hot rows the places. A requested column
+    may also hold booleans.
 
     Raises:
         UserError: no such column, or a requested one that has no usable labels.
@@ -114,29 +115,40 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
     import datasets
 
     features = dataset.features
+    if requested is not None and requested not in features:
+        raise UserError(f"--label_column {requested}: the dataset has no such column\nits columns: {describe_columns(dataset)}")
     if requested is not None:
-        if requested not in features:
-            raise UserError(
-                f"--label_column {requested}: the dataset has no such column\nits columns: {describe_columns(dataset)}"
-            )
-        found = [requested]
+        groups = [[requested]]
     else:
-        found = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
-        found = found or [name for name in LABEL_NAMES if name in features and is_number(features[name])]
-        found = found or [name for name in LABEL_NAMES if name in features and _repeats(dataset, name)]
-        if not found:
-            return None, None, []
-    name, notes = found[0], []
-    if len(found) > 1:
-        notes.append(f"label columns {', '.join(found)}: {name} is used (--label_column chooses)")
-    feature = features[name]
-    column = dataset.select_columns([name]).with_format("arrow")[:].column(name)
-    try:
-        labels, class_names = _classes_of(column, feature)
-    except ValueError as error:
-        if requested is not None:
-            raise UserError(f"--label_column {name}: {error}\nthe columns: {describe_columns(dataset)}") from None
-        return None, None, [*notes, f"label column {name!r} is not used: {error}"]
+        usual = [name for name in LABEL_NAMES if name in features]
+        groups = [
+            [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)],
+            [name for name in usual if is_number(features[name]) and "int" in str(getattr(features[name], "dtype", ""))],
+            [name for name in usual if _repeats(dataset, name)],
+            [name for name in usual if is_number(features[name]) and "int" not in str(getattr(features[name], "dtype", ""))],
+        ]
+    notes: list[str] = []
+    for group in groups:
+        for name in group:
+            column = dataset.select_columns([name]).with_format("arrow")[:].column(name)
+            try:
+                labels, class_names = _classes_of(column, features[name])
+            except ValueError as error:
+                if requested is not None:
+                    raise UserError(f"--label_column {name}: {error}\nthe columns: {describe_columns(dataset)}") from None
+                notes.append(f"label column {name!r} is not used: {error}")
+                continue
+            if len(group) > 1:
+                notes.append(f"label columns {', '.join(group)}: {name} is used (--label_column chooses)")
+            return labels, class_names, [*notes, *_about(labels, class_names, name, features[name], requested)]
+    return None, None, notes
+
+
+def _about(labels: np.ndarray, class_names: list[str] | None, name: str, feature: object, requested: str | None) -> list[str]:
+    """What a user should know of the classes of a column."""
+    import datasets
+
+    notes = []
     without, classes = int((labels < 0).sum()), len(np.unique(labels[labels >= 0]))
     if without:
         notes.append(f"{without:,} of {len(labels):,} images have no label, and are trained without a class")
@@ -147,7 +159,7 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
         notes.append(
             f"warning: {classes:,} classes for {len(labels) - without:,} images: few can be learned of so few images each"
         )
-    return labels, class_names, notes
+    return notes
 
 
 def is_number(feature: object) -> bool:
@@ -163,17 +175,14 @@ def _classes_of(column: Any, feature: object) -> tuple[np.ndarray, list[str] | N
     """Labels and names of classes as `find_labels` returns them. Raises ValueError, saying why they are none."""
     import datasets
 
-    if isinstance(feature, (datasets.List, datasets.LargeList)) and is_number(feature):
-        values = _of_lists(column.to_pylist())
+    if is_number(feature) or isinstance(feature, datasets.ClassLabel):
+        cells: list[Any] = column.to_pylist()
+        cells = _of_lists(cells) if isinstance(feature, (datasets.List, datasets.LargeList)) else cells
+        cells = [-1 if cell is None or cell != cell else cell for cell in cells]  # NaN is not itself
+        if (odd := next((cell for cell in cells if cell != int(cell)), None)) is not None:
+            raise ValueError(f"{odd:g} is no class (whole numbers are)")
+        values = np.array(cells, np.int64)
         known = values != -1
-    elif is_number(feature) or isinstance(feature, datasets.ClassLabel):
-        values = np.array(column.to_pylist(), np.float64 if "float" in str(column.type) else None)
-        known = np.array([value is not None and value == value for value in values])
-        values = np.where(known, values, -1)
-        if (values != values.astype(np.int64)).any():
-            raise ValueError(f"{values[values != values.astype(np.int64)][0]:g} is no class (whole numbers are)")
-        values = values.astype(np.int64)
-        known &= values != -1
     elif _is_text(feature) or (isinstance(feature, datasets.Value) and feature.dtype == "bool"):
         cells = column.to_pylist()
         known = np.array([cell is not None for cell in cells])
@@ -197,17 +206,17 @@ def classes_of(values: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, list[
     return labels, None if is_counted else [str(value) for value in distinct]
 
 
-def _of_lists(rows: list[list | None]) -> np.ndarray:
-    """The number in each list of one, or the place of the 1 in each one-hot list; -1 where there is none."""
+def _of_lists(rows: list[list | None]) -> list[float | None]:
+    """The number in each list of one, or the place of the 1 in each one-hot list; None where there is none."""
     lengths = {len(row) for row in rows if row} or {1}
     if len(lengths) > 1:
         raise ValueError("its lists have different lengths (one number, or one-hot lists, can be labels)")
     if lengths == {1}:
-        return np.array([row[0] if row and row[0] is not None else -1 for row in rows]).astype(np.int64)
+        return [row[0] if row else None for row in rows]
     filled = np.array([row or [0] * max(lengths) for row in rows], np.float64)
     if not np.isin(filled, (0, 1)).all() or (filled.sum(1) > 1).any():
         raise ValueError("its lists are not one-hot: more than one number is not 0")
-    return np.where(filled.any(1), filled.argmax(1), -1)
+    return [float(row.argmax()) if row.any() else None for row in filled]
 
 
 def _repeats(dataset: "Dataset", name: str) -> bool:

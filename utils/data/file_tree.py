@@ -31,10 +31,11 @@ class FileTree:
         left_out: reason -> number of files that do not count, whatever they are.
     """
 
-    def __init__(self, root: str):
+    def __init__(self, root: str, opens_archives: bool = True):
         self.paths: dict[str, str] = {}
         self.left_out: Counter[str] = Counter()
         self._digest = hashlib.sha256(os.fsencode(root))
+        self._opens_archives = opens_archives
 
     def key(self, *further: str) -> str:
         """Changes with any file's name, size or time of change, and with `further` words."""
@@ -72,7 +73,7 @@ class FileTree:
                 self.left_out["link to nothing" if entry.is_symlink() else "special file"] += 1
             elif stem in names:
                 self.left_out[f"{suffix_of(entry.name)} beside its unpacked folder"] += 1
-            elif stem and not stem.startswith("."):
+            elif stem and self._opens_archives and not stem.startswith("."):
                 self.add_archive(entry.path, f"{prefix}{stem}/")
             else:
                 self.add_file(prefix + entry.name, entry.path, entry.stat())

@@ -1,8 +1,8 @@
 """What stands beside the images of a folder and says something of each: metadata.csv, .jsonl or .parquet with a column
 `file_name`, or the dataset.json of NVlabs' tools, which has classes.
 
-Files are meant by their names. A name that no file has is taken for the one file whose path ends alike, whatever the case, the
-suffix and the form of its letters; else it stays as it is, and the file counts as one that cannot be decoded.
+Files are meant by their names. A name that no file has is taken for the one file whose path is alike, whatever the case, the
+suffix and the form of its letters, or alike after the same folders for all; else the file counts as one that cannot be decoded.
 """
 
 import codecs
@@ -11,11 +11,12 @@ import json
 import os
 import posixpath
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 from utils.core.errors import UserError, one_line
+from utils.data.decode import image_suffixes
 from utils.data.file_tree import FileTree, suffix_of
 from utils.data.stored_files import is_address, read_address
 
@@ -103,9 +104,10 @@ class FolderTable:
         try:
             labels = json.loads(_bytes(self._tree.paths[name]))["labels"]
             pairs = list(labels.items()) if isinstance(labels, dict) else list(labels or ())
-            return pairs if all(len(pair) == 2 and isinstance(pair[0], str) for pair in pairs) else []
         except (ValueError, KeyError, TypeError):
             return []
+        right = all(isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs)
+        return pairs if right and all(suffix_of(name) in image_suffixes() for name, _ in pairs) else []
 
     def _read(self, name: str, path: str) -> Any:
         import pyarrow as pa
@@ -124,39 +126,43 @@ class FolderTable:
         return self._read_csv(name, data)
 
     def _read_csv(self, name: str, data: bytes) -> Any:
-        from pyarrow import csv
+        from pyarrow import compute, csv
 
-        wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        text = data.decode("utf-16").encode() if wide else data.removeprefix(codecs.BOM_UTF8)
-        header = text.split(b"\n", 1)[0].decode(errors="replace").strip("\r")
+        text, encoding = _decoded(data)
+        header = text.split("\n", 1)[0].strip("\r")
         marks = [mark for mark in _MARKS if "file_name" in [word.strip(' "') for word in header.split(mark)]]
         mark = marks[0] if len(marks) == 1 else ","  # a header of one column has no mark
-        if wide or mark != ",":
-            self.notes.append(f"{name} was read {'as UTF-16 ' * wide}with {_MARKS[mark]} between the columns")
-        return csv.read_csv(io.BytesIO(text), parse_options=csv.ParseOptions(delimiter=mark, newlines_in_values=True))
+        if encoding or mark != ",":
+            self.notes.append(f"{name} was read {encoding}with {_MARKS[mark]} between the columns")
+        options = csv.ParseOptions(delimiter=mark, newlines_in_values=True)
+        table = csv.read_csv(io.BytesIO(text.encode()), parse_options=options)
+        for place, column in enumerate(table.columns):
+            if str(column.type) == "string":  # an empty cell is none
+                filled = compute.if_else(compute.equal(column, ""), None, column)
+                table = table.set_column(place, table.column_names[place], filled)
+        return table
 
     def _resolved(self, names: list[str]) -> list[str]:
         """Those of the files that are meant; `paths` follows."""
         exact = set(names) & self._tree.paths.keys()
-        ends = defaultdict(list)
-        for image in self._tree.images():
-            if image not in exact:
-                ends[_parts(image)[-1]].append(image)
-        resolved: dict[str, str] = {}
-        for name in dict.fromkeys(names):
-            if name not in exact and len(meant := _meant(name, ends[_parts(name)[-1]])) == 1:
-                resolved[name] = meant[0]
-        claimed = defaultdict(list)
-        for name, image in resolved.items():
-            claimed[image].append(name)
-        resolved = {names[0]: image for image, names in claimed.items() if len(names) == 1}
+        unknown = [name for name in dict.fromkeys(names) if name not in exact]
+        resolved = _meant(unknown, [image for image in self._tree.images() if image not in exact]) if unknown else {}
         if resolved:
             name, image = next(iter(resolved.items()))
-            self.notes.append(
-                f"{len(resolved):,} names of the metadata differ from those of the files: {name} means {image}, ..."
-            )
+            shown = f"{name} means {image}" + ", ..." * (len(resolved) > 1)
+            self.notes.append(f"{len(resolved):,} in the metadata differ from the names of files: {shown}")
         self.paths = [self._tree.paths.get(resolved.get(name, name), path) for name, path in zip(names, self.paths)]
         return [resolved.get(name, name) for name in names]
+
+
+def _decoded(data: bytes) -> tuple[str, str]:
+    """The text of a table, and how it was read where it is not in UTF-8."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return data.decode("utf-16"), "as UTF-16 "
+    try:
+        return data.decode("utf-8-sig"), ""
+    except UnicodeDecodeError:
+        return data.decode("cp1252", errors="replace"), "as Windows-1252 "
 
 
 def _parts(name: str) -> tuple[str, ...]:
@@ -164,17 +170,42 @@ def _parts(name: str) -> tuple[str, ...]:
     return tuple(unicodedata.normalize("NFC", posixpath.splitext(name)[0]).casefold().split("/"))
 
 
-def _meant(name: str, images: list[str]) -> list[str]:
-    """Those of `images` whose paths end as that of `name` does, or the other way around; of several that have its suffix, or
-    else its case, these."""
-    own = _parts(name)
-    found = [image for image in images if all(a == b for a, b in zip(own[::-1], _parts(image)[::-1]))]
+def _meant(names: list[str], images: list[str]) -> dict[str, str]:
+    """Name -> the one image whose path is the same but for case, suffix and the form of its letters, or the same after the
+    folders that stand before all of them, or before none. A file that two names could mean is meant by none."""
+    whole: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    ends: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for image in images:
+        parts = _parts(image)
+        whole[parts].append(image)
+        for start in range(1, len(parts)):
+            ends[parts[start:]].append(image)
+    alike: dict[str, str] = {}
+    moved: dict[str, str] = {}
+    folders = set()  # that stand before the file's path, or before the name
+    for name in names:
+        own = _parts(name)
+        others = [*ends.get(own, ()), *(image for start in range(1, len(own)) for image in whole.get(own[start:], ()))]
+        if (same := _alike(name, whole.get(own, []))) is not None:
+            alike[name] = same
+        elif others:
+            for path in map(_parts, others):
+                more = len(path) - len(own)
+                folders.add((more > 0, path[:more] if more > 0 else own[:-more]))
+            if (other := _alike(name, others)) is not None:
+                moved[name] = other
+    found = alike | (moved if len(folders) == 1 else {})
+    times = Counter(found.values())
+    return {name: image for name, image in found.items() if times[image] == 1}
+
+
+def _alike(name: str, images: list[str]) -> str | None:
+    """The only one; of several the only one with the same suffix, or else in the same case, too."""
     for form in (str.casefold, str):
-        if len(found) > 1:
+        if len(images) > 1:
             end = form(posixpath.basename(unicodedata.normalize("NFC", name)))
-            same = [image for image in found if form(posixpath.basename(unicodedata.normalize("NFC", image))) == end]
-            found = same or found
-    return found
+            images = [one for one in images if form(posixpath.basename(unicodedata.normalize("NFC", one))) == end] or images
+    return images[0] if len(images) == 1 else None
 
 
 def _bytes(path: str) -> bytes:

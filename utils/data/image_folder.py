@@ -44,7 +44,6 @@ class ImageFolder:
     Attributes:
         dataset: a `datasets.Dataset` with the columns `image` and, where there are classes, `label`; or those of the metadata.
         notes: what a user should know of what is used, and what not.
-        missing: names in the metadata, of the splits that are used, that no file has.
 
     Raises:
         UserError: no images, no such split, or metadata that cannot be used.
@@ -71,17 +70,18 @@ class ImageFolder:
         self.notes = self._describe({name: len(found) for name, found in rows.items()}, used, shown)
         if not shown:
             raise UserError(f"{source} has no images" + "".join(f"; {note}" for note in self.notes) + "\ncheck the path")
-        self.missing = list(dict.fromkeys(n for split in used for _, n in rows[split] if n not in tree.paths))
-        if self.missing:
-            self.notes.append(self.says_missing())
+        self._names = [name for part in parts for _, name in rows[part.splitname][part.from_ : part.to]]
+        self.notes += filter(None, [self.missing()])
         classes = self._classes(used) if self._metadata is None else None
         tables = [self._table(rows[part.splitname][part.from_ : part.to], classes) for part in parts]
         self.dataset = datasets.concatenate_datasets(tables)
 
-    def says_missing(self) -> str:
-        listed = ", ".join(self.missing[:_LISTED]) + ", ..." * (len(self.missing) > _LISTED)
-        files = "1 file of the metadata is" if len(self.missing) == 1 else f"{len(self.missing):,} files of the metadata are"
-        return f"{files} not there: {listed}"
+    def missing(self, most: int | None = None) -> str | None:
+        """Which names of the first `most` rows no file has, in words."""
+        found = list(dict.fromkeys(name for name in self._names[:most] if name not in self._tree.paths))
+        listed = ", ".join(found[:_LISTED]) + ", ..." * (len(found) > _LISTED)
+        files = "1 file of the metadata is" if len(found) == 1 else f"{len(found):,} files of the metadata are"
+        return f"{files} not there: {listed}" if found else None
 
     def _splits(self) -> dict[str, str]:
         """Split -> the prefix of its files' names: of the folders that are splits, or train -> all."""

@@ -298,6 +298,7 @@ def _lacks_shared_memory(num_workers: int, size: int) -> str | None:
         found = os.statvfs(_SHARED_MEMORY)
     except OSError:
         return f"there is no {_SHARED_MEMORY}"
+    num_workers *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of all processes of this machine
     needed, free = 2 * num_workers * size, found.f_bavail * found.f_frsize  # each worker is two ahead
     if free >= needed and os.access(_SHARED_MEMORY, os.W_OK):
         return None

@@ -136,17 +136,23 @@ def _described(options: DataOptions) -> str:
 
 def _images_and_tables(folder: Path) -> tuple[int, int]:
     """How many images lie below a folder, and how many files that `datasets` reads as tables; not of a kind that stands beside
-    images of the same names, nor what is about the images of its folder."""
+    images of the same names, nor what is about the images of its folder, or of one beside it, as 00000.json is."""
     images = tables = 0
-    for _, folders, files in os.walk(folder):
+    met = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        itself = os.stat(place)
+        if (itself.st_dev, itself.st_ino) in met:  # a link that leads back
+            folders[:] = []
+            continue
+        met.add((itself.st_dev, itself.st_ino))
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
         parts = [os.path.splitext(name) for name in files if not name.startswith(".")]
         own = {stem for stem, suffix in parts if suffix.lower() in image_suffixes()}
         beside = {suffix for stem, suffix in parts if stem in own}
         images += len([suffix for _, suffix in parts if suffix.lower() in image_suffixes()])
-        tables += len(
-            [s for stem, s in parts if s.lower() in _BUILDER_OF_SUFFIX and s not in beside and stem not in ABOUT_IMAGES]
-        )
+        about = ABOUT_IMAGES | set(folders)
+        others = [(stem, suffix) for stem, suffix in parts if not about & {stem, stem.split("_")[0]}]
+        tables += len([suffix for _, suffix in others if suffix.lower() in _BUILDER_OF_SUFFIX and suffix not in beside])
     return images, tables
 
 
@@ -230,8 +236,8 @@ def _open_archives(builder: Any, split: str, description: str) -> OpenedDataset:
 def _open_image_folder(options: DataOptions, folder: str) -> OpenedDataset:
     tree = scan(folder)
     images = ImageFolder(tree, folder, options.dataset_split)
-    if images.missing and options.on_bad_image == "fail":
-        raise UserError(f"{images.says_missing()}\nrepair the metadata, or use --on_bad_image replace")
+    if options.on_bad_image == "fail" and (missing := images.missing(options.max_train_images)):
+        raise UserError(f"{missing}\nrepair the metadata, or use --on_bad_image replace")
     return OpenedDataset(images.dataset, tree.key(options.dataset_split), folder, images.notes)
 
 

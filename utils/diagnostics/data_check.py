@@ -239,11 +239,11 @@ def _damage_figures(images: ImageSet, looked_at: int) -> dict:
 def _class_figures(images: ImageSet) -> dict | None:
     if images.labels is None:
         return None
-    classes, counts = np.unique(images.labels, return_counts=True)
+    classes, counts = np.unique(images.labels[images.labels >= 0], return_counts=True)
     counts = dict(zip(classes.tolist(), counts.tolist()))
     if images.class_names is not None:
         counts = {name: counts.get(label, 0) for label, name in enumerate(images.class_names)}
-    shares = np.array(list(counts.values())) / len(images.labels)
+    shares = np.array(list(counts.values())) / sum(counts.values())
     present = shares[shares > 0]
     entropy = max(0.0, -float((present * np.log(present)).sum()))  # not -0.0 for a single class
     return {

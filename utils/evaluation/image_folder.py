@@ -12,7 +12,6 @@ from utils.core.errors import UserError
 from utils.core.size import Size
 from utils.data.decode import ImageFile, ImagePreparation, UndecodableImage, header_of
 from utils.data.file_tree import FileTree
-from utils.data.stored_files import is_address
 from utils.evaluation.extractor_base import eight_bit
 
 _GRAY_MODES = ("1", "L", "LA", "I", "I;16", "F")
@@ -32,9 +31,9 @@ class ImageFolder:
     def __init__(self, folder: Path, channels: int | None = None):
         if not folder.is_dir():
             raise UserError(f"--images {folder}: no such folder\ncheck the path")
-        tree = FileTree(str(folder))
+        tree = FileTree(str(folder), opens_archives=False)
         tree.add_folder(str(folder))
-        files = [Path(tree.paths[name]) for name in tree.images() if not is_address(tree.paths[name])]  # not in archives
+        files = [Path(tree.paths[name]) for name in tree.images()]
         self.settings = _settings(folder)  # how generate.py made them; empty for other folders
         if self.settings:
             files = sorted(path for path in folder.iterdir() if re.fullmatch(r"\d{6,}\.(png|npy)", path.name))

@@ -96,9 +96,9 @@ def _remains(line: bytes, first_step: int) -> bool:
 
 
 def _kind(line: bytes) -> bytes:
-    """What a line is of: its third word, or nothing where that is a number, as in reports."""
-    word, _, value = line[line.find(b",", 20) + 3 : line.find(b",", 20) + 60].partition(b'": ')
-    return word if value.startswith(b"{") else b""
+    """What a line is of: its third word."""
+    start = line.find(b",", 20) + 3
+    return line[start : line.find(b'"', start)]
 
 
 def _line(record: dict) -> str:

@@ -26,7 +26,9 @@ def contradicted(sample: Sample) -> Iterator[Seen]:
     """Labels that nearly all of the nearest images contradict, where neighbors can tell the classes."""
     if sample.labels is None or len(sample.labels) < 200 or len(np.unique(sample.labels)) < 2:
         return
-    kept = np.flatnonzero(~sample.plain)[:3000]
+    kept = np.flatnonzero(~sample.plain & (sample.labels >= 0))[:3000]
+    if len(kept) < 200:
+        return
     labels = torch.from_numpy(sample.labels[kept])
     thumbnails = _thumbnails(sample.images[kept])
     distances = _squared_distances(thumbnails, thumbnails).fill_diagonal_(torch.inf)
