@@ -302,7 +302,7 @@ import torch
 from utils.data.loader import BatchSplit, SampleOrder, training_batches
 
 class Images:
-    uniform, shape = True, (1, 2, 2)
+    uniform, shape, max_value = True, (1, 2, 2), 255
     bad_images = {}
     labels = None
     def fetch(self, indices, crop):
