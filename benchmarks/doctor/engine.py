@@ -22,6 +22,12 @@ def about_run(tree: Path, output: Path) -> list[str]:
     return [sys.executable, str(tree / "diagnose.py"), str(output), "--no_report", "--json"]
 
 
+def gave_up(output: Path, printed: str) -> bool:
+    """Whether it had an error of its own: then it is silent, whatever the run is like."""
+    found = findings(output, info=True) or []
+    return "the doctor stopped" in printed or any(one["code"] == "rule-failed" for one in found)
+
+
 def findings(output: Path, printed: str = "", info: bool = False) -> list[dict] | None:
     """Those above "info", or all, in their order, of what a run left in `output` or has `printed`; None where there is nothing.
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.doctor import ask, cases, engine
+from benchmarks.doctor import ask, cases, engine, runs
 from benchmarks.doctor.edits import Edit, edited
 from benchmarks.doctor.runs import Result
 from steady_doctor.words import table
@@ -85,6 +85,32 @@ def test_answers_are_judged(tmp_path):
     assert not (right(["data"]) or right(codes=["a"]) or right(codes=["d"]) or right())
     assert right(findings=[]) and right(findings=[], same=True) and not right(findings=[], same=False)
     assert engine.findings(tmp_path / "nowhere") is None and not right(findings=None)
+
+
+def test_a_doctor_that_gave_up_is_not_silent(tmp_path):
+    (tmp_path / "diagnosis.json").write_text('[{"code": "overfitting", "severity": "info"}]')
+    assert not engine.gave_up(tmp_path, "step 1 loss 0.5") and not engine.gave_up(tmp_path / "nowhere", "")
+    assert engine.gave_up(tmp_path, "note: the doctor stopped, the script goes on: KeyError: 1")
+    (tmp_path / "diagnosis.json").write_text('[{"code": "rule-failed", "severity": "info"}]')
+    assert engine.gave_up(tmp_path, "")
+
+
+@pytest.mark.slow
+def test_a_doctor_that_fails_makes_no_healthy_run(tmp_path, monkeypatch, capsys):
+    """Its first law is broken in the copy that is asked."""
+    real = runs.copy_repository
+
+    def broken(folder):
+        real(folder)
+        law = folder / "steady_doctor" / "laws" / "inputs.py"
+        law.write_text(
+            law.read_text().replace("def spread(seen: Seen) -> Iterator[Found]:", "def spread(seen: Seen):\n    raise KeyError")
+        )
+
+    monkeypatch.setattr(runs, "copy_repository", broken)
+    monkeypatch.setattr("sys.argv", ["ask.py", "edm: healthy: as usual", "--jobs", "1"])
+    assert ask.main(ask.parse_args()) == 0
+    assert "the doctor left nothing" in capsys.readouterr().out
 
 
 @pytest.mark.slow
