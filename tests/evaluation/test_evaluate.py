@@ -388,7 +388,7 @@ def test_bad_input_is_one_line(folder, call, tmp_path):
     ],
 )
 def test_flags_of_the_samples_are_checked_before_the_real_images_are_read(folder, call, monkeypatch, flags, message):
-    monkeypatch.setattr("evaluate.load_reference", lambda *_: pytest.fail("the real images are read"))
+    monkeypatch.setattr("utils.evaluation.reference.load_images", lambda *_: pytest.fail("the real images are read"))
     with pytest.raises(UserError, match=message):
         call("--pipeline", folder / "run", "--dataset_name", "digits", *flags)
 

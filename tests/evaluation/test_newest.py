@@ -17,6 +17,7 @@ import generate
 import reconstruct_ema
 import train_ddpm
 from utils.core.errors import UserError
+from utils.diffusion.generated import weights_hash
 from utils.diffusion.pipelines import load_decoder, load_network, load_unconditional, names_of_classes
 from utils.evaluation.newest import loadable
 
@@ -116,7 +117,7 @@ def test_it_is_what_the_run_would_have_exported(kind, train, tmp_path, monkeypat
         unet, config = load_network(name)
         decoder = load_decoder(name, unet)
         facts = decoder and (decoder.fingerprint(), decoder.scale, decoder.image_shape)
-        return generate.weights_hash(unet, config), facts, names_of_classes(name), dict(unet.config).keys()
+        return weights_hash(unet, config), facts, names_of_classes(name), dict(unet.config).keys()
 
     exported = loaded("run/checkpoint-2")
     for name in ("unet", "scheduler", "vae"):

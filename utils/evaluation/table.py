@@ -5,7 +5,10 @@ from pathlib import Path
 from statistics import mean
 
 from utils.core.errors import UserError
+from utils.diagnostics.finding import Finding, described
+from utils.diagnostics.rules.samples import MIN_VARIED
 from utils.evaluation.evaluator import metric_name
+from utils.evaluation.results import is_saved
 
 # What figures must share to be compared, and what to call it.
 COMPARABLE = {
@@ -59,6 +62,31 @@ def read_results(path: Path) -> list[dict]:
         raise UserError(
             f"--compare {path} is not a results file of evaluate.py: {error}\nuse a file that evaluate.py wrote"
         ) from None
+
+
+def told(results: list[dict], earlier: list[dict], output_dir: Path | None) -> list[str]:
+    """Returns what evaluate.py prints of new results and of those before them, in lines."""
+    notes = [text for result in results for text in result["figures"]["warnings"]]
+    notes += [
+        f"{result['name']}: unknown split: copies are searched among all images, also those that were held out of its training"
+        for result in results
+        if result.get("validation_split") == "unknown"
+    ]
+    notes += [
+        f"{result['name']}: the figures are not saved; set --output_dir to save them"
+        for result in results
+        if not is_saved(result["name"], output_dir)
+    ]
+    everything = [*results, *earlier]
+    found = [*header(results[0]), *(f"note: {note}" for note in dict.fromkeys(notes))]
+    found += ["", *lines(everything), "", *sentences(everything)]
+    for result in results:
+        findings = [Finding(each["code"], each["severity"], each["evidence"]) for each in result["figures"]["findings"]]
+        few = f" (with fewer than {MIN_VARIED} images, variety is not judged)" * (result["figures"]["rows"] < MIN_VARIED)
+        found += ["", f"{result['name']}:" + f" nothing found that looks like a collapse{few}" * (not findings)]
+        for finding in findings:
+            found += ["", *described(finding)]
+    return found
 
 
 def header(result: dict) -> list[str]:
