@@ -163,7 +163,7 @@ def test_every_flag_is_read(module):
         ("--model_preset cifar10", "no data was given"),
         (
             "--checkpoint_steps 3",
-            r"unknown flag --checkpoint_steps\nnearest: --checkpointing_steps, .*\n\S+ --help lists all flags$",
+            r"unknown flag --checkpoint_steps\nnearest: --checkpointing_steps, .*\n\S+ --help all lists all flags$",
         ),
         ("--hub_tok secret", "unknown flag --hub_tok\nnearest: --hub_token"),
         ("--train_batch_size 0", "--train_batch_size must be a whole number of at least 1, or auto; got 0"),
@@ -191,7 +191,7 @@ def test_values_that_no_run_can_use_are_refused(flags, message):
         ("--ema_widths", "--ema_widths needs a value: a number"),
         ("--config", "--config needs a value: a file"),
         ("word", "unexpected word word: flags begin with --"),
-        ("--qzqzqz", r"unknown flag --qzqzqz\n\S+ --help lists all flags$"),
+        ("--qzqzqz", r"unknown flag --qzqzqz\n\S+ --help all lists all flags$"),
         ("--lr 3", "unknown flag --lr\nnearest: --lr_scheduler"),
         ("-x", "unknown flag -x"),
     ],
@@ -258,9 +258,27 @@ def test_hyphens_stand_for_underscores(name):
     assert words != line.split() and script.parse_args(words) == script.parse_args(line.split())
 
 
+@pytest.mark.parametrize("script", ["train_ddpm", "train_edm2", "evaluate", "diagnose"])
+def test_help_shows_the_usual_flags_and_names_the_way_to_all(script, capsys):
+    def shown(*words):
+        with pytest.raises(SystemExit) as stopped:
+            importlib.import_module(script).parse_args([*words])
+        assert stopped.value.code == 0
+        text = capsys.readouterr().out
+        return set(re.findall(r"^  (?:-h \[all\], )?(--\w+|\w+(?=  )|{make-reference})", text, re.MULTILINE)), text
+
+    usual, text = shown("--help")
+    everything, _ = shown("--help", "all")
+    assert 13 <= len(usual - {"--help", "--config"}) <= 15 and usual < everything
+    count = int(re.search(rf"{Path(sys.argv[0]).name} --help all explains all (\d+) flags", text)[1])
+    assert count == len([name for name in everything if name.startswith("--")])
+    with pytest.raises(UserError, match="--help takes no value, or all; got al"):
+        shown("--help", "al")
+
+
 @pytest.mark.parametrize("script", ["train_ddpm.py", "train_edm2.py", "generate.py"])
-def test_help_shows_everything_without_importing_torch(script):
-    code = f"import sys, runpy; sys.argv = ['{script}', '--help']\n"
+def test_help_all_shows_everything_without_importing_torch(script):
+    code = f"import sys, runpy; sys.argv = ['{script}', '--help', 'all']\n"
     code += f"try: runpy.run_path('{ROOT / script}', run_name='__main__')\n"
     code += "except SystemExit: assert 'torch' not in sys.modules and 'diffusers' not in sys.modules"
     start = time.perf_counter()

@@ -113,7 +113,7 @@ def test_a_record_on_another_number_of_processes_keeps_the_update(tmp_path):
         ("compile: maybe\n", "compile must be true or false; got maybe"),
         ("lr_scheduler: none\n", "lr_scheduler must be one of constant, .*; got none"),
         ("dropout: {a: 1}\n", "dropout must be a number of at least 0 and below 1; got a mapping"),
-        ("learning_rat: 1\n", "unknown flag learning_rat\nnearest: learning_rate\n.* --help lists all flags"),
+        ("learning_rat: 1\n", "unknown flag learning_rat\nnearest: learning_rate\n.* --help all lists all flags"),
         ("config: other.yaml\n", "unknown flag config"),
         ('{"learning_rat": 1}', "unknown flag learning_rat"),
     ],

@@ -349,6 +349,11 @@ class RunOptions(
 
     script: ClassVar[str]
     sampling_flag: ClassVar[str]
+    basics: ClassVar[tuple[str, ...]] = (
+        *("dataset_name", "train_data_dir", "resolution", "image_channels", "random_flip", "validation_images"),
+        *("model_preset", "class_conditional", "pretrained", "train_batch_size", "max_train_steps", "mixed_precision"),
+        *("learning_rate", "output_dir", "resume_from_checkpoint"),
+    )
     if TYPE_CHECKING:  # flags of each script, with its own choices
         sampler: Any = None
         model_preset: str | None = None
@@ -457,7 +462,7 @@ class DDPMNetworkOptions(Options):
     """network"""
 
     model_preset: str | None = flag(
-        None, "digits16, small32, small64, cifar10, celeba64 or 256, see below (only a network, by the resolution)"
+        None, "digits16, small32, small64, cifar10, celeba64 or 256 (only a network, by the resolution)"
     )
     model_config_name_or_path: str | None = flag(
         None, "config of a diffusers UNet2DModel: Hub name, folder or file", free=True, path=True
@@ -604,7 +609,7 @@ class EDM2Options(EDM2NetworkOptions, EDM2DiffusionOptions, ClassOptions, RunOpt
 
 @dataclass(kw_only=True)
 class GenerateOptions(Options):
-    """options"""
+    """the images"""
 
     pipeline: str = flag(MISSING, "folder or Hub name of a diffusers pipeline, unconditional or of these scripts")
     output_dir: Path = flag(MISSING, "folder for the images")
@@ -694,6 +699,11 @@ _OF_SAMPLES = {"num_images", "seeds", "sampler", "num_inference_steps", "class_l
 class EvaluateOptions(EvaluatedOptions, FeatureOptions, EvaluationOutputOptions, DataOptions):
     """evaluate.py"""
 
+    basics: ClassVar[tuple[str, ...]] = (
+        *("command", "pipeline", "images", "compare", "num_images", "seeds", "sampler", "num_inference_steps"),
+        *("dataset_name", "train_data_dir", "reference", "features", "output_dir", "output", "json"),
+    )
+
     def check(self) -> None:
         named = bool(self.dataset_name or self.train_data_dir)
         if named and self.reference:
@@ -730,7 +740,7 @@ class EvaluateOptions(EvaluatedOptions, FeatureOptions, EvaluationOutputOptions,
 
 @dataclass(kw_only=True)
 class DiagnosedOptions(Options):
-    """options"""
+    """what is diagnosed"""
 
     run: Path | None = flag(None, "output_dir of a run", positional=True)
     pipeline: str | None = flag(None, "folder or Hub name of an unconditional diffusers pipeline")
@@ -760,6 +770,11 @@ class DiagnosedOptions(Options):
 @dataclass(kw_only=True)
 class DiagnoseOptions(DiagnosedOptions, DataOptions):
     """diagnose.py"""
+
+    basics: ClassVar[tuple[str, ...]] = (
+        *("run", "pipeline", "dataset_name", "train_data_dir", "resolution", "image_channels", "compare"),
+        *("all", "json", "fail_on", "report_dir", "watch", "watch_dir", "watch_updates", "cache"),
+    )
 
     def check(self) -> None:
         named = [self.run is not None, self.pipeline is not None, bool(self.dataset_name or self.train_data_dir)]
@@ -806,7 +821,7 @@ def widths_text(text: str) -> str:
 
 @dataclass(kw_only=True)
 class ReconstructionOptions(Options):
-    """options"""
+    """the average"""
 
     run: Path = flag(MISSING, "folder of the run, with its exported pipeline and ema_snapshots/", positional=True)
     width: float | None = flag(

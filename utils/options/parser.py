@@ -1,9 +1,9 @@
 """The command line of a script, made of the fields of its options.
 
 A field made by `flag` is a flag: its name, type, default, help, range, and whether a resumed run may have another value. A
-group of flags is a dataclass, which `--help` calls by its docstring. The options of a script inherit all groups, so names are
-flat: `options.resolution`, `--resolution`. A preset's values replace defaults, those of --config both, and what the command
-line gives all of them.
+group of flags is a dataclass, which `--help all` calls by its docstring. The options of a script inherit all groups, so names
+are flat: `options.resolution`, `--resolution`. A preset's values replace defaults, those of --config both, and what the
+command line gives all of them.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def flag(default: Any = None, help: str = "", **about) -> Any:
         about: at_least, above, below: the range of its values; reads: what makes a value of a text, and words: what to call
             such values; free=True: a resumed run may have another value; secret=True: it
             is never recorded; once=True: it is of one start of a run, and no other start takes it from options.json;
-            positional=True: it has no dashes; path=True: its value may be a path; metavar: how `--help` calls its value.
+            positional=True: it has no dashes; path=True: its value may be a path; metavar: how `--help all` calls its value.
     """
     about["help"] = help
     if isinstance(default, list):
@@ -54,7 +54,8 @@ class Options:
     __slots__ = ("given",)
 
     presets: ClassVar[dict[str, dict]] = {}  # name -> values, of --model_preset
-    about_presets: ClassVar[str] = ""  # for `--help`
+    about_presets: ClassVar[str] = ""  # for `--help all`
+    basics: ClassVar[tuple[str, ...]] = ()  # the flags that `--help` shows; empty: all
     excludes: ClassVar[dict[str, tuple[str, ...]]] = {}  # a flag that is given -> values of a preset that then do not count
 
     def __post_init__(self):
@@ -139,7 +140,7 @@ def resolve(cls: type[T], filed: dict[str, Any], given: dict[str, Any]) -> T:
     required = [each for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING]
     missing = ["--" * (not each.metadata.get("positional")) + each.name for each in required if each.name not in both]
     if missing:
-        raise UserError(f"missing: {', '.join(missing)}\n--help explains all flags")
+        raise UserError(f"missing: {', '.join(missing)}\n--help all explains all flags")
     preset = both["model_preset"] if "model_preset" in both else cls.preset_name(both)
     usual: dict[str, Any] = {}
     if preset is not None:
@@ -180,7 +181,7 @@ def refuse(word: str, words: list[str], parser: argparse.ArgumentParser) -> NoRe
     before = words[max(words.index(word) - 1, 0)]
     action = parser._option_string_actions.get(before)
     why = f" after {before}, which takes no value" if action and action.nargs == 0 else ": flags begin with --"
-    raise UserError(f"unexpected word {word}{why}\n{parser.prog} --help lists all flags")
+    raise UserError(f"unexpected word {word}{why}\n{parser.prog} --help all lists all flags")
 
 
 def about_unknown(name: str, known: Iterable[str], parser: argparse.ArgumentParser, where: str = "") -> list[str]:
@@ -188,7 +189,7 @@ def about_unknown(name: str, known: Iterable[str], parser: argparse.ArgumentPars
     bare = name.lstrip("-").replace("-", "_")
     names = {flag.lstrip("-").replace("-", "_"): flag for flag in known}
     near = difflib.get_close_matches(bare, names, n=3) or [flag for flag in names if bare in flag.split("_")][:3]
-    lines = [f"{where}unknown flag {name}", f"{parser.prog} --help lists all flags"]
+    lines = [f"{where}unknown flag {name}", f"{parser.prog} --help all lists all flags"]
     return [lines[0], f"nearest: {', '.join(names[flag] for flag in near)}", lines[1]] if near else lines
 
 
@@ -203,7 +204,25 @@ class Parser(argparse.ArgumentParser):
                 problem = f"needs a value: {takes.allowed() if isinstance(takes, Values) else 'a file'}"
             problem = re.sub("^ignored explicit argument '?(.*?)'?$", r"takes no value, got \1", problem)
             message = f"{name} {problem}"
-        raise UserError(f"{message}\n{self.prog} --help explains all flags" if not found else message)
+        raise UserError(f"{message}\n{self.prog} --help all explains all flags" if not found else message)
+
+
+class ShowHelp(argparse.Action):
+    """The flags that a newcomer needs, or all of them."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, *_: Any) -> None:
+        if isinstance(values, str) and values != "all":
+            parser.error(f"--help takes no value, or all; got {values}")
+        if values and values != "all":
+            flags = [action for action in parser._actions if action.option_strings]
+            for action in flags:
+                if action.dest not in (*values, "help", "config"):
+                    action.help = argparse.SUPPRESS
+            parser.epilog = f"{parser.prog} --help all explains all {len(flags)} flags" + " and the presets" * bool(
+                parser.epilog
+            )
+        parser.print_help()
+        parser.exit()
 
 
 class ShowVersion(argparse.Action):
@@ -222,12 +241,16 @@ def make_parser(cls: type[Options], description: str) -> argparse.ArgumentParser
     """Returns an argparse parser whose result holds nothing but what was given."""
     presets = preset_table(cls) if cls.presets else None
     parser = Parser(
+        usage="%(prog)s [--flag value ...]",
         description=description,
         epilog=presets,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,  # an abbreviation may mean another flag in the next release
+        add_help=False,
     )
+    helps = "explain the usual flags; --help all: every flag" if cls.basics else "explain all flags"
+    parser.add_argument("-h", "--help", action=ShowHelp, nargs="?", metavar="all", const=cls.basics, help=helps)
     about = "print the versions of this program and its libraries"
     parser.add_argument("--version", action=ShowVersion, nargs=0, help=about)
     parser.add_argument(
@@ -266,7 +289,7 @@ def add_flag(group: Any, declared: Field, values: Values) -> None:
 
 
 def preset_table(cls: type[Options]) -> str:
-    """Returns the presets as text for `--help`: what is to be said about them, and each with the flags that it changes."""
+    """Returns the presets as text for `--help all`: what is to be said about them, and each with the flags that it changes."""
     lines = ["model presets (a network and these defaults; your own flags win):", *cls.about_presets.splitlines()]
     for name, values in cls.presets.items():
         words = " ".join(f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in values.items())
