@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from unittest.mock import patch
 
@@ -34,6 +35,8 @@ OTHERS = {  # of launchers and tools
     *("--my_flags", "--its_flags"),  # of a script that is not ours
     "--train-batch-size",  # how a flag may also be written
 }
+RECIPES = sorted(ROOT.glob("recipes/*.sh"))
+of_pages_and_recipes = pytest.mark.parametrize("page", [*PAGES, *RECIPES], ids=lambda page: str(page.relative_to(ROOT)))
 of_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -58,6 +61,15 @@ def test_the_pages_are_there():
     assert {name for name in names if name.startswith("docs/")} == linked
 
 
+def test_recipes_say_what_they_need_and_what_to_expect():
+    assert len(RECIPES) >= 7
+    for recipe in RECIPES:
+        comment = "".join(line for line in recipe.read_text().splitlines(True) if line.startswith("#"))
+        assert f"bash recipes/{recipe.name} " in comment, recipe
+        assert all(f"{word}: " in comment for word in ("Hardware", "Time", "Expected")), recipe
+        assert subprocess.run(["bash", "-n", recipe]).returncode == 0
+
+
 @of_pages
 def test_links_lead_somewhere(page):
     text = page.read_text()
@@ -71,7 +83,7 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(file), target
 
 
-@of_pages
+@of_pages_and_recipes
 def test_flags_exist(page):
     of_benchmarks = {flag for file in ROOT.glob("benchmarks/**/*.py") for flag in re.findall(r'"(--[\w-]+)"', file.read_text())}
     negated = {"--no-" + flag[2:] for flag, about in FLAGS.items() if about["negated"]}
@@ -79,14 +91,14 @@ def test_flags_exist(page):
     assert named - FLAGS.keys() - negated - OTHERS - of_benchmarks == set()
 
 
-@of_pages
+@of_pages_and_recipes
 def test_files_exist(page):
-    folders = "utils|tests|benchmarks|accelerate_configs|models|docs"
+    folders = "utils|tests|benchmarks|accelerate_configs|models|docs|recipes"
     named = re.findall(rf"(?<![\w/.])(?:{folders})/[\w/]*\w\.\w+", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-@of_pages
+@of_pages_and_recipes
 def test_commands_are_understood(page, tmp_path, monkeypatch):
     text = page.read_text().replace("\\\n", " ")
     monkeypatch.chdir(tmp_path)
