@@ -105,10 +105,11 @@ def alone(seen: Seen) -> Iterator[Found]:
 
 def again(seen: Seen) -> Iterator[Found]:
     """The levels of a batch are drawn anew in each pass."""
-    known = [(update, mixture) for update, mixture in _known(seen) if mixture.size > 3 and len(mixture.b.unique()) > 3]
-    for (_, before), (update, mixture) in pairwise(known):
-        if before.b.shape == mixture.b.shape and torch.equal(before.b, mixture.b):
-            yield Found("timestep-again", update, {"size": mixture.size})
+    known = [(update, one.levels, one.mixture.size) for update, one in seen.mixed() if one.mixture.a is not None]
+    known = [each for each in known if each[1] is not None and each[1].shape == (each[2],) and len(each[1].unique()) > 3]
+    for (_, before, _), (update, now, size) in pairwise(known):
+        if torch.equal(before, now):
+            yield Found("timestep-again", update, {"size": size})
 
 
 def covered(seen: Seen) -> Iterator[Found]:

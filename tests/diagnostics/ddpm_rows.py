@@ -142,6 +142,7 @@ PLAIN_DDPM = [
     row("timestep", "def forward(self, x, t, y=None):", "def forward(self, x, y, t):", CALL, "model(x_t, told, t.flip(0))"),
     row("timestep|network", LINEAR, "nn.Linear(16, width), nn.SiLU()", TIME, SINES % "2e-5 * torch.linspace(0, 1, 8)"),
     row("timestep", TIMES, "t = torch.randint(1, 3, (len(x0),))", updates=22),
+    row("timestep", COPY, COPY + "\ntimes = torch.randint(0, T, (BATCH,))", TIMES, "t = times", updates=22),
     row("timestep|network", TIME, "told = self.time(t.float()[:, None] / T).detach()", updates=22),
     # ---- input
     row("input", "(1 - a).sqrt() * noise", "(1 - a) * noise"),
