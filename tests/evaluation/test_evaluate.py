@@ -22,7 +22,7 @@ from utils.core.images import save_png, to_pil
 from utils.data.dataset import content_fingerprint, load_images
 from utils.diffusion.export import export_pipeline
 from utils.evaluation.evaluator import Evaluation, metric_name
-from utils.evaluation.image_folder import ImageFolder
+from utils.evaluation.finished_images import FinishedImages
 from utils.evaluation.pretrained import INCEPTION_SHA256
 from utils.evaluation.quality import MIN_IMAGES
 from utils.evaluation.table import read_results
@@ -433,12 +433,12 @@ def test_what_has_no_weights_is_told(folder, call, tmp_path):
 
 def test_one_color_image_makes_a_folder_of_color(tmp_path):
     make_images(tmp_path / "mixed", [8] * 3)
-    assert ImageFolder(tmp_path / "mixed").shape == (1, 8, 8)
+    assert FinishedImages(tmp_path / "mixed").shape == (1, 8, 8)
     Image.new("RGB", (8, 8), "red").save(tmp_path / "mixed" / "9.png")
     for name in ("._000.png", "__MACOSX/000.png", ".trash/000.png"):  # as in training, what is hidden does not count
         (tmp_path / "mixed" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "mixed" / name).write_bytes(b"of a Mac")
-    folder = ImageFolder(tmp_path / "mixed")
+    folder = FinishedImages(tmp_path / "mixed")
     assert folder.shape == (3, 8, 8)
     assert folder.source("cpu")(torch.tensor([3]))[0, :, 0, 0].tolist() == [255, 0, 0]
 

@@ -29,7 +29,7 @@ from utils.options.flags import EvaluateOptions
 
 
 @dataclass
-class Found:
+class RealImages:
     """What --reference, --dataset_name or --train_data_dir name, before anything is computed of it."""
 
     options: EvaluateOptions  # as they mean these images
@@ -63,13 +63,13 @@ class Reference:
         return f"{len(self.features):,} images, {self.extractor.name}, SHA-256 {digest} in {path}"
 
 
-def find_reference(accelerator: Accelerator, args: EvaluateOptions, shape: tuple[int, int, int]) -> Found:
+def find_reference(accelerator: Accelerator, args: EvaluateOptions, shape: tuple[int, int, int]) -> RealImages:
     """Returns the real images that the flags name, in this shape (C, H, W). Raises UserError."""
     name, folder = args.dataset_name, args.train_data_dir
     if args.reference and is_array_file(str(args.reference)) and not is_stored(args.reference):
         name = str(args.reference)
     elif args.reference and args.reference.is_file():
-        return Found(args, stored=load_features(args.reference)[:2])
+        return RealImages(args, stored=load_features(args.reference)[:2])
     elif args.reference:
         folder = str(args.reference)
     size: dict[str, Any] = {"resolution": Size(*shape[1:]).resolution, "image_channels": shape[0]}
@@ -88,10 +88,10 @@ def find_reference(accelerator: Accelerator, args: EvaluateOptions, shape: tuple
             f"{str(error).partition(', and ')[0]}, and the images that are evaluated have {shape[0]} channels\n"
             "compare images of the same size and number of channels"
         ) from None
-    return Found(options, images, cache_dir=cache_root(args.cache_dir) / "steady_diffusion")
+    return RealImages(options, images, cache_dir=cache_root(args.cache_dir) / "steady_diffusion")
 
 
-def measure_reference(accelerator: Accelerator, found: Found, shape: tuple[int, int, int]) -> Reference:
+def measure_reference(accelerator: Accelerator, found: RealImages, shape: tuple[int, int, int]) -> Reference:
     """Returns the features of the real images by --features, computed once and cached. Every process must call it. Raises
     UserError, also where stored statistics are of another extractor or image size."""
     args = found.options

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from utils.core.errors import UserError
 from utils.diffusion.sampled import SampledPipeline, load_guide
 from utils.evaluation.evaluator import pipeline_images
-from utils.evaluation.image_folder import ImageFolder
+from utils.evaluation.finished_images import FinishedImages
 from utils.evaluation.newest import agreed
 from utils.options.flags import EvaluateOptions
 
@@ -19,7 +19,7 @@ MakeImages = Callable[[torch.Tensor], torch.Tensor]  # as `Evaluation.measure` t
 
 
 @dataclass
-class Source:
+class ImageSource:
     """One set of images.
 
     Attributes:
@@ -36,11 +36,11 @@ class Source:
     ready: Callable[[], AbstractContextManager[MakeImages]]
 
 
-def find_sources(accelerator: Accelerator, args: EvaluateOptions) -> tuple[list[Source], tuple[int, int, int]]:
+def find_sources(accelerator: Accelerator, args: EvaluateOptions) -> tuple[list[ImageSource], tuple[int, int, int]]:
     """Returns what --images and --pipeline name, a source for each of --seeds, and the common (C, H, W) of its images; that of
     the flags where nothing is named. Every process must call it. Raises UserError."""
     asked_channels = args.image_channels if "image_channels" in args.given else None
-    folders = [ImageFolder(folder, asked_channels) for folder in args.images]
+    folders = [FinishedImages(folder, asked_channels) for folder in args.images]
     names = [agreed(accelerator, pipeline) for pipeline in args.pipeline]
     guide_name = args.guide_pipeline and agreed(accelerator, args.guide_pipeline)
     guide = load_guide(accelerator, guide_name)
@@ -60,20 +60,20 @@ def find_sources(accelerator: Accelerator, args: EvaluateOptions) -> tuple[list[
     return sources, _same_shape(shapes) if shapes else args.image_shape
 
 
-def _of_folder(folder: ImageFolder, device: torch.device) -> Source:
+def _of_folder(folder: FinishedImages, device: torch.device) -> ImageSource:
     name, settings = str(folder.folder), folder.settings
     made = {"seed": None, "made_by": settings or None}
-    return Source(name, made, settings.get("pipeline") or name, len(folder), lambda: nullcontext(folder.source(device)))
+    return ImageSource(name, made, settings.get("pipeline") or name, len(folder), lambda: nullcontext(folder.source(device)))
 
 
-def _of_pipeline(pipeline: SampledPipeline, made: dict[str, Any]) -> Source:
+def _of_pipeline(pipeline: SampledPipeline, made: dict[str, Any]) -> ImageSource:
     @contextmanager
     def ready() -> Iterator[MakeImages]:
         plan = pipeline.plan(made["seed"])
         with pipeline.sampling(plan):
             yield pipeline_images(pipeline.accelerator, pipeline.unet, plan, name=pipeline.name, predict=pipeline.predict)
 
-    return Source(pipeline.name, made, pipeline.name, None, ready)
+    return ImageSource(pipeline.name, made, pipeline.name, None, ready)
 
 
 def _same_shape(shapes: dict[str, tuple[int, int, int]]) -> tuple[int, int, int]:

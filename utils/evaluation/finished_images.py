@@ -17,7 +17,7 @@ from utils.evaluation.extractor_base import eight_bit
 _GRAY_MODES = ("1", "L", "LA", "I", "I;16", "F")
 
 
-class ImageFolder:
+class FinishedImages:
     """The images below `folder`, in the order of their names, hidden ones left out; of a folder of generate.py those that it
     numbered.
 
