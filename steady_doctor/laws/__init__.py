@@ -39,10 +39,21 @@ OF_DECLARED: tuple[Callable[[Seen], Iterator[Found]], ...] = (
 )
 
 
+# Faults whose effects are found in stages before their own.
+EFFECTS = {
+    "state-generator": ("data-not-shuffled", "noise-again", "timestep-again", "noise-repeated", "timestep-repeated"),
+    "optimizer-lacks-parameters": ("condition-ignored", "network-dead", "network-level-ignored", "gradient-zero"),
+}
+
+
 def judge(seen: Seen) -> list[Found]:
-    """Returns what all laws find, each code once."""
+    """Returns what all laws find, each code once, a fault before its effects."""
     found: dict[str, Found] = {}
     for law in OF_ANYBODY if seen.declared is None else OF_DECLARED:
         for one in law(seen):
             found.setdefault(one.code, one)
-    return list(found.values())
+    codes = list(found)
+    for cause, effects in EFFECTS.items():
+        later = [code for code in codes if code in effects] if cause in codes else []
+        codes = [code for code in codes if code not in later] + later
+    return [found[code] for code in codes]

@@ -7,7 +7,7 @@ import torch
 from steady_doctor.found import Found
 from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.step import Pass
-from steady_doctor.laws.paths import levels
+from steady_doctor.laws.paths import factors, levels
 from steady_doctor.seen import Seen
 
 BYTES = 20  # images beyond it were not divided by 255
@@ -40,6 +40,7 @@ def range_(seen: Seen) -> Iterator[Found]:
     low, high = min(clean.low for _, _, clean in looks), max(clean.high for _, _, clean in looks)
     figures = {"low": low, "high": high}
     path = levels(seen)
+    is_known = path is None or path.kind in ("vp", "flow", "edm") or factors(path.a, path.b) is not None
     spread = max(clean.std for _, _, clean in looks)
     if high > BYTES and low > -2:
         yield Found("data-bytes", update, figures)
@@ -47,7 +48,7 @@ def range_(seen: Seen) -> Iterator[Found]:
         yield Found("data-range", update, figures)
     elif high - low < NARROW and sum(clean.shape[0] for _, _, clean in looks) > 4:
         yield Found("data-nearly-one", update, figures | {"std": spread})
-    elif low >= -1e-3 and 0.5 < high <= 1 + 1e-3 and (path is None or path.kind in ("vp", "flow", "edm")):
+    elif low >= -1e-3 and 0.5 < high <= 1 + 1e-3 and is_known:
         yield Found("data-unsigned", update, figures)
     elif HALF[0] < -low < HALF[1] and HALF[0] < high < HALF[1]:
         yield Found("data-halved", update, figures)

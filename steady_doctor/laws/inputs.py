@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from steady_doctor.found import Found
-from steady_doctor.laws.paths import levels, noise_factor
+from steady_doctor.laws.paths import factors, levels
 from steady_doctor.laws.target import asks
 from steady_doctor.seen import Seen
 
@@ -21,7 +21,7 @@ SECOND_NOISE = 0.3  # of the clean image: an encoder's latents have some hundred
 def path(seen: Seen) -> Iterator[Found]:
     found = levels(seen)
     is_wide = found is not None and max(float(x.max() - x.min()) for x in (found.a, found.b)) > WIDE
-    if found is not None and is_wide and not found.kind and noise_factor(found.a, found.b) is None:
+    if found is not None and is_wide and not found.kind and factors(found.a, found.b) is None:
         pairs = [(round(float(a), 3), round(float(b), 3)) for a, b in list(zip(found.a, found.b))[:4]]
         yield Found("input-path", seen.mixed()[0][0], {"pairs": pairs})
 

@@ -7,7 +7,7 @@ import torch
 
 from steady_doctor.found import Found
 from steady_doctor.identify.step import NORMAL, Mixed
-from steady_doctor.laws.paths import levels, noise_factor
+from steady_doctor.laws.paths import CLOSE, factors, levels
 from steady_doctor.seen import Seen
 
 ERRORS = 7.0  # standard errors, beyond which chance does not explain a figure
@@ -92,8 +92,12 @@ def unit(seen: Seen) -> Iterator[Found]:
 def share(seen: Seen) -> Iterator[Found]:
     """The formula has the noise weaker, or stronger, than the variance of the path has it."""
     found = levels(seen)
-    if found is not None and not found.kind and (factor := noise_factor(found.a, found.b)) is not None:
-        yield Found("noise-share", seen.mixed()[0][0], {"factor": factor})
+    if found is None or found.kind or (both := factors(found.a, found.b)) is None:
+        return
+    of_image, of_noise = both
+    # A factor of the image alone is a published choice, and one of both is no other path.
+    if abs(of_noise - 1) > CLOSE and abs(of_noise / of_image - 1) > CLOSE:
+        yield Found("noise-share", seen.mixed()[0][0], {"factor": of_noise})
 
 
 def offset(seen: Seen) -> Iterator[Found]:
