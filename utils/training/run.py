@@ -48,7 +48,7 @@ from utils.training.progress import ProgressBar
 from utils.training.trackers import Trackers, start_trackers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """Made whole by `begin_run`, after the state is loaded; of its parts only `state` changes."""
 
@@ -234,8 +234,22 @@ def begin_run(
     for note in (", ".join(f"{name} {value}" for name, value in facts.items() if name not in kept), *notes):
         progress.print_line(note)
     run = Run(
-        *(options, accelerator, folder, data, objective, ema, ema_decay, clipping),
-        *(state, length, facts, progress, trackers, doctor, stop, checkpoint),
+        options=options,
+        accelerator=accelerator,
+        folder=folder,
+        data=data,
+        objective=objective,
+        ema=ema,
+        ema_decay=ema_decay,
+        clipping=clipping,
+        state=state,
+        length=length,
+        facts=facts,
+        progress=progress,
+        trackers=trackers,
+        doctor=doctor,
+        stop=stop,
+        resumed_from=checkpoint,
         attempts=attempts,
     )
     measured = doctor.knows("data") and checkpoint is not None and read_state(checkpoint).options == state.options
