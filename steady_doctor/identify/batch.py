@@ -18,7 +18,7 @@ COLORS = (3, 4)  # channels of an image, of which the order tells
 
 @dataclass
 class Batch:
-    marks: Tensor  # [B, 2], float64: mean and spread of each image, which mirroring does not change
+    marks: Tensor  # [B, 3], float64: three figures of each image, which mirroring does not change
     rows: int = 0  # of the table that the images were picked from, or of the loader's dataset; 0: not known
     one_row: bool = False  # all images are made of one row of a source whose rows differ
     reshaped: bool = False  # pixels in rows of colors were taken for planes, without an exchange of axes
@@ -37,7 +37,7 @@ def identify_batch(recorded: Recorded, mixture: Mixture) -> Batch | None:
         return None
     tape, clean, value = recorded.tape, mixture.clean, mixture.clean_value
     flat = value.double().flatten(1)
-    found = Batch(torch.stack([flat.mean(1), flat.std(1, correction=0)], 1).cpu())
+    found = Batch(torch.stack([flat.mean(1), flat.std(1, correction=0), _product(value)], 1).cpu())
     found.encoded = bool(clean.fronts)
     found.loads, found.loaded_at = recorded.loads, recorded.loaded_at
     sources = list(tape.sources(clean.content | clean.choice))
@@ -59,6 +59,12 @@ def identify_batch(recorded: Recorded, mixture: Mixture) -> Batch | None:
     if value.ndim == 4 and value.shape[1] == 3 and value.shape[-1] > 6 and not found.encoded:
         found.rougher = _rougher(value)
     return found
+
+
+def _product(value: Tensor) -> Tensor:
+    """Of each image with numbers that are the same mirrored: one-hot features all have one mean and spread."""
+    numbers = torch.randn(value.shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(value.device)
+    return (value.double() * (numbers + numbers.flip(-1))).flatten(1).mean(1)
 
 
 def _table(sources: list[Op], size: int) -> int:

@@ -53,11 +53,14 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
     of_image = set(tape.upstream(mixture.input))
     values: dict[Op, tuple[list[Op], bool]] = {}  # what reads each, and whether it is joined to the mixture
     end = output if output is not None else root
+    before = _own_answer(tape, end, mixture)
     for at, value in _met(tape, end, by_layers_alone=output is None):
+        if at.index <= before:
+            continue
         value = _with_a_row_each(value, mixture.size)
         if value not in of_image:
             values.setdefault(value, ([], False))[0].append(at)
-    for value in _joined(tape, mixture):
+    for value in [] if before else _joined(tape, mixture):
         values.setdefault(value, ([], True))
     for value, (readers, joined) in values.items():
         if (value.content | value.choice) & barred or value.shape[:1] != (mixture.size,) or not _of_data(tape, value):
@@ -79,6 +82,16 @@ def find_conditions(tape: Tape, root: Op, mixture: Mixture, output: Op | None, w
     found.level_ignored = bool(readers) and all(_gets_none(tape, at, without_gradient) for at in readers)
     found.dropped_in_vain = _dropped_in_vain(tape, root, mixture)
     return found
+
+
+def _own_answer(tape: Tape, end: Op, mixture: Mixture) -> int:
+    """The end of a call of the network without gradients, whose answer the same network then gets, as in self-conditioning; 0
+    where there is none."""
+    way = tape.upstream(end)
+    first = next((op for op in way if any(last is mixture.given for _, last in op.reads)), None)
+    weights = {last for _, last in first.reads if last.kind == "trained"} if first is not None else set()
+    again = next((op.index for op in way if op is not first and any(last in weights for _, last in op.reads)), 0)
+    return max((op.index for op in way if op.index < again and op.trained and op.kind == "op" and not op.with_grad), default=0)
 
 
 def _gets_none(tape: Tape, at: Op, without_gradient: int) -> bool:

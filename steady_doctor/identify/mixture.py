@@ -47,6 +47,7 @@ class Mixture:
     offset: Tensor | None = None  # a constant beside the two, of each sample
     levels: tuple[Op, ...] = ()  # the sources that decide a and b
     told: tuple[Tensor, ...] = ()  # [B] each: numbers on the way from the level to the network, the last first
+    told_rounded: bool = False  # they were in half precision
     embedding: Tensor | None = None  # [B, ...]: the value that meets parameters there
     extra: tuple[Op, ...] = ()  # other draws that are in the input
     only_noise: bool = False
@@ -209,7 +210,8 @@ def _find_clean(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     levels = sum(1 << source.index for source in mixture.levels)
     upstream = tape.upstream(mixture.input)
     for op in reversed(upstream):
-        fits = op.floating and op.content and not op.content & (noise | levels) and numel(op) == mixture.value.numel()
+        is_free = op.content and not op.content & (noise | levels) and not op.choice & levels
+        fits = is_free and op.floating and numel(op) == mixture.value.numel()
         if not fits or op.shape[0] != mixture.size or op.kind in ("trained", "frozen"):
             continue
         value = tape.value(op).reshape(mixture.value.shape)
@@ -244,7 +246,17 @@ def _levels(tape: Tape, mixture: Mixture, given: list[Given]) -> list[Op]:
     for each in _beside(mixture, given):
         told |= each.value.content | each.value.choice
     known = [source for source in small if 1 << source.index & told]
-    return known or [source for source in small if source.kind == "drawn"]
+    return list(dict.fromkeys([*(known or [source for source in small if source.kind == "drawn"]), *_picking(tape, mixture)]))
+
+
+def _picking(tape: Tape, mixture: Mixture) -> Iterator[Op]:
+    """The draws that decide which number of a row of numbers, such as a schedule, is in the mixture."""
+    for op in tape.upstream(mixture.input):
+        if op.name in PICKS and op.reads and not tape.differs(op.reads[0][1]):
+            which = 0
+            for _, last in op.reads[1:]:
+                which |= last.choice
+            yield from (source for source in tape.sources(which) if source.kind == "drawn" and numel(source) <= mixture.size)
 
 
 def _beside(mixture: Mixture, given: list[Given]) -> list[Given]:
@@ -257,17 +269,20 @@ def find_told(tape: Tape, mixture: Mixture, given: list[Given]) -> None:
     """Notes what the network is told: the values of one number a sample through which all passes that it gets of the level."""
     levels = sum(1 << source.index for source in mixture.levels)
     found: list[tuple[Op, tuple[Tensor, ...]]] = []
+    rounded: dict[Op, bool] = {}
     for each in _beside(mixture, given):
         if not (each.value.content | each.value.choice) & levels or any(each.value is value for value, _ in found):
             continue
         way = [op for op in tape.upstream(each.value) if (op.content | op.choice) & levels]
         narrow = [op for op in _passed_by_all(way) if numel(op) in (1, mixture.size)]
         values = [tape.value(op).double().flatten() for op in reversed(narrow)]
+        rounded[each.value] = any(op.dtype in (torch.float16, torch.bfloat16) for op in narrow)
         found.append((each.value, tuple(value.expand(mixture.size) if value.numel() == 1 else value for value in values)))
     if not found:
         return
     # A network that is told two times, as those that go from one to the other, is told the level by one of them.
     value, mixture.told = next(((value, told) for value, told in found if told and _follows(told[0], mixture)), found[0])
+    mixture.told_rounded = rounded[value]
     if not any(op.kind in PARAMETERS for op in tape.upstream(value)):  # else it is what a frozen network made of it
         mixture.embedding = tape.value(value)
 

@@ -41,6 +41,7 @@ class Mixed:
     clean: Figures | None = None
     index_range: tuple[int, int] | None = None  # of which it is drawn: the first, and the first beyond
     told: tuple[Tensor, ...] = ()  # numbers on the way from the noise level to the network, the last first
+    told_rounded: bool = False  # they were in half precision
     index: Tensor | None = None  # the row of a table that the shares come from
     table: Tensor | None = None  # [3, rows]: row, a, b
     embedding: Figures | None = None  # of the noise level, as it meets the network's parameters
@@ -165,6 +166,7 @@ def _mixed(tape: Tape, mixture: Mixture) -> Mixed:
         None if mixture.clean_value is None else Figures.of(mixture.clean_value),
         mixture.index_range,
         mixture.told,
+        mixture.told_rounded,
         mixture.index,
         mixture.table,
         None if mixture.embedding is None else Figures.of(mixture.embedding),
@@ -224,7 +226,7 @@ def _squares(tape: Tape, root: Op, target: Target | None, size: int) -> tuple[tu
         for op in tape.upstream(root, [target.output])
         if op.name in ELEMENTWISE
         and op.index > target.output.index
-        and len({_axis(last.shape, len(op.shape), size) for _, last in op.reads} - {None}) > 1
+        and len({_axis(last.shape, len(op.shape), size) for _, last in op.reads if tape.differs(last)} - {None}) > 1
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from steady_doctor.identify.fit import fit
-from steady_doctor.identify.mixture import Mixture
+from steady_doctor.identify.mixture import LINEAR, Mixture, numel
 from steady_doctor.record.ops import Op
 from steady_doctor.record.replay import NotRecorded
 from steady_doctor.record.tape import Tape
@@ -40,10 +40,12 @@ def find_output(tape: Tape, root: Op, mixture: Mixture) -> Op | None:
     """
     noise, size = mixture.noise.content, mixture.value.numel()
     layers = [op for op in root.fronts if op.content & noise and torch.Size(op.shape).numel() >= size]
+    return _where_all_end(tape, root, layers, size) if layers else None
+
+
+def _where_all_end(tape: Tape, root: Op, layers: list[Op], size: int) -> Op | None:
     if len(layers) == 1 and layers[0].trained:
         return layers[0]
-    if not layers:
-        return None
     followed: dict[Op, int] = {}  # the last operation that reads this one
     inside = set(layers)
     for op in tape.upstream(root, layers):
@@ -54,8 +56,14 @@ def find_output(tape: Tape, root: Op, mixture: Mixture) -> Op | None:
     path = sorted(inside, key=lambda op: op.index)
     for op in path:
         is_cut = all(followed.get(before, 0) <= op.index for before in path if before.index < op.index)
-        if op.index >= max(layer.index for layer in layers) and is_cut and op.trained and torch.Size(op.shape).numel() >= size:
-            return op
+        if op.index < max(layer.index for layer in layers) or not is_cut or not op.trained or numel(op) < size:
+            continue
+        ours = [last for _, last in op.reads if last.trained and last in inside]
+        theirs = [last for _, last in op.reads if not last.trained and last in inside]
+        if op.name in COMPARES and len(ours) == 1 and theirs:  # two networks are compared
+            way = set(tape.upstream(ours[0]))
+            return _where_all_end(tape, root, [layer for layer in layers if layer in way], size)
+        return op
     return None
 
 
@@ -167,13 +175,15 @@ def _as_images(tape: Tape, root: Op, mixture: Mixture, target: Target, value: Te
 
 def _shares(tape: Tape, mixture: Mixture, value: Tensor, target: Target) -> None:
     """Least squares of the target's `value` by the clean image and the noise, for each sample, where there is noise. Of noise
-    that several draws were added up to, one of them alone may be asked for."""
+    that several draws were added up to, some of them may be asked for."""
     known = (torch.isfinite(value) & (mixture.where > 0)).flatten(1).double()
     y = torch.nan_to_num(value).double().flatten(1) * known
     target.seen = known.mean(1) > 0.02
-    of_size = [tape.values[draw.index] for draw in mixture.draws if draw.index in tape.values]
-    of_size = [drawn.reshape(value.shape) for drawn in of_size if drawn.numel() == value.numel()]
-    for noise in (mixture.noise_value, *(of_size if len(mixture.draws) > 1 else [])):
+    parts = [op for op in tape.upstream(mixture.noise) if op.floating and op.content and numel(op) == value.numel()]
+    of_size = [tape.value(op).reshape(value.shape) for op in parts] if len(mixture.draws) > 1 else []
+    for noise in (mixture.noise_value, *reversed(of_size)):
+        if target.rest is not None and float(target.rest.max()) < LINEAR:
+            break
         found, rest = fit(y, *(v.double().flatten(1) * known for v in (mixture.clean_value, noise) if v is not None))
         if target.rest is None or float(rest.max()) < 0.1 * float(target.rest.max()):
             target.rest, target.p, target.q = rest, found[:, 0], found[:, 1]

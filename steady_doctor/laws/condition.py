@@ -32,6 +32,11 @@ def _places(seen: Seen) -> dict[tuple, list[tuple[int, Condition]]]:
     return places
 
 
+def _always(seen: Seen) -> list[list[tuple[int, Condition]]]:
+    """Those that the network is given in each pass: what takes the place of its own answer, in self-conditioning, is not."""
+    return [looks for looks in _places(seen).values() if len(looks) == len(seen.mixed())]
+
+
 def _alike(condition: Condition) -> bool:
     return bool((condition.rows == condition.rows[:1]).all())
 
@@ -60,7 +65,7 @@ def _known_rows(condition: Condition) -> tuple[Tensor, Tensor] | None:
 
 def alike(seen: Seen) -> Iterator[Found]:
     """One value for all images in all batches, made of values that differ."""
-    for looks in _places(seen).values():
+    for looks in _always(seen):
         known = [one for _, one in looks if one.by_layer and len(one.rows) >= ENOUGH]
         if len(known) < LOOKS or not all(one.varies and one.dropped is not None and bool(one.dropped.all()) for one in known):
             continue
@@ -70,7 +75,7 @@ def alike(seen: Seen) -> Iterator[Found]:
 
 
 def dropped(seen: Seen) -> Iterator[Found]:
-    for looks in _places(seen).values():
+    for looks in _always(seen):
         rows = [one.dropped for _, one in looks if one.dropped is not None]
         if not rows:
             continue

@@ -38,7 +38,7 @@ class Rates:
     def rises_to_the_end(self) -> bool:
         pairs = list(zip(self.values, self.values[1:]))
         late = self.values[-max(2, len(self.values) // 4) :]
-        return self.moves and all(b >= a for a, b in pairs) and late[-1] > late[0]
+        return self.moves and all(b >= a for a, b in pairs) and late[-1] > late[-2] and late[-1] > late[0]
 
 
 def _groups(seen: Seen) -> list[Rates]:

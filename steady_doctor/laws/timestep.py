@@ -31,7 +31,9 @@ def _known(seen: Seen) -> list[tuple[int, Mixed]]:
 
 
 def told(seen: Seen) -> Iterator[Found]:
-    """The number that the network gets follows the noise level: one of those on the way does, the same one in all passes."""
+    """The number that a denoiser gets follows the noise level: one of those on the way does, the same one in all passes."""
+    if not any(one.target is not None and one.target.p is not None for _, one in seen.passes()):
+        return  # what is asked is not known: it may be a discriminator
     known = _known(seen)
     ratios = torch.cat([_log_ratio(mixture) for _, mixture in known]) if known else torch.zeros(0)
     if len(ratios) < 4 or float(ratios.max() - ratios.min()) < 10 * MOVED:
@@ -42,13 +44,14 @@ def told(seen: Seen) -> Iterator[Found]:
         return
     known = [(update, mixture) for update, mixture in known if mixture.told]
     ratios = torch.cat([_log_ratio(mixture) for _, mixture in known])
-    if not _follows(torch.cat([mixture.told[0] for _, mixture in known]), ratios):
+    rounded = any(mixture.told_rounded for _, mixture in known)
+    if not _follows(torch.cat([mixture.told[0] for _, mixture in known]), ratios, rounded):
         pairs = list(zip(known[0][1].told[0].tolist(), ratios.tolist()))[:4]
         yield Found("timestep-other", known[0][0], {"pairs": pairs})
 
 
-def _follows(told: Tensor, ratios: Tensor) -> bool:
-    """Whether the one is a strictly monotone function of the other."""
+def _follows(told: Tensor, ratios: Tensor, rounded: bool) -> bool:
+    """Whether the one is a strictly monotone function of the other; of numbers that are `rounded`, several may be the same."""
     order = torch.argsort(ratios)
     told, ratios = told[order], ratios[order]
     range_ = float(told.max() - told.min())
@@ -57,7 +60,7 @@ def _follows(told: Tensor, ratios: Tensor) -> bool:
     steps, moved = told[1:] - told[:-1], ratios[1:] - ratios[:-1]
     up, down = bool((steps >= -SAME * range_).all()), bool((steps <= SAME * range_).all())
     same = steps.abs() <= SAME * range_
-    return (up or down) and not bool((same & (moved > MOVED * (1 + ratios[1:].abs()))).any())
+    return (up or down) and (rounded or not bool((same & (moved > MOVED * (1 + ratios[1:].abs()))).any()))
 
 
 def counted(seen: Seen) -> Iterator[Found]:

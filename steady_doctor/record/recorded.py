@@ -76,12 +76,21 @@ class Recorded:
         self.averages: dict[str, list[Samples]] = {}  # by name, before and after the update
         self.dropout, self.training = 0.0, True
         self.kept: list[Tensor] = []  # the whole weights at the start, of a small network
+        self.is_over = False  # what was differentiated so far was for the step of another optimizer
         self.handled: list[tuple[Any, int]] = []  # what a dataset did in this process to each batch, and the batch's size
         self.datasets: dict[int, int] = {}  # number of a batch of a loader, of the newest ones: the id of its dataset
         self.loads = self.loaded_at = 0  # batches that loaders have returned so far, and the update before the newest
         tape.known((p.grad for p in self.parameters if p.grad is not None), "gradient")
 
+    def stepped_other(self) -> None:
+        """Another optimizer makes a step."""
+        self.is_over = bool(self.roots)
+
     def before_backward(self, roots: list[Tensor]) -> None:
+        if self.is_over:  # and another pass begins
+            for passes in (self.events, self.weights, self.before, self.after, self.roots, self.tape.roots, self.finite):
+                passes.clear()
+            self.is_over = False
         self.events.append((len(self.tape.ops), "backward"))
         self.weights.append(Samples(self.parameters))
         self.before.append(self._gradients())

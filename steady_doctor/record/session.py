@@ -248,6 +248,8 @@ class Session:
             return
         self._made[optimizer] = self._made.get(optimizer, 0) + 1
         if optimizer is not self._main:
+            if self._recorded is not None:
+                self._recorded.stepped_other()
             return
         if self._recorded is not None:
             self._recorded.after_step()
