@@ -11,7 +11,7 @@ from steady_doctor.identify.conditions import Conditions, find_conditions
 from steady_doctor.identify.figures import Figures
 from steady_doctor.identify.mixture import Mixture, Nothing, find_mixture, given_to_network
 from steady_doctor.identify.network import Network, identify_network
-from steady_doctor.identify.target import Target, by_image, find_target
+from steady_doctor.identify.target import Target, by_image, by_others, find_target
 from steady_doctor.identify.told import Drawn, drawn_of, layers_of, learned_of, penalty_of, products_of, told_mixture
 from steady_doctor.identify.update import Update, identify_update
 from steady_doctor.record.ops import Op
@@ -67,6 +67,7 @@ class Asked:
     each: int = 1  # numbers of one sample of the output
     skips: bool = False  # an image is added to the output before it is compared
     by_image: bool = False  # the image itself decides which of its errors count
+    by_others: bool = False  # the level of another sample decides how much an error counts, or a draw of its own
     by_network: bool = False  # another network's output is in it
 
 
@@ -213,6 +214,7 @@ def _asked(tape: Tape, root: Op, mixture: Mixture, target: Target) -> Asked:
         slope = target.slope.abs().flatten(1)
         asked.slope, asked.each = slope.amax(1), slope.shape[1]
         asked.even = float((slope.amin(1) / asked.slope.clamp(min=1e-30)).min())
+        asked.by_others = by_others(tape, root, mixture, target)
         asked.by_image = asked.even < EVEN and by_image(tape, root, mixture, target)
     return asked
 

@@ -14,6 +14,7 @@ from steady_doctor.record.tape import Tape
 
 COMPARES = {"sub", "rsub", "sub_", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 LEAST_STEP = 0.1  # of the output, above the rounding of what it is compared with; networks begin with outputs of nearly 0
+SAME_WEIGHT = 1e-3  # of a weight, which is a quotient of differences
 QUADRATIC = 1e-2  # by how much the slope of the gradient may change between two steps
 
 
@@ -58,13 +59,19 @@ def _where_all_end(tape: Tape, root: Op, layers: list[Op], size: int) -> Op | No
         is_cut = all(followed.get(before, 0) <= op.index for before in path if before.index < op.index)
         if op.index < max(layer.index for layer in layers) or not is_cut or not op.trained or numel(op) < size:
             continue
-        ours = [last for _, last in op.reads if last.trained and last in inside]
-        theirs = [last for _, last in op.reads if not last.trained and last in inside]
-        if op.name in COMPARES and len(ours) == 1 and theirs:  # two networks are compared
+        sides = [last for _, last in op.reads if last in inside]
+        ours = [last for last in sides if _learns(tape, last, layers)]
+        if op.name in COMPARES and len(ours) == 1 < len(sides):  # two networks are compared
             way = set(tape.upstream(ours[0]))
             return _where_all_end(tape, root, [layer for layer in layers if layer in way], size)
         return op
     return None
+
+
+def _learns(tape: Tape, op: Op, layers: list[Op]) -> bool:
+    """Whether a gradient comes back from here to the layers."""
+    way = [op, *tape.upstream(op, layers)]
+    return op.trained and all(each.with_grad and each.name != "detach" for each in way if each.trained and each.kind == "op")
 
 
 def find_target(tape: Tape, root: Op, mixture: Mixture) -> Target | None:
@@ -191,14 +198,49 @@ def _shares(tape: Tape, mixture: Mixture, value: Tensor, target: Target) -> None
 
 def by_image(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
     """Whether it is the image itself that decides which of its errors count: another image's would."""
-    if target.slope is None or mixture.clean is None:
+    if mixture.clean is None:
         return False
+    slopes = [_slopes(tape, root, target, instead) for instead in ({}, _rolled(tape, [mixture.clean]))]
+    known = [slope for slope in slopes if slope is not None]
+    return len(known) == 2 and bool((known[0] - known[1]).abs().max() > 0.5 * known[0].abs().max())
+
+
+def by_others(tape: Tape, root: Op, mixture: Mixture, target: Target) -> bool:
+    """Whether errors are weighed by the noise level of another sample, or by a number that is drawn for the weight alone."""
+
+    def weights(instead: dict[Op, Tensor]) -> Tensor | None:
+        slopes = _slopes(tape, root, target, instead)
+        return None if slopes is None or len(slopes) != mixture.size else slopes.flatten(1).amax(1)
+
+    plain = weights({})
+    if plain is None or float(plain.max()) <= float(plain.min()) * (1 + SAME_WEIGHT):
+        return False
+    own = [source for source in mixture.levels if source.shape[:1] == (mixture.size,)]
+    told = mixture.input.content | mixture.input.choice
+    drawn = [source for source in tape.sources(root.content) if source.kind == "drawn" and not told >> source.index & 1]
+    others = [source for source in drawn if source.shape[:1] == (mixture.size,) and numel(source) == mixture.size]
+    for sources in (own, others):
+        moved = weights(_rolled(tape, sources)) if sources else None
+        if moved is None or _are(moved, plain):
+            continue
+        if sources is others or (not _are(moved, plain.roll(1)) and _are(moved.sort().values, plain.sort().values)):
+            return True
+    return False
+
+
+def _are(x: Tensor, y: Tensor) -> bool:
+    return bool(((x - y).abs() <= SAME_WEIGHT * y.abs()).all())
+
+
+def _rolled(tape: Tape, values: list[Op]) -> dict[Op, Tensor]:
+    """Each sample with the values of the one before."""
+    return {value: tape.value(value).roll(1, 0) for value in values}
+
+
+def _slopes(tape: Tape, root: Op, target: Target, instead: dict[Op, Tensor]) -> Tensor | None:
+    """The second derivative of the loss by each number of the output; None where there is none."""
+    if target.slope is None:
+        return None
     value = tape.value(target.output).double()
-    others = {mixture.clean: tape.value(mixture.clean).roll(1, 0)}
-    slopes = []
-    for instead in ({}, others):
-        here, above = (gradient_of(tape, root, target.output, v, instead) for v in (value, value + _step(value)))
-        if here is None or above is None:
-            return False
-        slopes.append((above - here) / _step(value))
-    return bool((slopes[0] - slopes[1]).abs().max() > 0.5 * slopes[0].abs().max())
+    here, above = (gradient_of(tape, root, target.output, v, instead) for v in (value, value + _step(value)))
+    return None if here is None or above is None else ((above - here) / _step(value)).abs()

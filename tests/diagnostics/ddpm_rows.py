@@ -47,6 +47,12 @@ OUTPUT = "out = model(x_t, t, told)\n"
 SNR = "snr = (a / (1 - a)).flatten()\n"
 VELOCITY = "v = a.sqrt() * noise - (1 - a).sqrt() * x0\n"
 SINES = "angles = t[:, None].float() * %s\ntold = self.time(torch.cat([angles.sin(), angles.cos()], 1))"
+SECOND_DRAW = (NOISED, "x_t = a.sqrt() * x0 + (1 - a).sqrt() * (noise + 0.1 * torch.randn_like(noise))")
+TAUGHT = (
+    "with torch.no_grad(): taught = a.sqrt() * x_t - (1 - a).sqrt() * ema(x_t, t, told)\n"
+    "image = (x_t - (1 - a).sqrt() * model(x_t, t, told)) / a.sqrt()\nloss = (a / (1 - a) * (image - taught) ** 2).mean()"
+)
+HALF_TIME = (TIME, "told = self.time((t.float() / T).bfloat16()[:, None].float())")
 HOLE = "hole = (torch.arange(8) < 4).float()\n"
 ZERO_BEGIN = (BUILT, "nn.init.zeros_(self.last.weight), nn.init.zeros_(self.last.bias)\n" + BUILT)
 ONE_HOT = ("self.classes = nn.Embedding(classes + 1, width)", "self.classes = nn.Linear(classes, width)")
@@ -428,6 +434,35 @@ PLAIN_DDPM = [
     ),
     row("", *options(lr=1e-3, lr_warmup_steps=4, batch_size=16), updates=22),
     row("", *ZERO_BEGIN, *loss("F.smooth_l1_loss(out, noise)")),
+    row(
+        "",
+        "a = alpha_bar[t][:, None, None, None]",
+        "level = torch.tensor([random.random() for _ in range(len(x0))])\na = level[:, None, None, None]",
+        *("import sys\n", "import random\nimport sys\n", CALL, "model(x_t, 1000 * level, told)"),
+        updates=13,
+    ),
+    row(
+        "",
+        TIMES,
+        "steps = torch.arange(19, T, 20)\nrow = torch.randint(0, len(steps), (len(x0),))\nt = steps[row]",
+        updates=13,
+    ),
+    row(
+        "",
+        "self.first = nn.Conv2d(channels, width",
+        "self.first = nn.Conv2d(2 * channels, width",
+        NOISED,
+        f"{NOISED}\nanswer = torch.zeros_like(x0)",
+        LOSS,
+        "if step % 2:\n"
+        "    with torch.no_grad(): answer = model(torch.cat([x_t, answer], 1), t, told)\n"
+        "loss = F.mse_loss(model(torch.cat([x_t, answer], 1), t, told), noise)",
+        updates=22,
+    ),
+    row("", NOISE, NOISE + "\nnoise = noise + 0.3 * torch.randn_like(x0)\nnoise = noise / noise.std()", *SECOND_DRAW),
+    row("", LOSS, TAUGHT, updates=13),
+    row("", *HALF_TIME, updates=13),
+    row("", WARM_UP, WARM_UP.replace("/ 4", "/ 20"), updates=22),
     row("", LOSS, SNR + "loss = ((model(x_t, t, told) - noise).abs().mean((1, 2, 3)) * snr.clamp(max=5) / snr).mean()"),
     row("", *loss("((out - noise).square() * torch.rand_like(noise)).mean()")),
     row(
