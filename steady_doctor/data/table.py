@@ -4,9 +4,14 @@ Shares no code with any trainer's own choice of columns, of labels and of rows: 
 the digits come from scikit-learn.
 """
 
+import base64
+import contextlib
 import io
 import itertools
 import os
+import re
+import urllib.parse
+import urllib.request
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +26,7 @@ from PIL import Image
 from steady_doctor.data.declared import Source
 
 _IMAGES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp")  # usual names of columns
+_PLACES = ("image_path", "image_url", "url")
 _LABELS = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "cls", "target", "category")
 _SEARCHED = 2**32  # bytes of a tar that is searched for an image, at most
 _LARGEST = 32 * 2**20  # bytes of a row group: one is read for each image that is looked at
@@ -42,12 +48,18 @@ class Table:
 
     def images(self, rows: list[int]) -> list[Any]:
         """The encoded image of each row, its path, or its array."""
-        values = self._read(self._image_column, rows)
+        if len(self._image_columns) > 1:
+            pixels = np.stack([self._read(name, rows).to_numpy() for name in self._image_columns], axis=-1)
+            return [_square(row) for row in pixels]
+        (name,) = self._image_columns
+        values = self._read(name, rows)
         if isinstance(values, np.ndarray):
             return list(values)
-        if type(feature := self._features[self._image_column]).__name__ in ("Array2D", "Array3D"):
-            return [np.array(value, feature.dtype) for value in values.to_pylist()]
-        files = [(value["bytes"] or value["path"]) if isinstance(value, dict) else value for value in values.to_pylist()]
+        feature, leaf = self._features[name], values.type
+        while hasattr(leaf, "value_type") and "dictionary" not in str(leaf):
+            leaf = leaf.value_type
+        dtype = getattr(feature, "dtype", None) if type(feature).__name__.startswith("Array") else str(leaf)
+        files = [image_of(value, dtype) for value in values.to_pylist()]
         return [self._whole(file) if isinstance(file, str) else file for file in files]
 
     def _whole(self, path: str) -> str:
@@ -59,17 +71,37 @@ class Table:
         return beside if os.path.isfile(beside) else path
 
     @cached_property
-    def _image_column(self) -> str:
-        """The one asked for; else the first of images, of encoded bytes, or of paths under a usual name."""
+    def _image_columns(self) -> list[str]:
+        """The one asked for; else the first of images, of encoded bytes, of arrays, of anything else under a usual name, of
+        bytes in lists or structs, of whole images as text; else those of one pixel each."""
         features = self._features
         if self._source.image_column is not None:
-            return self._source.image_column
-        usual = [name for name in features if name.lower() in _IMAGES]
+            return [self._source.image_column]
+        usual = [
+            name
+            for name in features
+            if name.lower() in (*_IMAGES, *_PLACES) and _may_hold(features[name], "binary|string|list")
+        ]
         pictures = [name for name in features if type(features[name]).__name__ == "Image"]
-        structs = [name for name in features if isinstance(features[name], dict) and "bytes" in features[name]]
-        encoded = [name for name in features if "binary" in self._type(name) or name in structs]
+        plain = [name for name in features if _is_file(features[name])]
         arrays = [name for name in features if type(features[name]).__name__ in ("Array2D", "Array3D")]
-        return next(iter([*pictures, *(name for name in encoded if name in usual), *encoded, *arrays, *usual]))
+        wrapped = [name for name in features if _may_hold(features[name], "binary")]
+        texts = (name for name in features if "string" in self._type(name) and isinstance(self._first_image(name), bytes))
+        found = itertools.chain(pictures, (n for n in plain if n in usual), plain, arrays, usual, wrapped, texts)
+        return [first] if (first := next(found, None)) else self._pixel_columns()
+
+    def _first_image(self, name: str) -> Any:
+        return next((cell for row in range(len(self)) if (cell := image_of(self._read(name, [row]).to_pylist()[0]))), None)
+
+    def _pixel_columns(self) -> list[str]:
+        """The largest group of columns of numbers that are called alike, in the order of their one number, or of the table."""
+        groups: dict[str, list[str]] = {}
+        for name in self._features:
+            if not hasattr(self._features[name], "feature") and self._type(name).startswith(("int", "uint", "float")):
+                groups.setdefault(re.sub("[0-9]+", "0", name), []).append(name)
+        group = max((names for alike, names in groups.items() if alike not in _LABELS), key=len)
+        ranks = [[int(number) for number in re.findall("[0-9]+", name)] for name in group]
+        return [name for _, name in sorted(zip(ranks, group))] if {len(rank) for rank in ranks} == {1} else group
 
     @cached_property
     def _label_column(self) -> str | None:
@@ -116,6 +148,61 @@ class Table:
         """0 without labels."""
         names = getattr(self._features.get(self._label_column or ""), "names", ())
         return 0 if self.labels is None else max(int(self.labels.max()) + 1, len(names))
+
+
+def _is_file(feature: Any) -> bool:
+    """Whether it is encoded bytes, alone or beside their path."""
+    if isinstance(feature, dict):
+        return sorted(feature) == ["bytes", "path"]
+    return "binary" in str(getattr(feature, "dtype", "")) and "fixed" not in feature.dtype
+
+
+def _may_hold(feature: Any, kinds: str) -> bool:
+    """Whether one of `kinds`, an expression of names of types, is in it; bytes also as an image. A list counts as one."""
+    if isinstance(feature, dict):
+        return any(_may_hold(part, kinds) for part in feature.values())
+    if hasattr(feature, "feature"):
+        return "list" in kinds or _may_hold(feature.feature, kinds)
+    is_image = type(feature).__name__ == "Image"
+    return is_image or bool(re.search(kinds, str(getattr(feature, "dtype", ""))))
+
+
+def image_of(cell: Any, dtype: str | None = None) -> Any:
+    """Bytes, a path or an array of what a cell holds in a list of one, a struct, or a text; numbers are of `dtype`."""
+    if isinstance(cell, dict):
+        inner = cell.get("bytes") or cell.get("path")
+        return image_of(inner or next((part for part in cell.values() if isinstance(part, (bytes, dict, list))), None), dtype)
+    if isinstance(cell, list):
+        flat = cell
+        while isinstance(flat, list) and flat:
+            flat = flat[0]
+        if not isinstance(flat, (bytes, str, dict)):
+            return _square(
+                np.array(cell, {"float": "float32", "double": "float64", "halffloat": "float16"}.get(dtype or "", dtype))
+            )
+        return image_of(cell[0], dtype)
+    return _of_text(cell) if isinstance(cell, str) else cell
+
+
+def _square(values: np.ndarray) -> np.ndarray:
+    """Of a row of pixels, and without axes of one before an image."""
+    side = round(values.size**0.5)
+    return values.reshape(side, side) if values.ndim == 1 else values.reshape(values.shape[-3:])
+
+
+def _of_text(text: str) -> Any:
+    """Bytes of base64 or of a data URI, an array of numbers, or a path."""
+    if text.startswith("file:"):
+        return urllib.request.url2pathname(urllib.parse.urlparse(text).path)
+    numbers = text.strip("[]() \n").replace(",", " ").split()
+    if len(numbers) > 1 and all(number.isdecimal() for number in numbers):
+        return _square(np.array([int(number) for number in numbers]))
+    code = re.sub(r"\s", "", urllib.parse.unquote(text.partition("base64,")[2] or text)).rstrip("=")
+    with contextlib.suppress(ValueError, OSError):
+        data = base64.b64decode(code.replace("-", "+").replace("_", "/") + "=" * (-len(code) % 4), validate=True)
+        Image.open(io.BytesIO(data))
+        return data
+    return text.replace("\\", "/")
 
 
 def _value(cell: Any) -> Any:

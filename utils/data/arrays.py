@@ -129,9 +129,10 @@ def range_of(files: Any, options: DataOptions) -> Range:
     known = _KNOWN_RANGES.get(str(files.dtype))
     if options.data_range is None and known is None:
         seen = np.stack([file.array for file in files.between(0, min(len(files), _LOOKED_AT)) if file.array is not None])
+        example = " (0 255 for bytes)" if seen.dtype.kind in "iu" and 1 < seen.max() <= 255 else ""
         raise UserError(
             f"{options.dataset_name} holds {files.dtype}, whose range is not known (the first {len(seen)} images have values "
-            f"from {np.nanmin(seen):g} to {np.nanmax(seen):g})\nset --data_range LOW HIGH"
+            f"from {np.nanmin(seen):g} to {np.nanmax(seen):g})\nset --data_range LOW HIGH{example}"
         )
     return checked_range(options.data_range) or known or (0.0, 1.0)
 
@@ -149,7 +150,10 @@ def refuse_shape(shape: tuple[int, ...], options: DataOptions) -> None:
     """Raises OtherChannels where images of `shape`, [H, W, C] or [H, W], have other channels than the options say."""
     channels = 1 if len(shape) == 2 else shape[-1]
     if channels != options.image_channels:
+        hint = f"set --image_channels {channels}"
+        if len(shape) == 3 and shape[0] == options.image_channels:
+            hint = "move the channels to the end: np.moveaxis(image, 0, -1)"
         raise OtherChannels(
             f"the images of {options.dataset_name} are {list(shape)}, which is {channels} channels ([H, W, C]), and "
-            f"--image_channels is {options.image_channels}\nset --image_channels {channels}"
+            f"--image_channels is {options.image_channels}\n{hint}"
         )

@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import functools
 import io
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_NO_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)  # nothing is there, whatever the machine does
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -61,18 +63,29 @@ def image_suffixes() -> frozenset[str]:
     return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in readable)
 
 
+def begins_an_image(head: bytes) -> bool:
+    """Whether the first bytes of a file are those of a format that can be decoded and has such."""
+    known = [Image.OPEN[name][1] for name in _readable_formats()]
+    return any(accept is not None and accept(head) is True for accept in known)
+
+
 Range = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageFile:
     """An encoded image: its bytes or, where those are None, a path or an address; `name` is what an error message calls it.
-    Or an image that is not encoded: an array [H, W, C] or [H, W]."""
+    Or an image that is not encoded: an array [H, W, C] or [H, W]. Or none, and the `problem` why."""
 
     data: bytes | None
     path: str | None
     name: str
     array: np.ndarray | None = None
+    problem: str = "the row has no image"
+
+    @property
+    def is_there(self) -> bool:
+        return not (self.data is None and self.path is None and self.array is None)
 
     def source(self) -> Any:
         """Returns what Pillow opens. Raises what `stored_files.read_address` raises."""
@@ -106,14 +119,15 @@ class ImagePreparation:
         """
         if file.array is not None:
             return self._prepare_array(file.array, file.name)
-        if file.data is None and file.path is None:
-            raise UndecodableImage(file.name, None, "the row has no image")
+        if not file.is_there:
+            raise UndecodableImage(file.name, None, file.problem)
         try:
             return self._prepare(file)
         except UnidentifiedImageError:
-            raise UndecodableImage(file.name, file.path, "not an image that Pillow can read") from None
+            raise UndecodableImage(file.name, file.path, f"not an image that Pillow can read{_raw(file.data)}") from None
         except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
-            reason = " ".join(str(error).split()) or type(error).__name__
+            text = (isinstance(error, OSError) and error.strerror) or str(error)  # without the path, which the name has
+            reason = " ".join(text.split()) or type(error).__name__
             if _of_machine(error):
                 raise UserError(
                     f"cannot read the image {file.name}: {reason}\ncheck the disk or the network, and start again"
@@ -143,6 +157,8 @@ class ImagePreparation:
     def _prepare_array(self, array: np.ndarray, name: str) -> tuple[np.ndarray, list[str]]:
         low, high = self.data_range or (0.0, 1.0)
         values = np.atleast_3d(array).astype(np.float64)
+        if values.shape[2] != self.channels:
+            raise UndecodableImage(name, None, f"it is {list(array.shape)}, and others have {self.channels} channels")
         if not np.isfinite(values).all():
             raise UndecodableImage(name, None, "it has values that are NaN or infinite")
         if values.min() < low or values.max() > high:
@@ -208,6 +224,15 @@ def _without_texts(data: bytes) -> bytes | None:
     return None if len(found) == len(data) else found
 
 
+def _raw(data: bytes | None) -> str:
+    """What to do with as many bytes as a square image has values."""
+    for channels in (1, 3, 4):
+        side = math.isqrt(len(data or b"") // channels)
+        if side > 1 and len(data or b"") == channels * side * side:
+            return f" (raw pixels? turn them: np.frombuffer(row, np.uint8).reshape({side}, {side}, {channels}))"
+    return ""
+
+
 def _turn(image: Image.Image) -> Image.Transpose | None:
     """What brings it upright, where its EXIF can be read."""
     try:
@@ -221,7 +246,7 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 def _of_machine(error: Exception) -> bool:
     """Whether the same file may be read tomorrow: to do without it today would make another run of it."""
     failed = isinstance(error, (MemoryError, ConnectionError))
-    return failed or getattr(error, "errno", None) not in (None, errno.ENOENT)
+    return failed or getattr(error, "errno", None) not in (None, *_NO_PATH)
 
 
 def header_of(file: ImageFile) -> tuple[str, int, int] | None:
