@@ -73,7 +73,7 @@ class Table:
     @cached_property
     def _image_columns(self) -> list[str]:
         """The one asked for; else the first of images, of encoded bytes, of arrays, of anything else under a usual name, of
-        bytes in lists or structs, of whole images as text; else those of one pixel each."""
+        bytes in lists or structs, of images or paths as text; else those of one pixel each."""
         features = self._features
         if self._source.image_column is not None:
             return [self._source.image_column]
@@ -86,7 +86,7 @@ class Table:
         plain = [name for name in features if _is_file(features[name])]
         arrays = [name for name in features if type(features[name]).__name__ in ("Array2D", "Array3D")]
         wrapped = [name for name in features if _may_hold(features[name], "binary")]
-        texts = (name for name in features if "string" in self._type(name) and isinstance(self._first_image(name), bytes))
+        texts = (name for name in features if "string" in self._type(name) and _is_picture(self._first_image(name)))
         found = itertools.chain(pictures, (n for n in plain if n in usual), plain, arrays, usual, wrapped, texts)
         return [first] if (first := next(found, None)) else self._pixel_columns()
 
@@ -106,16 +106,17 @@ class Table:
     @cached_property
     def _label_column(self) -> str | None:
         """The one asked for; else the first that has classes: declared ones, integers under a usual name, strings that repeat,
-        other numbers."""
+        other numbers, booleans."""
         if self._source.label_column is not None:
             return self._source.label_column
         classes = [name for name in self._features if type(self._features[name]).__name__ == "ClassLabel"]
-        plain = [name for name in _LABELS if not hasattr(self._features.get(name), "feature")]
-        integers = [name for name in plain if "int" in self._type(name)]
-        words = [name for name in _LABELS if "string" in self._type(name)]
+        usual = [name for label in _LABELS for name in self._features if name.lower() == label]
+        integers = [name for name in usual if "int" in self._type(name) and not hasattr(self._features[name], "feature")]
+        words = [name for name in usual if "string" in self._type(name)]
         repeated = (name for name in words if 0 < 2 * len(self._read(name, None).drop_null().unique()) <= len(self))
-        others = [name for name in _LABELS if "int" in self._type(name) or "float" in self._type(name)]
-        asked = itertools.chain(classes, integers, repeated, (name for name in others if name not in integers))
+        others = [name for name in usual if name not in integers and re.search("int|float", self._type(name))]
+        truths = [name for name in usual if self._type(name) == "bool"]
+        asked = itertools.chain(classes, integers, repeated, others, truths)
         return next((name for name in asked if self._labels_of(name) is not None), None)
 
     def _type(self, name: str) -> str:
@@ -148,6 +149,10 @@ class Table:
         """0 without labels."""
         names = getattr(self._features.get(self._label_column or ""), "names", ())
         return 0 if self.labels is None else max(int(self.labels.max()) + 1, len(names))
+
+
+def _is_picture(content: Any) -> bool:
+    return isinstance(content, bytes) or os.path.splitext(str(content))[1].lower() in Image.registered_extensions()
 
 
 def _is_file(feature: Any) -> bool:
@@ -230,7 +235,7 @@ def open_table(source: Source, dataset: Any) -> Table | None:
         source = replace(source, image_column="image", label_column="label")
         return Table(lambda name, rows: columns[name][rows or slice(None)], {}, len(columns["label"]), source)
     if path.suffix.lower() in (".npy", ".npz", *_HDF5):
-        name = source.image_column or "images"
+        name = source.image_column or _lone_array(path) or "images"
         source = replace(source, image_column=name, label_column=source.label_column or "labels")
         return Table(read := _of_arrays(path, name), {}, len(read(name, None)), source)
     if source.streamed:
@@ -260,6 +265,19 @@ def _digits() -> dict[str, np.ndarray]:
         Image.fromarray(scan).save(file := io.BytesIO(), "PNG")
         files.append(file.getvalue())
     return {"image": np.array(files, object), "label": labels}
+
+
+def _lone_array(path: Path) -> str | None:
+    """The name of the only array of a file that has names."""
+    if path.suffix.lower() == ".npz":
+        names = list(np.load(path, mmap_mode="r"))
+    elif path.suffix.lower() in _HDF5:
+        import h5py  # type: ignore[import-not-found]
+
+        names = list(h5py.File(path))
+    else:
+        return None
+    return names[0] if len(names) == 1 else None
 
 
 def _of_arrays(path: Path, lone: str) -> Read:

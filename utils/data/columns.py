@@ -1,5 +1,6 @@
 """The columns of a `datasets.Dataset`, in words, and its labels."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,9 +46,9 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
     """Returns labels int64 [rows] or None, names of the classes or None, and notes. Labels are -1 for no class, else from 0 on.
 
     Without a request the first of these is taken that has classes: a `ClassLabel` column, integers with a usual name, strings
-    with a usual name where each class has two images on average, other numbers with a usual name. The classes are the sorted
-    distinct values, which are their names where they are not 0, 1, 2 and so on; of one-hot rows the places. A requested column
-    may also hold booleans.
+    with a usual name where each class has two images on average, other numbers with a usual name, booleans with one. The
+    classes are the sorted distinct values, which are their names where they are not 0, 1, 2 and so on; of one-hot rows the
+    places.
 
     Raises:
         UserError: no such column, or a requested one that has no usable labels.
@@ -60,12 +61,13 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
     if requested is not None:
         groups = [[requested]]
     else:
-        usual = [name for name in LABEL_NAMES if name in features]
+        usual = usual_labels(features)
         groups = [
             [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)],
             [name for name in usual if is_number(features[name]) and "int" in str(getattr(features[name], "dtype", ""))],
             [name for name in usual if _repeats(dataset, name)],
             [name for name in usual if is_number(features[name]) and "int" not in str(getattr(features[name], "dtype", ""))],
+            [name for name in usual if getattr(features[name], "dtype", "") == "bool"],
         ]
     notes: list[str] = []
     for group in groups:
@@ -82,6 +84,11 @@ def find_labels(dataset: "Dataset", requested: str | None = None) -> tuple[np.nd
                 notes.append(f"label columns {', '.join(group)}: {name} is used (--label_column chooses)")
             return labels, class_names, [*notes, *_about(labels, class_names, name, features[name], requested)]
     return None, None, notes
+
+
+def usual_labels(features: Iterable[str]) -> list[str]:
+    """Returns those names of columns that are usual for labels, in capitals or not, the most usual ones first."""
+    return sorted((name for name in features if name.lower() in LABEL_NAMES), key=lambda name: LABEL_NAMES.index(name.lower()))
 
 
 def _about(labels: np.ndarray, class_names: list[str] | None, name: str, feature: object, requested: str | None) -> list[str]:
@@ -117,11 +124,7 @@ def _classes_of(column: Any, feature: object) -> tuple[np.ndarray, list[str] | N
 
     if is_number(feature) or isinstance(feature, datasets.ClassLabel):
         cells: list[Any] = column.to_pylist()
-        cells = _of_lists(cells) if isinstance(feature, (datasets.List, datasets.LargeList)) else cells
-        cells = [-1 if cell is None or cell != cell else cell for cell in cells]  # NaN is not itself
-        if (odd := next((cell for cell in cells if cell != int(cell)), None)) is not None:
-            raise ValueError(f"{odd:g} is no class (whole numbers are)")
-        values = np.array(cells, np.int64)
+        values = whole_numbers(cells)
         known = values != -1
     elif _is_text(feature) or (isinstance(feature, datasets.Value) and feature.dtype == "bool"):
         cells = column.to_pylist()
@@ -134,6 +137,15 @@ def _classes_of(column: Any, feature: object) -> tuple[np.ndarray, list[str] | N
     if isinstance(feature, datasets.ClassLabel):
         return np.where(known, values, -1).astype(np.int64), list(feature.names)
     return classes_of(values, known)
+
+
+def whole_numbers(cells: list[Any]) -> np.ndarray:
+    """Returns int64 [N]: the number in each cell, or in its list as `_of_lists` reads it; -1 for none. Raises ValueError."""
+    single: list[Any] = _of_lists(cells) if any(isinstance(cell, list) for cell in cells) else cells
+    known = [-1 if cell is None or cell != cell else cell for cell in single]  # NaN is not itself
+    if (odd := next((cell for cell in known if cell != int(cell)), None)) is not None:
+        raise ValueError(f"{odd:g} is no class (whole numbers are)")
+    return np.array(known, np.int64)
 
 
 def classes_of(values: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, list[str] | None]:

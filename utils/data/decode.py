@@ -42,6 +42,14 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _NO_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)  # nothing is there, whatever the machine does
+_OTHERS = {  # how they begin
+    b"\x93NUMPY": "it is an array of numpy: turn it by np.load(io.BytesIO(row))",
+    b"\x1f\x8b": "it is compressed: turn it by gzip.decompress(row)",
+    b"\x80\x04": "it is a pickle: load it yourself, and save images",
+    b"\x80\x05": "it is a pickle: load it yourself, and save images",
+    b"%PDF": "it is a PDF: render its pages",
+    b"<svg": "it is an SVG: render it",
+}
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -225,7 +233,10 @@ def _without_texts(data: bytes) -> bytes | None:
 
 
 def _raw(data: bytes | None) -> str:
-    """What to do with as many bytes as a square image has values."""
+    """What bytes are, where they are something else than an image file or as many as a square image has values."""
+    for begin, what in _OTHERS.items():
+        if (data or b"").startswith(begin):
+            return f" ({what})"
     for channels in (1, 3, 4):
         side = math.isqrt(len(data or b"") // channels)
         if side > 1 and len(data or b"") == channels * side * side:

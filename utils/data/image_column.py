@@ -17,7 +17,7 @@ import numpy as np
 from utils.core.errors import UserError
 from utils.data.cells import NoImage, content_of, kind_of, shortened, three_planes
 from utils.data.columns import LABEL_NAMES, describe_columns, is_number
-from utils.data.decode import ImageFile
+from utils.data.decode import ImageFile, image_suffixes
 from utils.data.stored_files import is_address
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def find_image_column(
     """Returns the name of the image column, or the names of columns of one pixel each, and notes on the choice.
 
     A column of the type `Image` comes first, then one that holds encoded bytes, then one of arrays, then texts (paths, base64),
-    lists and structs with a usual name, then those of bytes, then texts that hold whole images. Any of these may be requested
-    by name. Last come numbered columns of numbers, as many as a square has pixels.
+    lists and structs with a usual name, then those of bytes, then texts that begin with an image or with the path of one. Any
+    of these may be requested by name. Last come numbered columns of numbers, as many as a square has pixels.
 
     Args:
         first_cell: reads the column elsewhere, where `dataset` has no rows.
@@ -62,17 +62,17 @@ def find_image_column(
     found = found or [name for name in features if kinds[name] == "array"]
     found = found or [name for name in usual if kinds[name] or isinstance(features[name], dict)]
     found = found or [name for name in features if kinds[name] == "wrapped"]
-    found = found or [name for name in features if kinds[name] == "text" and _is_whole_image(peek(name), features[name])]
+    found = found or [name for name in features if kinds[name] == "text" and _is_image(peek(name), features[name])]
     if found:
         _refuse(found[0], features[found[0]], peek(found[0]))
         several = f"image columns {', '.join(found)}: {found[0]} is used (--image_column chooses)"
         return found[:1], [several] * (len(found) > 1)
     pixels = _pixel_columns(dataset)
     if not pixels:
-        raise UserError(
-            "the dataset has no column that looks like images\n"
-            f"set --image_column to one of its columns: {describe_columns(dataset)}"
-        )
+        hint = f"set --image_column to one of its columns: {describe_columns(dataset)}"
+        if sum(name.replace(".", "").isdecimal() for name in features) * 2 > len(features):
+            hint = "its first row was taken for the names of columns: put a row of names before it, such as label,pixel0,pixel1"
+        raise UserError(f"the dataset has no column that looks like images\n{hint}")
     side = math.isqrt(len(pixels))
     return pixels, [f"the {len(pixels)} columns {pixels[0]} to {pixels[-1]} are the pixels of {side}x{side} images"]
 
@@ -106,11 +106,14 @@ def _refusal(what: str, error: NoImage, cell: str) -> UserError:
     return UserError(f"{what} {error}, where an image should be\n{hint}")
 
 
-def _is_whole_image(cell: object, feature: object) -> bool:
+def _is_image(cell: object, feature: object) -> bool:
+    """Whether a text has an image, or the path of one."""
     try:
-        return isinstance(content_of(cell, feature), bytes)
+        content = content_of(cell, feature)
     except NoImage:
         return False
+    is_path = isinstance(content, str) and posixpath.splitext(content)[1].lower() in image_suffixes()
+    return is_path or isinstance(content, bytes)
 
 
 def _pixel_columns(dataset: "Dataset") -> list[str]:
@@ -122,10 +125,12 @@ def _pixel_columns(dataset: "Dataset") -> list[str]:
     for name, feature in dataset.features.items():
         if is_number(feature) and kind_of(feature) is None and name.lower() not in LABEL_NAMES:
             alike[re.sub(r"\d+", "#", name)].append(name)
-    alike.pop("", None)
     names = max(alike.values(), key=len, default=[])
     numbers = {name: [int(number) for number in re.findall(r"\d+", name)] for name in names}
-    if all(len(each) == 1 for each in numbers.values()):  # of two numbers nobody knows which one is the row
+    spans = [range(min(axis), max(axis) + 1) for axis in zip(*numbers.values())]
+    if not spans or math.prod(map(len, spans)) != len(names):  # sensors, or values that were taken for names
+        return []
+    if len(spans) == 1:  # of two numbers nobody knows which one is the row
         names = sorted(names, key=numbers.__getitem__)
     side, side_of_color = math.isqrt(len(names)), math.isqrt(len(names) // 3)
     if len(names) >= _PIXELS and len(names) == 3 * side_of_color**2:

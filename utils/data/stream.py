@@ -24,7 +24,7 @@ from utils.core.errors import UserError, one_line
 from utils.core.files import whole_file
 from utils.data.bad_images import BadImage, BadImages
 from utils.data.block_cache import BlockCache, StoredBlock
-from utils.data.columns import LABEL_NAMES, find_labels, is_number
+from utils.data.columns import find_labels, is_number, usual_labels
 from utils.data.decode import ImageFile, ImagePreparation, crop_offsets
 from utils.data.image_column import EncodedImages, files_key, first_of
 from utils.data.shard_formats import VERSION, Tar, columns_of, counts, format_of
@@ -135,8 +135,9 @@ def _label_columns(features: "datasets.Features", requested: str | None) -> list
     if requested is not None:
         return [requested] if requested in features else []
     classes = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
-    usual = [name for name in LABEL_NAMES if name in features]
-    return classes or [name for name in usual if isinstance(features[name], datasets.Value) or is_number(features[name])]
+    return classes or [
+        name for name in usual_labels(features) if isinstance(features[name], datasets.Value) or is_number(features[name])
+    ]
 
 
 def _labels(
