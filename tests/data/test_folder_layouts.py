@@ -350,3 +350,41 @@ def test_a_folder_of_something_else_is_listed(name, load, tmp_path):
     suffix = f".{name.partition('.')[2]}" if "." in name else "without a suffix"
     with pytest.raises(UserError, match=f"set has no images; 0 of 1 files used: 1 {suffix}"):
         load(tmp_path / "set", "dataset_name")
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "is_whole"),
+    [
+        (b"gAMA", b"\0\0\0\1", False),
+        (b"gAMA", b"", True),
+        (b"pHYs", b"\0", True),
+        (b"cHRM", b"\0", True),
+        (b"acTL", b"\0\0\0\2\0\0\0\0", True),
+    ],
+)
+def test_pixels_beside_damaged_facts_of_a_png_are_used(kind, content, is_whole, load, tmp_path):
+    (tmp_path / "set").mkdir()
+    parts = [len(content).to_bytes(4), kind, content, zlib.crc32(kind + content).to_bytes(4) if is_whole else bytes(4)]
+    if kind == b"acTL":
+        parts += [bytes([0, 0, 0, 1]), b"fcTL", b"x", zlib.crc32(b"fcTLx").to_bytes(4)]
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
+    whole = file.getvalue()
+    (tmp_path / "set" / "a.png").write_bytes(whole[:33] + b"".join(parts) + whole[33:])
+    assert np.array_equal(load(tmp_path / "set", image_channels=3).fetch([0])[0], pixels.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS: run git lfs pull"),
+        (b"\n<!DOCTYPE html><html></html>", "a web page"),
+        (b"<svg/>", "an SVG"),
+        (b"\x93NUMPY", "an array of numpy"),
+    ],
+)
+def test_what_a_file_is_instead_of_an_image_is_said(content, what, load, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.png").write_bytes(content)
+    with pytest.raises(UserError, match=rf"a\.png.*: not an image that Pillow can read \(it is {what}"):
+        load(tmp_path / "set")

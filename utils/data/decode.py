@@ -49,6 +49,9 @@ _OTHERS = {  # how they begin
     b"\x80\x05": "it is a pickle: load it yourself, and save images",
     b"%PDF": "it is a PDF: render its pages",
     b"<svg": "it is an SVG: render it",
+    b"<!DOCTYPE html": "it is a web page: download the image again",
+    b"<html": "it is a web page: download the image again",
+    b"version https://git-lfs": "it is a pointer of Git LFS: run git lfs pull",
 }
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -132,7 +135,7 @@ class ImagePreparation:
         try:
             return self._prepare(file)
         except UnidentifiedImageError:
-            raise UndecodableImage(file.name, file.path, f"not an image that Pillow can read{_raw(file.data)}") from None
+            raise UndecodableImage(file.name, file.path, f"not an image that Pillow can read{_instead(file)}") from None
         except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, struct.error, ... on damaged files
             text = (isinstance(error, OSError) and error.strerror) or str(error)  # without the path, which the name has
             reason = " ".join(text.split()) or type(error).__name__
@@ -196,7 +199,8 @@ class ImagePreparation:
 
 @contextlib.contextmanager
 def _opened(file: ImageFile, loaded: bool = False) -> Iterator[Image.Image]:
-    """The image in a file. A PNG whose texts or profile Pillow refuses, for their size, is opened without them."""
+    """The image in a file. A PNG of which Pillow refuses something else than the pixels, a large text or damaged facts, is opened
+    without it."""
 
     def opened(source: Any) -> Image.Image:
         image = Image.open(source, formats=_readable_formats())
@@ -210,7 +214,7 @@ def _opened(file: ImageFile, loaded: bool = False) -> Iterator[Image.Image]:
     except Exception as error:
         if _of_machine(error):
             raise
-        pixels = _without_texts(source.getvalue() if isinstance(source, io.BytesIO) else Path(source).read_bytes())
+        pixels = _only_pixels(source.getvalue() if isinstance(source, io.BytesIO) else Path(source).read_bytes())
         if pixels is None:
             raise
         image = opened(io.BytesIO(pixels))
@@ -218,30 +222,38 @@ def _opened(file: ImageFile, loaded: bool = False) -> Iterator[Image.Image]:
         yield image
 
 
-def _without_texts(data: bytes) -> bytes | None:
-    """A PNG without the chunks of texts and of a profile; None where there are none, or it is none."""
+def _only_pixels(data: bytes) -> bytes | None:
+    """A PNG without the chunks that change no pixel; None where there are none, or it is none."""
     if not data.startswith(_PNG):
         return None
     kept, place, end = [_PNG], len(_PNG), len(_PNG)
     while place < len(data):
         end = place + 12 + int.from_bytes(data[place : place + 4])  # length, kind, data and checksum
-        if data[place + 4 : place + 8] not in (b"tEXt", b"zTXt", b"iTXt", b"iCCP"):
+        if data[place + 4 : place + 5].isupper() or data[place + 4 : place + 8] in (b"tRNS", b"eXIf"):
             kept.append(data[place:end])
         place = end
     found = b"".join(kept)
     return None if len(found) == len(data) else found
 
 
-def _raw(data: bytes | None) -> str:
-    """What bytes are, where they are something else than an image file or as many as a square image has values."""
-    for begin, what in _OTHERS.items():
-        if (data or b"").startswith(begin):
-            return f" ({what})"
+def _instead(file: ImageFile) -> str:
+    """What a file is, where it is no image, or that it has as many bytes as a square image has values."""
+    data = file.data or b""
+    with contextlib.suppress(OSError):
+        head = data if file.path is None or is_address(file.path) else data or _head(file.path)
+        for begin, what in _OTHERS.items():
+            if head.lstrip().startswith(begin):
+                return f" ({what})"
     for channels in (1, 3, 4):
-        side = math.isqrt(len(data or b"") // channels)
-        if side > 1 and len(data or b"") == channels * side * side:
+        side = math.isqrt(len(data) // channels)
+        if side > 1 and len(data) == channels * side * side:
             return f" (raw pixels? turn them: np.frombuffer(row, np.uint8).reshape({side}, {side}, {channels}))"
     return ""
+
+
+def _head(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(64)
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:

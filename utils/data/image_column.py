@@ -135,10 +135,11 @@ def _pixel_columns(dataset: "Dataset") -> list[str]:
     side, side_of_color = math.isqrt(len(names)), math.isqrt(len(names) // 3)
     if len(names) >= _PIXELS and len(names) == 3 * side_of_color**2:
         start = dataset.column_names.index(names[0])
+        is_slice = dataset.column_names[start : start + len(names)] == names
         raise _refusal(
             f"the {len(names)} columns {names[0]} to {names[-1]} have",
             NoImage(*three_planes(side_of_color)),
-            f"list(row.values())[{start}:{start + len(names)}]",
+            f"list(row.values())[{start}:{start + len(names)}]" if is_slice else "[row[name] for name in NAMES]",
         )
     return names if len(names) >= _PIXELS and side * side == len(names) else []
 
