@@ -199,8 +199,8 @@ class ImagePreparation:
 
 @contextlib.contextmanager
 def _opened(file: ImageFile, loaded: bool = False) -> Iterator[Image.Image]:
-    """The image in a file. A PNG of which Pillow refuses something else than the pixels, a large text or damaged facts, is opened
-    without it."""
+    """The image in a file. A PNG of which Pillow refuses something else than the pixels, such as a large text or damaged facts,
+    is opened without it."""
 
     def opened(source: Any) -> Image.Image:
         image = Image.open(source, formats=_readable_formats())
@@ -241,6 +241,8 @@ def _instead(file: ImageFile) -> str:
     data = file.data or b""
     with contextlib.suppress(OSError):
         head = data if file.path is None or is_address(file.path) else data or _head(file.path)
+        if head == b"" == data and not is_address(file.path or ""):
+            return " (it is empty)"
         for begin, what in _OTHERS.items():
             if head.lstrip().startswith(begin):
                 return f" ({what})"

@@ -112,7 +112,7 @@ def find_builder(options: DataOptions) -> tuple["datasets.DatasetBuilder", list[
             raise UserError(
                 f"cannot read --dataset_name {path}: its kind of file is not known\nuse a file that ends in one of {known}"
             )
-        source = {"path": builder_name, "data_files": {"train": glob.escape(str(path))}} | _dialect(path)
+        source = {"path": builder_name, "data_files": {"train": glob.escape(str(path))}}
         files = [path]
     elif path.is_dir():
         source = {"path": options.dataset_name, "name": options.dataset_config_name}
@@ -124,6 +124,10 @@ def find_builder(options: DataOptions) -> tuple["datasets.DatasetBuilder", list[
     source["cache_dir"] = options.cache_dir
     with _one_line(options.dataset_name):
         builder = _builder(source, is_local=path.exists())
+        if builder.name == "csv" and path.exists():
+            dialects = [_dialect(str(file)) for part in builder.config.data_files.values() for file in part]
+            if dialects[0] != {"sep": ","}:  # files of several dialects are told by `datasets`
+                builder = _builder(source | dialects[0], is_local=True)
     if builder.name == "parquet":  # which else keeps in memory what it has read of a file, to its end
         from pyarrow.dataset import ParquetFragmentScanOptions
 
@@ -131,10 +135,8 @@ def find_builder(options: DataOptions) -> tuple["datasets.DatasetBuilder", list[
     return builder, files, _described(options)
 
 
-def _dialect(path: Path) -> dict[str, str]:
+def _dialect(path: str) -> dict[str, str]:
     """What `datasets` has to know of a file of csv or tsv: what stands between the columns, and the encoding."""
-    if _BUILDER_OF_SUFFIX[path.suffix.lower()] != "csv":
-        return {}
     with open(path, "rb") as file:
         header = file.readline(_LONGEST_HEADER)
         header += file.read(len(header) % 2) if b"\0" in header[:4] else b""  # the rest of a \n of two bytes
