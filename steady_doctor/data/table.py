@@ -28,6 +28,7 @@ from steady_doctor.data.declared import Source
 _IMAGES = ("image", "img", "images", "pixels", "picture", "photo", "jpg", "png", "webp")  # usual names of columns
 _PLACES = ("image_path", "image_url", "url")
 _LABELS = ("label", "labels", "fine_label", "coarse_label", "class", "class_id", "cls", "target", "category")
+_FIRST = 1024  # rows in which a text is looked for
 _SEARCHED = 2**32  # bytes of a tar that is searched for an image, at most
 _LARGEST = 32 * 2**20  # bytes of a row group: one is read for each image that is looked at
 _HDF5 = (".h5", ".hdf5")
@@ -91,7 +92,8 @@ class Table:
         return [first] if (first := next(found, None)) else self._pixel_columns()
 
     def _first_image(self, name: str) -> Any:
-        return next((cell for row in range(len(self)) if (cell := image_of(self._read(name, [row]).to_pylist()[0]))), None)
+        cells = (self._read(name, [row]).to_pylist()[0] for row in range(min(len(self), _FIRST)))
+        return next((image_of(cell) for cell in cells if cell), None)
 
     def _pixel_columns(self) -> list[str]:
         """The largest group of columns of numbers that are called alike, in the order of their one number, or of the table."""

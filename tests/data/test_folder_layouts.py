@@ -1,6 +1,7 @@
 """Folders as other tools write them: files beside the images, classes one level up or in a file, tables of other dialects."""
 
 import csv
+import gzip
 import io
 import json
 import unicodedata
@@ -388,3 +389,11 @@ def test_what_a_file_is_instead_of_an_image_is_said(content, what, load, tmp_pat
     (tmp_path / "set" / "a.png").write_bytes(content)
     with pytest.raises(UserError, match=rf"a\.png.*: not an image that Pillow can read \(it is {what}"):
         load(tmp_path / "set")
+
+
+def test_a_compressed_table_is_read_as_before(load, tmp_path):
+    write(tmp_path, "0.png", "1.png")
+    (tmp_path / "tables").mkdir()
+    with gzip.open(tmp_path / "tables" / "train.csv.gz", "wt") as file:
+        file.write(f"image,label\n{tmp_path}/1.png,1\n{tmp_path}/0.png,0\n")
+    assert shown(load(tmp_path / "tables", "dataset_name", cache_images="no")) == [1, 0]

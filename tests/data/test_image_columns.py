@@ -218,3 +218,11 @@ def test_lists_that_are_no_images_are_not_taken_for_them(load):
 def test_a_cell_is_shortened_to_a_hundred_characters():
     assert shortened("a" * 100) == "a" * 100 and shortened("a\nb") == "a b"
     assert len(shortened("a" * 101)) == 100 and shortened("ab" * 5000).endswith("ab")
+
+
+def test_a_named_file_may_have_any_name(load, tmp_path):
+    for place, name in enumerate(("a#1?.png", "100%25.png", "b\nc.png")):
+        (tmp_path / "data" / name).write_bytes(FILES[place])
+    folder = tmp_path / "data"
+    cells = [f"file://{folder}/a#1?.png", f"file://{folder}/100%25.png", f"{folder}/b\nc.png", *NAMES[3:]]
+    assert np.array_equal(load(column(cells)).fetch(range(6)), COLOR.transpose(0, 3, 1, 2))

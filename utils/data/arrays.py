@@ -118,13 +118,13 @@ class ArrayImages:
         content = self._content()
         if isinstance(content, np.ndarray):
             return content
-        if self._name not in content and len(names := list(content)) == 1 and not self._asked:
-            return content[names[0]]
-        if self._name not in content:
+        lone = next(iter(content)) if len(content) == 1 and not self._asked else self._name
+        found = content[lone] if lone in content else None
+        if not hasattr(found, "ndim"):  # a group of HDF5
             raise UserError(
                 f"{self._path} has no {self._name!r}; it has {', '.join(content)}\nset --image_column to the name of the images"
             )
-        return content[self._name]
+        return found
 
     def _labels(self, requested: str | None) -> np.ndarray | None:
         content, name = self._content(), requested or "labels"

@@ -9,7 +9,7 @@ import binascii
 import math
 import os
 import re
-from urllib.parse import unquote, unquote_to_bytes, urlsplit
+from urllib.parse import unquote, unquote_to_bytes
 
 import numpy as np
 
@@ -48,13 +48,9 @@ def kind_of(feature: object) -> str | None:
         kind = kind_of(feature.get(_field(feature)))
         return "file" if set(feature) == {"bytes", "path"} else kind if kind in ("text", None) else "wrapped"
     dtype = getattr(feature, "dtype", "") if isinstance(feature, datasets.Value) else ""
-    return (
-        "file"
-        if re.fullmatch("(large_)?binary(_view)?", dtype)
-        else "text"
-        if re.match("(large_)?string|fixed", dtype)
-        else None
-    )
+    if re.fullmatch("(large_)?binary(_view)?", dtype):
+        return "file"
+    return "text" if re.match("(large_)?string|fixed", dtype) else None
 
 
 def number_type(feature: object) -> str | None:
@@ -141,12 +137,12 @@ def _of_text(text: str) -> bytes | str | np.ndarray:
     except binascii.Error as error:
         raise NoImage(f"damaged base64 ({error})") from None
     if text.startswith("file:/"):
-        path = urlsplit(text).path
-        return text.partition(path)[1] if os.path.exists(path) else unquote(path)
+        path = re.sub("^file:(//[^/]*)?", "", text)
+        return path if os.path.exists(path) else unquote(path)
     if _NUMBERS.fullmatch(text):
         return _shaped(np.array(re.findall(r"\d+", text), np.int64))
     is_name = is_address(text) or max(map(len, text.split("/"))) <= _LONGEST_NAME
-    if len(text) > _LONGEST or not is_name or "\n" in text.strip():
+    if (len(text) > _LONGEST or not is_name or "\n" in text.strip()) and not os.path.lexists(text):
         raise NoImage(f"text that is neither a path nor an image ({shortened(text)})")
     if "\\" in text and not os.path.exists(text) and not is_address(text):
         return text.replace("\\", "/")  # written on Windows

@@ -43,7 +43,7 @@ _BUILDER_OF_SUFFIX = {
     ".tsv": "csv",
     ".tar": "webdataset",
 }
-_LONGEST_HEADER = 2**20  # bytes
+_TEXTS, _LONGEST_HEADER = (".csv", ".tsv"), 2**20  # whose first line tells how they are written; its bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +125,10 @@ def find_builder(options: DataOptions) -> tuple["datasets.DatasetBuilder", list[
     with _one_line(options.dataset_name):
         builder = _builder(source, is_local=path.exists())
         if builder.name == "csv" and path.exists():
-            dialects = [_dialect(str(file)) for part in builder.config.data_files.values() for file in part]
-            if dialects[0] != {"sep": ","}:  # files of several dialects are told by `datasets`
+            dialects = [
+                _dialect(str(f)) for part in builder.config.data_files.values() for f in part if suffix_of(str(f)) in _TEXTS
+            ]
+            if dialects and dialects[0] != {"sep": ","}:  # files of several dialects are told by `datasets`
                 builder = _builder(source | dialects[0], is_local=True)
     if builder.name == "parquet":  # which else keeps in memory what it has read of a file, to its end
         from pyarrow.dataset import ParquetFragmentScanOptions
