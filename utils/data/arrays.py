@@ -119,7 +119,7 @@ class ArrayImages:
         if isinstance(content, np.ndarray):
             return content
         lone = next(iter(content)) if len(content) == 1 and not self._asked else self._name
-        found = content[lone] if lone in content else None
+        found = content.get(lone)
         if not hasattr(found, "ndim"):  # a group of HDF5
             raise UserError(
                 f"{self._path} has no {self._name!r}; it has {', '.join(content)}\nset --image_column to the name of the images"
